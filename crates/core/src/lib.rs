@@ -1,0 +1,8 @@
+//! Ebb's pure room: facts in, plan out.
+//!
+//! Nothing here opens a file, reads a clock, starts a thread or talks to a
+//! socket; `clippy.toml` beside this crate makes a slip a lint error. The same
+//! code therefore runs in the daemon, in the simulator and in replay.
+
+pub mod sample;
+pub mod units;

@@ -1,0 +1,348 @@
+//! One tick's facts: everything Ebb knows of the host and its VMs at a moment.
+//!
+//! Filled by `ebb-host` (or the simulator), never changed afterwards. Sizes are
+//! bytes, moments are [`Stamp`]s, `None` means *not known* (absent in this
+//! kernel, unreadable, not answered in time), which is never the same as zero.
+//! A source that failed leaves `None` and a [`Problem`]; the tick goes on.
+//! A record of a run is a sequence of these, so every type here serialises.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Stamp};
+
+/// Everything read in one tick.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// When reading began.
+    pub at: Stamp,
+    /// The same moment as milliseconds since 1970, for people.
+    pub wall_ms: u64,
+    /// The host.
+    pub host: HostSample,
+    /// The VMs, sorted by [`VmSample::id`]; ids are unique.
+    pub vms: Vec<VmSample>,
+    /// What could not be read, and why.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<Problem>,
+}
+
+/// A source that failed this tick: who can act on it finds out from the text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// The VM concerned, or `None` for the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<VmId>,
+    /// The file, socket or command, e.g. `/proc/meminfo` or `qmp query-balloon`.
+    pub source: String,
+    /// What is wrong and what to do.
+    pub message: String,
+}
+
+/// The host's own memory.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostSample {
+    /// `/proc/meminfo`.
+    pub memory: Option<Meminfo>,
+    /// `/proc/pressure/memory`; absent where the kernel has no PSI.
+    pub psi: Option<Psi>,
+    /// `/proc/vmstat`, the counters that tell of paging.
+    pub vmstat: Option<Vmstat>,
+    /// `/proc/swaps`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub swaps: Vec<SwapArea>,
+    /// `/sys/kernel/mm/ksm`; absent where KSM is not built in.
+    pub ksm: Option<Ksm>,
+    /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
+    /// counts as used in MemAvailable though most of it can be had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zfs_arc: Option<ZfsArc>,
+    /// The memory cgroup with a limit that all managed VMs share, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<Pool>,
+}
+
+/// `/proc/meminfo`, the fields in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Meminfo {
+    /// `MemTotal`.
+    pub total: Bytes,
+    /// `MemFree`.
+    pub free: Bytes,
+    /// `MemAvailable` (Linux 3.14+).
+    pub available: Bytes,
+    /// `Buffers`.
+    pub buffers: Bytes,
+    /// `Cached`.
+    pub cached: Bytes,
+    /// `Shmem`.
+    pub shmem: Bytes,
+    /// `SwapTotal`.
+    pub swap_total: Bytes,
+    /// `SwapFree`.
+    pub swap_free: Bytes,
+    /// `Hugetlb`: all of the hugetlb pools, used or not.
+    pub hugetlb: Bytes,
+}
+
+/// One line of a pressure file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PsiLine {
+    /// Share of wall time stalled, percent, over 10 s.
+    pub avg10: f64,
+    /// The same over 60 s.
+    pub avg60: f64,
+    /// The same over 300 s.
+    pub avg300: f64,
+    /// Stalled time since boot, microseconds.
+    pub total_us: u64,
+}
+
+/// A pressure file: `some` (at least one task stalled) and `full` (all of them).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Psi {
+    /// At least one task was stalled.
+    pub some: PsiLine,
+    /// All non-idle tasks were stalled at once.
+    pub full: PsiLine,
+}
+
+/// `/proc/vmstat` counters since boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vmstat {
+    /// `pswpin`, pages.
+    pub swap_in_pages: u64,
+    /// `pswpout`, pages.
+    pub swap_out_pages: u64,
+    /// `pgmajfault`.
+    pub major_faults: u64,
+    /// `oom_kill`, where the kernel has it (4.13+).
+    pub oom_kills: Option<u64>,
+    /// `workingset_refault_anon` + `workingset_refault_file`, pages.
+    pub refaults: u64,
+}
+
+/// A line of `/proc/swaps`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SwapArea {
+    /// Path, e.g. `/dev/zram0`.
+    pub path: String,
+    /// Its size.
+    pub size: Bytes,
+    /// What of it is used.
+    pub used: Bytes,
+    /// Priority, as the kernel prints it.
+    pub priority: i64,
+}
+
+/// `/sys/kernel/mm/ksm`, whole host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ksm {
+    /// `run`: 0 stopped, 1 running, 2 unmerging.
+    pub run: u64,
+    /// `pages_shared`: distinct pages kept.
+    pub pages_shared: u64,
+    /// `pages_sharing`: further places that map them, i.e. pages saved.
+    pub pages_sharing: u64,
+    /// `pages_unshared`.
+    pub pages_unshared: u64,
+    /// `pages_volatile`.
+    pub pages_volatile: u64,
+    /// `full_scans`.
+    pub full_scans: u64,
+    /// `ksm_zero_pages` (6.6+).
+    pub zero_pages: Option<u64>,
+    /// `general_profit`, bytes, signed as the kernel has it (6.4+).
+    pub general_profit: Option<i64>,
+}
+
+/// `/proc/spl/kstat/zfs/arcstats`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZfsArc {
+    /// `size`.
+    pub size: Bytes,
+    /// `c_min`.
+    pub min: Bytes,
+}
+
+/// A memory cgroup with a limit, v1 or v2.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Pool {
+    /// Its path below the cgroup mount, e.g. `/machine.slice`.
+    pub path: String,
+    /// `memory.max` or `memory.limit_in_bytes` (the tightest on the way up).
+    pub limit: Bytes,
+    /// `memory.current` or `memory.usage_in_bytes`.
+    pub usage: Bytes,
+    /// File cache inside it that can be dropped (`active_file + inactive_file`
+    /// less what is dirty or mlocked).
+    pub file: Bytes,
+    /// `anon` / `rss` of the whole subtree.
+    pub anon: Bytes,
+    /// Swap used by the subtree, where the kernel accounts it.
+    pub swap: Option<Bytes>,
+    /// `oom_kill` events in the subtree.
+    pub oom_kills: Option<u64>,
+    /// `memory.pressure` of a v2 cgroup.
+    pub psi: Option<Psi>,
+}
+
+/// Which QEMU process this is: `pid` and its start time in clock ticks since
+/// boot, so that a recycled pid is never taken for the same VM.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct VmId {
+    /// Process id.
+    pub pid: u32,
+    /// Field 22 of `/proc/PID/stat`.
+    pub start: u64,
+}
+
+/// One VM.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VmSample {
+    /// Which process.
+    pub id: VmId,
+    /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
+    pub name: String,
+    /// `-uuid`, where given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// RAM the guest was given at start plus what was plugged since.
+    pub ram: Option<Bytes>,
+    /// What the process holds of the host's memory.
+    pub process: Option<ProcessMemory>,
+    /// Memory cgroup path, e.g. `/machine.slice/vm1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+    /// Whether QMP can be used.
+    pub link: Link,
+    /// `query-status`, where QMP answered.
+    pub run: Option<RunState>,
+    /// The balloon; `None` where there is no device or QMP did not answer.
+    pub balloon: Option<BalloonSample>,
+    /// What QMP told since the last sample, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub events: Vec<VmEvent>,
+}
+
+/// `/proc/PID/status` of the VMM: cheap, read each tick. Includes QEMU itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessMemory {
+    /// `RssAnon`.
+    pub anon: Bytes,
+    /// `RssFile`.
+    pub file: Bytes,
+    /// `RssShmem`.
+    pub shmem: Bytes,
+    /// `VmSwap`.
+    pub swap: Bytes,
+}
+
+impl ProcessMemory {
+    /// What is in DRAM now. Lies on partly discarded huge pages: prove savings
+    /// by the host's free memory or the cgroup's usage.
+    pub fn resident(&self) -> Bytes {
+        self.anon + self.file + self.shmem
+    }
+}
+
+/// State of the QMP connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "state", content = "why")]
+pub enum Link {
+    /// Commands are answered.
+    Up,
+    /// Connected, but the last command was not answered in time.
+    Slow(String),
+    /// The socket is held by another client (QEMU serves one at a time).
+    Taken(String),
+    /// There is no socket that Ebb could use, or it was refused or lost.
+    Down(String),
+    /// Not tried yet.
+    #[default]
+    Unknown,
+}
+
+/// QEMU's run state, as far as it matters here.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunState {
+    /// vCPUs run.
+    Running,
+    /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
+    Paused,
+    /// Incoming or outgoing migration, snapshot: hands off.
+    Migrating,
+    /// Shut down, panicked or failed; the process is still there.
+    Ended,
+}
+
+/// What QMP told of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VmEvent {
+    /// `RESET`: the guest rebooted; nothing known of it holds any more.
+    Reset,
+    /// `SHUTDOWN`.
+    Shutdown,
+    /// `STOP`.
+    Stop,
+    /// `RESUME`.
+    Resume,
+    /// `BALLOON_CHANGE`, with the new size.
+    Balloon(Bytes),
+    /// `MIGRATION` changed state.
+    Migration,
+    /// The QMP connection was made (again): all prior knowledge is old.
+    Connected,
+}
+
+/// A virtio balloon, as QMP tells.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BalloonSample {
+    /// `query-balloon`: RAM less what the balloon holds.
+    pub actual: Bytes,
+    /// `free-page-reporting` of the device.
+    pub reporting: Option<bool>,
+    /// `deflate-on-oom` of the device.
+    pub deflate_on_oom: Option<bool>,
+    /// What the guest last said, `None` before its first word.
+    pub guest: Option<GuestStats>,
+}
+
+/// The guest's own statistics: hints from a party that is not trusted and may be
+/// late. QEMU's “unset” (all ones) is `None`. Counters are since guest boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestStats {
+    /// `last-update`: seconds since 1970 on the host's clock.
+    pub updated_s: u64,
+    /// How old they are, milliseconds: from `updated_s`, or from when they last
+    /// changed, whichever is younger. QEMU rounds to whole seconds.
+    pub age_ms: u64,
+    /// `stat-total-memory`.
+    pub total: Option<Bytes>,
+    /// `stat-free-memory`.
+    pub free: Option<Bytes>,
+    /// `stat-available-memory`.
+    pub available: Option<Bytes>,
+    /// `stat-disk-caches`.
+    pub caches: Option<Bytes>,
+    /// `stat-swap-in`, bytes.
+    pub swap_in: Option<Bytes>,
+    /// `stat-swap-out`, bytes.
+    pub swap_out: Option<Bytes>,
+    /// `stat-major-faults`.
+    pub major_faults: Option<u64>,
+    /// `stat-minor-faults`.
+    pub minor_faults: Option<u64>,
+    /// `stat-oom-kill` (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oom_kills: Option<u64>,
+    /// `stat-alloc-stall` (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alloc_stalls: Option<u64>,
+    /// `stat-direct-reclaim`, pages (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct_reclaim: Option<u64>,
+}
