@@ -4,5 +4,11 @@
 //! socket; `clippy.toml` beside this crate makes a slip a lint error. The same
 //! code therefore runs in the daemon, in the simulator and in replay.
 
+pub mod config;
+pub mod memory;
+pub mod model;
+pub mod plan;
+pub mod policy;
 pub mod sample;
+pub mod tick;
 pub mod units;

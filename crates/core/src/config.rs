@@ -1,0 +1,449 @@
+//! Configuration: the few settings an operator may want, checked as a whole.
+//!
+//! TOML in, [`Config`] out, or a [`ConfigError`] that names file, line, field
+//! and what is allowed. Nothing is half-applied: one bad field refuses the file.
+//! Every field has a default, so an empty file is a valid one.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize};
+use toml::Spanned;
+
+use crate::units::Bytes;
+
+/// Everything that can be set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Config {
+    /// Milliseconds between ticks while nothing is ballooned and nobody is short.
+    pub tick_ms: u64,
+    /// Milliseconds between ticks while anything is ballooned or the host is short.
+    pub fast_tick_ms: u64,
+    /// Unix socket of the HTTP interface.
+    pub socket: String,
+    /// Loopback address and port of the HTTP interface, off unless set.
+    pub listen: Option<String>,
+    /// Where what was taken from whom is written down, to survive a crash.
+    pub state_file: String,
+    /// Memory the host keeps for itself; `None`: [`crate::model::default_reserve`].
+    pub reserve: Option<Bytes>,
+    /// The cgroup whose limit counts, below the cgroup mount; `None`: found.
+    pub pool: Option<String>,
+    /// What holds for VMs that have no section of their own.
+    pub defaults: VmSettings,
+    /// Settings by VM name.
+    pub vms: BTreeMap<String, VmSettings>,
+}
+
+/// Settings of one VM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VmSettings {
+    /// Whether Ebb may act on it at all.
+    pub manage: bool,
+    /// The floor: a guest that has this much or less is never asked.
+    pub min: Amount,
+    /// The ceiling; `None`: what the VM had when Ebb first saw it.
+    pub max: Option<Amount>,
+    /// How much its idle memory is worth against others': with twice the weight
+    /// half as much is taken. Finite and above 0.
+    pub weight: f64,
+    /// Share group (tenants); merging never crosses groups.
+    pub group: String,
+    /// QMP socket, where it cannot be found from the process's command line.
+    pub qmp: Option<String>,
+}
+
+/// A size, or a share of the VM's RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Amount {
+    /// So many bytes.
+    Bytes(Bytes),
+    /// A fraction of RAM, 0 to 1.
+    Share(f64),
+}
+
+impl Amount {
+    /// The size for a VM with this much RAM, never above it.
+    pub fn of(self, ram: Bytes) -> Bytes {
+        match self {
+            Amount::Bytes(b) => b.min(ram),
+            Amount::Share(s) => ram.share(s).min(ram),
+        }
+    }
+}
+
+impl fmt::Display for Amount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Amount::Bytes(b) => b.fmt(f),
+            Amount::Share(s) => write!(f, "{}%", s * 100.0),
+        }
+    }
+}
+
+/// The least a guest is ever left with, whatever the configuration says: below
+/// this a Linux guest cannot even run the balloon driver in peace.
+pub const LEAST_FLOOR: Bytes = Bytes::mib(64);
+
+impl Default for VmSettings {
+    fn default() -> Self {
+        VmSettings {
+            manage: true,
+            min: Amount::Share(0.25),
+            max: None,
+            weight: 1.0,
+            group: "default".into(),
+            qmp: None,
+        }
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            tick_ms: 1000,
+            fast_tick_ms: 500,
+            socket: "/run/ebb/ebb.sock".into(),
+            listen: None,
+            state_file: "/run/ebb/state.json".into(),
+            reserve: None,
+            pool: None,
+            defaults: VmSettings::default(),
+            vms: BTreeMap::new(),
+        }
+    }
+}
+
+impl Config {
+    /// The settings of the VM with this name.
+    pub fn vm(&self, name: &str) -> &VmSettings {
+        self.vms.get(name).unwrap_or(&self.defaults)
+    }
+
+    /// Reads a configuration; `file` is only for the error texts.
+    pub fn parse(file: &str, text: &str) -> Result<Config, ConfigError> {
+        let fail =
+            |span: Option<std::ops::Range<usize>>, field: &str, message: String| ConfigError {
+                file: file.to_string(),
+                line: span.map(|s| line_of(text, s.start)),
+                field: field.to_string(),
+                message,
+            };
+        let raw: RawConfig = toml::from_str(text).map_err(|e| {
+            let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+            let field = e.span().map(|s| key_at(text, s.start)).unwrap_or_default();
+            fail(e.span(), &field, message)
+        })?;
+        let check = Checker { fail: &fail };
+        check.config(raw)
+    }
+}
+
+/// What is wrong with a configuration, where, and what is allowed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The file.
+    pub file: String,
+    /// The line, counted from 1.
+    pub line: Option<usize>,
+    /// The field, e.g. `vm.web1.min`; empty where no field is concerned.
+    pub field: String,
+    /// What is wrong and what is allowed.
+    pub message: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.file)?;
+        if let Some(line) = self.line {
+            write!(f, ":{line}")?;
+        }
+        if !self.field.is_empty() {
+            write!(f, ": {}", self.field)?;
+        }
+        write!(f, ": {}", self.message)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|b| *b == b'\n').count() + 1
+}
+
+/// The key on the line at `offset`: what a person would call the field.
+fn key_at(text: &str, offset: usize) -> String {
+    let offset =
+        (0..=offset.min(text.len())).rev().find(|o| text.is_char_boundary(*o)).unwrap_or(0);
+    let start = text[..offset].rfind('\n').map_or(0, |n| n + 1);
+    let line = text[start..].lines().next().unwrap_or("");
+    line.split('=').next().unwrap_or("").trim().chars().take(60).collect()
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawConfig {
+    daemon: RawDaemon,
+    host: RawHost,
+    defaults: RawVm,
+    vm: BTreeMap<String, RawVm>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawDaemon {
+    tick: Option<Spanned<String>>,
+    fast_tick: Option<Spanned<String>>,
+    socket: Option<Spanned<String>>,
+    listen: Option<Spanned<String>>,
+    state_file: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawHost {
+    reserve: Option<Bytes>,
+    cgroup: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawVm {
+    manage: Option<bool>,
+    min: Option<Spanned<RawAmount>>,
+    max: Option<Spanned<RawAmount>>,
+    weight: Option<Spanned<f64>>,
+    group: Option<Spanned<String>>,
+    qmp: Option<Spanned<String>>,
+}
+
+/// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
+struct RawAmount(Amount);
+
+impl<'de> Deserialize<'de> for RawAmount {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<RawAmount, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(
+            untagged,
+            expecting = "expected a size such as \"512MiB\" or a share such as \"25%\""
+        )]
+        enum Any {
+            Number(u64),
+            Text(String),
+        }
+        let amount = match Any::deserialize(d)? {
+            Any::Number(n) => Amount::Bytes(Bytes(n)),
+            Any::Text(t) => match t.trim().strip_suffix('%') {
+                Some(p) => match p.trim().parse::<f64>() {
+                    Ok(v) if (0.0..=100.0).contains(&v) => Amount::Share(v / 100.0),
+                    _ => {
+                        let said: String = t.chars().take(40).collect();
+                        return Err(serde::de::Error::custom(format!(
+                            "“{said}” is not a share: 0% to 100%"
+                        )));
+                    }
+                },
+                None => Amount::Bytes(t.parse().map_err(serde::de::Error::custom)?),
+            },
+        };
+        Ok(RawAmount(amount))
+    }
+}
+
+type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
+
+struct Checker<'a> {
+    fail: &'a Fail<'a>,
+}
+
+impl Checker<'_> {
+    fn config(&self, raw: RawConfig) -> Result<Config, ConfigError> {
+        let base = Config::default();
+        let tick_ms = self.duration("daemon.tick", raw.daemon.tick, base.tick_ms)?;
+        let fast_tick_ms = self.duration(
+            "daemon.fast_tick",
+            raw.daemon.fast_tick,
+            base.fast_tick_ms.min(tick_ms),
+        )?;
+        if fast_tick_ms > tick_ms {
+            let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
+            return Err((self.fail)(None, "daemon.fast_tick", message));
+        }
+        let defaults = self.vm("defaults", raw.defaults, &base.defaults)?;
+        let mut vms = BTreeMap::new();
+        for (name, section) in raw.vm {
+            let settings = self.vm(&format!("vm.{name}"), section, &defaults)?;
+            vms.insert(name, settings);
+        }
+        Ok(Config {
+            tick_ms,
+            fast_tick_ms,
+            socket: self.path("daemon.socket", raw.daemon.socket)?.unwrap_or(base.socket),
+            listen: self.listen(raw.daemon.listen)?,
+            state_file: self
+                .path("daemon.state_file", raw.daemon.state_file)?
+                .unwrap_or(base.state_file),
+            reserve: raw.host.reserve,
+            pool: self.path("host.cgroup", raw.host.cgroup)?,
+            defaults,
+            vms,
+        })
+    }
+
+    fn vm(&self, at: &str, raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
+        let min_span = raw.min.as_ref().map(Spanned::span);
+        let weight = match raw.weight {
+            None => base.weight,
+            Some(w) => {
+                let (span, w) = (w.span(), w.into_inner());
+                if !(w.is_finite() && (0.001..=1000.0).contains(&w)) {
+                    let message = format!("{w} is not a weight: a number from 0.001 to 1000");
+                    return Err((self.fail)(Some(span), &format!("{at}.weight"), message));
+                }
+                w
+            }
+        };
+        let settings = VmSettings {
+            manage: raw.manage.unwrap_or(base.manage),
+            min: raw.min.map_or(base.min, |m| m.into_inner().0),
+            max: raw.max.map(|m| m.into_inner().0).or(base.max),
+            weight,
+            group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
+            qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
+        };
+        let crossed = match (settings.min, settings.max) {
+            (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
+            (Amount::Share(a), Some(Amount::Share(b))) => a > b,
+            _ => false, // known only with the VM's RAM: the floor then gives way, see VmModel
+        };
+        if crossed {
+            let message = format!(
+                "min {} is above max {}: min must not exceed max",
+                settings.min,
+                settings.max.map(|m| m.to_string()).unwrap_or_default()
+            );
+            return Err((self.fail)(min_span, &format!("{at}.min"), message));
+        }
+        Ok(settings)
+    }
+
+    fn duration(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+        default: u64,
+    ) -> Result<u64, ConfigError> {
+        let Some(raw) = raw else { return Ok(default) };
+        let (span, text) = (raw.span(), raw.into_inner());
+        let ms = match text.trim() {
+            t if t.ends_with("ms") => t[..t.len() - 2].trim().parse::<f64>().ok(),
+            t if t.ends_with('s') => {
+                t[..t.len() - 1].trim().parse::<f64>().ok().map(|s| s * 1000.0)
+            }
+            _ => None,
+        };
+        match ms {
+            Some(ms) if (100.0..=60_000.0).contains(&ms) => Ok(ms as u64),
+            _ => Err((self.fail)(
+                Some(span),
+                field,
+                format!("“{text}” is not allowed: a time from \"100ms\" to \"60s\""),
+            )),
+        }
+    }
+
+    fn path(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+    ) -> Result<Option<String>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, path) = (raw.span(), raw.into_inner());
+        if path.starts_with('/') && !path.contains('\0') {
+            Ok(Some(path))
+        } else {
+            Err((self.fail)(Some(span), field, format!("“{path}” is not an absolute path")))
+        }
+    }
+
+    fn listen(&self, raw: Option<Spanned<String>>) -> Result<Option<String>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, text) = (raw.span(), raw.into_inner());
+        match text.parse::<std::net::SocketAddr>() {
+            Ok(a) if a.ip().is_loopback() => Ok(Some(text)),
+            _ => Err((self.fail)(
+                Some(span),
+                "daemon.listen",
+                format!(
+                    "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:9177\" \
+                     (the interface has no passwords; publish it through a proxy that has)"
+                ),
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_empty_file_is_the_default() {
+        assert_eq!(Config::parse("f", "").unwrap(), Config::default());
+    }
+
+    #[test]
+    fn sections_inherit_from_defaults() {
+        let c = Config::parse(
+            "f",
+            "[daemon]\ntick = \"2s\"\n[defaults]\nmin = \"10%\"\nweight = 2\n\
+             [vm.a]\nmax = \"1GiB\"\n[vm.\"b c\"]\nmanage = false\nmin = 1048576\n",
+        )
+        .unwrap();
+        assert_eq!(c.tick_ms, 2000);
+        assert_eq!(c.vm("a").min, Amount::Share(0.1));
+        assert_eq!(c.vm("a").max, Some(Amount::Bytes(Bytes::gib(1))));
+        assert_eq!(c.vm("b c").min, Amount::Bytes(Bytes::mib(1)));
+        assert!(!c.vm("b c").manage);
+        assert_eq!(c.vm("unknown").weight, 2.0);
+    }
+
+    #[test]
+    fn a_bad_field_is_named_with_line_and_what_is_allowed() {
+        for (text, expected) in [
+            ("[daemon]\ntick = \"1h\"", "f:2: daemon.tick: “1h” is not allowed: a time from"),
+            (
+                "[daemon]\n\nlisten = \"0.0.0.0:80\"",
+                "f:3: daemon.listen: “0.0.0.0:80” is not allowed",
+            ),
+            ("[vm.a]\nweight = 0", "f:2: vm.a.weight: 0 is not a weight: a number from"),
+            ("[vm.a]\nweight = nan", "f:2: vm.a.weight: NaN is not a weight"),
+            (
+                "[vm.a]\nmin = \"2GiB\"\nmax = \"1GiB\"",
+                "f:2: vm.a.min: min 2 GiB is above max 1 GiB",
+            ),
+            ("[vm.a]\nmin = \"120%\"", "f:2: min: “120%” is not a share: 0% to 100%"),
+            ("[vm.a]\nmin = true", "f:2: min: expected a size such as"),
+            ("[vm.a]\nqmp = \"x\"", "f:2: vm.a.qmp: “x” is not an absolute path"),
+            ("[host]\nreserve = -1", "f:2: reserve: a size cannot be negative"),
+            ("[host]\nreserved = 1", "f:2: reserved: unknown field `reserved`, expected"),
+            (
+                "[daemon]\ntick = \"1s\"\nfast_tick = \"2s\"",
+                "f: daemon.fast_tick: 2000 ms is longer",
+            ),
+            ("[daemon", "f:1: [daemon: "),
+        ] {
+            let e = Config::parse("f", text).unwrap_err().to_string();
+            assert!(e.starts_with(expected), "{text}\n gave {e}\n not {expected}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_gives_a_config_or_an_error(text in "(\\[(daemon|host|defaults|vm\\.a)\\]\n)?([a-z_]{0,9} ?= ?.{0,20}\n){0,4}") {
+            let _ = Config::parse("f", &text);
+        }
+    }
+}

@@ -1,0 +1,603 @@
+//! The sample, understood: how short is the host, what does each guest need.
+//!
+//! A pure function of configuration, sample and memory. The policies see only
+//! this. Formulas stand here once, with their reasons; `docs/policies.md` tells
+//! them to operators.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Config, LEAST_FLOOR};
+use crate::memory::{GuestRates, Memory, VmMemory};
+use crate::sample::{GuestStats, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
+use crate::units::{Bytes, PAGE, Stamp};
+
+/// How short of memory the host is. Ordered.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Pressure {
+    /// Enough for all.
+    #[default]
+    Clear,
+    /// Below the reserve: idle memory is collected gently.
+    Soft,
+    /// Half the reserve is gone: collected with force.
+    Hard,
+    /// Nearly nothing left: everything that no guest needs, at once.
+    Critical,
+}
+
+impl fmt::Display for Pressure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Pressure::Clear => "clear",
+            Pressure::Soft => "soft",
+            Pressure::Hard => "hard",
+            Pressure::Critical => "critical",
+        })
+    }
+}
+
+/// Everything the policies decide on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Model {
+    /// When the sample was taken.
+    pub at: Stamp,
+    /// Since the last tick, milliseconds; 0 at the first.
+    pub dt_ms: u64,
+    /// The host.
+    pub host: HostModel,
+    /// The VMs, in the sample's order.
+    pub vms: Vec<VmModel>,
+}
+
+/// The host, understood.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostModel {
+    /// Its state.
+    pub state: Pressure,
+    /// Which bound is the tightest: `host` or the cgroup's path.
+    pub bound: String,
+    /// What VMs and host may use under that bound.
+    pub capacity: Bytes,
+    /// What of it can still be had without harm.
+    pub headroom: Bytes,
+    /// What the host wants to keep.
+    pub reserve: Bytes,
+    /// What is missing to the reserve (more while PSI says tasks stall).
+    pub shortage: Bytes,
+    /// What is there beyond one and a half reserves.
+    pub surplus: Bytes,
+    /// Pages swapped in a second.
+    pub swap_in_rate: f64,
+    /// Pages swapped out a second.
+    pub swap_out_rate: f64,
+    /// Counters of this tick, for the next one's rates.
+    pub vmstat: Option<Vmstat>,
+    /// What made the state, for people.
+    pub why: String,
+    /// Whether the host's memory could be read at all.
+    pub known: bool,
+}
+
+/// One VM, understood.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VmModel {
+    /// Which.
+    pub id: VmId,
+    /// Its name.
+    pub name: String,
+    /// Its RAM.
+    pub ram: Option<Bytes>,
+    /// RAM less balloon.
+    pub actual: Option<Bytes>,
+    /// Never asked to go below.
+    pub floor: Bytes,
+    /// Never given more than this.
+    pub ceiling: Bytes,
+    /// Its weight.
+    pub weight: f64,
+    /// Resident on the host.
+    pub resident: Option<Bytes>,
+    /// In the host's swap.
+    pub swap: Option<Bytes>,
+    /// What the guest says, if it can be believed.
+    pub guest: Option<GuestModel>,
+    /// Whether and why it can be acted upon.
+    pub standing: Standing,
+    /// Signs that the guest is short, for people; empty when it is not.
+    pub distress: String,
+}
+
+impl VmModel {
+    /// What the balloon holds of what the guest is owed.
+    pub fn held(&self) -> Bytes {
+        self.actual.map_or(Bytes::ZERO, |a| self.ceiling - a)
+    }
+}
+
+/// A guest's own numbers, put in relation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuestModel {
+    /// What it could use without harm to itself (`MemAvailable`).
+    pub available: Bytes,
+    /// What it cannot do without: size less available.
+    pub need: Bytes,
+    /// What is left to it beyond its need when it is asked gently.
+    pub buffer: Bytes,
+    /// Below this much available memory it is short.
+    pub short_mark: Bytes,
+    /// How old the numbers are, milliseconds.
+    pub age_ms: u64,
+    /// How its counters move.
+    pub rates: Option<GuestRates>,
+}
+
+/// Whether a VM can be acted upon.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "is", content = "why")]
+pub enum Standing {
+    /// Both ways.
+    Ready,
+    /// It may be given memory, but not be asked for any: why.
+    GiveOnly(String),
+    /// Hands off: why.
+    Off(String),
+    /// Nothing is known of it yet.
+    #[default]
+    Unknown,
+}
+
+impl Standing {
+    /// Why it is not [`Standing::Ready`].
+    pub fn why(&self) -> &str {
+        match self {
+            Standing::Ready => "",
+            Standing::GiveOnly(w) | Standing::Off(w) => w,
+            Standing::Unknown => "not sampled yet",
+        }
+    }
+}
+
+/// Statistics older than this are not believed, milliseconds. QEMU is told to ask
+/// each second; a guest that misses four is not well.
+pub const STALE_MS: u64 = 5_000;
+
+/// What a host keeps for itself unless told otherwise: 20 % of the first 4 GiB,
+/// 8 % of the next 28, 3 % of the rest. Like ESX's sliding minFree, generous
+/// where a burst is a large share of the host and frugal where it is not.
+pub fn default_reserve(capacity: Bytes) -> Bytes {
+    let first = capacity.min(Bytes::gib(4));
+    let next = (capacity - first).min(Bytes::gib(28));
+    let rest = capacity - first - next;
+    first.share(0.20) + next.share(0.08) + rest.share(0.03)
+}
+
+/// Enter and leave marks of soft, hard and critical, as fractions of the reserve:
+/// apart, so that a host at a mark does not flap.
+const MARKS: [(Pressure, f64, f64); 3] =
+    [(Pressure::Soft, 0.75, 1.0), (Pressure::Hard, 0.50, 0.65), (Pressure::Critical, 0.25, 0.40)];
+
+/// PSI averages (10 s) that count as pressure where headroom is also below two
+/// reserves: `some`, `full`, the state they stand for. Left at half of them.
+const PSI_MARKS: [(f64, f64, Pressure); 3] =
+    [(10.0, 1.0, Pressure::Soft), (40.0, 5.0, Pressure::Hard), (80.0, 25.0, Pressure::Critical)];
+
+/// Swapping out faster than this is pressure, pages a second (1 MiB/s).
+const SWAP_OUT_MARK: f64 = 256.0;
+
+impl Model {
+    /// Understands a sample. `memory` must have [observed](Memory::observe) it.
+    pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
+        let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));
+        Model {
+            at: sample.at,
+            dt_ms,
+            host: HostModel::new(config, sample, memory, dt_ms),
+            vms: sample.vms.iter().map(|vm| VmModel::new(config, sample, vm, memory)).collect(),
+        }
+    }
+}
+
+/// One limit on memory: the machine itself, or a cgroup.
+struct Bound {
+    name: String,
+    capacity: Bytes,
+    headroom: Bytes,
+    reserve: Bytes,
+    psi: Option<Psi>,
+}
+
+impl Bound {
+    fn ratio(&self) -> f64 {
+        self.headroom.fraction_of(self.reserve.max(Bytes(1)))
+    }
+}
+
+impl HostModel {
+    fn new(config: &Config, sample: &Sample, memory: &Memory, dt_ms: u64) -> HostModel {
+        let rate = |pick: fn(&Vmstat) -> u64| match (&memory.vmstat, &sample.host.vmstat, dt_ms) {
+            (Some(was), Some(now), 1..) => {
+                pick(now).saturating_sub(pick(was)) as f64 * 1000.0 / dt_ms as f64
+            }
+            _ => 0.0,
+        };
+        let swap_out_rate = rate(|v| v.swap_out_pages);
+        let mut host = HostModel {
+            swap_in_rate: rate(|v| v.swap_in_pages),
+            swap_out_rate,
+            vmstat: sample.host.vmstat,
+            ..HostModel::default()
+        };
+        let bounds = bounds(config, sample);
+        let tightest = bounds.iter().min_by(|a, b| a.ratio().total_cmp(&b.ratio()));
+        let Some(bound) = tightest else {
+            host.why = "the host's memory cannot be read: nothing is taken".into();
+            return host;
+        };
+        let ratio = bound.ratio();
+        let by_room = level_by_marks(ratio, memory.state);
+        let psi = bound.psi.or(sample.host.psi);
+        let by_stall = if ratio < 2.0 {
+            level_by_stall(psi.as_ref(), swap_out_rate, memory.state)
+        } else {
+            Pressure::Clear
+        };
+        host.known = true;
+        host.state = by_room.max(by_stall);
+        host.bound.clone_from(&bound.name);
+        (host.capacity, host.headroom, host.reserve) =
+            (bound.capacity, bound.headroom, bound.reserve);
+        let goal = if by_stall > by_room { bound.reserve.share(1.5) } else { bound.reserve };
+        if host.state > Pressure::Clear {
+            host.shortage = goal - bound.headroom;
+        } else {
+            host.surplus = bound.headroom - bound.reserve.share(1.5);
+        }
+        host.why = format!(
+            "{} of {} left under {}, reserve {}{}",
+            bound.headroom,
+            bound.capacity,
+            bound.name,
+            bound.reserve,
+            stall_words(psi.as_ref(), swap_out_rate, by_stall)
+        );
+        host
+    }
+}
+
+/// What limits memory here: always the machine, and the VMs' cgroup if it has a
+/// limit.
+fn bounds(config: &Config, sample: &Sample) -> Vec<Bound> {
+    let mut bounds = Vec::new();
+    let reserve = |capacity: Bytes| {
+        config.reserve.unwrap_or_else(|| default_reserve(capacity)).min(capacity.share(0.5))
+    };
+    if let Some(m) = &sample.host.memory {
+        // Huge page pools are nobody's to use. ZFS's cache is not in MemAvailable
+        // though most of it yields; half of that is counted, as it yields slowly.
+        let arc = sample.host.zfs_arc.map_or(Bytes::ZERO, |a| (a.size - a.min).share(0.5));
+        let capacity = m.total - m.hugetlb;
+        bounds.push(Bound {
+            name: "host".into(),
+            capacity,
+            headroom: (m.available + arc).min(capacity),
+            reserve: reserve(capacity),
+            psi: None,
+        });
+    }
+    if let Some(p) = &sample.host.pool {
+        bounds.push(Bound {
+            name: p.path.clone(),
+            capacity: p.limit,
+            headroom: ((p.limit - p.usage) + p.file).min(p.limit),
+            reserve: reserve(p.limit),
+            psi: p.psi,
+        });
+    }
+    bounds
+}
+
+/// The state by headroom: up at the enter mark, down only at the leave mark.
+fn level_by_marks(ratio: f64, before: Pressure) -> Pressure {
+    let mut level = Pressure::Clear;
+    for (state, enter, leave) in MARKS {
+        if ratio < enter || (before >= state && ratio < leave) {
+            level = state;
+        }
+    }
+    level
+}
+
+/// The state by stalls and swapping.
+fn level_by_stall(psi: Option<&Psi>, swap_out_rate: f64, before: Pressure) -> Pressure {
+    let mut level = Pressure::Clear;
+    if let Some(psi) = psi {
+        for (some, full, state) in PSI_MARKS {
+            let ease = if before >= state { 0.5 } else { 1.0 };
+            if psi.some.avg10 >= some * ease || psi.full.avg10 >= full * ease {
+                level = state;
+            }
+        }
+    }
+    if swap_out_rate >= SWAP_OUT_MARK {
+        level = level.max(Pressure::Soft);
+    }
+    level
+}
+
+fn stall_words(psi: Option<&Psi>, swap_out_rate: f64, by_stall: Pressure) -> String {
+    if by_stall == Pressure::Clear {
+        return String::new();
+    }
+    let psi = psi.map_or(String::new(), |p| {
+        format!(", tasks stalled {:.0} % (all of them {:.0} %)", p.some.avg10, p.full.avg10)
+    });
+    format!("{psi}, swapping out {}/s", Bytes((swap_out_rate * PAGE as f64) as u64))
+}
+
+impl VmModel {
+    fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
+        let settings = config.vm(&vm.name);
+        let remembered = memory.vm(vm.id);
+        let actual = vm.balloon.as_ref().map(|b| b.actual);
+        let ram = vm.ram.or(actual).unwrap_or_default();
+        let baseline = remembered.and_then(|m| m.baseline).unwrap_or(ram);
+        let ceiling = settings.max.map_or(baseline, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
+        // A floor above the ceiling gives way to it.
+        let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
+        let mut model = VmModel {
+            id: vm.id,
+            name: vm.name.clone(),
+            ram: vm.ram,
+            actual,
+            floor,
+            ceiling,
+            weight: settings.weight,
+            resident: vm.process.map(|p| p.resident()),
+            swap: vm.process.map(|p| p.swap),
+            ..VmModel::default()
+        };
+        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        if let (Some(actual), Some(stats)) = (actual, stats) {
+            let rates = remembered.and_then(|m| m.rates_at(sample.at));
+            model.guest = GuestModel::new(ram, actual, &stats, rates);
+        }
+        model.standing = standing(settings.manage, vm, &model, remembered, sample.at);
+        model.distress = model.guest.as_ref().map(distress).unwrap_or_default();
+        model
+    }
+}
+
+impl GuestModel {
+    fn new(
+        ram: Bytes,
+        actual: Bytes,
+        stats: &GuestStats,
+        rates: Option<GuestRates>,
+    ) -> Option<GuestModel> {
+        if stats.age_ms > STALE_MS {
+            return None;
+        }
+        // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
+        // No guest has more available than its size.
+        let available = stats.available.or(stats.free)?.min(actual);
+        let need = actual - available;
+        Some(GuestModel {
+            available,
+            need,
+            buffer: need.share(0.25).max(ram.share(0.08)).max(Bytes::mib(32)).min(Bytes::gib(2)),
+            short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
+            age_ms: stats.age_ms,
+            rates,
+        })
+    }
+}
+
+/// Whether the VM can be acted upon; the first reason against it is told.
+fn standing(
+    manage: bool,
+    vm: &VmSample,
+    model: &VmModel,
+    memory: Option<&VmMemory>,
+    at: Stamp,
+) -> Standing {
+    let off = |why: &str| Standing::Off(why.to_string());
+    let give_only = |why: String| Standing::GiveOnly(why);
+    if !manage {
+        return off("manage = false in the configuration");
+    }
+    match &vm.link {
+        Link::Up => {}
+        Link::Slow(w) | Link::Taken(w) | Link::Down(w) => return off(w),
+        Link::Unknown => return Standing::Unknown,
+    }
+    if vm.balloon.is_none() {
+        return off("it has no virtio balloon that answers");
+    }
+    match vm.run {
+        Some(RunState::Running) => {}
+        Some(RunState::Migrating) => return off("it is being migrated or saved"),
+        Some(RunState::Ended) => return off("its guest has ended"),
+        Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
+        None => return off("its run state is not known"),
+    }
+    if let Some(left) = memory.and_then(|m| m.settle_until).map(|s| s.since(at)).filter(|l| *l > 0)
+    {
+        return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));
+    }
+    if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
+        return give_only(format!(
+            "it did not follow its last order: asked again in {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    if model.guest.is_none() {
+        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        return give_only(match stats {
+            None => "its guest sends no statistics: no balloon driver, or not up yet".into(),
+            Some(s) if s.age_ms > STALE_MS => {
+                format!("its guest's statistics are {} s old", s.age_ms / 1000)
+            }
+            Some(_) => "its guest does not tell what memory it has available".into(),
+        });
+    }
+    Standing::Ready
+}
+
+/// Major faults a second that count as thrash where memory is also tight.
+const MAJOR_FAULTS_MARK: f64 = 100.0;
+/// Swapping in, bytes a second, likewise.
+const SWAP_IN_MARK: f64 = (1 << 20) as f64;
+/// A guest whose available memory would reach the short mark within this time,
+/// at the rate it now falls, is short already: statistics are late by up to one
+/// tick, and giving back takes one more.
+const LOOK_AHEAD_S: f64 = 2.0;
+
+/// The signs that a guest is short.
+fn distress(g: &GuestModel) -> String {
+    if g.available < g.short_mark {
+        return format!("{} available, below its mark of {}", g.available, g.short_mark);
+    }
+    let Some(r) = g.rates else { return String::new() };
+    if r.oom_kills > 0 {
+        return format!("{} processes killed for lack of memory", r.oom_kills);
+    }
+    let ahead = g.available.0 as f64 - r.need.max(0.0) * LOOK_AHEAD_S;
+    if ahead < g.short_mark.0 as f64 {
+        return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
+    }
+    if g.available < g.buffer {
+        if r.swap_in >= SWAP_IN_MARK {
+            return format!("swapping in {}/s", Bytes(r.swap_in as u64));
+        }
+        if r.major_faults >= MAJOR_FAULTS_MARK {
+            return format!("{:.0} major faults a second", r.major_faults);
+        }
+        if r.alloc_stalls >= 1.0 {
+            return format!("{:.0} allocation stalls a second", r.alloc_stalls);
+        }
+    }
+    String::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::{BalloonSample, HostSample, Meminfo, Pool, PsiLine};
+
+    fn host_sample(available_mib: u64) -> Sample {
+        let memory = Meminfo {
+            total: Bytes::gib(10),
+            available: Bytes::mib(available_mib),
+            ..Meminfo::default()
+        };
+        Sample {
+            at: Stamp(5_000),
+            host: HostSample { memory: Some(memory), ..HostSample::default() },
+            ..Sample::default()
+        }
+    }
+
+    fn state(sample: &Sample, before: Pressure) -> Pressure {
+        let memory = Memory { state: before, at: Some(Stamp(4_000)), ..Memory::default() };
+        Model::new(&Config::default(), sample, &memory).host.state
+    }
+
+    #[test]
+    fn reserve_slides_with_the_size_of_the_host() {
+        for (gib, mib) in [(1, 204), (4, 819), (32, 3112), (512, 17858)] {
+            assert_eq!(default_reserve(Bytes::gib(gib)).0 >> 20, mib, "{gib} GiB");
+        }
+    }
+
+    #[test]
+    fn enter_and_leave_marks_differ() {
+        // Reserve of 10 GiB: 1,310 MiB.
+        for (mib, before, after) in [
+            (2000, Pressure::Clear, Pressure::Clear),
+            (1000, Pressure::Clear, Pressure::Clear),
+            (980, Pressure::Clear, Pressure::Soft),
+            (1200, Pressure::Soft, Pressure::Soft),
+            (1320, Pressure::Soft, Pressure::Clear),
+            (600, Pressure::Soft, Pressure::Hard),
+            (800, Pressure::Hard, Pressure::Hard),
+            (900, Pressure::Hard, Pressure::Soft),
+            (300, Pressure::Clear, Pressure::Critical),
+            (500, Pressure::Critical, Pressure::Critical),
+            (2000, Pressure::Critical, Pressure::Clear),
+        ] {
+            assert_eq!(state(&host_sample(mib), before), after, "{mib} MiB from {before}");
+        }
+    }
+
+    #[test]
+    fn stalls_count_only_where_memory_is_also_tight() {
+        let mut s = host_sample(2000);
+        let line = |avg10| PsiLine { avg10, ..PsiLine::default() };
+        s.host.psi = Some(Psi { some: line(50.0), full: line(10.0) });
+        assert_eq!(state(&s, Pressure::Clear), Pressure::Hard);
+        s.host.memory = Some(Meminfo { available: Bytes::gib(4), ..s.host.memory.unwrap() });
+        assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+    }
+
+    #[test]
+    fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
+        let mut s = host_sample(5000);
+        s.host.pool = Some(Pool {
+            path: "/vms".into(),
+            limit: Bytes::gib(1),
+            usage: Bytes::mib(1000),
+            file: Bytes::mib(10),
+            ..Pool::default()
+        });
+        let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+        assert_eq!((m.state, m.bound.as_str()), (Pressure::Critical, "/vms"));
+        assert_eq!(m.headroom, Bytes::mib(34));
+        assert_eq!(m.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
+        s.host.pool = None;
+        s.host.memory.as_mut().unwrap().hugetlb = Bytes::gib(6);
+        let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+        assert_eq!((m.capacity, m.headroom), (Bytes::gib(4), Bytes::gib(4)));
+    }
+
+    #[test]
+    fn an_unreadable_host_takes_nothing() {
+        let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
+        assert!(!m.known);
+        assert_eq!((m.state, m.shortage, m.surplus), (Pressure::Clear, Bytes::ZERO, Bytes::ZERO));
+    }
+
+    #[test]
+    fn absurd_and_stale_guest_numbers_are_bounded_or_refused() {
+        let ram = Bytes::gib(1);
+        let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
+        let g = GuestModel::new(ram, ram, &lie, None).unwrap();
+        assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
+        let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
+        assert_eq!(GuestModel::new(ram, ram, &stale, None), None);
+        assert_eq!(GuestModel::new(ram, ram, &GuestStats::default(), None), None);
+    }
+
+    #[test]
+    fn a_floor_above_the_ceiling_gives_way_and_no_floor_is_below_the_least() {
+        let text = "[vm.a]\nmin = \"900MiB\"\nmax = \"50%\"\n[vm.b]\nmin = 0\n";
+        let config = Config::parse("f", text).unwrap();
+        for (name, floor, ceiling) in [("a", 512, 512), ("b", 64, 1024)] {
+            let vm = VmSample {
+                name: name.into(),
+                ram: Some(Bytes::gib(1)),
+                link: Link::Up,
+                run: Some(RunState::Running),
+                balloon: Some(BalloonSample { actual: Bytes::gib(1), ..BalloonSample::default() }),
+                ..VmSample::default()
+            };
+            let m = VmModel::new(&config, &Sample::default(), &vm, &Memory::default());
+            assert_eq!((m.floor, m.ceiling), (Bytes::mib(floor), Bytes::mib(ceiling)), "{name}");
+            assert!(matches!(m.standing, Standing::GiveOnly(_)), "no statistics: not asked");
+        }
+    }
+}

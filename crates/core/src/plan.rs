@@ -1,0 +1,127 @@
+//! What is to be done, and why: the output of the policies, the input of hosts.
+//!
+//! A [`Plan`] is complete: for every VM it holds either an action or the reason
+//! why there is none, so that `ebb explain` never has to guess.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::sample::VmId;
+use crate::units::Bytes;
+
+/// One tick's decisions.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// What to do, gives before takes.
+    pub actions: Vec<Action>,
+    /// VMs that nothing is done about, and why; same order as the sample's.
+    pub held: Vec<Held>,
+}
+
+/// Sets one VM's balloon.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Action {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// The guest's size when this was decided.
+    pub from: Bytes,
+    /// The size it is to have: RAM less balloon.
+    pub to: Bytes,
+    /// Why.
+    pub reason: Reason,
+}
+
+impl Action {
+    /// Whether the guest gets memory (else the host does).
+    pub fn gives(&self) -> bool {
+        self.to > self.from
+    }
+}
+
+/// Why a balloon is set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "rule")]
+pub enum Reason {
+    /// The host is short; idle memory is taken in proportion.
+    HostShort {
+        /// The host's state.
+        state: crate::model::Pressure,
+        /// What the host lacks.
+        shortage: Bytes,
+        /// What this guest could spare.
+        idle: Bytes,
+    },
+    /// The guest is short of memory.
+    GuestShort {
+        /// The signs.
+        signs: String,
+    },
+    /// The guest rebooted: a kernel that boots needs all it was promised.
+    Rebooted,
+    /// The host has memory to spare.
+    HostClear {
+        /// Beyond what the host keeps for itself.
+        surplus: Bytes,
+    },
+    /// The operator's `max` is below the guest's size.
+    AboveCeiling,
+    /// The guest did not follow an order to shrink: the order is withdrawn, so
+    /// that it does not bite later.
+    Withdrawn,
+    /// Ebb stops, or an earlier daemon left the balloon inflated.
+    Returned,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::HostShort { state, shortage, idle } => {
+                write!(f, "host {state}, short of {shortage}; guest has {idle} idle")
+            }
+            Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
+            Reason::Rebooted => f.write_str("guest rebooted: it gets all its memory to boot"),
+            Reason::HostClear { surplus } => write!(f, "host has {surplus} to spare"),
+            Reason::AboveCeiling => f.write_str("guest is above its configured max"),
+            Reason::Withdrawn => f.write_str("guest did not shrink: order withdrawn"),
+            Reason::Returned => f.write_str("what was taken is returned"),
+        }
+    }
+}
+
+/// Why a VM is left as it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Held {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// Why, for people.
+    pub why: String,
+}
+
+/// What became of an [`Action`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Whom it concerned.
+    pub vm: VmId,
+    /// `None`: QEMU took the order (the guest follows in its own time).
+    pub error: Option<String>,
+}
+
+/// Bounds that every plan keeps, whatever the policy says.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Changes below this are not worth an order.
+    pub deadband: Bytes,
+    /// The most actions in one plan: a tick must end.
+    pub actions: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { deadband: Bytes::mib(4), actions: 4096 }
+    }
+}

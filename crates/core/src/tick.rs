@@ -1,0 +1,197 @@
+//! The loop: read, observe, model, decide, write down, apply, learn, wait.
+//!
+//! The daemon, the simulator and replay run this very code; only the [`Host`]
+//! differs. What a tick saw and did is a [`Tick`], which is also what a record
+//! holds.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::Config;
+use crate::memory::{Memory, Owned};
+use crate::model::{Model, Pressure, Standing};
+use crate::plan::{Action, Limits, Outcome, Plan, Reason};
+use crate::policy::decide;
+use crate::sample::Sample;
+use crate::units::Stamp;
+
+/// The world, as the loop needs it: the only seam between core and machine.
+pub trait Host {
+    /// The monotonic clock.
+    fn now(&self) -> Stamp;
+    /// Reads everything once. Sources that fail are problems in the sample.
+    fn read(&mut self) -> Sample;
+    /// Writes down what will have been taken, before it is taken. An error
+    /// forbids taking: the tick applies gives only.
+    fn remember(&mut self, owned: &Owned) -> Result<(), String>;
+    /// Carries out the actions; one outcome for each, in any order.
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
+    /// Waits for the moment, or for something that cannot wait.
+    fn wait(&mut self, until: Stamp) -> Wake;
+}
+
+/// Why a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// The time has come.
+    Timer,
+    /// Pressure rose or a VM told something: look now.
+    Event,
+    /// The loop is to end.
+    Stop,
+}
+
+/// One tick, whole: what a record holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Tick {
+    /// Counted from the daemon's start.
+    pub number: u64,
+    /// What was read.
+    pub sample: Sample,
+    /// What was decided.
+    pub plan: Plan,
+    /// What became of it; empty in a dry run.
+    pub outcomes: Vec<Outcome>,
+    /// Whether the plan was applied.
+    pub applied: bool,
+    /// Why takes were struck from the plan, if they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forbidden: Option<String>,
+}
+
+/// The loop's state.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    /// Settings.
+    pub config: Config,
+    /// What is remembered.
+    pub memory: Memory,
+    /// Decide, but change nothing.
+    pub dry_run: bool,
+    /// Bounds on plans.
+    pub limits: Limits,
+    number: u64,
+    written: Option<Owned>,
+}
+
+impl Engine {
+    /// A loop that knows nothing yet.
+    pub fn new(config: Config, dry_run: bool) -> Engine {
+        Engine {
+            config,
+            memory: Memory::default(),
+            dry_run,
+            limits: Limits::default(),
+            number: 0,
+            written: None,
+        }
+    }
+
+    /// Takes over what an earlier daemon had taken.
+    pub fn adopt(&mut self, owned: Owned) {
+        self.memory.adopt(&owned);
+        self.written = Some(owned);
+    }
+
+    /// One tick on a host.
+    pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
+        let sample = host.read();
+        let (model, mut plan) = self.think(&sample);
+        let mut forbidden = None;
+        let mut outcomes = Vec::new();
+        if !self.dry_run {
+            let owned = self.memory.owned(&model, &plan);
+            if self.written.as_ref() != Some(&owned) {
+                match host.remember(&owned) {
+                    Ok(()) => self.written = Some(owned),
+                    Err(why) => {
+                        plan.actions.retain(Action::gives);
+                        forbidden = Some(why);
+                    }
+                }
+            }
+            if !plan.actions.is_empty() {
+                outcomes = host.apply(&plan.actions);
+            }
+        }
+        let tick = self.finish(&model, sample, plan, outcomes, forbidden);
+        (tick, model)
+    }
+
+    /// Replays a recorded tick: the same sample and outcomes, a fresh decision.
+    pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
+        let (model, mut plan) = self.think(&recorded.sample);
+        if recorded.forbidden.is_some() {
+            plan.actions.retain(Action::gives);
+        }
+        self.dry_run = !recorded.applied;
+        self.number = recorded.number.saturating_sub(1);
+        let outcomes = recorded.outcomes.clone();
+        let forbidden = recorded.forbidden.clone();
+        let tick = self.finish(&model, recorded.sample.clone(), plan, outcomes, forbidden);
+        (tick, model)
+    }
+
+    fn think(&mut self, sample: &Sample) -> (Model, Plan) {
+        self.memory.observe(sample);
+        let model = Model::new(&self.config, sample, &self.memory);
+        let plan = decide(&self.config, &model, &self.memory, &self.limits);
+        (model, plan)
+    }
+
+    fn finish(
+        &mut self,
+        model: &Model,
+        sample: Sample,
+        plan: Plan,
+        outcomes: Vec<Outcome>,
+        forbidden: Option<String>,
+    ) -> Tick {
+        let applied = !self.dry_run;
+        self.memory.learn(model, &plan, &outcomes, applied);
+        self.number += 1;
+        Tick { number: self.number, sample, plan, outcomes, applied, forbidden }
+    }
+
+    /// When the next tick is due: sooner while anything is ballooned or short.
+    pub fn next(&self, model: &Model) -> Stamp {
+        let busy = model.host.state > Pressure::Clear
+            || model.vms.iter().any(|v| {
+                v.held().0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
+            });
+        model.at.plus(if busy { self.config.fast_tick_ms } else { self.config.tick_ms })
+    }
+
+    /// The plan that gives everything back; for a daemon that stops.
+    pub fn give_back(&self, model: &Model) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for vm in &model.vms {
+            let Some(m) = self.memory.vm(vm.id) else { continue };
+            let (Some(actual), Some(baseline)) = (vm.actual, m.baseline) else { continue };
+            if actual < baseline || m.order.is_some_and(|o| o.to < baseline) {
+                actions.push(Action {
+                    vm: vm.id,
+                    name: vm.name.clone(),
+                    from: actual,
+                    to: baseline,
+                    reason: Reason::Returned,
+                });
+            }
+        }
+        actions
+    }
+}
+
+/// Runs until the host says stop or the observer does. Returns the last model.
+pub fn run(
+    engine: &mut Engine,
+    host: &mut impl Host,
+    mut observe: impl FnMut(&Engine, &Tick, &Model) -> bool,
+) -> Model {
+    loop {
+        let (tick, model) = engine.step(host);
+        let go_on = observe(engine, &tick, &model);
+        if !go_on || host.wait(engine.next(&model)) == Wake::Stop {
+            return model;
+        }
+    }
+}
