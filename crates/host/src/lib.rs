@@ -1,1 +1,11 @@
-//! placeholder
+//! Ebb's hands and eyes on Linux: everything that touches the machine.
+//!
+//! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
+//! `parse_x(text)` is pure. What is read is checked and bounded here; nothing
+//! in this crate decides anything. New sources go to `probe/`, new QMP meanings
+//! to `balloon.rs`.
+
+pub mod balloon;
+pub mod probe;
+pub mod qmp;
+pub mod root;

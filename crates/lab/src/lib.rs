@@ -1,1 +1,71 @@
-//! placeholder
+//! The lab: real VMs on a real host, for tests and experiments.
+//!
+//! `image` prepares stock distribution kernels and an initramfs with the guest
+//! tool; `vm` runs QEMU on them; `guest` speaks with the tool; `arena` holds
+//! everything that is global to the machine (lock, budget, swap, knobs) and puts
+//! it back, whatever happens; `sampler` watches; `result` is what experiments
+//! write; `tidy` holds the house rules. Only developers run any of it.
+
+pub mod arena;
+pub mod guest;
+pub mod image;
+pub mod result;
+pub mod sampler;
+pub mod setup;
+pub mod tidy;
+pub mod vm;
+
+use std::path::PathBuf;
+
+/// A file could not be read or written, or a program not run.
+#[derive(Debug, thiserror::Error)]
+pub enum LabError {
+    /// A file or directory.
+    #[error("{path}: {source}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// A program that failed, or that is not there.
+    #[error("`{command}` failed: {message}")]
+    Command {
+        /// The command line.
+        command: String,
+        /// The end of what it printed.
+        message: String,
+    },
+    /// Something that is not there, and what to do about it.
+    #[error("{0}")]
+    Missing(String),
+}
+
+impl LabError {
+    /// For `map_err`: names the path of an I/O error.
+    pub fn file(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> LabError {
+        let path = path.into();
+        move |source| LabError::File { path, source }
+    }
+}
+
+/// Runs a program to its end and returns what it printed.
+pub(crate) fn run(command: &mut std::process::Command) -> Result<String, LabError> {
+    let line = format!("{command:?}").replace('"', "");
+    let line: String = line.chars().take(300).collect();
+    let out = command
+        .stdin(std::process::Stdio::null())
+        .output()
+        .map_err(|e| LabError::Command { command: line.clone(), message: e.to_string() })?;
+    if out.status.success() {
+        return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
+    }
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    Err(LabError::Command { command: line, message: tail(&text, 5) })
+}
+
+/// The last lines of a text.
+pub fn tail(text: &str, lines: usize) -> String {
+    let all: Vec<&str> = text.trim_end().lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}

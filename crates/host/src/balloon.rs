@@ -1,0 +1,279 @@
+//! What QMP commands mean to Ebb: run state, RAM size, the balloon device and
+//! its guest's statistics.
+//!
+//! Parsers are pure. QEMU is believed on its own state; guest statistics are a
+//! guest's word and are checked: a value that cannot be true becomes `None` and
+//! a problem. Source: QEMU `qapi/machine.json`, `qapi/run-state.json`,
+//! `hw/virtio/virtio-balloon.c`, `docs/interop/virtio-balloon-stats.rst`.
+
+use ebb_core::sample::{GuestStats, RunState, VmEvent};
+use ebb_core::units::Bytes;
+use serde_json::{Value, json};
+
+use crate::qmp::Event;
+
+/// Where devices with and without an `id=` live.
+pub const DEVICE_FOLDERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+/// `qom-get`: guest statistics.
+pub const STATS: &str = "guest-stats";
+/// `qom-get/set`: seconds between QEMU's questions to the guest, 0 for never.
+pub const INTERVAL: &str = "guest-stats-polling-interval";
+/// `qom-get`: free page reporting.
+pub const REPORTING: &str = "free-page-reporting";
+/// `qom-get`: the guest may take memory back before its OOM killer runs.
+pub const DEFLATE_ON_OOM: &str = "deflate-on-oom";
+
+/// An answer that is not what QEMU's schema says.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{command}: no {field} in the answer")]
+pub struct BadAnswer {
+    /// The command.
+    pub command: &'static str,
+    /// What is missing or of another type.
+    pub field: &'static str,
+}
+
+fn number(value: &Value, command: &'static str, field: &'static str) -> Result<u64, BadAnswer> {
+    value.get(field).and_then(Value::as_u64).ok_or(BadAnswer { command, field })
+}
+
+/// Arguments of `qom-list`.
+pub fn list(path: &str) -> Value {
+    json!({ "path": path })
+}
+
+/// Arguments of `qom-get`.
+pub fn get(path: &str, property: &str) -> Value {
+    json!({ "path": path, "property": property })
+}
+
+/// Arguments of `qom-set`.
+pub fn set(path: &str, property: &str, value: Value) -> Value {
+    json!({ "path": path, "property": property, "value": value })
+}
+
+/// Arguments of `balloon`: what the guest shall be left with, bytes.
+pub fn balloon(target: Bytes) -> Value {
+    json!({ "value": target.0 })
+}
+
+/// `query-status`. The states are those of `qapi/run-state.json`; one that is
+/// not known there is taken for a pause, in which nothing is asked of a guest.
+pub fn parse_status(value: &Value) -> Result<RunState, BadAnswer> {
+    let status = value.get("status").and_then(Value::as_str);
+    let status = status.ok_or(BadAnswer { command: "query-status", field: "status" })?;
+    Ok(match status {
+        "running" => RunState::Running,
+        "inmigrate" | "postmigrate" | "finish-migrate" | "save-vm" | "restore-vm" | "colo" => {
+            RunState::Migrating
+        }
+        "shutdown" | "internal-error" | "guest-panicked" => RunState::Ended,
+        _ => RunState::Paused,
+    })
+}
+
+/// `query-migrate`: whether a migration is under way. A source VM stays
+/// `running` while its memory is copied.
+pub fn parse_migrating(value: &Value) -> bool {
+    let status = value.get("status").and_then(Value::as_str);
+    !matches!(status, None | Some("none" | "completed" | "failed" | "cancelled"))
+}
+
+/// `query-balloon`: RAM less what the balloon holds.
+pub fn parse_balloon(value: &Value) -> Result<Bytes, BadAnswer> {
+    number(value, "query-balloon", "actual").map(Bytes)
+}
+
+/// `query-memory-size-summary`: RAM at start plus what was plugged.
+pub fn parse_memory_size(value: &Value) -> Result<Bytes, BadAnswer> {
+    let base = number(value, "query-memory-size-summary", "base-memory")?;
+    let plugged = value.get("plugged-memory").and_then(Value::as_u64).unwrap_or(0);
+    Ok(Bytes(base) + Bytes(plugged))
+}
+
+/// `qom-list` of a folder: the QOM path of the first balloon in it, of any
+/// transport and age (`virtio-balloon-pci-non-transitional`, `-ccw`, `-device`).
+pub fn parse_find_balloon(folder: &str, value: &Value) -> Option<String> {
+    let device = value.as_array()?.iter().find(|item| {
+        let kind = item.get("type").and_then(Value::as_str).unwrap_or("");
+        kind.starts_with("child<virtio-balloon-")
+    })?;
+    let name = device.get("name").and_then(Value::as_str)?;
+    Some(format!("{folder}/{name}"))
+}
+
+/// `qom-get` of [`STATS`]: the statistics, and what in them could not be
+/// believed. `None` before the guest's first word. `age_ms` is left 0: the
+/// caller has the clocks. `ram` as QEMU tells, where known.
+pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStats>, Vec<String>) {
+    let mut problems = Vec::new();
+    let Some(updated_s) = value.get("last-update").and_then(Value::as_u64) else {
+        return (None, vec!["guest-stats: no last-update in the answer".into()]);
+    };
+    if updated_s == 0 {
+        return (None, problems);
+    }
+    let Some(stats) = value.get("stats").and_then(Value::as_object) else {
+        return (None, vec!["guest-stats: no stats in the answer".into()]);
+    };
+    let mut field = |name: &str| match stats.get(name) {
+        None => None,
+        Some(v) => match (v.as_u64(), v.as_i64()) {
+            (Some(u64::MAX), _) | (_, Some(-1)) => None,
+            (Some(n), _) => Some(n),
+            _ => {
+                let shown: String = v.to_string().chars().take(40).collect();
+                problems.push(format!("guest-stats: {name} is {shown}, not a number"));
+                None
+            }
+        },
+    };
+    let mut s = GuestStats {
+        updated_s,
+        age_ms: 0,
+        total: field("stat-total-memory").map(Bytes),
+        free: field("stat-free-memory").map(Bytes),
+        available: field("stat-available-memory").map(Bytes),
+        caches: field("stat-disk-caches").map(Bytes),
+        swap_in: field("stat-swap-in").map(Bytes),
+        swap_out: field("stat-swap-out").map(Bytes),
+        major_faults: field("stat-major-faults"),
+        minor_faults: field("stat-minor-faults"),
+        oom_kills: field("stat-oom-kill"),
+        alloc_stalls: field("stat-alloc-stall"),
+        direct_reclaim: field("stat-direct-reclaim"),
+    };
+    drop_absurd(&mut s, ram, &mut problems);
+    (Some(s), problems)
+}
+
+/// Takes out what contradicts the VM's size or the guest's own total.
+fn drop_absurd(s: &mut GuestStats, ram: Option<Bytes>, problems: &mut Vec<String>) {
+    let twice = ram.map(|r| r + r);
+    let mut check = |what: &str, value: &mut Option<Bytes>, limit: Option<Bytes>, name: &str| {
+        if let (Some(v), Some(limit)) = (*value, limit)
+            && v > limit
+        {
+            problems.push(format!(
+                "guest-stats: the guest claims {v} {what}, more than {name} {limit}"
+            ));
+            *value = None;
+        }
+    };
+    check("in total", &mut s.total, twice, "twice its RAM,");
+    let (limit, name) = match s.total {
+        Some(total) => (Some(total), "its total of"),
+        None => (twice, "twice its RAM,"),
+    };
+    check("free", &mut s.free, limit, name);
+    check("available", &mut s.available, limit, name);
+    check("of caches", &mut s.caches, limit, name);
+}
+
+/// What an event means to Ebb; `None` for one that means nothing.
+pub fn parse_event(event: &Event) -> Option<VmEvent> {
+    Some(match event.name.as_str() {
+        "RESET" => VmEvent::Reset,
+        "SHUTDOWN" => VmEvent::Shutdown,
+        "STOP" => VmEvent::Stop,
+        "RESUME" => VmEvent::Resume,
+        "BALLOON_CHANGE" => VmEvent::Balloon(Bytes(event.data.get("actual")?.as_u64()?)),
+        "MIGRATION" => VmEvent::Migration,
+        _ => return None,
+    })
+}
+
+/// Events after which devices and RAM size are looked up again.
+pub fn changes_devices(event: &Event) -> bool {
+    matches!(
+        event.name.as_str(),
+        "MEMORY_DEVICE_SIZE_CHANGE" | "DEVICE_DELETED" | "ACPI_DEVICE_OST"
+    )
+}
+
+/// Events that are worth an early tick. `BALLOON_CHANGE` is not: it comes once
+/// a second while a balloon moves, which is when Ebb moves it.
+pub const URGENT: [&str; 6] =
+    ["RESET", "SHUTDOWN", "STOP", "RESUME", "MIGRATION", "GUEST_PANICKED"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_are_sorted_by_what_may_be_done() {
+        for (status, state) in [
+            ("running", RunState::Running),
+            ("paused", RunState::Paused),
+            ("prelaunch", RunState::Paused),
+            ("suspended", RunState::Paused),
+            ("something-new", RunState::Paused),
+            ("inmigrate", RunState::Migrating),
+            ("guest-panicked", RunState::Ended),
+        ] {
+            assert_eq!(parse_status(&json!({ "status": status })), Ok(state));
+        }
+        assert!(parse_status(&json!({ "status": 1 })).is_err());
+        assert!(parse_migrating(&json!({ "status": "active" })));
+        assert!(
+            !parse_migrating(&json!({ "status": "completed" })) && !parse_migrating(&json!({}))
+        );
+    }
+
+    #[test]
+    fn the_balloon_is_found_whatever_its_transport() {
+        for kind in ["pci", "ccw", "device", "pci-transitional", "pci-non-transitional"] {
+            let items = json!([
+                { "name": "type", "type": "string" },
+                { "name": "b0", "type": format!("child<virtio-balloon-{kind}>") },
+            ]);
+            let path = parse_find_balloon(DEVICE_FOLDERS[0], &items);
+            assert_eq!(path.as_deref(), Some("/machine/peripheral/b0"));
+        }
+        assert_eq!(
+            parse_find_balloon("/x", &json!([{ "type": "child<virtio-net-pci>" }, 3])),
+            None
+        );
+        assert_eq!(parse_find_balloon("/x", &json!({})), None);
+    }
+
+    #[test]
+    fn unset_statistics_are_unknown_and_not_zero() {
+        let (s, problems) = parse_guest_stats(
+            &json!({ "last-update": 5, "stats": { "stat-free-memory": u64::MAX,
+                "stat-total-memory": 100, "stat-swap-in": -1, "stat-major-faults": 0 } }),
+            None,
+        );
+        let s = s.unwrap();
+        assert_eq!((s.free, s.swap_in, s.available), (None, None, None));
+        assert_eq!((s.total, s.major_faults), (Some(Bytes(100)), Some(0)));
+        assert_eq!(problems, [""; 0]);
+        assert_eq!(
+            parse_guest_stats(&json!({ "last-update": 0, "stats": {} }), None),
+            (None, vec![])
+        );
+    }
+
+    #[test]
+    fn what_a_guest_cannot_have_is_dropped_and_told() {
+        let stats = |total: u64, available: u64| {
+            json!({ "last-update": 5, "stats": { "stat-total-memory": total,
+                "stat-available-memory": available } })
+        };
+        let ram = Some(Bytes(1000));
+        let (s, problems) = parse_guest_stats(&stats(900, 901), ram);
+        assert_eq!((s.unwrap().available, s.unwrap().total), (None, Some(Bytes(900))));
+        assert!(
+            problems[0].contains("901 B available, more than its total of 900 B"),
+            "{problems:?}"
+        );
+        let (s, problems) = parse_guest_stats(&stats(2001, 2001), ram);
+        assert_eq!((s.unwrap().total, s.unwrap().available, problems.len()), (None, None, 2));
+        for bad in [json!(null), json!({ "last-update": "x" }), json!({ "last-update": 1 })] {
+            let (s, problems) = parse_guest_stats(&bad, ram);
+            assert!(s.is_none() && problems.len() == 1);
+        }
+        let wrong = json!({ "last-update": 1, "stats": { "stat-free-memory": "much", "stat-swap-in": 1.5 } });
+        assert_eq!(parse_guest_stats(&wrong, ram).1.len(), 2);
+    }
+}

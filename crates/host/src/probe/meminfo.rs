@@ -1,0 +1,75 @@
+//! `/proc/meminfo` (Linux `fs/proc/meminfo.c`).
+
+use ebb_core::sample::Meminfo;
+use ebb_core::units::Bytes;
+
+use crate::root::{ParseError, ProbeError, Root};
+
+/// Reads `/proc/meminfo`.
+pub fn read_meminfo(root: &Root) -> Result<Option<Meminfo>, ProbeError> {
+    root.parse("/proc/meminfo", parse_meminfo)
+}
+
+/// Parses it. `MemTotal`, `MemFree` and `MemAvailable` (Linux 3.14+) must be
+/// there; fields that a kernel may be built without count as 0.
+pub fn parse_meminfo(text: &str) -> Result<Meminfo, ParseError> {
+    let (mut m, mut total, mut free, mut available) = (Meminfo::default(), None, None, None);
+    let (mut hugetlb, mut huge_pages, mut huge_size) = (None, 0u64, Bytes::ZERO);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(':') else { continue };
+        let value = || parse_kib(rest).ok_or_else(|| ParseError::new(i + 1, line));
+        match key {
+            "MemTotal" => total = Some(value()?),
+            "MemFree" => free = Some(value()?),
+            "MemAvailable" => available = Some(value()?),
+            "Buffers" => m.buffers = value()?,
+            "Cached" => m.cached = value()?,
+            "Shmem" => m.shmem = value()?,
+            "SwapTotal" => m.swap_total = value()?,
+            "SwapFree" => m.swap_free = value()?,
+            "Hugetlb" => hugetlb = Some(value()?),
+            "Hugepagesize" => huge_size = value()?,
+            "HugePages_Total" => huge_pages = value()?.0 / 1024,
+            _ => {}
+        }
+    }
+    m.total = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
+    m.free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
+    m.available = available.ok_or_else(|| ParseError::missing("MemAvailable (Linux 3.14+)"))?;
+    // Kernels before 4.16 tell only the default size's pool.
+    m.hugetlb = hugetlb.unwrap_or(Bytes(huge_size.0.saturating_mul(huge_pages)));
+    Ok(m)
+}
+
+/// `   123 kB` or `  123`, both as KiB.
+pub(crate) fn parse_kib(text: &str) -> Option<Bytes> {
+    let number = text.trim().trim_end_matches("kB").trim_end();
+    number.parse().ok().map(Bytes::kib)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_bytes_and_the_needed_ones_are_demanded() {
+        let text = "MemTotal:  24684324 kB\nMemFree: 100 kB\nMemAvailable: 200 kB\nCached: 5 kB\n\
+                    Shmem: 7 kB\nSwapTotal: 8 kB\nSwapFree: 9 kB\nHugePages_Total: 3\n\
+                    Hugepagesize: 2048 kB\n";
+        let m = parse_meminfo(text).unwrap();
+        assert_eq!(m.total, Bytes(24684324 << 10));
+        assert_eq!((m.available, m.shmem), (Bytes::kib(200), Bytes::kib(7)));
+        assert_eq!(m.hugetlb, Bytes::mib(6));
+        let with = parse_meminfo(&format!("{text}Hugetlb: 9000 kB\n")).unwrap();
+        assert_eq!(with.hugetlb, Bytes::kib(9000));
+        let error = parse_meminfo("MemTotal: 1 kB\nMemFree: x kB\n").unwrap_err();
+        assert_eq!(error.line, 2);
+        assert!(parse_meminfo("MemTotal: 1 kB\nMemFree: 1 kB\n").is_err());
+    }
+
+    #[test]
+    fn this_machine_reads() {
+        let m = read_meminfo(&Root::default()).unwrap().unwrap();
+        assert!(m.total > m.available && m.available > Bytes::mib(1));
+    }
+}

@@ -1,0 +1,12 @@
+//! What the kernel tells: one file per source, `read_x(root)` beside a pure
+//! `parse_x(text)`. A new source is a new file here.
+
+pub mod cgroup;
+pub mod ksm;
+pub mod meminfo;
+pub mod process;
+pub mod psi;
+pub mod qemu;
+pub mod swaps;
+pub mod vmstat;
+pub mod zfs;

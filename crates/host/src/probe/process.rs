@@ -1,0 +1,165 @@
+//! What a process holds: `/proc/PID/{stat,status,smaps_rollup}` (Linux
+//! `fs/proc/array.c`, `fs/proc/task_mmu.c`). A process that has ended is `None`.
+
+use ebb_core::sample::ProcessMemory;
+use ebb_core::units::Bytes;
+
+use super::meminfo::parse_kib;
+use crate::root::{ParseError, ProbeError, Root};
+
+/// The fields in use of `/proc/PID/stat`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// State letter; `Z` and `X` hold no memory any more.
+    pub state: char,
+    /// CPU time in user mode, clock ticks (100 a second on x86 and Arm).
+    pub user_ticks: u64,
+    /// CPU time in the kernel, clock ticks.
+    pub system_ticks: u64,
+    /// Start, clock ticks since boot: tells a process from a later one with its pid.
+    pub start: u64,
+}
+
+/// Reads `/proc/PID/stat`.
+pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
+    root.parse(format!("/proc/{pid}/stat"), parse_stat)
+}
+
+/// Parses it. The name in parentheses may hold anything, so fields count from
+/// the last `)`.
+pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
+    let bad = |what| ParseError::new(1, format!("no {what} after the last “)”"));
+    let (_, rest) = text.rsplit_once(')').ok_or_else(|| bad("field"))?;
+    let fields: Vec<&str> = rest.split_ascii_whitespace().take(30).collect();
+    // `state` is field 3 in proc(5), hence the offset.
+    let number = |field: usize, name| {
+        fields.get(field - 3).and_then(|f| f.parse::<u64>().ok()).ok_or_else(|| bad(name))
+    };
+    Ok(Stat {
+        state: fields.first().and_then(|f| f.chars().next()).ok_or_else(|| bad("state"))?,
+        user_ticks: number(14, "utime")?,
+        system_ticks: number(15, "stime")?,
+        start: number(22, "starttime")?,
+    })
+}
+
+/// Reads `/proc/PID/status`; `None` for what has no memory of its own.
+pub fn read_status(root: &Root, pid: u32) -> Result<Option<ProcessMemory>, ProbeError> {
+    Ok(root.parse(format!("/proc/{pid}/status"), parse_status)?.flatten())
+}
+
+/// Parses it (Linux 4.5+ has the three `Rss*` fields); `None` for kernel
+/// threads and zombies, which have none of them.
+pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
+    let (mut memory, mut seen) = (ProcessMemory::default(), false);
+    fields(text, |key, value| {
+        match key {
+            "RssAnon" => memory.anon = value?,
+            "RssFile" => memory.file = value?,
+            "RssShmem" => memory.shmem = value?,
+            "VmSwap" => memory.swap = value?,
+            _ => return Some(()),
+        }
+        seen = true;
+        Some(())
+    })?;
+    Ok(seen.then_some(memory))
+}
+
+/// `/proc/PID/smaps_rollup`: exact, but walks the whole page table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SmapsRollup {
+    /// `Rss`.
+    pub rss: Bytes,
+    /// `Pss`: shared pages counted by their share.
+    pub pss: Bytes,
+    /// `Anonymous`.
+    pub anonymous: Bytes,
+    /// `AnonHugePages`.
+    pub anon_huge: Bytes,
+    /// `Swap`.
+    pub swap: Bytes,
+    /// `Locked`.
+    pub locked: Bytes,
+    /// `KSM` (6.7+): pages that KSM merged, zero pages not counted.
+    pub ksm: Bytes,
+}
+
+/// Reads `/proc/PID/smaps_rollup`. Milliseconds per GiB of 4 KiB pages: rarely.
+pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, ProbeError> {
+    root.parse(format!("/proc/{pid}/smaps_rollup"), parse_smaps_rollup)
+}
+
+/// Parses it.
+pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
+    let mut s = SmapsRollup::default();
+    fields(text, |key, value| {
+        match key {
+            "Rss" => s.rss = value?,
+            "Pss" => s.pss = value?,
+            "Anonymous" => s.anonymous = value?,
+            "AnonHugePages" => s.anon_huge = value?,
+            "Swap" => s.swap = value?,
+            "Locked" => s.locked = value?,
+            "KSM" => s.ksm = value?,
+            _ => {}
+        }
+        Some(())
+    })?;
+    Ok(s)
+}
+
+/// Calls `field` for each `Key:  123 kB` line; `None` from it is an error there.
+fn fields(
+    text: &str,
+    mut field: impl FnMut(&str, Option<Bytes>) -> Option<()>,
+) -> Result<(), ParseError> {
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(':') else { continue };
+        field(key, parse_kib(rest)).ok_or_else(|| ParseError::new(i + 1, line))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hostile_name_does_not_shift_the_fields() {
+        for name in ["qemu", ") (", "a) R 1 2 3 (b", "x\n5) Z", "\u{fffd}()"] {
+            let text = format!(
+                "77 ({name}) S 1 77 77 0 -1 4194560 5 0 0 0 11 12 0 0 20 0 1 0 99887 0 0\n"
+            );
+            let stat = parse_stat(&text).unwrap();
+            assert_eq!((stat.state, stat.start), ('S', 99887), "{name}");
+            assert_eq!((stat.user_ticks, stat.system_ticks), (11, 12));
+        }
+        for text in ["", "77 (x", "77 (x)", "77 (x) S 1 2"] {
+            assert!(parse_stat(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn memory_is_read_where_there_is_some() {
+        let m = parse_status(
+            "Name:\tx\nRssAnon:\t 12 kB\nRssFile:\t 3 kB\nRssShmem:\t 1 kB\n\
+                              VmSwap:\t 4 kB\n",
+        );
+        assert_eq!(m.unwrap().unwrap().resident(), Bytes::kib(16));
+        assert_eq!(parse_status("Name:\tkthreadd\nState:\tS\n").unwrap(), None);
+        assert_eq!(parse_status("Name:\tx\nRssAnon:\t-1 kB\n").unwrap_err().line, 2);
+        let r = parse_smaps_rollup("00400000-7fff ---p 0 [rollup]\nRss: 9 kB\nSwap: 2 kB\n");
+        assert_eq!(r.unwrap().rss, Bytes::kib(9));
+    }
+
+    #[test]
+    fn this_process_reads() {
+        let (root, me) = (Root::default(), std::process::id());
+        let stat = read_stat(&root, me).unwrap().unwrap();
+        assert!(stat.start > 0);
+        assert!(read_status(&root, me).unwrap().unwrap().resident() > Bytes::kib(100));
+        assert!(read_smaps_rollup(&root, me).unwrap().unwrap().rss > Bytes::kib(100));
+        assert!(read_stat(&root, u32::MAX).unwrap().is_none());
+    }
+}

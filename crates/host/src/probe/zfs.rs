@@ -1,0 +1,38 @@
+//! `/proc/spl/kstat/zfs/arcstats` (OpenZFS `module/zfs/arc.c`): its cache counts
+//! as used in MemAvailable, but shrinks to `c_min` when asked.
+
+use ebb_core::sample::ZfsArc;
+use ebb_core::units::Bytes;
+
+use crate::root::{ParseError, ProbeError, Root};
+
+/// Reads it; `None` without ZFS.
+pub fn read_arcstats(root: &Root) -> Result<Option<ZfsArc>, ProbeError> {
+    root.parse("/proc/spl/kstat/zfs/arcstats", parse_arcstats)
+}
+
+/// Parses `name type data` lines; both `size` and `c_min` must be there.
+pub fn parse_arcstats(text: &str) -> Result<ZfsArc, ParseError> {
+    let field = |name: &str| {
+        let line =
+            text.lines().enumerate().find(|(_, l)| l.split_whitespace().next() == Some(name));
+        let (i, line) = line.ok_or_else(|| ParseError::missing(name))?;
+        let value = line.split_whitespace().nth(2).and_then(|v| v.parse().ok());
+        value.map(Bytes).ok_or_else(|| ParseError::new(i + 1, line))
+    };
+    Ok(ZfsArc { size: field("size")?, min: field("c_min")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn size_and_floor_are_found_among_the_rest() {
+        let text = "13 1 0x01 147 39984 1 2\nname type data\nhits 4 5\nc_min 4 100\nsize 4 900\n";
+        let arc = parse_arcstats(text).unwrap();
+        assert_eq!(arc, ZfsArc { size: Bytes(900), min: Bytes(100) });
+        assert!(parse_arcstats("size 4 900\n").is_err());
+        assert_eq!(parse_arcstats("c_min 4\nsize 4 1").unwrap_err().line, 1);
+    }
+}

@@ -1,0 +1,586 @@
+//! VMs: QEMU processes that boot an [`Image`] and are driven by the guest tool.
+//!
+//! A VM has a run directory of its own with its console, QEMU's messages, the
+//! tool's socket and two QMP sockets: `qmp.sock` is the product's (ebb connects
+//! there), `lab-qmp.sock` the lab's. It dies with the lab: `setpriv` has the
+//! kernel kill QEMU when the thread that started it ends, so one thread, which
+//! never ends, starts them all. Nothing waits for time to pass: every wait is for
+//! a state, with a deadline that is stretched on slow machines. A VM that died or
+//! whose kernel gave up is [`VmError::Lost`], which is another thing than a
+//! failed test.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_host::qmp::{self, QmpError};
+use serde_json::{Value, json};
+
+use crate::guest::{Fields, Tool, ToolError};
+use crate::image::{Cache, Image, Kernel};
+use crate::{LabError, tail};
+
+const READY: &str = "ebb-guest-tool: ready on";
+/// What the console shows when a guest kernel is at its end.
+const LAST_WORDS: [&str; 3] = ["Kernel panic - not syncing", "Oops: ", "kernel BUG at"];
+const POLL: Duration = Duration::from_millis(20);
+/// QEMU's own answer to a QMP command.
+const QMP_DEADLINE: Duration = Duration::from_secs(10);
+/// From start to the tool's ready line, under KVM.
+const BOOT_DEADLINE: Duration = Duration::from_secs(20);
+
+/// What runs the guest's code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accel {
+    /// Hardware virtualisation.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+impl Accel {
+    /// The value of `-accel`.
+    pub fn option(self) -> &'static str {
+        match self {
+            Accel::Kvm => "kvm",
+            // The default translation buffer (1 GiB) would drown what is measured.
+            Accel::Tcg => "tcg,tb-size=64,thread=multi",
+        }
+    }
+
+    /// `kvm` or `tcg`.
+    pub fn name(self) -> &'static str {
+        if self == Accel::Kvm { "kvm" } else { "tcg" }
+    }
+
+    /// What deadlines are multiplied by; `EBB_LAB_PATIENCE` multiplies again.
+    pub fn patience(self) -> f64 {
+        let more = std::env::var("EBB_LAB_PATIENCE").ok().and_then(|v| v.parse().ok());
+        let own = if self == Accel::Kvm { 1.0 } else { 4.0 };
+        own * more.filter(|v| (0.1..=100.0).contains(v)).unwrap_or(1.0)
+    }
+
+    /// The best this machine boots our image with: KVM is tried for real, once
+    /// per boot of the machine. `EBB_LAB_ACCEL` decides instead, if set.
+    pub fn detect(cache: &Cache) -> Accel {
+        match std::env::var("EBB_LAB_ACCEL").as_deref() {
+            Ok("kvm") => return Accel::Kvm,
+            Ok("tcg") => return Accel::Tcg,
+            _ => {}
+        }
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let known = cache.path(format!("accel-{}", boot.trim()));
+        match fs::read_to_string(&known).as_deref() {
+            Ok("kvm") => return Accel::Kvm,
+            Ok("tcg") => return Accel::Tcg,
+            _ => {}
+        }
+        let accel = if kvm_boots(cache) { Accel::Kvm } else { Accel::Tcg };
+        let _ = fs::write(known, accel.name());
+        accel
+    }
+}
+
+fn kvm_boots(cache: &Cache) -> bool {
+    if fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_err() {
+        return false;
+    }
+    let mut config = VmConfig::new("kvm-trial", Bytes::mib(256));
+    config.cache = cache.clone();
+    config.accel = Some(Accel::Kvm);
+    Vm::start(&config).is_ok()
+}
+
+/// What guest RAM is made of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// Private anonymous memory, QEMU's default.
+    #[default]
+    Anonymous,
+    /// A shared memfd.
+    Memfd,
+    /// A shared file, e.g. on tmpfs or hugetlbfs.
+    File(PathBuf),
+}
+
+/// A virtio balloon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Balloon {
+    /// Free page reporting.
+    pub reporting: bool,
+    /// Deflate when the guest runs out of memory.
+    pub deflate_on_oom: bool,
+}
+
+/// How a VM is to be.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// Its name for QEMU (`-name`), unique by the caller's care.
+    pub name: String,
+    /// RAM.
+    pub memory: Bytes,
+    /// vCPUs.
+    pub cpus: u32,
+    /// Guest kernel.
+    pub kernel: Kernel,
+    /// Its balloon, if it has one.
+    pub balloon: Option<Balloon>,
+    /// What its RAM is made of.
+    pub backing: Backing,
+    /// `None`: the best that works.
+    pub accel: Option<Accel>,
+    /// Raw disk images, `/dev/vda` first.
+    pub disks: Vec<PathBuf>,
+    /// A cgroup directory to run in, from the first page on.
+    pub cgroup: Option<PathBuf>,
+    /// Words added to the guest's command line.
+    pub append: String,
+    /// Further arguments for QEMU.
+    pub args: Vec<String>,
+    /// Environment for QEMU, e.g. `LD_PRELOAD`.
+    pub env: Vec<(String, String)>,
+    /// Where images come from.
+    pub cache: Cache,
+}
+
+impl VmConfig {
+    /// A VM with one vCPU, a plain balloon and the older kernel.
+    pub fn new(name: impl Into<String>, memory: Bytes) -> VmConfig {
+        VmConfig {
+            name: name.into(),
+            memory,
+            cpus: 1,
+            kernel: Kernel::V6_1,
+            balloon: Some(Balloon::default()),
+            backing: Backing::default(),
+            accel: None,
+            disks: Vec::new(),
+            cgroup: None,
+            append: String::new(),
+            args: Vec::new(),
+            env: Vec::new(),
+            cache: Cache::from_env(),
+        }
+    }
+
+    /// QEMU's arguments.
+    fn arguments(&self, image: &Image, accel: Accel, dir: &Path) -> Vec<String> {
+        let path = |name: &str| dir.join(name).display().to_string();
+        let socket = |name: &str| format!("{},server=on,wait=off", path(name));
+        let mib = self.memory.0 >> 20;
+        let text = |words: &[&str]| words.iter().map(|w| w.to_string()).collect::<Vec<_>>();
+        let mut a = text(&["-name", &self.name, "-nodefaults", "-no-user-config"]);
+        a.extend(text(&["-display", "none", "-accel", accel.option(), "-m", &format!("{mib}M")]));
+        a.extend(text(&["-smp", &self.cpus.to_string(), "-kernel"]));
+        a.extend([image.vmlinuz.display().to_string(), "-initrd".into()]);
+        a.extend([image.initramfs.display().to_string(), "-append".into(), self.command_line()]);
+        if accel == Accel::Kvm {
+            a.extend(text(&["-cpu", "host"]));
+        }
+        a.extend(self.backing_arguments(mib));
+        a.extend([
+            "-serial".into(),
+            format!("file:{}", path("console")),
+            "-qmp".into(),
+            format!("unix:{}", socket("qmp.sock")),
+            "-qmp".into(),
+            format!("unix:{}", socket("lab-qmp.sock")),
+            "-device".into(),
+            "virtio-serial-pci".into(),
+            "-chardev".into(),
+            format!("socket,id=tool,path={}", socket("tool.sock")),
+            "-device".into(),
+            "virtserialport,chardev=tool,name=ebb.tool".into(),
+        ]);
+        if let Some(b) = self.balloon {
+            let on = |v| if v { "on" } else { "off" };
+            a.push("-device".into());
+            a.push(format!(
+                "virtio-balloon-pci,id=balloon0,free-page-reporting={},deflate-on-oom={}",
+                on(b.reporting),
+                on(b.deflate_on_oom)
+            ));
+        }
+        for disk in &self.disks {
+            let disk = disk.display();
+            a.extend(["-drive".into(), format!("file={disk},if=virtio,format=raw,cache=none")]);
+        }
+        a.extend(self.args.iter().cloned());
+        a
+    }
+
+    fn backing_arguments(&self, mib: u64) -> Vec<String> {
+        let object = match &self.backing {
+            Backing::Anonymous => return vec!["-machine".into(), "pc".into()],
+            Backing::Memfd => format!("memory-backend-memfd,id=ram,size={mib}M,share=on"),
+            Backing::File(path) => {
+                let path = path.display();
+                format!("memory-backend-file,id=ram,size={mib}M,share=on,mem-path={path}")
+            }
+        };
+        let machine = "pc,memory-backend=ram".to_string();
+        vec!["-object".into(), object, "-machine".into(), machine]
+    }
+
+    /// Timer checks and watchdogs misfire where a vCPU may not run for a while.
+    fn command_line(&self) -> String {
+        let own = "console=ttyS0 quiet panic=0 oops=panic no_timer_check nowatchdog nokaslr";
+        format!("{own} {}", self.append).trim().to_string()
+    }
+}
+
+/// What can go wrong with a VM.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// QEMU ended or the guest's kernel gave up: neither passed nor failed.
+    #[error("VM {name} was lost: {why}\n--- end of its console:\n{console}")]
+    Lost {
+        /// Which.
+        name: String,
+        /// What is known.
+        why: String,
+        /// The last lines on its console.
+        console: String,
+    },
+    /// The VM lives, but a state was not reached in time.
+    #[error("VM {name}: {what}: not within {after:.1?}\n--- end of its console:\n{console}")]
+    Timeout {
+        /// Which.
+        name: String,
+        /// What was waited for.
+        what: String,
+        /// How long.
+        after: Duration,
+        /// The last lines on its console.
+        console: String,
+    },
+    /// The guest tool refused a command.
+    #[error("VM {name}: {error}")]
+    Tool {
+        /// Which.
+        name: String,
+        /// Why.
+        error: ToolError,
+    },
+    /// A QMP command failed.
+    #[error("VM {name}: {error}")]
+    Qmp {
+        /// Which.
+        name: String,
+        /// Why.
+        error: QmpError,
+    },
+    /// It could not be started.
+    #[error(transparent)]
+    Lab(#[from] LabError),
+}
+
+/// A running VM. Dropping it kills it and removes its run directory, which
+/// `EBB_LAB_KEEP=1` leaves in place.
+#[derive(Debug)]
+pub struct Vm {
+    name: String,
+    dir: Option<tempfile::TempDir>,
+    run_dir: PathBuf,
+    child: Mutex<Child>,
+    pid: u32,
+    memory: Bytes,
+    accel: Accel,
+    release: String,
+    tool: Option<Tool>,
+    qmp: Mutex<Option<qmp::Client>>,
+    boots: usize,
+    /// From start to the tool's ready line.
+    pub boot_time: Duration,
+}
+
+impl Vm {
+    /// Starts a VM and waits until its tool answers.
+    pub fn start(config: &VmConfig) -> Result<Vm, VmError> {
+        let mut vm = Vm::spawn(config)?;
+        vm.wait_ready()?;
+        Ok(vm)
+    }
+
+    /// Starts a VM; [`Vm::wait_ready`] has still to be called. So several boot at
+    /// the same time.
+    pub fn spawn(config: &VmConfig) -> Result<Vm, VmError> {
+        let image = Image::get(&config.cache, config.kernel)?;
+        let accel = config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
+        let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
+        let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
+        let run_dir = dir.path().to_path_buf();
+        let child = spawn_qemu(config, &config.arguments(&image, accel, &run_dir), &run_dir)?;
+        let keep = std::env::var_os("EBB_LAB_KEEP").is_some_and(|v| v == "1");
+        let dir = if keep {
+            let _ = dir.keep();
+            None
+        } else {
+            Some(dir)
+        };
+        let mut vm = Vm {
+            name: config.name.clone(),
+            dir,
+            run_dir,
+            pid: child.id(),
+            child: Mutex::new(child),
+            memory: config.memory,
+            accel,
+            release: image.release,
+            tool: None,
+            qmp: Mutex::new(None),
+            boots: 0,
+            boot_time: Duration::ZERO,
+        };
+        vm.connect_tool()?;
+        Ok(vm)
+    }
+
+    fn connect_tool(&mut self) -> Result<(), VmError> {
+        let path = self.run_dir.join("tool.sock");
+        let socket =
+            self.wait_for("QEMU to listen", Duration::from_secs(10), |_| UnixStream::connect(&path).ok())?;
+        let tool = Tool::new(socket, self.accel.patience()).map_err(LabError::file(&path))?;
+        self.tool = Some(tool);
+        Ok(())
+    }
+
+    /// Waits until the tool is ready for the first time, or once more since the
+    /// last call (after a reboot).
+    pub fn wait_ready(&mut self) -> Result<(), VmError> {
+        let begun = Instant::now();
+        let want = self.boots + 1;
+        self.wait_for("the guest tool to be ready", BOOT_DEADLINE, |vm| {
+            (vm.console().matches(READY).count() >= want).then_some(())
+        })?;
+        self.boots = want;
+        self.boot_time = begun.elapsed();
+        self.request("ping", Duration::from_secs(10)).map(drop)
+    }
+
+    /// Polls for a state until `deadline` (stretched), or until the VM is lost.
+    pub fn wait_for<T>(
+        &self,
+        what: &str,
+        deadline: Duration,
+        mut state: impl FnMut(&Vm) -> Option<T>,
+    ) -> Result<T, VmError> {
+        let after = deadline.mul_f64(self.accel.patience());
+        let until = Instant::now() + after;
+        loop {
+            if let Some(found) = state(self) {
+                return Ok(found);
+            }
+            self.check()?;
+            if Instant::now() >= until {
+                let (name, console) = (self.name.clone(), tail(&self.console(), 15));
+                return Err(VmError::Timeout { name, what: what.into(), after, console });
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Whether it is there and its kernel well.
+    pub fn check(&self) -> Result<(), VmError> {
+        let console = self.console();
+        let ended = self.child().try_wait();
+        let why = match ended {
+            Ok(Some(status)) => {
+                let log = fs::read_to_string(self.run_dir.join("qemu.log")).unwrap_or_default();
+                format!("QEMU ended with {status} {}", tail(&log, 5))
+            }
+            _ => match LAST_WORDS.iter().find(|w| console.contains(*w)) {
+                Some(words) => format!("its kernel said “{words}”"),
+                None => return Ok(()),
+            },
+        };
+        Err(VmError::Lost { name: self.name.clone(), why, console: tail(&console, 30) })
+    }
+
+    /// Everything on its console so far.
+    pub fn console(&self) -> String {
+        let bytes = fs::read(self.run_dir.join("console")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// The guest tool. Errors say nothing of the VM's fate: [`Vm::request`] does.
+    pub fn tool(&self) -> &Tool {
+        self.tool.as_ref().expect("a VM that was spawned is connected")
+    }
+
+    /// Asks the guest tool; when no answer comes, says what became of the VM.
+    pub fn request(&self, command: &str, deadline: Duration) -> Result<Fields, VmError> {
+        self.tool().request(command, deadline).map_err(|e| self.explain(e))
+    }
+
+    /// What a tool's error means for this VM.
+    pub fn explain(&self, error: ToolError) -> VmError {
+        if matches!(error, ToolError::Closed) {
+            // QEMU closes its sockets a moment before it has ended.
+            let until = Instant::now() + Duration::from_secs(5);
+            while self.check().is_ok() && Instant::now() < until {
+                thread::sleep(POLL);
+            }
+        }
+        let (name, console) = (self.name.clone(), tail(&self.console(), 15));
+        match (self.check(), error) {
+            (Err(lost), _) => lost,
+            (_, ToolError::Timeout { what, after }) => VmError::Timeout { name, what, after, console },
+            (_, error) => VmError::Tool { name, error },
+        }
+    }
+
+    /// A QMP command on the lab's own socket.
+    pub fn qmp(&self, command: &str, arguments: Option<Value>) -> Result<Value, VmError> {
+        let mut held = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        let error = |error| match self.check() {
+            Err(lost) => lost,
+            Ok(()) => VmError::Qmp { name: self.name.clone(), error },
+        };
+        let patient = QMP_DEADLINE.mul_f64(self.accel.patience());
+        if held.is_none() {
+            let path = self.run_dir.join("lab-qmp.sock");
+            *held = Some(qmp::Client::connect(path, patient).map_err(error)?);
+        }
+        let client = held.as_mut().expect("connected above");
+        client.execute(command, arguments, patient).map_err(error)
+    }
+
+    /// Sets the balloon's target: the RAM the guest is left with.
+    pub fn set_balloon(&self, target: Bytes) -> Result<(), VmError> {
+        self.qmp("balloon", Some(json!({ "value": target.0 }))).map(drop)
+    }
+
+    /// The RAM the guest is left with now.
+    pub fn balloon(&self) -> Result<Bytes, VmError> {
+        let said = self.qmp("query-balloon", None)?;
+        Ok(Bytes(said["actual"].as_u64().unwrap_or(0)))
+    }
+
+    /// Stops its vCPUs.
+    pub fn pause(&self) -> Result<(), VmError> {
+        self.qmp("stop", None).map(drop)
+    }
+
+    /// Lets its vCPUs run.
+    pub fn resume(&self) -> Result<(), VmError> {
+        self.qmp("cont", None).map(drop)
+    }
+
+    /// Resets it, as its button would; [`Vm::wait_ready`] waits for the new boot.
+    pub fn reset(&self) -> Result<(), VmError> {
+        self.qmp("system_reset", None).map(drop)
+    }
+
+    /// Kills QEMU and waits for its end.
+    pub fn kill(&self) {
+        let mut child = self.child();
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+
+    fn child(&self) -> MutexGuard<'_, Child> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The RAM it was given.
+    pub fn memory(&self) -> Bytes {
+        self.memory
+    }
+
+    /// What runs it.
+    pub fn accel(&self) -> Accel {
+        self.accel
+    }
+
+    /// `uname -r` of its kernel.
+    pub fn release(&self) -> &str {
+        &self.release
+    }
+
+    /// The QMP socket for the product.
+    pub fn qmp_path(&self) -> PathBuf {
+        self.run_dir.join("qmp.sock")
+    }
+
+    /// Its run directory.
+    pub fn run_dir(&self) -> &Path {
+        &self.run_dir
+    }
+
+    /// What QEMU holds of the host's memory, itself included; 0 when it is gone.
+    pub fn resident(&self) -> Bytes {
+        resident(self.pid)
+    }
+}
+
+/// `VmRSS` of a process; 0 when it is gone.
+pub fn resident(pid: u32) -> Bytes {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|l| l.split_whitespace().next()).and_then(|n| n.parse().ok());
+    Bytes::kib(kib.unwrap_or(0))
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.kill();
+        self.dir.take();
+    }
+}
+
+/// Starts QEMU so that it dies with the lab, in its cgroup from the beginning.
+fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, LabError> {
+    let log = fs::File::create(dir.join("qemu.log")).map_err(LabError::file(dir))?;
+    let mut command = match &config.cgroup {
+        Some(cgroup) => {
+            let mut c = Command::new("sh");
+            c.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(cgroup.join("cgroup.procs"));
+            c.arg("setpriv");
+            c
+        }
+        None => Command::new("setpriv"),
+    };
+    command.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]).args(args);
+    command.envs(config.env.iter().map(|(k, v)| (k, v)));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    on_lasting_thread(command)
+        .map_err(|e| LabError::Command { command: "qemu-system-x86_64".into(), message: e.to_string() })
+}
+
+/// The kernel's parent-death signal goes by the *thread* that forked, and tests
+/// run in threads that end.
+fn on_lasting_thread(command: Command) -> std::io::Result<Child> {
+    type Order = (Command, Sender<std::io::Result<Child>>);
+    static STARTER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
+    let starter = STARTER.get_or_init(|| {
+        let (sender, orders) = channel::<Order>();
+        thread::spawn(move || {
+            for (mut command, answer) in orders {
+                let _ = answer.send(command.spawn());
+            }
+        });
+        Mutex::new(sender)
+    });
+    let (answer, answered) = channel();
+    let gone = |_| std::io::Error::other("the thread that starts VMs is gone");
+    let sender = starter.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    sender.send((command, answer)).map_err(|e| gone(e.to_string()))?;
+    answered.recv().map_err(|e| gone(e.to_string()))?
+}
