@@ -146,9 +146,6 @@ pub struct OwnedVm {
     pub name: String,
     /// What it is to be given back.
     pub baseline: Bytes,
-    /// Its QMP socket, so that it can be given back without a daemon.
-    #[serde(default)]
-    pub qmp: Option<String>,
 }
 
 impl Memory {
@@ -239,7 +236,7 @@ impl Memory {
                 let ordered = m.order.is_some_and(|o| o.to < baseline);
                 let small = v.actual.is_some_and(|a| a < baseline);
                 (shrinks || ordered || small || v.actual.is_none() && self.took(m))
-                    .then(|| OwnedVm { id: v.id, name: v.name.clone(), baseline, qmp: None })
+                    .then(|| OwnedVm { id: v.id, name: v.name.clone(), baseline })
             });
         Owned { vms: vms.collect() }
     }

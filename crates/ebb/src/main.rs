@@ -1,1 +1,194 @@
-fn main() {}
+//! `ebb`: parses, dispatches, sets the exit code. Everything else is elsewhere.
+//!
+//! Exit codes: 0 done, 1 nothing to do (or nothing found), 2 error.
+
+mod api;
+mod client;
+mod cmd;
+mod daemon;
+mod metrics;
+mod recorder;
+mod state;
+mod table;
+mod view;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Args, Parser, Subcommand};
+use ebb_core::config::Config;
+use ebb_core::units::Bytes;
+
+/// Gives the memory that VMs do not use back to their host, and gives it to them
+/// again the moment they need it.
+#[derive(Parser)]
+#[command(version, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Args)]
+struct Global {
+    /// Configuration file [default: /etc/ebb/ebb.toml, where it exists]
+    #[arg(long, global = true)]
+    config: Option<String>,
+    /// The daemon's Unix socket [default: the configuration's, else /run/ebb/ebb.sock]
+    #[arg(long, global = true)]
+    socket: Option<String>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs the daemon in the foreground
+    Run {
+        /// Say what would be done, change nothing
+        #[arg(long)]
+        dry_run: bool,
+        /// Record every tick to this file
+        #[arg(long, value_name = "FILE")]
+        record: Option<String>,
+        /// A line for every tick
+        #[arg(long, short)]
+        verbose: bool,
+    },
+    /// Shows host and VMs
+    Status {
+        /// The same as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Tells why a VM has the size it has, and what was done to it
+    Explain {
+        /// Its name
+        vm: String,
+        /// So many decisions, the latest
+        #[arg(long, default_value_t = 10)]
+        last: usize,
+        /// The same as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Tells what Ebb can do here, for each VM, and what is in the way
+    Doctor {
+        /// The same as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Writes the last minutes of a running daemon to a file
+    Record {
+        /// Where to; `-` is standard output
+        output: String,
+    },
+    /// Decides everything in a record again and compares
+    Replay {
+        /// A file from `ebb record` or `ebb run --record`
+        file: String,
+        /// The result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Gives back what a daemon that is gone had taken
+    Release,
+    /// Runs the daemon's loop on synthetic guests
+    Sim {
+        /// How many
+        #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        vms: u32,
+        /// RAM of each
+        #[arg(long, default_value = "2GiB")]
+        ram: Bytes,
+        /// The host's memory [default: half of what the guests have]
+        #[arg(long)]
+        host: Option<Bytes>,
+        /// Everything random comes from this
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Simulated seconds
+        #[arg(long, default_value_t = 600)]
+        seconds: u64,
+        /// The result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match dispatch(cli) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            cmd::run::say(&format!("ebb: {e:#}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Whoever reads our output has read enough (`ebb status | head`).
+fn is_broken_pipe(e: &anyhow::Error) -> bool {
+    e.chain().any(|c| {
+        c.downcast_ref::<std::io::Error>()
+            .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+    })
+}
+
+fn dispatch(cli: Cli) -> Result<bool> {
+    let mut config = load(cli.global.config.as_deref())?;
+    if let Some(socket) = cli.global.socket {
+        config.socket = socket;
+    }
+    let socket = config.socket.clone();
+    match cli.command {
+        Command::Run { dry_run, record, verbose } => {
+            cmd::run::main(config, dry_run, record, verbose).map(|()| true)
+        }
+        Command::Status { json } => cmd::status::main(&socket, json),
+        Command::Explain { vm, last, json } => {
+            cmd::explain::main(&socket, &vm, last, json).map(|()| true)
+        }
+        Command::Doctor { json } => cmd::doctor::main(&config, json),
+        Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
+        Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
+        Command::Release => cmd::release::main(&config),
+        Command::Sim { vms, ram, host, seed, seconds, json } => {
+            let host = host.unwrap_or(Bytes(ram.0.saturating_mul(u64::from(vms)) / 2));
+            let run = cmd::sim::Run { vms, ram, host, seed, seconds };
+            cmd::sim::main(&run, json).map(|()| true)
+        }
+    }
+}
+
+const DEFAULT_CONFIG: &str = "/etc/ebb/ebb.toml";
+
+/// The configuration; the defaults where there is no file and none was named.
+fn load(path: Option<&str>) -> Result<Config> {
+    let file = path.unwrap_or(DEFAULT_CONFIG);
+    match std::fs::read_to_string(file) {
+        Ok(text) => Ok(Config::parse(file, &text)?),
+        Err(e) if path.is_none() && e.kind() == std::io::ErrorKind::NotFound => {
+            Ok(Config::default())
+        }
+        Err(e) => Err(e).with_context(|| format!("cannot read {file}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_named_configuration_must_exist() {
+        let said = format!("{:#}", load(Some("/nonexistent/x.toml")).unwrap_err());
+        assert!(said.starts_with("cannot read /nonexistent/x.toml"), "{said}");
+    }
+}

@@ -3,9 +3,11 @@
 //! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
 //! `parse_x(text)` is pure. What is read is checked and bounded here; nothing
 //! in this crate decides anything. New sources go to `probe/`, new QMP meanings
-//! to `balloon.rs`.
+//! to `balloon.rs`; [`linux::LinuxHost`] joins them into one sample per tick.
 
 pub mod balloon;
+pub mod linux;
 pub mod probe;
 pub mod qmp;
 pub mod root;
+mod vm;

@@ -22,6 +22,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Value, json};
 
+use crate::root::Root;
+
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.
 pub const MAX_MESSAGE: usize = 1 << 20;
@@ -666,7 +668,8 @@ impl Client {
     pub fn peer_pid(&self) -> Option<u32> {
         let socket = self.socket.as_ref()?;
         let cred = rustix::net::sockopt::socket_peercred(socket).ok()?;
-        u32::try_from(cred.pid.as_raw_nonzero().get()).ok()
+        // 0 stands for a process of another pid namespace.
+        u32::try_from(rustix::process::Pid::as_raw(Some(cred.pid))).ok().filter(|pid| *pid > 0)
     }
 
     /// For `poll`; `None` after a failure.
@@ -802,9 +805,9 @@ impl Client {
     }
 
     fn taken(&self, silent: Duration) -> QmpError {
-        let seen = match accepted_connections(&self.path) {
-            Some(n) if n > 0 => "another client is connected (see /proc/net/unix)",
-            _ => "another client holds it, or QEMU hangs",
+        let seen = match is_serving(&self.path) {
+            true => "another client is connected (see /proc/net/unix)",
+            false => "another client holds it, or QEMU hangs",
         };
         let detail = format!("no greeting within {:.1} s: {seen}", silent.as_secs_f64());
         QmpError::Taken { path: self.path.display().to_string(), detail }
@@ -883,20 +886,46 @@ fn connect_long(socket: &OwnedFd, path: &Path) -> rustix::io::Result<()> {
     rustix::net::connect(socket, &SocketAddrUnix::new(short)?)
 }
 
-/// Connections that the server on `path` has accepted: `/proc/net/unix` lists
-/// its end of each with the server's path and state 03 (waiting ones have 02).
+/// Whether the server on `path` has accepted a client, as far as that can be
+/// told: `/proc/net/unix` lists the server's end of each connection with the
+/// server's path and state 03 (02 while it waits). QEMU may have bound the
+/// path relative to its own directory; then no other server may look alike.
 /// Source: Linux `net/unix/af_unix.c`, `unix_seq_show`.
-fn accepted_connections(path: &Path) -> Option<usize> {
-    use std::io::Read;
-    let mut text = Vec::new();
-    let file = std::fs::File::open("/proc/net/unix").ok()?;
-    file.take(4 << 20).read_to_end(&mut text).ok()?;
-    Some(count_accepted(&String::from_utf8_lossy(&text), &path.to_string_lossy()))
+fn is_serving(path: &Path) -> bool {
+    let text = Root::default().read("/proc/net/unix");
+    text.ok().flatten().is_some_and(|text| serves(&text, &path.to_string_lossy()))
 }
 
-fn count_accepted(text: &str, path: &str) -> usize {
-    let named = format!(" {path}");
-    text.lines()
-        .filter(|l| l.ends_with(&named) && l.split_ascii_whitespace().nth(5) == Some("03"))
-        .count()
+fn serves(text: &str, path: &str) -> bool {
+    let same = |bound: &str| {
+        bound == path || !bound.starts_with('/') && path.ends_with(&format!("/{bound}"))
+    };
+    let states: Vec<&str> = text
+        .lines()
+        .filter_map(|line| {
+            let mut fields = line.splitn(2, ": ").nth(1)?.split_ascii_whitespace();
+            let (_flags, state) = (fields.nth(2)?, fields.nth(1)?);
+            let bound = fields.nth(1)?;
+            (line.ends_with(bound) && same(bound)).then_some(state)
+        })
+        .collect();
+    states.iter().filter(|s| **s == "01").count() == 1 && states.contains(&"03")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_served_client_is_seen_unless_two_servers_look_alike() {
+        let line =
+            |state, path| format!("0000: 00000002 00000000 00010000 0001 {state}  1126 {path}\n");
+        let one =
+            ["Num RefCount Protocol Flags Type St Inode Path\n", &line("01", "q.sock")].concat();
+        assert!(!serves(&one, "/run/q.sock"));
+        assert!(!serves(&(one.clone() + &line("02", "q.sock")), "/run/q.sock"));
+        let two = one + &line("03", "q.sock");
+        assert!(serves(&two, "/run/q.sock") && !serves(&two, "/run/xq.sock"));
+        assert!(!serves(&(two + &line("01", "q.sock")), "/run/q.sock"));
+    }
 }

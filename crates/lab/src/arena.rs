@@ -1,1 +1,536 @@
-//! x
+//! The arena: everything an experiment changes on the machine, put back for sure.
+//!
+//! One arena at a time (a lock on a file). Each change is written to a journal
+//! *before* it is made: the knob's old value, the cgroup, the swap area. Leaving
+//! undoes the journal backwards; so does SIGINT or SIGTERM; and after a SIGKILL
+//! or a crash the next one to enter does it first. What the journal says is
+//! undone whether or not the change was made, so every undoing tolerates that
+//! there is nothing to undo. Lock and journal live in `/run`, which a reboot
+//! empties, as it does what they are about.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use crate::image::Cache;
+use crate::{LabError, run};
+
+/// Where an arena looks for the machine; `/` but in tests.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// What stands for `/`.
+    pub root: PathBuf,
+    /// Lock and journal.
+    pub state: PathBuf,
+}
+
+impl Places {
+    /// This machine.
+    pub fn here() -> Places {
+        let run = Path::new("/run");
+        let state = if rustix::process::geteuid().is_root() && run.is_dir() {
+            run.join("ebb-lab")
+        } else {
+            std::env::var_os("XDG_RUNTIME_DIR")
+                .map_or_else(|| Cache::from_env().path("run"), |d| PathBuf::from(d).join("ebb-lab"))
+        };
+        Places { root: "/".into(), state }
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+}
+
+/// What to swap to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SwapKind {
+    /// A zram device if one is to be had, else a file.
+    Any,
+    /// A file in the cache.
+    File,
+}
+
+/// A swap area for the arena's time.
+#[derive(Clone, Copy, Debug)]
+pub struct SwapConfig {
+    /// Its size.
+    pub size: Bytes,
+    /// What it is made of.
+    pub kind: SwapKind,
+    /// `swapon -p`.
+    pub priority: i16,
+}
+
+/// How the arena is to be.
+#[derive(Clone, Debug, Default)]
+pub struct ArenaConfig {
+    /// Limit of the memory cgroup; `None` makes no cgroup.
+    pub budget: Option<Bytes>,
+    /// A swap area.
+    pub swap: Option<SwapConfig>,
+    /// Knobs to set, as absolute path and value.
+    pub knobs: Vec<(String, String)>,
+}
+
+/// What was changed, enough to undo it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Change {
+    Knob { path: PathBuf, old: String },
+    Cgroup { path: PathBuf },
+    Swap { area: PathBuf },
+    Zram { device: String, added: bool },
+    File { path: PathBuf },
+}
+
+#[derive(Debug)]
+struct Journal {
+    path: PathBuf,
+    places: Places,
+}
+
+impl Journal {
+    fn note(&self, change: &Change) -> Result<(), LabError> {
+        let error = || LabError::file(&self.path);
+        let mut file =
+            OpenOptions::new().create(true).append(true).open(&self.path).map_err(error())?;
+        let line = serde_json::to_string(change).map_err(|e| error()(e.into()))? + "\n";
+        file.write_all(line.as_bytes()).and_then(|()| file.sync_data()).map_err(error())
+    }
+
+    fn read(&self) -> Vec<Change> {
+        let text = fs::read_to_string(&self.path).unwrap_or_default();
+        text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect()
+    }
+
+    /// Undoes all, last first; returns what could not be undone. The journal is
+    /// gone afterwards only if everything is.
+    fn undo(&self) -> Vec<String> {
+        let changes = self.read();
+        let mut failed = Vec::new();
+        let mut left = Vec::new();
+        for change in changes.iter().rev() {
+            if let Err(e) = undo(change, &self.places) {
+                failed.push(format!("{change:?}: {e}"));
+                left.insert(0, change);
+            }
+        }
+        let _ = fs::remove_file(&self.path);
+        for change in left {
+            let _ = self.note(change);
+        }
+        failed
+    }
+}
+
+fn undo(change: &Change, places: &Places) -> Result<(), LabError> {
+    match change {
+        Change::Knob { path, old } if path.exists() => write(path, old),
+        Change::Cgroup { path } if path.is_dir() => remove_cgroup(path),
+        Change::Swap { area } => {
+            let swaps = fs::read_to_string(places.at("proc/swaps")).unwrap_or_default();
+            let here = area.to_string_lossy();
+            if swaps.lines().any(|l| l.split_whitespace().next() == Some(&here)) {
+                run(Command::new("swapoff").arg(area))?;
+            }
+            Ok(())
+        }
+        Change::Zram { device, added } => {
+            let dir = places.at("sys/block").join(device);
+            if dir.is_dir() {
+                write(&dir.join("reset"), "1")?;
+            }
+            if *added && dir.is_dir() {
+                let number = device.trim_start_matches("zram");
+                write(&places.at("sys/class/zram-control/hot_remove"), number)?;
+            }
+            Ok(())
+        }
+        Change::File { path } if path.exists() => {
+            fs::remove_file(path).map_err(LabError::file(path))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Kills what is in the lab's own cgroup and removes it.
+fn remove_cgroup(path: &Path) -> Result<(), LabError> {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        for pid in fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default().lines() {
+            let pid = pid.trim().parse().ok().and_then(rustix::process::Pid::from_raw);
+            if let Some(pid) = pid {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+        match fs::remove_dir(path) {
+            Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(20)),
+            result => return result.map_err(LabError::file(path)),
+        }
+    }
+}
+
+fn write(path: &Path, value: &str) -> Result<(), LabError> {
+    let mut file = OpenOptions::new().write(true).open(path).map_err(LabError::file(path))?;
+    file.write_all(value.as_bytes()).map_err(LabError::file(path))
+}
+
+fn read_u64(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// The value of a knob; of `a [b] c` the chosen one.
+fn knob_value(text: &str) -> &str {
+    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    chosen.map_or(text.trim(), |(value, _)| value)
+}
+
+/// A memory cgroup of the arena's own, in either version.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryCgroup {
+    /// Its directory, for [`crate::vm::VmConfig::cgroup`].
+    pub dir: PathBuf,
+    /// Version 1 or 2.
+    pub version: u8,
+}
+
+impl MemoryCgroup {
+    /// Where memory cgroups are made: the mount's directory and its version.
+    fn mount(places: &Places) -> Option<(PathBuf, u8)> {
+        let mounts = fs::read_to_string(places.at("proc/self/mounts")).ok()?;
+        let mut v2 = None;
+        for line in mounts.lines() {
+            let words: Vec<&str> = line.split(' ').collect();
+            let [_, dir, kind, options, ..] = words[..] else { continue };
+            let dir = places.at(dir);
+            if kind == "cgroup" && options.split(',').any(|o| o == "memory") {
+                return Some((dir, 1));
+            }
+            let controllers = fs::read_to_string(dir.join("cgroup.controllers"));
+            if kind == "cgroup2"
+                && controllers.is_ok_and(|c| c.split_whitespace().any(|c| c == "memory"))
+            {
+                v2 = Some((dir, 2));
+            }
+        }
+        v2
+    }
+
+    fn create(places: &Places, journal: &Journal, budget: Bytes) -> Result<MemoryCgroup, LabError> {
+        let (mount, version) = MemoryCgroup::mount(places)
+            .ok_or_else(|| LabError::Missing("this machine has no memory cgroup".into()))?;
+        let dir = mount.join(format!("ebb-lab-{}", std::process::id()));
+        if version == 2 {
+            // Fails where processes sit in the root of a delegated tree, and is
+            // not needed where it is on already: creating shows which.
+            let _ = write(&mount.join("cgroup.subtree_control"), "+memory");
+        }
+        journal.note(&Change::Cgroup { path: dir.clone() })?;
+        fs::create_dir(&dir).map_err(LabError::file(&dir))?;
+        let limit = if version == 1 { "memory.limit_in_bytes" } else { "memory.max" };
+        write(&dir.join(limit), &budget.0.to_string())?;
+        Ok(MemoryCgroup { dir, version })
+    }
+
+    /// Memory charged to it, page cache included.
+    pub fn usage(&self) -> Bytes {
+        let name = if self.version == 1 { "memory.usage_in_bytes" } else { "memory.current" };
+        Bytes(read_u64(&self.dir.join(name)).unwrap_or(0))
+    }
+
+    /// Swap charged to it.
+    pub fn swap(&self) -> Bytes {
+        if self.version == 2 {
+            return Bytes(read_u64(&self.dir.join("memory.swap.current")).unwrap_or(0));
+        }
+        self.stat("swap")
+    }
+
+    /// A line of `memory.stat`; 0 where there is none.
+    pub fn stat(&self, key: &str) -> Bytes {
+        let text = fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
+        let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(' '));
+        Bytes(line.and_then(|v| v.trim().parse().ok()).unwrap_or(0))
+    }
+}
+
+/// The machine, held by one experiment.
+#[derive(Debug)]
+pub struct Arena {
+    cgroup: Option<MemoryCgroup>,
+    swap: Option<PathBuf>,
+    journal: Shared,
+    _lock: File,
+}
+
+impl Arena {
+    /// Waits for the machine, puts back what a predecessor left, and sets it up.
+    pub fn enter(config: &ArenaConfig) -> Result<Arena, LabError> {
+        Arena::enter_at(Places::here(), config)
+    }
+
+    /// The same on another root, for tests.
+    pub fn enter_at(places: Places, config: &ArenaConfig) -> Result<Arena, LabError> {
+        let (lock, journal) = hold(&places)?;
+        let failed = journal.undo();
+        if !failed.is_empty() {
+            let text = format!("an earlier run left what cannot be undone: {}", failed.join("; "));
+            return Err(LabError::Missing(text));
+        }
+        let journal = Arc::new(Mutex::new(journal));
+        restore_on_signal(&journal)?;
+        let mut arena = Arena { cgroup: None, swap: None, journal, _lock: lock };
+        for (path, value) in &config.knobs {
+            arena.set(&places.at(path), value)?;
+        }
+        if let Some(swap) = &config.swap {
+            arena.swap = Some(arena.with_journal(|j| add_swap(&places, j, swap))?);
+        }
+        if let Some(budget) = config.budget {
+            let cgroup = arena.with_journal(|j| MemoryCgroup::create(&places, j, budget))?;
+            arena.cgroup = Some(cgroup);
+        }
+        Ok(arena)
+    }
+
+    fn with_journal<T>(&self, f: impl FnOnce(&Journal) -> T) -> T {
+        f(&self.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Sets a knob until the arena is left.
+    pub fn set(&self, path: &Path, value: &str) -> Result<(), LabError> {
+        let old = fs::read_to_string(path).map_err(LabError::file(path))?;
+        let old = knob_value(&old).to_string();
+        self.with_journal(|j| j.note(&Change::Knob { path: path.into(), old }))?;
+        write(path, value)
+    }
+
+    /// Its cgroup, where a budget was asked for.
+    pub fn cgroup(&self) -> Option<&MemoryCgroup> {
+        self.cgroup.as_ref()
+    }
+
+    /// Its swap area, where one was asked for.
+    pub fn swap(&self) -> Option<&Path> {
+        self.swap.as_deref()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        for failure in self.with_journal(Journal::undo) {
+            eprintln!("ebb-lab: could not restore {failure}; the next run tries again");
+        }
+    }
+}
+
+/// Puts back what earlier runs left; returns how much there was, or what could
+/// not be undone.
+pub fn clean(places: &Places) -> Result<Result<usize, Vec<String>>, LabError> {
+    let (_lock, journal) = hold(places)?;
+    let count = journal.read().len();
+    let failed = journal.undo();
+    Ok(if failed.is_empty() { Ok(count) } else { Err(failed) })
+}
+
+/// Takes the lock, waiting for it; it is let go when the file is closed.
+fn hold(places: &Places) -> Result<(File, Journal), LabError> {
+    fs::create_dir_all(&places.state).map_err(LabError::file(&places.state))?;
+    let path = places.state.join("lock");
+    let error = |e: rustix::io::Errno| LabError::file(&path)(e.into());
+    let lock = File::create(&path).map_err(LabError::file(&path))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        eprintln!("ebb-lab: another run holds the machine; waiting");
+        flock(&lock, FlockOperation::LockExclusive).map_err(error)?;
+    }
+    Ok((lock, Journal { path: places.state.join("journal"), places: places.clone() }))
+}
+
+type Shared = Arc<Mutex<Journal>>;
+
+/// SIGINT and SIGTERM: undo what is held, then end as if by the signal. One
+/// thread for the whole process: a handler, once in place, stays.
+fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    static HELD: Mutex<Option<Weak<Mutex<Journal>>>> = Mutex::new(None);
+    let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    if held.replace(Arc::downgrade(journal)).is_some() {
+        return Ok(());
+    }
+    let signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]);
+    let mut signals = signals.map_err(LabError::file("signal handlers"))?;
+    thread::spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+            let journal = held.as_ref().and_then(Weak::upgrade);
+            // Kept until the end: nothing is changed any more. VMs outside the
+            // cgroup die with this process.
+            let journal =
+                journal.as_ref().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner));
+            for failure in journal.iter().flat_map(|j| j.undo()) {
+                eprintln!("ebb-lab: could not restore {failure}");
+            }
+            let _ = signal_hook::low_level::emulate_default_handler(signal);
+            std::process::exit(128 + signal);
+        }
+    });
+    Ok(())
+}
+
+fn add_swap(places: &Places, journal: &Journal, config: &SwapConfig) -> Result<PathBuf, LabError> {
+    let zram = match config.kind {
+        SwapKind::Any => add_zram(places, journal, config.size)?,
+        SwapKind::File => None,
+    };
+    let area = match zram {
+        Some(device) => device,
+        None => add_swap_file(journal, config.size)?,
+    };
+    run(Command::new("mkswap").arg(&area))?;
+    journal.note(&Change::Swap { area: area.clone() })?;
+    run(Command::new("swapon").args(["-p", &config.priority.to_string()]).arg(&area))?;
+    Ok(area)
+}
+
+/// A zram device: a new one, else one that nobody has set up.
+fn add_zram(places: &Places, journal: &Journal, size: Bytes) -> Result<Option<PathBuf>, LabError> {
+    let block = places.at("sys/block");
+    let added = read_u64(&places.at("sys/class/zram-control/hot_add"));
+    let device = match added {
+        Some(number) => Some(format!("zram{number}")),
+        None => fs::read_dir(&block).into_iter().flatten().flatten().find_map(|e| {
+            let name = e.file_name().to_string_lossy().into_owned();
+            let unused = read_u64(&e.path().join("disksize")) == Some(0);
+            (name.starts_with("zram") && unused).then_some(name)
+        }),
+    };
+    let Some(device) = device else { return Ok(None) };
+    journal.note(&Change::Zram { device: device.clone(), added: added.is_some() })?;
+    let node = places.at("dev").join(&device);
+    let is_device = fs::metadata(&node).is_ok_and(|m| m.file_type().is_block_device());
+    if !is_device || write(&block.join(&device).join("disksize"), &size.0.to_string()).is_err() {
+        return Ok(None);
+    }
+    Ok(Some(node))
+}
+
+fn add_swap_file(journal: &Journal, size: Bytes) -> Result<PathBuf, LabError> {
+    let dir = Cache::from_env().dir("run")?;
+    let path = dir.join(format!("swap-{}", std::process::id()));
+    journal.note(&Change::File { path: path.clone() })?;
+    let mut options = OpenOptions::new();
+    let file = options.create(true).truncate(true).write(true).mode(0o600).open(&path);
+    let mut file = file.map_err(LabError::file(&path))?;
+    let zeros = vec![0; 1 << 20];
+    for _ in 0..size.0 >> 20 {
+        file.write_all(&zeros).map_err(LabError::file(&path))?;
+    }
+    file.sync_data().map_err(LabError::file(&path))?;
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fixture(mounts: &str) -> (tempfile::TempDir, Places) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        for sub in ["proc/self", "sys/kernel/mm/ksm", "cg/memory", "cg/unified"] {
+            fs::create_dir_all(root.join(sub)).unwrap();
+        }
+        fs::write(root.join("proc/self/mounts"), mounts).unwrap();
+        fs::write(root.join("sys/kernel/mm/ksm/run"), "0\n").unwrap();
+        fs::write(root.join("sys/thp"), "always [madvise] never\n").unwrap();
+        let places = Places { root, state: dir.path().join("state") };
+        (dir, places)
+    }
+
+    #[test]
+    fn knobs_are_put_back_on_leaving() {
+        let (_dir, places) = fixture("");
+        let knobs = vec![
+            ("/sys/kernel/mm/ksm/run".to_string(), "1".to_string()),
+            ("/sys/kernel/mm/ksm/run".to_string(), "2".to_string()),
+            ("/sys/thp".to_string(), "never".to_string()),
+        ];
+        let config = ArenaConfig { knobs, ..ArenaConfig::default() };
+        let read = |p: &str| fs::read_to_string(places.root.join(p)).unwrap();
+        let arena = Arena::enter_at(places.clone(), &config).unwrap();
+        assert!(read("sys/kernel/mm/ksm/run").starts_with('2'));
+        drop(arena);
+        assert!(read("sys/kernel/mm/ksm/run").starts_with('0'));
+        assert!(read("sys/thp").starts_with("madvise"));
+        assert!(!places.state.join("journal").exists());
+    }
+
+    #[test]
+    fn a_crash_is_undone_by_the_next_run_and_half_a_line_does_no_harm() {
+        let (_dir, places) = fixture("");
+        let knob = places.root.join("sys/kernel/mm/ksm/run");
+        fs::create_dir_all(&places.state).unwrap();
+        let journal = Journal { path: places.state.join("journal"), places: places.clone() };
+        journal.note(&Change::Knob { path: knob.clone(), old: "0".into() }).unwrap();
+        journal.note(&Change::Cgroup { path: places.root.join("none") }).unwrap();
+        fs::write(&knob, "1").unwrap();
+        let mut file = OpenOptions::new().append(true).open(&journal.path).unwrap();
+        file.write_all(b"{\"knob\":{\"pa").unwrap();
+        assert_eq!(clean(&places).unwrap(), Ok(2));
+        assert_eq!(fs::read_to_string(&knob).unwrap(), "0");
+        assert_eq!(clean(&places).unwrap(), Ok(0));
+    }
+
+    #[test]
+    fn what_cannot_be_undone_stays_in_the_journal() {
+        let (_dir, places) = fixture("");
+        fs::create_dir_all(&places.state).unwrap();
+        let journal = Journal { path: places.state.join("journal"), places: places.clone() };
+        let stuck = places.root.join("sys");
+        journal.note(&Change::File { path: stuck.clone() }).unwrap();
+        journal.note(&Change::Swap { area: "/none".into() }).unwrap();
+        assert_eq!(clean(&places).unwrap().unwrap_err().len(), 1);
+        assert_eq!(journal.read(), [Change::File { path: stuck }]);
+        assert!(Arena::enter_at(places, &ArenaConfig::default()).is_err());
+    }
+
+    #[test]
+    fn memory_cgroups_are_found_in_either_version() {
+        let v1 = "cg /cg/unified cgroup2 rw 0 0\ncg /cg/memory cgroup rw,memory 0 0\n";
+        let (_dir, places) = fixture(v1);
+        let mount = MemoryCgroup::mount(&places);
+        assert_eq!(mount, Some((places.root.join("cg/memory"), 1)));
+
+        let (_dir, places) = fixture("cg /cg/unified cgroup2 rw 0 0\n");
+        assert_eq!(MemoryCgroup::mount(&places), None);
+        fs::write(places.root.join("cg/unified/cgroup.controllers"), "cpu memory pids\n").unwrap();
+        let mount = MemoryCgroup::mount(&places);
+        assert_eq!(mount, Some((places.root.join("cg/unified"), 2)));
+    }
+
+    #[test]
+    fn usage_reads_either_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        file("memory.usage_in_bytes", "4096\n");
+        file("memory.current", "8192\n");
+        file("memory.swap.current", "12\n");
+        file("memory.stat", "swappiness 60\nswap 7\nrss 9\n");
+        let mut cgroup = MemoryCgroup { dir: dir.path().into(), version: 1 };
+        assert_eq!(
+            (cgroup.usage(), cgroup.swap(), cgroup.stat("rss")),
+            (Bytes(4096), Bytes(7), Bytes(9))
+        );
+        cgroup.version = 2;
+        assert_eq!((cgroup.usage(), cgroup.swap()), (Bytes(8192), Bytes(12)));
+    }
+}

@@ -94,9 +94,7 @@ pub fn parse_line(line: &[u8]) -> Result<Line, BadLine> {
     let mut raw: Raw = serde_json::from_slice(line).map_err(|e| bad(e.to_string()))?;
     let text = |v: Option<Value>| v.and_then(|v| v.as_str().map(String::from)).unwrap_or_default();
     match (raw.id, raw.ok, raw.event) {
-        (Some(id), Some(true), None) => {
-            Ok(Line::Reply(Reply { id, result: Ok(Fields(raw.rest)) }))
-        }
+        (Some(id), Some(true), None) => Ok(Line::Reply(Reply { id, result: Ok(Fields(raw.rest)) })),
         (Some(id), Some(false), None) => {
             Ok(Line::Reply(Reply { id, result: Err(text(raw.rest.remove("error"))) }))
         }
@@ -212,7 +210,9 @@ impl Tool {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
         let reader = socket.try_clone()?;
-        thread::Builder::new().name("guest-tool".into()).spawn(move || read_all(reader, &theirs))?;
+        thread::Builder::new()
+            .name("guest-tool".into())
+            .spawn(move || read_all(reader, &theirs))?;
         Ok(Tool { shared, out: Mutex::new((socket, 0)), patience })
     }
 
@@ -413,9 +413,19 @@ mod tests {
     #[test]
     fn nonsense_is_refused() {
         for line in [
-            "", "null", "[]", "7", "{}", r#"{"id":1}"#, r#"{"ok":true}"#, r#"{"id":-1,"ok":true}"#,
-            r#"{"id":1,"ok":"true"}"#, r#"{"id":1,"ok":true,"event":"x"}"#, r#"{"event":7}"#,
-            r#"{"id":1,"ok":true"#, r#"{"id":18446744073709551616,"ok":true}"#,
+            "",
+            "null",
+            "[]",
+            "7",
+            "{}",
+            r#"{"id":1}"#,
+            r#"{"ok":true}"#,
+            r#"{"id":-1,"ok":true}"#,
+            r#"{"id":1,"ok":"true"}"#,
+            r#"{"id":1,"ok":true,"event":"x"}"#,
+            r#"{"event":7}"#,
+            r#"{"id":1,"ok":true"#,
+            r#"{"id":18446744073709551616,"ok":true}"#,
         ] {
             assert!(parse_line(line.as_bytes()).is_err(), "{line}");
         }

@@ -23,7 +23,7 @@ use crate::{LabError, run};
 /// Loaded before the tool opens its port.
 pub const BOOT_MODULES: &[&str] = &["virtio_pci", "virtio_balloon", "virtio_console", "virtio_blk"];
 /// In the image, loaded on demand.
-pub const MORE_MODULES: &[&str] = &["virtio_mem", "zram", "lzo_rle", "lzo", "lz4"];
+pub const MORE_MODULES: &[&str] = &["virtio_mem", "zram", "lzo_rle"];
 
 const INIT: &str = r#"#!/bin/busybox sh
 export PATH=/bin
@@ -147,7 +147,8 @@ impl Image {
         })?;
         let vmlinuz = find(&dir.join("boot"), |n| n.starts_with("vmlinuz-"))
             .ok_or_else(|| LabError::Missing(format!("no vmlinuz in {}", dir.display())))?;
-        let release = vmlinuz.to_string_lossy().rsplit_once("vmlinuz-").unwrap_or_default().1.into();
+        let release =
+            vmlinuz.to_string_lossy().rsplit_once("vmlinuz-").unwrap_or_default().1.into();
         let _lock = cache.lock()?;
         let tool = tool(cache)?;
         let busybox = find_busybox()?;
@@ -221,7 +222,13 @@ pub fn tool(cache: &Cache) -> Result<PathBuf, LabError> {
     let tool = cache.dir("tool")?.join(format!("ebb-guest-tool-{:016x}", hash.finish()));
     if !tool.exists() {
         let temp = tool.with_extension("tmp");
-        run(Command::new("cc").args(FLAGS).args(WARNINGS).arg("-o").arg(&temp).args(sources).arg("-lm"))?;
+        run(Command::new("cc")
+            .args(FLAGS)
+            .args(WARNINGS)
+            .arg("-o")
+            .arg(&temp)
+            .args(sources)
+            .arg("-lm"))?;
         fs::rename(&temp, &tool).map_err(LabError::file(&tool))?;
     }
     Ok(tool)
@@ -294,7 +301,8 @@ fn resolve(
     order: &mut Vec<String>,
     depth: u32,
 ) -> Result<(), LabError> {
-    let Some(path) = paths.get(name).filter(|_| depth < 20 && !order.iter().any(|o| o == name)) else {
+    let Some(path) = paths.get(name).filter(|_| depth < 20 && !order.iter().any(|o| o == name))
+    else {
         return Ok(());
     };
     if !files.contains_key(name) {
@@ -388,7 +396,8 @@ mod tests {
         fs::write(kernel.join("virtio-pci.ko"), b"x\0depends=virtio_ring,virtio\0y").unwrap();
         fs::write(kernel.join("virtio_ring.ko"), b"x\0depends=virtio\0").unwrap();
         fs::write(kernel.join("virtio.ko"), b"x\0depends=\0").unwrap();
-        fs::write(dir.path().join("modules.builtin"), "kernel/drivers/virtio_console.ko\n").unwrap();
+        fs::write(dir.path().join("modules.builtin"), "kernel/drivers/virtio_console.ko\n")
+            .unwrap();
         let (files, list) = closure(dir.path(), &["virtio_pci", "virtio_console", "none"]).unwrap();
         assert_eq!(list, "virtio_pci virtio virtio_ring virtio_pci\nvirtio_console \n");
         assert_eq!(files.len(), 3);

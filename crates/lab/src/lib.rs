@@ -60,7 +60,8 @@ pub(crate) fn run(command: &mut std::process::Command) -> Result<String, LabErro
     if out.status.success() {
         return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
     }
-    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     Err(LabError::Command { command: line, message: tail(&text, 5) })
 }
 

@@ -1,9 +1,222 @@
-//! x
-use ebb_core::units::Bytes; use ebb_lab::{image::*,setup,vm::*};
-fn main() -> anyhow::Result<()> {
-    let cache = Cache::from_env();
-    for i in setup::setup(&cache, setup::Options::default(), &mut |l| println!("{l}"))? { println!("{i:?}"); }
-    for k in Kernel::ALL { let mut c = VmConfig::new("a", Bytes::mib(512)); c.kernel = k; 
-     let vm = Vm::start(&c)?; println!("{:?} {} {:?}", vm.boot_time, vm.resident(), vm.request("meminfo", std::time::Duration::from_secs(5))?); }
+//! `cargo lab`: set up, boot, try and tidy. Parses, dispatches, sets the exit code.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::image::{Cache, Kernel};
+use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::{setup, tidy};
+
+/// Real VMs for Ebb's tests and experiments.
+#[derive(Parser)]
+#[command(name = "ebb-lab", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Cmd,
+}
+
+#[derive(Subcommand)]
+enum Cmd {
+    /// Install missing programs, fetch guest kernels, build the guest images
+    Setup(SetupArgs),
+    /// Boot VMs and keep them until Ctrl-C
+    Boot(BootArgs),
+    /// Boot every kernel and try what the lab relies on
+    Smoke,
+    /// Put back what an earlier run left behind
+    Clean,
+    /// Check the house rules
+    Tidy,
+    /// Hold the arena until a signal (for the tests of the lab itself)
+    #[command(hide = true)]
+    HoldArena(HoldArgs),
+}
+
+#[derive(Args)]
+struct SetupArgs {
+    /// Also fetch kernel headers, to build modules
+    #[arg(long)]
+    headers: bool,
+    /// Replace kernels that have a newer package
+    #[arg(long)]
+    upgrade: bool,
+}
+
+#[derive(Args)]
+struct BootArgs {
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// RAM of each, e.g. 1GiB
+    #[arg(long, default_value = "512MiB")]
+    memory: Bytes,
+    /// vCPUs of each
+    #[arg(long, default_value_t = 1)]
+    cpus: u32,
+    /// How many
+    #[arg(long, default_value_t = 1)]
+    count: u32,
+    /// Free page reporting
+    #[arg(long)]
+    reporting: bool,
+}
+
+#[derive(Args)]
+struct HoldArgs {
+    #[arg(long)]
+    budget: Option<Bytes>,
+    #[arg(long)]
+    swap: Option<Bytes>,
+    /// PATH=VALUE
+    #[arg(long)]
+    knob: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Cmd::Setup(args) => run_setup(&args),
+        Cmd::Boot(args) => boot(&args),
+        Cmd::Smoke => smoke(),
+        Cmd::Clean => clean(),
+        Cmd::Tidy => run_tidy(),
+        Cmd::HoldArena(args) => hold_arena(&args),
+    };
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("ebb-lab: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run_setup(args: &SetupArgs) -> Result<ExitCode> {
+    let options = setup::Options { headers: args.headers, upgrade: args.upgrade };
+    let mut done = 0;
+    let images = setup::setup(&Cache::from_env(), options, &mut |line| {
+        done += 1;
+        println!("setup: {line}");
+    })?;
+    let names: Vec<&str> = images.iter().map(|i| i.release.as_str()).collect();
+    let what = if done == 0 { "nothing to do" } else { "done" };
+    println!("setup: {what} (guest kernels {})", names.join(", "));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn boot(args: &BootArgs) -> Result<ExitCode> {
+    let mut vms = Vec::new();
+    for n in 1..=args.count {
+        let mut config = VmConfig::new(format!("lab{n}"), args.memory);
+        config.kernel = args.kernel;
+        config.cpus = args.cpus;
+        config.balloon = Some(Balloon { reporting: args.reporting, deflate_on_oom: false });
+        vms.push(Vm::spawn(&config)?);
+    }
+    for vm in &mut vms {
+        vm.wait_ready()?;
+        println!(
+            "{}  pid {}  {}  {} of {} resident  ready in {:.1?}  qmp {}",
+            vm.name(),
+            vm.pid(),
+            vm.release(),
+            vm.resident(),
+            vm.memory(),
+            vm.boot_time,
+            vm.qmp_path().display()
+        );
+    }
+    println!("Ctrl-C ends them");
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    signals.forever().next();
+    Ok(ExitCode::SUCCESS)
+}
+
+fn smoke() -> Result<ExitCode> {
+    println!("{:8} {:28} {:>10}", "kernel", "what", "");
+    for kernel in Kernel::ALL {
+        smoke_one(kernel).with_context(|| format!("guest kernel {kernel}"))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn smoke_one(kernel: Kernel) -> Result<()> {
+    let row = |what: &str, value: String| println!("{:8} {what:28} {value:>10}", kernel.series());
+    let minute = Duration::from_secs(60);
+    let mut config = VmConfig::new(format!("smoke-{kernel}"), Bytes::mib(512));
+    config.kernel = kernel;
+    config.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
+    let vm = Vm::start(&config)?;
+    row("accelerator", vm.accel().name().into());
+    row("boot", format!("{:.1?}", vm.boot_time));
+    row("resident after boot", vm.resident().to_string());
+
+    let begun = Instant::now();
+    vm.request("ping", minute)?;
+    row("ping", format!("{:.1?}", begun.elapsed()));
+
+    let tool = vm.tool();
+    tool.start("v", "verify", "size=134217728 seconds=5").map_err(|e| vm.explain(e))?;
+    let stat = tool.wait_end("v", minute).map_err(|e| vm.explain(e))?;
+    row("verify: pages checked", stat.u64("checks").to_string());
+    if stat.u64("errors") != 0 {
+        bail!("verify found {} errors: {:?}", stat.u64("errors"), stat.0);
+    }
+    for (what, target) in [("balloon down to 256 MiB", 256), ("balloon up to 512 MiB", 512)] {
+        let begun = Instant::now();
+        vm.set_balloon(Bytes::mib(target))?;
+        vm.wait_for(what, minute, |vm| {
+            vm.balloon().is_ok_and(|b| b == Bytes::mib(target)).then_some(())
+        })?;
+        row(what, format!("{:.1?}", begun.elapsed()));
+    }
+    let fill = tool.start_ready("h", "hold", "size=268435456", minute);
+    let fill = fill.map_err(|e| vm.explain(e))?;
+    row("fill 256 MiB", format!("{:.1?}", Duration::from_nanos(fill.u64("last_ns"))));
+    let before = vm.resident();
+    tool.stop("h").map_err(|e| vm.explain(e))?;
+    let begun = Instant::now();
+    let goal = before - Bytes::mib(200);
+    vm.wait_for("free page reporting", minute, |vm| (vm.resident() < goal).then_some(()))?;
+    row("200 MiB freed came back", format!("{:.1?}", begun.elapsed()));
+    row("resident at the end", vm.resident().to_string());
     Ok(())
+}
+
+fn clean() -> Result<ExitCode> {
+    match arena::clean(&Places::here())? {
+        Ok(0) => println!("clean: nothing to do"),
+        Ok(n) => println!("clean: put {n} things back"),
+        Err(failed) => bail!("could not restore {}", failed.join("; ")),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_tidy() -> Result<ExitCode> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let findings = tidy::check_repository(&root)?;
+    for finding in &findings {
+        println!("{finding}");
+    }
+    Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
+    let swap = args.swap.map(|size| SwapConfig { size, kind: SwapKind::Any, priority: 5 });
+    let mut knobs = Vec::new();
+    for knob in &args.knob {
+        let (path, value) = knob.split_once('=').context("--knob is PATH=VALUE")?;
+        knobs.push((path.to_string(), value.to_string()));
+    }
+    let arena = Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs })?;
+    println!("held {}", arena.cgroup().map_or("-".into(), |c| c.dir.display().to_string()));
+    // The arena's own signal thread undoes everything and ends the process.
+    loop {
+        std::thread::park();
+    }
 }

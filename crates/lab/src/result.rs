@@ -1,1 +1,132 @@
-//! x
+//! What experiments write: rows of arm, metric and value, and where they are from.
+//!
+//! Ratios are fractions, times seconds, sizes bytes. The names of arms and
+//! metrics are an interface (DESIGN: “Interfaces that stay stable”).
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde::{Deserialize, Serialize};
+
+use crate::vm::Accel;
+use crate::{LabError, run};
+
+/// One number.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// What was tried, e.g. `plain`, `reporting`, `ebb`.
+    pub arm: String,
+    /// What was measured, e.g. `resident_peak`.
+    pub metric: String,
+    /// Its mean over `n` runs.
+    pub value: f64,
+    /// `bytes`, `seconds`, `fraction`, `per_second`, `count`.
+    pub unit: String,
+    /// How many runs.
+    pub n: u32,
+    /// Least of them.
+    pub min: f64,
+    /// Greatest of them.
+    pub max: f64,
+}
+
+/// An experiment's outcome.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Its name.
+    pub experiment: String,
+    /// CPUs, memory and kernel of the host.
+    pub machine: String,
+    /// The guests' kernels.
+    pub kernel: String,
+    /// QEMU's version.
+    pub qemu: String,
+    /// `kvm` or `tcg`.
+    pub accel: String,
+    /// The commit that was tried, with `+` when there were changes.
+    pub commit: String,
+    /// The numbers.
+    pub results: Vec<Row>,
+}
+
+impl Outcome {
+    /// An outcome without numbers yet.
+    pub fn new(experiment: &str, kernel: &str, accel: Accel) -> Outcome {
+        Outcome {
+            experiment: experiment.into(),
+            machine: machine(),
+            kernel: kernel.into(),
+            qemu: qemu_version(),
+            accel: accel.name().into(),
+            commit: commit(),
+            results: Vec::new(),
+        }
+    }
+
+    /// Adds the numbers of all runs of an arm; nothing where there is none.
+    pub fn add(&mut self, arm: &str, metric: &str, unit: &str, values: &[f64]) {
+        if values.is_empty() {
+            return;
+        }
+        self.results.push(Row {
+            arm: arm.into(),
+            metric: metric.into(),
+            value: values.iter().sum::<f64>() / values.len() as f64,
+            unit: unit.into(),
+            n: values.len() as u32,
+            min: values.iter().copied().fold(f64::INFINITY, f64::min),
+            max: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        });
+    }
+
+    /// Writes it as JSON.
+    pub fn write(&self, path: &Path) -> Result<(), LabError> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir).map_err(LabError::file(dir))?;
+        }
+        let text =
+            serde_json::to_string_pretty(self).map_err(|e| LabError::file(path)(e.into()))?;
+        fs::write(path, text + "\n").map_err(LabError::file(path))
+    }
+}
+
+fn machine() -> String {
+    let read = |p: &str| fs::read_to_string(p).unwrap_or_default();
+    let cpus = std::thread::available_parallelism().map_or(0, usize::from);
+    let kib = read("/proc/meminfo").split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
+    let gib = kib.unwrap_or(0).div_ceil(1 << 20);
+    format!("{cpus} CPUs, {gib} GiB, Linux {}", read("/proc/sys/kernel/osrelease").trim())
+}
+
+fn qemu_version() -> String {
+    let said = run(Command::new("qemu-system-x86_64").arg("--version")).unwrap_or_default();
+    let version = said.split("version ").nth(1).and_then(|v| v.split_whitespace().next());
+    version.unwrap_or("unknown").to_string()
+}
+
+fn commit() -> String {
+    let git = |args: &[&str]| {
+        run(Command::new("git").args(["-C", env!("CARGO_MANIFEST_DIR")]).args(args)).ok()
+    };
+    let head = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_default();
+    let dirty = git(&["status", "--porcelain"]).is_some_and(|s| !s.trim().is_empty());
+    format!("{}{}", head.trim(), if dirty { "+" } else { "" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_hold_mean_and_range() {
+        let mut outcome = Outcome::new("x", "6.1", Accel::Tcg);
+        outcome.add("plain", "seconds", "seconds", &[1.0, 2.0, 6.0]);
+        outcome.add("plain", "none", "seconds", &[]);
+        let json = serde_json::to_value(&outcome).unwrap();
+        assert_eq!(json["results"].as_array().unwrap().len(), 1);
+        assert_eq!(json["results"][0]["value"], 3.0);
+        assert_eq!(json["results"][0]["max"], 6.0);
+        assert_eq!(json["accel"], "tcg");
+    }
+}

@@ -1,1 +1,218 @@
-//! x
+//! A thread that writes down what the machine holds, several times a second.
+
+use std::fs;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+
+use crate::arena::MemoryCgroup;
+use crate::vm::resident;
+
+/// What was seen at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Point {
+    /// Since the sampler began.
+    pub at: Duration,
+    /// `MemFree` of the host.
+    pub free: Bytes,
+    /// `MemAvailable` of the host.
+    pub available: Bytes,
+    /// Swap in use on the host.
+    pub swap: Bytes,
+    /// Memory charged to the arena's cgroup.
+    pub cgroup: Bytes,
+    /// Swap charged to it.
+    pub cgroup_swap: Bytes,
+    /// Resident memory of each VM, in the order of [`Series::vms`].
+    pub resident: Vec<Bytes>,
+}
+
+impl Point {
+    /// Resident memory of all VMs.
+    pub fn total_resident(&self) -> Bytes {
+        self.resident.iter().copied().sum()
+    }
+}
+
+/// What was seen.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Series {
+    /// The VMs' names.
+    pub vms: Vec<String>,
+    /// In order of time.
+    pub points: Vec<Point>,
+}
+
+/// A number over a series.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Stat {
+    /// How many points.
+    pub n: usize,
+    /// Least.
+    pub min: f64,
+    /// Greatest.
+    pub max: f64,
+    /// Mean, weighted by the time each point stood.
+    pub mean: f64,
+}
+
+impl Series {
+    /// What `value` says of each point, e.g. `|p| p.total_resident().0 as f64`.
+    pub fn stat(&self, value: impl Fn(&Point) -> f64) -> Stat {
+        let Some(first) = self.points.first() else { return Stat::default() };
+        let v = value(first);
+        let mut stat = Stat { n: self.points.len(), min: v, max: v, mean: v };
+        let (mut sum, mut time) = (0.0, 0.0);
+        for pair in self.points.windows(2) {
+            let stood = (pair[1].at.saturating_sub(pair[0].at)).as_secs_f64();
+            sum += value(&pair[0]) * stood;
+            time += stood;
+            let v = value(&pair[1]);
+            stat.min = stat.min.min(v);
+            stat.max = stat.max.max(v);
+        }
+        if time > 0.0 {
+            stat.mean = sum / time;
+        }
+        stat
+    }
+
+    /// When `value` first held, from `since` on.
+    pub fn first(&self, since: Duration, value: impl Fn(&Point) -> bool) -> Option<Duration> {
+        self.points.iter().find(|p| p.at >= since && value(p)).map(|p| p.at)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    vms: Vec<(String, u32)>,
+    points: Vec<Point>,
+}
+
+/// A running sampler.
+#[derive(Debug)]
+pub struct Sampler {
+    watched: Arc<Mutex<Watched>>,
+    began: Instant,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sampler {
+    /// Begins, `per_second` times a second (at most 100).
+    pub fn start(per_second: u32, cgroup: Option<MemoryCgroup>) -> Sampler {
+        let watched = Arc::new(Mutex::new(Watched::default()));
+        let (stop, stopped) = channel::<()>();
+        let began = Instant::now();
+        let period = Duration::from_secs(1) / per_second.clamp(1, 100);
+        let theirs = Arc::clone(&watched);
+        let thread = thread::spawn(move || {
+            let mut next = began;
+            loop {
+                look(&theirs, began, cgroup.as_ref());
+                next = (next + period).max(Instant::now());
+                let wait = next.saturating_duration_since(Instant::now());
+                if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
+            }
+        });
+        Sampler { watched, began, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// Watches a VM from now on.
+    pub fn watch(&self, name: &str, pid: u32) {
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        watched.vms.push((name.to_string(), pid));
+    }
+
+    /// Time since it began, to compare with [`Point::at`].
+    pub fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// What was seen so far.
+    pub fn series(&self) -> Series {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        Series {
+            vms: watched.vms.iter().map(|(name, _)| name.clone()).collect(),
+            points: watched.points.clone(),
+        }
+    }
+
+    /// Ends it; all that was seen.
+    pub fn stop(mut self) -> Series {
+        self.end();
+        self.series()
+    }
+
+    fn end(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Sampler {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn look(watched: &Mutex<Watched>, began: Instant, cgroup: Option<&MemoryCgroup>) {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| meminfo(&text, name);
+    let mut watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
+    let point = Point {
+        at: began.elapsed(),
+        free: field("MemFree"),
+        available: field("MemAvailable"),
+        swap: field("SwapTotal") - field("SwapFree"),
+        cgroup: cgroup.map(MemoryCgroup::usage).unwrap_or_default(),
+        cgroup_swap: cgroup.map(MemoryCgroup::swap).unwrap_or_default(),
+        resident: watched.vms.iter().map(|(_, pid)| resident(*pid)).collect(),
+    };
+    watched.points.push(point);
+}
+
+fn meminfo(text: &str, name: &str) -> Bytes {
+    let line = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+    let kib = line.and_then(|l| l.split_whitespace().next()).and_then(|n| n.parse().ok());
+    Bytes::kib(kib.unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_are_weighted_by_time() {
+        let point = |ms, free| Point { at: Duration::from_millis(ms), free, ..Point::default() };
+        let points = vec![point(0, Bytes(10)), point(900, Bytes(20)), point(1000, Bytes(30))];
+        let series = Series { vms: Vec::new(), points };
+        let stat = series.stat(|p| p.free.0 as f64);
+        assert_eq!((stat.n, stat.min, stat.max), (3, 10.0, 30.0));
+        assert!((stat.mean - 11.0).abs() < 1e-9, "{stat:?}");
+        let late = Duration::from_millis(1);
+        assert_eq!(series.first(late, |p| p.free.0 < 25), Some(Duration::from_millis(900)));
+        assert_eq!(Series::default().stat(|_| 1.0), Stat::default());
+    }
+
+    #[test]
+    fn a_sampler_sees_this_process() {
+        let sampler = Sampler::start(100, None);
+        sampler.watch("self", std::process::id());
+        let until = Instant::now() + Duration::from_secs(10);
+        while sampler.series().points.iter().all(|p| p.total_resident() == Bytes::ZERO) {
+            assert!(Instant::now() < until);
+            thread::sleep(Duration::from_millis(5));
+        }
+        let series = sampler.stop();
+        assert!(series.points[0].free > Bytes::ZERO);
+        assert_eq!(series.vms, ["self"]);
+    }
+}

@@ -67,7 +67,8 @@ fn on_path(program: &str) -> bool {
 fn install_missing(say: &mut dyn FnMut(&str)) -> Result<(), LabError> {
     let mut missing: Vec<&str> =
         PROGRAMS.iter().filter(|(p, _)| !on_path(p)).map(|(_, package)| *package).collect();
-    missing.extend(FILES.iter().filter(|(f, _)| !Path::new(f).exists()).map(|(_, package)| *package));
+    missing
+        .extend(FILES.iter().filter(|(f, _)| !Path::new(f).exists()).map(|(_, package)| *package));
     missing.dedup();
     if missing.is_empty() {
         return Ok(());
@@ -181,7 +182,7 @@ fn fetch_kernel(
     let dir = kernels.join(&package);
     if !dir.join("boot").is_dir() {
         say(&format!("downloading {package}"));
-        unpack_into(&apt, &[package.clone()], &dir)?;
+        unpack_into(&apt, std::slice::from_ref(&package), &dir)?;
     }
     if headers && !dir.join("headers").is_dir() {
         let names = apt.header_packages(&package.replacen("linux-image", "linux-headers", 1))?;
@@ -307,7 +308,8 @@ mod tests {
 
     #[test]
     fn the_newest_package_is_found_by_number() {
-        let mut names = vec!["linux-image-6.1.0-9-x", "linux-image-6.1.0-56-x", "linux-image-6.1.0-10-x"];
+        let mut names =
+            ["linux-image-6.1.0-9-x", "linux-image-6.1.0-56-x", "linux-image-6.1.0-10-x"];
         names.sort_by(|a, b| natural(a, b));
         assert_eq!(names.last(), Some(&"linux-image-6.1.0-56-x"));
     }

@@ -1,1 +1,213 @@
-//! x
+//! The house rules, as checks over the files of the repository.
+//!
+//! What a compiler or clippy can check is not here. A rule is a pure function of
+//! a file's path and text; the texts that are searched for are put together so
+//! that this file does not break its own rules.
+
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::{LabError, run};
+
+/// A file longer than this holds more than one idea.
+pub const LINES_MAX: usize = 900;
+/// Where `unsafe` may be written, as a prefix of the path.
+const UNSAFE_ALLOWED: &[&str] = &["crates/vmm/", "crates/host/src/act/", "crates/host/src/sys"];
+/// How far above an `unsafe` its SAFETY line may stand.
+const SAFETY_NEAR: usize = 6;
+/// Files by these names build something and must not name hosts.
+const BUILD_FILES: &[&str] =
+    &["Makefile", "Kbuild", "Cargo.toml", "config.toml", "build.rs", "dkms.conf", "Dockerfile"];
+
+/// A broken rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// The file, from the root of the repository.
+    pub path: String,
+    /// The line, from 1.
+    pub line: usize,
+    /// What is wrong.
+    pub what: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: {}", self.path, self.line, self.what)
+    }
+}
+
+/// Checks every text file that git knows or would add.
+pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
+    let listed = run(Command::new("git").arg("-C").arg(root).args([
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]))?;
+    let mut findings = Vec::new();
+    for path in listed.lines() {
+        // What is deleted but not yet committed, and what is not text.
+        if let Ok(text) = fs::read_to_string(root.join(path)) {
+            check(path, &text, &mut findings);
+        }
+    }
+    Ok(findings)
+}
+
+/// Checks one file against every rule.
+pub fn check(path: &str, text: &str, findings: &mut Vec<Finding>) {
+    let mut found = |line: usize, what: &str| {
+        findings.push(Finding { path: path.into(), line, what: what.into() });
+    };
+    let markdown = path.ends_with(".md");
+    for (i, line) in text.lines().enumerate() {
+        if line.ends_with([' ', '\t']) && !markdown {
+            found(i + 1, "blanks at the end of the line");
+        }
+    }
+    if path.ends_with(".rs") {
+        rust(path, text, &mut found);
+    }
+    if path.starts_with("guest/") && path.ends_with(['c', 'h']) && path.contains('.') {
+        let first = text.lines().next().unwrap_or("");
+        if !first.contains("SPDX-License-Identifier: GPL-2.0") {
+            found(1, "the first line of a guest file names its licence (SPDX)");
+        }
+    }
+    let name = path.rsplit('/').next().unwrap_or(path);
+    if BUILD_FILES.contains(&name) || path.ends_with(".mk") {
+        for (i, line) in text.lines().enumerate() {
+            if line.contains("http://") || line.contains("https://") {
+                found(i + 1, "a build file names no host");
+            }
+        }
+    }
+    let code = path.ends_with(".rs") || path.ends_with(".c") || path.ends_with(".h");
+    if code && text.lines().count() > LINES_MAX {
+        found(LINES_MAX + 1, "the file is longer than 900 lines: it holds more than one idea");
+    }
+}
+
+fn rust(path: &str, text: &str, found: &mut impl FnMut(usize, &str)) {
+    if !text.starts_with("//!") && !path.ends_with("build.rs") {
+        found(1, "a .rs file starts with //! and what it is for");
+    }
+    let lines: Vec<&str> = text.lines().collect();
+    for (i, line) in lines.iter().enumerate() {
+        let code = code_of(line);
+        for name in ["todo", "unimplemented", "dbg"] {
+            if code.contains(&format!("{name}!(")) {
+                found(i + 1, &format!("{name}! is left"));
+            }
+        }
+        if is_unsafe(&code) {
+            check_unsafe(path, &lines, i, found);
+        }
+    }
+    if path.contains("/tests/vm_") {
+        vm_test_names(&lines, found);
+    }
+}
+
+fn check_unsafe(path: &str, lines: &[&str], i: usize, found: &mut impl FnMut(usize, &str)) {
+    if !UNSAFE_ALLOWED.iter().any(|prefix| path.starts_with(prefix)) {
+        found(i + 1, "unsafe is not allowed in this file");
+    }
+    let near = &lines[i.saturating_sub(SAFETY_NEAR)..=i];
+    if !near.iter().any(|l| l.contains("SAFETY:") || l.contains("# Safety")) {
+        found(i + 1, "unsafe without a SAFETY: line just above");
+    }
+}
+
+/// A line without what stands in string literals and after `//`.
+fn code_of(line: &str) -> String {
+    let mut code = String::new();
+    let mut chars = line.chars().peekable();
+    let mut quoted = false;
+    while let Some(c) = chars.next() {
+        match c {
+            '\\' if quoted => drop(chars.next()),
+            '\'' if !quoted && chars.peek() == Some(&'"') => drop(chars.nth(1)),
+            '"' => quoted = !quoted,
+            '/' if !quoted && chars.peek() == Some(&'/') => break,
+            c if !quoted => code.push(c),
+            _ => {}
+        }
+    }
+    code
+}
+
+/// The keyword that opens a block, fn, impl or extern; not `unsafe_code`.
+fn is_unsafe(code: &str) -> bool {
+    let mut words = code.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == '{'));
+    words.any(|w| w == "unsafe" || w == "unsafe{")
+}
+
+/// Tests in `tests/vm_*.rs` start VMs, and can be left out by name.
+fn vm_test_names(lines: &[&str], found: &mut impl FnMut(usize, &str)) {
+    let mut test = false;
+    for (i, line) in lines.iter().enumerate() {
+        let code = line.trim();
+        if code == "#[test]" {
+            test = true;
+        } else if let Some(rest) = code.strip_prefix("fn ").filter(|_| test) {
+            test = false;
+            if !rest.starts_with("vm_") {
+                found(i + 1, "a test that starts a VM carries vm_ in its name");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn findings(path: &str, text: &str) -> Vec<String> {
+        let mut all = Vec::new();
+        check(path, text, &mut all);
+        all.into_iter().map(|f| format!("{}: {}", f.line, f.what)).collect()
+    }
+
+    #[test]
+    fn a_clean_file_has_no_findings() {
+        let text =
+            "//! Good.\n#![deny(unsafe_code)]\n// unsafe in a comment\nlet s = \"unsafe {\";\n";
+        assert_eq!(findings("crates/core/src/x.rs", text), [""; 0]);
+    }
+
+    #[test]
+    fn each_rule_finds_what_breaks_it() {
+        let todo = format!("//! x\nfn f() {{ {}!() }}\n", "todo");
+        let long = "//! x\n".repeat(LINES_MAX + 1);
+        for (path, text, want) in [
+            ("crates/core/src/x.rs", "fn f() {}\n", "starts with //!"),
+            ("crates/core/src/x.rs", "//! x \n", "blanks"),
+            ("crates/core/src/x.rs", "//! x\n// SAFETY: y\nunsafe { z() }\n", "not allowed"),
+            ("crates/vmm/src/x.rs", "//! x\nunsafe { z() }\n", "without a SAFETY"),
+            ("crates/core/src/x.rs", &todo, "todo! is left"),
+            ("crates/core/src/x.rs", &long, "longer than 900"),
+            ("guest/tool/x.c", "int x;\n", "SPDX"),
+            ("guest/Kbuild", "X := https://x.example\n", "names no host"),
+            ("crates/lab/tests/vm_x.rs", "//! x\n#[test]\nfn boots() {}\n", "vm_ in its name"),
+        ] {
+            let all = findings(path, text);
+            assert!(all.len() == 1 && all[0].contains(want), "{path}: {all:?}");
+        }
+    }
+
+    #[test]
+    fn unsafe_where_allowed_needs_its_safety_line_only() {
+        let text = "//! x\n// SAFETY: the pointer is ours\nunsafe { z() }\n";
+        assert_eq!(findings("crates/vmm/src/x.rs", text), [""; 0]);
+    }
+
+    #[test]
+    fn code_is_what_is_neither_quoted_nor_comment() {
+        assert_eq!(code_of(r#"a("x\"y // z", b) // c"#), "a(, b) ");
+        assert_eq!(code_of("c == '\"' && d"), "c ==  && d");
+        assert!(is_unsafe("let x = unsafe{ y };") && !is_unsafe("unsafe_code = deny"));
+    }
+}

@@ -344,8 +344,9 @@ impl Vm {
 
     fn connect_tool(&mut self) -> Result<(), VmError> {
         let path = self.run_dir.join("tool.sock");
-        let socket =
-            self.wait_for("QEMU to listen", Duration::from_secs(10), |_| UnixStream::connect(&path).ok())?;
+        let socket = self.wait_for("QEMU to listen", Duration::from_secs(10), |_| {
+            UnixStream::connect(&path).ok()
+        })?;
         let tool = Tool::new(socket, self.accel.patience()).map_err(LabError::file(&path))?;
         self.tool = Some(tool);
         Ok(())
@@ -431,7 +432,9 @@ impl Vm {
         let (name, console) = (self.name.clone(), tail(&self.console(), 15));
         match (self.check(), error) {
             (Err(lost), _) => lost,
-            (_, ToolError::Timeout { what, after }) => VmError::Timeout { name, what, after, console },
+            (_, ToolError::Timeout { what, after }) => {
+                VmError::Timeout { name, what, after, console }
+            }
             (_, error) => VmError::Tool { name, error },
         }
     }
@@ -560,8 +563,10 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
     command.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]).args(args);
     command.envs(config.env.iter().map(|(k, v)| (k, v)));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-    on_lasting_thread(command)
-        .map_err(|e| LabError::Command { command: "qemu-system-x86_64".into(), message: e.to_string() })
+    on_lasting_thread(command).map_err(|e| LabError::Command {
+        command: "qemu-system-x86_64".into(),
+        message: e.to_string(),
+    })
 }
 
 /// The kernel's parent-death signal goes by the *thread* that forked, and tests

@@ -3,6 +3,7 @@
 //! Implements [`Host`]; checks the laws on every order it is given.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
 use ebb_core::memory::Owned;
@@ -57,8 +58,10 @@ pub struct World {
     pub guests: Vec<Guest>,
     /// What happened.
     pub report: Report,
-    /// Ends the loop then.
-    pub until_ms: u64,
+    until_ms: u64,
+    /// Wall time spent in the simulated host itself, so that callers can tell it
+    /// from the time of the loop.
+    pub outside: Duration,
     /// Writing down fails (fault switch).
     pub cannot_remember: bool,
     /// What was written down last.
@@ -87,6 +90,7 @@ impl World {
             guests: guests.collect(),
             report: Report::default(),
             until_ms: 0,
+            outside: Duration::ZERO,
             cannot_remember: false,
             remembered: Owned::default(),
             config: config.clone(),
@@ -97,6 +101,11 @@ impl World {
             swap_out_pages: 0,
             stall: 0.0,
         }
+    }
+
+    /// Has the loop end after so many simulated milliseconds.
+    pub fn run_for(&mut self, ms: u64) {
+        self.until_ms = self.now_ms + ms;
     }
 
     fn used(&self) -> Bytes {
@@ -139,6 +148,56 @@ impl World {
         let minutes = self.report.ms as f64 / 60_000.0 * self.guests.len() as f64;
         self.report.reversals = if minutes > 0.0 { reversals as f64 / minutes } else { 0.0 };
         self.report
+    }
+
+    fn sample(&mut self) -> Sample {
+        let now = self.now_ms;
+        let used = self.used() - self.swap;
+        let free = self.total - used;
+        for g in &mut self.guests {
+            g.speak(now);
+        }
+        Sample {
+            at: Stamp(now),
+            wall_ms: now,
+            host: HostSample {
+                memory: Some(Meminfo {
+                    total: self.total,
+                    free,
+                    available: free,
+                    ..Meminfo::default()
+                }),
+                psi: Some(Psi {
+                    some: PsiLine { avg10: self.stall, ..PsiLine::default() },
+                    full: PsiLine { avg10: self.stall / 2.0, ..PsiLine::default() },
+                }),
+                vmstat: Some(Vmstat { swap_out_pages: self.swap_out_pages, ..Vmstat::default() }),
+                ..HostSample::default()
+            },
+            vms: self.guests.iter_mut().map(|g| g.sample(now)).collect(),
+            problems: Vec::new(),
+        }
+    }
+
+    fn carry_out(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        self.report.orders += actions.len() as u64;
+        for a in actions {
+            self.check(a);
+        }
+        actions
+            .iter()
+            .map(|a| {
+                let guest = self.guests.iter_mut().find(|g| g.id == a.vm);
+                let error = match guest {
+                    Some(g) => {
+                        g.target = a.to;
+                        None
+                    }
+                    None => Some("gone".into()),
+                };
+                Outcome { vm: a.vm, error }
+            })
+            .collect()
     }
 
     /// The laws every order must keep.
@@ -194,32 +253,10 @@ impl Host for World {
     }
 
     fn read(&mut self) -> Sample {
-        let now = self.now_ms;
-        let used = self.used() - self.swap;
-        let free = self.total - used;
-        for g in &mut self.guests {
-            g.speak(now);
-        }
-        Sample {
-            at: Stamp(now),
-            wall_ms: now,
-            host: HostSample {
-                memory: Some(Meminfo {
-                    total: self.total,
-                    free,
-                    available: free,
-                    ..Meminfo::default()
-                }),
-                psi: Some(Psi {
-                    some: PsiLine { avg10: self.stall, ..PsiLine::default() },
-                    full: PsiLine { avg10: self.stall / 2.0, ..PsiLine::default() },
-                }),
-                vmstat: Some(Vmstat { swap_out_pages: self.swap_out_pages, ..Vmstat::default() }),
-                ..HostSample::default()
-            },
-            vms: self.guests.iter_mut().map(|g| g.sample(now)).collect(),
-            problems: Vec::new(),
-        }
+        let started = Instant::now();
+        let sample = self.sample();
+        self.outside += started.elapsed();
+        sample
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
@@ -231,24 +268,10 @@ impl Host for World {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        self.report.orders += actions.len() as u64;
-        for a in actions {
-            self.check(a);
-        }
-        actions
-            .iter()
-            .map(|a| {
-                let guest = self.guests.iter_mut().find(|g| g.id == a.vm);
-                let error = match guest {
-                    Some(g) => {
-                        g.target = a.to;
-                        None
-                    }
-                    None => Some("gone".into()),
-                };
-                Outcome { vm: a.vm, error }
-            })
-            .collect()
+        let started = Instant::now();
+        let outcomes = self.carry_out(actions);
+        self.outside += started.elapsed();
+        outcomes
     }
 
     fn wait(&mut self, until: Stamp) -> Wake {
@@ -266,7 +289,7 @@ mod tests {
     fn simulate(scenario: &Scenario, seconds: u64, ebb: bool) -> Report {
         let config = Config::default();
         let mut world = World::new(scenario, &config);
-        world.until_ms = world.now_ms + seconds * 1000;
+        world.run_for(seconds * 1000);
         let mut engine = Engine::new(config, !ebb);
         run(&mut engine, &mut world, |_, _, _| true);
         world.finish()
@@ -304,7 +327,7 @@ mod tests {
         let config = Config::default();
         let mut world = World::new(&tight(3, 0), &config);
         world.cannot_remember = true;
-        world.until_ms = world.now_ms + 300_000;
+        world.run_for(300_000);
         let mut engine = Engine::new(config, false);
         let mut short = false;
         run(&mut engine, &mut world, |_, tick, model| {
@@ -319,7 +342,7 @@ mod tests {
     fn the_same_seed_gives_the_same_run_and_a_record_replays() {
         let config = Config::default();
         let mut world = World::new(&tight(5, 3), &config);
-        world.until_ms = world.now_ms + 120_000;
+        world.run_for(120_000);
         let mut engine = Engine::new(config.clone(), false);
         let mut ticks = Vec::new();
         run(&mut engine, &mut world, |_, tick, _| {

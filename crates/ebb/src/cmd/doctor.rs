@@ -1,0 +1,343 @@
+//! `ebb doctor`: what Ebb can do here, for each VM, and what is in the way.
+//!
+//! Asks the daemon if one answers (it holds the QMP sockets), else looks itself.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use ebb_core::config::Config;
+use ebb_core::sample::{HostSample, Link, Sample, VmSample};
+use ebb_core::units::Bytes;
+use ebb_host::linux::LinuxHost;
+use ebb_host::probe::qemu::{self, QemuProcess};
+use ebb_host::root::Root;
+use serde::Serialize;
+
+use crate::client;
+use crate::daemon::options;
+use crate::view::State;
+
+/// How a check came out. Ordered: the worst decides the exit code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// As it should be.
+    Good,
+    /// Worth knowing.
+    Note,
+    /// Something is missing: Ebb does less than it could.
+    Missing,
+    /// Ebb can do nothing here.
+    Bad,
+}
+
+/// One check.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// `host` or the VM's name.
+    pub about: String,
+    /// What was looked at.
+    pub what: String,
+    /// How it came out.
+    pub verdict: Verdict,
+    /// What was found.
+    pub found: String,
+    /// What to do; empty where there is nothing.
+    pub advice: String,
+}
+
+fn check(
+    about: &str,
+    what: &str,
+    verdict: Verdict,
+    found: impl Into<String>,
+    advice: &str,
+) -> Check {
+    Check {
+        about: about.into(),
+        what: what.into(),
+        verdict,
+        found: found.into(),
+        advice: advice.into(),
+    }
+}
+
+/// Prints the checks; `true` where nothing is [`Verdict::Bad`].
+pub fn main(config: &Config, json: bool) -> Result<bool> {
+    let root = Root::default();
+    let processes = qemu::discover(&root).map(|s| s.found).unwrap_or_default();
+    let mut checks = Vec::new();
+    let sample = if client::is_up(&config.socket) {
+        checks.push(check(
+            "host",
+            "daemon",
+            Verdict::Good,
+            format!("answers on {}", config.socket),
+            "",
+        ));
+        sample_of(&client::get_json::<State>(&config.socket, "/v1/state")?, &root)?
+    } else {
+        let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
+        checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
+        look(config)?
+    };
+    checks.extend(host_checks(&sample.host, &root));
+    if sample.vms.is_empty() {
+        let advice = "start a VM with a QMP socket: -qmp unix:/run/NAME.qmp,server=on,wait=off";
+        checks.push(check("host", "VMs", Verdict::Missing, "no QEMU process was found", advice));
+    }
+    for vm in &sample.vms {
+        checks.extend(vm_checks(vm, processes.iter().find(|p| p.id == vm.id)));
+    }
+    for p in &sample.problems {
+        let about =
+            p.vm.and_then(|id| sample.vms.iter().find(|v| v.id == id)).map_or("host", |v| &v.name);
+        checks.push(check(about, &p.source, Verdict::Note, &p.message, ""));
+    }
+    if json {
+        println!("{}", serde_json::to_string_pretty(&checks)?);
+    } else {
+        print(&checks);
+    }
+    Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
+}
+
+/// A look of our own: twice, so that connections are made and guests heard.
+fn look(config: &Config) -> Result<Sample> {
+    let mut host = LinuxHost::new(options(config))?;
+    host.sample();
+    let ids: Vec<_> = host.sample().vms.iter().map(|v| v.id).collect();
+    host.kick_stats(&ids);
+    host.wait(Instant::now() + Duration::from_millis(500));
+    Ok(host.sample())
+}
+
+/// What the daemon knows, in the form of a sample: only what the checks need.
+fn sample_of(state: &State, root: &Root) -> Result<Sample> {
+    let mut host = LinuxHost::new(ebb_host::linux::Options {
+        root: root.clone(),
+        ignore: state.vms.iter().map(|v| v.name.clone()).collect(),
+        ..Default::default()
+    })?;
+    let own = host.sample();
+    let found = qemu::discover(root).map(|s| s.found).unwrap_or_default();
+    let vms = state.vms.iter().map(|v| VmSample {
+        id: found.iter().find(|p| p.id.pid == v.pid).map(|p| p.id).unwrap_or_default(),
+        name: v.name.clone(),
+        link: v.link.clone(),
+        ram: v.ram,
+        run: v.run.clone(),
+        balloon: v.actual.map(|actual| ebb_core::sample::BalloonSample {
+            actual,
+            reporting: v.reporting,
+            deflate_on_oom: None,
+            guest: v
+                .stats_age_ms
+                .map(|age_ms| ebb_core::sample::GuestStats { age_ms, ..Default::default() }),
+        }),
+        ..VmSample::default()
+    });
+    let pool = state.host.pool.clone();
+    Ok(Sample {
+        vms: vms.collect(),
+        host: HostSample { pool, ..own.host },
+        problems: state.problems.clone(),
+        ..own
+    })
+}
+
+fn host_checks(host: &HostSample, root: &Root) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |what: &str, verdict, found: String, advice: &str| {
+        checks.push(check("host", what, verdict, found, advice));
+    };
+    match &host.memory {
+        Some(m) => {
+            add("memory", Verdict::Good, format!("{} available of {}", m.available, m.total), "")
+        }
+        None => add(
+            "memory",
+            Verdict::Bad,
+            "/proc/meminfo cannot be read".into(),
+            "run as root, with /proc mounted",
+        ),
+    }
+    match &host.psi {
+        Some(_) => add("pressure (PSI)", Verdict::Good, "there".into(), ""),
+        None => add(
+            "pressure (PSI)",
+            Verdict::Missing,
+            "not in this kernel, or switched off".into(),
+            "boot with psi=1; without it Ebb goes by free memory and swapping alone",
+        ),
+    }
+    let swap: Bytes = host.swaps.iter().map(|s| s.size).sum();
+    let areas: Vec<&str> = host.swaps.iter().map(|s| s.path.as_str()).collect();
+    match areas.is_empty() {
+        true => add(
+            "swap",
+            Verdict::Note,
+            "none".into(),
+            "zram as a last resort costs nothing while unused",
+        ),
+        false => add("swap", Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
+    }
+    match &host.ksm {
+        Some(k) => {
+            let run = if k.run == 1 { "running" } else { "stopped" };
+            let saved = Bytes::pages(k.pages_sharing);
+            add("page merging (KSM)", Verdict::Good, format!("{run}, {saved} merged"), "");
+        }
+        None => add("page merging (KSM)", Verdict::Note, "not in this kernel".into(), ""),
+    }
+    match &host.pool {
+        Some(p) => add(
+            "VMs' cgroup",
+            Verdict::Good,
+            format!("{} of {} used in {}", p.usage, p.limit, p.path),
+            "",
+        ),
+        None => {
+            add("VMs' cgroup", Verdict::Note, "no common limit: the whole host counts".into(), "")
+        }
+    }
+    if let Some(arc) = host.zfs_arc {
+        add(
+            "ZFS cache",
+            Verdict::Note,
+            format!("{}, half of it counts as available", arc.size),
+            "",
+        );
+    }
+    let none = "/sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none";
+    if let Ok(Some(text)) = root.read(none) {
+        let holes: u64 = text.trim().parse().unwrap_or(0);
+        if holes > 0 {
+            let advice =
+                "khugepaged refills pages that guests gave back; with 0 in that file it does not";
+            add("khugepaged", Verdict::Note, format!("max_ptes_none is {holes}"), advice);
+        }
+    }
+    checks
+}
+
+fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |what: &str, verdict, found: &str, advice: &str| {
+        checks.push(check(&vm.name, what, verdict, found, advice));
+    };
+    match &vm.link {
+        Link::Up => add("QMP", Verdict::Good, "answers", ""),
+        Link::Unknown => add("QMP", Verdict::Note, "not tried yet", ""),
+        Link::Slow(why) => add("QMP", Verdict::Missing, why, "it is tried again each tick"),
+        Link::Taken(why) => add(
+            "QMP",
+            Verdict::Bad,
+            why,
+            "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp option",
+        ),
+        Link::Down(why) => {
+            add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
+        }
+    }
+    if process.is_some_and(|p| p.passthrough) {
+        let advice = "ballooning has no effect: a passed-through device pins all guest memory";
+        add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
+    }
+    if process.is_some_and(|p| p.hugepages) {
+        add(
+            "RAM",
+            Verdict::Note,
+            "in huge pages",
+            "memory returns in whole huge pages or not at all",
+        );
+    }
+    if vm.link == Link::Up {
+        balloon_checks(vm, &mut add);
+    }
+    checks
+}
+
+fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+    let Some(b) = &vm.balloon else {
+        let advice =
+            "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on";
+        add("tier", Verdict::Missing, "none: no virtio balloon", advice);
+        return;
+    };
+    add("tier", Verdict::Good, "stock: balloon both ways", "");
+    match b.reporting {
+        Some(true) => add("free page reporting", Verdict::Good, "on", ""),
+        Some(false) => add(
+            "free page reporting",
+            Verdict::Missing,
+            "off",
+            "start it with free-page-reporting=on on its balloon (guest: Linux 5.7 or later)",
+        ),
+        None => {
+            add("free page reporting", Verdict::Note, "this QEMU does not tell", "QEMU 5.1 has it")
+        }
+    }
+    if b.deflate_on_oom == Some(false) {
+        let advice = "with deflate-on-oom=on the guest can save itself if Ebb cannot reach it";
+        add("deflate-on-oom", Verdict::Note, "off", advice);
+    }
+    match &b.guest {
+        None => add(
+            "guest statistics",
+            Verdict::Missing,
+            "none",
+            "the guest needs its virtio_balloon driver; a guest without numbers is never shrunk",
+        ),
+        Some(g) if g.age_ms > ebb_core::model::STALE_MS => {
+            add("guest statistics", Verdict::Missing, &format!("{} s old", g.age_ms / 1000), "");
+        }
+        Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
+    }
+}
+
+fn print(checks: &[Check]) {
+    let mut about = "";
+    for c in checks {
+        if c.about != about {
+            println!("{}{}", if about.is_empty() { "" } else { "\n" }, c.about);
+            about = &c.about;
+        }
+        let mark = match c.verdict {
+            Verdict::Good => "ok  ",
+            Verdict::Note => "note",
+            Verdict::Missing => "miss",
+            Verdict::Bad => "BAD ",
+        };
+        println!("  {mark}  {}: {}", c.what, c.found);
+        if !c.advice.is_empty() {
+            println!("        → {}", c.advice);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::sample::BalloonSample;
+
+    fn worst(vm: &VmSample) -> (Verdict, String) {
+        let checks = vm_checks(vm, None);
+        let worst = checks.iter().max_by_key(|c| c.verdict).unwrap();
+        (worst.verdict, format!("{}: {}", worst.what, worst.advice))
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_said_with_what_to_do() {
+        let mut vm = VmSample { name: "a".into(), ..VmSample::default() };
+        vm.link = Link::Taken("held by another client".into());
+        let (verdict, text) = worst(&vm);
+        assert!(verdict == Verdict::Bad && text.contains("second -qmp"), "{text}");
+        vm.link = Link::Up;
+        assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
+        vm.balloon = Some(BalloonSample { reporting: Some(false), ..BalloonSample::default() });
+        let all = vm_checks(&vm, None);
+        assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
+        assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+}

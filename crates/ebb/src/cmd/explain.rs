@@ -1,0 +1,106 @@
+//! `ebb explain VM`: what is so, what was done, and why.
+
+use anyhow::{Result, bail};
+use serde::Serialize;
+
+use crate::client;
+use crate::table::clock;
+use crate::view::{Decision, State, Vm};
+
+/// What is told of one VM.
+#[derive(Serialize)]
+struct Explanation<'a> {
+    vm: &'a Vm,
+    host: &'a crate::view::Host,
+    decisions: Vec<&'a Decision>,
+}
+
+/// Prints it.
+pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
+    let state: State = client::get_json(socket, "/v1/state")?;
+    let decisions: Vec<Decision> = client::get_json(socket, "/v1/decisions")?;
+    let vm = find(&state, name)?;
+    let own: Vec<&Decision> = decisions.iter().filter(|d| d.action.name == vm.name).collect();
+    let own = own[own.len().saturating_sub(last)..].to_vec();
+    if json {
+        let all = Explanation { vm, host: &state.host, decisions: own };
+        println!("{}", serde_json::to_string_pretty(&all)?);
+    } else {
+        print!("{}", text(&state, vm, &own));
+    }
+    Ok(())
+}
+
+/// The VM of this name; an error lists those there are.
+pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
+    match state.vms.iter().find(|v| v.name == name) {
+        Some(vm) => Ok(vm),
+        None if state.vms.is_empty() => bail!("no VM is called “{name}”: no VM was found at all"),
+        None => {
+            let names: Vec<&str> = state.vms.iter().map(|v| v.name.as_str()).take(30).collect();
+            bail!("no VM is called “{name}”; there are: {}", names.join(", "))
+        }
+    }
+}
+
+fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
+    let size = |b: Option<ebb_core::units::Bytes>| b.map_or("?".to_string(), |b| b.to_string());
+    let mut out = format!(
+        "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}\n  \
+         resident  {}, in swap {}\n  guest     needs {}, has {} available\n  \
+         now       {}\n  host      {}: {}\n",
+        vm.name,
+        vm.pid,
+        vm.tier,
+        size(vm.actual),
+        size(vm.ram),
+        vm.floor,
+        vm.ceiling,
+        size(vm.resident),
+        size(vm.swap),
+        size(vm.need),
+        size(vm.available),
+        if vm.distress.is_empty() {
+            vm.verdict.clone()
+        } else {
+            format!("{} ({})", vm.verdict, vm.distress)
+        },
+        state.host.state,
+        state.host.why,
+    );
+    let r = &vm.returned;
+    out += &format!(
+        "  returned  {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",
+        r.balloon, r.reporting, r.swap, r.other, r.given_back
+    );
+    if decisions.is_empty() {
+        out += "  no orders yet\n";
+    }
+    for d in decisions {
+        let result = d.error.as_ref().map_or(String::new(), |e| format!(" — {e}"));
+        out += &format!(
+            "\n  {}  {} → {}  {}{result}\n            host {}\n            guest {}\n",
+            clock(d.wall_ms),
+            d.action.from,
+            d.action.to,
+            d.reason,
+            d.host,
+            d.guest
+        );
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_name_lists_those_there_are() {
+        let vm = Vm { name: "web1".into(), ..Vm::default() };
+        let state = State { vms: vec![vm], ..State::default() };
+        assert!(find(&state, "web1").is_ok());
+        let said = find(&state, "web").unwrap_err().to_string();
+        assert_eq!(said, "no VM is called “web”; there are: web1");
+    }
+}

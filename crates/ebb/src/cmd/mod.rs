@@ -1,0 +1,9 @@
+//! The commands. Each file is one; `main.rs` only dispatches.
+
+pub mod doctor;
+pub mod explain;
+pub mod record;
+pub mod release;
+pub mod run;
+pub mod sim;
+pub mod status;

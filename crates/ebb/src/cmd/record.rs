@@ -1,0 +1,167 @@
+//! `ebb record` and `ebb replay`: take a record of a running daemon, and decide
+//! everything in it again.
+
+use std::fs::File;
+use std::io::{BufReader, Write};
+
+use anyhow::{Context, Result, bail};
+use ebb_core::tick::{Engine, Tick};
+use serde::Serialize;
+
+use crate::client;
+use crate::recorder::{self, Line};
+
+/// Writes what the flight recorder holds to a file, or to standard output (`-`).
+pub fn record(socket: &str, output: &str) -> Result<()> {
+    let body = client::get(socket, "/v1/record")?;
+    if output == "-" {
+        std::io::stdout().write_all(&body)?;
+        return Ok(());
+    }
+    std::fs::write(output, &body).with_context(|| format!("cannot write {output}"))?;
+    let lines = body.iter().filter(|b| **b == b'\n').count();
+    eprintln!("{output}: {lines} lines, {} bytes", body.len());
+    Ok(())
+}
+
+/// What a replay found.
+#[derive(Debug, Default, Serialize)]
+pub struct Replay {
+    /// Ticks decided again.
+    pub ticks: u64,
+    /// Actions in them.
+    pub actions: u64,
+    /// Ticks whose plan came out otherwise.
+    pub different: Vec<Difference>,
+}
+
+/// A tick that came out otherwise.
+#[derive(Debug, Serialize)]
+pub struct Difference {
+    /// Which tick.
+    pub tick: u64,
+    /// What was recorded.
+    pub recorded: ebb_core::plan::Plan,
+    /// What this version decides.
+    pub replayed: ebb_core::plan::Plan,
+}
+
+/// Differences kept; the rest is only counted in the exit code.
+const DIFFERENCES: usize = 100;
+
+/// Replays a file.
+pub fn replay(path: &str, json: bool) -> Result<()> {
+    let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
+    let found = decide_again(BufReader::new(file)).with_context(|| path.to_string())?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&found)?);
+    } else {
+        for d in &found.different {
+            println!("tick {}: recorded {:?}", d.tick, d.recorded.actions);
+            println!("{:>w$} now {:?}", "", d.replayed.actions, w = 5 + d.tick.to_string().len());
+        }
+        println!(
+            "{} ticks, {} actions, {} ticks differ",
+            found.ticks,
+            found.actions,
+            found.different.len()
+        );
+    }
+    if found.different.is_empty() { Ok(()) } else { bail!("this version decides otherwise") }
+}
+
+/// Decides every tick of a record again.
+pub fn decide_again(input: impl std::io::BufRead) -> Result<Replay> {
+    let mut engine: Option<Engine> = None;
+    let mut found = Replay::default();
+    recorder::read(input, |line| {
+        match line {
+            Line::Head(head) => {
+                let mut fresh = Engine::new(head.config, false);
+                fresh.memory = head.memory;
+                engine = Some(fresh);
+            }
+            Line::Tick(tick) => {
+                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
+                compare(engine, &tick, &mut found);
+            }
+        }
+        Ok(())
+    })?;
+    if engine.is_none() {
+        bail!("there is nothing in it");
+    }
+    Ok(found)
+}
+
+fn compare(engine: &mut Engine, recorded: &Tick, found: &mut Replay) {
+    let (tick, _) = engine.replay(recorded);
+    found.ticks += 1;
+    found.actions += tick.plan.actions.len() as u64;
+    if tick.plan != recorded.plan && found.different.len() < DIFFERENCES {
+        found.different.push(Difference {
+            tick: recorded.number,
+            recorded: recorded.plan.clone(),
+            replayed: tick.plan,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recorder::{Head, Recorder};
+    use ebb_core::config::Config;
+    use ebb_core::memory::Memory;
+    use ebb_core::tick::run;
+    use ebb_core::units::Bytes;
+    use ebb_sim::{Scenario, World};
+
+    fn recorded() -> Vec<u8> {
+        let scenario =
+            Scenario { vms: 12, ram: Bytes::gib(2), host: Bytes::gib(12), seed: 1, odd_one_in: 4 };
+        let config = Config::default();
+        let mut world = World::new(&scenario, &config);
+        world.run_for(200_000);
+        let mut engine = Engine::new(config.clone(), false);
+        let mut recorder = Recorder::default();
+        let mut before = Memory::default();
+        run(&mut engine, &mut world, |engine, tick, _| {
+            if recorder.wants_head() {
+                recorder.head(&Head::new(&config, &before));
+            }
+            recorder.tick(tick);
+            before = engine.memory.clone();
+            true
+        });
+        recorder.dump()
+    }
+
+    #[test]
+    fn a_record_replays_to_the_same_plans_from_any_head() {
+        let record = recorded();
+        let found = decide_again(&record[..]).unwrap();
+        assert!(found.ticks > 200 && found.actions > 10, "{found:?}");
+        assert!(found.different.is_empty(), "{:?}", found.different[0]);
+    }
+
+    #[test]
+    fn a_changed_plan_is_found() {
+        let text = String::from_utf8(recorded()).unwrap();
+        // As if the recorded version had aimed elsewhere.
+        let at = text.find("\"actions\":[{").unwrap();
+        let (head, tail) = text.split_at(at);
+        let changed = format!("{head}{}", tail.replacen("\"to\":", "\"to\":1", 1));
+        let found = decide_again(changed.as_bytes()).unwrap();
+        assert!(!found.different.is_empty());
+    }
+
+    #[test]
+    fn a_record_without_a_head_is_refused() {
+        let text = String::from_utf8(recorded()).unwrap();
+        let ticks = text.split_once('\n').unwrap().1;
+        let said = format!("{:#}", decide_again(ticks.as_bytes()).unwrap_err());
+        assert!(said.contains("line 1: a tick before any head"), "{said}");
+        assert!(decide_again(&b""[..]).is_err());
+    }
+}

@@ -1,0 +1,66 @@
+//! `ebb release`: gives back what a daemon that is gone had taken.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use ebb_core::config::Config;
+use ebb_core::memory::{Memory, Owned};
+use ebb_core::plan::{Action, Reason};
+use ebb_core::sample::Sample;
+use ebb_core::tick::Host;
+
+use crate::daemon::Daemon;
+use crate::state::StateFile;
+
+/// Returns whether there was anything to do.
+pub fn main(config: &Config) -> Result<bool> {
+    let state = StateFile::open(&config.state_file)?;
+    let owned = state.read()?;
+    if owned.vms.is_empty() {
+        println!("nothing was taken: nothing to give back");
+        return Ok(false);
+    }
+    let mut daemon = Daemon::new(config, Some(state))?;
+    let sample = daemon.read();
+    let (actions, left) = plan(&owned, &sample);
+    for a in &actions {
+        println!("{}: {} → {}", a.name, a.from, a.to);
+    }
+    let failures = daemon.give_back(&actions, Duration::from_secs(10));
+    if failures.is_empty() && left.vms.is_empty() {
+        daemon.write_state(&Owned::default())?;
+        return Ok(true);
+    }
+    for o in &left.vms {
+        let why = sample.vms.iter().find(|v| v.id == o.id).map(|v| format!("{:?}", v.link));
+        eprintln!("{}: not reached: {}", o.name, why.unwrap_or_default());
+    }
+    bail!(
+        "{} VMs were not given back their memory: {}",
+        failures.len() + left.vms.len(),
+        failures.join("; ")
+    )
+}
+
+/// What to order, and who is there but cannot be reached.
+fn plan(owned: &Owned, sample: &Sample) -> (Vec<Action>, Owned) {
+    let mut memory = Memory::default();
+    memory.adopt(owned);
+    memory.observe(sample);
+    let mut actions = Vec::new();
+    let mut left = Owned::default();
+    for o in &owned.vms {
+        let Some(vm) = sample.vms.iter().find(|v| v.id == o.id) else { continue };
+        match &vm.balloon {
+            Some(b) => actions.push(Action {
+                vm: o.id,
+                name: vm.name.clone(),
+                from: b.actual,
+                to: o.baseline,
+                reason: Reason::Returned,
+            }),
+            None => left.vms.push(o.clone()),
+        }
+    }
+    (actions, left)
+}

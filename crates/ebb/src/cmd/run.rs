@@ -1,0 +1,215 @@
+//! `ebb run`: the daemon.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ebb_core::config::Config;
+use ebb_core::memory::{Memory, Owned};
+use ebb_core::model::{Model, Pressure};
+use ebb_core::sample::Problem;
+use ebb_core::tick::{Engine, Host, Tick, run};
+use ebb_host::probe::process::{read_stat, read_status};
+use ebb_host::root::Root;
+use sd_notify::NotifyState;
+
+use crate::api::{self, Shared};
+use crate::daemon::Daemon;
+use crate::recorder::{self, Head};
+use crate::state::StateFile;
+use crate::view::{self, State};
+
+/// How long guests may take to follow when Ebb stops; QEMU remembers the order
+/// even if they take longer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Runs until a signal.
+pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
+    let state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
+    let owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
+    let listeners = api::bind(&config.socket, config.listen.as_deref())?;
+    let mut daemon = Daemon::new(&config, state)?;
+    daemon.stop_on_signals()?;
+    let mut engine = Engine::new(config.clone(), dry_run);
+    if !owned.vms.is_empty() {
+        say(&format!("an earlier daemon had taken memory from {}: owned again", names(&owned)));
+        engine.adopt(owned);
+    }
+    let shared = Shared::default();
+    let mut observer = Observer::new(&config, shared.clone(), dry_run, record, verbose)?;
+    // The first tick before the first answer: nobody sees an empty state.
+    let before = engine.memory.clone();
+    let (tick, model) = engine.step(&mut daemon);
+    observer.observe(&engine, &before, &tick, &model);
+    api::serve(listeners, shared)?;
+    say(&format!(
+        "ebb {} watches {} VMs, answers on {}{}",
+        env!("CARGO_PKG_VERSION"),
+        model.vms.len(),
+        config.socket,
+        if dry_run { "; dry run: nothing is changed" } else { "" }
+    ));
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    daemon.wait(engine.next(&model));
+    let mut before = engine.memory.clone();
+    let last = run(&mut engine, &mut daemon, |engine, tick, model| {
+        observer.observe(engine, &before, tick, model);
+        before = engine.memory.clone();
+        true
+    });
+    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    let result = if dry_run { Ok(()) } else { stop(&engine, &mut daemon, &last) };
+    let _ = std::fs::remove_file(&config.socket);
+    result
+}
+
+fn names(owned: &Owned) -> String {
+    owned.vms.iter().map(|v| v.name.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+/// Gives everything back. What could not be ordered stays written down.
+fn stop(engine: &Engine, daemon: &mut Daemon, last: &Model) -> Result<()> {
+    let actions = engine.give_back(last);
+    if !actions.is_empty() {
+        say(&format!("stopping: {} balloons are given back", actions.len()));
+    }
+    let failures = daemon.give_back(&actions, PATIENCE);
+    if failures.is_empty() {
+        return daemon.write_state(&Owned::default());
+    }
+    anyhow::bail!(
+        "not given back: {}; the next `ebb run`, or `ebb release`, tries again",
+        failures.join("; ")
+    )
+}
+
+/// A line for the journal.
+pub fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// Publishes, records and logs each tick.
+struct Observer {
+    shared: Shared,
+    config: Config,
+    started: Instant,
+    file: Option<BufWriter<File>>,
+    verbose: bool,
+    dry_run: bool,
+    orders: u64,
+    orders_failed: u64,
+    said_state: Pressure,
+    said_problems: Vec<Problem>,
+    said_vms: usize,
+    ended: Instant,
+}
+
+impl Observer {
+    fn new(
+        config: &Config,
+        shared: Shared,
+        dry_run: bool,
+        record: Option<String>,
+        verbose: bool,
+    ) -> Result<Observer> {
+        let file = record
+            .map(|p| File::create(&p).with_context(|| format!("cannot record to {p}")))
+            .transpose()?
+            .map(BufWriter::new);
+        Ok(Observer {
+            shared,
+            config: config.clone(),
+            started: Instant::now(),
+            file,
+            verbose,
+            dry_run,
+            orders: 0,
+            orders_failed: 0,
+            said_state: Pressure::Clear,
+            said_problems: Vec::new(),
+            said_vms: usize::MAX,
+            ended: Instant::now(),
+        })
+    }
+
+    fn observe(&mut self, engine: &Engine, before: &Memory, tick: &Tick, model: &Model) {
+        self.orders += tick.outcomes.len() as u64;
+        self.orders_failed += tick.outcomes.iter().filter(|o| o.error.is_some()).count() as u64;
+        let state = State::new(tick, model, &engine.memory, self.daemon(tick));
+        let decisions = view::decisions(tick, model);
+        self.log(&state, &decisions);
+        self.record(before, tick);
+        let mut published = self.shared.lock();
+        if published.recorder.wants_head() {
+            let head = Head::new(&self.config, before);
+            published.recorder.head(&head);
+        }
+        published.recorder.tick(tick);
+        published.state = Arc::new(state);
+        published.plan = Arc::new(tick.plan.clone());
+        published.decided(decisions);
+        self.ended = Instant::now();
+    }
+
+    fn daemon(&self, tick: &Tick) -> view::Daemon {
+        let pid = std::process::id();
+        let root = Root::default();
+        let cpu = read_stat(&root, pid).ok().flatten();
+        let memory = read_status(&root, pid).ok().flatten();
+        let now = ebb_host::linux::LinuxHost::now();
+        view::Daemon {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid,
+            uptime_s: self.started.elapsed().as_secs(),
+            dry_run: self.dry_run,
+            // Clock ticks are hundredths of a second on every Linux Ebb runs on.
+            cpu_s: cpu.map_or(0.0, |c| (c.user_ticks + c.system_ticks) as f64 / 100.0),
+            resident: memory.map(|m| m.resident()).unwrap_or_default(),
+            tick_ms: now.since(tick.sample.at) as f64,
+            orders: self.orders,
+            orders_failed: self.orders_failed,
+            socket: self.config.socket.clone(),
+        }
+    }
+
+    fn record(&mut self, before: &Memory, tick: &Tick) {
+        let Some(file) = self.file.as_mut() else { return };
+        let mut write = || -> std::io::Result<()> {
+            if tick.number == 1 {
+                file.write_all(&recorder::line(&Head::new(&self.config, before)))?;
+            }
+            file.write_all(&recorder::line(tick))?;
+            file.flush()
+        };
+        if let Err(e) = write() {
+            say(&format!("recording ends: {e}"));
+            self.file = None;
+        }
+    }
+
+    /// One line for each thing that is new: state, decisions, problems, VMs.
+    fn log(&mut self, state: &State, decisions: &[view::Decision]) {
+        if state.vms.len() != self.said_vms {
+            let names: Vec<&str> = state.vms.iter().map(|v| v.name.as_str()).take(20).collect();
+            say(&format!("{} VMs: {}", state.vms.len(), names.join(" ")));
+            self.said_vms = state.vms.len();
+        }
+        if state.host.state != self.said_state || self.verbose {
+            say(&format!("host {}: {}", state.host.state, state.host.why));
+            self.said_state = state.host.state;
+        }
+        for p in &state.problems {
+            if !self.said_problems.contains(p) {
+                say(&format!("{}: {}", p.source, p.message));
+            }
+        }
+        self.said_problems.clone_from(&state.problems);
+        for d in decisions {
+            let error = d.error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
+            let a = &d.action;
+            say(&format!("{}: {} → {}: {}{error}", a.name, a.from, a.to, d.reason));
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! `ebb status`: host and VMs on one screen.
+
+use anyhow::Result;
+use ebb_core::sample::{Link, RunState};
+
+use crate::client;
+use crate::table::{size, table};
+use crate::view::{State, Unit, VM_FIELDS, Vm};
+
+/// Prints it; `true` where there are VMs.
+pub fn main(socket: &str, json: bool) -> Result<bool> {
+    let state: State = client::get_json(socket, "/v1/state")?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&state)?);
+    } else {
+        print!("{}", text(&state));
+    }
+    Ok(!state.vms.is_empty())
+}
+
+/// The screen.
+pub fn text(state: &State) -> String {
+    let h = &state.host;
+    let mut out = format!("host {} for {} s: {}\n", h.state, h.state_s, h.why);
+    out += &format!(
+        "     free {}, available {} of {}; swap {} of {}; VMs hold {} of {} promised\n",
+        size(h.free),
+        size(h.available),
+        size(h.total),
+        size(h.swap_used),
+        size(h.swap_total),
+        h.resident,
+        h.promised
+    );
+    if state.daemon.dry_run {
+        out += "     dry run: nothing is changed\n";
+    }
+    if state.vms.is_empty() {
+        return out + "\nno VM found; `ebb doctor` says where Ebb looks\n";
+    }
+    let fields: Vec<_> = VM_FIELDS.iter().filter(|f| !f.title.is_empty()).collect();
+    let mut head = vec!["VM", "TIER"];
+    head.extend(fields.iter().map(|f| f.title));
+    head.push("STATE");
+    let rows: Vec<Vec<String>> = state
+        .vms
+        .iter()
+        .map(|vm| {
+            let mut row = vec![vm.name.clone(), vm.tier.clone()];
+            row.extend(fields.iter().map(|f| match (f.unit, (f.get)(vm)) {
+                (_, None) => "-".into(),
+                (Unit::Bytes, Some(v)) => ebb_core::units::Bytes(v as u64).to_string(),
+                (_, Some(v)) => v.to_string(),
+            }));
+            row.push(state_words(vm));
+            row
+        })
+        .collect();
+    out += "\n";
+    out += &table(&head, &rows, true);
+    for p in state.problems.iter().take(10) {
+        out += &format!("\n{}: {}", p.source, p.message);
+    }
+    if !state.problems.is_empty() {
+        out += "\n";
+    }
+    out
+}
+
+fn state_words(vm: &Vm) -> String {
+    match (&vm.link, &vm.run) {
+        (Link::Up, Some(RunState::Running)) if !vm.distress.is_empty() => {
+            format!("short: {}", vm.distress)
+        }
+        (Link::Up | Link::Unknown, _) => vm.verdict.clone(),
+        (Link::Slow(why) | Link::Taken(why) | Link::Down(why), _) => why.clone(),
+    }
+}

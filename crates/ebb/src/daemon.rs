@@ -1,0 +1,168 @@
+//! The machine as the tick loop sees it: `LinuxHost` plus state file and signals.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ebb_core::config::Config;
+use ebb_core::memory::Owned;
+use ebb_core::plan::{Action, Outcome};
+use ebb_core::sample::{Link, RunState, Sample, VmId};
+use ebb_core::tick::{Host, Wake};
+use ebb_core::units::{Bytes, Stamp};
+use ebb_host::linux::{LinuxHost, Options, Wake as HostWake};
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use crate::state::StateFile;
+
+/// Guests are asked for fresh numbers so long before a fast tick reads them.
+const KICK_AHEAD_MS: u64 = 80;
+/// Events do not make ticks follow one another faster than this.
+const LEAST_TICK_MS: u64 = 150;
+
+/// The machine, for the loop.
+pub struct Daemon {
+    host: LinuxHost,
+    state: Option<StateFile>,
+    stop: Arc<AtomicBool>,
+    fast_tick_ms: u64,
+    read_at: Stamp,
+    running: Vec<VmId>,
+}
+
+/// What to look at, from the configuration.
+pub fn options(config: &Config) -> Options {
+    let sockets =
+        config.vms.iter().filter_map(|(name, vm)| Some((name.clone(), vm.qmp.clone()?.into())));
+    Options { sockets: sockets.collect(), pool: config.pool.clone(), ..Options::default() }
+}
+
+impl Daemon {
+    /// Opens the machine. Without a state file nothing can be taken.
+    pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
+        let host = LinuxHost::new(options(config)).context("cannot watch the host")?;
+        Ok(Daemon {
+            host,
+            state,
+            stop: Arc::default(),
+            fast_tick_ms: config.fast_tick_ms,
+            read_at: Stamp(0),
+            running: Vec::new(),
+        })
+    }
+
+    /// SIGTERM and SIGINT end the loop.
+    pub fn stop_on_signals(&self) -> Result<()> {
+        let (stop, waker) = (self.stop.clone(), self.host.waker());
+        let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT])?;
+        std::thread::Builder::new().name("signals".into()).spawn(move || {
+            if signals.forever().next().is_some() {
+                stop.store(true, Ordering::SeqCst);
+                waker.wake();
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Gives back and waits until the guests have it, or the time is up. Returns
+    /// what could not be ordered.
+    pub fn give_back(&mut self, actions: &[Action], patience: Duration) -> Vec<String> {
+        let outcomes = self.apply(actions);
+        let failed = |o: &Outcome| {
+            let name = actions.iter().find(|a| a.vm == o.vm).map(|a| a.name.as_str());
+            Some(format!("{}: {}", name.unwrap_or("?"), o.error.as_ref()?))
+        };
+        let failures: Vec<String> = outcomes.iter().filter_map(failed).collect();
+        let until = Instant::now() + patience;
+        while Instant::now() < until {
+            let sample = self.host.sample();
+            let back = |a: &Action| {
+                sample.vms.iter().find(|v| v.id == a.vm).is_none_or(|v| {
+                    v.balloon.as_ref().is_none_or(|b| b.actual + Bytes::mib(1) > a.to)
+                })
+            };
+            if actions.iter().all(back) {
+                break;
+            }
+            self.host.wait(Instant::now() + Duration::from_millis(100));
+        }
+        failures
+    }
+
+    /// Forgets what was taken: it is given back.
+    pub fn write_state(&self, owned: &Owned) -> Result<()> {
+        self.state.as_ref().map_or(Ok(()), |s| s.write(owned))
+    }
+
+    fn sleep_until(&mut self, until: Stamp) -> HostWake {
+        let left = until.since(LinuxHost::now());
+        self.host.wait(Instant::now() + Duration::from_millis(left))
+    }
+}
+
+impl Host for Daemon {
+    fn now(&self) -> Stamp {
+        LinuxHost::now()
+    }
+
+    fn read(&mut self) -> Sample {
+        let sample = self.host.sample();
+        self.read_at = sample.at;
+        let runs = |v: &&ebb_core::sample::VmSample| {
+            v.link == Link::Up && v.run == Some(RunState::Running) && v.balloon.is_some()
+        };
+        self.running = sample.vms.iter().filter(runs).map(|v| v.id).collect();
+        sample
+    }
+
+    fn remember(&mut self, owned: &Owned) -> Result<(), String> {
+        match &self.state {
+            Some(state) => state.write(owned).map_err(|e| format!("{e:#}")),
+            None => Err("no state file".into()),
+        }
+    }
+
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        let wishes: Vec<(VmId, Bytes)> = actions.iter().map(|a| (a.vm, a.to)).collect();
+        let results = self.host.set_balloons(&wishes);
+        let outcome = |(a, r): (&Action, Result<(), _>)| Outcome {
+            vm: a.vm,
+            error: r.err().map(|e: ebb_host::linux::ActError| e.to_string()),
+        };
+        actions.iter().zip(results).map(outcome).collect()
+    }
+
+    fn wait(&mut self, until: Stamp) -> Wake {
+        // On fast ticks the guests are asked right before, so that the numbers a
+        // tick sees are fresh; otherwise QEMU's own interval is good enough.
+        let fast = until.since(self.read_at) <= self.fast_tick_ms;
+        let mut kicked = !fast;
+        loop {
+            if self.stop.load(Ordering::SeqCst) {
+                return Wake::Stop;
+            }
+            let now = LinuxHost::now();
+            let due = if kicked { until } else { Stamp(until.0.saturating_sub(KICK_AHEAD_MS)) };
+            if now >= due {
+                if kicked {
+                    return Wake::Timer;
+                }
+                self.host.kick_stats(&self.running);
+                kicked = true;
+                continue;
+            }
+            match self.sleep_until(due) {
+                HostWake::Pressure | HostWake::Event => {
+                    let soonest = self.read_at.plus(LEAST_TICK_MS);
+                    if LinuxHost::now() < soonest {
+                        let left = soonest.since(LinuxHost::now());
+                        std::thread::sleep(Duration::from_millis(left));
+                    }
+                    return Wake::Event;
+                }
+                HostWake::Timer | HostWake::Woken => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The state file: who owes what to whom, on disk before it is taken.
+//!
+//! One JSON file, replaced atomically (write, sync, rename), and a lock beside it
+//! so that two daemons never balloon the same VMs. A daemon that starts reads it
+//! and owns again what the one before had taken.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use ebb_core::memory::Owned;
+use rustix::fs::{FlockOperation, flock};
+
+/// No state file is larger; a larger one is not ours.
+const MOST: u64 = 16 << 20;
+
+/// The open state file, locked while this lives.
+pub struct StateFile {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl StateFile {
+    /// Locks it; fails where another daemon holds it.
+    pub fn open(path: &str) -> Result<StateFile> {
+        let path = PathBuf::from(path);
+        let dir = path.parent().unwrap_or(Path::new("/"));
+        fs::create_dir_all(dir).with_context(|| {
+            format!("cannot create {}: run as root, or set daemon.state_file", dir.display())
+        })?;
+        let lock_path = path.with_extension("lock");
+        let lock = File::create(&lock_path)
+            .with_context(|| format!("cannot create {}", lock_path.display()))?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            bail!(
+                "another ebb holds {}: stop it first, or give this one its own daemon.state_file \
+                 and daemon.socket",
+                lock_path.display()
+            );
+        }
+        Ok(StateFile { path, _lock: lock })
+    }
+
+    /// What was written last; nothing where there is no file.
+    pub fn read(&self) -> Result<Owned> {
+        let text = match fs::metadata(&self.path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Owned::default()),
+            Err(e) => {
+                return Err(e).with_context(|| format!("cannot read {}", self.path.display()));
+            }
+            Ok(m) if m.len() > MOST => {
+                bail!("{} is {} bytes: not Ebb's", self.path.display(), m.len())
+            }
+            Ok(_) => fs::read_to_string(&self.path)
+                .with_context(|| format!("cannot read {}", self.path.display()))?,
+        };
+        serde_json::from_str(&text).with_context(|| {
+            format!(
+                "{} is damaged: VMs may still be ballooned; look with `ebb doctor`, give them \
+                 their memory with QMP `balloon`, then remove the file",
+                self.path.display()
+            )
+        })
+    }
+
+    /// Replaces it, durably. An empty list removes it.
+    pub fn write(&self, owned: &Owned) -> Result<()> {
+        if owned.vms.is_empty() {
+            return match fs::remove_file(&self.path) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                    Err(e).with_context(|| format!("cannot remove {}", self.path.display()))
+                }
+                _ => Ok(()),
+            };
+        }
+        let new = self.path.with_extension("new");
+        let write = || -> std::io::Result<()> {
+            let mut file = File::create(&new)?;
+            file.write_all(&serde_json::to_vec_pretty(owned)?)?;
+            file.sync_all()?;
+            fs::rename(&new, &self.path)
+        };
+        write().with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::memory::OwnedVm;
+    use ebb_core::sample::VmId;
+    use ebb_core::units::Bytes;
+
+    fn owned() -> Owned {
+        Owned {
+            vms: vec![OwnedVm {
+                id: VmId { pid: 7, start: 9 },
+                name: "a".into(),
+                baseline: Bytes::gib(1),
+            }],
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_and_nothing_is_no_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deep/state.json");
+        let state = StateFile::open(path.to_str().unwrap()).unwrap();
+        assert_eq!(state.read().unwrap(), Owned::default());
+        state.write(&owned()).unwrap();
+        assert_eq!(state.read().unwrap(), owned());
+        state.write(&Owned::default()).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_second_daemon_and_a_damaged_file_are_refused_in_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state.json");
+        let path = path.to_str().unwrap();
+        let state = StateFile::open(path).unwrap();
+        let said = StateFile::open(path).err().unwrap().to_string();
+        assert!(said.contains("another ebb holds"), "{said}");
+        fs::write(path, "{\"vms\": 3").unwrap();
+        let said = format!("{:#}", state.read().unwrap_err());
+        assert!(said.contains("is damaged") && said.contains("ebb doctor"), "{said}");
+    }
+}

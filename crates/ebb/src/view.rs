@@ -1,0 +1,482 @@
+//! What users see: one view of host and VMs, one table of fields.
+//!
+//! [`State`] is the JSON of `/v1/state` and `ebb status --json`. The tables
+//! [`HOST_FIELDS`] and [`VM_FIELDS`] name each number once (title, unit, help,
+//! metric kind) and feed the terminal table and `/metrics`.
+
+use ebb_core::memory::{Memory, Returned};
+use ebb_core::model::{Model, Pressure, Standing, VmModel};
+use ebb_core::plan::Action;
+use ebb_core::sample::{Ksm, Link, Pool, Problem, RunState, SwapArea, VmId, VmSample};
+use ebb_core::tick::Tick;
+use ebb_core::units::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// Everything that is known now.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct State {
+    /// When, milliseconds since 1970.
+    pub wall_ms: u64,
+    /// Ticks since the daemon's start.
+    pub tick: u64,
+    /// The daemon.
+    pub daemon: Daemon,
+    /// The host.
+    pub host: Host,
+    /// The VMs.
+    pub vms: Vec<Vm>,
+    /// What could not be read.
+    pub problems: Vec<Problem>,
+}
+
+/// The daemon itself.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Daemon {
+    /// Version.
+    pub version: String,
+    /// Process id.
+    pub pid: u32,
+    /// Seconds since its start.
+    pub uptime_s: u64,
+    /// It only says what it would do.
+    pub dry_run: bool,
+    /// CPU used since its start, seconds.
+    pub cpu_s: f64,
+    /// Its own resident memory.
+    pub resident: Bytes,
+    /// How long the last tick took, from reading to the last outcome.
+    pub tick_ms: f64,
+    /// Orders given, and those refused.
+    pub orders: u64,
+    /// Orders that QEMU refused or did not answer.
+    pub orders_failed: u64,
+    /// The Unix socket of the interface.
+    pub socket: String,
+}
+
+/// The host.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Host {
+    /// Its state.
+    pub state: Pressure,
+    /// Seconds in that state.
+    pub state_s: u64,
+    /// What made it, in words.
+    pub why: String,
+    /// The tightest bound: `host` or a cgroup.
+    pub bound: String,
+    /// Under that bound.
+    pub capacity: Bytes,
+    /// What can still be had without harm.
+    pub headroom: Bytes,
+    /// What the host wants to keep.
+    pub reserve: Bytes,
+    /// What is missing to it.
+    pub shortage: Bytes,
+    /// `MemTotal`, `MemFree`, `MemAvailable`.
+    pub total: Option<Bytes>,
+    /// `MemFree`.
+    pub free: Option<Bytes>,
+    /// `MemAvailable`.
+    pub available: Option<Bytes>,
+    /// Swap in use.
+    pub swap_used: Option<Bytes>,
+    /// Swap there is.
+    pub swap_total: Option<Bytes>,
+    /// Pages swapped in a second.
+    pub swap_in_rate: f64,
+    /// Pages swapped out a second.
+    pub swap_out_rate: f64,
+    /// PSI `some`, 10 s average, percent.
+    pub psi_some: Option<f64>,
+    /// PSI `full`, 10 s average, percent.
+    pub psi_full: Option<f64>,
+    /// The VMs' cgroup.
+    pub pool: Option<Pool>,
+    /// KSM.
+    pub ksm: Option<Ksm>,
+    /// Swap areas.
+    pub swaps: Vec<SwapArea>,
+    /// Sum of what the VMs have been promised.
+    pub promised: Bytes,
+    /// Sum of what they hold.
+    pub resident: Bytes,
+}
+
+/// One VM.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Vm {
+    /// Name.
+    pub name: String,
+    /// Process id.
+    pub pid: u32,
+    /// What Ebb can do for it: `none` or `stock`.
+    pub tier: String,
+    /// QMP.
+    pub link: Link,
+    /// QEMU's run state.
+    pub run: Option<RunState>,
+    /// RAM it was given.
+    pub ram: Option<Bytes>,
+    /// RAM less balloon.
+    pub actual: Option<Bytes>,
+    /// The order under way, if any.
+    pub target: Option<Bytes>,
+    /// Never asked below this.
+    pub floor: Bytes,
+    /// Never given more.
+    pub ceiling: Bytes,
+    /// What the balloon holds of what it is owed.
+    pub ballooned: Bytes,
+    /// Resident on the host.
+    pub resident: Option<Bytes>,
+    /// In the host's swap.
+    pub swap: Option<Bytes>,
+    /// Available in the guest, as it says.
+    pub available: Option<Bytes>,
+    /// What it cannot do without.
+    pub need: Option<Bytes>,
+    /// How old its numbers are.
+    pub stats_age_ms: Option<u64>,
+    /// Free page reporting.
+    pub reporting: Option<bool>,
+    /// Memory cgroup.
+    pub cgroup: Option<String>,
+    /// Whether it can be acted upon.
+    pub standing: Standing,
+    /// Signs that it is short.
+    pub distress: String,
+    /// What was decided last, and why.
+    pub verdict: String,
+    /// What came back from it, by mechanism.
+    pub returned: Returned,
+}
+
+/// A decision, as `/v1/decisions` and `explain` tell it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Decision {
+    /// When, milliseconds since 1970.
+    pub wall_ms: u64,
+    /// Which tick.
+    pub tick: u64,
+    /// What was to be done and why.
+    pub action: Action,
+    /// The reason in words.
+    pub reason: String,
+    /// The host as it was.
+    pub host: String,
+    /// The guest as it was.
+    pub guest: String,
+    /// `None`: QEMU took the order. In a dry run: `dry run`.
+    pub error: Option<String>,
+}
+
+impl State {
+    /// The view of a tick. `daemon` is filled by the caller.
+    pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
+        let samples = &tick.sample.vms;
+        let vms: Vec<Vm> =
+            model.vms.iter().zip(samples).map(|(m, s)| Vm::new(m, s, tick, memory)).collect();
+        State {
+            wall_ms: tick.sample.wall_ms,
+            tick: tick.number,
+            daemon,
+            host: Host::new(tick, model, memory, &vms),
+            vms,
+            problems: tick.sample.problems.clone(),
+        }
+    }
+}
+
+impl Host {
+    fn new(tick: &Tick, model: &Model, memory: &Memory, vms: &[Vm]) -> Host {
+        let (h, s) = (&model.host, &tick.sample.host);
+        Host {
+            state: h.state,
+            state_s: model.at.since(memory.state_since) / 1000,
+            why: h.why.clone(),
+            bound: h.bound.clone(),
+            capacity: h.capacity,
+            headroom: h.headroom,
+            reserve: h.reserve,
+            shortage: h.shortage,
+            total: s.memory.map(|m| m.total),
+            free: s.memory.map(|m| m.free),
+            available: s.memory.map(|m| m.available),
+            swap_used: s.memory.map(|m| m.swap_total - m.swap_free),
+            swap_total: s.memory.map(|m| m.swap_total),
+            swap_in_rate: h.swap_in_rate,
+            swap_out_rate: h.swap_out_rate,
+            psi_some: s.psi.map(|p| p.some.avg10),
+            psi_full: s.psi.map(|p| p.full.avg10),
+            pool: s.pool.clone(),
+            ksm: s.ksm,
+            swaps: s.swaps.clone(),
+            promised: vms.iter().filter_map(|v| v.ram).sum(),
+            resident: vms.iter().filter_map(|v| v.resident).sum(),
+        }
+    }
+}
+
+impl Vm {
+    fn new(m: &VmModel, s: &VmSample, tick: &Tick, memory: &Memory) -> Vm {
+        let remembered = memory.vm(m.id);
+        Vm {
+            name: m.name.clone(),
+            pid: m.id.pid,
+            tier: if s.balloon.is_some() { "stock" } else { "none" }.into(),
+            link: s.link.clone(),
+            run: s.run.clone(),
+            ram: m.ram,
+            actual: m.actual,
+            target: remembered.and_then(|r| r.order).map(|o| o.to),
+            floor: m.floor,
+            ceiling: m.ceiling,
+            ballooned: m.held(),
+            resident: m.resident,
+            swap: m.swap,
+            available: m.guest.map(|g| g.available),
+            need: m.guest.map(|g| g.need),
+            stats_age_ms: s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms),
+            reporting: s.balloon.as_ref().and_then(|b| b.reporting),
+            cgroup: s.cgroup.clone(),
+            standing: m.standing.clone(),
+            distress: m.distress.clone(),
+            verdict: verdict(tick, m.id),
+            returned: remembered.map(|r| r.returned).unwrap_or_default(),
+        }
+    }
+}
+
+/// What the tick decided of a VM, in words.
+fn verdict(tick: &Tick, id: VmId) -> String {
+    if let Some(a) = tick.plan.actions.iter().find(|a| a.vm == id) {
+        let failed = tick.outcomes.iter().find(|o| o.vm == id).and_then(|o| o.error.as_deref());
+        let end = match (tick.applied, failed) {
+            (false, _) => " (dry run: not done)".to_string(),
+            (true, Some(e)) => format!(" (failed: {e})"),
+            (true, None) => String::new(),
+        };
+        return format!("{} → {}: {}{end}", a.from, a.to, a.reason);
+    }
+    tick.plan.held.iter().find(|h| h.vm == id).map(|h| h.why.clone()).unwrap_or_default()
+}
+
+/// The decisions of a tick, for the log and for `explain`.
+pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
+    tick.plan
+        .actions
+        .iter()
+        .map(|a| {
+            let vm = model.vms.iter().find(|v| v.id == a.vm);
+            let error = match tick.outcomes.iter().find(|o| o.vm == a.vm) {
+                Some(o) => o.error.clone(),
+                None if !tick.applied => Some("dry run".into()),
+                None => Some("no outcome".into()),
+            };
+            Decision {
+                wall_ms: tick.sample.wall_ms,
+                tick: tick.number,
+                reason: a.reason.to_string(),
+                host: format!("{}: {}", model.host.state, model.host.why),
+                guest: vm.map(guest_words).unwrap_or_default(),
+                action: a.clone(),
+                error,
+            }
+        })
+        .collect()
+}
+
+fn guest_words(vm: &VmModel) -> String {
+    let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
+    let guest = vm.guest.map_or("its numbers are not known".to_string(), |g| {
+        format!(
+            "needs {}, has {} available ({} ms ago), keeps {} as buffer",
+            g.need, g.available, g.age_ms, g.buffer
+        )
+    });
+    format!(
+        "size {} (floor {}, ceiling {}), resident {}, in swap {}; {guest}",
+        size(vm.actual),
+        vm.floor,
+        vm.ceiling,
+        size(vm.resident),
+        size(vm.swap)
+    )
+}
+
+/// The unit of a field, which decides its metric's name and how people read it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unit {
+    /// Bytes.
+    Bytes,
+    /// Seconds.
+    Seconds,
+    /// A fraction of one.
+    Ratio,
+    /// Pages a second.
+    PagesPerSecond,
+    /// A plain count or level.
+    Plain,
+}
+
+/// How a metric behaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Goes up and down.
+    Gauge,
+    /// Only grows.
+    Counter,
+}
+
+/// One number that users see.
+pub struct Field<T> {
+    /// Name in metrics, without prefix and unit.
+    pub key: &'static str,
+    /// Column title; empty: not in the table.
+    pub title: &'static str,
+    /// Unit.
+    pub unit: Unit,
+    /// Metric kind.
+    pub kind: Kind,
+    /// One sentence.
+    pub help: &'static str,
+    /// Reads it.
+    pub get: fn(&T) -> Option<f64>,
+}
+
+macro_rules! field {
+    ($key:literal, $title:literal, $unit:ident, $kind:ident, $help:literal, $get:expr) => {
+        Field {
+            key: $key,
+            title: $title,
+            unit: Unit::$unit,
+            kind: Kind::$kind,
+            help: $help,
+            get: $get,
+        }
+    };
+}
+
+fn bytes(b: Bytes) -> Option<f64> {
+    Some(b.0 as f64)
+}
+
+/// The host's numbers.
+pub const HOST_FIELDS: &[Field<State>] = &[
+    field!("pressure", "", Plain, Gauge, "0 clear, 1 soft, 2 hard, 3 critical", |s| Some(
+        s.host.state as u8 as f64
+    )),
+    field!("capacity", "", Bytes, Gauge, "Memory under the tightest bound", |s| bytes(
+        s.host.capacity
+    )),
+    field!("headroom", "", Bytes, Gauge, "What of it can be had without harm", |s| bytes(
+        s.host.headroom
+    )),
+    field!("reserve", "", Bytes, Gauge, "What the host wants to keep", |s| bytes(s.host.reserve)),
+    field!("shortage", "", Bytes, Gauge, "What is missing to the reserve", |s| bytes(
+        s.host.shortage
+    )),
+    field!("memory_total", "", Bytes, Gauge, "MemTotal", |s| s.host.total.and_then(bytes)),
+    field!("memory_free", "", Bytes, Gauge, "MemFree", |s| s.host.free.and_then(bytes)),
+    field!("memory_available", "", Bytes, Gauge, "MemAvailable", |s| s
+        .host
+        .available
+        .and_then(bytes)),
+    field!("swap_used", "", Bytes, Gauge, "Swap in use", |s| s.host.swap_used.and_then(bytes)),
+    field!("swap_in_rate", "", PagesPerSecond, Gauge, "Pages swapped in", |s| Some(
+        s.host.swap_in_rate
+    )),
+    field!("swap_out_rate", "", PagesPerSecond, Gauge, "Pages swapped out", |s| Some(
+        s.host.swap_out_rate
+    )),
+    field!("psi_some", "", Ratio, Gauge, "Memory pressure, some, 10 s average", |s| s
+        .host
+        .psi_some
+        .map(|p| p / 100.0)),
+    field!("psi_full", "", Ratio, Gauge, "Memory pressure, full, 10 s average", |s| s
+        .host
+        .psi_full
+        .map(|p| p / 100.0)),
+    field!("pool_limit", "", Bytes, Gauge, "Limit of the VMs' cgroup", |s| s
+        .host
+        .pool
+        .as_ref()
+        .and_then(|p| bytes(p.limit))),
+    field!("pool_usage", "", Bytes, Gauge, "Usage of the VMs' cgroup", |s| s
+        .host
+        .pool
+        .as_ref()
+        .and_then(|p| bytes(p.usage))),
+    field!("pool_swap", "", Bytes, Gauge, "Swap used by the VMs' cgroup", |s| s
+        .host
+        .pool
+        .as_ref()
+        .and_then(|p| p.swap)
+        .and_then(bytes)),
+    field!("vms", "", Plain, Gauge, "VMs found", |s| Some(s.vms.len() as f64)),
+    field!("vms_promised", "", Bytes, Gauge, "Sum of the VMs' RAM", |s| bytes(s.host.promised)),
+    field!("vms_resident", "", Bytes, Gauge, "Sum of what the VMs hold", |s| bytes(
+        s.host.resident
+    )),
+    field!("problems", "", Plain, Gauge, "Sources that could not be read", |s| Some(
+        s.problems.len() as f64
+    )),
+    field!("daemon_cpu", "", Seconds, Counter, "CPU time of the daemon", |s| Some(s.daemon.cpu_s)),
+    field!("daemon_resident", "", Bytes, Gauge, "Resident memory of the daemon", |s| bytes(
+        s.daemon.resident
+    )),
+    field!("tick", "", Seconds, Gauge, "Duration of the last tick", |s| Some(
+        s.daemon.tick_ms / 1000.0
+    )),
+    field!("ticks", "", Plain, Counter, "Ticks since the start", |s| Some(s.tick as f64)),
+    field!("orders", "", Plain, Counter, "Balloon orders given", |s| Some(s.daemon.orders as f64)),
+    field!("orders_failed", "", Plain, Counter, "Balloon orders that failed", |s| Some(
+        s.daemon.orders_failed as f64
+    )),
+];
+
+/// A VM's numbers.
+pub const VM_FIELDS: &[Field<Vm>] = &[
+    field!("ram", "RAM", Bytes, Gauge, "RAM it was given", |v| v.ram.and_then(bytes)),
+    field!("actual", "SIZE", Bytes, Gauge, "RAM less balloon", |v| v.actual.and_then(bytes)),
+    field!("target", "", Bytes, Gauge, "Size it was ordered to take, while under way", |v| v
+        .target
+        .and_then(bytes)),
+    field!("floor", "FLOOR", Bytes, Gauge, "Size below which it is never asked", |v| bytes(
+        v.floor
+    )),
+    field!("ceiling", "", Bytes, Gauge, "Size it is owed", |v| bytes(v.ceiling)),
+    field!("ballooned", "", Bytes, Gauge, "Held by the balloon of what it is owed", |v| bytes(
+        v.ballooned
+    )),
+    field!("resident", "RESIDENT", Bytes, Gauge, "What the host holds for it", |v| v
+        .resident
+        .and_then(bytes)),
+    field!("swap", "SWAP", Bytes, Gauge, "What of it is in the host's swap", |v| v
+        .swap
+        .and_then(bytes)),
+    field!("available", "AVAILABLE", Bytes, Gauge, "Available in the guest, as it says", |v| v
+        .available
+        .and_then(bytes)),
+    field!("stats_age", "", Seconds, Gauge, "Age of the guest's statistics", |v| v
+        .stats_age_ms
+        .map(|a| a as f64 / 1000.0)),
+    field!("up", "", Plain, Gauge, "1: QMP answers", |v| Some(u8::from(v.link == Link::Up) as f64)),
+    field!("distress", "", Plain, Gauge, "1: the guest is short of memory", |v| Some(u8::from(
+        !v.distress.is_empty()
+    ) as f64)),
+    field!("returned_balloon", "", Bytes, Counter, "Came back while the balloon grew", |v| bytes(
+        v.returned.balloon
+    )),
+    field!("returned_reporting", "", Bytes, Counter, "Came back by free page reporting", |v| {
+        bytes(v.returned.reporting)
+    }),
+    field!("returned_swap", "", Bytes, Counter, "Went to swap", |v| bytes(v.returned.swap)),
+    field!("returned_other", "", Bytes, Counter, "Came back in another way", |v| bytes(
+        v.returned.other
+    )),
+    field!("given_back", "", Bytes, Counter, "Given back to the guest by deflating", |v| bytes(
+        v.returned.given_back
+    )),
+];

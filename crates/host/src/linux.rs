@@ -1,0 +1,458 @@
+//! The Linux host: one [`LinuxHost::sample`] per tick, balloon commands, and a
+//! sleep that ends early when the host or a VM needs attention.
+//!
+//! Everything that is asked of VMs in a tick shares one deadline. A source that
+//! fails becomes a [`Problem`]; nothing here ends the tick. Connections are
+//! `vm.rs`'s; what is read of the kernel is `probe/`'s; this file only joins.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Display;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ebb_core::sample::{HostSample, Link, Pool, Problem, Sample, VmId, VmSample};
+use ebb_core::units::{Bytes, Stamp};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+
+use crate::balloon;
+use crate::probe::cgroup::{self, Hierarchy};
+use crate::probe::process::{read_stat, read_status};
+use crate::probe::psi::{self, PsiTrigger};
+use crate::probe::qemu::{self, QemuProcess, QmpAddress};
+use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
+use crate::qmp::{Client, QmpError, interest, poll_all};
+use crate::root::{ProbeError, Root};
+use crate::vm::{Vm, problem};
+
+/// How `/proc` is scanned for new VMs at least, while none vanishes.
+const SCAN_EVERY: Duration = Duration::from_secs(2);
+
+/// What the configuration says of the host's surroundings.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where files are read from.
+    pub root: Root,
+    /// QMP sockets beside those on command lines, with the name of the VM.
+    pub sockets: Vec<(String, PathBuf)>,
+    /// VMs of these names are not looked at.
+    pub ignore: Vec<String>,
+    /// Seconds between QEMU's questions to a guest, at least 1.
+    pub stats_interval_s: u64,
+    /// How long all VMs together may take to answer in a tick.
+    pub deadline: Duration,
+    /// The cgroup to take as pool instead of the one found.
+    pub pool: Option<String>,
+    /// Stall and window of the PSI trigger, microseconds; `None` for no trigger.
+    pub psi_trigger_us: Option<(u32, u32)>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            root: Root::default(),
+            sockets: Vec::new(),
+            ignore: Vec::new(),
+            stats_interval_s: 2,
+            deadline: Duration::from_millis(200),
+            pool: None,
+            psi_trigger_us: Some((100_000, 1_000_000)),
+        }
+    }
+}
+
+/// Why a balloon was not set.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ActError {
+    /// The process has ended; its pid may be another's by now.
+    #[error("the VM's process {pid} has ended")]
+    Gone {
+        /// Its pid.
+        pid: u32,
+    },
+    /// QMP cannot be used now.
+    #[error("no QMP connection: {0}")]
+    NoLink(String),
+    /// QEMU refused or did not answer in time (then it may still follow).
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+/// Why [`LinuxHost::wait`] returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// The time was up.
+    Timer,
+    /// Tasks on the host stalled for memory.
+    Pressure,
+    /// A VM reset, stopped, resumed, migrated or went away. Stays until the
+    /// next [`LinuxHost::sample`].
+    Event,
+    /// A [`Waker`] was used.
+    Woken,
+}
+
+/// Ends a [`LinuxHost::wait`] from another thread.
+#[derive(Clone, Debug)]
+pub struct Waker(Arc<OwnedFd>);
+
+impl Waker {
+    /// Wakes; never blocks.
+    pub fn wake(&self) {
+        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// The machine, with everything that is kept between ticks.
+#[derive(Debug)]
+pub struct LinuxHost {
+    options: Options,
+    vms: BTreeMap<VmId, Vm>,
+    /// Which VM each configured socket turned out to be.
+    bound: Vec<Option<VmId>>,
+    scanned: Option<Instant>,
+    scan_problems: Vec<Problem>,
+    hierarchy: Option<Hierarchy>,
+    pool: Option<String>,
+    trigger: Option<PsiTrigger>,
+    waker: Waker,
+}
+
+impl LinuxHost {
+    /// Opens what is kept open. VMs are looked for by the first sample. Fails
+    /// only where the system has no file descriptor left.
+    pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
+        options.stats_interval_s = options.stats_interval_s.max(1);
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let bound = vec![None; options.sockets.len()];
+        Ok(LinuxHost {
+            trigger: None,
+            options,
+            vms: BTreeMap::new(),
+            bound,
+            scanned: None,
+            scan_problems: Vec::new(),
+            hierarchy: None,
+            pool: None,
+            waker: Waker(Arc::new(waker)),
+        })
+    }
+
+    /// The host's monotonic clock.
+    pub fn now() -> Stamp {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        Stamp(t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000)
+    }
+
+    /// For ending [`LinuxHost::wait`] from elsewhere.
+    pub fn waker(&self) -> Waker {
+        self.waker.clone()
+    }
+
+    /// Reads everything. Takes at most the deadline, plus what `/proc` takes.
+    pub fn sample(&mut self) -> Sample {
+        let (at, started) = (LinuxHost::now(), Instant::now());
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let wall_ms = wall.as_millis() as u64;
+        let mut problems = Vec::new();
+        let mut host = self.sample_host(&mut problems);
+        self.refresh(started);
+        problems.extend(self.scan_problems.iter().cloned());
+        self.query(started);
+        let vms = self.sample_vms(at, wall_ms, &mut problems);
+        host.pool = self.sample_pool(&mut problems);
+        Sample { at, wall_ms, host, vms, problems }
+    }
+
+    fn sample_host(&mut self, problems: &mut Vec<Problem>) -> HostSample {
+        let root = &self.options.root;
+        HostSample {
+            memory: noted(problems, "/proc/meminfo", meminfo::read_meminfo(root)),
+            psi: noted(problems, psi::MEMORY, psi::read_psi(root, psi::MEMORY)),
+            vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
+            swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
+            ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
+            zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
+            pool: None,
+        }
+    }
+
+    /// Drops VMs that ended; looks for new ones when one did or it is time.
+    fn refresh(&mut self, now: Instant) {
+        let before = self.vms.len();
+        let root = &self.options.root;
+        self.vms.retain(|id, _| is_alive(root, *id));
+        let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
+        if due || self.vms.len() < before {
+            self.scanned = Some(now);
+            self.scan();
+        }
+    }
+
+    fn scan(&mut self) {
+        let mut problems = Vec::new();
+        let root = self.options.root.clone();
+        let scan = qemu::discover(&root).map(Some);
+        let scan = noted(&mut problems, "/proc", scan).unwrap_or_default();
+        problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
+        self.open_trigger(&mut problems);
+        self.bind_sockets(&mut problems);
+        let mut names: HashSet<String> =
+            self.vms.values().map(|v| v.process.name.clone()).collect();
+        for mut process in scan.found {
+            if self.vms.contains_key(&process.id) || self.options.ignore.contains(&process.name) {
+                continue;
+            }
+            while !names.insert(process.name.clone()) {
+                process.name = format!("{}-{}", process.name, process.id.pid);
+            }
+            self.vms.insert(process.id, Vm::new(process, self.options.stats_interval_s));
+        }
+        self.find_pool(&mut problems);
+        self.scan_problems = problems;
+    }
+
+    fn open_trigger(&mut self, problems: &mut Vec<Problem>) {
+        let Some((stall, window)) = self.options.psi_trigger_us else { return };
+        if self.trigger.is_none() {
+            let opened = PsiTrigger::open(&self.options.root, psi::MEMORY, stall, window);
+            self.trigger = noted(problems, "PSI trigger", opened);
+        }
+    }
+
+    /// Configured sockets tell by their peer which process they are.
+    fn bind_sockets(&mut self, problems: &mut Vec<Problem>) {
+        for i in 0..self.bound.len() {
+            if self.bound[i].is_some_and(|id| self.vms.contains_key(&id)) {
+                continue;
+            }
+            let (name, path) = self.options.sockets[i].clone();
+            let source = path.display().to_string();
+            self.bound[i] = match self.bind(name, path) {
+                Ok(id) => Some(id),
+                Err(why) => {
+                    problems.push(problem(None, source, why));
+                    None
+                }
+            };
+        }
+    }
+
+    fn bind(&mut self, name: String, path: PathBuf) -> Result<VmId, String> {
+        let root = &self.options.root;
+        let client = Client::new(path);
+        if let Some(error) = client.failure() {
+            return Err(error.to_string());
+        }
+        let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
+        let inspected = qemu::inspect(root, pid, &mut None).map_err(|e| e.to_string())?;
+        let mut process = match inspected {
+            Some(process) => process,
+            None => plain_process(root, pid)?,
+        };
+        process.name = name;
+        let id = process.id;
+        let interval_s = self.options.stats_interval_s;
+        let vm = self.vms.entry(id).or_insert_with(|| Vm::new(process.clone(), interval_s));
+        vm.process = process;
+        vm.adopt(client);
+        Ok(id)
+    }
+
+    /// Finds each VM's cgroup and the pool that all share.
+    fn find_pool(&mut self, problems: &mut Vec<Problem>) {
+        let root = &self.options.root;
+        self.hierarchy = noted(problems, "memory cgroups", cgroup::read_hierarchy(root));
+        self.pool = self.options.pool.clone();
+        let Some(h) = &self.hierarchy else { return };
+        for vm in self.vms.values_mut() {
+            let read = cgroup::read_process_cgroup(root, h.version, vm.process.id.pid);
+            vm.cgroup = noted(problems, "/proc/PID/cgroup", read);
+        }
+        let paths: Option<Vec<String>> = self.vms.values().map(|v| v.cgroup.clone()).collect();
+        if let (None, Some(paths)) = (&self.pool, paths) {
+            self.pool = noted(problems, "cgroup limits", cgroup::common_pool(root, h, &paths));
+        }
+    }
+
+    fn sample_pool(&self, problems: &mut Vec<Problem>) -> Option<Pool> {
+        let (h, path) = (self.hierarchy.as_ref()?, self.pool.as_ref()?);
+        let pool = noted(problems, path, cgroup::read_pool(&self.options.root, h, path));
+        if pool.is_none() && self.options.pool.is_some() {
+            let why = "no such memory cgroup, or it has no limit: the whole host counts as pool";
+            problems.push(problem(None, path.clone(), why.into()));
+        }
+        pool
+    }
+
+    fn query(&mut self, started: Instant) {
+        let deadline = started + self.options.deadline;
+        self.vms.values_mut().for_each(|vm| vm.ask(started));
+        // A balloon that was just found is asked at once, and then set up.
+        for _ in 0..3 {
+            poll_all(&mut clients(&mut self.vms), deadline);
+            if !self.vms.values_mut().map(Vm::hear).fold(false, |a, b| a | b) {
+                break;
+            }
+        }
+    }
+
+    fn sample_vms(
+        &mut self,
+        at: Stamp,
+        wall_ms: u64,
+        problems: &mut Vec<Problem>,
+    ) -> Vec<VmSample> {
+        let root = &self.options.root;
+        let one = |(id, vm): (&VmId, &mut Vm)| {
+            let source = format!("/proc/{}/status", id.pid);
+            let memory = noted(problems, &source, read_status(root, id.pid));
+            vm.sample(at, wall_ms, memory, problems)
+        };
+        self.vms.iter_mut().map(one).collect()
+    }
+
+    /// Sets one balloon; see [`LinuxHost::set_balloons`].
+    pub fn set_balloon(&mut self, vm: VmId, target: Bytes) -> Result<(), ActError> {
+        let mut results = self.set_balloons(&[(vm, target)]);
+        results.pop().unwrap_or(Err(ActError::Gone { pid: vm.pid }))
+    }
+
+    /// Tells QEMU what each guest shall be left with (whole MiB make sense).
+    /// Every VM's process is checked right before. All share one deadline;
+    /// results are in the order of the wishes. `Ok` means that QEMU has asked
+    /// the guest, not that the guest has done it.
+    pub fn set_balloons(&mut self, wishes: &[(VmId, Bytes)]) -> Vec<Result<(), ActError>> {
+        let deadline = Instant::now() + self.options.deadline;
+        let sent: Vec<_> = wishes.iter().map(|(id, target)| self.send_wish(*id, *target)).collect();
+        poll_all(&mut clients(&mut self.vms), deadline);
+        let result = |(sent, (id, _)): (Result<u64, ActError>, &(VmId, Bytes))| {
+            let command = sent?;
+            let gone = ActError::Gone { pid: id.pid };
+            let client = self.vms.get_mut(id).and_then(|v| v.client.as_mut()).ok_or(gone)?;
+            match client.take_reply(command) {
+                Some(answer) => Ok(answer.map(drop)?),
+                None => {
+                    client.protocol().forget(command);
+                    let path = client.path().display().to_string();
+                    let ms = self.options.deadline.as_millis() as u64;
+                    Err(QmpError::Timeout { path, what: "balloon".into(), ms }.into())
+                }
+            }
+        };
+        sent.into_iter().zip(wishes).map(result).collect()
+    }
+
+    fn send_wish(&mut self, id: VmId, target: Bytes) -> Result<u64, ActError> {
+        let gone = ActError::Gone { pid: id.pid };
+        let vm = self.vms.get_mut(&id).ok_or_else(|| gone.clone())?;
+        if !is_alive(&self.options.root, id) {
+            return Err(gone);
+        }
+        let client = vm.usable().map_err(|link| ActError::NoLink(link_text(link)))?;
+        Ok(client.send("balloon", Some(balloon::balloon(target)))?)
+    }
+
+    /// Has QEMU ask these guests for statistics now rather than at the next
+    /// interval. The answers are in a later sample.
+    pub fn kick_stats(&mut self, vms: &[VmId]) {
+        for id in vms {
+            if let Some(vm) = self.vms.get_mut(id) {
+                vm.kick();
+            }
+        }
+    }
+
+    /// Sleeps until `until`, or less: see [`Wake`].
+    pub fn wait(&mut self, until: Instant) -> Wake {
+        loop {
+            clients(&mut self.vms).into_iter().for_each(Client::pump);
+            if self.vms.values_mut().any(Vm::is_urgent) {
+                return Wake::Event;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Wake::Timer;
+            }
+            let (woken, pressure) = self.poll(left);
+            if woken {
+                let _ = rustix::io::read(&*self.waker.0, &mut [0u8; 8]);
+                return Wake::Woken;
+            }
+            if pressure {
+                return Wake::Pressure;
+            }
+        }
+    }
+
+    /// One `poll`; whether the waker and the PSI trigger fired.
+    fn poll(&mut self, left: Duration) -> (bool, bool) {
+        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.0.as_fd(), PollFlags::IN)];
+        let psi = self.trigger.as_ref().map(|t| PollFd::from_borrowed_fd(t.fd(), PollFlags::PRI));
+        let has_psi = psi.is_some();
+        fds.extend(psi);
+        let clients = self.vms.values().filter_map(|v| v.client.as_ref());
+        fds.extend(clients.filter_map(|c| Some(PollFd::from_borrowed_fd(c.fd()?, interest(c)))));
+        let Ok(timeout) = left.try_into() else { return (false, false) };
+        if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
+            return (false, false);
+        }
+        let woken = !fds[0].revents().is_empty();
+        let psi = if has_psi { fds[1].revents() } else { PollFlags::empty() };
+        drop(fds);
+        if psi.intersects(PollFlags::ERR | PollFlags::NVAL) {
+            self.trigger = None;
+            return (woken, false);
+        }
+        (woken, psi.contains(PollFlags::PRI))
+    }
+}
+
+fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
+    vms.values_mut().filter_map(|v| v.client.as_mut()).collect()
+}
+
+/// Whether the pid is still the process that it was.
+fn is_alive(root: &Root, id: VmId) -> bool {
+    match read_stat(root, id.pid) {
+        Ok(Some(stat)) => stat.start == id.start && !matches!(stat.state, 'Z' | 'X'),
+        _ => false,
+    }
+}
+
+/// A QMP server that does not look like QEMU on its command line.
+fn plain_process(root: &Root, pid: u32) -> Result<QemuProcess, String> {
+    let stat = read_stat(root, pid).map_err(|e| e.to_string())?;
+    let start = stat.ok_or("the process behind it has ended")?.start;
+    Ok(QemuProcess {
+        id: VmId { pid, start },
+        name: String::new(),
+        uuid: None,
+        qmp: QmpAddress::None { why: String::new() },
+        balloon: false,
+        passthrough: false,
+        hugepages: false,
+        incoming: false,
+    })
+}
+
+fn link_text(link: Link) -> String {
+    match link {
+        Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why,
+        Link::Up | Link::Unknown => "not tried yet".into(),
+    }
+}
+
+/// A failure becomes a problem of the host, and the value unknown.
+fn noted<T>(
+    problems: &mut Vec<Problem>,
+    source: &str,
+    result: Result<Option<T>, ProbeError>,
+) -> Option<T> {
+    let note = |e: &dyn Display| problem(None, source.to_owned(), e.to_string());
+    result.unwrap_or_else(|e| {
+        problems.push(note(&e));
+        None
+    })
+}

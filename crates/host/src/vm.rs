@@ -1,0 +1,449 @@
+//! One VM between ticks: its QMP connection, what was asked, what was learnt.
+//!
+//! A tick is: [`Vm::ask`] queues all questions at once, the caller drives all
+//! clients against one deadline, [`Vm::hear`] takes the answers (and may ask
+//! more, once), [`Vm::sample`] writes down what is known. A VM that does not
+//! answer is not asked again until it has: its questions never pile up.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::sample::{
+    BalloonSample, GuestStats, Link, Problem, ProcessMemory, RunState, VmEvent, VmId, VmSample,
+};
+use ebb_core::units::{Bytes, Stamp};
+use serde_json::{Value, json};
+
+use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::probe::qemu::{QemuProcess, QmpAddress};
+use crate::qmp::{Client, QmpError, State};
+
+/// First and longest wait before a lost connection is tried again.
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A connection that owes an answer this long is given up.
+const GIVE_UP: Duration = Duration::from_secs(30);
+/// Devices and RAM size are looked up this often without any event.
+const LOOK_UP: Duration = Duration::from_secs(60);
+/// Most events kept between two samples; the oldest go.
+const MAX_EVENTS: usize = 64;
+
+/// A question that was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ask {
+    Status,
+    Migrate,
+    Balloon,
+    Stats,
+    MemorySize,
+    Folder(usize),
+    Reporting,
+    DeflateOnOom,
+    Interval,
+    SetInterval,
+}
+
+/// What one tick's answers say.
+#[derive(Debug, Default)]
+struct Answers {
+    run: Option<RunState>,
+    migrating: bool,
+    actual: Option<Bytes>,
+    guest: Option<GuestStats>,
+    problems: Vec<(String, String)>,
+}
+
+/// A VM and its connection.
+#[derive(Debug)]
+pub(crate) struct Vm {
+    pub process: QemuProcess,
+    pub cgroup: Option<String>,
+    /// Seconds between QEMU's questions to the guest.
+    interval_s: u64,
+    pub client: Option<Client>,
+    /// Which of several sockets comes next.
+    turn: usize,
+    backoff: Duration,
+    retry_at: Option<Instant>,
+    /// Why there is no client.
+    down: Link,
+    slow_since: Option<Instant>,
+    /// This connection has answered.
+    ready: bool,
+    looked_up: Option<Instant>,
+    ram: Option<Bytes>,
+    device: Option<String>,
+    found: Option<String>,
+    reporting: Option<bool>,
+    deflate_on_oom: Option<bool>,
+    /// Last statistics, when they were last seen, and not after when they came.
+    stats: Option<(GuestStats, Stamp, Option<Stamp>)>,
+    events: Vec<VmEvent>,
+    asked: Vec<(Ask, u64)>,
+    answers: Answers,
+}
+
+impl Vm {
+    pub fn new(process: QemuProcess, interval_s: u64) -> Vm {
+        let down = match &process.qmp {
+            QmpAddress::Paths(_) => Link::Unknown,
+            QmpAddress::None { why } => Link::Down(why.clone()),
+        };
+        Vm {
+            process,
+            cgroup: None,
+            interval_s,
+            client: None,
+            turn: 0,
+            backoff: BACKOFF.0,
+            retry_at: None,
+            down,
+            slow_since: None,
+            ready: false,
+            looked_up: None,
+            ram: None,
+            device: None,
+            found: None,
+            reporting: None,
+            deflate_on_oom: None,
+            stats: None,
+            events: Vec::new(),
+            asked: Vec::new(),
+            answers: Answers::default(),
+        }
+    }
+
+    /// Takes over a connection that was made elsewhere.
+    pub fn adopt(&mut self, client: Client) {
+        self.process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
+        self.client = Some(client);
+        (self.ready, self.slow_since) = (false, None);
+        self.asked.clear();
+    }
+
+    /// The connection, if commands are served promptly: one that is carried out
+    /// much later than it was decided does harm.
+    pub fn usable(&mut self) -> Result<&mut Client, Link> {
+        let link = self.link();
+        match &mut self.client {
+            Some(c) if c.state() == State::Ready && self.slow_since.is_none() => Ok(c),
+            _ => Err(link),
+        }
+    }
+
+    /// Whether the caller should sample now: an urgent event or a lost connection.
+    pub fn is_urgent(&mut self) -> bool {
+        let ready = self.ready;
+        self.client.as_mut().is_some_and(|c| {
+            c.protocol().has_event(&balloon::URGENT) || ready && c.state() == State::Failed
+        })
+    }
+
+    /// Connects where it is time to, and queues this tick's questions.
+    pub fn ask(&mut self, now: Instant) {
+        self.answers = Answers::default();
+        if let Some(client) = &mut self.client {
+            client.pump();
+            if self.slow_since.is_some_and(|since| now - since > GIVE_UP) {
+                let ms = GIVE_UP.as_millis() as u64;
+                let path = client.path().display().to_string();
+                client.protocol().fail(QmpError::Timeout { path, what: "any command".into(), ms });
+            }
+        }
+        self.reap(now);
+        if self.client.is_none() && self.retry_at.is_none_or(|at| now >= at) {
+            self.connect();
+            self.reap(now);
+        }
+        let Some(client) = &mut self.client else { return };
+        if self.slow_since.is_some() {
+            if client.protocol().unanswered() > 0 {
+                return;
+            }
+            self.slow_since = None;
+        }
+        self.questions(now);
+    }
+
+    fn connect(&mut self) {
+        let QmpAddress::Paths(paths) = &self.process.qmp else { return };
+        let mut client = Client::new(paths[self.turn % paths.len()].clone());
+        let pid = self.process.id.pid;
+        if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
+            let path = client.path().display().to_string();
+            let why = format!("served by process {peer}, not by this VM's {pid}");
+            client.protocol().fail(QmpError::Garbage { path, why });
+        }
+        self.adopt_same_paths(client);
+    }
+
+    fn adopt_same_paths(&mut self, client: Client) {
+        let paths = self.process.qmp.clone();
+        self.adopt(client);
+        self.process.qmp = paths;
+    }
+
+    /// Buries a failed connection and says when to try again.
+    fn reap(&mut self, now: Instant) {
+        let Some(error) = self.client.as_ref().and_then(|c| c.failure().cloned()) else { return };
+        self.take_events();
+        self.down = match &error {
+            QmpError::Taken { .. } => Link::Taken(error.to_string()),
+            _ => Link::Down(error.to_string()),
+        };
+        if matches!(error, QmpError::Taken { .. }) {
+            self.turn += 1;
+        }
+        self.client = None;
+        self.asked.clear();
+        (self.ready, self.slow_since) = (false, None);
+        self.retry_at = Some(now + self.backoff);
+        self.backoff = (self.backoff * 2).min(BACKOFF.1);
+    }
+
+    fn questions(&mut self, now: Instant) {
+        self.send(Ask::Status, "query-status", None);
+        self.send(Ask::Migrate, "query-migrate", None);
+        if self.looked_up.is_none_or(|at| now - at > LOOK_UP) || !self.ready {
+            self.looked_up = Some(now);
+            self.send(Ask::MemorySize, "query-memory-size-summary", None);
+            for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
+                self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));
+            }
+        }
+        if self.ready {
+            self.ask_balloon();
+        }
+    }
+
+    fn ask_balloon(&mut self) {
+        if self.device.is_none() {
+            return;
+        }
+        self.send(Ask::Balloon, "query-balloon", None);
+        self.get(Ask::Stats, balloon::STATS);
+    }
+
+    fn get(&mut self, ask: Ask, property: &str) {
+        let Some(device) = self.device.clone() else { return };
+        self.send(ask, "qom-get", Some(balloon::get(&device, property)));
+    }
+
+    fn send(&mut self, ask: Ask, command: &str, arguments: Option<Value>) {
+        let Some(client) = &mut self.client else { return };
+        match client.send(command, arguments) {
+            Ok(id) => self.asked.push((ask, id)),
+            Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
+        }
+    }
+
+    /// Takes the answers that are there; true where they led to new questions.
+    pub fn hear(&mut self) -> bool {
+        let mut kept = 0;
+        for (ask, id) in std::mem::take(&mut self.asked) {
+            match self.client.as_mut().and_then(|c| c.take_reply(id)) {
+                Some(answer) => self.answer(ask, answer),
+                None => {
+                    self.asked.push((ask, id));
+                    kept += 1;
+                }
+            }
+        }
+        self.asked.len() > kept
+    }
+
+    fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
+        let value = match answer {
+            Ok(value) => value,
+            // The connection's failures are told by the link.
+            Err(e) if !matches!(e, QmpError::Command { .. }) => return,
+            // Properties that an old QEMU does not have.
+            Err(_) if matches!(ask, Ask::Migrate | Ask::DeflateOnOom | Ask::Reporting) => return,
+            Err(e) => {
+                if matches!(ask, Ask::Balloon | Ask::Stats) {
+                    self.looked_up = None;
+                }
+                return self.answers.problems.push(("qmp".into(), e.to_string()));
+            }
+        };
+        self.first_answer();
+        let checked = match ask {
+            Ask::Status => balloon::parse_status(&value).map(|run| self.answers.run = Some(run)),
+            Ask::Balloon => balloon::parse_balloon(&value).map(|b| self.answers.actual = Some(b)),
+            Ask::MemorySize => balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram)),
+            _ => {
+                self.device_answer(ask, &value);
+                Ok(())
+            }
+        };
+        if let Err(e) = checked {
+            self.answers.problems.push(("qmp".into(), e.to_string()));
+        }
+    }
+
+    /// A new connection: what was known before may not hold any more.
+    fn first_answer(&mut self) {
+        if self.ready {
+            return;
+        }
+        self.ready = true;
+        self.backoff = BACKOFF.0;
+        (self.device, self.stats) = (None, None);
+        (self.reporting, self.deflate_on_oom) = (None, None);
+        self.events.push(VmEvent::Connected);
+    }
+
+    fn device_answer(&mut self, ask: Ask, value: &Value) {
+        match ask {
+            Ask::Migrate => self.answers.migrating = balloon::parse_migrating(value),
+            Ask::Reporting => self.reporting = value.as_bool(),
+            Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
+            Ask::Interval => {
+                let slow = value.as_u64().is_none_or(|s| s == 0 || s > self.interval_s);
+                if let Some(device) = self.device.clone().filter(|_| slow) {
+                    let value = json!(self.interval_s);
+                    let set = balloon::set(&device, balloon::INTERVAL, value);
+                    self.send(Ask::SetInterval, "qom-set", Some(set));
+                }
+            }
+            Ask::Stats => {
+                let (guest, problems) = balloon::parse_guest_stats(value, self.ram);
+                self.answers.guest = guest;
+                let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
+                self.answers.problems.extend(problems);
+            }
+            Ask::Folder(i) => {
+                let found = balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
+                self.found = if i == 0 { found } else { self.found.take().or(found) };
+                if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
+                    self.device = self.found.take();
+                    self.ask_balloon();
+                    self.get(Ask::Reporting, balloon::REPORTING);
+                    self.get(Ask::DeflateOnOom, balloon::DEFLATE_ON_OOM);
+                    self.get(Ask::Interval, balloon::INTERVAL);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Asks QEMU to ask the guest now: switching the timer off and on does.
+    pub fn kick(&mut self) {
+        let (Some(device), interval) = (self.device.clone(), self.interval_s) else { return };
+        let Ok(client) = self.usable() else { return };
+        for seconds in [0, interval] {
+            let set = balloon::set(&device, balloon::INTERVAL, json!(seconds));
+            if let Ok(id) = client.send("qom-set", Some(set)) {
+                client.protocol().forget(id);
+            }
+        }
+        client.pump();
+    }
+
+    fn take_events(&mut self) {
+        let Some(client) = &mut self.client else { return };
+        for event in client.take_events() {
+            if balloon::changes_devices(&event) {
+                self.looked_up = None;
+            }
+            if event.name == "RESET" {
+                self.stats = None;
+            }
+            self.events.extend(balloon::parse_event(&event));
+        }
+        let excess = self.events.len().saturating_sub(MAX_EVENTS);
+        self.events.drain(..excess);
+    }
+
+    fn link(&self) -> Link {
+        let Some(client) = &self.client else { return self.down.clone() };
+        match (client.state(), client.failure()) {
+            (_, Some(e @ QmpError::Taken { .. })) => Link::Taken(e.to_string()),
+            (_, Some(e)) => Link::Down(e.to_string()),
+            (State::Ready, _) if self.slow_since.is_none() => Link::Up,
+            (State::Ready, _) => {
+                let silent = client.last_heard().elapsed().as_secs_f64();
+                Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
+            }
+            _ => Link::Slow(format!("{}: waits for QEMU's greeting", client.path().display())),
+        }
+    }
+
+    /// Ends the tick: forgets what was not answered and tells what is known.
+    pub fn sample(
+        &mut self,
+        at: Stamp,
+        wall_ms: u64,
+        memory: Option<ProcessMemory>,
+        problems: &mut Vec<Problem>,
+    ) -> VmSample {
+        self.take_events();
+        for (_, id) in std::mem::take(&mut self.asked) {
+            if let Some(client) = &mut self.client {
+                client.protocol().forget(id);
+                self.slow_since.get_or_insert_with(Instant::now);
+            }
+        }
+        let id = self.process.id;
+        let told = std::mem::take(&mut self.answers.problems);
+        problems.extend(told.into_iter().map(|(source, message)| problem(id, source, message)));
+        let run = match self.answers.run.take() {
+            Some(RunState::Running | RunState::Paused) if self.answers.migrating => {
+                Some(RunState::Migrating)
+            }
+            run => run,
+        };
+        VmSample {
+            id,
+            name: self.process.name.clone(),
+            uuid: self.process.uuid.clone(),
+            ram: self.ram,
+            process: memory,
+            cgroup: self.cgroup.clone(),
+            link: self.link(),
+            run,
+            balloon: self.balloon(at, wall_ms),
+            events: std::mem::take(&mut self.events),
+        }
+    }
+
+    fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
+        let actual = self.answers.actual?;
+        let guest = self.answers.guest.take().map(|new| {
+            // They changed after they were last seen the same.
+            let came = match &self.stats {
+                Some((old, _, came)) if *old == new => *came,
+                Some((_, seen, _)) => Some(*seen),
+                None => None,
+            };
+            self.stats = Some((new, at, came));
+            let age_ms = age_ms(wall_ms, new.updated_s, came.map(|c| at.since(c)));
+            GuestStats { age_ms, ..new }
+        });
+        let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
+        Some(BalloonSample { actual, reporting, deflate_on_oom, guest })
+    }
+}
+
+pub(crate) fn problem(vm: impl Into<Option<VmId>>, source: String, message: String) -> Problem {
+    Problem { vm: vm.into(), source, message }
+}
+
+/// How old statistics are, milliseconds: by the wall clock (not where that was
+/// set back to before they came) or since they changed, whichever is younger.
+fn age_ms(wall_ms: u64, updated_s: u64, since_change: Option<u64>) -> u64 {
+    let updated_ms = updated_s.saturating_mul(1000);
+    let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
+    by_wall.into_iter().chain(since_change).min().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
+        assert_eq!(age_ms(10_000, 7, None), 3000);
+        assert_eq!(age_ms(10_000, 7, Some(60_000)), 3000);
+        assert_eq!(age_ms(9_000_000, 7, Some(2_000)), 2000, "clock set ahead");
+        assert_eq!(age_ms(10_000, 900, Some(40_000)), 40_000, "clock set back");
+    }
+}

@@ -1,0 +1,194 @@
+//! Against a real QEMU without a guest: `qemu-system-x86_64` must be installed.
+//! Each test starts its own and ends it, also when it fails, and its host sees
+//! no other: a tree of links to the one process stands for `/proc`.
+
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ebb_core::sample::{Link, RunState, Sample, VmEvent, VmSample};
+use ebb_core::units::Bytes;
+use ebb_host::linux::{ActError, LinuxHost, Options, Wake};
+use ebb_host::qmp::{Client, QmpError};
+use ebb_host::root::Root;
+
+const LONG: Duration = Duration::from_secs(20);
+
+struct Qemu {
+    child: Child,
+    socket: PathBuf,
+    name: String,
+    root: Root,
+    _dir: tempfile::TempDir,
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A paused QEMU with 64 MiB; `extra` options come last.
+fn qemu(name: &str, extra: &[&str]) -> Qemu {
+    let dir = tempfile::tempdir().unwrap();
+    let name = format!("ebb-test-{name}-{}", std::process::id());
+    let file = name.replace("ebb-", "");
+    let socket = dir.path().join(&file);
+    let child = Command::new("qemu-system-x86_64")
+        .args("-accel tcg -display none -nodefaults -S -m 64 -name".split(' '))
+        .arg(format!("guest={name},debug-threads=on"))
+        .args(["-device", "virtio-balloon-pci,id=balloon0,free-page-reporting=on"])
+        .args(["-uuid", "11111111-2222-3333-4444-555555555555"])
+        .args(["-qmp", &format!("unix:{file},server=on,wait=off")])
+        .args(extra)
+        .current_dir(dir.path())
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("qemu-system-x86_64 must be installed for the vm_ tests");
+    let until = Instant::now() + LONG;
+    while !socket.exists() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(socket.exists(), "QEMU did not open its QMP socket");
+    let root = Root::at(dir.path().join("root"));
+    std::fs::create_dir_all(root.path("/proc")).unwrap();
+    let pid = child.id().to_string();
+    for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid] {
+        symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
+    }
+    symlink("/sys", root.path("/sys")).unwrap();
+    Qemu { child, socket, name, root, _dir: dir }
+}
+
+impl Qemu {
+    fn options(&self) -> Options {
+        let deadline = Duration::from_secs(2);
+        // Without a trigger: pressure of other tests' doing would wake us.
+        Options { root: self.root.clone(), deadline, psi_trigger_us: None, ..Options::default() }
+    }
+
+    fn host(&self) -> LinuxHost {
+        LinuxHost::new(self.options()).unwrap()
+    }
+}
+
+/// Samples until the VM satisfies `good`.
+fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> bool) -> VmSample {
+    let until = Instant::now() + LONG;
+    loop {
+        let sample = host.sample();
+        let found = sample.vms.iter().find(|v| v.id.pid == vm.child.id());
+        match found {
+            Some(v) if good(v) => return v.clone(),
+            _ if Instant::now() > until => panic!("never came: {found:?} {:?}", sample.problems),
+            _ => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+fn connect(path: &Path) -> Client {
+    Client::connect(path, LONG).unwrap()
+}
+
+#[test]
+fn vm_qmp_commands_events_and_a_second_client() {
+    let vm = qemu("qmp", &[]);
+    let mut client = connect(&vm.socket);
+    assert!(client.version().unwrap().major >= 5);
+    assert_eq!(client.peer_pid(), Some(vm.child.id()));
+    let status = client.execute("query-status", None, LONG).unwrap();
+    assert_eq!(status["status"], "prelaunch");
+    let error = client.execute("no-such", None, LONG).unwrap_err();
+    assert!(matches!(error, QmpError::Command { .. }), "{error}");
+    let second = Client::connect(&vm.socket, Duration::from_millis(100)).unwrap_err();
+    assert!(second.to_string().contains("another client is connected"), "{second}");
+    client.execute("cont", None, LONG).unwrap();
+    client.wait_event("RESUME", LONG).unwrap();
+    client.execute("query-qmp-schema", None, LONG).unwrap();
+}
+
+#[test]
+fn vm_pretty_qmp_is_understood() {
+    let vm = qemu("pretty", &["-qmp-pretty", "unix:p.sock,server=on,wait=off"]);
+    let mut client = connect(&vm.socket.with_file_name("p.sock"));
+    assert!(client.execute("query-version", None, LONG).unwrap()["qemu"].is_object());
+}
+
+#[test]
+fn vm_a_sample_tells_what_qemu_and_proc_know() {
+    let vm = qemu("sample", &[]);
+    let mut host = vm.host();
+    let v = sample_until(&mut host, &vm, |v| v.balloon.is_some());
+    assert_eq!((v.name.as_str(), v.link.clone()), (vm.name.as_str(), Link::Up));
+    assert_eq!((v.ram, v.run), (Some(Bytes::mib(64)), Some(RunState::Paused)));
+    assert!(v.uuid.is_some() && v.process.unwrap().resident() > Bytes::mib(1));
+    let balloon = v.balloon.unwrap();
+    assert_eq!((balloon.actual, balloon.guest), (Bytes::mib(64), None));
+    assert_eq!((balloon.reporting, balloon.deflate_on_oom), (Some(true), Some(false)));
+    let interval = {
+        // The daemon's connection gone, another may look.
+        drop(host);
+        let mut client = connect(&vm.socket);
+        let get =
+            ebb_host::balloon::get("/machine/peripheral/balloon0", "guest-stats-polling-interval");
+        client.execute("qom-get", Some(get), LONG).unwrap()
+    };
+    assert_eq!(interval, 2);
+}
+
+#[test]
+fn vm_events_wake_and_a_dead_vm_is_not_acted_on() {
+    let mut vm = qemu("wake", &["-qmp", "unix:second.sock,server=on,wait=off"]);
+    let mut host = vm.host();
+    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    assert_eq!(v.events.first(), Some(&VmEvent::Connected));
+    host.kick_stats(&[v.id]);
+    // No driver in the guest: QEMU takes the wish all the same.
+    host.set_balloon(v.id, Bytes::mib(48)).unwrap();
+    let mut other = connect(&vm.socket.with_file_name("second.sock"));
+    other.execute("system_reset", None, LONG).unwrap();
+    assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
+    sample_until(&mut host, &vm, |v| v.events.contains(&VmEvent::Reset));
+    vm.child.kill().unwrap();
+    vm.child.wait().unwrap();
+    assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
+    let error = host.set_balloon(v.id, Bytes::mib(64)).unwrap_err();
+    assert_eq!(error, ActError::Gone { pid: v.id.pid });
+    assert!(host.sample().vms.iter().all(|s| s.id != v.id));
+}
+
+#[test]
+fn vm_a_stopped_qemu_is_slow_and_costs_one_deadline() {
+    let vm = qemu("hung", &[]);
+    let options = Options { deadline: Duration::from_millis(300), ..vm.options() };
+    let mut host = LinuxHost::new(options).unwrap();
+    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    let pid = rustix::process::Pid::from_raw(vm.child.id() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    sample_until(&mut host, &vm, |v| matches!(v.link, Link::Slow(_)));
+    let start = Instant::now();
+    let link = host.sample().vms.into_iter().find(|s| s.id == v.id).unwrap().link;
+    assert!(matches!(link, Link::Slow(_)) && start.elapsed() < Duration::from_millis(250));
+    assert!(matches!(host.set_balloon(v.id, Bytes::mib(48)), Err(ActError::NoLink(_))));
+    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    sample_until(&mut host, &vm, |v| v.link == Link::Up && v.run.is_some());
+}
+
+#[test]
+fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
+    let vm = qemu("configured", &["-qmp", "unix:ebb.sock,server=on,wait=off"]);
+    let sockets =
+        vec![("mine".to_owned(), vm.socket.clone()), ("no".into(), "/nonexistent".into())];
+    let mut host = LinuxHost::new(Options { sockets, ..vm.options() }).unwrap();
+    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    assert_eq!(v.name, "mine");
+    let sample: Sample = host.sample();
+    assert!(sample.problems.iter().any(|p| p.source == "/nonexistent"), "{:?}", sample.problems);
+    // Without configuration the socket with `ebb` in its name comes first.
+    let _held = connect(&vm.socket.with_file_name("ebb.sock"));
+    let mut host = vm.host();
+    let v = sample_until(&mut host, &vm, |v| matches!(v.link, Link::Taken(_)));
+    assert_eq!(v.run, None);
+}
