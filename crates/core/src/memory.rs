@@ -20,6 +20,8 @@ pub const STUCK_AFTER_MS: u64 = 10_000;
 pub const STUCK_FIRST_MS: u64 = 30_000;
 /// The longest pause for a guest that never follows.
 pub const STUCK_MOST_MS: u64 = 600_000;
+/// A balloon that still moves up so long after a gift follows the gift.
+const GIVE_ECHO_MS: u64 = 10_000;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 
@@ -59,6 +61,10 @@ pub struct VmMemory {
     pub stuck_until: Option<Stamp>,
     /// How often in a row it did not follow.
     pub stuck_count: u32,
+    /// When its balloon last shrank without an order: the guest was out of memory
+    /// and helped itself (`deflate-on-oom`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub helped_itself: Option<Stamp>,
     /// It rebooted and has not been given its memory for that yet.
     pub rebooted: bool,
     /// Its last statistics that differed from those before, when they came, and
@@ -262,6 +268,7 @@ impl VmMemory {
         {
             self.take_stats(at, actual, stats);
         }
+        self.notice_help(at, actual);
         self.follow_order(at, actual);
         self.account(vm, actual);
     }
@@ -273,6 +280,7 @@ impl VmMemory {
         self.stats = None;
         self.rates = None;
         self.order = None;
+        self.helped_itself = None;
         self.stuck_until = None;
         self.stuck_count = 0;
     }
@@ -292,6 +300,16 @@ impl VmMemory {
             return;
         }
         self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
+    }
+
+    /// A balloon that shrinks although nobody told it to.
+    fn notice_help(&mut self, at: Stamp, actual: Option<Bytes>) {
+        let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual) else { return };
+        let ordered = self.order.is_some_and(|o| o.to > was);
+        let given = self.last_give.is_some_and(|t| at.since(t) < GIVE_ECHO_MS);
+        if now > was + Bytes::mib(1) && !ordered && !given && !self.rebooted {
+            self.helped_itself = Some(at);
+        }
     }
 
     fn follow_order(&mut self, at: Stamp, actual: Option<Bytes>) {

@@ -128,6 +128,8 @@ pub struct GuestModel {
     pub need: Bytes,
     /// What is left to it beyond its need when it is asked gently.
     pub buffer: Bytes,
+    /// Whether it can deflate its balloon itself before it kills a process.
+    pub deflate_on_oom: bool,
     /// Below this much available memory it is short.
     pub short_mark: Bytes,
     /// How old the numbers are, milliseconds.
@@ -364,10 +366,15 @@ impl VmModel {
         let stats = vm.balloon.as_ref().and_then(|b| b.guest);
         if let (Some(actual), Some(stats)) = (actual, stats) {
             let rates = remembered.and_then(|m| m.rates_at(sample.at));
-            model.guest = GuestModel::new(ram, actual, &stats, rates);
+            let safe = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
+            model.guest = GuestModel::new(ram, actual, &stats, rates, safe);
         }
         model.standing = standing(settings.manage, vm, &model, remembered, sample.at);
         model.distress = model.guest.as_ref().map(distress).unwrap_or_default();
+        let helped = remembered.and_then(|m| m.helped_itself);
+        if model.distress.is_empty() && helped.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS) {
+            model.distress = "it was out of memory and deflated its balloon itself".into();
+        }
         model
     }
 }
@@ -378,6 +385,7 @@ impl GuestModel {
         actual: Bytes,
         stats: &GuestStats,
         rates: Option<GuestRates>,
+        deflate_on_oom: bool,
     ) -> Option<GuestModel> {
         if stats.age_ms > STALE_MS {
             return None;
@@ -386,10 +394,14 @@ impl GuestModel {
         // No guest has more available than its size.
         let available = stats.available.or(stats.free)?.min(actual);
         let need = actual - available;
+        // What a guest can touch before Ebb can answer. One that can deflate its
+        // balloon itself waits meanwhile; one that cannot would kill processes.
+        let burst = if deflate_on_oom { ram.share(0.08) } else { ram.share(0.25) };
         Some(GuestModel {
             available,
             need,
-            buffer: need.share(0.25).max(ram.share(0.08)).max(Bytes::mib(32)).min(Bytes::gib(2)),
+            buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
+            deflate_on_oom,
             short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
             age_ms: stats.age_ms,
             rates,
@@ -456,6 +468,9 @@ const SWAP_IN_MARK: f64 = (1 << 20) as f64;
 /// at the rate it now falls, is short already: statistics are late by up to one
 /// tick, and giving back takes one more.
 const LOOK_AHEAD_S: f64 = 2.0;
+
+/// That a guest helped itself is news for so long.
+const HELP_LIFE_MS: u64 = 2_000;
 
 /// The signs that a guest is short.
 fn distress(g: &GuestModel) -> String {
@@ -575,11 +590,13 @@ mod tests {
     fn absurd_and_stale_guest_numbers_are_bounded_or_refused() {
         let ram = Bytes::gib(1);
         let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
-        let g = GuestModel::new(ram, ram, &lie, None).unwrap();
+        let g = GuestModel::new(ram, ram, &lie, None, true).unwrap();
         assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
+        let careful = GuestModel::new(ram, ram, &lie, None, false).unwrap();
+        assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
         let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(ram, ram, &stale, None), None);
-        assert_eq!(GuestModel::new(ram, ram, &GuestStats::default(), None), None);
+        assert_eq!(GuestModel::new(ram, ram, &stale, None, true), None);
+        assert_eq!(GuestModel::new(ram, ram, &GuestStats::default(), None, true), None);
     }
 
     #[test]

@@ -239,7 +239,7 @@ impl Guest {
             balloon: answers.then_some(BalloonSample {
                 actual: self.actual,
                 reporting: Some(self.reporting),
-                deflate_on_oom: Some(false),
+                deflate_on_oom: Some(true),
                 guest,
             }),
             events: if answers { std::mem::take(&mut self.events) } else { Vec::new() },

@@ -220,7 +220,8 @@ fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
 /// What a guest keeps in any case: floor, or need and buffer, and always so much
 /// that the taking itself does not make it short.
 fn keep(vm: &VmModel, g: &GuestModel, force: &Force) -> Bytes {
-    let buffer = g.buffer.share(force.buffer).max(g.short_mark.share(1.5));
+    let part = if g.deflate_on_oom { force.buffer } else { force.buffer.max(0.5) };
+    let buffer = g.buffer.share(part).max(g.short_mark.share(1.5));
     vm.floor.max(g.need + buffer)
 }
 
@@ -321,6 +322,7 @@ mod tests {
             need: Bytes::mib(actual - available),
             buffer: Bytes::mib(80),
             short_mark: Bytes::mib(40),
+            deflate_on_oom: true,
             ..GuestModel::default()
         };
         VmModel {

@@ -1,0 +1,177 @@
+//! Ebb under test: the built binary, run as a user would run it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::LabError;
+
+/// Where the `ebb` binary lies: `$EBB_BIN`, else beside this program.
+pub fn binary() -> Result<PathBuf, LabError> {
+    if let Some(path) = std::env::var_os("EBB_BIN") {
+        return Ok(path.into());
+    }
+    let own = std::env::current_exe().map_err(LabError::file("/proc/self/exe"))?;
+    // Tests lie one directory deeper, in deps/.
+    let found = own.ancestors().skip(1).take(2).map(|d| d.join("ebb")).find(|p| p.is_file());
+    found.ok_or_else(|| {
+        let profile = if cfg!(debug_assertions) { "" } else { " --release" };
+        LabError::Missing(format!("no ebb binary beside this one: cargo build{profile} -p ebb"))
+    })
+}
+
+/// A running `ebb run` with its own configuration, socket and state.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Child,
+    dir: PathBuf,
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+impl Daemon {
+    /// Starts it in `dir` (created; may hold the state of one before) and waits
+    /// until it answers. `config` is added to the paths' own settings.
+    pub fn start(dir: &Path, config: &str) -> Result<Daemon, LabError> {
+        std::fs::create_dir_all(dir).map_err(LabError::file(dir))?;
+        let file = dir.join("ebb.toml");
+        let d = dir.display();
+        let text = format!(
+            "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n{config}"
+        );
+        std::fs::write(&file, text).map_err(LabError::file(&file))?;
+        // --pdeathsig: a lab that is killed leaves no daemon.
+        let mut child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "--"])
+            .arg(binary()?)
+            .args(["run", "--record"])
+            .arg(dir.join("record.jsonl"))
+            .arg("--config")
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|e| LabError::Missing(format!("cannot start ebb: {e}")))?;
+        let log = Arc::new(Mutex::new(Vec::new()));
+        if let Some(err) = child.stderr.take() {
+            let theirs = Arc::clone(&log);
+            std::thread::spawn(move || {
+                for line in BufReader::new(err).lines().map_while(Result::ok) {
+                    theirs.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+                }
+            });
+        }
+        let mut daemon = Daemon { child, dir: dir.into(), log };
+        let until = Instant::now() + Duration::from_secs(30);
+        while daemon.get("/v1/state").is_err() {
+            if daemon.child.try_wait().is_ok_and(|s| s.is_some()) || Instant::now() > until {
+                return Err(LabError::Missing(format!("ebb did not start: {}", daemon.log())));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(daemon)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it said so far.
+    pub fn log(&self) -> String {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
+    }
+
+    /// Its configuration file, for further commands.
+    pub fn config(&self) -> PathBuf {
+        self.dir.join("ebb.toml")
+    }
+
+    /// A JSON document of its interface.
+    pub fn get(&self, path: &str) -> Result<Value, LabError> {
+        let socket = self.dir.join("ebb.sock");
+        let fail = LabError::file(&socket);
+        let body = http_get(&socket, path).map_err(fail)?;
+        serde_json::from_slice(&body)
+            .map_err(|e| LabError::Missing(format!("{path} is no JSON: {e}")))
+    }
+
+    /// The state of one VM.
+    pub fn vm(&self, name: &str) -> Result<Value, LabError> {
+        let state = self.get("/v1/state")?;
+        let vm = state["vms"].as_array().and_then(|v| v.iter().find(|v| v["name"] == name));
+        vm.cloned().ok_or_else(|| LabError::Missing(format!("ebb does not see {name}")))
+    }
+
+    /// Waits until `done` finds something in the daemon's state.
+    pub fn wait_for<T>(
+        &self,
+        what: &str,
+        deadline: Duration,
+        mut done: impl FnMut(&Value) -> Option<T>,
+    ) -> Result<T, LabError> {
+        let until = Instant::now() + deadline;
+        loop {
+            let state = self.get("/v1/state")?;
+            if let Some(found) = done(&state) {
+                return Ok(found);
+            }
+            if Instant::now() > until {
+                let text = format!("no {what} in {deadline:?}; ebb: {state:#}\nlog:\n{}", self.log());
+                return Err(LabError::Missing(text));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// SIGTERM, and waits for the end; whether it ended well.
+    pub fn stop(mut self) -> bool {
+        self.signal(Signal::TERM);
+        self.child.wait().is_ok_and(|s| s.success())
+    }
+
+    /// SIGKILL, as a crash.
+    pub fn crash(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    fn signal(&self, signal: Signal) {
+        if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
+            let _ = kill_process(pid, signal);
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn http_get(socket: &Path, path: &str) -> std::io::Result<Vec<u8>> {
+    let mut stream = std::os::unix::net::UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n\r\n")?;
+    let mut answer = Vec::new();
+    std::io::Read::read_to_end(&mut stream, &mut answer)?;
+    let at = answer.windows(4).position(|w| w == b"\r\n\r\n").map(|p| p + 4);
+    Ok(answer.split_off(at.unwrap_or(answer.len())))
+}
+
+/// Runs `ebb` to its end: exit code, standard output, standard error.
+pub fn run(args: &[&str]) -> Result<(i32, String, String), LabError> {
+    let out = Command::new(binary()?)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| LabError::Missing(format!("cannot run ebb: {e}")))?;
+    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
+    Ok((out.status.code().unwrap_or(-1), text(&out.stdout), text(&out.stderr)))
+}

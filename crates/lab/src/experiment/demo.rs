@@ -1,0 +1,357 @@
+//! `demo`: three VMs on a host that is too small for them, without and with Ebb.
+//!
+//! Each VM keeps a base and, in turn, allocates, holds and frees a burst. Their
+//! sum at any moment fits the budget; what they have *ever touched* does not. A
+//! host that gets nothing back must swap. Arms: `plain` (no reporting, no Ebb),
+//! `reporting` (QEMU's free page reporting alone), `ebb` (reporting and Ebb).
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ebb_core::units::Bytes;
+use serde_json::Value;
+
+use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use crate::ebb::Daemon;
+use crate::image::Kernel;
+use crate::result::Outcome;
+use crate::sampler::{Sampler, Series};
+use crate::vm::{Accel, Balloon, Vm, VmConfig};
+
+/// Sizes and times of a run.
+#[derive(Clone, Debug)]
+pub struct Demo {
+    /// Arms, in this order.
+    pub arms: Vec<String>,
+    /// How many VMs.
+    pub vms: u32,
+    /// RAM of each.
+    pub memory: Bytes,
+    /// What all VMs together may hold.
+    pub budget: Bytes,
+    /// What each holds all the time.
+    pub base: Bytes,
+    /// What each allocates and frees.
+    pub burst: Bytes,
+    /// Time from one burst of a VM to its next.
+    pub period: Duration,
+    /// Measured time of each arm.
+    pub time: Duration,
+    /// Guest kernel.
+    pub kernel: Kernel,
+}
+
+impl Default for Demo {
+    fn default() -> Demo {
+        Demo {
+            arms: ["plain", "reporting", "ebb"].map(String::from).to_vec(),
+            vms: 3,
+            memory: Bytes::mib(512),
+            budget: Bytes::mib(1100),
+            base: Bytes::mib(32),
+            burst: Bytes::mib(256),
+            period: Duration::from_secs(24),
+            time: Duration::from_secs(72),
+            kernel: Kernel::V6_1,
+        }
+    }
+}
+
+/// What one arm came to.
+struct ArmResult {
+    series: Series,
+    /// Time from each free until the host had 90 % of it; those still waiting at
+    /// the VM's next burst count with the time they waited.
+    free_to_host: Vec<f64>,
+    never: usize,
+    bursts: u64,
+    /// The longest a guest needed to allocate and touch its burst, seconds.
+    slowest: f64,
+    last_state: Option<Value>,
+    accel: Accel,
+    kernel: String,
+}
+
+impl Demo {
+    /// Runs every arm, prints, writes `json`.
+    pub fn run(&self, json: Option<&Path>) -> Result<()> {
+        println!(
+            "{} VMs of {} on a budget of {}: each keeps {} and in turn uses {} more; zram swap behind it",
+            self.vms, self.memory, self.budget, self.base, self.burst
+        );
+        let mut outcome = None;
+        let mut results = Vec::new();
+        for arm in &self.arms {
+            if !["plain", "reporting", "ebb"].contains(&arm.as_str()) {
+                bail!("no arm “{arm}”; there are plain, reporting, ebb");
+            }
+            let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
+            let outcome = outcome
+                .get_or_insert_with(|| Outcome::new("demo", &result.kernel, result.accel));
+            self.add(outcome, arm, &result);
+            results.push((arm.clone(), result));
+        }
+        self.summary(&results);
+        if let (Some(path), Some(outcome)) = (json, outcome) {
+            outcome.write(path)?;
+            println!("figures: {}", path.display());
+        }
+        Ok(())
+    }
+
+    fn arm(&self, arm: &str) -> Result<ArmResult> {
+        println!("\n== {arm}");
+        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Zram, priority: 100 };
+        let arena = Arena::enter(&ArenaConfig {
+            budget: Some(self.budget),
+            swap: Some(swap),
+            knobs: Vec::new(),
+        })?;
+        let vms = self.boot(&arena, arm != "plain")?;
+        let dir = tempfile::tempdir()?;
+        let daemon = (arm == "ebb").then(|| Daemon::start(dir.path(), "")).transpose()?;
+        let sampler = Sampler::start(10, arena.cgroup().cloned());
+        for vm in &vms {
+            sampler.watch(vm.name(), vm.pid());
+        }
+        let mut watch = Watch::new(self, &vms);
+        watch.run(&sampler, daemon.as_ref())?;
+        let last_state = daemon.as_ref().and_then(|d| d.get("/v1/state").ok());
+        let mut result = watch.finish(sampler.stop(), self.burst);
+        result.last_state = last_state;
+        if let Some(daemon) = daemon {
+            self.stop(daemon, &vms)?;
+        }
+        Ok(result)
+    }
+
+    fn boot(&self, arena: &Arena, reporting: bool) -> Result<Vec<Vm>> {
+        let mut vms = Vec::new();
+        for n in 1..=self.vms {
+            let mut config = VmConfig::new(format!("demo{n}"), self.memory);
+            config.kernel = self.kernel;
+            config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+            vms.push(Vm::spawn(&config)?);
+        }
+        for vm in &mut vms {
+            vm.wait_ready()?;
+        }
+        Ok(vms)
+    }
+
+    /// Stops Ebb as a user would and checks that every guest is whole again.
+    fn stop(&self, daemon: Daemon, vms: &[Vm]) -> Result<()> {
+        if !daemon.stop() {
+            bail!("ebb did not end well");
+        }
+        for vm in vms {
+            vm.wait_for("its memory back", Duration::from_secs(30), |vm| {
+                vm.balloon().is_ok_and(|b| b == vm.memory()).then_some(())
+            })?;
+        }
+        println!("ebb stopped; every VM has its {} again", self.memory);
+        Ok(())
+    }
+
+    fn add(&self, outcome: &mut Outcome, arm: &str, r: &ArmResult) {
+        let used = r.series.stat(|p| p.cgroup.0 as f64);
+        outcome.add(arm, "resident_peak", "bytes", &[used.max]);
+        outcome.add(arm, "resident_mean", "bytes", &[used.mean]);
+        outcome.add(arm, "swap_peak", "bytes", &[r.series.stat(|p| p.cgroup_swap.0 as f64).max]);
+        outcome.add(arm, "free_to_host_p95", "seconds", &[p95(&r.free_to_host)]);
+        outcome.add(arm, "slowest_burst", "seconds", &[r.slowest]);
+    }
+
+    fn summary(&self, results: &[(String, ArmResult)]) {
+        println!("\n{:<28}{}", "", results.iter().map(|(a, _)| format!("{a:>14}")).collect::<String>());
+        let row = |title: &str, cell: &dyn Fn(&ArmResult) -> String| {
+            let cells: String = results.iter().map(|(_, r)| format!("{:>14}", cell(r))).collect();
+            println!("{title:<28}{cells}");
+        };
+        let mib = |v: f64| Bytes(v as u64).to_string();
+        row("held by the VMs, mean", &|r| {
+            mib(r.series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64).mean)
+        });
+        row("  of it in DRAM, mean", &|r| mib(r.series.stat(|p| p.cgroup.0 as f64).mean));
+        row("  of it in DRAM, peak", &|r| mib(r.series.stat(|p| p.cgroup.0 as f64).max));
+        row("  of it in swap, peak", &|r| mib(r.series.stat(|p| p.cgroup_swap.0 as f64).max));
+        row("freed → host has it, p95", &|r| format!("{:.1} s", p95(&r.free_to_host)));
+        row("  of them not before reuse", &|r| format!("{} of {}", r.never, r.free_to_host.len()));
+        row("bursts done", &|r| r.bursts.to_string());
+        row("slowest burst", &|r| format!("{:.1} s", r.slowest));
+        for (_, r) in results {
+            if let Some(state) = &r.last_state {
+                println!("\n{}", mechanisms(state));
+            }
+        }
+    }
+}
+
+/// What came back by which mechanism, as Ebb accounts it.
+fn mechanisms(state: &Value) -> String {
+    let mut out = String::from("what came back, as Ebb accounts it:");
+    for vm in state["vms"].as_array().into_iter().flatten() {
+        let part = |key: &str| Bytes(vm["returned"][key].as_u64().unwrap_or(0));
+        out += &format!(
+            "\n  {:<8} {} by balloon, {} by free page reporting, {} to swap; {} given back to the guest",
+            vm["name"].as_str().unwrap_or("?"),
+            part("balloon"),
+            part("reporting"),
+            part("swap"),
+            part("given_back")
+        );
+    }
+    let d = &state["daemon"];
+    let (cpu, up) = (d["cpu_s"].as_f64().unwrap_or(0.0), d["uptime_s"].as_f64().unwrap_or(0.0));
+    out += &format!(
+        "\n  the daemon used {:.2} % of a core and {} of memory",
+        100.0 * cpu / up.max(1.0),
+        Bytes(d["resident"].as_u64().unwrap_or(0))
+    );
+    out
+}
+
+fn p95(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let at = (sorted.len() as f64 * 0.95).ceil() as usize;
+    sorted.get(at.saturating_sub(1)).copied().unwrap_or(0.0)
+}
+
+/// Drives the workload and remembers when what was freed.
+struct Watch<'a> {
+    demo: &'a Demo,
+    vms: &'a [Vm],
+    /// VM and moment of each free.
+    frees: Vec<(usize, Duration)>,
+    bursts: u64,
+    slowest: f64,
+}
+
+impl<'a> Watch<'a> {
+    fn new(demo: &'a Demo, vms: &'a [Vm]) -> Watch<'a> {
+        Watch { demo, vms, frees: Vec::new(), bursts: 0, slowest: 0.0 }
+    }
+
+    fn run(&mut self, sampler: &Sampler, daemon: Option<&Daemon>) -> Result<()> {
+        let began = Instant::now();
+        let part = self.demo.period / self.demo.vms;
+        let mut started = 0;
+        let mut line = Duration::ZERO;
+        while began.elapsed() < self.demo.time {
+            if started < self.vms.len() && began.elapsed() >= part * started as u32 {
+                self.start_burst(started)?;
+                started += 1;
+            }
+            self.hear(sampler)?;
+            if began.elapsed() >= line {
+                self.print(sampler, daemon, began.elapsed());
+                line += Duration::from_secs(2);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+
+    fn start_burst(&self, n: usize) -> Result<()> {
+        let d = self.demo;
+        let arguments = format!(
+            "size={} base={} period_ms={} hold_ms={} seed={n}",
+            d.burst.0,
+            d.base.0,
+            d.period.as_millis(),
+            d.period.as_millis() / 4
+        );
+        let vm = &self.vms[n];
+        vm.tool().start("burst", "cycle", &arguments).map_err(|e| vm.explain(e))?;
+        Ok(())
+    }
+
+    fn hear(&mut self, sampler: &Sampler) -> Result<()> {
+        for (n, vm) in self.vms.iter().enumerate() {
+            vm.check()?;
+            for event in vm.tool().take_events() {
+                match event.name.as_str() {
+                    "cycle" => {
+                        self.frees.push((n, sampler.now()));
+                        self.bursts += 1;
+                        let seconds = event.fields.f64("touch_ns") / 1e9;
+                        self.slowest = self.slowest.max(seconds);
+                    }
+                    "killed" | "failed" => bail!("{} lost its workload: {:?}", vm.name(), event),
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn print(&self, sampler: &Sampler, daemon: Option<&Daemon>, at: Duration) {
+        let series = sampler.series();
+        let Some(p) = series.points.last() else { return };
+        let state = daemon.and_then(|d| d.get("/v1/state").ok());
+        let mut line = format!(
+            "{:>4} s  held {:>8} of {:>8}  swap {:>8}",
+            at.as_secs(),
+            p.cgroup.to_string(),
+            self.demo.budget.to_string(),
+            p.cgroup_swap.to_string()
+        );
+        for (n, r) in p.resident.iter().enumerate() {
+            let size = state.as_ref().and_then(|s| {
+                let name = self.vms[n].name();
+                s["vms"].as_array()?.iter().find(|v| v["name"] == name)?["actual"].as_u64()
+            });
+            line += &match size {
+                Some(size) => format!("  {:>8}/{:<8}", r.to_string(), Bytes(size).to_string()),
+                None => format!("  {:>8}", r.to_string()),
+            };
+        }
+        if let Some(s) = &state {
+            line += &format!("  {}", s["host"]["state"].as_str().unwrap_or("?"));
+        }
+        println!("{line}");
+        if std::io::stdout().is_terminal() {
+            let _ = std::io::stdout().flush();
+        }
+    }
+
+    /// Reads from the series when each free reached the host.
+    fn finish(self, series: Series, burst: Bytes) -> ArmResult {
+        let mut free_to_host = Vec::new();
+        let mut never = 0;
+        let end = series.points.last().map_or(Duration::ZERO, |p| p.at);
+        for (i, (vm, freed)) in self.frees.iter().enumerate() {
+            let own = |p: &crate::sampler::Point| p.resident[*vm];
+            let Some(held) = series.points.iter().rev().find(|p| p.at <= *freed).map(own) else {
+                continue;
+            };
+            let next = self.frees[i + 1..].iter().find(|(v, _)| v == vm).map(|(_, at)| *at);
+            // Until the VM's next burst begins, which is a hold before its free.
+            let until = next.map_or(end, |n| n.saturating_sub(self.demo.period / 4));
+            let goal = held - burst.share(0.9);
+            let window = series.points.iter().filter(|p| p.at > *freed && p.at <= until);
+            match window.clone().find(|p| own(p) <= goal) {
+                Some(p) => free_to_host.push((p.at - *freed).as_secs_f64()),
+                None if until > *freed => {
+                    never += 1;
+                    free_to_host.push((until - *freed).as_secs_f64());
+                }
+                None => {}
+            }
+        }
+        ArmResult {
+            series,
+            free_to_host,
+            never,
+            bursts: self.bursts,
+            slowest: self.slowest,
+            last_state: None,
+            accel: self.vms[0].accel(),
+            kernel: self.vms[0].release().to_string(),
+        }
+    }
+}

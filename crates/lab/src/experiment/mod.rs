@@ -1,0 +1,4 @@
+//! The experiments: each file is one, each prints a table and writes an
+//! [`Outcome`](crate::result::Outcome).
+
+pub mod demo;
