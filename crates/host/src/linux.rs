@@ -20,13 +20,13 @@ use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
 use crate::probe::process::{read_stat, read_status};
 use crate::probe::psi::{self, PsiTrigger};
-use crate::probe::qemu::{self, QemuProcess, QmpAddress};
+use crate::probe::qemu::{self, QemuProcess, QmpAddress, Scanner};
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::{ProbeError, Root};
 use crate::vm::{Vm, problem};
 
-/// How `/proc` is scanned for new VMs at least, while none vanishes.
+/// How often `/proc` is scanned for new VMs; at once when one vanishes.
 const SCAN_EVERY: Duration = Duration::from_secs(2);
 
 /// What the configuration says of the host's surroundings.
@@ -111,6 +111,7 @@ pub struct LinuxHost {
     vms: BTreeMap<VmId, Vm>,
     /// Which VM each configured socket turned out to be.
     bound: Vec<Option<VmId>>,
+    scanner: Scanner,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
     hierarchy: Option<Hierarchy>,
@@ -131,6 +132,7 @@ impl LinuxHost {
             options,
             vms: BTreeMap::new(),
             bound,
+            scanner: Scanner::default(),
             scanned: None,
             scan_problems: Vec::new(),
             hierarchy: None,
@@ -193,11 +195,15 @@ impl LinuxHost {
     fn scan(&mut self) {
         let mut problems = Vec::new();
         let root = self.options.root.clone();
-        let scan = qemu::discover(&root).map(Some);
-        let scan = noted(&mut problems, "/proc", scan).unwrap_or_default();
+        let scan = noted(&mut problems, "/proc", self.scanner.scan(&root).map(Some));
+        let Some(scan) = scan else { return self.scan_problems = problems };
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);
         self.bind_sockets(&mut problems);
+        // What was a fork of QEMU may have become another program.
+        let bound = &self.bound;
+        self.vms
+            .retain(|id, _| bound.contains(&Some(*id)) || scan.found.iter().any(|p| p.id == *id));
         let mut names: HashSet<String> =
             self.vms.values().map(|v| v.process.name.clone()).collect();
         for mut process in scan.found {
@@ -246,12 +252,13 @@ impl LinuxHost {
             return Err(error.to_string());
         }
         let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
-        let inspected = qemu::inspect(root, pid, &mut None).map_err(|e| e.to_string())?;
+        let inspected = qemu::inspect(root, pid).map_err(|e| e.to_string())?;
         let mut process = match inspected {
             Some(process) => process,
             None => plain_process(root, pid)?,
         };
         process.name = name;
+        process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
         let vm = self.vms.entry(id).or_insert_with(|| Vm::new(process.clone(), interval_s));
@@ -277,8 +284,9 @@ impl LinuxHost {
     }
 
     fn sample_pool(&self, problems: &mut Vec<Problem>) -> Option<Pool> {
-        let (h, path) = (self.hierarchy.as_ref()?, self.pool.as_ref()?);
-        let pool = noted(problems, path, cgroup::read_pool(&self.options.root, h, path));
+        let path = self.pool.as_ref()?;
+        let read = |h| noted(problems, path, cgroup::read_pool(&self.options.root, h, path));
+        let pool = self.hierarchy.as_ref().and_then(read);
         if pool.is_none() && self.options.pool.is_some() {
             let why = "no such memory cgroup, or it has no limit: the whole host counts as pool";
             problems.push(problem(None, path.clone(), why.into()));
@@ -337,7 +345,7 @@ impl LinuxHost {
                     client.protocol().forget(command);
                     let path = client.path().display().to_string();
                     let ms = self.options.deadline.as_millis() as u64;
-                    Err(QmpError::Timeout { path, what: "balloon".into(), ms }.into())
+                    Err(QmpError::Timeout(path, "balloon".into(), ms).into())
                 }
             }
         };
@@ -455,4 +463,59 @@ fn noted<T>(
         problems.push(note(&e));
         None
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
+        LinuxHost::new(Options { root: Root::at(dir), ..options }).unwrap()
+    }
+
+    #[test]
+    fn an_empty_machine_is_a_sample_of_unknowns() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("proc")).unwrap();
+        let mut host = host(dir.path(), Options { pool: Some("/x".into()), ..Options::default() });
+        let sample = host.sample();
+        assert_eq!((sample.host, sample.vms), (HostSample::default(), vec![]));
+        let sources: Vec<&str> = sample.problems.iter().map(|p| p.source.as_str()).collect();
+        assert_eq!(sources, ["/x"]);
+    }
+
+    #[test]
+    fn a_sleep_ends_in_time_or_by_the_waker() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut host = host(dir.path(), Options::default());
+        assert_eq!(host.wait(Instant::now() + Duration::from_millis(5)), Wake::Timer);
+        let waker = host.waker();
+        let thread = std::thread::spawn(move || waker.wake());
+        assert_eq!(host.wait(Instant::now() + Duration::from_secs(60)), Wake::Woken);
+        thread.join().unwrap();
+        assert_eq!(host.wait(Instant::now()), Wake::Timer, "a wake-up counts once");
+    }
+
+    #[test]
+    fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("q");
+        let _not_the_vm = UnixListener::bind(&socket).unwrap();
+        let proc = dir.path().join("proc/10");
+        std::fs::create_dir_all(&proc).unwrap();
+        let line = format!("kvm\0-name\0a\0-qmp\0unix:{},server\0", socket.display());
+        std::fs::write(proc.join("cmdline"), line).unwrap();
+        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+        let mut host = host(dir.path(), Options::default());
+        let sample = host.sample();
+        let Link::Down(why) = &sample.vms[0].link else { panic!("{:?}", sample.vms[0].link) };
+        assert!(why.contains(&format!("served by process {}", std::process::id())), "{why}");
+        let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
+        assert_eq!(act, ActError::NoLink(why.clone()));
+        // The pid is another process's now.
+        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
+        let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
+        assert_eq!(act, ActError::Gone { pid: 10 });
+    }
 }

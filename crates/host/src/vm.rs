@@ -111,9 +111,8 @@ impl Vm {
         }
     }
 
-    /// Takes over a connection that was made elsewhere.
+    /// Uses a connection from its beginning.
     pub fn adopt(&mut self, client: Client) {
-        self.process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         self.client = Some(client);
         (self.ready, self.slow_since) = (false, None);
         self.asked.clear();
@@ -145,7 +144,7 @@ impl Vm {
             if self.slow_since.is_some_and(|since| now - since > GIVE_UP) {
                 let ms = GIVE_UP.as_millis() as u64;
                 let path = client.path().display().to_string();
-                client.protocol().fail(QmpError::Timeout { path, what: "any command".into(), ms });
+                client.protocol().fail(QmpError::Timeout(path, "any command".into(), ms));
             }
         }
         self.reap(now);
@@ -170,15 +169,9 @@ impl Vm {
         if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
             let path = client.path().display().to_string();
             let why = format!("served by process {peer}, not by this VM's {pid}");
-            client.protocol().fail(QmpError::Garbage { path, why });
+            client.protocol().fail(QmpError::Io(path, "peer", why));
         }
-        self.adopt_same_paths(client);
-    }
-
-    fn adopt_same_paths(&mut self, client: Client) {
-        let paths = self.process.qmp.clone();
         self.adopt(client);
-        self.process.qmp = paths;
     }
 
     /// Buries a failed connection and says when to try again.
@@ -186,15 +179,16 @@ impl Vm {
         let Some(error) = self.client.as_ref().and_then(|c| c.failure().cloned()) else { return };
         self.take_events();
         self.down = match &error {
-            QmpError::Taken { .. } => Link::Taken(error.to_string()),
+            QmpError::Taken(..) => Link::Taken(error.to_string()),
             _ => Link::Down(error.to_string()),
         };
-        if matches!(error, QmpError::Taken { .. }) {
+        if matches!(error, QmpError::Taken(..)) {
             self.turn += 1;
         }
         self.client = None;
         self.asked.clear();
         (self.ready, self.slow_since) = (false, None);
+        self.looked_up = None;
         self.retry_at = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(BACKOFF.1);
     }
@@ -356,7 +350,7 @@ impl Vm {
     fn link(&self) -> Link {
         let Some(client) = &self.client else { return self.down.clone() };
         match (client.state(), client.failure()) {
-            (_, Some(e @ QmpError::Taken { .. })) => Link::Taken(e.to_string()),
+            (_, Some(e @ QmpError::Taken(..))) => Link::Taken(e.to_string()),
             (_, Some(e)) => Link::Down(e.to_string()),
             (State::Ready, _) if self.slow_since.is_none() => Link::Up,
             (State::Ready, _) => {

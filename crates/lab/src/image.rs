@@ -147,7 +147,7 @@ impl Image {
         })?;
         let vmlinuz = find(&dir.join("boot"), |n| n.starts_with("vmlinuz-"))
             .ok_or_else(|| LabError::Missing(format!("no vmlinuz in {}", dir.display())))?;
-        let release =
+        let release: String =
             vmlinuz.to_string_lossy().rsplit_once("vmlinuz-").unwrap_or_default().1.into();
         let _lock = cache.lock()?;
         let tool = tool(cache)?;
@@ -164,11 +164,31 @@ impl Image {
         if !initramfs.exists() {
             let archive = initramfs_of(&dir.join("lib/modules").join(&release), &tool, &busybox)?;
             write_atomically(&initramfs, &archive, 0o644)?;
+            remove_old(&initramfs, &release);
         }
         let headers = dir.join("headers/usr/src").join(format!("linux-headers-{release}"));
         let headers = headers.is_dir().then_some(headers);
         Ok(Image { kernel, release, vmlinuz, initramfs, headers })
     }
+}
+
+/// An initramfs with further files in it, as (path in the guest, file here): the
+/// kernel unpacks one archive after the other.
+pub fn with_files(base: &Path, files: &[(String, PathBuf)], to: &Path) -> Result<(), LabError> {
+    let mut bytes = fs::read(base).map_err(LabError::file(base))?;
+    let mut more = Cpio::default();
+    for (name, file) in files {
+        let meta = fs::metadata(file).map_err(LabError::file(file))?;
+        let content = fs::read(file).map_err(LabError::file(file))?;
+        let mode = 0o100000 | (meta.permissions().mode() & 0o777);
+        let name = name.trim_start_matches('/');
+        for (at, _) in name.match_indices('/') {
+            more.add(&name[..at], 0o040755, b"");
+        }
+        more.add(name, mode, &content);
+    }
+    bytes.extend(more.finish());
+    fs::write(to, bytes).map_err(LabError::file(to))
 }
 
 /// Writes a file so that it is there whole or not at all.
@@ -177,6 +197,18 @@ fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), LabError
     fs::write(&temp, bytes).map_err(LabError::file(&temp))?;
     fs::set_permissions(&temp, fs::Permissions::from_mode(mode)).map_err(LabError::file(&temp))?;
     fs::rename(&temp, path).map_err(LabError::file(path))
+}
+
+/// Removes this kernel's images of days before; younger ones may be in use.
+fn remove_old(keep: &Path, release: &str) {
+    let prefix = format!("initramfs-{release}-");
+    for entry in keep.parent().and_then(|d| fs::read_dir(d).ok()).into_iter().flatten().flatten() {
+        let ours = entry.file_name().to_string_lossy().starts_with(&prefix);
+        let age = entry.metadata().and_then(|m| m.modified()).ok().and_then(|t| t.elapsed().ok());
+        if ours && entry.path() != keep && age.is_some_and(|a| a.as_secs() > 86_400) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 fn find(dir: &Path, wanted: impl Fn(&str) -> bool) -> Option<PathBuf> {

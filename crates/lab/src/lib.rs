@@ -3,10 +3,13 @@
 //! `image` prepares stock distribution kernels and an initramfs with the guest
 //! tool; `vm` runs QEMU on them; `guest` speaks with the tool; `arena` holds
 //! everything that is global to the machine (lock, budget, swap, knobs) and puts
-//! it back, whatever happens; `sampler` watches; `result` is what experiments
-//! write; `tidy` holds the house rules. Only developers run any of it.
+//! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
+//! would; `experiment` holds the experiments and `result` what they write; `tidy`
+//! holds the house rules. Only developers run any of it.
 
 pub mod arena;
+pub mod ebb;
+pub mod experiment;
 pub mod guest;
 pub mod image;
 pub mod result;

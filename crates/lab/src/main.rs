@@ -1,6 +1,6 @@
 //! `cargo lab`: set up, boot, try and tidy. Parses, dispatches, sets the exit code.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::experiment::demo::Demo;
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
@@ -28,6 +29,8 @@ enum Cmd {
     Boot(BootArgs),
     /// Boot every kernel and try what the lab relies on
     Smoke,
+    /// VMs on a host that is too small for them, without and with Ebb
+    Demo(DemoArgs),
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
@@ -67,6 +70,22 @@ struct BootArgs {
 }
 
 #[derive(Args)]
+struct DemoArgs {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// plain, reporting, ebb
+    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb")]
+    arms: Vec<String>,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// Measured seconds of each arm
+    #[arg(long, default_value_t = 72)]
+    seconds: u64,
+}
+
+#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -82,6 +101,7 @@ fn main() -> ExitCode {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
         Cmd::Smoke => smoke(),
+        Cmd::Demo(args) => demo(args),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
         Cmd::HoldArena(args) => hold_arena(&args),
@@ -186,6 +206,13 @@ fn smoke_one(kernel: Kernel) -> Result<()> {
     row("200 MiB freed came back", format!("{:.1?}", begun.elapsed()));
     row("resident at the end", vm.resident().to_string());
     Ok(())
+}
+
+fn demo(args: DemoArgs) -> Result<ExitCode> {
+    let time = Duration::from_secs(args.seconds);
+    let demo = Demo { arms: args.arms, kernel: args.kernel, time, ..Demo::default() };
+    demo.run(args.json.as_deref())?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn clean() -> Result<ExitCode> {

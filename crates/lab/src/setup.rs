@@ -21,6 +21,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("cc", "gcc"),
+    ("make", "make"),
     ("xz", "xz-utils"),
     ("zstd", "zstd"),
     ("setpriv", "util-linux"),
@@ -215,9 +216,11 @@ fn unpack_into(apt: &Apt, packages: &[String], dir: &Path) -> Result<(), LabErro
 }
 
 /// Headers name each other by absolute paths below /usr/src: point them at where
-/// they will be.
+/// they will be. The `vmlinux` of newer ones holds type information for BTF, which
+/// a module does without and which would need one more program.
 fn relocate_headers(root: &Path, to: &Path) -> Result<(), LabError> {
     for entry in fs::read_dir(root.join("usr/src")).into_iter().flatten().flatten() {
+        let _ = fs::remove_file(entry.path().join("vmlinux"));
         let makefile = entry.path().join("Makefile");
         let Ok(text) = fs::read_to_string(&makefile) else { continue };
         let text = text.replace("/usr/src/", &format!("{}/usr/src/", to.display()));

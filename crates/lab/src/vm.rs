@@ -23,7 +23,7 @@ use ebb_host::qmp::{self, QmpError};
 use serde_json::{Value, json};
 
 use crate::guest::{Fields, Tool, ToolError};
-use crate::image::{Cache, Image, Kernel};
+use crate::image::{Cache, Image, Kernel, with_files};
 use crate::{LabError, tail};
 
 const READY: &str = "ebb-guest-tool: ready on";
@@ -139,6 +139,8 @@ pub struct VmConfig {
     pub disks: Vec<PathBuf>,
     /// A cgroup directory to run in, from the first page on.
     pub cgroup: Option<PathBuf>,
+    /// Files put into the guest, as (path there, file here): modules, data.
+    pub files: Vec<(String, PathBuf)>,
     /// Words added to the guest's command line.
     pub append: String,
     /// Further arguments for QEMU.
@@ -162,6 +164,7 @@ impl VmConfig {
             accel: None,
             disks: Vec::new(),
             cgroup: None,
+            files: Vec::new(),
             append: String::new(),
             args: Vec::new(),
             env: Vec::new(),
@@ -311,11 +314,16 @@ impl Vm {
     /// Starts a VM; [`Vm::wait_ready`] has still to be called. So several boot at
     /// the same time.
     pub fn spawn(config: &VmConfig) -> Result<Vm, VmError> {
-        let image = Image::get(&config.cache, config.kernel)?;
+        let mut image = Image::get(&config.cache, config.kernel)?;
         let accel = config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
         let run_dir = dir.path().to_path_buf();
+        if !config.files.is_empty() {
+            let more = run_dir.join("initramfs");
+            with_files(&image.initramfs, &config.files, &more)?;
+            image.initramfs = more;
+        }
         let child = spawn_qemu(config, &config.arguments(&image, accel, &run_dir), &run_dir)?;
         let keep = std::env::var_os("EBB_LAB_KEEP").is_some_and(|v| v == "1");
         let dir = if keep {

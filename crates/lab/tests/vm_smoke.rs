@@ -80,8 +80,12 @@ fn vm_the_tool_refuses_nonsense_and_survives_its_jobs() {
     assert!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill") > 0);
     assert!(vm.request("psi", MINUTE).unwrap().0.contains_key("some_avg10"));
     assert_eq!(vm.tool().sh("echo hello; exit 3", MINUTE).unwrap(), "hello\n");
-    vm.tool().write("/proc/sys/vm/drop_caches", "1").unwrap();
-    vm.tool().write("/proc/sys/vm/compact_memory", "1").unwrap();
+    vm.tool().write("/proc/sys/vm/swappiness", "10").unwrap();
+    let knob = vm.request("readfile path=/proc/sys/vm/swappiness", MINUTE).unwrap();
+    assert_eq!(knob.str("text"), "10\n");
+    vm.request("drop", MINUTE).unwrap();
+    vm.request("compact", MINUTE).unwrap();
+    assert!(vm.request("modprobe name=virtio_mem", MINUTE).is_ok());
     vm.request("swapon dev=/dev/zram0 size=33554432", MINUTE).unwrap();
     assert!(vm.request("meminfo", MINUTE).unwrap().u64("SwapTotal") > 30 << 20);
 }
@@ -94,7 +98,11 @@ fn vm_a_disk_fills_the_page_cache() {
     let mut config = config("disk", Kernel::V6_12);
     config.disks = vec![disk.path().into()];
     config.backing = Backing::Memfd;
+    let note = tempfile::NamedTempFile::new().unwrap();
+    fs::write(note.path(), "from the host").unwrap();
+    config.files = vec![("/etc/note".into(), note.path().into())];
     let vm = Vm::start(&config).unwrap();
+    assert_eq!(vm.tool().sh("cat /etc/note", MINUTE).unwrap(), "from the host");
     let before = vm.request("meminfo", MINUTE).unwrap();
     let read = "dev=/dev/vda size=33554432";
     vm.tool().start_ready("r", "read", read, MINUTE).unwrap();

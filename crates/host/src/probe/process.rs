@@ -10,6 +10,8 @@ use crate::root::{ParseError, ProbeError, Root};
 /// The fields in use of `/proc/PID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
+    /// The program's name, cut to 15 bytes; its owner may write anything here.
+    pub comm: String,
     /// State letter; `Z` and `X` hold no memory any more.
     pub state: char,
     /// CPU time in user mode, clock ticks (100 a second on x86 and Arm).
@@ -29,13 +31,14 @@ pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
 /// the last `)`.
 pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
     let bad = |what| ParseError::new(1, format!("no {what} after the last “)”"));
-    let (_, rest) = text.rsplit_once(')').ok_or_else(|| bad("field"))?;
+    let (name, rest) = text.rsplit_once(')').ok_or_else(|| bad("field"))?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().take(30).collect();
     // `state` is field 3 in proc(5), hence the offset.
     let number = |field: usize, name| {
         fields.get(field - 3).and_then(|f| f.parse::<u64>().ok()).ok_or_else(|| bad(name))
     };
     Ok(Stat {
+        comm: name.split_once('(').map_or("", |(_, comm)| comm).to_owned(),
         state: fields.first().and_then(|f| f.chars().next()).ok_or_else(|| bad("state"))?,
         user_ticks: number(14, "utime")?,
         system_ticks: number(15, "stime")?,
@@ -132,7 +135,7 @@ mod tests {
                 "77 ({name}) S 1 77 77 0 -1 4194560 5 0 0 0 11 12 0 0 20 0 1 0 99887 0 0\n"
             );
             let stat = parse_stat(&text).unwrap();
-            assert_eq!((stat.state, stat.start), ('S', 99887), "{name}");
+            assert_eq!((stat.comm.as_str(), stat.state, stat.start), (name, 'S', 99887));
             assert_eq!((stat.user_ticks, stat.system_ticks), (11, 12));
         }
         for text in ["", "77 (x", "77 (x)", "77 (x) S 1 2"] {

@@ -6,14 +6,14 @@
 //! passed over. Source: QEMU `qemu-options.hx`, `util/qemu-option.c` (`,,` is a
 //! comma), `chardev/char.c`.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use ebb_core::sample::VmId;
 use serde_json::Value;
 
 use super::cgroup::read_mounts;
-use super::process::read_stat;
+use super::process::{Stat, read_stat};
 use crate::root::{ProbeError, Root};
 
 /// Longest name kept; longer ones are cut.
@@ -85,56 +85,95 @@ pub struct Scan {
     pub problems: Vec<(String, String)>,
 }
 
-/// Scans `/proc`. Processes that vanish meanwhile are passed over; what may not
-/// be read becomes a problem of the scan.
+/// Scans `/proc` once; see [`Scanner::scan`].
 pub fn discover(root: &Root) -> Result<Scan, ProbeError> {
-    let path = root.path("/proc");
-    let error = |error| ProbeError::Io { path: path.clone(), error };
-    let mut scan = Scan::default();
-    let mut hugetlbfs = None;
-    for entry in std::fs::read_dir(&path).map_err(error)? {
-        let Ok(entry) = entry else { continue };
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
-        match inspect(root, pid, &mut hugetlbfs) {
-            Ok(Some(process)) => scan.found.push(process),
-            Ok(None) => {}
-            Err(e) => scan.problems.push((format!("/proc/{pid}"), e.to_string())),
-        }
-    }
-    make_names_unique(&mut scan.found);
-    Ok(scan)
+    Scanner::default().scan(root)
 }
 
-/// Looks at one process; `None` where it is not a live QEMU. `hugetlbfs` caches
-/// the mount points between calls.
-pub fn inspect(
-    root: &Root,
-    pid: u32,
-    hugetlbfs: &mut Option<Vec<String>>,
-) -> Result<Option<QemuProcess>, ProbeError> {
-    let Some(line) = root.read_bytes(format!("/proc/{pid}/cmdline"))? else { return Ok(None) };
-    let Some(args) = parse_cmdline(&line) else { return Ok(None) };
-    let Some(stat) = read_stat(root, pid)? else { return Ok(None) };
-    if matches!(stat.state, 'Z' | 'X') {
-        return Ok(None);
+/// Scans `/proc` again and again. Reading a command line takes the process's
+/// mmap lock, which on a host short of memory may be held for long; so each is
+/// read once, and again only when `stat` (no lock) shows another program.
+#[derive(Debug, Default)]
+pub struct Scanner {
+    seen: HashMap<u32, Seen>,
+    hugetlbfs: Option<Vec<String>>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    start: u64,
+    comm: String,
+    qemu: Option<QemuProcess>,
+}
+
+impl Scanner {
+    /// Processes that vanish meanwhile are passed over; what may not be read
+    /// becomes a problem of the scan.
+    pub fn scan(&mut self, root: &Root) -> Result<Scan, ProbeError> {
+        let path = root.path("/proc");
+        let error = |error| ProbeError::Io { path: path.clone(), error };
+        let mut scan = Scan::default();
+        let mut seen = HashMap::new();
+        for entry in std::fs::read_dir(&path).map_err(error)? {
+            let Ok(entry) = entry else { continue };
+            let pid = entry.file_name().to_str().and_then(|n| n.parse().ok());
+            let Some(pid) = pid else { continue };
+            match self.look(root, pid) {
+                Ok(Some(process)) => drop(seen.insert(pid, process)),
+                Ok(None) => {}
+                Err(e) => scan.problems.push((format!("/proc/{pid}"), e.to_string())),
+            }
+        }
+        scan.found = seen.values().filter_map(|s| s.qemu.clone()).collect();
+        self.seen = seen;
+        make_names_unique(&mut scan.found);
+        Ok(scan)
     }
-    if hugetlbfs.is_none() && !args.mem_paths.is_empty() {
-        let mounts = read_mounts(root)?.unwrap_or_default();
-        let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);
-        *hugetlbfs = Some(huge.collect());
+
+    fn look(&mut self, root: &Root, pid: u32) -> Result<Option<Seen>, ProbeError> {
+        let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else { return Ok(None) };
+        if matches!(state, 'Z' | 'X') {
+            return Ok(None);
+        }
+        if let Some(known) = self.seen.remove(&pid)
+            && (known.start, &known.comm) == (start, &comm)
+            // A wrapper script has the name of the QEMU that it becomes.
+            && (known.qemu.is_some() || !is_qemu(&comm))
+        {
+            return Ok(Some(known));
+        }
+        let qemu = self.inspect(root, VmId { pid, start })?;
+        Ok(Some(Seen { start, comm, qemu }))
     }
-    let on_hugetlbfs =
-        |path: &String| hugetlbfs.iter().flatten().any(|mount| Path::new(path).starts_with(mount));
-    Ok(Some(QemuProcess {
-        id: VmId { pid, start: stat.start },
-        name: args.name.unwrap_or_else(|| format!("pid-{pid}")),
-        uuid: args.uuid,
-        qmp: absolute(root, pid, args.qmp),
-        balloon: args.balloon,
-        passthrough: args.passthrough,
-        hugepages: args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs),
-        incoming: args.incoming,
-    }))
+
+    fn inspect(&mut self, root: &Root, id: VmId) -> Result<Option<QemuProcess>, ProbeError> {
+        let pid = id.pid;
+        let Some(line) = root.read_bytes(format!("/proc/{pid}/cmdline"))? else { return Ok(None) };
+        let Some(args) = parse_cmdline(&line) else { return Ok(None) };
+        if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
+            let mounts = read_mounts(root)?.unwrap_or_default();
+            let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);
+            self.hugetlbfs = Some(huge.collect());
+        }
+        let on_hugetlbfs = |path: &String| {
+            self.hugetlbfs.iter().flatten().any(|mount| Path::new(path).starts_with(mount))
+        };
+        Ok(Some(QemuProcess {
+            id,
+            name: args.name.unwrap_or_else(|| format!("pid-{pid}")),
+            uuid: args.uuid,
+            qmp: absolute(root, pid, args.qmp),
+            balloon: args.balloon,
+            passthrough: args.passthrough,
+            hugepages: args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs),
+            incoming: args.incoming,
+        }))
+    }
+}
+
+/// Looks at one process; `None` where it is not a live QEMU.
+pub fn inspect(root: &Root, pid: u32) -> Result<Option<QemuProcess>, ProbeError> {
+    Ok(Scanner::default().look(root, pid)?.and_then(|seen| seen.qemu))
 }
 
 /// Socket paths as this process can open them: relative ones start at QEMU's
@@ -183,7 +222,7 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     let text = String::from_utf8_lossy(bytes.strip_suffix(b"\0").unwrap_or(bytes));
     let mut args = text.split('\0');
     let program = args.next()?.rsplit('/').next()?;
-    if !(program.starts_with("qemu-system") || program == "qemu-kvm" || program == "kvm") {
+    if !is_qemu(program) {
         return None;
     }
     let mut found = QemuArgs {
@@ -208,6 +247,10 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     }
     found.qmp = monitors.address();
     Some(found)
+}
+
+fn is_qemu(program: &str) -> bool {
+    program.starts_with("qemu-system") || program == "qemu-kvm" || program == "kvm"
 }
 
 /// The options looked at, and one whose value may look like an option.
@@ -535,12 +578,33 @@ mod tests {
             put(format!("/proc/{pid}/stat"), stat(state, start).as_bytes());
         }
         put("/proc/14/cmdline".into(), line("/d").as_bytes());
-        std::os::unix::fs::symlink("/work", root.path("/proc/11/cwd")).unwrap();
+        std::os::unix::fs::symlink("/srv", root.path("/proc/11/cwd")).unwrap();
         let found = discover(&root).unwrap().found;
         assert_eq!(found.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a-10", "a"]);
         assert_eq!(found[0].id, VmId { pid: 10, start: 500 });
-        assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/work/rel".into()]));
+        assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
         assert!(found[0].hugepages);
+    }
+
+    #[test]
+    fn a_scanner_reads_a_command_line_again_only_when_the_program_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        std::fs::create_dir_all(root.path("/proc/10")).unwrap();
+        let mut scanner = Scanner::default();
+        let mut scan = |comm: &str, start: u64, line: &str| {
+            let stat = format!("10 ({comm}) S{} {start} 0", " 0".repeat(18));
+            std::fs::write(root.path("/proc/10/stat"), stat).unwrap();
+            std::fs::write(root.path("/proc/10/cmdline"), line).unwrap();
+            scanner.scan(&root).unwrap().found.len()
+        };
+        assert_eq!(scan("sh", 5, "sh\0"), 0);
+        assert_eq!(scan("sh", 5, "kvm\0"), 0, "not read again");
+        assert_eq!(scan("kvm", 5, "sh\0"), 0);
+        assert_eq!(scan("kvm", 5, "kvm\0"), 1, "a wrapper became QEMU");
+        assert_eq!(scan("kvm", 5, "sh\0"), 1, "not read again");
+        assert_eq!(scan("ifup", 5, "sh\0"), 0, "a child of QEMU became something else");
+        assert_eq!(scan("ifup", 6, "kvm\0"), 1, "another process of that pid");
     }
 
     proptest! {

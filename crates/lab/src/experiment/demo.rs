@@ -103,7 +103,7 @@ impl Demo {
 
     fn arm(&self, arm: &str) -> Result<ArmResult> {
         println!("\n== {arm}");
-        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Zram, priority: 100 };
+        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(self.budget),
             swap: Some(swap),
@@ -275,13 +275,13 @@ impl<'a> Watch<'a> {
             vm.check()?;
             for event in vm.tool().take_events() {
                 match event.name.as_str() {
-                    "cycle" => {
+                    "progress" => {
                         self.frees.push((n, sampler.now()));
                         self.bursts += 1;
                         let seconds = event.fields.f64("touch_ns") / 1e9;
                         self.slowest = self.slowest.max(seconds);
                     }
-                    "killed" | "failed" => bail!("{} lost its workload: {:?}", vm.name(), event),
+                    "exit" => bail!("{} lost its workload: {:?}", vm.name(), event),
                     _ => {}
                 }
             }

@@ -1,0 +1,541 @@
+//! QMP as a state machine: bytes in, messages and bytes out, no socket and no
+//! clock, so that tests and the fuzzer drive all of it.
+//!
+//! QEMU sends one JSON object per message, on one line or (`pretty=on`) on
+//! many; messages are therefore cut by nesting, not by newline. Anything that
+//! is not QMP ends the connection: after garbage nothing that follows can be
+//! trusted. Source: QEMU `docs/interop/qmp-spec.rst`, `monitor/qmp.c`.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use serde_json::{Value, json};
+
+/// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
+/// is about 250 KB.
+pub const MAX_MESSAGE: usize = 1 << 20;
+/// Commands without an answer. QEMU itself queues 8 and then stops reading.
+pub const MAX_PENDING: usize = 64;
+/// Answers not yet taken, bytes of JSON: parsed they grow up to thirtyfold.
+pub const MAX_REPLY_BYTES: usize = 2 << 20;
+/// Events not yet taken; the oldest is dropped and counted. A reset of a big
+/// VM brings about ten.
+pub const MAX_EVENTS: usize = 256;
+/// An event whose JSON is longer keeps its name and loses its data.
+pub const MAX_EVENT_BYTES: usize = 4 << 10;
+/// Bytes not yet written; a full socket buffer is noticed by then.
+pub const MAX_OUTBOX: usize = 1 << 20;
+/// What can go wrong, each with what to do about it. The first field is the
+/// socket's path.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QmpError {
+    /// ENOENT.
+    #[error("{0}: no such socket: the VM has ended, or its -qmp path is another one")]
+    NoSocket(String),
+    /// ECONNREFUSED.
+    #[error(
+        "{0}: nobody listens there: QEMU has ended and left its socket behind, \
+         or this is not a QMP server socket"
+    )]
+    Refused(String),
+    /// EACCES, EPERM.
+    #[error("{0}: permission denied: run Ebb as root or as the owner of the socket")]
+    Denied(String),
+    /// QEMU serves one client at a time and this is not it; what was seen.
+    #[error(
+        "{0}: QEMU serves one client per QMP socket and does not serve us: {1}; \
+         give Ebb a socket of its own (a further -qmp unix:PATH,server=on,wait=off)"
+    )]
+    Taken(String, String),
+    /// Any other system call that failed, and the system's words.
+    #[error("{0}: {1}: {2}")]
+    Io(String, &'static str, String),
+    /// End of file; ` during COMMAND` where one was under way.
+    #[error("{0}: QEMU closed the connection{1}")]
+    Closed(String, String),
+    /// The peer does not speak QMP, and in what; the connection is gone.
+    #[error("{0}: not QMP: {1}; connection dropped")]
+    Garbage(String, String),
+    /// No answer in time to this command (or no such event), after so many
+    /// milliseconds. The connection stays, a late answer is dropped.
+    #[error("{0}: {1}: no answer within {2} ms")]
+    Timeout(String, String, u64),
+    /// More than the limit of something that this file limits.
+    #[error("{0}: more than {2} {1}")]
+    Full(String, &'static str, usize),
+    /// QEMU answered with an error; the connection is fine.
+    #[error("{command}: {desc} ({class})")]
+    Command {
+        /// The command.
+        command: String,
+        /// QEMU's error class, nearly always `GenericError`.
+        class: String,
+        /// QEMU's words.
+        desc: String,
+    },
+}
+
+/// One message from QEMU.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Message {
+    /// The first one.
+    Greeting(Version),
+    /// An asynchronous event.
+    Event(Event),
+    /// A command succeeded.
+    Return {
+        /// The id it was sent with.
+        id: Option<u64>,
+        /// What it returned.
+        value: Value,
+    },
+    /// A command failed.
+    Error {
+        /// The id it was sent with.
+        id: Option<u64>,
+        /// Error class.
+        class: String,
+        /// Error text.
+        desc: String,
+    },
+}
+
+/// QEMU's version, from the greeting.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// E.g. 7.
+    pub major: u64,
+    /// E.g. 2.
+    pub minor: u64,
+    /// E.g. 22.
+    pub micro: u64,
+    /// The distribution's words.
+    pub package: String,
+}
+
+/// An event, e.g. `RESET`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Name.
+    pub name: String,
+    /// Data; `Null` where there is none or it was longer than [`MAX_EVENT_BYTES`].
+    pub data: Value,
+    /// QEMU's clock, microseconds since 1970, where given.
+    pub at_us: Option<u64>,
+}
+
+/// What was wrong with a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct BadMessage(String);
+
+/// Parses one message. Pure; any bytes are safe.
+pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
+    let value: Value = serde_json::from_slice(bytes)
+        .map_err(|e| BadMessage(format!("{e} in “{}”", excerpt(bytes))))?;
+    let Value::Object(mut map) = value else {
+        return Err(BadMessage(format!("not a JSON object: “{}”", excerpt(bytes))));
+    };
+    let id = match map.remove("id") {
+        None => None,
+        Some(id) => Some(id.as_u64().ok_or_else(|| BadMessage(format!("reply with id {id}")))?),
+    };
+    if let Some(value) = map.remove("return") {
+        return Ok(Message::Return { id, value });
+    }
+    let text = |v: &Value, key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned);
+    if let Some(error) = map.remove("error") {
+        return match (text(&error, "class"), text(&error, "desc")) {
+            (Some(class), Some(desc)) => Ok(Message::Error { id, class, desc: clip(&desc, 300) }),
+            _ => Err(BadMessage("an error reply without class and desc".into())),
+        };
+    }
+    if let Some(name) = map.remove("event") {
+        let name = name.as_str().ok_or_else(|| BadMessage("an event without a name".into()))?;
+        let at = map.get("timestamp");
+        let part = |key| at.and_then(|t| t.get(key)).and_then(Value::as_u64);
+        let at_us = part("seconds")
+            .and_then(|s| s.checked_mul(1_000_000)?.checked_add(part("microseconds")?));
+        let data = map.remove("data").unwrap_or(Value::Null);
+        return Ok(Message::Event(Event { name: clip(name, 64), data, at_us }));
+    }
+    if let Some(greeting) = map.remove("QMP") {
+        let version = greeting.get("version").unwrap_or(&Value::Null);
+        let part = |key| version.get("qemu").and_then(|q| q.get(key)).and_then(Value::as_u64);
+        return Ok(Message::Greeting(Version {
+            major: part("major").unwrap_or(0),
+            minor: part("minor").unwrap_or(0),
+            micro: part("micro").unwrap_or(0),
+            package: clip(&text(version, "package").unwrap_or_default(), 100),
+        }));
+    }
+    Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
+}
+
+fn clip(text: &str, chars: usize) -> String {
+    text.chars().take(chars).collect()
+}
+
+fn excerpt(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]);
+    text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// QEMU has not greeted yet.
+    Greeting,
+    /// `qmp_capabilities` is under way.
+    Negotiating,
+    /// Commands are served.
+    Ready,
+    /// Over; [`Protocol::failure`] says why.
+    Failed,
+}
+
+#[derive(Debug)]
+struct Pending {
+    command: String,
+    /// Nobody waits any more: drop the answer.
+    forgotten: bool,
+}
+
+/// The state machine of one connection, without the connection.
+#[derive(Debug)]
+pub struct Protocol {
+    path: String,
+    state: State,
+    failure: Option<QmpError>,
+    version: Option<Version>,
+    inbox: Vec<u8>,
+    cutter: Cutter,
+    outbox: Vec<u8>,
+    /// Commands sent before the connection was ready.
+    early: Vec<u8>,
+    next_id: u64,
+    pending: BTreeMap<u64, Pending>,
+    replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
+    reply_bytes: usize,
+    events: VecDeque<Event>,
+    events_dropped: u64,
+}
+
+/// Where messages end: counts nesting outside strings.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cutter {
+    depth: u32,
+    string: bool,
+    escape: bool,
+}
+
+/// What one byte meant to the [`Cutter`].
+enum Cut {
+    Between,
+    Inside,
+    End,
+    Garbage,
+}
+
+impl Cutter {
+    fn byte(&mut self, b: u8) -> Cut {
+        if self.string {
+            match b {
+                _ if self.escape => self.escape = false,
+                b'\\' => self.escape = true,
+                b'"' => self.string = false,
+                _ => {}
+            }
+            return Cut::Inside;
+        }
+        match b {
+            b'{' => self.depth += 1,
+            b' ' | b'\t' | b'\r' | b'\n' if self.depth == 0 => return Cut::Between,
+            _ if self.depth == 0 => return Cut::Garbage,
+            b'[' => self.depth += 1,
+            b'"' => self.string = true,
+            b'}' | b']' => {
+                self.depth -= 1;
+                if self.depth == 0 {
+                    return Cut::End;
+                }
+            }
+            _ => {}
+        }
+        Cut::Inside
+    }
+}
+
+/// The id of `qmp_capabilities`; callers' ids start at 1.
+const NEGOTIATE: u64 = 0;
+
+impl Protocol {
+    /// A connection that waits for the greeting. `path` only serves messages.
+    pub fn new(path: impl Into<String>) -> Protocol {
+        Protocol {
+            path: path.into(),
+            state: State::Greeting,
+            failure: None,
+            version: None,
+            inbox: Vec::new(),
+            cutter: Cutter::default(),
+            outbox: Vec::new(),
+            early: Vec::new(),
+            next_id: NEGOTIATE + 1,
+            pending: BTreeMap::new(),
+            replies: BTreeMap::new(),
+            reply_bytes: 0,
+            events: VecDeque::new(),
+            events_dropped: 0,
+        }
+    }
+
+    /// How far the connection has come.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Why it is over, if it is.
+    pub fn failure(&self) -> Option<&QmpError> {
+        self.failure.as_ref()
+    }
+
+    /// QEMU's version, once greeted.
+    pub fn version(&self) -> Option<&Version> {
+        self.version.as_ref()
+    }
+
+    /// Ends the connection; every command under way fails with `error`.
+    pub fn fail(&mut self, error: QmpError) {
+        if self.state == State::Failed {
+            return;
+        }
+        self.state = State::Failed;
+        for (id, p) in std::mem::take(&mut self.pending) {
+            if !p.forgotten {
+                self.replies.insert(id, (Err(error.clone()), 0));
+            }
+        }
+        self.failure = Some(error);
+        self.inbox = Vec::new();
+        self.outbox = Vec::new();
+        self.early = Vec::new();
+    }
+
+    /// Ends the connection because the peer did.
+    pub fn end_of_file(&mut self) {
+        let during = match self.pending.values().next() {
+            Some(p) => format!(" during {}", p.command),
+            None if self.state == State::Greeting => " before it greeted".into(),
+            None => String::new(),
+        };
+        self.fail(QmpError::Closed(self.path.clone(), during));
+    }
+
+    fn garbage(&mut self, why: impl Into<String>) {
+        self.fail(QmpError::Garbage(self.path.clone(), why.into()));
+    }
+
+    /// Takes bytes from the peer, in any pieces.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        let mut start = 0;
+        for (i, &b) in bytes.iter().enumerate() {
+            match self.cutter.byte(b) {
+                Cut::Inside => continue,
+                Cut::Between => start = i + 1,
+                Cut::Garbage => {
+                    let why = format!("no JSON object but “{}”", excerpt(&bytes[i..]));
+                    return self.garbage(why);
+                }
+                Cut::End => {
+                    let piece = &bytes[start..=i];
+                    start = i + 1;
+                    if self.inbox.len() + piece.len() > MAX_MESSAGE {
+                        return self.too_long();
+                    }
+                    if self.inbox.is_empty() {
+                        self.message(piece);
+                    } else {
+                        self.inbox.extend_from_slice(piece);
+                        let whole = std::mem::take(&mut self.inbox);
+                        self.message(&whole);
+                    }
+                }
+            }
+            if self.state == State::Failed {
+                return;
+            }
+        }
+        if self.state == State::Failed {
+            return;
+        }
+        if self.inbox.len() + (bytes.len() - start) > MAX_MESSAGE {
+            return self.too_long();
+        }
+        self.inbox.extend_from_slice(&bytes[start..]);
+    }
+
+    fn too_long(&mut self) {
+        self.garbage(format!("a message of more than {MAX_MESSAGE} bytes"));
+    }
+
+    fn message(&mut self, bytes: &[u8]) {
+        let message = match parse_message(bytes) {
+            Ok(m) => m,
+            Err(e) => return self.garbage(e.to_string()),
+        };
+        match (self.state, message) {
+            (State::Greeting, Message::Greeting(version)) => {
+                self.version = Some(version);
+                self.state = State::Negotiating;
+                self.pending.insert(
+                    NEGOTIATE,
+                    Pending { command: "qmp_capabilities".into(), forgotten: true },
+                );
+                encode(&mut self.outbox, "qmp_capabilities", None, NEGOTIATE);
+            }
+            (State::Greeting, _) => self.garbage("no greeting"),
+            (_, Message::Greeting(_)) => self.garbage("a second greeting"),
+            (_, Message::Event(event)) => self.event(event, bytes.len()),
+            (_, Message::Return { id, value }) => self.reply(id, Ok(value), bytes.len()),
+            (_, Message::Error { id, class, desc }) => self.reply(id, Err((class, desc)), 0),
+        }
+    }
+
+    fn event(&mut self, mut event: Event, length: usize) {
+        if length > MAX_EVENT_BYTES {
+            event.data = Value::Null;
+        }
+        if self.events.len() == MAX_EVENTS {
+            self.events.pop_front();
+            self.events_dropped += 1;
+        }
+        self.events.push_back(event);
+    }
+
+    fn reply(&mut self, id: Option<u64>, answer: Result<Value, (String, String)>, length: usize) {
+        let Some(id) = id else {
+            let what = answer.err().map_or(String::new(), |(_, desc)| format!(": {desc}"));
+            return self.garbage(format!("a reply without an id{what}"));
+        };
+        let Some(pending) = self.pending.remove(&id) else {
+            return self.garbage(format!("a reply to command {id}, which was not asked"));
+        };
+        if id == NEGOTIATE {
+            match answer {
+                Ok(_) => {
+                    self.state = State::Ready;
+                    self.outbox.append(&mut self.early);
+                }
+                Err((_, desc)) => self.garbage(format!("qmp_capabilities refused: {desc}")),
+            }
+        } else if !pending.forgotten {
+            self.reply_bytes += length;
+            if self.reply_bytes > MAX_REPLY_BYTES {
+                return self.garbage(format!("more than {MAX_REPLY_BYTES} bytes of replies"));
+            }
+            let answer = answer.map_err(|(class, desc)| QmpError::Command {
+                command: pending.command,
+                class,
+                desc,
+            });
+            self.replies.insert(id, (answer, length));
+        }
+    }
+
+    /// Queues a command and returns its id. Before the connection is ready the
+    /// command waits; after it failed this returns the failure.
+    pub fn send(&mut self, command: &str, arguments: Option<Value>) -> Result<u64, QmpError> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let full = |what, limit| QmpError::Full(self.path.clone(), what, limit);
+        if self.pending.len() + self.replies.len() >= MAX_PENDING {
+            return Err(full("commands without an answer", MAX_PENDING));
+        }
+        if self.outbox.len() + self.early.len() > MAX_OUTBOX {
+            return Err(full("bytes not yet written", MAX_OUTBOX));
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.pending.insert(id, Pending { command: command.to_owned(), forgotten: false });
+        let out = if self.state == State::Ready { &mut self.outbox } else { &mut self.early };
+        encode(out, command, arguments, id);
+        Ok(id)
+    }
+
+    /// The answer to a command, once.
+    pub fn take_reply(&mut self, id: u64) -> Option<Result<Value, QmpError>> {
+        let (answer, length) = self.replies.remove(&id)?;
+        self.reply_bytes -= length;
+        Some(answer)
+    }
+
+    /// Whether the answer to a command is there.
+    pub fn has_reply(&self, id: u64) -> bool {
+        self.replies.contains_key(&id)
+    }
+
+    /// Nobody waits for this answer any more; a late one is dropped quietly.
+    pub fn forget(&mut self, id: u64) {
+        let _ = self.take_reply(id);
+        if let Some(p) = self.pending.get_mut(&id) {
+            p.forgotten = true;
+        }
+    }
+
+    /// Commands that somebody still waits for.
+    pub fn waiting(&self) -> usize {
+        self.pending.values().filter(|p| !p.forgotten).count()
+    }
+
+    /// Commands without an answer, forgotten ones included.
+    pub fn unanswered(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.events.drain(..).collect()
+    }
+
+    /// The first queued event that matches, out of turn.
+    pub fn take_event(&mut self, name: &str) -> Option<Event> {
+        let at = self.events.iter().position(|e| e.name == name)?;
+        self.events.remove(at)
+    }
+
+    /// Whether an event of one of these names is queued.
+    pub fn has_event(&self, names: &[&str]) -> bool {
+        self.events.iter().any(|e| names.contains(&e.name.as_str()))
+    }
+
+    /// How many events were dropped because nobody took them.
+    pub fn events_dropped(&self) -> u64 {
+        self.events_dropped
+    }
+
+    /// Bytes for the peer.
+    pub fn outgoing(&self) -> &[u8] {
+        &self.outbox
+    }
+
+    /// The first `n` bytes of [`Protocol::outgoing`] were written.
+    pub fn written(&mut self, n: usize) {
+        self.outbox.drain(..n.min(self.outbox.len()));
+    }
+
+    /// Bytes held for the peer's unfinished message and untaken replies; the
+    /// property tests check that it stays within the limits.
+    pub fn held_bytes(&self) -> usize {
+        self.inbox.len() + self.reply_bytes
+    }
+}
+
+fn encode(out: &mut Vec<u8>, command: &str, arguments: Option<Value>, id: u64) {
+    let mut message = json!({ "execute": command, "id": id });
+    if let Some(arguments) = arguments {
+        message["arguments"] = arguments;
+    }
+    out.extend_from_slice(message.to_string().as_bytes());
+    out.push(b'\n');
+}

@@ -1,0 +1,41 @@
+//! Any text in any of the files of /proc, /sys and cgroups: no parser panics,
+//! and what it returns keeps the types' promises.
+#![no_main]
+
+use ebb_host::probe::cgroup::{self, Version};
+use ebb_host::probe::{meminfo, process, psi, swaps, vmstat, zfs};
+use ebb_host::root::{parse_number, unescape_octal};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((which, rest)) = data.split_first() else { return };
+    let text = String::from_utf8_lossy(rest);
+    match which % 16 {
+        0 => drop(meminfo::parse_meminfo(&text)),
+        1 => drop(vmstat::parse_vmstat(&text)),
+        2 => {
+            if let Ok(psi) = psi::parse_psi(&text) {
+                assert!((0.0..=100.0).contains(&psi.some.avg10));
+            }
+        }
+        3 => drop(swaps::parse_swaps(&text)),
+        4 => drop(zfs::parse_arcstats(&text)),
+        5 => drop(process::parse_stat(&text)),
+        6 => drop(process::parse_status(&text)),
+        7 => drop(process::parse_smaps_rollup(&text)),
+        8 => drop(cgroup::parse_mountinfo(&text)),
+        9 => drop(cgroup::parse_process_cgroup(&text, Version::V1)),
+        10 => drop(cgroup::parse_process_cgroup(&text, Version::V2)),
+        11 => drop(cgroup::parse_stat(&text, Version::V1)),
+        12 => drop(cgroup::parse_stat(&text, Version::V2)),
+        13 => drop((cgroup::parse_limit(&text), cgroup::parse_oom_kills(&text))),
+        14 => drop((parse_number::<i64>(&text), unescape_octal(&text))),
+        _ => {
+            let paths: Vec<String> = text.lines().map(str::to_owned).collect();
+            if let Some(common) = cgroup::common_ancestor(&paths) {
+                let holds = |p: &String| std::path::Path::new(p).starts_with(&common);
+                assert!(paths.iter().all(holds));
+            }
+        }
+    }
+});

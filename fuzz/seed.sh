@@ -1,0 +1,40 @@
+#!/bin/sh
+# Fills fuzz/corpus with what this machine's kernel and QEMU really say, so that
+# the fuzzer starts from valid input. Needs nothing; may be run any time.
+set -eu
+cd "$(dirname "$0")"
+for target in proc_text qemu_cmdline qmp_stream guest_stats; do mkdir -p "corpus/$target"; done
+
+# proc_text: the first byte chooses the parser (modulo 16).
+put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
+put '\000' meminfo </proc/meminfo
+put '\001' vmstat </proc/vmstat
+echo 'some avg10=0.00 avg60=1.50 avg300=0.00 total=77' | put '\002' psi
+printf 'Filename Type Size Used Priority\n/my\\040swap file 8 0 -2\n' | put '\003' swaps
+printf '1 0x01 2\nname type data\nc_min 4 100\nsize 4 900\n' | put '\004' arcstats
+put '\005' stat </proc/self/stat
+put '\006' status </proc/self/status
+put '\007' smaps_rollup </proc/self/smaps_rollup
+put '\010' mountinfo </proc/self/mountinfo
+put '\011' cgroup-v1 </proc/self/cgroup
+echo '0::/machine.slice/a:b' | put '\012' cgroup-v2
+printf 'total_rss 1\ntotal_active_file 2\ntotal_dirty 1\n' | put '\013' stat-v1
+printf 'anon 1\nactive_file 2\nfile_dirty 1\n' | put '\014' stat-v2
+echo 9223372036854771712 | put '\015' limit
+printf '/vm/a\n/vm/b\n' | put '\017' paths
+
+printf '%s\0' -name guest=a,,b,debug-threads=on -uuid 1 -chardev \
+	socket,id=m,path=/x,server=on,wait=off -mon chardev=m,mode=control -device \
+	'{"driver":"virtio-balloon-pci"}' -object memory-backend-memfd,hugetlb=on \
+	-qmp unix:/y,server,nowait -incoming defer >corpus/qemu_cmdline/all
+printf '%s\0' -chardev socket,id=m,fd=29,server=on -mon m,mode=control >corpus/qemu_cmdline/fd
+
+printf '\000\020{"return":1,"id"\020:1}{"event":"A"}' >corpus/qmp_stream/reply
+printf '\001\200{"QMP":{}} {"return":{},"id":0}' >corpus/qmp_stream/greeting
+
+cat >corpus/guest_stats/stats <<'JSON'
+{"last-update": 5, "stats": {"stat-free-memory": 18446744073709551615, "stat-total-memory":
+60000000, "stat-available-memory": 50000000, "stat-disk-caches": 7, "stat-swap-in": -1}}
+JSON
+echo '[{"name":"b0","type":"child<virtio-balloon-pci>"}]' >corpus/guest_stats/devices
+echo '{"status":"running","actual":5,"base-memory":6}' >corpus/guest_stats/others
