@@ -29,6 +29,9 @@ pub struct Config {
     pub reserve: Option<Bytes>,
     /// The cgroup whose limit counts, below the cgroup mount; `None`: found.
     pub pool: Option<String>,
+    /// Only VMs that have a section of their own are looked at at all; the others'
+    /// QMP sockets are left to others.
+    pub listed_only: bool,
     /// What holds for VMs that have no section of their own.
     pub defaults: VmSettings,
     /// Settings by VM name.
@@ -109,6 +112,7 @@ impl Default for Config {
             state_file: "/run/ebb/state.json".into(),
             reserve: None,
             pool: None,
+            listed_only: false,
             defaults: VmSettings::default(),
             vms: BTreeMap::new(),
         }
@@ -205,6 +209,7 @@ struct RawDaemon {
 struct RawHost {
     reserve: Option<Bytes>,
     cgroup: Option<Spanned<String>>,
+    vms: Option<Spanned<String>>,
 }
 
 #[derive(Deserialize, Default)]
@@ -286,6 +291,7 @@ impl Checker<'_> {
                 .unwrap_or(base.state_file),
             reserve: raw.host.reserve,
             pool: self.path("host.cgroup", raw.host.cgroup)?,
+            listed_only: self.listed(raw.host.vms)?,
             defaults,
             vms,
         })
@@ -349,6 +355,20 @@ impl Checker<'_> {
                 Some(span),
                 field,
                 format!("“{text}” is not allowed: a time from \"100ms\" to \"60s\""),
+            )),
+        }
+    }
+
+    fn listed(&self, raw: Option<Spanned<String>>) -> Result<bool, ConfigError> {
+        match raw.as_ref().map(|r| r.get_ref().as_str()) {
+            None | Some("all") => Ok(false),
+            Some("listed") => Ok(true),
+            Some(other) => Err((self.fail)(
+                raw.as_ref().map(Spanned::span),
+                "host.vms",
+                format!(
+                    "“{other}” is not allowed: \"all\", or \"listed\" for those with a [vm.NAME] section"
+                ),
             )),
         }
     }
@@ -433,6 +453,7 @@ mod tests {
                 "[daemon]\ntick = \"1s\"\nfast_tick = \"2s\"",
                 "f: daemon.fast_tick: 2000 ms is longer",
             ),
+            ("[host]\nvms = \"some\"", "f:2: host.vms: “some” is not allowed: \"all\""),
             ("[daemon", "f:1: [daemon: "),
         ] {
             let e = Config::parse("f", text).unwrap_err().to_string();

@@ -35,7 +35,12 @@ pub struct Daemon {
 pub fn options(config: &Config) -> Options {
     let sockets =
         config.vms.iter().filter_map(|(name, vm)| Some((name.clone(), vm.qmp.clone()?.into())));
-    Options { sockets: sockets.collect(), pool: config.pool.clone(), ..Options::default() }
+    Options {
+        sockets: sockets.collect(),
+        pool: config.pool.clone(),
+        only: config.listed_only.then(|| config.vms.keys().cloned().collect()),
+        ..Options::default()
+    }
 }
 
 impl Daemon {

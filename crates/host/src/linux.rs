@@ -36,8 +36,8 @@ pub struct Options {
     pub root: Root,
     /// QMP sockets beside those on command lines, with the name of the VM.
     pub sockets: Vec<(String, PathBuf)>,
-    /// VMs of these names are not looked at.
-    pub ignore: Vec<String>,
+    /// Only VMs of these names are looked at; `None`: all.
+    pub only: Option<Vec<String>>,
     /// Seconds between QEMU's questions to a guest, at least 1.
     pub stats_interval_s: u64,
     /// How long all VMs together may take to answer in a tick.
@@ -53,7 +53,7 @@ impl Default for Options {
         Options {
             root: Root::default(),
             sockets: Vec::new(),
-            ignore: Vec::new(),
+            only: None,
             stats_interval_s: 2,
             deadline: Duration::from_millis(200),
             pool: None,
@@ -207,7 +207,8 @@ impl LinuxHost {
         let mut names: HashSet<String> =
             self.vms.values().map(|v| v.process.name.clone()).collect();
         for mut process in scan.found {
-            if self.vms.contains_key(&process.id) || self.options.ignore.contains(&process.name) {
+            let unwanted = self.options.only.as_ref().is_some_and(|o| !o.contains(&process.name));
+            if self.vms.contains_key(&process.id) || unwanted {
                 continue;
             }
             while !names.insert(process.name.clone()) {
@@ -222,8 +223,15 @@ impl LinuxHost {
     fn open_trigger(&mut self, problems: &mut Vec<Problem>) {
         let Some((stall, window)) = self.options.psi_trigger_us else { return };
         if self.trigger.is_none() {
-            let opened = PsiTrigger::open(&self.options.root, psi::MEMORY, stall, window);
+            let open =
+                |stall, window| PsiTrigger::open(&self.options.root, psi::MEMORY, stall, window);
+            // Without CAP_SYS_RESOURCE the kernel takes windows of whole 2 s only.
+            let opened = open(stall, window).or_else(|_| open(stall.saturating_mul(2), 2_000_000));
             self.trigger = noted(problems, "PSI trigger", opened);
+            if self.trigger.is_none() {
+                // Said once: PSI's averages are read each tick all the same.
+                self.options.psi_trigger_us = None;
+            }
         }
     }
 

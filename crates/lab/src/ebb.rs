@@ -35,14 +35,16 @@ pub struct Daemon {
 
 impl Daemon {
     /// Starts it in `dir` (created; may hold the state of one before) and waits
-    /// until it answers. `config` is added to the paths' own settings.
-    pub fn start(dir: &Path, config: &str) -> Result<Daemon, LabError> {
+    /// until it answers. It looks at the VMs of these names only: others on this
+    /// machine are none of the lab's business. `config` is added to that.
+    pub fn start(dir: &Path, vms: &[&str], config: &str) -> Result<Daemon, LabError> {
         std::fs::create_dir_all(dir).map_err(LabError::file(dir))?;
         let file = dir.join("ebb.toml");
         let d = dir.display();
         let text = format!(
-            "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n{config}"
-        );
+            "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n\
+             [host]\nvms = \"listed\"\n{config}\n"
+        ) + &vms.iter().map(|v| format!("[vm.{v}]\n")).collect::<String>();
         std::fs::write(&file, text).map_err(LabError::file(&file))?;
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")
@@ -122,7 +124,8 @@ impl Daemon {
                 return Ok(found);
             }
             if Instant::now() > until {
-                let text = format!("no {what} in {deadline:?}; ebb: {state:#}\nlog:\n{}", self.log());
+                let text =
+                    format!("no {what} in {deadline:?}; ebb: {state:#}\nlog:\n{}", self.log());
                 return Err(LabError::Missing(text));
             }
             std::thread::sleep(Duration::from_millis(50));

@@ -13,6 +13,7 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -299,7 +300,11 @@ pub struct Vm {
     tool: Option<Tool>,
     qmp: Mutex<Option<qmp::Client>>,
     boots: usize,
-    /// From start to the tool's ready line.
+    spawned: Instant,
+    /// Length of the console at the last reset: older last words are forgiven.
+    console_before: AtomicUsize,
+    /// From start (a reboot: from the call of [`Vm::wait_ready`]) to the tool's
+    /// ready line.
     pub boot_time: Duration,
 }
 
@@ -344,6 +349,8 @@ impl Vm {
             tool: None,
             qmp: Mutex::new(None),
             boots: 0,
+            spawned: Instant::now(),
+            console_before: AtomicUsize::new(0),
             boot_time: Duration::ZERO,
         };
         vm.connect_tool()?;
@@ -363,7 +370,7 @@ impl Vm {
     /// Waits until the tool is ready for the first time, or once more since the
     /// last call (after a reboot).
     pub fn wait_ready(&mut self) -> Result<(), VmError> {
-        let begun = Instant::now();
+        let begun = if self.boots == 0 { self.spawned } else { Instant::now() };
         let want = self.boots + 1;
         self.wait_for("the guest tool to be ready", BOOT_DEADLINE, |vm| {
             (vm.console().matches(READY).count() >= want).then_some(())
@@ -398,13 +405,14 @@ impl Vm {
     /// Whether it is there and its kernel well.
     pub fn check(&self) -> Result<(), VmError> {
         let console = self.console();
+        let recent = console.get(self.console_before.load(Relaxed)..).unwrap_or(&console);
         let ended = self.child().try_wait();
         let why = match ended {
             Ok(Some(status)) => {
                 let log = fs::read_to_string(self.run_dir.join("qemu.log")).unwrap_or_default();
                 format!("QEMU ended with {status} {}", tail(&log, 5))
             }
-            _ => match LAST_WORDS.iter().find(|w| console.contains(*w)) {
+            _ => match LAST_WORDS.iter().find(|w| recent.contains(*w)) {
                 Some(words) => format!("its kernel said “{words}”"),
                 None => return Ok(()),
             },
@@ -486,6 +494,7 @@ impl Vm {
 
     /// Resets it, as its button would; [`Vm::wait_ready`] waits for the new boot.
     pub fn reset(&self) -> Result<(), VmError> {
+        self.console_before.store(self.console().len(), Relaxed);
         self.qmp("system_reset", None).map(drop)
     }
 

@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -142,11 +143,13 @@ fn vm_that_dies_is_lost_and_not_a_failure() {
     drop(vm);
     assert!(!dir.exists() && !PathBuf::from(format!("/proc/{pid}")).exists());
 
-    let vm = Vm::start(&config("crashed", Kernel::V6_1)).unwrap();
+    let mut vm = Vm::start(&config("crashed", Kernel::V6_1)).unwrap();
     vm.request("sysrq c=c", MINUTE).unwrap();
     let lost = vm.wait_for("its end", MINUTE, |_| None::<()>);
     let Err(VmError::Lost { why, .. }) = lost else { panic!("{lost:?}") };
     assert!(why.contains("panic") || why.contains("Oops"), "{why}");
+    vm.reset().unwrap();
+    vm.wait_ready().unwrap();
 }
 
 #[test]
@@ -164,6 +167,46 @@ fn vm_freed_memory_comes_back_by_reporting() {
     assert!(stat.max - stat.min > 1e8, "{stat:?}");
 }
 
+/// Flips one bit in guest pages that `verify` has sealed; returns how many.
+fn flip_bits(vm: &Vm, seed_word: u64) -> usize {
+    let maps = fs::read_to_string(format!("/proc/{}/maps", vm.pid())).unwrap();
+    let ram = maps.lines().find_map(|line| {
+        let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+        let parse = |v| u64::from_str_radix(v, 16).ok();
+        let (from, to) = (parse(from)?, parse(to)?);
+        (to - from == vm.memory().0).then_some(from)
+    });
+    let file = format!("/proc/{}/mem", vm.pid());
+    let memory = fs::OpenOptions::new().read(true).write(true).open(file).unwrap();
+    let (ram, mut flipped) = (ram.expect("guest RAM is one mapping"), 0);
+    for page in (ram..ram + vm.memory().0).step_by(4096) {
+        let mut head = [0; 8];
+        if memory.read_at(&mut head, page).is_ok() && u64::from_le_bytes(head) == seed_word {
+            memory.read_at(&mut head, page + 800).unwrap();
+            head[3] ^= 0x10;
+            memory.write_at(&head, page + 800).unwrap();
+            flipped += 1;
+        }
+    }
+    flipped
+}
+
+#[test]
+fn vm_verify_finds_a_flipped_bit() {
+    let _arena = held();
+    let vm = Vm::start(&config("flip", Kernel::V6_12)).unwrap();
+    vm.tool().start_ready("v", "verify", "size=67108864 seconds=60 seed=1", MINUTE).unwrap();
+    vm.wait_for("pages", MINUTE, |vm| {
+        (vm.tool().stat("v").ok()?.u64("checks") > 9999).then_some(())
+    })
+    .unwrap();
+    // mix64(1), the seed of the first thread.
+    assert!(flip_bits(&vm, 0x910a_2dec_8902_5cc1) > 0);
+    let end = vm.request("wait job=v", MINUTE).unwrap();
+    assert_eq!((end.str("state"), end.str("what")), ("failed", "checksum"), "{end:?}");
+    assert!(end.u64("errors") > 0 && end.u64("expected") != end.u64("found"), "{end:?}");
+}
+
 /// A child of the lab that holds an arena, and what its first line says.
 fn hold_arena(args: &[&str]) -> (Child, String) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
@@ -175,6 +218,31 @@ fn hold_arena(args: &[&str]) -> (Child, String) {
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     (child, line.trim().trim_start_matches("held ").to_string())
+}
+
+#[test]
+fn vm_dies_with_a_lab_that_is_killed() {
+    let mut lab = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
+        .args(["boot", "--memory", "256MiB"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(lab.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let word = |key: &str| line.split_whitespace().skip_while(|w| *w != key).nth(1).unwrap();
+    let qemu = PathBuf::from(format!("/proc/{}/cmdline", word("pid")));
+    let run_dir = PathBuf::from(word("qmp")).parent().unwrap().to_path_buf();
+    let alive = || fs::read(&qemu).is_ok_and(|c| !c.is_empty());
+    assert!(alive(), "{line}");
+    lab.kill().unwrap();
+    lab.wait().unwrap();
+    let until = Instant::now() + MINUTE;
+    while alive() {
+        assert!(Instant::now() < until, "QEMU outlived the lab: {line}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // What a killed lab cannot remove itself.
+    fs::remove_dir_all(run_dir).unwrap();
 }
 
 fn swaps() -> usize {

@@ -116,7 +116,7 @@ fn look(config: &Config) -> Result<Sample> {
 fn sample_of(state: &State, root: &Root) -> Result<Sample> {
     let mut host = LinuxHost::new(ebb_host::linux::Options {
         root: root.clone(),
-        ignore: state.vms.iter().map(|v| v.name.clone()).collect(),
+        only: Some(Vec::new()),
         ..Default::default()
     })?;
     let own = host.sample();

@@ -1,11 +1,12 @@
 //! `demo`: three VMs on a host that is too small for them, without and with Ebb.
 //!
-//! Each VM keeps a base and, in turn, allocates, holds and frees a burst. Their
-//! sum at any moment fits the budget; what they have *ever touched* does not. A
-//! host that gets nothing back must swap. Arms: `plain` (no reporting, no Ebb),
+//! Each VM keeps a base and, in turn, allocates, holds and frees a burst, then
+//! reads a file once. What their programs use at any moment fits the budget; what
+//! the guests keep (freed pages, page cache) does not. A host that gets nothing
+//! back must swap. Arms: `plain` (no reporting, no Ebb),
 //! `reporting` (QEMU's free page reporting alone), `ebb` (reporting and Ebb).
 
-use std::io::{IsTerminal, Write};
+use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,8 @@ pub struct Demo {
     pub base: Bytes,
     /// What each allocates and frees.
     pub burst: Bytes,
+    /// What each reads once after a burst, into its page cache.
+    pub cache: Bytes,
     /// Time from one burst of a VM to its next.
     pub period: Duration,
     /// Measured time of each arm.
@@ -52,6 +55,7 @@ impl Default for Demo {
             budget: Bytes::mib(1100),
             base: Bytes::mib(32),
             burst: Bytes::mib(256),
+            cache: Bytes::mib(160),
             period: Duration::from_secs(24),
             time: Duration::from_secs(72),
             kernel: Kernel::V6_1,
@@ -78,8 +82,8 @@ impl Demo {
     /// Runs every arm, prints, writes `json`.
     pub fn run(&self, json: Option<&Path>) -> Result<()> {
         println!(
-            "{} VMs of {} on a budget of {}: each keeps {} and in turn uses {} more; zram swap behind it",
-            self.vms, self.memory, self.budget, self.base, self.burst
+            "{} VMs of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
+            self.vms, self.memory, self.budget, self.base, self.burst, self.cache
         );
         let mut outcome = None;
         let mut results = Vec::new();
@@ -88,8 +92,8 @@ impl Demo {
                 bail!("no arm “{arm}”; there are plain, reporting, ebb");
             }
             let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
-            let outcome = outcome
-                .get_or_insert_with(|| Outcome::new("demo", &result.kernel, result.accel));
+            let outcome =
+                outcome.get_or_insert_with(|| Outcome::new("demo", &result.kernel, result.accel));
             self.add(outcome, arm, &result);
             results.push((arm.clone(), result));
         }
@@ -109,9 +113,12 @@ impl Demo {
             swap: Some(swap),
             knobs: Vec::new(),
         })?;
-        let vms = self.boot(&arena, arm != "plain")?;
         let dir = tempfile::tempdir()?;
-        let daemon = (arm == "ebb").then(|| Daemon::start(dir.path(), "")).transpose()?;
+        let disk = dir.path().join("disk");
+        write_noise(&disk, self.cache)?;
+        let vms = self.boot(&arena, arm != "plain", &disk)?;
+        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
+        let daemon = (arm == "ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
         let sampler = Sampler::start(10, arena.cgroup().cloned());
         for vm in &vms {
             sampler.watch(vm.name(), vm.pid());
@@ -127,12 +134,14 @@ impl Demo {
         Ok(result)
     }
 
-    fn boot(&self, arena: &Arena, reporting: bool) -> Result<Vec<Vm>> {
+    fn boot(&self, arena: &Arena, reporting: bool, disk: &Path) -> Result<Vec<Vm>> {
         let mut vms = Vec::new();
         for n in 1..=self.vms {
             let mut config = VmConfig::new(format!("demo{n}"), self.memory);
             config.kernel = self.kernel;
             config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+            config.disks = vec![disk.into()];
+            config.args = vec!["-snapshot".into()];
             config.cgroup = arena.cgroup().map(|c| c.dir.clone());
             vms.push(Vm::spawn(&config)?);
         }
@@ -166,7 +175,11 @@ impl Demo {
     }
 
     fn summary(&self, results: &[(String, ArmResult)]) {
-        println!("\n{:<28}{}", "", results.iter().map(|(a, _)| format!("{a:>14}")).collect::<String>());
+        println!(
+            "\n{:<28}{}",
+            "",
+            results.iter().map(|(a, _)| format!("{a:>14}")).collect::<String>()
+        );
         let row = |title: &str, cell: &dyn Fn(&ArmResult) -> String| {
             let cells: String = results.iter().map(|(_, r)| format!("{:>14}", cell(r))).collect();
             println!("{title:<28}{cells}");
@@ -188,6 +201,13 @@ impl Demo {
             }
         }
     }
+}
+
+/// A file of noise: nothing that zram could make small.
+fn write_noise(path: &Path, size: Bytes) -> Result<()> {
+    let mut noise = std::fs::File::open("/dev/urandom")?.take(size.0);
+    std::io::copy(&mut noise, &mut std::fs::File::create(path)?)?;
+    Ok(())
 }
 
 /// What came back by which mechanism, as Ebb accounts it.
@@ -270,12 +290,22 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
+    /// Reads the file: as a backup or a log scan does, and the guest keeps it.
+    fn read_file(&self, n: usize) -> Result<()> {
+        let vm = &self.vms[n];
+        let arguments = format!("size={}", self.demo.cache.0);
+        let _ = vm.tool().stop("read");
+        vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
+        Ok(())
+    }
+
     fn hear(&mut self, sampler: &Sampler) -> Result<()> {
         for (n, vm) in self.vms.iter().enumerate() {
             vm.check()?;
-            for event in vm.tool().take_events() {
+            for event in vm.tool().take_events().iter().filter(|e| e.job == "burst") {
                 match event.name.as_str() {
                     "progress" => {
+                        self.read_file(n)?;
                         self.frees.push((n, sampler.now()));
                         self.bursts += 1;
                         let seconds = event.fields.f64("touch_ns") / 1e9;

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The map: a table of map pages, each with the bits of 128 MiB.
+ *
+ * Who may change a bit: whoever holds the zone->lock of its page; and, to clear
+ * it, also whoever owns the page.  So two writers never want different things
+ * of one *bit*, but they may meet in one *word*: partial words change by atomic
+ * operations, whole words (64 pages of one block, hence of one zone) by plain
+ * stores.  A whole word that is stored as zero can at worst swallow a neighbour
+ * zone's set, which costs opportunity and nothing else.
+ *
+ * When ebb_map_clear() returns, the clear is visible to all: the page may be
+ * handed out and written to.  Runs beyond the table or in holes of it are
+ * ignored: what is not covered is never set.
+ */
+#include "map.h"
+
+#ifdef __KERNEL__
+#include <linux/atomic.h>
+#include <linux/bitops.h>
+#include <linux/errno.h>
+#include <linux/kernel.h>
+#include <linux/string.h>
+
+#define load(p)		READ_ONCE(*(p))
+#define store(p, v)	WRITE_ONCE(*(p), v)
+#define load_page(p)	smp_load_acquire(p)
+#define fetch_or(p, v)	((__u64)atomic64_fetch_or((s64)(v), (atomic64_t *)(p)))
+#define fetch_and(p, v)	((__u64)atomic64_fetch_and((s64)(v), (atomic64_t *)(p)))
+#define bit_set(p, b)	test_and_set_bit(b, (unsigned long *)(p))
+#define bit_clear(p, b)	test_and_clear_bit(b, (unsigned long *)(p))
+#define full_barrier()	smp_mb()
+#define weight(v)	hweight64(v)
+#else
+#include <errno.h>
+#include <stddef.h>
+
+#define load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
+#define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
+#define load_page(p)	__atomic_load_n(p, __ATOMIC_ACQUIRE)
+#define fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
+#define fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
+#define bit_set(p, b)	((fetch_or(p, 1ull << (b)) >> (b)) & 1)
+#define bit_clear(p, b)	((fetch_and(p, ~(1ull << (b))) >> (b)) & 1)
+#define full_barrier()	((void)0)	/* in store(); thread sanitizers know no fences */
+#define weight(v)	__builtin_popcountll(v)
+#endif
+
+/* A piece of a run that lies in one word; NULL where there is no map. */
+struct piece {
+	__u64 *word;
+	__u64 mask;
+	unsigned int bit, len;
+};
+
+static inline struct piece first_piece(const struct ebb_map *m, unsigned long pfn,
+				       unsigned long n)
+{
+	unsigned long at = pfn / EBB_MAP_PFNS;
+	struct piece p = { .bit = pfn % EBB_WORD_PFNS };
+	__u64 *page;
+
+	p.len = n < EBB_WORD_PFNS - p.bit ? n : EBB_WORD_PFNS - p.bit;
+	p.mask = (~0ull >> (EBB_WORD_PFNS - p.len)) << p.bit;
+	if (at >= m->pages)
+		return p;
+	page = load_page(&m->page[at]);
+	if (page)
+		p.word = page + pfn / EBB_WORD_PFNS % EBB_PAGE_WORDS;
+	return p;
+}
+
+static inline __u64 change(struct piece p, bool to)
+{
+	__u64 old;
+
+	if (p.len == 1) {
+		old = to ? bit_set(p.word, p.bit) : bit_clear(p.word, p.bit);
+		return old << p.bit;
+	}
+	if (p.len < EBB_WORD_PFNS)
+		return to ? fetch_or(p.word, p.mask) : fetch_and(p.word, ~p.mask);
+	old = load(p.word);
+	store(p.word, to ? ~0ull : 0);
+	return old;
+}
+
+static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, unsigned long n,
+				       bool to)
+{
+	unsigned long changed = 0;
+
+	while (n) {
+		struct piece p = first_piece(m, pfn, n);
+
+		if (p.word)
+			changed += weight((change(p, to) ^ (to ? ~0ull : 0)) & p.mask);
+		pfn += p.len;
+		n -= p.len;
+	}
+	return changed;
+}
+
+/* Sets a run; returns how many bits were not set before. */
+unsigned long ebb_map_set(struct ebb_map *m, unsigned long pfn, unsigned long n)
+{
+	return change_run(m, pfn, n, true);
+}
+
+/* Clears a run, visible to all; returns how many bits were set before. */
+unsigned long ebb_map_clear(struct ebb_map *m, unsigned long pfn, unsigned long n)
+{
+	unsigned long changed = change_run(m, pfn, n, false);
+
+	if (n >= EBB_WORD_PFNS)
+		full_barrier();		/* shorter ones were atomic throughout */
+	return changed;
+}
+
+unsigned long ebb_map_count(const struct ebb_map *m, unsigned long pfn, unsigned long n)
+{
+	unsigned long count = 0;
+
+	while (n) {
+		struct piece p = first_piece(m, pfn, n);
+
+		if (p.word)
+			count += weight(load(p.word) & p.mask);
+		pfn += p.len;
+		n -= p.len;
+	}
+	return count;
+}
+
+/* How many pages of a run have a place in the map. */
+unsigned long ebb_map_covered(const struct ebb_map *m, unsigned long pfn, unsigned long n)
+{
+	unsigned long count = 0;
+
+	while (n) {
+		struct piece p = first_piece(m, pfn, n);
+
+		count += p.word ? p.len : 0;
+		pfn += p.len;
+		n -= p.len;
+	}
+	return count;
+}
+
+bool ebb_map_any(const struct ebb_map *m, unsigned long pfn, unsigned long n)
+{
+	while (n) {
+		struct piece p = first_piece(m, pfn, n);
+
+		if (p.word && (load(p.word) & p.mask))
+			return true;
+		pfn += p.len;
+		n -= p.len;
+	}
+	return false;
+}
+
+void ebb_map_zero(struct ebb_map *m)
+{
+	unsigned long i, w;
+
+	for (i = 0; i < m->pages; i++) {
+		__u64 *page = load_page(&m->page[i]);
+
+		for (w = 0; page && w < EBB_PAGE_WORDS; w++)
+			store(&page[w], 0);
+	}
+	full_barrier();
+}
+
+static bool extends(const struct ebb_extent *e, __u64 gpa, __u32 first)
+{
+	return e->first + e->pages == first &&
+	       e->gpa + (__u64)e->pages * EBB_PAGE_SIZE == gpa;
+}
+
+/*
+ * Appends a run of map pages, to the last extent where it continues that one.
+ * -ENOSPC: the list is full.
+ */
+int ebb_extent_add(struct ebb_extent_page **list, unsigned int pages,
+		   __u64 gpa, __u32 first, __u32 count)
+{
+	struct ebb_extent *last = NULL;
+	unsigned int i;
+
+	for (i = 0; i < pages; i++) {
+		struct ebb_extent_page *p = list[i];
+
+		if (p->count)
+			last = &p->extent[p->count - 1];
+		if (p->count == EBB_EXTENTS_A_PAGE)
+			continue;
+		if (last && extends(last, gpa, first)) {
+			store(&last->pages, last->pages + count);
+			return 0;
+		}
+		p->extent[p->count] = (struct ebb_extent){ gpa, first, count };
+		store(&p->count, p->count + 1);
+		return 0;
+	}
+	if (!last || !extends(last, gpa, first))
+		return -ENOSPC;
+	store(&last->pages, last->pages + count);
+	return 0;
+}
+
+/* The address of the map page that has the bit of a pfn; 0: none has. */
+__u64 ebb_extent_find(struct ebb_extent_page *const *list, unsigned int pages, __u64 pfn)
+{
+	__u64 at = pfn / EBB_MAP_PFNS;
+	unsigned int i, j;
+
+	for (i = 0; i < pages; i++) {
+		for (j = 0; j < list[i]->count; j++) {
+			const struct ebb_extent *e = &list[i]->extent[j];
+
+			if (at >= e->first && at - e->first < e->pages)
+				return e->gpa + (at - e->first) * EBB_PAGE_SIZE;
+		}
+	}
+	return 0;
+}
