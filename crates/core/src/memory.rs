@@ -72,6 +72,9 @@ pub struct VmMemory {
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
+    /// The guest's recent peaks of need, slow and fast in forgetting.
+    #[serde(default)]
+    pub peaks: Peaks,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
@@ -87,6 +90,27 @@ pub struct Order {
     pub moved_from: Bytes,
     /// When it last moved (or was given).
     pub moved_at: Stamp,
+}
+
+/// What a guest needed lately: peaks that sink towards its present need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Peaks {
+    /// When they were brought up to date.
+    pub at: Stamp,
+    /// Forgets over a minute.
+    pub slow: Bytes,
+    /// Forgets over ten seconds.
+    pub fast: Bytes,
+}
+
+impl Peaks {
+    fn update(&mut self, at: Stamp, need: Bytes) {
+        let ms = at.since(self.at) as f64;
+        let sink = |peak: Bytes, over_ms: f64| {
+            (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
+        };
+        *self = Peaks { at, slow: sink(self.slow, 60_000.0), fast: sink(self.fast, 10_000.0) };
+    }
 }
 
 /// How fast a guest's counters move.
@@ -266,6 +290,9 @@ impl VmMemory {
         }
         if let Some((actual, stats)) = vm.balloon.as_ref().and_then(|b| Some((b.actual, b.guest?)))
         {
+            if let Some(available) = stats.available.or(stats.free) {
+                self.peaks.update(at, actual - available);
+            }
             self.take_stats(at, actual, stats);
         }
         self.notice_help(at, actual);
@@ -281,6 +308,7 @@ impl VmMemory {
         self.rates = None;
         self.order = None;
         self.helped_itself = None;
+        self.peaks = Peaks::default();
         self.stuck_until = None;
         self.stuck_count = 0;
     }

@@ -61,6 +61,7 @@ pub struct Guest {
     /// How often its size changed direction, and the last direction.
     pub reversals: u64,
     direction: i8,
+    steady: bool,
     rng: fastrand::Rng,
     phase_ends: u64,
     wanted: Bytes,
@@ -92,6 +93,7 @@ impl Guest {
             ooms: 0,
             reversals: 0,
             direction: 0,
+            steady: false,
             rng: fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32)),
             phase_ends: 0,
             wanted: ram.share(0.15),
@@ -99,6 +101,11 @@ impl Guest {
             boots: 0,
             events: vec![VmEvent::Connected],
         }
+    }
+
+    /// Has it keep the first working set it chooses.
+    pub fn settle(&mut self) {
+        self.steady = true;
     }
 
     /// Lives `dt_ms` up to `now_ms`.
@@ -122,7 +129,7 @@ impl Guest {
     }
 
     fn choose_phase(&mut self, now_ms: u64) {
-        if now_ms >= self.phase_ends {
+        if now_ms >= self.phase_ends && !(self.steady && self.phase_ends > 0) {
             self.phase_ends = now_ms + self.rng.u64(5_000..90_000);
             // Mostly idle, at times nearly all of it.
             let share = self.rng.f64().powi(3) * 0.8 + 0.1;

@@ -9,7 +9,7 @@
 //! who was given memory is not asked for some time.
 
 use crate::config::Config;
-use crate::memory::{Memory, VmMemory};
+use crate::memory::{Memory, Peaks, VmMemory};
 use crate::model::{GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
@@ -27,19 +27,24 @@ const GROW_HOLD_MS: u64 = 60_000;
 const SURPLUS_RATE: f64 = 0.05;
 
 /// How hard each state takes: share of RAM a second, share of the guest's buffer
-/// that is left to it, how long one that was given memory is left alone.
+/// that is left to it, how long one that was given memory is left alone, and which
+/// of its recent peaks of need it keeps: one that needed memory a moment ago may
+/// need it again.
 struct Force {
     step: f64,
     buffer: f64,
     hold_ms: u64,
+    recent: fn(&Peaks) -> Bytes,
 }
 
 fn force(state: Pressure) -> Force {
     match state {
-        Pressure::Clear => Force { step: 0.0, buffer: 1.0, hold_ms: u64::MAX },
-        Pressure::Soft => Force { step: 0.05, buffer: 1.0, hold_ms: 60_000 },
-        Pressure::Hard => Force { step: 0.125, buffer: 0.5, hold_ms: 25_000 },
-        Pressure::Critical => Force { step: 0.25, buffer: 0.25, hold_ms: 8_000 },
+        Pressure::Clear => Force { step: 0.0, buffer: 1.0, hold_ms: u64::MAX, recent: |p| p.slow },
+        Pressure::Soft => Force { step: 0.05, buffer: 1.0, hold_ms: 60_000, recent: |p| p.slow },
+        Pressure::Hard => Force { step: 0.125, buffer: 0.5, hold_ms: 8_000, recent: |p| p.fast },
+        Pressure::Critical => {
+            Force { step: 0.25, buffer: 0.25, hold_ms: 4_000, recent: |_| Bytes::ZERO }
+        }
     }
 }
 
@@ -115,7 +120,7 @@ fn relieve(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Verdict 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {
     let g = vm.guest.as_ref()?;
     let base = base(m, actual);
-    let keep = keep(vm, g, &force(Pressure::Soft)).max(vm.ceiling);
+    let keep = keep(vm, g, m, &force(Pressure::Soft)).max(vm.ceiling);
     let most = step(vm, model, &force(Pressure::Soft)).min(base - keep);
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
@@ -182,7 +187,7 @@ fn candidate(
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
     let base = base(m, actual);
-    let keep = keep(vm, g, force);
+    let keep = keep(vm, g, m, force);
     if base <= vm.floor {
         return Err(format!("it is at its floor of {}", vm.floor));
     }
@@ -219,10 +224,10 @@ fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
 
 /// What a guest keeps in any case: floor, or need and buffer, and always so much
 /// that the taking itself does not make it short.
-fn keep(vm: &VmModel, g: &GuestModel, force: &Force) -> Bytes {
+fn keep(vm: &VmModel, g: &GuestModel, m: &VmMemory, force: &Force) -> Bytes {
     let part = if g.deflate_on_oom { force.buffer } else { force.buffer.max(0.5) };
     let buffer = g.buffer.share(part).max(g.short_mark.share(1.5));
-    vm.floor.max(g.need + buffer)
+    vm.floor.max(g.need.max((force.recent)(&m.peaks)) + buffer)
 }
 
 /// The largest step for one tick.
@@ -406,11 +411,24 @@ mod tests {
 
     #[test]
     fn who_was_given_memory_is_left_alone_for_a_while() {
-        let m = VmMemory { last_give: Some(Stamp(NOW.0 - 10_000)), ..remembered(1) };
+        let m = VmMemory { last_give: Some(Stamp(NOW.0 - 5_000)), ..remembered(1) };
         let held = |state| decide(host(state, 500, 0), vec![vm(1, 1024, 900)], vec![m.clone()]);
         assert_eq!(size(&held(Pressure::Soft)[0]), None);
         assert_eq!(size(&held(Pressure::Hard)[0]), None);
         assert!(size(&held(Pressure::Critical)[0]).is_some());
+    }
+
+    #[test]
+    fn what_a_guest_needed_lately_is_left_to_it_unless_the_host_is_critical() {
+        let peaks = Peaks { at: NOW, slow: Bytes::mib(800), fast: Bytes::mib(500) };
+        let m = VmMemory { peaks, ..remembered(1) };
+        let ask = |state| {
+            let v = decide(host(state, 4000, 0), vec![vm(1, 700, 400)], vec![m.clone()]);
+            size(&v[0])
+        };
+        assert_eq!(ask(Pressure::Soft), None, "800 MiB within the last minute");
+        assert_eq!(ask(Pressure::Hard), Some(700 - 128), "500 MiB within ten seconds, and buffer");
+        assert_eq!(ask(Pressure::Critical), Some(700 - 256));
     }
 
     #[test]

@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Where pages enter and leave the buddy allocator.
+ *
+ * All of this runs under the zone->lock of the page, unless it says otherwise:
+ *
+ *   SET	mm_page_pcpu_drain		after insertion
+ *		__putback_isolated_page		entry, insertion follows
+ *   CLEAR	mm_page_alloc_zone_locked	after removal
+ *		mm_page_alloc_extfrag		after removal; from 6.10 on some
+ *						removals fire only this one, before
+ *						that it fires *before* the removal,
+ *						which fires the other one as well
+ *		__isolate_free_page		entry (compaction, reporting, …)
+ *		__offline_isolated_pages	entry, unlocked: the pages are isolated,
+ *						none of them can come or go, and scans
+ *						stay away (memory notifier)
+ *		take_page_off_buddy		entry, unlocked; looked at once more
+ *		mm_page_alloc			backstop, by the new owner
+ *   HINT	__free_pages_ok			entry, unlocked: a block too large for
+ *						the per-CPU lists goes into the buddy
+ *						allocator, and no tracepoint tells
+ *
+ * Never set on mm_page_free: it fires before insertion, without the lock.
+ *
+ * The backstop is for compaction capture: __free_one_page() may hand the page
+ * it merges straight to the task that compacts, and the drain probe cannot see
+ * that and sets its bits; those of the buddies it merged with were set already.
+ * The task's allocation ends with mm_page_alloc.  Until then the kernel writes
+ * to such a page only to fill it with zeroes (init_on_alloc, __GFP_ZERO), as a
+ * discard does, so nobody can tell; kernels that write anything else to pages
+ * in between (poisoning, KASAN) are refused.  If the allocation is undone in
+ * between, nothing fires, the page goes back to a free list, and whoever takes
+ * it from there passes mm_page_alloc or mm_page_alloc_zone_locked.
+ *
+ * Missed sets cost opportunity only and are repaired by the scans: isolation
+ * that failed, extfrag before 6.10, frees that found the per-CPU lists locked,
+ * memory that came online.
+ *
+ * Entries are ftrace callbacks, not kprobes: with FTRACE_OPS_FL_PERMANENT
+ * nobody can switch them off behind our back (sysctl kernel.ftrace_enabled,
+ * debugfs kprobes/enabled).
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/cc_platform.h>
+#include <linux/ftrace.h>
+#include <linux/mm.h>
+#include <linux/mmzone.h>
+#include <linux/nodemask.h>
+#include <linux/tracepoint.h>
+#include <linux/version.h>
+
+#include "ebb.h"
+
+/*
+ * A series is known when every way into and out of the free lists was read in
+ * its mm/page_alloc.c and tried with every fault switch of a test build.
+ */
+struct series {
+	u32 from, to;		/* inclusive; patch levels do not count */
+	bool extfrag;		/* mm_page_alloc_extfrag means "removed" */
+};
+
+static const struct series known[] = {
+	{ KERNEL_VERSION(6, 1, 0), KERNEL_VERSION(6, 1, 0), false },
+	{ KERNEL_VERSION(6, 12, 0), KERNEL_VERSION(6, 12, 0), true },
+};
+
+static const struct series *series;
+
+static inline void count_set(unsigned long n)
+{
+	this_cpu_add(ebb.counts->set, n);
+}
+
+static inline void count_cleared(unsigned long n)
+{
+	this_cpu_add(ebb.counts->cleared, n);
+}
+
+/* Whole blocks of the smallest recorded order: what is torn open is cleared. */
+static inline unsigned long widen(unsigned long *pfn, unsigned int order)
+{
+	if (order < ebb.order)
+		order = ebb.order;
+	*pfn &= ~0ul << order;
+	return 1ul << order;
+}
+
+static inline void clear(struct page *page, unsigned int order)
+{
+	unsigned long pfn = page_to_pfn(page);
+	unsigned long n = widen(&pfn, order);
+
+	count_cleared(ebb_map_clear(&ebb.map, pfn, n));
+}
+
+static bool in_free_block(unsigned long pfn, unsigned int order)
+{
+	for (; order <= ilog2(EBB_BLOCK); order++) {
+		struct page *head = pfn_to_page(pfn & ~0ul << order);
+
+		if (PageBuddy(head) && page_private(head) >= order)
+			return true;
+	}
+	return false;
+}
+
+static void on_drain(void *data, struct page *page, unsigned int order)
+{
+	unsigned long pfn = page_to_pfn(page);
+
+	if (!READ_ONCE(ebb.recording))
+		return;
+	if (order < ebb.order && !in_free_block(pfn, ebb.order))
+		return;
+	count_set(ebb_map_set(&ebb.map, pfn, widen(&pfn, order)));
+}
+
+static void on_zone_locked(void *data, struct page *page, unsigned int order)
+{
+	clear(page, order);
+}
+
+static void on_alloc(void *data, struct page *page, unsigned int order)
+{
+	unsigned long pfn, n;
+
+	if (!page)
+		return;
+	pfn = page_to_pfn(page);
+	if (likely(!ebb_map_any(&ebb.map, pfn, 1ul << order)))
+		return;
+	n = widen(&pfn, order);
+	this_cpu_add(ebb.counts->late, ebb_map_clear(&ebb.map, pfn, n));
+}
+
+struct probe {
+	const char *name;
+	void *func;
+	bool set;
+	u32 fault;
+	struct tracepoint *tp;
+	bool armed;
+};
+
+static struct probe probes[] = {
+	{ "mm_page_alloc_zone_locked", on_zone_locked, false, EBB_FAULT_ZONE_LOCKED },
+	{ "mm_page_alloc_extfrag", on_zone_locked, false, EBB_FAULT_EXTFRAG },
+	{ "mm_page_alloc", on_alloc, false, EBB_FAULT_BACKSTOP },
+	{ "mm_page_pcpu_drain", on_drain, true, EBB_FAULT_DRAIN },
+};
+
+static unsigned long argument(struct ftrace_regs *fregs, unsigned int n)
+{
+	return regs_get_kernel_argument(ftrace_get_regs(fregs), n);
+}
+
+static void on_putback(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+		       struct ftrace_regs *fregs)
+{
+	struct page *page = (struct page *)argument(fregs, 0);
+	unsigned int order = argument(fregs, 1);
+
+	if (READ_ONCE(ebb.recording) && order >= ebb.order)
+		count_set(ebb_map_set(&ebb.map, page_to_pfn(page), 1ul << order));
+}
+
+static void on_isolate(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+		       struct ftrace_regs *fregs)
+{
+	clear((struct page *)argument(fregs, 0), argument(fregs, 1));
+}
+
+static void on_offline(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+		       struct ftrace_regs *fregs)
+{
+	unsigned long start = argument(fregs, 0), end = argument(fregs, 1);
+
+	count_cleared(ebb_map_clear(&ebb.map, start, end - start));
+}
+
+static void on_takeoff(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+		       struct ftrace_regs *fregs)
+{
+	struct page *page = (struct page *)argument(fregs, 0);
+
+	clear(page, 0);
+	/* A scan may set it again before it is taken off: look again. */
+	ebb_ring_add(page_to_pfn(page), 0, false);
+}
+
+static void on_large_free(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+			  struct ftrace_regs *fregs)
+{
+	ebb_ring_add(page_to_pfn((struct page *)argument(fregs, 0)), argument(fregs, 1), true);
+}
+
+struct entry {
+	const char *name;
+	ftrace_func_t func;
+	bool set;
+	bool optional;		/* not in every configuration, or only a hint */
+	u32 fault;
+	struct ftrace_ops ops;
+	bool armed;
+};
+
+static struct entry entries[] = {
+	{ "__isolate_free_page", on_isolate, false, false, EBB_FAULT_ISOLATE },
+	{ "__offline_isolated_pages", on_offline, false,
+	  !IS_ENABLED(CONFIG_MEMORY_HOTREMOVE), EBB_FAULT_OFFLINE },
+	{ "take_page_off_buddy", on_takeoff, false,
+	  !IS_ENABLED(CONFIG_MEMORY_FAILURE), EBB_FAULT_TAKEOFF },
+	{ "__putback_isolated_page", on_putback, true, false, EBB_FAULT_PUTBACK },
+	{ "__free_pages_ok", on_large_free, true, true, EBB_FAULT_HINT },
+};
+
+/*
+ * A run to look at again, from any context: a slot each, overwritten when the
+ * thread does not keep up.  (pfn << 8 | order) + 1, so that 0 is empty.
+ */
+void ebb_ring_add(unsigned long pfn, unsigned int order, bool hint)
+{
+	unsigned int at = (unsigned int)atomic_inc_return(&ebb.ring_head) - 1;
+	s64 run = ((s64)pfn << 8 | order) + 1;
+
+	if (hint)
+		atomic64_inc(&ebb.hints);
+	if (atomic64_xchg(&ebb.ring[at % EBB_RING], run))
+		atomic64_inc(&ebb.hints_lost);
+}
+
+static void find_tracepoint(struct tracepoint *tp, void *data)
+{
+	struct probe *p = data;
+
+	if (!strcmp(tp->name, p->name))
+		p->tp = tp;
+}
+
+static int arm_probe(struct probe *p)
+{
+	int err;
+
+	for_each_kernel_tracepoint(find_tracepoint, p);
+	if (!p->tp) {
+		pr_err("refused: this kernel has no tracepoint %s\n", p->name);
+		return -ENOENT;
+	}
+	if (ebb_fault & p->fault)
+		return 0;
+	err = tracepoint_probe_register(p->tp, p->func, NULL);
+	if (err)
+		pr_err("refused: tracepoint %s: error %d\n", p->name, err);
+	else
+		p->armed = true;
+	return err;
+}
+
+static int arm_entry(struct entry *e)
+{
+	int err;
+
+	e->ops.func = e->func;
+	e->ops.flags = FTRACE_OPS_FL_SAVE_REGS | FTRACE_OPS_FL_PERMANENT;
+	err = ftrace_set_filter(&e->ops, (unsigned char *)e->name, strlen(e->name), 1);
+	if (err && e->optional)
+		return 0;
+	if (err) {
+		pr_err("refused: this kernel does not let %s be traced (error %d)\n", e->name,
+		       err);
+		return err;
+	}
+	if (ebb_fault & e->fault) {
+		ftrace_free_filter(&e->ops);
+		return 0;
+	}
+	err = register_ftrace_function(&e->ops);
+	if (err) {
+		pr_err("refused: tracing %s: error %d\n", e->name, err);
+		ftrace_free_filter(&e->ops);
+		return err;
+	}
+	e->armed = true;
+	return 0;
+}
+
+static int arm(bool set)
+{
+	unsigned int i;
+	int err;
+
+	for (i = 0; i < ARRAY_SIZE(probes); i++) {
+		if (probes[i].set != set)
+			continue;
+		if (!series->extfrag && probes[i].fault == EBB_FAULT_EXTFRAG)
+			continue;
+		err = arm_probe(&probes[i]);
+		if (err)
+			return err;
+	}
+	for (i = 0; i < ARRAY_SIZE(entries); i++) {
+		err = entries[i].set == set ? arm_entry(&entries[i]) : 0;
+		if (err)
+			return err;
+	}
+	return 0;
+}
+
+static void disarm(bool set)
+{
+	int i;
+
+	for (i = ARRAY_SIZE(entries) - 1; i >= 0; i--) {
+		if (entries[i].set != set || !entries[i].armed)
+			continue;
+		unregister_ftrace_function(&entries[i].ops);
+		ftrace_free_filter(&entries[i].ops);
+		entries[i].armed = false;
+	}
+	for (i = ARRAY_SIZE(probes) - 1; i >= 0; i--) {
+		if (probes[i].set != set || !probes[i].armed)
+			continue;
+		tracepoint_probe_unregister(probes[i].tp, probes[i].func, NULL);
+		probes[i].armed = false;
+	}
+	tracepoint_synchronize_unregister();
+}
+
+/* Whoever was between a hook and the end of its critical section is through. */
+void ebb_lock_cycle(void)
+{
+	unsigned long flags;
+	int nid, i;
+
+	for_each_online_node(nid) {
+		for (i = 0; i < MAX_NR_ZONES; i++) {
+			struct zone *zone = &NODE_DATA(nid)->node_zones[i];
+
+			if (!populated_zone(zone))
+				continue;
+			spin_lock_irqsave(&zone->lock, flags);
+			spin_unlock_irqrestore(&zone->lock, flags);
+		}
+	}
+}
+
+/*
+ * CLEARs first, then all zones' locks once: from then on no page leaves unseen.
+ * Only then SETs.  On error nothing is armed.
+ */
+int ebb_hooks_arm(void)
+{
+	bool first = ebb_fault & EBB_FAULT_START;
+	int err;
+
+	err = arm(first);
+	if (err)
+		goto out;
+	if (!first)
+		ebb_lock_cycle();
+	err = arm(!first);
+	if (err)
+		goto out;
+	return 0;
+out:
+	ebb_hooks_disarm();
+	return err;
+}
+
+/* The reverse.  The map was cleared before: no set comes after disarm(true). */
+void ebb_hooks_disarm(void)
+{
+	disarm(true);
+	disarm(false);
+}
+
+/* Why not on this kernel; NULL: it will do. */
+const char *ebb_hooks_refuse(void)
+{
+	u32 version = KERNEL_VERSION(LINUX_VERSION_MAJOR, LINUX_VERSION_PATCHLEVEL, 0);
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(known) && !series; i++)
+		if (version >= known[i].from && version <= known[i].to)
+			series = &known[i];
+	if (!series)
+		return "this kernel series is not known: its page allocator was not checked";
+	if (IS_ENABLED(CONFIG_PREEMPT_RT))
+		return "a PREEMPT_RT kernel was not checked";
+	if (IS_ENABLED(CONFIG_KASAN) || IS_ENABLED(CONFIG_KMSAN))
+		return "KASAN and KMSAN watch free pages";
+#ifdef CONFIG_PAGE_POISONING
+	if (page_poisoning_enabled())
+		return "page poisoning writes to free pages and checks them";
+#endif
+	if (debug_pagealloc_enabled())
+		return "debug_pagealloc unmaps free pages";
+	if (want_init_on_free())
+		return "init_on_free relies on what free pages hold";
+	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT))
+		return "the memory of this guest is encrypted: the host cannot take it";
+	return NULL;
+}
