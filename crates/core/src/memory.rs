@@ -65,8 +65,9 @@ pub struct VmMemory {
     /// and helped itself (`deflate-on-oom`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub helped_itself: Option<Stamp>,
-    /// It rebooted and has not been given its memory for that yet.
-    pub rebooted: bool,
+    /// It rebooted while it was ballooned and is not whole again yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reboot: Option<Reboot>,
     /// Its last statistics that differed from those before, when they came, and
     /// its size then.
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
@@ -79,6 +80,22 @@ pub struct VmMemory {
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
     pub returned: Returned,
+}
+
+/// How far a reboot is dealt with. QEMU goes on showing the size from before a
+/// reset until the new driver writes it, and a driver that is where it is told to
+/// be writes nothing: so once the guest speaks it is moved by one MiB and back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Reboot {
+    /// When the reset was heard of, seconds since 1970: older statistics are the
+    /// old kernel's.
+    pub wall_s: u64,
+    /// When it was ordered to have everything.
+    pub given: Option<Stamp>,
+    /// When it was moved by one MiB.
+    pub nudged: Option<Stamp>,
+    /// The new kernel's driver has sent statistics.
+    pub speaks: bool,
 }
 
 /// An order to a balloon that is under way.
@@ -212,14 +229,14 @@ impl Memory {
             let at = sample.at;
             let m = self.vm_mut(vm.id);
             m.name.clone_from(&vm.name);
-            m.observe(at, vm);
+            m.observe(at, sample.wall_ms / 1000, vm);
         }
     }
 
     /// Takes in what was decided and what became of it.
     pub fn learn(&mut self, model: &Model, plan: &Plan, outcomes: &[Outcome], applied: bool) {
-        self.at = Some(model.at);
-        if model.host.state != self.state {
+        let first = self.at.replace(model.at).is_none();
+        if model.host.state != self.state || first {
             self.state = model.host.state;
             self.state_since = model.at;
         }
@@ -245,9 +262,16 @@ impl Memory {
                 }
                 // What was taken went with the old kernel.
                 Reason::Rebooted => {
-                    m.rebooted = false;
+                    if let Some(r) = m.reboot.as_mut() {
+                        r.given = Some(model.at);
+                    }
                     m.last_take = None;
                     m.last_give = Some(model.at);
+                }
+                Reason::Refresh => {
+                    if let Some(r) = m.reboot.as_mut() {
+                        r.nudged = Some(model.at);
+                    }
                 }
                 _ if action.gives() => m.last_give = Some(model.at),
                 _ => m.last_take = Some(model.at),
@@ -278,7 +302,7 @@ impl Memory {
 }
 
 impl VmMemory {
-    fn observe(&mut self, at: Stamp, vm: &VmSample) {
+    fn observe(&mut self, at: Stamp, wall_s: u64, vm: &VmSample) {
         let actual = vm.balloon.as_ref().map(|b| b.actual);
         if self.baseline.is_none() {
             // First sight: what it has now is what it is owed, whoever set it.
@@ -286,14 +310,15 @@ impl VmMemory {
         }
         let reset = vm.events.contains(&VmEvent::Reset);
         if reset {
-            self.forget_guest(at);
+            self.forget_guest(at, wall_s);
         }
+        self.follow_reboot(at, vm);
         if let Some((actual, stats)) = vm.balloon.as_ref().and_then(|b| Some((b.actual, b.guest?)))
         {
             if let Some(available) = stats.available.or(stats.free) {
                 self.peaks.update(at, actual - available);
             }
-            self.take_stats(at, actual, stats);
+            self.take_stats(at, wall_s, actual, stats);
         }
         self.notice_help(at, actual);
         self.follow_order(at, actual);
@@ -301,8 +326,12 @@ impl VmMemory {
     }
 
     /// The guest rebooted: nothing known of it holds any more.
-    fn forget_guest(&mut self, at: Stamp) {
-        self.rebooted = true;
+    fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
+        let seen = self.seen.and_then(|s| s.actual);
+        let small = self.baseline.is_some() && seen < self.baseline;
+        if small || self.order.is_some() || self.reboot.is_some() {
+            self.reboot = Some(Reboot { wall_s, ..Reboot::default() });
+        }
         self.settle_until = Some(at.plus(SETTLE_MS));
         self.stats = None;
         self.rates = None;
@@ -313,7 +342,18 @@ impl VmMemory {
         self.stuck_count = 0;
     }
 
-    fn take_stats(&mut self, at: Stamp, actual: Bytes, now: GuestStats) {
+    fn follow_reboot(&mut self, at: Stamp, vm: &VmSample) {
+        let (Some(r), Some(b)) = (self.reboot.as_mut(), vm.balloon.as_ref()) else { return };
+        // A second apart, as QEMU counts in whole ones.
+        r.speaks |= b.guest.is_some_and(|g| g.updated_s > r.wall_s + 1);
+        let whole = self.baseline.is_none_or(|base| b.actual >= base);
+        let given_up = r.nudged.is_some_and(|t| at.since(t) >= STUCK_AFTER_MS);
+        if r.given.is_some() && (whole || given_up) {
+            self.reboot = None;
+        }
+    }
+
+    fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
         if self.stats.is_some_and(|(_, _, was)| same_words(&was, &now)) {
             return;
         }
@@ -324,7 +364,7 @@ impl VmMemory {
             && backwards(was.major_faults, now.major_faults)
         {
             // Counters since boot went back: it rebooted unseen.
-            self.forget_guest(at);
+            self.forget_guest(at, wall_s);
             return;
         }
         self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
@@ -335,7 +375,7 @@ impl VmMemory {
         let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual) else { return };
         let ordered = self.order.is_some_and(|o| o.to > was);
         let given = self.last_give.is_some_and(|t| at.since(t) < GIVE_ECHO_MS);
-        if now > was + Bytes::mib(1) && !ordered && !given && !self.rebooted {
+        if now > was + Bytes::mib(1) && !ordered && !given && self.reboot.is_none() {
             self.helped_itself = Some(at);
         }
     }

@@ -437,6 +437,9 @@ fn standing(
         Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
         None => return off("its run state is not known"),
     }
+    if memory.is_some_and(|m| m.reboot.is_some()) {
+        return give_only("it rebooted: its size is not known yet".into());
+    }
     if let Some(left) = memory.and_then(|m| m.settle_until).map(|s| s.since(at)).filter(|l| *l > 0)
     {
         return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));

@@ -61,6 +61,9 @@ pub enum Reason {
     },
     /// The guest rebooted: a kernel that boots needs all it was promised.
     Rebooted,
+    /// QEMU still shows the size from before a reboot; moving the balloon by one
+    /// MiB makes the new driver tell its own.
+    Refresh,
     /// The host has memory to spare.
     HostClear {
         /// Beyond what the host keeps for itself.
@@ -83,6 +86,9 @@ impl fmt::Display for Reason {
             }
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
             Reason::Rebooted => f.write_str("guest rebooted: it gets all its memory to boot"),
+            Reason::Refresh => f.write_str(
+                "QEMU still shows the size from before the reboot: moved by 1 MiB to hear the new one",
+            ),
             Reason::HostClear { surplus } => write!(f, "host has {surplus} to spare"),
             Reason::AboveCeiling => f.write_str("guest is above its configured max"),
             Reason::Withdrawn => f.write_str("guest did not shrink: order withdrawn"),

@@ -1,6 +1,21 @@
-//! Terminal tables and clock times.
+//! What goes to the terminal: tables, clock times, and the one way to print.
+
+use std::io::Write;
+
+use anyhow::Result;
+use serde::Serialize;
 
 use ebb_core::units::Bytes;
+
+/// Prints; an error where nobody reads any more, which `main` takes as the end.
+pub fn emit(text: &str) -> Result<()> {
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+/// Prints a value as JSON.
+pub fn emit_json<T: Serialize>(value: &T) -> Result<()> {
+    emit(&(serde_json::to_string_pretty(value)? + "\n"))
+}
 
 /// Aligned columns: the first left, the rest right; the last left again if
 /// `tail` is set.

@@ -38,6 +38,16 @@ impl Daemon {
     /// until it answers. It looks at the VMs of these names only: others on this
     /// machine are none of the lab's business. `config` is added to that.
     pub fn start(dir: &Path, vms: &[&str], config: &str) -> Result<Daemon, LabError> {
+        Daemon::start_with(dir, vms, config, &[])
+    }
+
+    /// The same with further arguments to `ebb run`.
+    pub fn start_with(
+        dir: &Path,
+        vms: &[&str],
+        config: &str,
+        args: &[&str],
+    ) -> Result<Daemon, LabError> {
         std::fs::create_dir_all(dir).map_err(LabError::file(dir))?;
         let file = dir.join("ebb.toml");
         let d = dir.display();
@@ -54,6 +64,7 @@ impl Daemon {
             .arg(dir.join("record.jsonl"))
             .arg("--config")
             .arg(&file)
+            .args(args)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())

@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::demo::Demo;
+use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
@@ -31,6 +32,8 @@ enum Cmd {
     Smoke,
     /// VMs on a host that is too small for them, without and with Ebb
     Demo(DemoArgs),
+    /// What the daemon costs, and how fast it answers a guest in distress
+    Overhead(OverheadArgs),
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
@@ -86,6 +89,22 @@ struct DemoArgs {
 }
 
 #[derive(Args)]
+struct OverheadArgs {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// Measured seconds of each arm
+    #[arg(long, default_value_t = 60)]
+    seconds: u64,
+    /// Bursts whose reaction is measured
+    #[arg(long, default_value_t = 10)]
+    bursts: u32,
+}
+
+#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -102,6 +121,7 @@ fn main() -> ExitCode {
         Cmd::Boot(args) => boot(&args),
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
+        Cmd::Overhead(args) => overhead(&args),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
         Cmd::HoldArena(args) => hold_arena(&args),
@@ -212,6 +232,13 @@ fn demo(args: DemoArgs) -> Result<ExitCode> {
     let time = Duration::from_secs(args.seconds);
     let demo = Demo { arms: args.arms, kernel: args.kernel, time, ..Demo::default() };
     demo.run(args.json.as_deref())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn overhead(args: &OverheadArgs) -> Result<ExitCode> {
+    let time = Duration::from_secs(args.seconds);
+    let run = Overhead { time, bursts: args.bursts, kernel: args.kernel };
+    run.run(args.json.as_deref())?;
     Ok(ExitCode::SUCCESS)
 }
 

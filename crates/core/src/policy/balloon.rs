@@ -9,7 +9,7 @@
 //! who was given memory is not asked for some time.
 
 use crate::config::Config;
-use crate::memory::{Memory, Peaks, VmMemory};
+use crate::memory::{Memory, Peaks, Reboot, VmMemory};
 use crate::model::{GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
@@ -23,6 +23,8 @@ const LEAST_GIFT: Bytes = Bytes::mib(64);
 const GIFT_AGAIN_MS: u64 = 5_000;
 /// One that was shrunk is not grown for the host's sake for so long.
 const GROW_HOLD_MS: u64 = 60_000;
+/// A driver that has anything to say after a boot has said it by then.
+const REFRESH_MS: u64 = 3_000;
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.05;
 
@@ -86,8 +88,8 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
-    if m.rebooted && (actual < vm.ceiling || m.last_take.is_some()) {
-        return Some(Verdict::Set { to: vm.ceiling, reason: Reason::Rebooted });
+    if let Some(r) = m.reboot {
+        return Some(after_reboot(model, vm, r, actual));
     }
     if !vm.distress.is_empty() && actual < vm.ceiling {
         return Some(relieve(model, vm, m, actual));
@@ -102,6 +104,21 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         return above_ceiling(model, vm, m, actual);
     }
     None
+}
+
+/// Everything at once; when the new kernel speaks and QEMU still shows the old
+/// size, one MiB down and up again.
+fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdict {
+    let nudge = vm.ceiling - Bytes::mib(1);
+    let all = Verdict::Set { to: vm.ceiling, reason: Reason::Rebooted };
+    match (r.given, r.nudged) {
+        (None, _) => all,
+        (_, Some(_)) if actual == nudge => all,
+        (Some(given), None) if r.speaks && model.at.since(given) >= REFRESH_MS => {
+            Verdict::Set { to: nudge, reason: Reason::Refresh }
+        }
+        _ => Verdict::Hold("it rebooted: its size is not known yet".into()),
+    }
 }
 
 fn relieve(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Verdict {
@@ -461,12 +478,27 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_returns_everything_even_an_order_that_is_still_open() {
-        let mut fresh = vm(1, 1024, 900);
-        fresh.standing = Standing::GiveOnly("rebooted".into());
-        let m = VmMemory { rebooted: true, last_take: Some(Stamp(1)), ..remembered(1) };
-        let v = decide(host(Pressure::Critical, 500, 0), vec![fresh], vec![m]);
-        assert_eq!(v[0], Verdict::Set { to: Bytes::gib(1), reason: Reason::Rebooted });
+    fn after_a_reboot_everything_is_returned_and_qemus_stale_size_refreshed() {
+        let fresh = |actual| {
+            let mut fresh = vm(1, actual, 300);
+            fresh.standing = Standing::GiveOnly("rebooted".into());
+            fresh
+        };
+        let ask = |r: Reboot, actual| {
+            let m = VmMemory { reboot: Some(r), ..remembered(1) };
+            decide(host(Pressure::Critical, 500, 0), vec![fresh(actual)], vec![m]).remove(0)
+        };
+        let all = Verdict::Set { to: Bytes::gib(1), reason: Reason::Rebooted };
+        let mut r = Reboot::default();
+        assert_eq!(ask(r, 1024), all, "even where QEMU shows all: an order may be open");
+        r.given = Some(Stamp(NOW.0 - 5_000));
+        assert_eq!(size(&ask(r, 400)), None, "the new kernel has not spoken");
+        r.speaks = true;
+        let nudge = Verdict::Set { to: Bytes::mib(1023), reason: Reason::Refresh };
+        assert_eq!(ask(r, 400), nudge);
+        r.nudged = Some(NOW);
+        assert_eq!(size(&ask(r, 400)), None, "on its way");
+        assert_eq!(ask(r, 1023), all);
     }
 
     #[test]

@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use crate::client;
 use crate::daemon::options;
+use crate::table::{emit, emit_json};
 use crate::view::State;
 
 /// How a check came out. Ordered: the worst decides the exit code.
@@ -95,9 +96,9 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
         checks.push(check(about, &p.source, Verdict::Note, &p.message, ""));
     }
     if json {
-        println!("{}", serde_json::to_string_pretty(&checks)?);
+        emit_json(&checks)?;
     } else {
-        print(&checks);
+        emit(&text(&checks))?;
     }
     Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
 }
@@ -297,11 +298,11 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
     }
 }
 
-fn print(checks: &[Check]) {
-    let mut about = "";
+fn text(checks: &[Check]) -> String {
+    let (mut about, mut out) = ("", String::new());
     for c in checks {
         if c.about != about {
-            println!("{}{}", if about.is_empty() { "" } else { "\n" }, c.about);
+            out += &format!("{}{}\n", if about.is_empty() { "" } else { "\n" }, c.about);
             about = &c.about;
         }
         let mark = match c.verdict {
@@ -310,11 +311,12 @@ fn print(checks: &[Check]) {
             Verdict::Missing => "miss",
             Verdict::Bad => "BAD ",
         };
-        println!("  {mark}  {}: {}", c.what, c.found);
+        out += &format!("  {mark}  {}: {}\n", c.what, c.found);
         if !c.advice.is_empty() {
-            println!("        → {}", c.advice);
+            out += &format!("        → {}\n", c.advice);
         }
     }
+    out
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use serde::Serialize;
 
 use crate::client;
-use crate::table::clock;
+use crate::table::{clock, emit, emit_json};
 use crate::view::{Decision, State, Vm};
 
 /// What is told of one VM.
@@ -24,9 +24,9 @@ pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
     let own = own[own.len().saturating_sub(last)..].to_vec();
     if json {
         let all = Explanation { vm, host: &state.host, decisions: own };
-        println!("{}", serde_json::to_string_pretty(&all)?);
+        emit_json(&all)?;
     } else {
-        print!("{}", text(&state, vm, &own));
+        emit(&text(&state, vm, &own))?;
     }
     Ok(())
 }

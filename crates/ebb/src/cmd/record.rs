@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::client;
 use crate::recorder::{self, Line};
+use crate::table::{emit, emit_json};
 
 /// Writes what the flight recorder holds to a file, or to standard output (`-`).
 pub fn record(socket: &str, output: &str) -> Result<()> {
@@ -54,20 +55,22 @@ pub fn replay(path: &str, json: bool) -> Result<()> {
     let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
     let found = decide_again(BufReader::new(file)).with_context(|| path.to_string())?;
     if json {
-        println!("{}", serde_json::to_string_pretty(&found)?);
+        emit_json(&found)?;
     } else {
-        for d in &found.different {
-            println!("tick {}: recorded {:?}", d.tick, d.recorded.actions);
-            println!("{:>w$} now {:?}", "", d.replayed.actions, w = 5 + d.tick.to_string().len());
-        }
-        println!(
-            "{} ticks, {} actions, {} ticks differ",
-            found.ticks,
-            found.actions,
-            found.different.len()
-        );
+        emit(&text(&found))?;
     }
     if found.different.is_empty() { Ok(()) } else { bail!("this version decides otherwise") }
+}
+
+fn text(found: &Replay) -> String {
+    let mut out = String::new();
+    for d in &found.different {
+        out += &format!("tick {}: recorded {:?}\n", d.tick, d.recorded.actions);
+        out +=
+            &format!("{:>w$} now {:?}\n", "", d.replayed.actions, w = 5 + d.tick.to_string().len());
+    }
+    let (ticks, actions) = (found.ticks, found.actions);
+    out + &format!("{ticks} ticks, {actions} actions, {} ticks differ\n", found.different.len())
 }
 
 /// Decides every tick of a record again.

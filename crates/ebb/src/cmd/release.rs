@@ -11,20 +11,21 @@ use ebb_core::tick::Host;
 
 use crate::daemon::Daemon;
 use crate::state::StateFile;
+use crate::table::emit;
 
 /// Returns whether there was anything to do.
 pub fn main(config: &Config) -> Result<bool> {
     let state = StateFile::open(&config.state_file)?;
     let owned = state.read()?;
     if owned.vms.is_empty() {
-        println!("nothing was taken: nothing to give back");
+        emit("nothing was taken: nothing to give back\n")?;
         return Ok(false);
     }
     let mut daemon = Daemon::new(config, Some(state))?;
     let sample = daemon.read();
     let (actions, left) = plan(&owned, &sample);
     for a in &actions {
-        println!("{}: {} → {}", a.name, a.from, a.to);
+        emit(&format!("{}: {} → {}\n", a.name, a.from, a.to))?;
     }
     let failures = daemon.give_back(&actions, Duration::from_secs(10));
     if failures.is_empty() && left.vms.is_empty() {

@@ -9,6 +9,8 @@ use ebb_core::units::Bytes;
 use ebb_sim::{Report, Scenario, World};
 use serde::Serialize;
 
+use crate::table::{emit, emit_json};
+
 /// Settings of a run.
 pub struct Run {
     /// How many guests.
@@ -24,7 +26,7 @@ pub struct Run {
 }
 
 #[derive(Serialize)]
-struct Result_ {
+struct Outcome {
     scenario: Scenario,
     with_ebb: Report,
     without: Report,
@@ -44,7 +46,7 @@ pub fn main(run: &Run, json: bool) -> Result<()> {
     cost.sort();
     let ms = |d: Duration| d.as_secs_f64() * 1000.0;
     let mean = cost.iter().sum::<Duration>() / cost.len().max(1) as u32;
-    let result = Result_ {
+    let result = Outcome {
         scenario,
         ticks: cost.len(),
         tick_mean_ms: ms(mean),
@@ -54,9 +56,9 @@ pub fn main(run: &Run, json: bool) -> Result<()> {
         without,
     };
     if json {
-        println!("{}", serde_json::to_string_pretty(&result)?);
+        emit_json(&result)?;
     } else {
-        print(&result);
+        emit(&text(&result))?;
     }
     match result.with_ebb.broken.first() {
         None => Ok(()),
@@ -81,19 +83,23 @@ fn simulate(scenario: &Scenario, seconds: u64, dry_run: bool) -> (Report, Vec<Du
     }
 }
 
-fn print(r: &Result_) {
-    println!(
-        "synthetic guests (a stand-in: no claim about real ones): {} × {} on {}, {} s, seed {}",
-        r.scenario.vms,
-        r.scenario.ram,
-        r.scenario.host,
+fn text(r: &Outcome) -> String {
+    let s = &r.scenario;
+    let mut out = format!(
+        "synthetic guests (a stand-in: no claim about real ones): {} × {} on {}, {} s, seed {}\n\
+         {:<28} {:>14} {:>14}\n",
+        s.vms,
+        s.ram,
+        s.host,
         r.with_ebb.ms / 1000,
-        r.scenario.seed
+        s.seed,
+        "",
+        "ebb",
+        "nothing"
     );
-    let row = |name: &str, get: &dyn Fn(&Report) -> String| {
-        println!("{name:<28} {:>14} {:>14}", get(&r.with_ebb), get(&r.without));
+    let mut row = |name: &str, get: &dyn Fn(&Report) -> String| {
+        out += &format!("{name:<28} {:>14} {:>14}\n", get(&r.with_ebb), get(&r.without));
     };
-    println!("{:<28} {:>14} {:>14}", "", "ebb", "nothing");
     row("swapped", &|x| x.swapped.to_string());
     row("peak in use", &|x| x.used_peak.to_string());
     row("guests waited for memory", &|x| format!("{} s", x.guest_stall_ms / 1000));
@@ -101,8 +107,8 @@ fn print(r: &Result_) {
     row("orders", &|x| x.orders.to_string());
     row("reversals a guest, minute", &|x| format!("{:.2}", x.reversals));
     row("laws broken", &|x| x.broken.len().to_string());
-    println!(
-        "{:<28} mean {:.3} ms, p99 {:.3} ms, most {:.3} ms over {} ticks",
+    out + &format!(
+        "{:<28} mean {:.3} ms, p99 {:.3} ms, most {:.3} ms over {} ticks\n",
         "a tick costs", r.tick_mean_ms, r.tick_p99_ms, r.tick_max_ms, r.ticks
-    );
+    )
 }

@@ -4,16 +4,16 @@ use anyhow::Result;
 use ebb_core::sample::{Link, RunState};
 
 use crate::client;
-use crate::table::{size, table};
+use crate::table::{emit, emit_json, size, table};
 use crate::view::{State, Unit, VM_FIELDS, Vm};
 
 /// Prints it; `true` where there are VMs.
 pub fn main(socket: &str, json: bool) -> Result<bool> {
     let state: State = client::get_json(socket, "/v1/state")?;
     if json {
-        println!("{}", serde_json::to_string_pretty(&state)?);
+        emit_json(&state)?;
     } else {
-        print!("{}", text(&state));
+        emit(&text(&state))?;
     }
     Ok(!state.vms.is_empty())
 }

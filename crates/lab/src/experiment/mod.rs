@@ -2,3 +2,4 @@
 //! [`Outcome`](crate::result::Outcome).
 
 pub mod demo;
+pub mod overhead;

@@ -1,0 +1,133 @@
+//! `overhead`: what the daemon itself costs with three VMs, and how fast it
+//! answers a guest in distress.
+//!
+//! Arms: `clear` (default tick, nothing ballooned), `ballooned` (fast tick). CPU
+//! and memory are the kernel's own accounts of the daemon's process. Reaction is
+//! from the guest tool's word that its burst begins to the tick that ordered the
+//! balloon back: it includes the time the burst needs to make the guest short.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use ebb_core::units::Bytes;
+use ebb_host::probe::process::{read_stat, read_status};
+use ebb_host::root::Root;
+use serde_json::Value;
+
+use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use crate::ebb::Daemon;
+use crate::image::Kernel;
+use crate::result::Outcome;
+use crate::vm::{Balloon, Vm, VmConfig};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Sizes and times of a run.
+#[derive(Clone, Debug)]
+pub struct Overhead {
+    /// Measured time of each arm.
+    pub time: Duration,
+    /// Bursts whose reaction is measured.
+    pub bursts: u32,
+    /// Guest kernel.
+    pub kernel: Kernel,
+}
+
+impl Overhead {
+    /// Runs, prints, writes `json`.
+    pub fn run(&self, json: Option<&Path>) -> Result<()> {
+        // Less than three guests hold that have touched 256 MiB each.
+        let budget = Some(Bytes::mib(1250));
+        let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
+        let arena = Arena::enter(&ArenaConfig { budget, swap, knobs: Vec::new() })?;
+        let vms = self.boot(&arena)?;
+        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
+        let dir = tempfile::tempdir()?;
+        let mut outcome = Outcome::new("overhead", vms[0].release(), vms[0].accel());
+
+        let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"")?;
+        self.cost(&daemon, "clear", &mut outcome)?;
+        daemon.stop();
+
+        let daemon = Daemon::start(dir.path(), &names, "reserve = \"600MiB\"")?;
+        daemon.wait_for("ballooned VMs", MINUTE, |s| all_small(s, &names))?;
+        self.cost(&daemon, "ballooned", &mut outcome)?;
+        let mut reactions = Vec::new();
+        for _ in 0..self.bursts {
+            daemon.wait_for("ballooned VMs", 3 * MINUTE, |s| all_small(s, &names))?;
+            reactions.push(self.reaction(&daemon, &vms[0])?);
+        }
+        outcome.add("ballooned", "reaction", "seconds", &reactions);
+        daemon.stop();
+        for r in &outcome.results {
+            println!(
+                "{:<10} {:<10} {:>12.4} {} (n {}, {:.4} to {:.4})",
+                r.arm, r.metric, r.value, r.unit, r.n, r.min, r.max
+            );
+        }
+        json.map_or(Ok(()), |path| Ok(outcome.write(path)?))
+    }
+
+    fn boot(&self, arena: &Arena) -> Result<Vec<Vm>> {
+        let mut vms = Vec::new();
+        for n in 1..=3 {
+            let mut config = VmConfig::new(format!("over{n}"), Bytes::mib(512));
+            config.kernel = self.kernel;
+            config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+            vms.push(Vm::spawn(&config)?);
+        }
+        for vm in &mut vms {
+            vm.wait_ready()?;
+            vm.tool()
+                .start_ready("h", "hold", "size=201326592", MINUTE)
+                .map_err(|e| vm.explain(e))?;
+            vm.tool().stop("h").map_err(|e| vm.explain(e))?;
+        }
+        Ok(vms)
+    }
+
+    fn cost(&self, daemon: &Daemon, arm: &str, outcome: &mut Outcome) -> Result<()> {
+        let cpu = || -> Result<f64> {
+            let stat =
+                read_stat(&Root::default(), daemon.pid())?.context("the daemon has ended")?;
+            Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
+        };
+        let before = cpu()?;
+        std::thread::sleep(self.time);
+        let share = (cpu()? - before) / self.time.as_secs_f64();
+        let memory =
+            read_status(&Root::default(), daemon.pid())?.context("the daemon has ended")?;
+        outcome.add(arm, "cpu_share", "ratio", &[share]);
+        outcome.add(arm, "resident", "bytes", &[memory.resident().0 as f64]);
+        Ok(())
+    }
+
+    fn reaction(&self, daemon: &Daemon, vm: &Vm) -> Result<f64> {
+        let args = "size=356515840 period_ms=1000 hold_ms=1000 count=1";
+        vm.tool().start("burst", "cycle", args).map_err(|e| vm.explain(e))?;
+        vm.tool().wait_event("burst", "ready", MINUTE).map_err(|e| vm.explain(e))?;
+        let began = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis() as u64;
+        let ordered = daemon.wait_for("gift", MINUTE, |_| {
+            let decisions = daemon.get("/v1/decisions").ok()?;
+            decisions.as_array()?.iter().find_map(|d| {
+                let ours = d["action"]["name"] == vm.name()
+                    && d["action"]["reason"]["rule"] == "guest_short"
+                    && d["wall_ms"].as_u64()? + 100 >= began;
+                ours.then(|| d["wall_ms"].as_u64())?
+            })
+        })?;
+        vm.tool().wait_end("burst", MINUTE).map_err(|e| vm.explain(e))?;
+        Ok(ordered.saturating_sub(began) as f64 / 1000.0)
+    }
+}
+
+fn all_small(state: &Value, names: &[&str]) -> Option<()> {
+    let vms = state["vms"].as_array()?;
+    let small = |name: &&str| {
+        let vm = vms.iter().find(|v| v["name"] == **name);
+        vm.and_then(|v| v["actual"].as_u64()).is_some_and(|a| a < 400 << 20)
+    };
+    names.iter().all(small).then_some(())
+}

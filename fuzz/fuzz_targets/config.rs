@@ -1,0 +1,18 @@
+//! The configuration file: any text is a configuration within its bounds, or an
+//! error that names the file.
+#![no_main]
+
+use ebb_core::config::Config;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|text: &str| {
+    match Config::parse("file", text) {
+        Ok(c) => {
+            assert!(c.fast_tick_ms <= c.tick_ms && c.fast_tick_ms >= 100);
+            for vm in c.vms.values().chain([&c.defaults]) {
+                assert!(vm.weight.is_finite() && vm.weight > 0.0);
+            }
+        }
+        Err(e) => assert!(e.to_string().starts_with("file")),
+    }
+});
