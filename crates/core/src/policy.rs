@@ -63,7 +63,7 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
     }
     let to = if gives { to.min(vm.ram.unwrap_or(to)) } else { to.max(vm.floor).min(actual) };
     if to.abs_diff(actual) < limits.deadband && !order && to != vm.ceiling {
-        return Err(format!("{} is too little to move", to.abs_diff(actual)));
+        return Err(format!("a change of {} is too small to make", to.abs_diff(actual)));
     }
     if to == actual && !order {
         return Err("it is where it should be".into());

@@ -171,7 +171,8 @@ fn take(model: &Model, memory: &Memory, verdicts: &mut [Option<Verdict>]) {
             Err(why) => verdicts[index] = Some(Verdict::Hold(why)),
         }
     }
-    let missing = model.host.shortage - pending;
+    // A little beyond the mark, so that the host also leaves the state.
+    let missing = (model.host.shortage + model.host.reserve.share(0.05)) - pending;
     share_out(&mut candidates, missing);
     for c in candidates {
         let to = round_up(c.base - c.share);
