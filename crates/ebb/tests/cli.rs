@@ -1,0 +1,160 @@
+//! The binary as a user meets it, without VMs: errors in words, exit codes, the
+//! interface, systemd's readiness. Looks at no VM of this machine
+//! (`vms = "listed"` and none is).
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+fn ebb(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ebb")).args(args).output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn config(dir: &Path, more: &str) -> String {
+    let file = dir.join("ebb.toml");
+    let d = dir.display();
+    let text = format!(
+        "[host]\nvms = \"listed\"\n[daemon]\nsocket = \"{d}/s\"\nstate_file = \"{d}/state.json\"\n{more}"
+    );
+    std::fs::write(&file, text).unwrap();
+    file.to_str().unwrap().to_string()
+}
+
+/// A daemon that is killed when the test ends, and that has said it is ready.
+struct Daemon(Child);
+
+impl Daemon {
+    fn start(dir: &Path, config: &str) -> Daemon {
+        let notify = dir.join("notify");
+        let socket = UnixDatagram::bind(&notify).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_ebb"))
+            .args(["run", "--config", config])
+            .env("NOTIFY_SOCKET", &notify)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let daemon = Daemon(child);
+        let mut text = [0; 200];
+        let n = socket.recv(&mut text).expect("READY=1 from the daemon");
+        assert!(text[..n].starts_with(b"READY=1"));
+        daemon
+    }
+
+    fn end(mut self) -> i32 {
+        let pid = rustix::process::Pid::from_raw(self.0.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        self.0.wait().unwrap().code().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn http(mut stream: impl Read + Write, request: &str) -> String {
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[test]
+fn a_bad_configuration_names_file_line_field_and_what_is_allowed() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "tick = \"soon\"\n");
+    let out = ebb(&["status", "--config", &file]);
+    assert_eq!(out.status.code(), Some(2));
+    let text = said(&out);
+    assert!(text.contains("ebb.toml:6: daemon.tick: “soon” is not allowed"), "{text}");
+}
+
+#[test]
+fn without_a_daemon_reading_commands_say_how_to_start_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    for args in [&["status"][..], &["explain", "x"], &["record", "-"]] {
+        let out = ebb(&[args, &["--config", &file]].concat());
+        assert_eq!(out.status.code(), Some(2), "{args:?}");
+        assert!(said(&out).contains("ebb run"), "{}", said(&out));
+    }
+}
+
+#[test]
+fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
+    let dir = tempfile::tempdir().unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let file = config(dir.path(), &format!("listen = \"127.0.0.1:{port}\"\n"));
+    let daemon = Daemon::start(dir.path(), &file);
+
+    let get = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let metrics = http(TcpStream::connect(("127.0.0.1", port)).unwrap(), get);
+    assert!(metrics.contains("ebb_host_memory_total_bytes "), "{metrics}");
+    let socket = || UnixStream::connect(dir.path().join("s")).unwrap();
+    let state = http(socket(), &get.replace("/metrics", "/v1/state"));
+    assert!(state.contains("\"version\""), "{state}");
+    assert!(http(socket(), &get.replace("/metrics", "/nothing")).starts_with("HTTP/1.1 404"));
+    assert!(http(socket(), &get.replace("GET", "POST")).starts_with("HTTP/1.1 405"));
+    assert!(http(socket(), "\u{1}\u{2}nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
+
+    let out = ebb(&["status", "--config", &file]);
+    assert_eq!(out.status.code(), Some(1), "there is no VM to show: {}", said(&out));
+    let out = ebb(&["explain", "web", "--config", &file]);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(said(&out).contains("no VM is called “web”"), "{}", said(&out));
+
+    let record = dir.path().join("r.jsonl");
+    let out = ebb(&["record", record.to_str().unwrap(), "--config", &file]);
+    assert!(out.status.success(), "{}", said(&out));
+    let out = ebb(&["replay", record.to_str().unwrap()]);
+    assert!(out.status.success(), "{}", said(&out));
+
+    assert_eq!(daemon.end(), 0);
+    assert!(!dir.path().join("s").exists(), "the socket is gone");
+}
+
+#[test]
+fn two_daemons_do_not_share_vms() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    let _daemon = Daemon::start(dir.path(), &file);
+    let out = ebb(&["run", "--config", &file]);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(said(&out).contains("another ebb"), "{}", said(&out));
+    let out = ebb(&["release", "--config", &file]);
+    assert_eq!(out.status.code(), Some(2), "a daemon owns the state: {}", said(&out));
+}
+
+#[test]
+fn a_damaged_state_file_is_not_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    std::fs::write(dir.path().join("state.json"), "not json").unwrap();
+    let out = ebb(&["run", "--config", &file]);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(said(&out).contains("is damaged"), "{}", said(&out));
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ebb"))
+        .args(["sim", "--vms", "2000", "--seconds", "1", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let mut text = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut text).unwrap();
+    assert!(child.wait().unwrap().success(), "{text}");
+}
