@@ -3,7 +3,7 @@
 # the fuzzer starts from valid input. Needs nothing; may be run any time.
 set -eu
 cd "$(dirname "$0")"
-for target in proc_text qemu_cmdline qmp_stream guest_stats; do mkdir -p "corpus/$target"; done
+for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay; do mkdir -p "corpus/$target"; done
 
 # proc_text: the first byte chooses the parser (modulo 16).
 put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
@@ -38,3 +38,7 @@ cat >corpus/guest_stats/stats <<'JSON'
 JSON
 echo '[{"name":"b0","type":"child<virtio-balloon-pci>"}]' >corpus/guest_stats/devices
 echo '{"status":"running","actual":5,"base-memory":6}' >corpus/guest_stats/others
+
+printf '{"id":1,"ok":true,"x":5}\n{"event":"ready","job":"a"}\n{"id":2,"ok":false,"error":"no"}\n' >corpus/guest_lines/all
+cp ../packaging/ebb.toml corpus/config/example
+printf '[vm.a]\nmin = "10%%"\nmax = "1GiB"\nweight = 2.5\n' >corpus/config/vm

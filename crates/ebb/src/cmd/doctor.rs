@@ -9,6 +9,7 @@ use ebb_core::config::Config;
 use ebb_core::sample::{HostSample, Link, Sample, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::LinuxHost;
+use ebb_host::probe::process::read_smaps_rollup;
 use ebb_host::probe::qemu::{self, QemuProcess};
 use ebb_host::root::Root;
 use serde::Serialize;
@@ -89,6 +90,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     }
     for vm in &sample.vms {
         checks.extend(vm_checks(vm, processes.iter().find(|p| p.id == vm.id)));
+        checks.extend(backing_check(vm, &root));
     }
     for p in &sample.problems {
         let about =
@@ -257,6 +259,16 @@ fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
         balloon_checks(vm, &mut add);
     }
     checks
+}
+
+/// Huge pages behind guest RAM: what is partly given back still counts as
+/// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
+/// too dear for every tick.
+fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
+    let maps = read_smaps_rollup(root, vm.id.pid).ok()??;
+    let found = format!("{} resident, {} of it in huge pages", maps.rss, maps.anon_huge);
+    let merged = if maps.ksm.0 > 0 { format!(", {} merged", maps.ksm) } else { String::new() };
+    Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
 }
 
 fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
