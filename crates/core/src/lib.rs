@@ -12,3 +12,4 @@ pub mod policy;
 pub mod sample;
 pub mod tick;
 pub mod units;
+pub mod wire;

@@ -8,8 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::model::{Model, Pressure, VmModel};
 use crate::plan::{Outcome, Plan, Reason};
-use crate::sample::{GuestStats, Sample, VmEvent, VmId, VmSample, Vmstat};
+use crate::sample::{AgentSample, GuestStats, Sample, VmEvent, VmId, VmSample, Vmstat};
 use crate::units::{Bytes, Stamp};
+use crate::wire::AgentState;
 
 /// After a reset or first sight a guest is left alone for so long: its numbers
 /// are those of a booting kernel.
@@ -76,6 +77,9 @@ pub struct VmMemory {
     /// The guest's recent peaks of need, slow and fast in forgetting.
     #[serde(default)]
     pub peaks: Peaks,
+    /// What the recycler remembers.
+    #[serde(default)]
+    pub recycle: RecycleMemory,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
@@ -130,6 +134,76 @@ impl Peaks {
     }
 }
 
+/// What the recycler remembers of one VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RecycleMemory {
+    /// When free pages were last remembered by the agent.
+    pub marked: Option<Stamp>,
+    /// The guest allocates so many bytes a second, averaged over ten seconds.
+    pub alloc_rate: f64,
+    /// Its allocations and the recycled bytes a tick ago.
+    pub was: Option<(Stamp, Bytes, Bytes)>,
+    /// How often slack was doubled because recycled memory was taken back.
+    pub backoff: u32,
+    /// What was recycled since `since`, and what residency was after it.
+    pub batch: Option<Batch>,
+}
+
+/// A spell of recycling that is watched for what comes back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Batch {
+    /// When it began.
+    pub at: Stamp,
+    /// Recycled in it.
+    pub bytes: Bytes,
+    /// The lowest residency since.
+    pub low: Bytes,
+}
+
+/// Recycled memory that is back within this time was recycled in vain.
+const REFAULT_MS: u64 = 5_000;
+/// From this share of it on, more slack is left.
+const REFAULT_SHARE: f64 = 0.3;
+
+impl RecycleMemory {
+    fn observe(&mut self, at: Stamp, agent: &AgentSample, resident: Bytes) {
+        let allocated = agent.allocated.unwrap_or_default();
+        let recycled = agent.counters.recycled;
+        if agent.state != AgentState::Ready {
+            self.marked = None;
+        }
+        if let Some((was_at, was_allocated, was_recycled)) =
+            self.was.replace((at, allocated, recycled))
+        {
+            let seconds = (at.since(was_at) as f64 / 1000.0).max(0.001);
+            let weight = (seconds / 10.0).min(1.0);
+            let rate = (allocated - was_allocated).0 as f64 / seconds;
+            self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
+            self.watch(at, recycled - was_recycled, resident);
+        }
+    }
+
+    /// Doubles the slack where what was recycled is soon resident again, halves it
+    /// where it stays away.
+    fn watch(&mut self, at: Stamp, recycled: Bytes, resident: Bytes) {
+        if let Some(b) = self.batch.as_mut() {
+            b.bytes += recycled;
+            b.low = b.low.min(resident);
+            if at.since(b.at) >= REFAULT_MS {
+                let back = (resident - b.low).min(b.bytes).fraction_of(b.bytes);
+                self.backoff = if back >= REFAULT_SHARE {
+                    (self.backoff + 1).min(6)
+                } else {
+                    self.backoff.saturating_sub(1)
+                };
+                self.batch = None;
+            }
+        } else if recycled > Bytes::mib(1) {
+            self.batch = Some(Batch { at, bytes: recycled, low: resident });
+        }
+    }
+}
+
 /// How fast a guest's counters move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuestRates {
@@ -157,6 +231,9 @@ pub struct Seen {
     pub resident: Bytes,
     /// In swap.
     pub swap: Bytes,
+    /// Recycled by the agent so far.
+    #[serde(default)]
+    pub recycled: Bytes,
 }
 
 /// Bytes that left a VM's residency, by what took them. A lower bound: growth in
@@ -168,6 +245,9 @@ pub struct Returned {
     pub balloon: Bytes,
     /// Went to swap.
     pub swap: Bytes,
+    /// The agent recycled it, page by page, as it counts itself.
+    #[serde(default)]
+    pub recycled: Bytes,
     /// Neither, and the guest has free page reporting.
     pub reporting: Bytes,
     /// Neither, and it has not (the VMM itself shrank, KSM, another tool).
@@ -243,6 +323,10 @@ impl Memory {
         self.vmstat = model.host.vmstat;
         if !applied {
             return;
+        }
+        for order in &plan.recycle {
+            let m = self.vm_mut(order.vm);
+            m.recycle.marked = order.mark.then_some(model.at);
         }
         for action in &plan.actions {
             let failed =
@@ -320,6 +404,9 @@ impl VmMemory {
             }
             self.take_stats(at, wall_s, actual, stats);
         }
+        if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
+            self.recycle.observe(at, agent, p.resident());
+        }
         self.notice_help(at, actual);
         self.follow_order(at, actual);
         self.account(vm, actual);
@@ -394,7 +481,8 @@ impl VmMemory {
 
     fn account(&mut self, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
-        let now = Seen { actual, resident: p.resident(), swap: p.swap };
+        let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
+        let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
         if let Some(was) = self.seen.replace(now) {
             let inflated = match (was.actual, now.actual) {
                 (Some(w), Some(n)) => w - n,
@@ -410,6 +498,7 @@ impl VmMemory {
                 took
             };
             self.returned.swap += part(now.swap - was.swap);
+            self.returned.recycled += part(now.recycled - was.recycled);
             self.returned.balloon += part(inflated);
             if vm.balloon.as_ref().and_then(|b| b.reporting) == Some(true) {
                 self.returned.reporting += left;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{GuestRates, Memory, VmMemory};
-use crate::sample::{GuestStats, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
+use crate::sample::{AgentSample, GuestStats, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// How short of memory the host is. Ordered.
@@ -104,6 +104,9 @@ pub struct VmModel {
     pub resident: Option<Bytes>,
     /// In the host's swap.
     pub swap: Option<Bytes>,
+    /// The agent inside the VMM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentSample>,
     /// What the guest says, if it can be believed.
     pub guest: Option<GuestModel>,
     /// Whether and why it can be acted upon.
@@ -361,6 +364,7 @@ impl VmModel {
             weight: settings.weight,
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
+            agent: vm.agent.clone(),
             ..VmModel::default()
         };
         let stats = vm.balloon.as_ref().and_then(|b| b.guest);

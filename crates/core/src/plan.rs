@@ -9,12 +9,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::sample::VmId;
 use crate::units::Bytes;
+use crate::wire::Recycle;
 
 /// One tick's decisions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// What to do, gives before takes.
     pub actions: Vec<Action>,
+    /// What to ask of the agents inside the VMMs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recycle: Vec<RecycleOrder>,
     /// VMs that nothing is done about, and why; same order as the sample's.
     pub held: Vec<Held>,
 }
@@ -74,6 +78,8 @@ pub enum Reason {
     /// The guest did not follow an order to shrink: the order is withdrawn, so
     /// that it does not bite later.
     Withdrawn,
+    /// The operator asked for it (`ebb reclaim`).
+    Requested,
     /// Ebb stops, or an earlier daemon left the balloon inflated.
     Returned,
 }
@@ -92,9 +98,44 @@ impl fmt::Display for Reason {
             Reason::HostClear { surplus } => write!(f, "host has {surplus} to spare"),
             Reason::AboveCeiling => f.write_str("guest is above its configured max"),
             Reason::Withdrawn => f.write_str("guest did not shrink: order withdrawn"),
+            Reason::Requested => f.write_str("the operator asked for its idle memory"),
             Reason::Returned => f.write_str("what was taken is returned"),
         }
     }
+}
+
+/// The operator's wish to have idle memory back now (`ebb reclaim`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reclaim {
+    /// Of this VM; `None`: of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
+    /// So much in all; `None`: all that is idle.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<Bytes>,
+}
+
+impl Reclaim {
+    /// Whether this VM is meant.
+    pub fn means(&self, name: &str) -> bool {
+        self.vm.as_deref().is_none_or(|vm| vm == name)
+    }
+}
+
+/// Has one VM's agent give free pages back. It proves each page free itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RecycleOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// How much and how finely; `None`: only look.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recycle: Option<Recycle>,
+    /// Then remember which pages are free now, for the next time.
+    pub mark: bool,
+    /// Why, for people.
+    pub reason: String,
 }
 
 /// Why a VM is left as it is.

@@ -5,11 +5,11 @@
 //! a plan may not.
 
 pub mod balloon;
+pub mod recycle;
 
-use crate::config::Config;
 use crate::memory::Memory;
 use crate::model::{Model, Standing, VmModel};
-use crate::plan::{Action, Held, Limits, Plan, Reason};
+use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim};
 use crate::units::Bytes;
 
 /// What a policy says of one VM.
@@ -27,9 +27,9 @@ pub enum Verdict {
 }
 
 /// Decides one tick. Same input, same plan.
-pub fn decide(config: &Config, model: &Model, memory: &Memory, limits: &Limits) -> Plan {
-    let verdicts = balloon::balloon(config, model, memory);
-    let mut plan = Plan::default();
+pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Plan {
+    let verdicts = balloon::balloon(model, memory, requests);
+    let mut plan = Plan { recycle: recycle::recycle(model, memory, requests), ..Plan::default() };
     for (vm, verdict) in model.vms.iter().zip(verdicts) {
         match within_limits(vm, verdict, limits) {
             Ok(action) if plan.actions.len() < limits.actions => plan.actions.push(action),

@@ -9,6 +9,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
+use crate::wire::{AgentState, Counters};
 
 /// Everything read in one tick.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -221,6 +222,9 @@ pub struct VmSample {
     pub run: Option<RunState>,
     /// The balloon; `None` where there is no device or QMP did not answer.
     pub balloon: Option<BalloonSample>,
+    /// The agent inside the VMM, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentSample>,
     /// What QMP told since the last sample, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub events: Vec<VmEvent>,
@@ -245,6 +249,32 @@ impl ProcessMemory {
     pub fn resident(&self) -> Bytes {
         self.anon + self.file + self.shmem
     }
+}
+
+/// The agent inside the VMM, and what it says of the guest's module. The numbers
+/// come from a map that the guest writes: exact where it is honest, bounded where
+/// it is not.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct AgentSample {
+    /// Whether it answers.
+    pub link: Link,
+    /// How far it has come.
+    pub state: AgentState,
+    /// Why it is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+    /// The guest's module: its version and kernel series.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub module: Option<String>,
+    /// Free in the guest.
+    pub free: Option<Bytes>,
+    /// Of that, still held by the host.
+    pub held: Option<Bytes>,
+    /// Allocated in the guest since its boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<Bytes>,
+    /// What was done since the agent was attached.
+    pub counters: Counters,
 }
 
 /// State of the QMP connection.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
-use crate::plan::{Action, Limits, Outcome, Plan, Reason};
+use crate::plan::{Action, Limits, Outcome, Plan, Reason, Reclaim, RecycleOrder};
 use crate::policy::decide;
 use crate::sample::Sample;
 use crate::units::Stamp;
@@ -23,8 +23,16 @@ pub trait Host {
     /// Writes down what will have been taken, before it is taken. An error
     /// forbids taking: the tick applies gives only.
     fn remember(&mut self, owned: &Owned) -> Result<(), String>;
+    /// What the operator asked for since the last tick.
+    fn requests(&mut self) -> Vec<Reclaim> {
+        Vec::new()
+    }
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
+    /// Hands orders to the agents inside the VMMs. They prove each page free
+    /// themselves and tell what they did in later samples, so there is nothing to
+    /// wait for. Hosts without agents need not care.
+    fn recycle(&mut self, _orders: &[RecycleOrder]) {}
     /// Waits for the moment, or for something that cannot wait.
     fn wait(&mut self, until: Stamp) -> Wake;
 }
@@ -47,6 +55,9 @@ pub struct Tick {
     pub number: u64,
     /// What was read.
     pub sample: Sample,
+    /// What the operator asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub requests: Vec<Reclaim>,
     /// What was decided.
     pub plan: Plan,
     /// What became of it; empty in a dry run.
@@ -95,7 +106,8 @@ impl Engine {
     /// One tick on a host.
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read();
-        let (model, mut plan) = self.think(&sample);
+        let requests = host.requests();
+        let (model, mut plan) = self.think(&sample, &requests);
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
@@ -112,14 +124,17 @@ impl Engine {
             if !plan.actions.is_empty() {
                 outcomes = host.apply(&plan.actions);
             }
+            if !plan.recycle.is_empty() {
+                host.recycle(&plan.recycle);
+            }
         }
-        let tick = self.finish(&model, sample, plan, outcomes, forbidden);
+        let tick = self.finish(&model, (sample, requests), plan, outcomes, forbidden);
         (tick, model)
     }
 
     /// Replays a recorded tick: the same sample and outcomes, a fresh decision.
     pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
-        let (model, mut plan) = self.think(&recorded.sample);
+        let (model, mut plan) = self.think(&recorded.sample, &recorded.requests);
         if recorded.forbidden.is_some() {
             plan.actions.retain(Action::gives);
         }
@@ -127,21 +142,22 @@ impl Engine {
         self.number = recorded.number.saturating_sub(1);
         let outcomes = recorded.outcomes.clone();
         let forbidden = recorded.forbidden.clone();
-        let tick = self.finish(&model, recorded.sample.clone(), plan, outcomes, forbidden);
+        let input = (recorded.sample.clone(), recorded.requests.clone());
+        let tick = self.finish(&model, input, plan, outcomes, forbidden);
         (tick, model)
     }
 
-    fn think(&mut self, sample: &Sample) -> (Model, Plan) {
+    fn think(&mut self, sample: &Sample, requests: &[Reclaim]) -> (Model, Plan) {
         self.memory.observe(sample);
         let model = Model::new(&self.config, sample, &self.memory);
-        let plan = decide(&self.config, &model, &self.memory, &self.limits);
+        let plan = decide(&model, &self.memory, requests, &self.limits);
         (model, plan)
     }
 
     fn finish(
         &mut self,
         model: &Model,
-        sample: Sample,
+        (sample, requests): (Sample, Vec<Reclaim>),
         plan: Plan,
         outcomes: Vec<Outcome>,
         forbidden: Option<String>,
@@ -149,7 +165,7 @@ impl Engine {
         let applied = !self.dry_run;
         self.memory.learn(model, &plan, &outcomes, applied);
         self.number += 1;
-        Tick { number: self.number, sample, plan, outcomes, applied, forbidden }
+        Tick { number: self.number, sample, requests, plan, outcomes, applied, forbidden }
     }
 
     /// When the next tick is due: sooner while anything is ballooned or short.

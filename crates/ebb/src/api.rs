@@ -1,4 +1,6 @@
-//! The HTTP interface: read-only, on a Unix socket and, opt-in, on loopback.
+//! The HTTP interface, on a Unix socket and, opt-in, on loopback. All of it reads;
+//! only `POST /v1/reclaim` asks for something, and only on the Unix socket, whose
+//! file mode says who may.
 //!
 //! The tick loop publishes, this serves; the two share one lock that is held only
 //! to swap or clone a pointer, so that no client can slow a tick.
@@ -10,11 +12,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use anyhow::{Context, Result};
 use axum::Router;
+use axum::body::Bytes;
+use axum::extract::DefaultBodyLimit;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
-use ebb_core::plan::Plan;
+use axum::routing::{get, post};
+use ebb_core::plan::{Plan, Reclaim};
 
+use crate::daemon::Inbox;
 use crate::metrics;
 use crate::recorder::Recorder;
 use crate::view::{Decision, State};
@@ -100,13 +105,13 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
 }
 
 /// Serves until the process ends, in a thread of its own.
-pub fn serve(listeners: Listeners, shared: Shared) -> Result<()> {
+pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("http".into()).spawn(move || {
         runtime.block_on(async move {
             let app = router(shared);
             let Ok(unix) = tokio::net::UnixListener::from_std(listeners.unix) else { return };
-            let on_unix = axum::serve(unix, app.clone());
+            let on_unix = axum::serve(unix, app.clone().merge(asking(inbox)));
             match listeners.tcp.map(tokio::net::TcpListener::from_std) {
                 Some(Ok(tcp)) => {
                     let on_tcp = axum::serve(tcp, app);
@@ -119,6 +124,20 @@ pub fn serve(listeners: Listeners, shared: Shared) -> Result<()> {
         });
     })?;
     Ok(())
+}
+
+/// The part that asks.
+fn asking(inbox: Inbox) -> Router {
+    let reclaim = |body: Bytes| async move {
+        match serde_json::from_slice::<Reclaim>(&body) {
+            Err(e) => (StatusCode::BAD_REQUEST, format!("not a reclaim request: {e}\n")),
+            Ok(r) => match inbox.send(r) {
+                true => (StatusCode::ACCEPTED, "{}".to_string()),
+                false => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".to_string()),
+            },
+        }
+    };
+    Router::new().route("/v1/reclaim", post(reclaim)).layer(DefaultBodyLimit::max(4096))
 }
 
 fn router(shared: Shared) -> Router {

@@ -17,12 +17,26 @@ pub fn is_up(socket: &str) -> bool {
 
 /// GETs a path; the body.
 pub fn get(socket: &str, path: &str) -> Result<Vec<u8>> {
+    ask(socket, &format!("GET {path} HTTP/1.1\r\n"), path, "")
+}
+
+/// POSTs JSON to a path.
+pub fn post(socket: &str, path: &str, body: &str) -> Result<()> {
+    let head = format!("POST {path} HTTP/1.1\r\nContent-Type: application/json\r\n");
+    ask(socket, &head, path, body).map(drop)
+}
+
+fn ask(socket: &str, head: &str, path: &str, content: &str) -> Result<Vec<u8>> {
     let mut stream = UnixStream::connect(socket).with_context(|| {
         format!("no daemon answers on {socket}: start it with `ebb run`, or name its socket with --socket")
     })?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     stream.set_write_timeout(Some(Duration::from_secs(10)))?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n\r\n")?;
+    let length = content.len();
+    write!(
+        stream,
+        "{head}Host: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
+    )?;
     let mut answer = Vec::new();
     stream
         .take(MOST)
@@ -46,7 +60,7 @@ fn body(answer: &[u8]) -> Result<Vec<u8>> {
     };
     let body = &answer[at..];
     match response.code {
-        Some(200) => Ok(body.to_vec()),
+        Some(200..=299) => Ok(body.to_vec()),
         code => bail!(
             "HTTP status {}: {}",
             code.unwrap_or(0),

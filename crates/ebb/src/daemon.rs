@@ -1,17 +1,17 @@
 //! The machine as the tick loop sees it: `LinuxHost` plus state file and signals.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, Outcome};
+use ebb_core::plan::{Action, Outcome, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
-use ebb_host::linux::{LinuxHost, Options, Wake as HostWake};
+use ebb_host::linux::{LinuxHost, Options, Wake as HostWake, Waker};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::state::StateFile;
@@ -29,6 +29,30 @@ pub struct Daemon {
     fast_tick_ms: u64,
     read_at: Stamp,
     running: Vec<VmId>,
+    inbox: Inbox,
+}
+
+/// What clients ask of the loop; a word in it wakes the loop.
+#[derive(Clone)]
+pub struct Inbox {
+    requests: Arc<Mutex<Vec<Reclaim>>>,
+    waker: Waker,
+}
+
+/// Requests that may wait at once: more than one a VM is no use.
+const REQUESTS: usize = 1000;
+
+impl Inbox {
+    /// Hands a request to the loop; `false` where too many wait.
+    pub fn send(&self, request: Reclaim) -> bool {
+        let mut requests = self.requests.lock().unwrap_or_else(|e| e.into_inner());
+        if requests.len() >= REQUESTS {
+            return false;
+        }
+        requests.push(request);
+        self.waker.wake();
+        true
+    }
 }
 
 /// What to look at, from the configuration.
@@ -47,7 +71,9 @@ impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
         let host = LinuxHost::new(options(config)).context("cannot watch the host")?;
+        let inbox = Inbox { requests: Arc::default(), waker: host.waker() };
         Ok(Daemon {
+            inbox,
             host,
             state,
             stop: Arc::default(),
@@ -55,6 +81,11 @@ impl Daemon {
             read_at: Stamp(0),
             running: Vec::new(),
         })
+    }
+
+    /// Where clients put requests.
+    pub fn inbox(&self) -> Inbox {
+        self.inbox.clone()
     }
 
     /// SIGTERM and SIGINT end the loop.
@@ -138,6 +169,10 @@ impl Host for Daemon {
         actions.iter().zip(results).map(outcome).collect()
     }
 
+    fn requests(&mut self) -> Vec<Reclaim> {
+        std::mem::take(&mut *self.inbox.requests.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
     fn wait(&mut self, until: Stamp) -> Wake {
         // On fast ticks the guests are asked right before, so that the numbers a
         // tick sees are fresh; otherwise QEMU's own interval is good enough.
@@ -166,6 +201,7 @@ impl Host for Daemon {
                     }
                     return Wake::Event;
                 }
+                HostWake::Woken if !self.stop.load(Ordering::SeqCst) => return Wake::Event,
                 HostWake::Timer | HostWake::Woken => {}
             }
         }

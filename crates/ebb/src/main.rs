@@ -17,6 +17,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::config::Config;
+use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
 
 /// Gives the memory that VMs do not use back to their host, and gives it to them
@@ -74,6 +75,21 @@ enum Command {
     /// Tells what Ebb can do here, for each VM, and what is in the way
     Doctor {
         /// The same as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Has idle memory given back now, and tells what came of it
+    Reclaim {
+        /// Of this VM
+        #[arg(required_unless_present = "all", conflicts_with = "all")]
+        vm: Option<String>,
+        /// Of all VMs
+        #[arg(long)]
+        all: bool,
+        /// So much in all [default: all that is idle]
+        #[arg(long)]
+        bytes: Option<Bytes>,
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
@@ -151,6 +167,9 @@ fn dispatch(cli: Cli) -> Result<bool> {
             cmd::explain::main(&socket, &vm, last, json).map(|()| true)
         }
         Command::Doctor { json } => cmd::doctor::main(&config, json),
+        Command::Reclaim { vm, all: _, bytes, json } => {
+            cmd::reclaim::main(&socket, Reclaim { vm, bytes }, json)
+        }
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
         Command::Release => cmd::release::main(&config),

@@ -145,6 +145,7 @@ mod tests {
         Tick {
             number,
             sample: Sample::default(),
+            requests: Vec::new(),
             plan: Default::default(),
             outcomes: Vec::new(),
             applied: true,

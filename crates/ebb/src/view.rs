@@ -7,9 +7,10 @@
 use ebb_core::memory::{Memory, Returned};
 use ebb_core::model::{Model, Pressure, Standing, VmModel};
 use ebb_core::plan::Action;
-use ebb_core::sample::{Ksm, Link, Pool, Problem, RunState, SwapArea, VmId, VmSample};
+use ebb_core::sample::{AgentSample, Ksm, Link, Pool, Problem, RunState, SwapArea, VmId, VmSample};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
+use ebb_core::wire::AgentState;
 use serde::{Deserialize, Serialize};
 
 /// Everything that is known now.
@@ -110,8 +111,11 @@ pub struct Vm {
     pub name: String,
     /// Process id.
     pub pid: u32,
-    /// What Ebb can do for it: `none` or `stock`.
+    /// What Ebb can do for it: `none`, `stock`, `agent` or `guest`.
     pub tier: String,
+    /// The agent inside the VMM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentSample>,
     /// QMP.
     pub link: Link,
     /// QEMU's run state.
@@ -148,6 +152,9 @@ pub struct Vm {
     pub distress: String,
     /// What was decided last, and why.
     pub verdict: String,
+    /// How often slack was doubled because recycled memory came back.
+    #[serde(default)]
+    pub recycle_backoff: u32,
     /// What came back from it, by mechanism.
     pub returned: Returned,
 }
@@ -224,7 +231,8 @@ impl Vm {
         Vm {
             name: m.name.clone(),
             pid: m.id.pid,
-            tier: if s.balloon.is_some() { "stock" } else { "none" }.into(),
+            tier: tier(s).into(),
+            agent: s.agent.clone(),
             link: s.link.clone(),
             run: s.run.clone(),
             ram: m.ram,
@@ -243,8 +251,19 @@ impl Vm {
             standing: m.standing.clone(),
             distress: m.distress.clone(),
             verdict: verdict(tick, m.id),
+            recycle_backoff: remembered.map_or(0, |r| r.recycle.backoff),
             returned: remembered.map(|r| r.returned).unwrap_or_default(),
         }
+    }
+}
+
+/// The highest tier that works for a VM now.
+fn tier(s: &VmSample) -> &'static str {
+    match (&s.agent, &s.balloon) {
+        (Some(a), _) if a.link == Link::Up && a.state == AgentState::Ready => "guest",
+        (Some(a), _) if a.link == Link::Up && a.state != AgentState::Aside => "agent",
+        (_, Some(_)) => "stock",
+        _ => "none",
     }
 }
 
@@ -459,6 +478,31 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("available", "AVAILABLE", Bytes, Gauge, "Available in the guest, as it says", |v| v
         .available
         .and_then(bytes)),
+    field!("guest_free", "", Bytes, Gauge, "Free in the guest, exactly, from its map", |v| {
+        v.agent.as_ref().and_then(|a| a.free).and_then(bytes)
+    }),
+    field!("guest_free_held", "IDLE", Bytes, Gauge, "Of that, still held by the host", |v| {
+        v.agent.as_ref().and_then(|a| a.held).and_then(bytes)
+    }),
+    field!("recycled", "", Bytes, Counter, "Given back page by page by the agent", |v| {
+        v.agent.as_ref().and_then(|a| bytes(a.counters.recycled))
+    }),
+    field!(
+        "recycle_saved_pages",
+        "",
+        Plain,
+        Counter,
+        "Pages the guest took between proof and discard",
+        |v| { v.agent.as_ref().map(|a| a.counters.saved_pages as f64) }
+    ),
+    field!(
+        "recycle_backoff",
+        "",
+        Plain,
+        Gauge,
+        "How often slack was doubled because recycled memory came back",
+        |v| { v.agent.as_ref().map(|_| f64::from(v.recycle_backoff)) }
+    ),
     field!("stats_age", "", Seconds, Gauge, "Age of the guest's statistics", |v| v
         .stats_age_ms
         .map(|a| a as f64 / 1000.0)),
@@ -468,6 +512,9 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     ) as f64)),
     field!("returned_balloon", "", Bytes, Counter, "Came back while the balloon grew", |v| bytes(
         v.returned.balloon
+    )),
+    field!("returned_recycled", "", Bytes, Counter, "Came back by recycling", |v| bytes(
+        v.returned.recycled
     )),
     field!("returned_reporting", "", Bytes, Counter, "Came back by free page reporting", |v| {
         bytes(v.returned.reporting)

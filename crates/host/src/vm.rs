@@ -395,6 +395,7 @@ impl Vm {
             link: self.link(),
             run,
             balloon: self.balloon(at, wall_ms),
+            agent: None,
             events: std::mem::take(&mut self.events),
         }
     }

@@ -350,6 +350,29 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
 }
 
 #[test]
+fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
+    let arena = arena(None);
+    let vm = start_holding("want", Kernel::V6_1, &arena);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["want"], "").unwrap();
+    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "want")["available"].as_u64()).unwrap();
+    let held = vm.resident();
+    let config = daemon.config();
+    let config = config.to_str().unwrap();
+    let (code, out, err) = ebb::run(&["reclaim", "want", "--json", "--config", config]).unwrap();
+    assert_eq!(code, 0, "{out}{err}");
+    let came: Value = serde_json::from_str(&out).unwrap();
+    let fell = (held - vm.resident()).0;
+    assert!(bytes(&came, "ballooned") > 200 << 20 && fell > 200 << 20, "{came}, fell {fell}");
+    assert!(bytes(&came, "resident").abs_diff(fell) < 20 << 20, "it measures: {came}, {fell}");
+    let (code, _, err) = ebb::run(&["reclaim", "nobody", "--config", config]).unwrap();
+    assert_eq!(code, 2);
+    assert!(err.contains("there are: want"), "{err}");
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
+#[test]
 fn vm_a_dry_run_changes_nothing() {
     let arena = arena(Some(TIGHT));
     let vm = start_holding("dry", Kernel::V6_1, &arena);

@@ -8,11 +8,11 @@
 //! host's state; gently when the host is clear. Holds keep the two apart: one
 //! who was given memory is not asked for some time.
 
-use crate::config::Config;
 use crate::memory::{Memory, Peaks, Reboot, VmMemory};
 use crate::model::{GuestModel, Model, Pressure, Standing, VmModel};
-use crate::plan::Reason;
+use crate::plan::{Reason, Reclaim};
 use crate::policy::Verdict;
+use crate::policy::recycle::usable;
 use crate::units::Bytes;
 
 /// Shrinks below this are left for a larger one.
@@ -51,12 +51,15 @@ fn force(state: Pressure) -> Force {
 }
 
 /// A verdict for each VM of the model, in its order.
-pub fn balloon(_config: &Config, model: &Model, memory: &Memory) -> Vec<Verdict> {
+pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Verdict> {
     let mut verdicts: Vec<Option<Verdict>> = model
         .vms
         .iter()
         .map(|vm| own_case(model, vm, memory.vm(vm.id).unwrap_or(&VmMemory::default())))
         .collect();
+    for request in requests {
+        on_request(model, memory, request, &mut verdicts);
+    }
     if model.host.state > Pressure::Clear {
         take(model, memory, &mut verdicts);
     } else if model.host.known {
@@ -141,6 +144,35 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
     let most = step(vm, model, &force(Pressure::Soft)).min(base - keep);
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
+}
+
+/// The operator wants idle memory now: no step limit, no hold, but every guest
+/// keeps its need and its full buffer. Guests whose agent recycles are left to it.
+fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut [Option<Verdict>]) {
+    let soft = force(Pressure::Soft);
+    let mut candidates = Vec::new();
+    for (index, vm) in model.vms.iter().enumerate() {
+        let known = VmMemory::default();
+        let m = memory.vm(vm.id).unwrap_or(&known);
+        let meant = request.means(&vm.name) && verdicts[index].is_none();
+        if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
+            continue;
+        }
+        let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
+        let base = base(m, actual);
+        let idle = base - keep(vm, g, m, &soft);
+        let pull = idle.0 as f64 / vm.weight.max(0.001);
+        candidates.push(Candidate { index, base, idle, most: idle, pull, share: Bytes::ZERO });
+    }
+    share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));
+    for c in candidates {
+        let to = round_up(c.base - c.share);
+        verdicts[c.index] = Some(if c.share < Bytes::mib(1) {
+            Verdict::Hold(format!("asked for its idle memory, but has only {}", c.idle))
+        } else {
+            Verdict::Set { to, reason: Reason::Requested }
+        });
+    }
 }
 
 /// A VM that can be asked, and for how much.
@@ -366,7 +398,7 @@ mod tests {
     fn decide(host: HostModel, vms: Vec<VmModel>, remembered: Vec<VmMemory>) -> Vec<Verdict> {
         let model = Model { at: NOW, dt_ms: 1000, host, vms };
         let memory = Memory { vms: remembered, ..Memory::default() };
-        balloon(&Config::default(), &model, &memory)
+        balloon(&model, &memory, &[])
     }
 
     fn remembered(pid: u32) -> VmMemory {
@@ -500,6 +532,22 @@ mod tests {
         r.nudged = Some(NOW);
         assert_eq!(size(&ask(r, 400)), None, "on its way");
         assert_eq!(ask(r, 1023), all);
+    }
+
+    #[test]
+    fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
+        let ask = |request: Reclaim| {
+            let host = host(Pressure::Clear, 0, 0);
+            let model =
+                Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624), vm(2, 1024, 224)] };
+            let verdicts = balloon(&model, &Memory::default(), &[request]);
+            (size(&verdicts[0]), size(&verdicts[1]))
+        };
+        assert_eq!(ask(Reclaim::default()), (Some(480), Some(880)), "need and a full buffer stay");
+        let one = Reclaim { vm: Some("vm2".into()), bytes: None };
+        assert_eq!(ask(one), (None, Some(880)));
+        let some = Reclaim { vm: None, bytes: Some(Bytes::mib(172)) };
+        assert_eq!(ask(some), (Some(1024 - 136), Some(1024 - 36)));
     }
 
     #[test]

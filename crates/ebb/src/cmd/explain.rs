@@ -70,8 +70,8 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     );
     let r = &vm.returned;
     out += &format!(
-        "  returned  {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",
-        r.balloon, r.reporting, r.swap, r.other, r.given_back
+        "  returned  {} recycled, {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",
+        r.recycled, r.balloon, r.reporting, r.swap, r.other, r.given_back
     );
     if decisions.is_empty() {
         out += "  no orders yet\n";

@@ -43,7 +43,7 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
     let before = engine.memory.clone();
     let (tick, model) = engine.step(&mut daemon);
     observer.observe(&engine, &before, &tick, &model);
-    api::serve(listeners, shared)?;
+    api::serve(listeners, shared, daemon.inbox())?;
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
         env!("CARGO_PKG_VERSION"),

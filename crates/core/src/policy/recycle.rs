@@ -1,0 +1,208 @@
+//! Recycling: what a guest has freed goes back to the host page by page.
+//!
+//! The agent inside the VMM knows which pages are free and proves each one free
+//! before it discards it, so nothing here can lose data: this policy only says
+//! when, how much and how finely. Pages must have been free for a while (two
+//! looks half a period apart), some slack is left to a guest that allocates fast,
+//! and more of it to one that takes back what was recycled. The shorter the host
+//! is, the shorter the period, the smaller the slack, the finer the pieces; when
+//! it is critical, everything goes at once. Works on paused guests too.
+
+use crate::memory::{Memory, RecycleMemory};
+use crate::model::{Model, Pressure, Standing, VmModel};
+use crate::plan::{Reclaim, RecycleOrder};
+use crate::sample::{AgentSample, Link};
+use crate::units::Bytes;
+use crate::wire::{AgentState, HugePages, Recycle};
+
+/// Less than this is not worth a call.
+const LEAST: Bytes = Bytes::mib(1);
+/// Slack is never more than this share of RAM, however fast the guest allocates.
+const SLACK_MOST: f64 = 0.10;
+
+/// How each state recycles.
+struct Manner {
+    /// A page is recycled when it has been free for half to all of this, ms.
+    period_ms: u64,
+    /// What the guest allocates in so many seconds is left to it.
+    slack_s: f64,
+    /// Huge pages that are free in part are split from so many free pages on;
+    /// `None`: kept whole.
+    split: Option<u32>,
+    /// How long the agent may work in one go, ms.
+    budget_ms: u64,
+}
+
+fn manner(state: Pressure) -> Manner {
+    match state {
+        Pressure::Clear => Manner { period_ms: 10_000, slack_s: 4.0, split: None, budget_ms: 50 },
+        Pressure::Soft => {
+            Manner { period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 100 }
+        }
+        Pressure::Hard => {
+            Manner { period_ms: 1_000, slack_s: 1.0, split: Some(64), budget_ms: 300 }
+        }
+        Pressure::Critical => {
+            Manner { period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
+        }
+    }
+}
+
+/// What to ask of which agent; VMs without a usable map are left out.
+pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<RecycleOrder> {
+    let manner = manner(model.host.state);
+    let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
+    let mut of = |vm: &VmModel| {
+        let agent = usable(vm)?;
+        if let Some(i) = requests.iter().position(|r| r.means(&vm.name)) {
+            return on_request(vm, agent, &mut asked[i]);
+        }
+        let remembered = memory.vm(vm.id).map(|m| m.recycle).unwrap_or_default();
+        one(model, vm, agent, &remembered, &manner)
+    };
+    model.vms.iter().filter_map(&mut of).collect()
+}
+
+/// The agent, if its map can be used. A paused guest's can, a migrating one's not.
+pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
+    if matches!(vm.standing, Standing::Off(_)) {
+        return None;
+    }
+    vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready)
+}
+
+/// All that is free and held, or so much of it, at once.
+fn on_request(vm: &VmModel, agent: &AgentSample, left: &mut Option<Bytes>) -> Option<RecycleOrder> {
+    let held = agent.held.or(agent.free)?;
+    let want = left.map_or(held, |l| l.min(held));
+    if let Some(l) = left.as_mut() {
+        *l = *l - want;
+    }
+    let job = Recycle {
+        max_bytes: Some(want),
+        min_run_pages: 1,
+        budget_ms: 5000,
+        huge: HugePages::Split,
+        split_min_pages: 1,
+        marked: false,
+    };
+    (want > Bytes::ZERO).then(|| RecycleOrder {
+        vm: vm.id,
+        name: vm.name.clone(),
+        recycle: Some(job),
+        mark: false,
+        reason: "the operator asked for it".into(),
+    })
+}
+
+fn one(
+    model: &Model,
+    vm: &VmModel,
+    agent: &AgentSample,
+    m: &RecycleMemory,
+    manner: &Manner,
+) -> Option<RecycleOrder> {
+    let ram = vm.ram.unwrap_or_default();
+    let backoff = f64::from(1u32 << m.backoff.min(6));
+    let slack = Bytes((m.alloc_rate * manner.slack_s * backoff) as u64).min(ram.share(SLACK_MOST));
+    let held = agent.held.or(agent.free)?;
+    let want = held - if manner.slack_s > 0.0 { slack } else { Bytes::ZERO };
+    let order = |recycle, mark, reason: String| {
+        Some(RecycleOrder { vm: vm.id, name: vm.name.clone(), recycle, mark, reason })
+    };
+    let job = |marked| Recycle {
+        max_bytes: Some(want),
+        min_run_pages: 1,
+        budget_ms: manner.budget_ms,
+        huge: if manner.split.is_some() { HugePages::Split } else { HugePages::Keep },
+        split_min_pages: manner.split.unwrap_or(1),
+        marked,
+    };
+    if manner.period_ms == 0 {
+        let why = format!("host {}: all of {held} at once", model.host.state);
+        return (want >= LEAST).then(|| order(Some(job(false)), false, why)).flatten();
+    }
+    let half = manner.period_ms / 2;
+    match m.marked.map(|at| model.at.since(at)) {
+        Some(age) if age >= half => {
+            let why = format!("{held} free and held; {slack} left as slack; free for {age} ms");
+            order((want >= LEAST).then(|| job(true)), true, why)
+        }
+        Some(_) => None,
+        None => order(None, true, "first look".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::VmMemory;
+    use crate::model::HostModel;
+    use crate::sample::VmId;
+    use crate::units::Stamp;
+
+    const ID: VmId = VmId { pid: 1, start: 1 };
+
+    fn ask(state: Pressure, held: u64, m: RecycleMemory) -> Option<RecycleOrder> {
+        let agent = AgentSample {
+            link: Link::Up,
+            state: AgentState::Ready,
+            free: Some(Bytes::mib(held + 100)),
+            held: Some(Bytes::mib(held)),
+            ..AgentSample::default()
+        };
+        let vm = VmModel {
+            id: ID,
+            ram: Some(Bytes::gib(4)),
+            agent: Some(agent),
+            standing: Standing::GiveOnly("it is paused".into()),
+            ..VmModel::default()
+        };
+        let host = HostModel { state, known: true, ..HostModel::default() };
+        let model = Model { at: Stamp(100_000), dt_ms: 1000, host, vms: vec![vm] };
+        let vms = vec![VmMemory { id: ID, recycle: m, ..VmMemory::default() }];
+        recycle(&model, &Memory { vms, ..Memory::default() }, &[]).pop()
+    }
+
+    fn marked(ms_ago: u64) -> RecycleMemory {
+        RecycleMemory { marked: Some(Stamp(100_000 - ms_ago)), ..RecycleMemory::default() }
+    }
+
+    #[test]
+    fn pages_must_have_been_free_for_a_while_and_less_long_the_shorter_the_host_is() {
+        let first = ask(Pressure::Clear, 500, RecycleMemory::default()).unwrap();
+        assert!(first.mark && first.recycle.is_none());
+        assert_eq!(ask(Pressure::Clear, 500, marked(4_900)), None);
+        let order = ask(Pressure::Clear, 500, marked(5_000)).unwrap();
+        assert!(order.recycle.unwrap().marked && order.mark);
+        assert!(ask(Pressure::Hard, 500, marked(500)).unwrap().recycle.is_some());
+        let now = ask(Pressure::Critical, 500, RecycleMemory::default()).unwrap();
+        assert!(!now.recycle.unwrap().marked, "critical waits for nothing");
+    }
+
+    #[test]
+    fn a_guest_that_allocates_fast_or_takes_back_keeps_slack_unless_the_host_is_critical() {
+        let fast = |backoff| RecycleMemory { alloc_rate: 10e6, backoff, ..marked(60_000) };
+        let most =
+            |state, backoff| ask(state, 500, fast(backoff)).unwrap().recycle.unwrap().max_bytes;
+        let mib = |b: Option<Bytes>| b.unwrap().0 >> 20;
+        assert_eq!(mib(most(Pressure::Clear, 0)), 461);
+        assert_eq!(mib(most(Pressure::Clear, 2)), 347);
+        assert_eq!(mib(most(Pressure::Clear, 30)), 90, "a tenth of RAM at most");
+        assert_eq!(mib(most(Pressure::Critical, 30)), 500);
+    }
+
+    #[test]
+    fn little_is_left_alone_and_the_look_renewed() {
+        let order = ask(Pressure::Clear, 0, marked(60_000)).unwrap();
+        assert!(order.recycle.is_none() && order.mark);
+        assert_eq!(ask(Pressure::Critical, 0, marked(60_000)), None);
+    }
+
+    #[test]
+    fn huge_pages_are_split_only_when_the_host_is_short() {
+        let huge = |state| ask(state, 500, marked(60_000)).unwrap().recycle.unwrap().huge;
+        assert_eq!(huge(Pressure::Clear), HugePages::Keep);
+        assert_eq!(huge(Pressure::Soft), HugePages::Split);
+    }
+}

@@ -1,0 +1,515 @@
+//! The daemon's word with the agent inside a VMM: one JSON object per line.
+//!
+//! The agent listens, one daemon at a time connects, asks, and gets one answer
+//! per request, in order. Lines are bounded both ways. An agent does nothing
+//! before it is asked, and when the daemon goes it undoes whatever protection it
+//! holds and forgets the VM: there is nothing to keep in step.
+//!
+//! ```text
+//! → {"id":1,"command":"attach","segments":[{"gpa":0,"size":1073741824,"hva":140..}]}
+//! ← {"id":1,"ok":{"answer":"done"}}
+//! → {"id":2,"command":"recycle","budget_ms":100}
+//! ← {"id":2,"ok":{"answer":"recycled","bytes":268435456,…}}
+//! ← {"id":3,"error":{"kind":"not_ready","text":"…"}}
+//! ```
+//!
+//! [`abi`] holds the other thing that is read across a wall of trust: what the
+//! guest shows.
+
+pub mod abi;
+
+use serde::{Deserialize, Serialize};
+
+use self::abi::Facts;
+use crate::units::Bytes;
+
+/// Version of this protocol; the agent says which it speaks.
+pub const PROTOCOL: u32 = 1;
+/// Longest line either way, bytes; 64 segments with 20-digit numbers take 6 KiB.
+pub const LINE_MAX: usize = 16 << 10;
+/// Most pieces of RAM: a VM has one or two, and one for each DIMM.
+pub const SEGMENTS_MAX: usize = 64;
+/// Most reasons to stand aside in one request, and characters of each.
+pub const OBJECTIONS_MAX: usize = 16;
+/// Longest text that is passed on from the other side, characters.
+pub const TEXT_MAX: usize = 300;
+/// Longest `budget_ms` taken, so that a daemon's slip does not bind the agent.
+pub const BUDGET_MS_MAX: u64 = 10_000;
+
+/// What the daemon asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// Comes back in the answer.
+    pub id: u64,
+    /// What is asked.
+    #[serde(flatten)]
+    pub command: Command,
+}
+
+/// What can be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// Who are you? Answer: [`Answer::Hello`].
+    Hello,
+    /// This is the VM's RAM: look for its map. Answer: [`Answer::Done`], or an
+    /// error of kind [`Refused::Aside`].
+    Attach(Attach),
+    /// How are you? Answer: [`Answer::Status`].
+    Status {
+        /// Also find out what is held of the free pages: 5–10 ns a page.
+        #[serde(default)]
+        held: bool,
+    },
+    /// Give free pages back. Answer: [`Answer::Recycled`].
+    Recycle(Recycle),
+    /// Remember which pages are free now, for `marked` of a later
+    /// [`Recycle`]. Answer: [`Answer::Marked`].
+    Mark,
+    /// The VM's vCPUs run, or not. Answer: [`Answer::Done`].
+    RunState {
+        /// Whether they run.
+        running: bool,
+    },
+    /// The VM was reset, loaded, migrated: nothing known holds. Answer:
+    /// [`Answer::Done`].
+    ResetSeen,
+    /// The guest's facts block. Answer: [`Answer::Facts`].
+    Facts,
+    /// Give up all protection and forget the VM; `attach` begins anew. Answer:
+    /// [`Answer::Done`].
+    StandDown,
+}
+
+/// A piece of the VM's RAM as QEMU has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Segment {
+    /// Guest-physical address.
+    pub gpa: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Where it is in the VMM.
+    pub hva: u64,
+}
+
+/// Everything an agent has to know of its VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Attach {
+    /// RAM; ROM, video memory and the like left out.
+    pub segments: Vec<Segment>,
+    /// What the daemon knows that speaks against it (memory encryption,
+    /// vhost-user on shared RAM, firmware that is not known to write to page 0
+    /// at a reset): the agent stands aside.
+    pub objections: Vec<String>,
+    /// Whether the vCPUs run.
+    pub running: bool,
+    /// With this line comes a descriptor of `/dev/userfaultfd` (SCM_RIGHTS).
+    pub descriptor: bool,
+}
+
+/// What to do with huge pages that are free in part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HugePages {
+    /// Leave them whole.
+    #[default]
+    Keep,
+    /// Give back what is free of them and split them at once, so that the host
+    /// really has it.
+    Split,
+}
+
+/// How much to give back, and of what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Recycle {
+    /// At most so much; `None`: all.
+    pub max_bytes: Option<Bytes>,
+    /// Shortest run of free pages worth a call, at least 1.
+    pub min_run_pages: u32,
+    /// At most so long, ms, up to [`BUDGET_MS_MAX`].
+    pub budget_ms: u64,
+    /// Huge pages that are free in part.
+    pub huge: HugePages,
+    /// With [`HugePages::Split`]: from so many free pages on.
+    pub split_min_pages: u32,
+    /// Only pages that were free at the last [`Command::Mark`] as well.
+    pub marked: bool,
+}
+
+impl Default for Recycle {
+    fn default() -> Recycle {
+        Recycle {
+            max_bytes: None,
+            min_run_pages: 1,
+            budget_ms: 100,
+            huge: HugePages::Keep,
+            split_min_pages: 32,
+            marked: false,
+        }
+    }
+}
+
+/// What the agent answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reply {
+    /// Of the request; 0 where that could not be read.
+    pub id: u64,
+    /// The answer.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+}
+
+/// Yes or no.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It was done.
+    Ok(Answer),
+    /// It was not.
+    Error(Refusal),
+}
+
+/// The answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case")]
+pub enum Answer {
+    /// Nothing to say.
+    Done,
+    /// To [`Command::Hello`].
+    Hello(Hello),
+    /// To [`Command::Status`].
+    Status(Status),
+    /// To [`Command::Recycle`].
+    Recycled(Recycled),
+    /// To [`Command::Mark`].
+    Marked {
+        /// Free now, in the guest's eyes.
+        free: Bytes,
+    },
+    /// To [`Command::Facts`].
+    Facts(Facts),
+}
+
+/// Who the agent is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    pub protocol: u32,
+    /// Of the agent.
+    pub version: String,
+    /// Its process.
+    pub pid: u32,
+    /// What of the kernel it uses.
+    pub kernel: KernelParts,
+}
+
+/// What the kernel has, and the agent therefore uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KernelParts {
+    /// Vectored discards (6.13).
+    pub process_madvise: bool,
+    /// Which pages are held (6.7); else `mincore`.
+    pub pagemap_scan: bool,
+}
+
+/// How far the agent has come with its VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AgentState {
+    /// Knows of no RAM.
+    #[default]
+    Idle,
+    /// Must not touch this VM.
+    Aside,
+    /// Looks for the header of the guest module.
+    Searching,
+    /// Found one; watches whether it lives.
+    Checking,
+    /// The map may be used.
+    Ready,
+    /// It may not right now: no beat for a while, or not recording.
+    Silent,
+}
+
+/// How the agent does.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Status {
+    /// How far it has come.
+    pub state: AgentState,
+    /// Why it is there, where that is not plain.
+    pub why: Option<String>,
+    /// The guest's module.
+    pub module: Option<Module>,
+    /// Free in the guest, from its map.
+    pub free: Option<Bytes>,
+    /// Of that, still held by the host; where it was asked for.
+    pub held: Option<Bytes>,
+    /// What was done since `attach`.
+    pub counters: Counters,
+}
+
+/// The guest's module, as its header says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Module {
+    /// Version of the module.
+    pub version: String,
+    /// Kernel series, `6.12`.
+    pub linux: String,
+    /// Guest-physical address of its header.
+    pub gpa: u64,
+    /// Smallest block it records, as an order.
+    pub order: u32,
+    /// Map pages in use.
+    pub map_pages: u32,
+    /// A test build that may lie.
+    pub faulty: bool,
+}
+
+/// Since `attach`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Counters {
+    /// Given back.
+    pub recycled: Bytes,
+    /// Runs of pages.
+    pub runs: u64,
+    /// Windows of protection.
+    pub batches: u64,
+    /// Pages that the second reading found taken.
+    pub saved_pages: u64,
+    /// Batches dropped whole: the guest stopped, or extents changed.
+    pub dropped_batches: u64,
+    /// Huge pages split on purpose.
+    pub splits: u64,
+    /// Longest window, ns.
+    pub window_max_ns: u64,
+    /// Guest writes that had to wait and that the handler thread saw.
+    pub faults: u64,
+    /// Writes to guest page 0 that made us drop a map.
+    pub trips: u64,
+    /// Challenges that were answered.
+    pub challenges: u64,
+}
+
+/// What one [`Recycle`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Recycled {
+    /// Given back; all of it was held before.
+    pub bytes: Bytes,
+    /// In so many runs.
+    pub runs: u64,
+    /// Pages that the second reading found taken.
+    pub saved_pages: u64,
+    /// Huge pages split.
+    pub splits: u64,
+    /// How long it took.
+    pub ns: u64,
+    /// Of that, how long windows were open.
+    pub window_ns: u64,
+    /// It ended early: budget, `max_bytes`, or another request came.
+    pub more: bool,
+}
+
+/// Why not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{text}")]
+pub struct Refusal {
+    /// For the program.
+    pub kind: Refused,
+    /// For people.
+    pub text: String,
+}
+
+/// Kinds of no.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Refused {
+    /// Not a request, or one out of bounds.
+    Request,
+    /// Not now; [`Status::state`] says how far it is.
+    NotReady,
+    /// Not this VM, and why.
+    Aside,
+    /// The system refused.
+    System,
+}
+
+/// A line that is not of this protocol.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a line of the agent's protocol: {0}")]
+pub struct BadLine(pub String);
+
+fn parse<'a, T: Deserialize<'a>>(line: &'a [u8]) -> Result<T, BadLine> {
+    if line.len() > LINE_MAX {
+        return Err(BadLine(format!("{} bytes", line.len())));
+    }
+    serde_json::from_slice(line).map_err(|e| BadLine(e.to_string().chars().take(200).collect()))
+}
+
+fn encode(value: &impl Serialize) -> Vec<u8> {
+    // Cannot fail: no maps, no foreign Serialize.
+    let mut line = serde_json::to_vec(value).unwrap_or_default();
+    line.push(b'\n');
+    line
+}
+
+/// A text from the other side, cut to [`TEXT_MAX`] and made printable.
+pub fn clip(text: &str) -> String {
+    text.chars().take(TEXT_MAX).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+impl Request {
+    /// Reads a line (without its end) and checks its limits.
+    pub fn parse(line: &[u8]) -> Result<Request, BadLine> {
+        let request: Request = parse(line)?;
+        if let Command::Attach(a) = &request.command
+            && (a.segments.len() > SEGMENTS_MAX || a.objections.len() > OBJECTIONS_MAX)
+        {
+            return Err(BadLine("too many segments or objections".into()));
+        }
+        Ok(request)
+    }
+
+    /// The line, with its end.
+    pub fn line(&self) -> Vec<u8> {
+        encode(self)
+    }
+}
+
+impl Reply {
+    /// Reads a line (without its end).
+    pub fn parse(line: &[u8]) -> Result<Reply, BadLine> {
+        parse(line)
+    }
+
+    /// The line, with its end.
+    pub fn line(&self) -> Vec<u8> {
+        encode(self)
+    }
+}
+
+/// Takes bytes as they come and gives whole lines of at most [`LINE_MAX`] bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Lines {
+    held: Vec<u8>,
+}
+
+impl Lines {
+    /// Adds bytes; `each` gets every line that is now whole. An error: the line
+    /// is too long, and nothing that follows can be trusted.
+    pub fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(&[u8])) -> Result<(), BadLine> {
+        while let Some(end) = bytes.iter().position(|b| *b == b'\n') {
+            self.hold(&bytes[..end])?;
+            each(&self.held);
+            self.held.clear();
+            bytes = &bytes[end + 1..];
+        }
+        self.hold(bytes)
+    }
+
+    fn hold(&mut self, bytes: &[u8]) -> Result<(), BadLine> {
+        if self.held.len() + bytes.len() > LINE_MAX {
+            return Err(BadLine(format!("longer than {LINE_MAX} bytes")));
+        }
+        self.held.extend_from_slice(bytes);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn requests_read_as_documented() {
+        let attach = br#"{"id":1,"command":"attach","segments":[{"gpa":0,"size":4096,"hva":7}]}"#;
+        let Ok(Request { id: 1, command: Command::Attach(a) }) = Request::parse(attach) else {
+            panic!("{:?}", Request::parse(attach))
+        };
+        assert_eq!(a.segments, [Segment { gpa: 0, size: 4096, hva: 7 }]);
+        let recycle = Request::parse(br#"{"id":2,"command":"recycle","budget_ms":7}"#).unwrap();
+        let want = Recycle { budget_ms: 7, ..Recycle::default() };
+        assert_eq!(recycle.command, Command::Recycle(want));
+        let status = Request::parse(br#"{"id":3,"command":"status"}"#).unwrap();
+        assert_eq!(status.command, Command::Status { held: false });
+    }
+
+    #[test]
+    fn replies_read_as_documented() {
+        let done = Reply { id: 1, outcome: Outcome::Ok(Answer::Done) };
+        assert_eq!(done.line(), b"{\"id\":1,\"ok\":{\"answer\":\"done\"}}\n");
+        let refusal = Refusal { kind: Refused::NotReady, text: "x".into() };
+        let no = Reply { id: 3, outcome: Outcome::Error(refusal) };
+        assert_eq!(no.line(), b"{\"id\":3,\"error\":{\"kind\":\"not_ready\",\"text\":\"x\"}}\n");
+        for reply in [done, no] {
+            let line = reply.line();
+            assert_eq!(Reply::parse(&line[..line.len() - 1]), Ok(reply));
+        }
+    }
+
+    #[test]
+    fn every_command_survives_its_line() {
+        let segment = Segment { gpa: u64::MAX, size: u64::MAX, hva: u64::MAX };
+        let full = Attach {
+            segments: vec![segment; SEGMENTS_MAX],
+            objections: vec!["x".repeat(TEXT_MAX); OBJECTIONS_MAX],
+            running: true,
+            descriptor: true,
+        };
+        for command in [
+            Command::Hello,
+            Command::Attach(full),
+            Command::Status { held: true },
+            Command::Recycle(Recycle { max_bytes: Some(Bytes::mib(7)), ..Recycle::default() }),
+            Command::Mark,
+            Command::RunState { running: false },
+            Command::ResetSeen,
+            Command::Facts,
+            Command::StandDown,
+        ] {
+            let request = Request { id: u64::MAX, command };
+            let line = request.line();
+            assert!(line.len() <= LINE_MAX, "{}", line.len());
+            assert_eq!(Request::parse(&line[..line.len() - 1]), Ok(request));
+        }
+    }
+
+    #[test]
+    fn more_than_the_limits_is_refused() {
+        let segment = Segment { gpa: 0, size: 1, hva: 0 };
+        let many = Attach { segments: vec![segment; SEGMENTS_MAX + 1], ..Attach::default() };
+        let line = Request { id: 1, command: Command::Attach(many) }.line();
+        assert!(Request::parse(&line[..line.len() - 1]).is_err());
+        assert!(Request::parse(&vec![b' '; LINE_MAX + 1]).is_err());
+        let mut lines = Lines::default();
+        assert!(lines.feed(&vec![b'x'; LINE_MAX], |_| ()).is_ok());
+        assert!(lines.feed(b"x", |_| ()).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_line_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Request::parse(&bytes);
+            let _ = Reply::parse(&bytes);
+        }
+
+        #[test]
+        fn lines_survive_any_cut(text in "[a-z\n]{0,200}", cut in 1usize..20) {
+            let mut whole = Vec::new();
+            Lines::default().feed(text.as_bytes(), |l| whole.push(l.to_vec())).unwrap();
+            let mut pieces = Vec::new();
+            let mut lines = Lines::default();
+            for piece in text.as_bytes().chunks(cut) {
+                lines.feed(piece, |l| pieces.push(l.to_vec())).unwrap();
+            }
+            prop_assert_eq!(whole, pieces);
+        }
+    }
+}

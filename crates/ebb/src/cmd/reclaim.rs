@@ -1,0 +1,116 @@
+//! `ebb reclaim`: asks the daemon for idle memory now, and measures what came.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use ebb_core::plan::Reclaim;
+use ebb_core::units::Bytes;
+use serde::Serialize;
+
+use crate::client;
+use crate::cmd::explain;
+use crate::table::{emit, emit_json};
+use crate::view::State;
+
+/// Nothing moved for so long: it is over.
+const QUIET: Duration = Duration::from_millis(2500);
+/// It is over then in any case.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What came of it, measured on the host.
+#[derive(Debug, Default, PartialEq, Serialize)]
+struct Came {
+    /// Fall of the VMs' residency.
+    resident: Bytes,
+    /// Rise of the host's free memory: the proof, but others use it too.
+    host_free: Bytes,
+    /// Fall of the VMs' cgroup usage, where they have a common one.
+    pool: Option<Bytes>,
+    /// Recycled page by page.
+    recycled: Bytes,
+    /// Ballooned.
+    ballooned: Bytes,
+    /// Until the last movement, seconds.
+    seconds: f64,
+}
+
+/// The numbers that move.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Now {
+    resident: Bytes,
+    free: Bytes,
+    pool: Option<Bytes>,
+    recycled: Bytes,
+    ballooned: Bytes,
+}
+
+impl Now {
+    fn of(state: &State, request: &Reclaim) -> Now {
+        let vms = || state.vms.iter().filter(|v| request.means(&v.name));
+        Now {
+            resident: vms().filter_map(|v| v.resident).sum(),
+            free: state.host.free.unwrap_or_default(),
+            pool: state.host.pool.as_ref().map(|p| p.usage),
+            recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
+            ballooned: vms().map(|v| v.ballooned).sum(),
+        }
+    }
+
+    fn moved(&self, other: &Now) -> bool {
+        let far = |a: Bytes, b: Bytes| a.abs_diff(b) >= Bytes::mib(2);
+        far(self.resident, other.resident)
+            || far(self.recycled, other.recycled)
+            || far(self.ballooned, other.ballooned)
+    }
+}
+
+/// Asks, watches, tells; `false` where nothing came.
+pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
+    let state: State = client::get_json(socket, "/v1/state")?;
+    if let Some(name) = &request.vm {
+        explain::find(&state, name)?;
+    }
+    if state.daemon.dry_run {
+        bail!("the daemon is in a dry run: it changes nothing");
+    }
+    let before = Now::of(&state, &request);
+    client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
+    let came = watch(socket, &request, before)?;
+    if json {
+        emit_json(&came)?;
+    } else {
+        emit(&text(&came))?;
+    }
+    Ok(came.recycled + came.ballooned > Bytes::ZERO)
+}
+
+fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
+    let began = Instant::now();
+    let (mut last, mut moved) = (before, began);
+    while moved.elapsed() < QUIET && began.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = Now::of(&client::get_json(socket, "/v1/state")?, request);
+        if now.moved(&last) {
+            (last, moved) = (now, Instant::now());
+        }
+    }
+    Ok(Came {
+        resident: before.resident - last.resident,
+        host_free: last.free - before.free,
+        pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
+        recycled: last.recycled - before.recycled,
+        ballooned: last.ballooned - before.ballooned,
+        seconds: moved.duration_since(began).as_secs_f64(),
+    })
+}
+
+fn text(c: &Came) -> String {
+    if c.recycled + c.ballooned == Bytes::ZERO {
+        return "nothing was idle: `ebb explain VM` says why\n".into();
+    }
+    let pool = c.pool.map_or(String::new(), |p| format!(", cgroup usage fell by {p}"));
+    format!(
+        "{} recycled, {} ballooned in {:.1} s: residency fell by {}, host memory free rose by {}{pool}\n",
+        c.recycled, c.ballooned, c.seconds, c.resident, c.host_free
+    )
+}
