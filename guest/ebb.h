@@ -20,9 +20,10 @@
 /* The largest blocks of the buddy allocator; they never cross such a line. */
 #define EBB_BLOCK	MAX_ORDER_NR_PAGES
 #define EBB_RING	1024
+#define EBB_RING_TAKEN	0x80
 
 struct ebb_counts {
-	u64 set, cleared, late;
+	u64 set, cleared, late, leaked;
 };
 
 struct ebb {
@@ -30,7 +31,6 @@ struct ebb {
 	struct ebb_map map;
 	unsigned int order;		/* smallest recorded */
 	bool recording;			/* hooks may set bits */
-	bool notified;			/* the reboot notifier is registered, … */
 
 	/* Under `scanning`: scans, blocked, extents, and the way to a state. */
 	struct mutex scanning;
@@ -43,7 +43,8 @@ struct ebb {
 	atomic_t ring_head;
 	unsigned int ring_tail;
 	atomic64_t hints, hints_lost;
-	u64 repaired, suspect, scans, scan_pages, scan_hold_ns;
+	u64 repaired, suspect, scans, scan_pages, scan_hold_ns, drains;
+	u64 allocated;			/* by the whole guest, at the last look */
 
 	struct timer_list timer;	/* beats and answers */
 	unsigned long challenged;	/* jiffies of the last new challenge */
@@ -55,6 +56,7 @@ struct ebb {
 
 extern struct ebb ebb;
 extern unsigned int ebb_rescan_ms, ebb_facts_ms;
+extern bool ebb_drain_on;
 
 /* Left out on purpose, in test builds: bits of ebb_fault. */
 enum ebb_fault {
@@ -68,7 +70,6 @@ enum ebb_fault {
 	EBB_FAULT_PUTBACK	= 1 << 7,
 	EBB_FAULT_HINT		= 1 << 8,
 	EBB_FAULT_NOTIFIERS	= 1 << 9,
-	EBB_FAULT_START		= 1 << 10,	/* SETs before CLEARs, no lock cycle */
 };
 
 #ifdef EBB_FAULTS
@@ -82,7 +83,7 @@ const char *ebb_hooks_refuse(void);
 int ebb_hooks_arm(void);
 void ebb_hooks_disarm(void);
 void ebb_lock_cycle(void);
-void ebb_ring_add(unsigned long pfn, unsigned int order, bool hint);
+void ebb_ring_add(unsigned long pfn, unsigned int what);
 
 /* scan.c */
 struct ebb_look {
@@ -90,10 +91,14 @@ struct ebb_look {
 	unsigned long first_wrong;
 };
 
+bool ebb_in_buddy(unsigned long pfn, unsigned int order);
 void ebb_scan(unsigned long start, unsigned long end);
 void ebb_scan_some(unsigned long pages);
 void ebb_ring_drain(void);
 void ebb_audit(struct ebb_look *sum, u64 *passing);
+
+/* drain.c */
+void ebb_drain(u64 allocated);
 
 /* facts.c */
 void ebb_facts_update(void);
@@ -104,6 +109,7 @@ void ebb_debug_init(void);
 void ebb_debug_exit(void);
 
 /* ebb_main.c */
+void ebb_withdraw(void);
 void ebb_stop_recording(enum ebb_state state, enum ebb_reason why);
 
 #endif /* EBB_H */

@@ -113,7 +113,9 @@ struct ebb_stats {
 	__u64 scan_pages;	/* pages looked at by scans */
 	__u64 scan_hold_ns;	/* longest time a scan held a zone lock */
 	__u64 uncovered;	/* pages without a place in the map */
-	__u64 reserved[5];
+	__u64 drains;		/* of per-CPU lists, in calls */
+	__u64 leaked;		/* late ones that no capture explains: see EBB_WHY_BROKEN */
+	__u64 reserved[3];
 };
 
 /* Guest facts: read seq, the rest, seq; odd or changed: again. Sizes in pages. */

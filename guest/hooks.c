@@ -31,7 +31,9 @@
  * discard does, so nobody can tell; kernels that write anything else to pages
  * in between (poisoning, KASAN) are refused.  If the allocation is undone in
  * between, nothing fires, the page goes back to a free list, and whoever takes
- * it from there passes mm_page_alloc or mm_page_alloc_zone_locked.
+ * it from there passes mm_page_alloc or mm_page_alloc_zone_locked.  Single pages
+ * are never captured: one that the backstop finds means that a hook is missing,
+ * and the map is withdrawn (ebb_main.c).
  *
  * Missed sets cost opportunity only and are repaired by the scans: isolation
  * that failed, extfrag before 6.10, frees that found the per-CPU lists locked,
@@ -96,26 +98,16 @@ static inline void clear(struct page *page, unsigned int order)
 	count_cleared(ebb_map_clear(&ebb.map, pfn, n));
 }
 
-static bool in_free_block(unsigned long pfn, unsigned int order)
-{
-	for (; order <= ilog2(EBB_BLOCK); order++) {
-		struct page *head = pfn_to_page(pfn & ~0ul << order);
-
-		if (PageBuddy(head) && page_private(head) >= order)
-			return true;
-	}
-	return false;
-}
-
 static void on_drain(void *data, struct page *page, unsigned int order)
 {
-	unsigned long pfn = page_to_pfn(page);
+	unsigned long pfn = page_to_pfn(page), n;
 
 	if (!READ_ONCE(ebb.recording))
 		return;
-	if (order < ebb.order && !in_free_block(pfn, ebb.order))
+	if (order < ebb.order && !ebb_in_buddy(pfn, ebb.order))
 		return;
-	count_set(ebb_map_set(&ebb.map, pfn, widen(&pfn, order)));
+	n = widen(&pfn, order);
+	count_set(ebb_map_set(&ebb.map, pfn, n));
 }
 
 static void on_zone_locked(void *data, struct page *page, unsigned int order)
@@ -130,10 +122,13 @@ static void on_alloc(void *data, struct page *page, unsigned int order)
 	if (!page)
 		return;
 	pfn = page_to_pfn(page);
-	if (likely(!ebb_map_any(&ebb.map, pfn, 1ul << order)))
+	if (likely(order ? !ebb_map_any(&ebb.map, pfn, 1ul << order) : !ebb_map_test(&ebb.map, pfn)))
 		return;
 	n = widen(&pfn, order);
-	this_cpu_add(ebb.counts->late, ebb_map_clear(&ebb.map, pfn, n));
+	n = ebb_map_clear(&ebb.map, pfn, n);
+	this_cpu_add(ebb.counts->late, n);
+	if (!order)
+		this_cpu_add(ebb.counts->leaked, n);
 }
 
 struct probe {
@@ -188,13 +183,14 @@ static void on_takeoff(unsigned long ip, unsigned long parent, struct ftrace_ops
 
 	clear(page, 0);
 	/* A scan may set it again before it is taken off: look again. */
-	ebb_ring_add(page_to_pfn(page), 0, false);
+	ebb_ring_add(page_to_pfn(page), EBB_RING_TAKEN);
 }
 
 static void on_large_free(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
 			  struct ftrace_regs *fregs)
 {
-	ebb_ring_add(page_to_pfn((struct page *)argument(fregs, 0)), argument(fregs, 1), true);
+	atomic64_inc(&ebb.hints);
+	ebb_ring_add(page_to_pfn((struct page *)argument(fregs, 0)), argument(fregs, 1));
 }
 
 struct entry {
@@ -218,17 +214,14 @@ static struct entry entries[] = {
 };
 
 /*
- * A run to look at again, from any context: a slot each, overwritten when the
- * thread does not keep up.  (pfn << 8 | order) + 1, so that 0 is empty.
+ * A run to look at again, from any context: an order, or EBB_RING_TAKEN.  A slot
+ * each, overwritten when the thread does not keep up; 0 is empty.
  */
-void ebb_ring_add(unsigned long pfn, unsigned int order, bool hint)
+void ebb_ring_add(unsigned long pfn, unsigned int what)
 {
 	unsigned int at = (unsigned int)atomic_inc_return(&ebb.ring_head) - 1;
-	s64 run = ((s64)pfn << 8 | order) + 1;
 
-	if (hint)
-		atomic64_inc(&ebb.hints);
-	if (atomic64_xchg(&ebb.ring[at % EBB_RING], run))
+	if (atomic64_xchg(&ebb.ring[at % EBB_RING], ((s64)pfn << 8 | what) + 1))
 		atomic64_inc(&ebb.hints_lost);
 }
 
@@ -349,24 +342,18 @@ void ebb_lock_cycle(void)
 
 /*
  * CLEARs first, then all zones' locks once: from then on no page leaves unseen.
- * Only then SETs.  On error nothing is armed.
+ * Only then SETs, which wait for `recording`.  On error nothing is armed.
  */
 int ebb_hooks_arm(void)
 {
-	bool first = ebb_fault & EBB_FAULT_START;
-	int err;
+	int err = arm(false);
 
-	err = arm(first);
-	if (err)
-		goto out;
-	if (!first)
+	if (!err) {
 		ebb_lock_cycle();
-	err = arm(!first);
+		err = arm(true);
+	}
 	if (err)
-		goto out;
-	return 0;
-out:
-	ebb_hooks_disarm();
+		ebb_hooks_disarm();
 	return err;
 }
 

@@ -24,7 +24,6 @@
 
 #define load(p)		READ_ONCE(*(p))
 #define store(p, v)	WRITE_ONCE(*(p), v)
-#define load_page(p)	smp_load_acquire(p)
 #define fetch_or(p, v)	((__u64)atomic64_fetch_or((s64)(v), (atomic64_t *)(p)))
 #define fetch_and(p, v)	((__u64)atomic64_fetch_and((s64)(v), (atomic64_t *)(p)))
 #define bit_set(p, b)	test_and_set_bit(b, (unsigned long *)(p))
@@ -33,11 +32,9 @@
 #define weight(v)	hweight64(v)
 #else
 #include <errno.h>
-#include <stddef.h>
 
 #define load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
 #define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
-#define load_page(p)	__atomic_load_n(p, __ATOMIC_ACQUIRE)
 #define fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
 #define fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
 #define bit_set(p, b)	((fetch_or(p, 1ull << (b)) >> (b)) & 1)
@@ -56,17 +53,10 @@ struct piece {
 static inline struct piece first_piece(const struct ebb_map *m, unsigned long pfn,
 				       unsigned long n)
 {
-	unsigned long at = pfn / EBB_MAP_PFNS;
-	struct piece p = { .bit = pfn % EBB_WORD_PFNS };
-	__u64 *page;
+	struct piece p = { .word = ebb_map_word(m, pfn), .bit = pfn % EBB_WORD_PFNS };
 
 	p.len = n < EBB_WORD_PFNS - p.bit ? n : EBB_WORD_PFNS - p.bit;
 	p.mask = (~0ull >> (EBB_WORD_PFNS - p.len)) << p.bit;
-	if (at >= m->pages)
-		return p;
-	page = load_page(&m->page[at]);
-	if (page)
-		p.word = page + pfn / EBB_WORD_PFNS % EBB_PAGE_WORDS;
 	return p;
 }
 
@@ -74,10 +64,6 @@ static inline __u64 change(struct piece p, bool to)
 {
 	__u64 old;
 
-	if (p.len == 1) {
-		old = to ? bit_set(p.word, p.bit) : bit_clear(p.word, p.bit);
-		return old << p.bit;
-	}
 	if (p.len < EBB_WORD_PFNS)
 		return to ? fetch_or(p.word, p.mask) : fetch_and(p.word, ~p.mask);
 	old = load(p.word);
@@ -104,14 +90,25 @@ static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, uns
 /* Sets a run; returns how many bits were not set before. */
 unsigned long ebb_map_set(struct ebb_map *m, unsigned long pfn, unsigned long n)
 {
+	if (n == 1) {
+		__u64 *word = ebb_map_word(m, pfn);
+
+		return word && !bit_set(word, pfn % EBB_WORD_PFNS);
+	}
 	return change_run(m, pfn, n, true);
 }
 
 /* Clears a run, visible to all; returns how many bits were set before. */
 unsigned long ebb_map_clear(struct ebb_map *m, unsigned long pfn, unsigned long n)
 {
-	unsigned long changed = change_run(m, pfn, n, false);
+	unsigned long changed;
 
+	if (n == 1) {
+		__u64 *word = ebb_map_word(m, pfn);
+
+		return word && bit_clear(word, pfn % EBB_WORD_PFNS);
+	}
+	changed = change_run(m, pfn, n, false);
 	if (n >= EBB_WORD_PFNS)
 		full_barrier();		/* shorter ones were atomic throughout */
 	return changed;
@@ -165,7 +162,7 @@ void ebb_map_zero(struct ebb_map *m)
 	unsigned long i, w;
 
 	for (i = 0; i < m->pages; i++) {
-		__u64 *page = load_page(&m->page[i]);
+		__u64 *page = ebb_map_word(m, i * EBB_MAP_PFNS);
 
 		for (w = 0; page && w < EBB_PAGE_WORDS; w++)
 			store(&page[w], 0);

@@ -10,6 +10,7 @@
 #include <linux/types.h>
 #else
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #endif
 #include "ebb_abi.h"
@@ -21,6 +22,23 @@ struct ebb_map {
 	__u64 **page;		/* by pfn / EBB_MAP_PFNS; NULL: not covered */
 	unsigned long pages;	/* length of that table */
 };
+
+/* The word of a page's bit; NULL: it is not covered. */
+static inline __u64 *ebb_map_word(const struct ebb_map *m, unsigned long pfn)
+{
+	unsigned long at = pfn / EBB_MAP_PFNS;
+	__u64 *page = at < m->pages ? __atomic_load_n(&m->page[at], __ATOMIC_ACQUIRE) : NULL;
+
+	return page ? page + pfn / EBB_WORD_PFNS % EBB_PAGE_WORDS : NULL;
+}
+
+/* Whether the bit of one page is set: what every allocation asks. */
+static inline bool ebb_map_test(const struct ebb_map *m, unsigned long pfn)
+{
+	const __u64 *word = ebb_map_word(m, pfn);
+
+	return word && (__atomic_load_n(word, __ATOMIC_RELAXED) >> pfn % EBB_WORD_PFNS & 1);
+}
 
 unsigned long ebb_map_set(struct ebb_map *m, unsigned long pfn, unsigned long n);
 unsigned long ebb_map_clear(struct ebb_map *m, unsigned long pfn, unsigned long n);

@@ -9,12 +9,10 @@
  * free block never crosses its line.
  *
  * A page whose bit is set although it is not free may be one that compaction
- * captured a moment ago (hooks.c).  So it goes into the ring first; what is
- * still wrong at the second look, and belongs to somebody, is a leak in our
- * hooks: the module then withdraws the whole map for good.
+ * captured a moment ago (hooks.c); a scan clears the bit and counts it.  If the
+ * page is in use already, our hooks leak: the module then withdraws the whole
+ * map for good.
  */
-#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
-
 #include <linux/delay.h>
 #include <linux/ktime.h>
 #include <linux/memory_hotplug.h>
@@ -26,7 +24,7 @@
 
 /* Runs that an audit looks at again; more than these are wrong at once. */
 #define AUDIT_RUNS	1024
-#define AUDIT_WAIT_MS	60
+#define AUDIT_WAIT_MS	200
 
 struct run {
 	unsigned long pfn;
@@ -59,6 +57,7 @@ struct lookout {
 	struct ebb_look *sum;
 	struct run *wrong;		/* audit: runs for the second look */
 	unsigned int wrongs;
+	bool leak;			/* repair: a page in use was marked as free */
 };
 
 /* Returns false where there is no memory to look at. */
@@ -91,14 +90,41 @@ static bool look_at_block(unsigned long start, struct lookout *l)
 	return true;
 }
 
+/*
+ * Whether a page surely has an owner: set by whoever got it, after the last hook
+ * that can clear its bit.  (A page that was just captured has none of these.)
+ */
+static bool in_use(struct page *page)
+{
+	struct page *head = compound_head(page);
+
+	return PageLRU(head) || PageSlab(head) || READ_ONCE(head->mapping);
+}
+
+/* Under the lock: pages that are not free, at least one of them with its bit set. */
+static bool withdraw_run(unsigned long pfn, unsigned long n)
+{
+	bool leak = false;
+
+	for (; n; pfn++, n--) {
+		bool used = in_use(pfn_to_page(pfn));
+
+		smp_rmb();	/* the owner: clear, then use */
+		if (!ebb_map_test(&ebb.map, pfn))
+			continue;
+		ebb.suspect++;
+		leak |= used;
+		if (!ebb_fault)		/* tests want to see it */
+			ebb_map_clear(&ebb.map, pfn, 1);
+	}
+	return leak;
+}
+
 static void repair_run(struct lookout *l, unsigned long pfn, unsigned long n, bool free)
 {
-	if (!free) {
-		if (unlikely(ebb_map_any(&ebb.map, pfn, n)))
-			ebb_ring_add(pfn, ilog2(EBB_BLOCK) + 1, false);
-		return;
-	}
-	if (n >> ebb.order && READ_ONCE(ebb.recording))
+	if (!free && unlikely(ebb_map_any(&ebb.map, pfn, n)))
+		l->leak |= withdraw_run(pfn, n);
+	else if (free && n >> ebb.order && READ_ONCE(ebb.recording))
 		ebb.repaired += ebb_map_set(&ebb.map, pfn, n);
 }
 
@@ -115,6 +141,8 @@ void ebb_scan(unsigned long start, unsigned long end)
 		mutex_unlock(&ebb.scanning);
 		cond_resched();
 	}
+	if (l.leak)
+		ebb_withdraw();
 }
 
 /* The next piece of the slow re-scan. */
@@ -140,11 +168,10 @@ void ebb_scan_some(unsigned long pages)
 	}
 }
 
-static bool in_buddy(unsigned long pfn)
+/* Under the lock: whether a page lies in a free block of at least this order. */
+bool ebb_in_buddy(unsigned long pfn, unsigned int order)
 {
-	unsigned int order;
-
-	for (order = 0; order <= ilog2(EBB_BLOCK); order++) {
+	for (; order <= ilog2(EBB_BLOCK); order++) {
 		struct page *head = pfn_to_page(pfn & ~0ul << order);
 
 		if (PageBuddy(head) && page_private(head) >= order)
@@ -153,101 +180,55 @@ static bool in_buddy(unsigned long pfn)
 	return false;
 }
 
-/* Free memory on its way (per-CPU lists) belongs to nobody. */
-static bool owned(struct page *page)
-{
-	return page_ref_count(compound_head(page)) > 0;
-}
-
-/* Under the lock: a page whose bit is set and that is not free, twice now. */
-static void wrong_page(unsigned long pfn)
-{
-	if (ebb_fault)		/* let the tests see it */
-		return;
-	ebb_map_clear(&ebb.map, pfn, 1);
-	ebb.suspect++;
-}
-
-/* A second look at single pages; true: the map was wrong. */
-static bool look_again(unsigned long pfn, unsigned long n)
+/* A page was to be taken off: a scan may have set its bit again meanwhile. */
+static void look_at_taken(unsigned long pfn)
 {
 	struct page *page = pfn_to_online_page(pfn);
-	unsigned long flags, i;
-	struct zone *zone;
-	bool wrong = false;
+	unsigned long flags;
 
-	lockdep_assert_held(&ebb.scanning);
 	if (!page || test_bit(pfn / EBB_MAP_PFNS, ebb.blocked))
-		return false;
-	zone = page_zone(page);
-	spin_lock_irqsave(&zone->lock, flags);
-	for (i = 0; i < n; i++) {
-		if (page_zone(page + i) != zone || in_buddy(pfn + i))
-			continue;
-		if (!ebb_map_any(&ebb.map, pfn + i, 1))
-			continue;
-		wrong |= owned(page + i);
-		wrong_page(pfn + i);
-	}
-	spin_unlock_irqrestore(&zone->lock, flags);
-	return wrong;
+		return;
+	spin_lock_irqsave(&page_zone(page)->lock, flags);
+	if (!ebb_in_buddy(pfn, 0))
+		ebb_map_clear(&ebb.map, pfn, 1);
+	spin_unlock_irqrestore(&page_zone(page)->lock, flags);
 }
 
-/* A large block was freed: is it (in) a free block now? */
+/* A large block was freed: is it free, or part of a larger one, by now? */
 static void look_at_hint(unsigned long pfn, unsigned int order)
 {
 	struct page *page = pfn_to_online_page(pfn);
 	unsigned long flags;
-	struct zone *zone;
 
+	order = max(order, ebb.order);
+	pfn &= ~0ul << order;
 	if (!page || test_bit(pfn / EBB_MAP_PFNS, ebb.blocked))
 		return;
-	zone = page_zone(page);
-	spin_lock_irqsave(&zone->lock, flags);
-	for (; order <= ilog2(EBB_BLOCK); order++) {
-		struct page *head = pfn_to_page(pfn & ~0ul << order);
-
-		if (PageBuddy(head) && page_private(head) >= order && order >= ebb.order &&
-		    READ_ONCE(ebb.recording)) {
-			ebb.repaired += ebb_map_set(&ebb.map, pfn & ~0ul << order, 1ul << order);
-			break;
-		}
-	}
-	spin_unlock_irqrestore(&zone->lock, flags);
+	spin_lock_irqsave(&page_zone(page)->lock, flags);
+	if (READ_ONCE(ebb.recording) && ebb_in_buddy(pfn, order))
+		ebb.repaired += ebb_map_set(&ebb.map, pfn, 1ul << order);
+	spin_unlock_irqrestore(&page_zone(page)->lock, flags);
 }
 
-/*
- * Looks at everything in the ring again.  Order 0 and beyond the largest one
- * (a whole block from there on) ask whether set bits are right, the others are
- * large frees.
- */
+/* Looks at everything in the ring again. */
 void ebb_ring_drain(void)
 {
 	unsigned int head = atomic_read(&ebb.ring_head);
-	bool wrong = false;
 
 	if (head - ebb.ring_tail > EBB_RING)
 		ebb.ring_tail = head - EBB_RING;
 	for (; ebb.ring_tail != head; ebb.ring_tail++) {
-		s64 run = atomic64_xchg(&ebb.ring[ebb.ring_tail % EBB_RING], 0);
-		unsigned long pfn = (run - 1) >> 8, n;
-		unsigned int order = (run - 1) & 0xff;
+		s64 run = atomic64_xchg(&ebb.ring[ebb.ring_tail % EBB_RING], 0) - 1;
 
-		if (!run)
+		if (run < 0)
 			continue;
 		mutex_lock(&ebb.scanning);
-		if (order && order <= ilog2(EBB_BLOCK)) {
-			look_at_hint(pfn, order);
-		} else {
-			n = order ? EBB_BLOCK - pfn % EBB_BLOCK : 1;
-			wrong |= look_again(pfn, n);
-		}
+		if (run & EBB_RING_TAKEN)
+			look_at_taken(run >> 8);
+		else
+			look_at_hint(run >> 8, run & 0xf);
 		mutex_unlock(&ebb.scanning);
 		cond_resched();
-	}
-	if (wrong && !ebb_fault) {
-		pr_err("a page in use was marked as free: the map is withdrawn for good, please report\n");
-		ebb_stop_recording(EBB_STOPPED, EBB_WHY_BROKEN);
 	}
 }
 
@@ -277,7 +258,7 @@ static void audit_run(struct lookout *l, unsigned long pfn, unsigned long n, boo
 	}
 	/* Pieces of a torn block that are free are right, if unexpected. */
 	for (i = 0; i < n && set && !free; i++)
-		if (ebb_map_any(&ebb.map, pfn + i, 1))
+		if (ebb_map_test(&ebb.map, pfn + i))
 			audit_wrong(l, pfn + i);
 }
 
@@ -289,7 +270,7 @@ static void audit_hole(struct lookout *l, unsigned long pfn)
 	if (!ebb_map_any(&ebb.map, pfn, EBB_BLOCK))
 		return;
 	for (i = 0; i < EBB_BLOCK; i++)
-		if (ebb_map_any(&ebb.map, pfn + i, 1))
+		if (ebb_map_test(&ebb.map, pfn + i))
 			audit_wrong(l, pfn + i);
 }
 
@@ -300,9 +281,9 @@ static bool still_wrong(unsigned long pfn)
 	bool wrong;
 
 	if (!page)
-		return ebb_map_any(&ebb.map, pfn, 1);
+		return ebb_map_test(&ebb.map, pfn);
 	spin_lock_irqsave(&page_zone(page)->lock, flags);
-	wrong = ebb_map_any(&ebb.map, pfn, 1) && !in_buddy(pfn);
+	wrong = ebb_map_test(&ebb.map, pfn) && !ebb_in_buddy(pfn, 0);
 	spin_unlock_irqrestore(&page_zone(page)->lock, flags);
 	return wrong;
 }

@@ -81,6 +81,7 @@ static void runs_are_sets(void)
 		n = next() % 700;
 		CHECK(ebb_map_count(&map, pfn, n) == model_count(pfn, n));
 		CHECK(ebb_map_any(&map, pfn, n) == !!model_count(pfn, n));
+		CHECK(ebb_map_test(&map, pfn) == model_count(pfn, 1));
 	}
 	CHECK(ebb_map_count(&map, 0, PFNS) == model_count(0, PFNS));
 	CHECK(ebb_map_covered(&map, 0, PFNS) == PFNS - EBB_MAP_PFNS);
