@@ -7,7 +7,7 @@ CARGO ?= cargo
 # VM tests share one machine: no two at once.
 VM_TESTS := $(CARGO) test --release --quiet -p ebb-host -p ebb-lab --tests -- --test-threads=1 vm_
 
-.PHONY: help setup demo test check bench report fuzz install clean
+.PHONY: help setup demo test soak check bench report fuzz install clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -16,24 +16,28 @@ target/.setup: crates/lab/src/setup.rs crates/lab/src/image.rs $(wildcard guest/
 	@command -v cc >/dev/null || { echo "setup: installing gcc make"; \
 	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends gcc libc6-dev make; }
 	@$(CARGO) build --release --quiet -p ebb -p ebb-lab
-	@$(CARGO) lab setup
+	@$(CARGO) lab setup --headers
 	@mkdir -p target && touch $@
 
 setup: target/.setup ## install missing packages, fetch guest kernels, build images
 
 demo: target/.setup ## three VMs on a host too small for them: without and with Ebb
-	@$(CARGO) build --release --quiet -p ebb -p ebb-lab
+	@$(CARGO) build --release --quiet -p ebb -p ebb-lab -p ebb-vmm
 	@$(CARGO) lab demo --json target/lab/demo.json
 
 check: ## format, lint, house rules, tests without VMs
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --release --quiet --workspace --all-targets -- -D warnings
 	@$(CARGO) lab tidy
+	@$(MAKE) --no-print-directory -C guest test
 	@$(CARGO) test --release --quiet --workspace -- --skip vm_
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
-	@$(CARGO) build --release --quiet -p ebb
-	@$(VM_TESTS)
+	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(VM_TESTS)
+
+soak: target/.setup ## the guest module under stress for ten minutes a kernel
+	@EBB_STRESS_SECONDS=600 $(CARGO) test --release -p ebb-lab --test vm_module -- --nocapture vm_no_false
 
 bench: ## what a tick costs, on synthetic guests
 	@$(CARGO) build --release --quiet -p ebb
@@ -48,8 +52,9 @@ fuzz: ## every fuzz target for a minute
 	@cd fuzz && for t in $$(cargo fuzz list); do cargo fuzz run -s none $$t -- -max_total_time=60 || exit 1; done
 
 install: ## binary, unit files and man-like docs below $(DESTDIR)/usr
-	$(CARGO) build --release -p ebb
+	$(CARGO) build --release -p ebb -p ebb-vmm
 	install -D -m 0755 target/release/ebb $(DESTDIR)/usr/sbin/ebb
+	install -D -m 0755 target/release/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
 	install -D -m 0644 packaging/ebb.service $(DESTDIR)/usr/lib/systemd/system/ebb.service
 	install -D -m 0644 packaging/ebb-release.service $(DESTDIR)/usr/lib/systemd/system/ebb-release.service
 	install -D -m 0644 packaging/ebb.toml $(DESTDIR)/usr/share/doc/ebb/ebb.toml

@@ -31,6 +31,13 @@ pub const LINE_MAX: usize = 16 << 10;
 pub const SEGMENTS_MAX: usize = 64;
 /// Most reasons to stand aside in one request, and characters of each.
 pub const OBJECTIONS_MAX: usize = 16;
+/// The objection to VMs whose QEMU discards pages on the guest's word too (free
+/// page reporting, virtio-mem, a balloon that moves): in anonymous memory that
+/// takes our protection with it in the middle of a window, and the guest may
+/// write before we discard. An agent with shared RAM only takes no notice.
+pub const OTHERS_DISCARD: &str = "QEMU discards pages of this VM as well (free page reporting or \
+    virtio-mem), which is not safe together in anonymous memory: switch that off, or back the \
+    RAM with a shared memfd";
 /// Longest text that is passed on from the other side, characters.
 pub const TEXT_MAX: usize = 300;
 /// Longest `budget_ms` taken, so that a daemon's slip does not bind the agent.
@@ -100,7 +107,7 @@ pub struct Attach {
     pub segments: Vec<Segment>,
     /// What the daemon knows that speaks against it (memory encryption,
     /// vhost-user on shared RAM, firmware that is not known to write to page 0
-    /// at a reset): the agent stands aside.
+    /// at a reset, [`OTHERS_DISCARD`]): the agent stands aside.
     pub objections: Vec<String>,
     /// Whether the vCPUs run.
     pub running: bool,

@@ -1,6 +1,6 @@
 //! The HTTP interface, on a Unix socket and, opt-in, on loopback. All of it reads;
-//! only `POST /v1/reclaim` asks for something, and only on the Unix socket, whose
-//! file mode says who may.
+//! only `POST /v1/reclaim` and `POST /v1/look` (a tick now) ask for something, and
+//! only on the Unix socket, whose file mode says who may.
 //!
 //! The tick loop publishes, this serves; the two share one lock that is held only
 //! to swap or clone a pointer, so that no client can slow a tick.
@@ -128,6 +128,11 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
 
 /// The part that asks.
 fn asking(inbox: Inbox) -> Router {
+    let looker = inbox.clone();
+    let look = || async move {
+        looker.wake();
+        (StatusCode::ACCEPTED, "{}")
+    };
     let reclaim = |body: Bytes| async move {
         match serde_json::from_slice::<Reclaim>(&body) {
             Err(e) => (StatusCode::BAD_REQUEST, format!("not a reclaim request: {e}\n")),
@@ -137,7 +142,10 @@ fn asking(inbox: Inbox) -> Router {
             },
         }
     };
-    Router::new().route("/v1/reclaim", post(reclaim)).layer(DefaultBodyLimit::max(4096))
+    Router::new()
+        .route("/v1/look", post(look))
+        .route("/v1/reclaim", post(reclaim))
+        .layer(DefaultBodyLimit::max(4096))
 }
 
 fn router(shared: Shared) -> Router {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, Outcome, Reclaim};
+use ebb_core::plan::{Action, Outcome, Reclaim, RecycleOrder};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
@@ -43,6 +43,11 @@ pub struct Inbox {
 const REQUESTS: usize = 1000;
 
 impl Inbox {
+    /// Has the loop look at everything now.
+    pub fn wake(&self) {
+        self.waker.wake();
+    }
+
     /// Hands a request to the loop; `false` where too many wait.
     pub fn send(&self, request: Reclaim) -> bool {
         let mut requests = self.requests.lock().unwrap_or_else(|e| e.into_inner());
@@ -167,6 +172,10 @@ impl Host for Daemon {
             error: r.err().map(|e: ebb_host::linux::ActError| e.to_string()),
         };
         actions.iter().zip(results).map(outcome).collect()
+    }
+
+    fn recycle(&mut self, orders: &[RecycleOrder]) {
+        self.host.recycle(orders);
     }
 
     fn requests(&mut self) -> Vec<Reclaim> {

@@ -5,6 +5,8 @@
 //! in this crate decides anything. New sources go to `probe/`, new QMP meanings
 //! to `balloon.rs`; [`linux::LinuxHost`] joins them into one sample per tick.
 
+pub mod agent;
+mod agent_link;
 pub mod balloon;
 pub mod linux;
 pub mod probe;

@@ -12,6 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{HostSample, Link, Pool, Problem, Sample, VmId, VmSample};
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
@@ -28,6 +29,9 @@ use crate::vm::{Vm, problem};
 
 /// How often `/proc` is scanned for new VMs; at once when one vanishes.
 const SCAN_EVERY: Duration = Duration::from_secs(2);
+
+/// How long a tick waits for answers of agents that are not at work.
+const AGENTS: Duration = Duration::from_millis(20);
 
 /// What the configuration says of the host's surroundings.
 #[derive(Clone, Debug)]
@@ -312,6 +316,42 @@ impl LinuxHost {
                 break;
             }
         }
+        self.query_agents(started, deadline);
+    }
+
+    /// The agents answer in microseconds, unless they are at work.
+    fn query_agents(&mut self, started: Instant, deadline: Instant) {
+        self.vms.values_mut().for_each(|vm| vm.ask_agent(started));
+        let deadline = deadline.min(Instant::now() + AGENTS);
+        loop {
+            let now = Instant::now();
+            let mut owed = false;
+            for agent in self.vms.values_mut().filter_map(|vm| vm.agent.as_mut()) {
+                owed |= agent.hear(now);
+            }
+            let Ok(left) = deadline.saturating_duration_since(now).try_into() else { return };
+            if !owed || now >= deadline {
+                return;
+            }
+            let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent());
+            let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
+            let mut fds: Vec<PollFd<'_>> = fds
+                .map(|(fd, write)| {
+                    let out = if write { PollFlags::OUT } else { PollFlags::empty() };
+                    PollFd::from_borrowed_fd(fd, PollFlags::IN | out)
+                })
+                .collect();
+            let _ = rustix::event::poll(&mut fds, Some(&left));
+        }
+    }
+
+    /// Hands orders to the agents; what they did shows in later samples.
+    pub fn recycle(&mut self, orders: &[RecycleOrder]) {
+        for order in orders {
+            if let Some(agent) = self.vms.get_mut(&order.vm).and_then(|vm| vm.agent.as_mut()) {
+                agent.order(order);
+            }
+        }
     }
 
     fn sample_vms(
@@ -450,6 +490,8 @@ fn plain_process(root: &Root, pid: u32) -> Result<QemuProcess, String> {
         passthrough: false,
         hugepages: false,
         incoming: false,
+        agent: None,
+        objections: Vec::new(),
     })
 }
 

@@ -13,6 +13,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
 
+use crate::agent_link::AgentLink;
 use crate::balloon::{self, DEVICE_FOLDERS};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
@@ -59,6 +60,7 @@ pub(crate) struct Vm {
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
     pub client: Option<Client>,
+    pub agent: Option<AgentLink>,
     /// Which of several sockets comes next.
     turn: usize,
     backoff: Duration,
@@ -87,7 +89,11 @@ impl Vm {
             QmpAddress::Paths(_) => Link::Unknown,
             QmpAddress::None { why } => Link::Down(why.clone()),
         };
+        let agent = process.agent.clone();
+        let objections = process.objections.clone();
+        let pid = process.id.pid;
         Vm {
+            agent: agent.map(|path| AgentLink::new(path, pid, objections)),
             process,
             cgroup: None,
             interval_s,
@@ -361,6 +367,17 @@ impl Vm {
         }
     }
 
+    /// Has the agent asked, after QMP has told how the VM is.
+    pub fn ask_agent(&mut self, now: Instant) {
+        self.take_events();
+        let migrating = self.answers.migrating;
+        let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
+        let Some(agent) = self.agent.as_mut() else { return };
+        let usable = self.slow_since.is_none();
+        let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
+        agent.ask(now, run.as_ref(), &self.events, qmp);
+    }
+
     /// Ends the tick: forgets what was not answered and tells what is known.
     pub fn sample(
         &mut self,
@@ -395,7 +412,7 @@ impl Vm {
             link: self.link(),
             run,
             balloon: self.balloon(at, wall_ms),
-            agent: None,
+            agent: self.agent.as_ref().map(AgentLink::sample),
             events: std::mem::take(&mut self.events),
         }
     }

@@ -13,15 +13,23 @@ use crate::LabError;
 
 /// Where the `ebb` binary lies: `$EBB_BIN`, else beside this program.
 pub fn binary() -> Result<PathBuf, LabError> {
-    if let Some(path) = std::env::var_os("EBB_BIN") {
+    built("EBB_BIN", "ebb", "ebb")
+}
+
+/// A build product of another crate: where the variable says, else beside this
+/// program.
+pub(crate) fn built(variable: &str, file: &str, package: &str) -> Result<PathBuf, LabError> {
+    if let Some(path) = std::env::var_os(variable) {
         return Ok(path.into());
     }
     let own = std::env::current_exe().map_err(LabError::file("/proc/self/exe"))?;
     // Tests lie one directory deeper, in deps/.
-    let found = own.ancestors().skip(1).take(2).map(|d| d.join("ebb")).find(|p| p.is_file());
+    let found = own.ancestors().skip(1).take(2).map(|d| d.join(file)).find(|p| p.is_file());
     found.ok_or_else(|| {
         let profile = if cfg!(debug_assertions) { "" } else { " --release" };
-        LabError::Missing(format!("no ebb binary beside this one: cargo build{profile} -p ebb"))
+        LabError::Missing(format!(
+            "no {file} beside this program: cargo build{profile} -p {package}"
+        ))
     })
 }
 
@@ -109,9 +117,15 @@ impl Daemon {
     pub fn get(&self, path: &str) -> Result<Value, LabError> {
         let socket = self.dir.join("ebb.sock");
         let fail = LabError::file(&socket);
-        let body = http_get(&socket, path).map_err(fail)?;
+        let body = http(&socket, &format!("GET {path}"), "").map_err(fail)?;
         serde_json::from_slice(&body)
             .map_err(|e| LabError::Missing(format!("{path} is no JSON: {e}")))
+    }
+
+    /// Asks for all idle memory of all its VMs, and does not wait for it.
+    pub fn reclaim(&self) -> Result<(), LabError> {
+        let socket = self.dir.join("ebb.sock");
+        http(&socket, "POST /v1/reclaim", "{}").map(drop).map_err(LabError::file(&socket))
     }
 
     /// The state of one VM.
@@ -169,10 +183,14 @@ impl Drop for Daemon {
     }
 }
 
-fn http_get(socket: &Path, path: &str) -> std::io::Result<Vec<u8>> {
+fn http(socket: &Path, what: &str, content: &str) -> std::io::Result<Vec<u8>> {
     let mut stream = std::os::unix::net::UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n\r\n")?;
+    let length = content.len();
+    write!(
+        stream,
+        "{what} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
+    )?;
     let mut answer = Vec::new();
     std::io::Read::read_to_end(&mut stream, &mut answer)?;
     let at = answer.windows(4).position(|w| w == b"\r\n\r\n").map(|p| p + 4);

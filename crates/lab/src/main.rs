@@ -77,8 +77,8 @@ struct DemoArgs {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// plain, reporting, ebb
-    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb")]
+    /// plain, reporting, ebb-stock, ebb
+    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb-stock,ebb")]
     arms: Vec<String>,
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]

@@ -21,7 +21,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("cc", "gcc"),
+    ("gcc-12", "gcc-12"),
     ("make", "make"),
+    ("strip", "binutils"),
     ("xz", "xz-utils"),
     ("zstd", "zstd"),
     ("setpriv", "util-linux"),
@@ -29,7 +31,11 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("dpkg-deb", "dpkg"),
 ];
 /// A file and the package it comes from.
-const FILES: &[(&str, &str)] = &[("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev")];
+const FILES: &[(&str, &str)] = &[
+    ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev"),
+    // objtool, which builds modules, needs it.
+    ("/usr/lib/x86_64-linux-gnu/libelf.so.1", "libelf1"),
+];
 const SUITE: &str = "bookworm";
 
 /// What to set up.

@@ -22,7 +22,8 @@ const SLACK_MOST: f64 = 0.10;
 
 /// How each state recycles.
 struct Manner {
-    /// A page is recycled when it has been free for half to all of this, ms.
+    /// A page is recycled when it has been free for half to all of this, ms; two
+    /// ticks come on top, so that the clear state keeps to the ten seconds of PPR.
     period_ms: u64,
     /// What the guest allocates in so many seconds is left to it.
     slack_s: f64,
@@ -35,9 +36,9 @@ struct Manner {
 
 fn manner(state: Pressure) -> Manner {
     match state {
-        Pressure::Clear => Manner { period_ms: 10_000, slack_s: 4.0, split: None, budget_ms: 50 },
+        Pressure::Clear => Manner { period_ms: 8_000, slack_s: 4.0, split: None, budget_ms: 250 },
         Pressure::Soft => {
-            Manner { period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 100 }
+            Manner { period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 300 }
         }
         Pressure::Hard => {
             Manner { period_ms: 1_000, slack_s: 1.0, split: Some(64), budget_ms: 300 }
@@ -73,20 +74,20 @@ pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
 
 /// All that is free and held, or so much of it, at once.
 fn on_request(vm: &VmModel, agent: &AgentSample, left: &mut Option<Bytes>) -> Option<RecycleOrder> {
-    let held = agent.held.or(agent.free)?;
-    let want = left.map_or(held, |l| l.min(held));
+    // What is held may have grown since it was counted: no limit but the wish.
+    let want = *left;
     if let Some(l) = left.as_mut() {
-        *l = *l - want;
+        *l = *l - agent.held.or(agent.free)?.min(*l);
     }
     let job = Recycle {
-        max_bytes: Some(want),
+        max_bytes: want,
         min_run_pages: 1,
         budget_ms: 5000,
         huge: HugePages::Split,
         split_min_pages: 1,
         marked: false,
     };
-    (want > Bytes::ZERO).then(|| RecycleOrder {
+    (want != Some(Bytes::ZERO)).then(|| RecycleOrder {
         vm: vm.id,
         name: vm.name.clone(),
         recycle: Some(job),
@@ -111,7 +112,7 @@ fn one(
         Some(RecycleOrder { vm: vm.id, name: vm.name.clone(), recycle, mark, reason })
     };
     let job = |marked| Recycle {
-        max_bytes: Some(want),
+        max_bytes: (manner.slack_s > 0.0).then_some(want),
         min_run_pages: 1,
         budget_ms: manner.budget_ms,
         huge: if manner.split.is_some() { HugePages::Split } else { HugePages::Keep },
@@ -172,8 +173,8 @@ mod tests {
     fn pages_must_have_been_free_for_a_while_and_less_long_the_shorter_the_host_is() {
         let first = ask(Pressure::Clear, 500, RecycleMemory::default()).unwrap();
         assert!(first.mark && first.recycle.is_none());
-        assert_eq!(ask(Pressure::Clear, 500, marked(4_900)), None);
-        let order = ask(Pressure::Clear, 500, marked(5_000)).unwrap();
+        assert_eq!(ask(Pressure::Clear, 500, marked(3_900)), None);
+        let order = ask(Pressure::Clear, 500, marked(4_000)).unwrap();
         assert!(order.recycle.unwrap().marked && order.mark);
         assert!(ask(Pressure::Hard, 500, marked(500)).unwrap().recycle.is_some());
         let now = ask(Pressure::Critical, 500, RecycleMemory::default()).unwrap();
@@ -189,7 +190,7 @@ mod tests {
         assert_eq!(mib(most(Pressure::Clear, 0)), 461);
         assert_eq!(mib(most(Pressure::Clear, 2)), 347);
         assert_eq!(mib(most(Pressure::Clear, 30)), 90, "a tenth of RAM at most");
-        assert_eq!(mib(most(Pressure::Critical, 30)), 500);
+        assert_eq!(most(Pressure::Critical, 30), None, "all of it");
     }
 
     #[test]

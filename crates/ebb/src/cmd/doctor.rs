@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ebb_core::config::Config;
-use ebb_core::sample::{HostSample, Link, Sample, VmSample};
+use ebb_core::sample::{AgentSample, HostSample, Link, Sample, VmSample};
 use ebb_core::units::Bytes;
+use ebb_core::wire::AgentState;
 use ebb_host::linux::LinuxHost;
 use ebb_host::probe::process::read_smaps_rollup;
 use ebb_host::probe::qemu::{self, QemuProcess};
@@ -130,6 +131,7 @@ fn sample_of(state: &State, root: &Root) -> Result<Sample> {
         link: v.link.clone(),
         ram: v.ram,
         run: v.run.clone(),
+        agent: v.agent.clone(),
         balloon: v.actual.map(|actual| ebb_core::sample::BalloonSample {
             actual,
             reporting: v.reporting,
@@ -261,6 +263,34 @@ fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
     checks
 }
 
+/// How far the agent and the guest's module have come.
+fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+    let why = a.why.as_deref().unwrap_or_default();
+    let module = a.module.as_deref().unwrap_or_default();
+    match (&a.link, a.state) {
+        (Link::Up, AgentState::Ready) => {
+            add(
+                "tier",
+                Verdict::Good,
+                &format!("guest: ebb.ko {module}, freed pages return one by one"),
+                "",
+            );
+        }
+        (Link::Up, AgentState::Aside) => {
+            add("tier", Verdict::Missing, "stock: the agent stands aside", why);
+        }
+        (Link::Up, _) => {
+            let found = format!("agent: no live module in the guest {why}");
+            let advice = "load ebb.ko in the guest: freed pages then return one by one";
+            add("tier", Verdict::Note, found.trim_end(), advice);
+        }
+        (Link::Unknown, _) => add("tier", Verdict::Note, "stock: the agent is being asked", ""),
+        (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => {
+            add("tier", Verdict::Missing, &format!("stock: the agent does not answer: {w}"), "");
+        }
+    }
+}
+
 /// Huge pages behind guest RAM: what is partly given back still counts as
 /// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
 /// too dear for every tick.
@@ -278,7 +308,16 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
         add("tier", Verdict::Missing, "none: no virtio balloon", advice);
         return;
     };
-    add("tier", Verdict::Good, "stock: balloon both ways", "");
+    match &vm.agent {
+        Some(a) => agent_check(a, add),
+        None => add(
+            "tier",
+            Verdict::Good,
+            "stock: balloon both ways",
+            "with the agent in QEMU (-plugin file=/usr/lib/ebb/libebb_vmm.so,socket=PATH) and ebb.ko \
+             in the guest freed pages return one by one, without the guest's help",
+        ),
+    }
     match b.reporting {
         Some(true) => add("free page reporting", Verdict::Good, "on", ""),
         Some(false) => add(

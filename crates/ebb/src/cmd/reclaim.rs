@@ -14,6 +14,8 @@ use crate::view::State;
 
 /// Nothing moved for so long: it is over.
 const QUIET: Duration = Duration::from_millis(2500);
+/// A wish for everything is said again this often, at first.
+const AGAIN: Duration = Duration::from_millis(300);
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -66,7 +68,7 @@ impl Now {
 
 /// Asks, watches, tells; `false` where nothing came.
 pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
-    let state: State = client::get_json(socket, "/v1/state")?;
+    let state = fresh(socket)?;
     if let Some(name) = &request.vm {
         explain::find(&state, name)?;
     }
@@ -84,11 +86,37 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     Ok(came.recycled + came.ballooned > Bytes::ZERO)
 }
 
+/// The state of a tick that began after this was called.
+fn fresh(socket: &str) -> Result<State> {
+    let old: State = client::get_json(socket, "/v1/state")?;
+    client::post(socket, "/v1/look", "{}")?;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let state: State = client::get_json(socket, "/v1/state")?;
+        if state.tick > old.tick + 1 || state.tick > old.tick && Instant::now() > until {
+            return Ok(state);
+        }
+        if Instant::now() > until {
+            bail!("the daemon has not finished a tick in {} s", PATIENCE.as_secs());
+        }
+        // The first tick may have begun before: a second one is asked for.
+        client::post(socket, "/v1/look", "{}")?;
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
+    let mut again = AGAIN;
     while moved.elapsed() < QUIET && began.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(100));
+        // What the guest freed last becomes visible a moment later: it keeps lists
+        // of its own for each CPU. A wish for all means that as well.
+        if request.bytes.is_none() && began.elapsed() >= again && again < QUIET {
+            again += AGAIN;
+            client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
+        }
         let now = Now::of(&client::get_json(socket, "/v1/state")?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());

@@ -53,6 +53,10 @@ pub struct QemuArgs {
     pub mem_paths: Vec<String>,
     /// `-incoming`: started to receive a migration.
     pub incoming: bool,
+    /// Socket of Ebb's agent: `-plugin file=…libebb_vmm.so,socket=PATH`.
+    pub agent: Option<PathBuf>,
+    /// What forbids the agent to touch this VM, for people.
+    pub objections: Vec<String>,
 }
 
 /// A running QEMU.
@@ -74,6 +78,10 @@ pub struct QemuProcess {
     pub hugepages: bool,
     /// Started to receive a migration.
     pub incoming: bool,
+    /// Socket of Ebb's agent inside it, absolute.
+    pub agent: Option<PathBuf>,
+    /// What forbids the agent to touch this VM, for people.
+    pub objections: Vec<String>,
 }
 
 /// What a scan found.
@@ -167,6 +175,8 @@ impl Scanner {
             passthrough: args.passthrough,
             hugepages: args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs),
             incoming: args.incoming,
+            agent: args.agent.and_then(|path| place(root, pid, vec![path]).ok()?.pop()),
+            objections: args.objections,
         }))
     }
 }
@@ -176,31 +186,35 @@ pub fn inspect(root: &Root, pid: u32) -> Result<Option<QemuProcess>, ProbeError>
     Ok(Scanner::default().look(root, pid)?.and_then(|seen| seen.qemu))
 }
 
-/// Socket paths as this process can open them: relative ones start at QEMU's
-/// working directory, and a QEMU in a container has its own `/`.
+/// Socket paths as this process can open them.
 fn absolute(root: &Root, pid: u32, qmp: QmpAddress) -> QmpAddress {
     let QmpAddress::Paths(paths) = qmp else { return qmp };
+    let first = paths[0].display().to_string();
+    match place(root, pid, paths) {
+        Ok(paths) => QmpAddress::Paths(paths),
+        Err(e) => {
+            let why = format!("QMP socket “{first}” is relative and /proc/{pid}/cwd says: {e}");
+            QmpAddress::None { why }
+        }
+    }
+}
+
+/// Relative paths start at QEMU's working directory, and a QEMU in a container
+/// has its own `/`.
+fn place(root: &Root, pid: u32, paths: Vec<PathBuf>) -> std::io::Result<Vec<PathBuf>> {
     let link = |name: String| std::fs::read_link(root.path(name));
     let (theirs, ours) = (link(format!("/proc/{pid}/ns/mnt")), link("/proc/self/ns/mnt".into()));
     let contained = matches!((theirs, ours), (Ok(a), Ok(b)) if a != b);
     let cwd = if paths.iter().any(|p| p.is_relative()) {
-        link(format!("/proc/{pid}/cwd"))
+        link(format!("/proc/{pid}/cwd"))?
     } else {
-        Ok(PathBuf::from("/"))
-    };
-    let cwd = match cwd {
-        Ok(cwd) => cwd,
-        Err(e) => {
-            let path = paths[0].display();
-            let why = format!("QMP socket “{path}” is relative and /proc/{pid}/cwd says: {e}");
-            return QmpAddress::None { why };
-        }
+        PathBuf::from("/")
     };
     let place = |path: PathBuf| {
         let path = cwd.join(path);
         if contained { Root::at(format!("/proc/{pid}/root")).path(path) } else { path }
     };
-    QmpAddress::Paths(paths.into_iter().map(place).collect())
+    Ok(paths.into_iter().map(place).collect())
 }
 
 /// The longest-running of several VMs of one name keeps it; others get
@@ -234,6 +248,8 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
         hugetlb: false,
         mem_paths: Vec::new(),
         incoming: false,
+        agent: None,
+        objections: Vec::new(),
     };
     let mut monitors = Monitors::default();
     while let Some(arg) = args.next() {
@@ -254,7 +270,7 @@ fn is_qemu(program: &str) -> bool {
 }
 
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 14] = [
+const OPTIONS: [&str; 17] = [
     "name",
     "uuid",
     "qmp",
@@ -268,6 +284,9 @@ const OPTIONS: [&str; 14] = [
     "mem-path",
     "incoming",
     "balloon",
+    "plugin",
+    "bios",
+    "drive",
     "append",
 ];
 
@@ -293,15 +312,42 @@ impl QemuArgs {
             "object" => {
                 let options = Options::parse(value, "qom-type");
                 self.hugetlb |= options.is_on("hugetlb");
+                let kind = options.get("qom-type").unwrap_or_default();
+                if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
+                    self.objections.push(format!("guest memory is encrypted ({kind})"));
+                }
                 self.mem_paths.extend(options.get("mem-path"));
             }
             "netdev" => self.vdpa(value, "type"),
             "blockdev" => self.vdpa(value, "driver"),
             "mem-path" => self.mem_paths.push(value.to_owned()),
             "incoming" => self.incoming = true,
+            "plugin" => {
+                let options = Options::parse(value, "file");
+                let file = options.get("file").unwrap_or_default();
+                if file.rsplit('/').next().is_some_and(|f| f.starts_with("libebb_vmm")) {
+                    self.agent = options.get("socket").map(PathBuf::from);
+                }
+            }
+            // The tripwire relies on firmware that writes to page 0 after a reset.
+            "bios" => self.firmware(value),
+            "drive" => {
+                let options = Options::parse(value, "file");
+                if options.get("if").as_deref() == Some("pflash") {
+                    self.firmware(&options.get("file").unwrap_or_default());
+                }
+            }
             _ => {}
         }
         self.mem_paths.truncate(MAX_SOCKETS);
+    }
+
+    fn firmware(&mut self, file: &str) {
+        let name: String = file.rsplit('/').next().unwrap_or(file).chars().take(60).collect();
+        if !["bios", "seabios", "qboot"].iter().any(|known| name.starts_with(known)) {
+            self.objections.push(format!("firmware “{name}” is not known to write to page 0"));
+        }
+        self.objections.truncate(MAX_SOCKETS);
     }
 
     fn vdpa(&mut self, value: &str, key: &'static str) {

@@ -3,8 +3,9 @@
 //! Each VM keeps a base and, in turn, allocates, holds and frees a burst, then
 //! reads a file once. What their programs use at any moment fits the budget; what
 //! the guests keep (freed pages, page cache) does not. A host that gets nothing
-//! back must swap. Arms: `plain` (no reporting, no Ebb),
-//! `reporting` (QEMU's free page reporting alone), `ebb` (reporting and Ebb).
+//! back must swap. Arms: `plain` (no reporting, no Ebb), `reporting` (QEMU's free
+//! page reporting alone), `ebb-stock` (reporting, and Ebb with nothing in VM or
+//! VMM), `ebb` (all tiers: agent in QEMU and module in the guest as well).
 
 use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
@@ -16,10 +17,14 @@ use serde_json::Value;
 
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::image::Kernel;
+use crate::image::{Cache, Image, Kernel};
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
+use crate::tier;
 use crate::vm::{Accel, Balloon, Vm, VmConfig};
+
+/// All arms.
+pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
 /// Sizes and times of a run.
 #[derive(Clone, Debug)]
@@ -49,7 +54,7 @@ pub struct Demo {
 impl Default for Demo {
     fn default() -> Demo {
         Demo {
-            arms: ["plain", "reporting", "ebb"].map(String::from).to_vec(),
+            arms: ARMS.map(String::from).to_vec(),
             vms: 3,
             memory: Bytes::mib(512),
             budget: Bytes::mib(1100),
@@ -88,8 +93,8 @@ impl Demo {
         let mut outcome = None;
         let mut results = Vec::new();
         for arm in &self.arms {
-            if !["plain", "reporting", "ebb"].contains(&arm.as_str()) {
-                bail!("no arm “{arm}”; there are plain, reporting, ebb");
+            if !ARMS.contains(&arm.as_str()) {
+                bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
             }
             let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
             let outcome =
@@ -116,9 +121,10 @@ impl Demo {
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
         write_noise(&disk, self.cache)?;
-        let vms = self.boot(&arena, arm != "plain", &disk)?;
+        let vms = self.boot(&arena, arm, &disk, dir.path())?;
         let names: Vec<&str> = vms.iter().map(Vm::name).collect();
-        let daemon = (arm == "ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
+        let daemon =
+            arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
         let sampler = Sampler::start(10, arena.cgroup().cloned());
         for vm in &vms {
             sampler.watch(vm.name(), vm.pid());
@@ -134,19 +140,29 @@ impl Demo {
         Ok(result)
     }
 
-    fn boot(&self, arena: &Arena, reporting: bool, disk: &Path) -> Result<Vec<Vm>> {
+    fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
+        let image = Image::get(&Cache::from_env(), self.kernel)?;
         let mut vms = Vec::new();
         for n in 1..=self.vms {
             let mut config = VmConfig::new(format!("demo{n}"), self.memory);
             config.kernel = self.kernel;
+            let reporting = arm != "plain";
             config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+            if arm == "ebb" {
+                tier::prepare(&mut config, &image, dir)?;
+            }
             config.disks = vec![disk.into()];
-            config.args = vec!["-snapshot".into()];
+            config.args.push("-snapshot".into());
             config.cgroup = arena.cgroup().map(|c| c.dir.clone());
             vms.push(Vm::spawn(&config)?);
         }
         for vm in &mut vms {
             vm.wait_ready()?;
+            if arm == "ebb" {
+                vm.tool()
+                    .sh("insmod /ebb.ko", Duration::from_secs(30))
+                    .map_err(|e| vm.explain(e))?;
+            }
         }
         Ok(vms)
     }
@@ -216,8 +232,9 @@ fn mechanisms(state: &Value) -> String {
     for vm in state["vms"].as_array().into_iter().flatten() {
         let part = |key: &str| Bytes(vm["returned"][key].as_u64().unwrap_or(0));
         out += &format!(
-            "\n  {:<8} {} by balloon, {} by free page reporting, {} to swap; {} given back to the guest",
+            "\n  {:<8} {} recycled, {} by balloon, {} by free page reporting, {} to swap; {} given back to the guest",
             vm["name"].as_str().unwrap_or("?"),
+            part("recycled"),
             part("balloon"),
             part("reporting"),
             part("swap"),
@@ -268,7 +285,7 @@ impl<'a> Watch<'a> {
             }
             self.hear(sampler)?;
             if began.elapsed() >= line {
-                self.print(sampler, daemon, began.elapsed());
+                self.print(sampler, daemon, line);
                 line += Duration::from_secs(2);
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -322,6 +339,16 @@ impl<'a> Watch<'a> {
     fn print(&self, sampler: &Sampler, daemon: Option<&Daemon>, at: Duration) {
         let series = sampler.series();
         let Some(p) = series.points.last() else { return };
+        if at.is_zero() {
+            let names: String = self.vms.iter().map(|v| format!("  {:<17}", v.name())).collect();
+            println!(
+                "{:>6}{:<29}{:<14}{names}{}",
+                "",
+                "  held by all, of the budget",
+                "  in swap",
+                if daemon.is_some() { "  (resident/size)" } else { "  (resident)" }
+            );
+        }
         let state = daemon.and_then(|d| d.get("/v1/state").ok());
         let mut line = format!(
             "{:>4} s  held {:>8} of {:>8}  swap {:>8}",
@@ -337,7 +364,7 @@ impl<'a> Watch<'a> {
             });
             line += &match size {
                 Some(size) => format!("  {:>8}/{:<8}", r.to_string(), Bytes(size).to_string()),
-                None => format!("  {:>8}", r.to_string()),
+                None => format!("  {:>8}{:9}", r.to_string(), ""),
             };
         }
         if let Some(s) = &state {

@@ -1,0 +1,50 @@
+//! What the tiers above stock need: the guest's module, built for the guest's
+//! kernel, and the agent that QEMU loads.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::image::Image;
+use crate::vm::VmConfig;
+use crate::{LabError, run};
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// `ebb.ko` for a guest kernel, stripped of debugging information; built where
+/// sources are newer. `faults`: with the switches that leave hooks out.
+pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
+    let headers = image.headers.as_ref().ok_or_else(|| {
+        LabError::Missing("no headers of the guest kernels: cargo lab setup --headers".into())
+    })?;
+    let kind = if faults { "-faults" } else { "" };
+    let out = repository().join("target/lab").join(format!("module-{}{kind}", image.release));
+    std::fs::create_dir_all(&out).map_err(LabError::file(&out))?;
+    let out = out.canonicalize().map_err(LabError::file(&out))?;
+    let mut make = Command::new("make");
+    make.arg("-C").arg(repository().join("guest"));
+    make.arg(format!("KDIR={}", headers.display())).arg(format!("BUILD={}", out.display()));
+    if faults {
+        make.arg("EBB_FAULTS=1");
+    }
+    run(&mut make)?;
+    let stripped = out.join("stripped.ko");
+    run(Command::new("strip").arg("-g").arg("-o").arg(&stripped).arg(out.join("ebb.ko")))?;
+    Ok(stripped)
+}
+
+/// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.
+pub fn plugin() -> Result<PathBuf, LabError> {
+    crate::ebb::built("EBB_AGENT", "libebb_vmm.so", "ebb-vmm")
+}
+
+/// Makes a VM ready for tier guest: the agent in QEMU, listening at the returned
+/// socket in `dir`, and the module at `/ebb.ko` of the guest.
+pub fn prepare(config: &mut VmConfig, image: &Image, dir: &Path) -> Result<PathBuf, LabError> {
+    let socket = dir.join(format!("{}.agent", config.name));
+    config.files.push(("ebb.ko".into(), module(image, false)?));
+    config.args.push("-plugin".into());
+    config.args.push(format!("file={},socket={}", plugin()?.display(), socket.display()));
+    Ok(socket)
+}

@@ -1,0 +1,290 @@
+//! One VM's agent: what each command of the daemon does.
+//!
+//! Single-threaded: the server calls [`Agent::execute`] for each request and
+//! [`Agent::step`] in between. All that touches guest RAM hangs on the one
+//! `Attached`, whose end lifts every protection.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
+use ebb_core::wire::{
+    AgentState, Answer, Attach, Command, Counters, Hello, KernelParts, OTHERS_DISCARD, PROTOCOL,
+    Recycle, Refusal, Refused, Status, clip,
+};
+
+use crate::aside;
+use crate::faults::Faults;
+use crate::guard::{Guard, Watch};
+use crate::ram::Ram;
+use crate::recycle::{Marks, Pace, Recycler};
+use crate::sys::Range;
+use crate::track::Tracker;
+use crate::uffd::Uffd;
+
+/// How often open files are looked through for a reason to stand aside.
+const ASIDE_EVERY: Duration = Duration::from_secs(1);
+/// Tries to read the facts between two writes of the guest.
+const FACTS_TRIES: usize = 20;
+
+/// The RAM that was handed over, and all that is done with it.
+struct Attached {
+    // Before the guard: its thread ends first.
+    watch: Watch,
+    guard: Arc<Guard>,
+    ram: Ram,
+    tracker: Tracker,
+    marks: Marks,
+    pace: Pace,
+    counters: Counters,
+    aside_at: Instant,
+}
+
+/// The agent.
+#[derive(Default)]
+pub struct Agent {
+    vm: Option<Attached>,
+    aside: Option<String>,
+    faults: Faults,
+}
+
+fn refuse(kind: Refused, text: impl AsRef<str>) -> Refusal {
+    Refusal { kind, text: clip(text.as_ref()) }
+}
+
+impl Agent {
+    /// Knows of no RAM.
+    pub fn new(faults: Faults) -> Agent {
+        Agent { vm: None, aside: None, faults }
+    }
+
+    /// Lifts all protection and forgets the VM.
+    pub fn detach(&mut self) {
+        self.vm = None;
+        self.aside = None;
+    }
+
+    /// How soon [`Agent::step`] has something to do; `None`: nothing ever.
+    pub fn pause(&self) -> Option<Duration> {
+        self.vm.as_ref().map(|vm| vm.tracker.pause())
+    }
+
+    /// What there is to do without being asked.
+    pub fn step(&mut self) {
+        let Some(vm) = &mut self.vm else { return };
+        if !vm.watch.alive() {
+            return self.stand_aside("the thread that reads faults has ended");
+        }
+        let now = Instant::now();
+        vm.tracker.step(&vm.ram, &vm.guard, now);
+        if now >= vm.aside_at {
+            vm.aside_at = now + ASIDE_EVERY;
+            if let Some(why) = aside::reason() {
+                self.stand_aside(&why);
+            }
+        }
+    }
+
+    fn stand_aside(&mut self, why: &str) {
+        self.vm = None;
+        self.aside = Some(clip(why));
+    }
+
+    /// Does what is asked. `descriptor` came with the request; `interrupt` says
+    /// whether something more urgent waits.
+    pub fn execute(
+        &mut self,
+        command: &Command,
+        descriptor: Option<OwnedFd>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Answer, Refusal> {
+        match command {
+            Command::Hello => Ok(Answer::Hello(self.hello())),
+            Command::Attach(attach) => self.attach(attach, descriptor),
+            Command::Status { held } => Ok(Answer::Status(self.status(*held))),
+            Command::Recycle(want) => self.recycle(want, interrupt),
+            Command::Mark => self.mark(),
+            Command::Facts => self.facts().map(Answer::Facts),
+            Command::RunState { running } => {
+                let vm = self.attached()?;
+                // What beat until now counts; what did not does not.
+                vm.tracker.step(&vm.ram, &vm.guard, Instant::now());
+                vm.tracker.run_state(*running);
+                Ok(Answer::Done)
+            }
+            Command::ResetSeen => {
+                let vm = self.attached()?;
+                vm.tracker.forget(&vm.guard, "the VM was reset");
+                Ok(Answer::Done)
+            }
+            Command::StandDown => {
+                self.detach();
+                Ok(Answer::Done)
+            }
+        }
+    }
+
+    fn hello(&self) -> Hello {
+        Hello {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            kernel: self.vm.as_ref().map_or(KernelParts::default(), |vm| vm.ram.kernel()),
+        }
+    }
+
+    fn attached(&mut self) -> Result<&mut Attached, Refusal> {
+        match (&mut self.vm, &self.aside) {
+            (Some(vm), _) => Ok(vm),
+            (None, Some(why)) => Err(refuse(Refused::Aside, why)),
+            (None, None) => Err(refuse(Refused::NotReady, "no RAM was handed over: attach first")),
+        }
+    }
+
+    fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
+        self.detach();
+        if attach.descriptor && device.is_none() {
+            return Err(refuse(Refused::Request, "the descriptor did not arrive"));
+        }
+        let found = aside::reason().map_or(Ok(()), Err);
+        let ram = found.and_then(|()| Ram::check(&attach.segments)).and_then(|ram| {
+            let counts = |o: &&String| **o != OTHERS_DISCARD || ram.has_anonymous();
+            let objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
+            if objections.is_empty() { Ok(ram) } else { Err(objections.join("; ")) }
+        });
+        let made = ram.and_then(|ram| Attached::new(ram, attach.running, device, self.faults));
+        match made {
+            Ok(vm) => {
+                self.vm = Some(vm);
+                Ok(Answer::Done)
+            }
+            Err(why) => {
+                self.stand_aside(&why);
+                Err(refuse(Refused::Aside, why))
+            }
+        }
+    }
+
+    fn status(&mut self, held: bool) -> Status {
+        self.step();
+        let Some(vm) = &mut self.vm else {
+            let state = if self.aside.is_some() { AgentState::Aside } else { AgentState::Idle };
+            return Status { state, why: self.aside.clone(), ..Status::default() };
+        };
+        let free = vm.recycler(self.faults).ok().and_then(|r| r.free(held));
+        let (state, why) = vm.tracker.state();
+        Status {
+            state,
+            why,
+            module: vm.tracker.module(),
+            free: free.map(|f| f.0),
+            held: free.and_then(|f| f.1),
+            counters: vm.counters(),
+        }
+    }
+
+    fn recycle(
+        &mut self,
+        want: &Recycle,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Answer, Refusal> {
+        self.step();
+        let faults = self.faults;
+        let vm = self.attached()?;
+        let done = vm.recycler(faults)?.run(want, interrupt);
+        // A map that fell into doubt is dropped now, not at the next call.
+        self.step();
+        Ok(Answer::Recycled(done))
+    }
+
+    fn mark(&mut self) -> Result<Answer, Refusal> {
+        self.step();
+        let faults = self.faults;
+        let vm = self.attached()?;
+        let recycler = vm.recycler(faults)?;
+        let gone = || refuse(Refused::System, "the map cannot be read");
+        let (free, _) = recycler.free(false).ok_or_else(gone)?;
+        vm.marks = recycler.mark().ok_or_else(gone)?;
+        Ok(Answer::Marked { free: Bytes(free.0) })
+    }
+
+    fn facts(&mut self) -> Result<Facts, Refusal> {
+        self.step();
+        let vm = self.attached()?;
+        let live = vm.tracker.ready().ok_or_else(|| vm.not_ready())?;
+        let at = live.header.gpa + abi::FACTS_AT;
+        for _ in 0..FACTS_TRIES {
+            let (mut bytes, mut after) = ([0u8; FACTS_BYTES], [0u8; 4]);
+            let read = vm.ram.read(at, &mut bytes).and_then(|()| vm.ram.read(at, &mut after));
+            read.ok_or_else(|| refuse(Refused::System, "the facts cannot be read"))?;
+            if let Some(facts) = Facts::parse(&bytes, u32::from_le_bytes(after)) {
+                return Ok(facts);
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Err(refuse(Refused::NotReady, "the guest is writing its facts all the time"))
+    }
+}
+
+impl Attached {
+    fn new(
+        ram: Ram,
+        running: bool,
+        device: Option<OwnedFd>,
+        faults: Faults,
+    ) -> Result<Attached, String> {
+        let device = device.as_ref().map(AsFd::as_fd);
+        let uffd = Uffd::open(device, !faults.no_unpopulated())
+            .map_err(|e| format!("no userfaultfd with what is needed of it (Linux 6.4): {e}"))?;
+        for p in ram.pieces() {
+            uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| {
+                match e.raw_os_error() {
+                    Some(libc::EBUSY) => {
+                        "another userfaultfd guards this RAM (postcopy, background snapshot)".into()
+                    }
+                    _ => format!("RAM at {:#x} cannot be guarded: {e}", p.gpa),
+                }
+            })?;
+        }
+        let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
+        let guard = Arc::new(Guard::new(uffd).map_err(system)?);
+        let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
+        Ok(Attached {
+            watch,
+            guard,
+            ram,
+            tracker: Tracker::new(running, faults),
+            marks: Marks::default(),
+            pace: Pace::default(),
+            counters: Counters::default(),
+            aside_at: Instant::now() + ASIDE_EVERY,
+        })
+    }
+
+    fn not_ready(&self) -> Refusal {
+        let (state, why) = self.tracker.state();
+        let why = why.map_or(String::new(), |w| format!(": {w}"));
+        refuse(Refused::NotReady, format!("{state:?}").to_lowercase() + &why)
+    }
+
+    fn recycler(&mut self, faults: Faults) -> Result<Recycler<'_>, Refusal> {
+        let Some(live) = self.tracker.ready() else { return Err(self.not_ready()) };
+        Ok(Recycler {
+            ram: &self.ram,
+            guard: &self.guard,
+            header: &live.header,
+            layout: &live.layout,
+            marks: &self.marks,
+            pace: &mut self.pace,
+            counters: &mut self.counters,
+            faults,
+        })
+    }
+
+    fn counters(&self) -> Counters {
+        let (faults, trips) = self.guard.counts();
+        Counters { faults, trips, challenges: self.tracker.challenges(), ..self.counters }
+    }
+}

@@ -1,0 +1,63 @@
+//! Steps of the handshake left out on purpose, so that tests show each is needed.
+//!
+//! Without the cargo feature `faults` there is nothing to leave out: every
+//! question is answered with a constant `false`.
+
+/// What is left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    #[cfg(feature = "faults")]
+    bits: u32,
+}
+
+/// A question that is `false` in every build that people run.
+macro_rules! fault {
+    ($name:ident, $bit:expr, $what:literal) => {
+        #[doc = $what]
+        #[inline]
+        pub fn $name(self) -> bool {
+            #[cfg(feature = "faults")]
+            return self.bits & (1 << $bit) != 0;
+            #[cfg(not(feature = "faults"))]
+            false
+        }
+    };
+}
+
+impl Faults {
+    fault!(no_protect, 0, "Step 1 is left out.");
+    fault!(no_reread, 1, "Step 2 is left out: the first reading is believed.");
+    fault!(no_unpopulated, 2, "Absent pages cannot be protected.");
+    fault!(no_tripwire, 3, "Page 0 is not watched.");
+    fault!(no_challenge, 4, "Whatever looks like a header is believed.");
+    fault!(any_page, 5, "Pages are taken whether or not the host holds them.");
+    fault!(wide, 6, "The time between reading and discarding is longer.");
+    fault!(no_doubt, 7, "State, generation and tripwire are not looked at again.");
+
+    /// By the names of the questions, with `+` between them.
+    #[cfg(feature = "faults")]
+    pub fn parse(text: &str) -> Option<Faults> {
+        const NAMES: [&str; 8] = [
+            "no_protect",
+            "no_reread",
+            "no_unpopulated",
+            "no_tripwire",
+            "no_challenge",
+            "any_page",
+            "wide",
+            "no_doubt",
+        ];
+        let mut bits = 0;
+        for name in text.split('+').filter(|n| !n.is_empty()) {
+            bits |= 1 << NAMES.iter().position(|n| *n == name)?;
+        }
+        Some(Faults { bits })
+    }
+
+    /// Between reading and discarding.
+    pub fn widen(self) {
+        if self.wide() {
+            std::thread::sleep(std::time::Duration::from_micros(300));
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Ebb's agent inside a VMM: `libebb_vmm.so`.
+//!
+//! It gives free guest memory back from within, where the page tables are: the
+//! daemon tells it where RAM is and how much to give, the guest's map says what
+//! is free, and `recycle` proves each page before it discards it. Nothing happens
+//! before a daemon speaks, and when it goes everything is as it was.
+//!
+//! Files, from the outside in: `server` (socket, thread), `agent` (commands),
+//! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
+//! (window, tripwire, fault handler), `ram`, `uffd`, `sys` (system calls), `aside`
+//! (when to leave a VM alone), `faults` (steps left out, for tests).
+//!
+//! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
+//! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH`. The
+//! plug-in interface is used for loading only.
+//!
+//! It must never harm the VM that it is in: no panic leaves its threads, memory
+//! is bounded by the VM's RAM (a few KiB per GiB), it waits for no lock of the
+//! VMM, and a guest write waits no longer than one window of about a millisecond.
+// System calls on raw addresses, symbols for the VMM's loader, and a constructor
+// are what this crate is for. Each block says why it is sound.
+#![allow(unsafe_code)]
+
+pub mod agent;
+pub mod aside;
+pub mod faults;
+pub mod guard;
+pub mod ram;
+pub mod recycle;
+pub mod server;
+pub mod sys;
+pub mod track;
+pub mod uffd;
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+
+use crate::faults::Faults;
+use crate::server::{Server, complain};
+
+/// Version of the plug-in interface that we claim; QEMU reads it when it loads
+/// us. 7.2 accepts 0 and 1; from 9.0 on 2 is the least. We use nothing of it, so
+/// the constructor sets what this QEMU accepts.
+// SAFETY: the name is QEMU's for exactly this; an AtomicI32 is laid out as an int.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals)]
+pub static qemu_plugin_version: AtomicI32 = AtomicI32::new(1);
+
+/// Keeps the server for the life of the process.
+static SERVER: Mutex<Option<Server>> = Mutex::new(None);
+
+extern "C" fn at_load() {
+    // No panic may leave: the caller is the dynamic loader.
+    let _ = std::panic::catch_unwind(|| {
+        // New in version 2 of the interface.
+        if sys::exports(c"qemu_plugin_num_vcpus") {
+            qemu_plugin_version.store(2, SeqCst);
+        }
+        if let Some(path) = std::env::var_os("EBB_AGENT_SOCKET").filter(|_| in_qemu()) {
+            // What this process starts is not a VMM.
+            // SAFETY: constructors run before the process has a second thread.
+            unsafe { std::env::remove_var("EBB_AGENT_SOCKET") };
+            start(Path::new(&path), "");
+        }
+    });
+}
+
+#[used]
+// SAFETY: the section is a list of such functions; it has no other meaning.
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = at_load;
+
+/// By the name of the executable: `LD_PRELOAD` reaches shells and wrappers too.
+fn in_qemu() -> bool {
+    let exe = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+    let name = exe.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    name.starts_with("qemu") || name.starts_with("kvm")
+}
+
+/// Starts the server; a failure is told and otherwise ignored.
+fn start(path: &Path, faults: &str) {
+    let Some(faults) = parse_faults(faults) else {
+        return eprintln!("ebb agent: this build knows no faults `{faults}`");
+    };
+    match (Server::start(path, faults), SERVER.lock()) {
+        (Ok(server), Ok(mut held)) => *held = Some(server),
+        (Err(e), _) => complain(&path.display().to_string(), &e),
+        (_, Err(_)) => {}
+    }
+}
+
+#[cfg(feature = "faults")]
+fn parse_faults(text: &str) -> Option<Faults> {
+    Faults::parse(text)
+}
+
+#[cfg(not(feature = "faults"))]
+fn parse_faults(text: &str) -> Option<Faults> {
+    text.is_empty().then(Faults::default)
+}
+
+/// QEMU's entry point. 0: loaded. Only a missing `socket=` is an error, which ends
+/// QEMU before it has a guest; what goes wrong later costs the agent alone.
+///
+/// # Safety
+/// QEMU passes `argc` strings that end with NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qemu_plugin_install(
+    _id: u64,
+    _info: *const c_void,
+    argc: c_int,
+    argv: *const *const c_char,
+) -> c_int {
+    let count = usize::try_from(argc).unwrap_or(0);
+    // SAFETY: as promised above; nothing is kept.
+    let arguments = (0..count).map(|i| unsafe { CStr::from_ptr(*argv.add(i)).to_bytes() });
+    let arguments: Vec<&[u8]> = arguments.collect();
+    let find = |key: &[u8]| arguments.iter().find_map(|a| a.strip_prefix(key));
+    let Some(path) = find(b"socket=").filter(|p| !p.is_empty()) else {
+        eprintln!("ebb agent: say where to listen: -plugin file=…/libebb_vmm.so,socket=PATH");
+        return -1;
+    };
+    let faults = String::from_utf8_lossy(find(b"faults=").unwrap_or_default()).into_owned();
+    let path = Path::new(OsStr::from_bytes(path)).to_path_buf();
+    let _ = std::panic::catch_unwind(|| start(&path, &faults));
+    0
+}

@@ -1,0 +1,427 @@
+//! Guest RAM as this process has it: what the daemon said, checked against our
+//! own maps, and how to read it, ask what is held of it, and give it back.
+//!
+//! RAM is either private anonymous memory or a shared file on tmpfs (memfd,
+//! `/dev/shm`). For anything else the agent stands aside and says why.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use ebb_core::wire::Segment;
+use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE, RamRange};
+use rustix::fs::{SeekFrom, fstat, fstatfs};
+
+use crate::sys::{self, Range};
+
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+
+/// What a segment is made of.
+#[derive(Debug)]
+pub enum Kind {
+    /// Private anonymous memory.
+    Anonymous,
+    /// A shared file; where the segment begins in it.
+    Shared {
+        /// The file, open for writing.
+        fd: OwnedFd,
+        /// Offset of the segment's first byte.
+        offset: u64,
+    },
+}
+
+/// A checked piece of RAM.
+#[derive(Debug)]
+pub struct Piece {
+    /// Where the guest has it.
+    pub gpa: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Where we have it.
+    pub hva: u64,
+    /// Of what.
+    pub kind: Kind,
+}
+
+/// The part of a piece that one map page is about.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// Which piece.
+    pub piece: usize,
+    /// Bits of the map page, from here.
+    pub first: usize,
+    /// So many.
+    pub len: usize,
+    /// Address of the page of bit 0, were it there.
+    pub base: u64,
+}
+
+impl Part {
+    /// Addresses of a run of bits.
+    pub fn range(&self, first: usize, len: usize) -> Range {
+        let start = self.base.wrapping_add(first as u64 * PAGE);
+        Range { start, len: len as u64 * PAGE }
+    }
+
+    /// Bit of an address.
+    fn bit(&self, address: u64) -> usize {
+        (address.wrapping_sub(self.base) / PAGE) as usize
+    }
+}
+
+/// Bits of a map page.
+pub type Bits = [u64; MAP_WORDS];
+
+/// All of a VM's RAM.
+#[derive(Debug)]
+pub struct Ram {
+    pieces: Vec<Piece>,
+    ranges: Vec<RamRange>,
+    pagemap: Option<File>,
+    pidfd: Option<OwnedFd>,
+}
+
+impl Ram {
+    /// Checks what the daemon said. The error is a reason to stand aside.
+    pub fn check(segments: &[Segment]) -> Result<Ram, String> {
+        let maps = std::fs::read_to_string("/proc/self/maps")
+            .map_err(|e| format!("cannot read /proc/self/maps: {e}"))?;
+        let maps = parse_maps(&maps);
+        let mut pieces = Vec::new();
+        for s in segments {
+            pieces.push(check_segment(s, &maps)?);
+        }
+        pieces.sort_by_key(|p| p.gpa);
+        if pieces.windows(2).any(|w| w[0].gpa + w[0].size > w[1].gpa) {
+            return Err("segments of RAM overlap".into());
+        }
+        if !pieces.first().is_some_and(|p| p.gpa == 0 && p.size >= 16 << 20) {
+            return Err("RAM does not begin at 0 with 16 MiB".into());
+        }
+        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let mut ram = Ram { pieces, ranges, pagemap: None, pidfd: sys::discard_all_probe() };
+        ram.pagemap = File::open("/proc/self/pagemap").ok().filter(|f| {
+            let range = Range { start: ram.pieces[0].hva, len: PAGE };
+            sys::pagemap_scan(f.as_fd(), range, |_, _| ()).is_ok()
+        });
+        Ok(ram)
+    }
+
+    /// All pieces, by guest-physical address.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// The same as ranges.
+    pub fn ranges(&self) -> &[RamRange] {
+        &self.ranges
+    }
+
+    /// Whether some of it is anonymous.
+    pub fn has_anonymous(&self) -> bool {
+        self.pieces.iter().any(|p| matches!(p.kind, Kind::Anonymous))
+    }
+
+    /// What the kernel offers.
+    pub fn kernel(&self) -> ebb_core::wire::KernelParts {
+        ebb_core::wire::KernelParts {
+            process_madvise: self.pidfd.is_some(),
+            pagemap_scan: self.pagemap.is_some(),
+        }
+    }
+
+    /// Our address of `len` bytes of guest memory that lie in one piece.
+    pub fn hva(&self, gpa: u64, len: u64) -> Option<u64> {
+        let at = self.ranges.iter().position(|r| r.holds(gpa, len))?;
+        Some(self.pieces[at].hva + (gpa - self.pieces[at].gpa))
+    }
+
+    /// Copies guest memory, once.
+    pub fn read(&self, gpa: u64, to: &mut [u8]) -> Option<()> {
+        let hva = self.hva(gpa, to.len() as u64)?;
+        sys::copy_from(&[(hva, to.len())], to).ok()
+    }
+
+    /// Copies a map page.
+    pub fn bits(&self, gpa: u64) -> Option<Bits> {
+        let mut bytes = [0u8; PAGE as usize];
+        self.read(gpa, &mut bytes)?;
+        Some(words(&bytes))
+    }
+
+    /// The parts of RAM that a map page is about.
+    pub fn parts(&self, pfn: u64) -> impl Iterator<Item = Part> + '_ {
+        let (start, end) = (pfn * PAGE, (pfn + MAP_PFNS) * PAGE);
+        self.pieces.iter().enumerate().filter_map(move |(piece, p)| {
+            let (from, to) = (p.gpa.max(start), (p.gpa + p.size).min(end));
+            (from < to).then(|| Part {
+                piece,
+                first: ((from - start) / PAGE) as usize,
+                len: ((to - from) / PAGE) as usize,
+                base: p.hva.wrapping_sub(p.gpa).wrapping_add(start),
+            })
+        })
+    }
+
+    /// Which pages of a part the host holds, and which of them huge pages map.
+    pub fn held(&self, part: &Part, held: &mut Bits, huge: &mut Bits) -> io::Result<()> {
+        let range = part.range(part.first, part.len);
+        if let (Kind::Anonymous, Some(pagemap)) = (&self.pieces[part.piece].kind, &self.pagemap) {
+            return sys::pagemap_scan(pagemap.as_fd(), range, |r, is_huge| {
+                let (first, len) = (part.bit(r.start), (r.len / PAGE) as usize);
+                abi::fill(held, first, len, true);
+                if is_huge {
+                    abi::fill(huge, first, len, true);
+                }
+            });
+        }
+        if let Kind::Shared { fd, offset } = &self.pieces[part.piece].kind {
+            let start = offset + (range.start - self.pieces[part.piece].hva);
+            return data(fd.as_fd(), start, range.len, |at, len| {
+                let first = part.first + ((at - start) / PAGE) as usize;
+                abi::fill(held, first, len.div_ceil(PAGE) as usize, true);
+            });
+        }
+        let mut pages = [0u8; MAP_PFNS as usize];
+        sys::mincore(range, &mut pages)?;
+        for (i, _) in pages[..part.len].iter().enumerate().filter(|(_, p)| **p & 1 == 1) {
+            abi::fill(held, part.first + i, 1, true);
+        }
+        // Cannot tell: what is held whole is taken for huge.
+        for (first, len) in blocks(part) {
+            if abi::all_set(held, first, len) {
+                abi::fill(huge, first, len, true);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives ranges of a piece back. `true`: all of it, and for anonymous memory
+    /// nothing of it is protected any more.
+    ///
+    /// Destroys what is there: only for what was proven free.
+    pub fn discard(&self, piece: usize, ranges: &[Range]) -> bool {
+        let piece = &self.pieces[piece];
+        if let Kind::Shared { fd, offset } = &piece.kind {
+            let punch = |r: &Range| sys::punch(fd.as_fd(), offset + (r.start - piece.hva), r.len);
+            return ranges.iter().all(|r| punch(r).is_ok());
+        }
+        match &self.pidfd {
+            Some(pidfd) if ranges.len() > 1 => ranges.chunks(sys::VECTOR_MAX).all(|chunk| {
+                let want: u64 = chunk.iter().map(|r| r.len).sum();
+                sys::discard_all(pidfd, chunk).is_ok_and(|done| done == want)
+                    || chunk.iter().all(|r| sys::discard(*r).is_ok())
+            }),
+            _ => ranges.iter().all(|r| sys::discard(*r).is_ok()),
+        }
+    }
+}
+
+/// Calls `each` with the stretches of a file that hold data, in memory or in swap,
+/// mapped or not. The descriptor is our own: nobody else uses its position.
+fn data(
+    fd: BorrowedFd<'_>,
+    start: u64,
+    len: u64,
+    mut each: impl FnMut(u64, u64),
+) -> io::Result<()> {
+    let (mut at, end) = (start, start + len);
+    while at < end {
+        at = match rustix::fs::seek(fd, SeekFrom::Data(at)) {
+            Ok(found) => found,
+            // No data from here on.
+            Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        let hole = rustix::fs::seek(fd, SeekFrom::Hole(at))?.min(end);
+        if at < hole {
+            each(at, hole - at);
+        }
+        at = hole.max(at + 1);
+    }
+    Ok(())
+}
+
+/// Little-endian words of a map page.
+fn words(bytes: &[u8; PAGE as usize]) -> Bits {
+    let mut bits = [0; MAP_WORDS];
+    for (word, eight) in bits.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_le_bytes(eight.try_into().unwrap_or_default());
+    }
+    bits
+}
+
+/// The 2 MiB blocks (by our addresses) that lie wholly in a part, as bits.
+pub fn blocks(part: &Part) -> impl Iterator<Item = (usize, usize)> + use<> {
+    const BLOCK: usize = 512;
+    let start = part.range(part.first, 0).start;
+    let lead = (start.next_multiple_of(BLOCK as u64 * PAGE) - start) / PAGE;
+    let (first, end) = (part.first + lead as usize, part.first + part.len);
+    (first..end).step_by(BLOCK).filter(move |b| b + BLOCK <= end).map(|b| (b, BLOCK))
+}
+
+/// A line of `/proc/self/maps`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Map {
+    start: u64,
+    end: u64,
+    writable: bool,
+    shared: bool,
+    offset: u64,
+    device: (u32, u32),
+    inode: u64,
+    name: String,
+}
+
+fn parse_maps(text: &str) -> Vec<Map> {
+    text.lines().filter_map(parse_map).collect()
+}
+
+fn parse_map(line: &str) -> Option<Map> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let (flags, offset) = (words.next()?, words.next()?);
+    let (major, minor) = words.next()?.split_once(':')?;
+    let inode = words.next()?.parse().ok()?;
+    let hex = |t| u64::from_str_radix(t, 16).ok();
+    Some(Map {
+        start: hex(start)?,
+        end: hex(end)?,
+        writable: flags.starts_with("rw"),
+        shared: flags.ends_with('s'),
+        offset: hex(offset)?,
+        device: (hex(major)? as u32, hex(minor)? as u32),
+        inode,
+        name: words.collect::<Vec<_>>().join(" "),
+    })
+}
+
+/// The one mapping that holds a segment, or the mappings, if they are alike: a
+/// VMA of anonymous RAM may be split by madvise.
+fn check_segment(s: &Segment, maps: &[Map]) -> Result<Piece, String> {
+    let name = format!("RAM at {:#x} ({} MiB)", s.gpa, s.size >> 20);
+    let whole = |v: u64| v.is_multiple_of(PAGE);
+    let (Some(end), Some(_)) = (s.hva.checked_add(s.size), s.gpa.checked_add(s.size)) else {
+        return Err(format!("{name}: no such addresses"));
+    };
+    if s.size == 0 || !whole(s.gpa) || !whole(s.size) || !whole(s.hva) {
+        return Err(format!("{name}: not whole pages"));
+    }
+    let mut at = s.hva;
+    let mut kind = None;
+    for map in maps.iter().filter(|m| m.start < end && m.end > s.hva) {
+        if map.start > at {
+            break;
+        }
+        if !map.writable {
+            return Err(format!("{name}: not writable in this process"));
+        }
+        let this = (map.shared, map.device, map.inode, map.offset.wrapping_sub(map.start));
+        let same = (this.0, this.1, this.2, if map.inode == 0 { 0 } else { this.3 });
+        if *kind.get_or_insert(same) != same {
+            return Err(format!("{name}: made of different mappings"));
+        }
+        if map.inode == 0 && !(map.name.is_empty() || map.name.starts_with("[anon")) {
+            return Err(format!("{name}: is {}", map.name));
+        }
+        at = map.end;
+    }
+    let Some((shared, device, inode, delta)) = kind.filter(|_| at >= end) else {
+        return Err(format!("{name}: not mapped in this process"));
+    };
+    let kind = match (shared, inode) {
+        (false, 0) => Kind::Anonymous,
+        (false, _) => return Err(format!("{name}: a private mapping of a file")),
+        (true, _) => {
+            let fd = find_file(device, inode).ok_or(format!("{name}: its file is not open"))?;
+            check_file(fd.as_fd()).map_err(|e| format!("{name}: {e}"))?;
+            Kind::Shared { fd, offset: delta.wrapping_add(s.hva) }
+        }
+    };
+    Ok(Piece { gpa: s.gpa, size: s.size, hva: s.hva, kind })
+}
+
+fn check_file(fd: BorrowedFd<'_>) -> Result<(), String> {
+    match fstatfs(fd).map(|s| s.f_type & 0xffff_ffff) {
+        Ok(TMPFS_MAGIC) => Ok(()),
+        Ok(HUGETLBFS_MAGIC) => Err("hugetlbfs: pages cannot be given back one by one".into()),
+        Ok(other) => Err(format!("a file on a file system ({other:#x}) other than tmpfs")),
+        Err(e) => Err(format!("its file: {e}")),
+    }
+}
+
+/// Our descriptor of a mapped file, among those this process has open.
+fn find_file(device: (u32, u32), inode: u64) -> Option<OwnedFd> {
+    for entry in std::fs::read_dir("/proc/self/fd").ok()?.flatten() {
+        let path = entry.path();
+        let meta = std::fs::metadata(&path).ok();
+        use std::os::unix::fs::MetadataExt;
+        let same = meta.is_some_and(|m| {
+            let (major, minor) = (rustix::fs::major(m.dev()), rustix::fs::minor(m.dev()));
+            m.ino() == inode && (major, minor) == device
+        });
+        if same && let Ok(file) = File::options().read(true).write(true).open(&path) {
+            let held = fstat(&file).ok()?;
+            return (held.st_ino == inode).then(|| file.into());
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(hva: u64, size: u64) -> Segment {
+        Segment { gpa: 0, size, hva }
+    }
+
+    #[test]
+    fn maps_are_read() {
+        let text = "7f0000000000-7f0000200000 rw-s 00001000 00:01 77 /memfd:ram (deleted)\n\
+            7f0000200000-7f0000300000 r--p 00000000 00:00 0 \nnonsense\n";
+        let maps = parse_maps(text);
+        assert_eq!(maps.len(), 2);
+        assert_eq!((maps[0].offset, maps[0].inode, maps[0].shared), (0x1000, 77, true));
+        assert_eq!(maps[0].name, "/memfd:ram (deleted)");
+        assert!(!maps[1].writable && maps[1].name.is_empty());
+    }
+
+    #[test]
+    fn what_is_not_plain_ram_is_a_reason() {
+        let map = |text: &str| parse_maps(text);
+        let anon = "100000-300000 rw-p 00000000 00:00 0\n300000-500000 rw-p 00000000 00:00 0\n";
+        let at = |s, m: &str| check_segment(&s, &map(m)).map(drop).unwrap_err();
+        assert!(check_segment(&segment(0x100000, 0x400000), &map(anon)).is_ok());
+        assert!(at(segment(0x100000, 0x400001), anon).contains("whole pages"));
+        assert!(at(segment(0x100000, 0x500000), anon).contains("not mapped"));
+        assert!(at(segment(u64::MAX - 4095, 0x400000), anon).contains("no such"));
+        let hole = "100000-200000 rw-p 00000000 00:00 0\n300000-500000 rw-p 00000000 00:00 0\n";
+        assert!(at(segment(0x100000, 0x400000), hole).contains("not mapped"));
+        let read = "100000-500000 r--p 00000000 00:00 0\n";
+        assert!(at(segment(0x100000, 0x400000), read).contains("not writable"));
+        let heap = "100000-500000 rw-p 00000000 00:00 0 [heap]\n";
+        assert!(at(segment(0x100000, 0x400000), heap).contains("[heap]"));
+        let file = "100000-500000 rw-p 00000000 08:01 7 /ram\n";
+        assert!(at(segment(0x100000, 0x400000), file).contains("private mapping of a file"));
+        let lost = "100000-500000 rw-s 00000000 ff:ff 7 /ram\n";
+        assert!(at(segment(0x100000, 0x400000), lost).contains("not open"));
+    }
+
+    #[test]
+    fn parts_and_blocks_lie_inside() {
+        let piece = |gpa, size, hva| Piece { gpa, size, hva, kind: Kind::Anonymous };
+        let pieces = vec![piece(0, 0x900_0000, 0x7f00_0010_0000), piece(1 << 32, 0x10_0000, 0)];
+        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let ram = Ram { pieces, ranges, pagemap: None, pidfd: None };
+        let parts: Vec<_> = ram.parts(MAP_PFNS).collect();
+        assert_eq!((parts.len(), parts[0].first, parts[0].len), (1, 0, 4096));
+        assert_eq!(parts[0].range(1, 1).start, 0x7f00_0810_1000);
+        let found: Vec<_> = blocks(&parts[0]).collect();
+        assert_eq!((found.len(), found[0]), (7, (256, 512)));
+        assert_eq!(ram.parts(1 << 20).count(), 1);
+        assert_eq!(ram.parts(2 * MAP_PFNS).count(), 0);
+        assert_eq!(ram.hva(0x900_0000 - 8, 16), None);
+    }
+}

@@ -1,0 +1,482 @@
+//! The handshake: from "the guest says it is free" to "the host has it".
+//!
+//! For each batch of runs that the map calls free and the host holds:
+//!
+//! 1. protect them against writes,
+//! 2. read their bits again, and after that the state word and generation,
+//! 3. discard what is still free,
+//! 4. lift the protection, which wakes who waits.
+//!
+//! The guest clears a bit before it writes, we protect before we read: one of
+//! the two always sees the other.
+//!
+//! A write that meets an open window waits for it, so a window is short: the
+//! number of pages in it follows the time that the last one took. Whole 2 MiB
+//! blocks come first, then longer runs before shorter ones where there is a limit.
+
+use std::cmp::Reverse;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_core::wire::abi::{
+    self, GuestState, HEADER_BYTES, Header, Layout, LivePart, MapPage, PAGE,
+};
+use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
+
+use crate::faults::Faults;
+use crate::guard::Guard;
+use crate::ram::{Bits, Kind, Part, Ram, blocks};
+use crate::sys;
+
+/// A window that took longer makes the next one smaller; a vCPU waits no more
+/// than about one window.
+const WINDOW_LONG: Duration = Duration::from_micros(1200);
+/// A window that took less makes the next one larger.
+const WINDOW_SHORT: Duration = Duration::from_micros(500);
+/// Pages that a call costs as much as, beyond those it is about.
+const RUN_COST: usize = 8;
+/// Smallest and largest window, in pages and [`RUN_COST`]s: 1 MiB, 128 MiB.
+const WEIGHT: std::ops::RangeInclusive<usize> = 256..=32768;
+/// Most runs in a window.
+const RUNS_MAX: usize = sys::VECTOR_MAX;
+const BLOCK: usize = 512;
+/// Runs no further apart are lifted with one call.
+const GAP: usize = 32;
+
+/// A run of pages: first bit of the map page, and how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Run {
+    first: usize,
+    len: usize,
+}
+
+/// What the map pages said at the last mark, in the layout's order.
+#[derive(Clone, Debug, Default)]
+pub struct Marks(pub Vec<(u64, Box<Bits>)>);
+
+impl Marks {
+    fn of(&self, pfn: u64) -> Option<&Bits> {
+        let at = self.0.binary_search_by_key(&pfn, |m| m.0).ok()?;
+        Some(&self.0[at].1)
+    }
+}
+
+/// Two window sizes: huge pages go a hundred times faster.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    whole: usize,
+    rest: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Pace {
+        Pace { whole: 1040, rest: 1024 }
+    }
+}
+
+/// What one call works with.
+pub struct Recycler<'a> {
+    /// The VM's memory.
+    pub ram: &'a Ram,
+    /// Window and tripwire.
+    pub guard: &'a Guard,
+    /// As it was proven alive.
+    pub header: &'a Header,
+    /// Its map.
+    pub layout: &'a Layout,
+    /// The last mark.
+    pub marks: &'a Marks,
+    /// Window sizes, kept from call to call.
+    pub pace: &'a mut Pace,
+    /// Since attach.
+    pub counters: &'a mut Counters,
+    /// Steps left out, in test builds.
+    pub faults: Faults,
+}
+
+/// Why a pass ended before its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    /// Enough, or out of time, or interrupted.
+    Enough,
+    /// The map must not be used any more.
+    Doubt,
+}
+
+/// State of one call.
+struct Call<'a> {
+    want: &'a Recycle,
+    until: Instant,
+    left: u64,
+    interrupt: &'a mut dyn FnMut() -> bool,
+    done: Recycled,
+    /// What of the current part was discarded.
+    taken: Box<Bits>,
+}
+
+/// Which runs a pass takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    All,
+    Whole,
+    Rest,
+}
+
+/// What of a map page can be taken.
+struct Choice {
+    whole: Vec<Run>,
+    rest: Vec<Run>,
+    /// Huge pages that `rest` takes parts of, by their first bit.
+    split: Vec<usize>,
+    held: Box<Bits>,
+}
+
+impl Recycler<'_> {
+    /// Gives back what `want` asks for. `interrupt` is asked between windows.
+    pub fn run(&mut self, want: &Recycle, interrupt: &mut dyn FnMut() -> bool) -> Recycled {
+        let begun = Instant::now();
+        let budget = want.budget_ms.min(ebb_core::wire::BUDGET_MS_MAX);
+        let mut call = Call {
+            want,
+            until: begun + Duration::from_millis(budget),
+            left: want.max_bytes.map_or(u64::MAX, |b| b.0 / PAGE),
+            interrupt,
+            done: Recycled::default(),
+            taken: Box::new([0; abi::MAP_WORDS]),
+        };
+        // With a limit, what is whole anywhere comes before pieces.
+        let passes: &[Pass] =
+            if want.max_bytes.is_some() { &[Pass::Whole, Pass::Rest] } else { &[Pass::All] };
+        'all: for pass in passes {
+            for page in &self.layout.pages {
+                if self.page(page, *pass, &mut call).is_err() {
+                    call.done.more = true;
+                    break 'all;
+                }
+            }
+        }
+        call.done.ns = begun.elapsed().as_nanos() as u64;
+        call.done
+    }
+
+    fn page(&mut self, page: &MapPage, pass: Pass, call: &mut Call<'_>) -> Result<(), Stop> {
+        let Some(mut free) = self.ram.bits(page.gpa) else { return Err(Stop::Doubt) };
+        keep_usable(page, &mut free);
+        if call.want.marked {
+            let Some(marked) = self.marks.of(page.pfn) else { return Ok(()) };
+            free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
+        }
+        for part in self.ram.parts(page.pfn) {
+            let choice = self.choose(&part, &free, call.want);
+            if pass != Pass::Rest {
+                self.take(page, &part, &choice.whole, true, call)?;
+            }
+            if pass != Pass::Whole {
+                call.taken.fill(0);
+                let taken = self.take(page, &part, &choice.rest, false, call);
+                self.split(&part, &choice, call);
+                taken?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What of a part is free, held, and worth it.
+    fn choose(&self, part: &Part, free: &Bits, want: &Recycle) -> Choice {
+        let mut mask = Box::new([0; abi::MAP_WORDS]);
+        abi::fill(&mut mask[..], part.first, part.len, true);
+        mask.iter_mut().zip(free).for_each(|(m, f)| *m &= f);
+        let mut held = Box::new([0; abi::MAP_WORDS]);
+        let mut huge = [0; abi::MAP_WORDS];
+        let mut choice =
+            Choice { whole: Vec::new(), rest: Vec::new(), split: Vec::new(), held: mask.clone() };
+        if abi::count(&mask[..]) == 0 {
+            return choice;
+        }
+        if self.faults.any_page() {
+            held.fill(u64::MAX);
+        } else if self.ram.held(part, &mut held, &mut huge).is_err() {
+            return choice;
+        }
+        mask.iter_mut().zip(held.iter()).for_each(|(m, h)| *m &= h);
+        for (first, len) in blocks(part) {
+            if abi::all_set(&mask[..], first, len) {
+                abi::fill(&mut mask[..], first, len, false);
+                match choice.whole.last_mut() {
+                    Some(r) if r.first + r.len == first => r.len += len,
+                    _ => choice.whole.push(Run { first, len }),
+                }
+            } else if abi::all_set(&huge, first, 1) {
+                let n = count_in(&mask, first, len);
+                if want.huge == HugePages::Split && n >= want.split_min_pages.max(1) as usize {
+                    choice.split.push(first);
+                } else if n > 0 {
+                    abi::fill(&mut mask[..], first, len, false);
+                }
+            }
+        }
+        let min = want.min_run_pages.max(1) as usize;
+        let rest = abi::runs(&mask[..]).filter(|r| r.1 >= min);
+        choice.rest = rest.map(|(first, len)| Run { first, len }).collect();
+        if want.max_bytes.is_some() {
+            choice.rest.sort_by_key(|r| Reverse(r.len));
+        }
+        choice.held = held;
+        choice
+    }
+
+    /// Takes runs, window by window.
+    fn take(
+        &mut self,
+        page: &MapPage,
+        part: &Part,
+        runs: &[Run],
+        whole: bool,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let mut batch: Vec<Run> = Vec::new();
+        let mut weight = 0;
+        for run in runs {
+            let mut run = *run;
+            while run.len > 0 {
+                let limit = if whole { self.pace.whole } else { self.pace.rest };
+                let room = limit.saturating_sub(weight + RUN_COST);
+                let room = if whole { room / BLOCK * BLOCK } else { room };
+                let left = usize::try_from(call.left).unwrap_or(usize::MAX);
+                let left = if whole { left / BLOCK * BLOCK } else { left };
+                let len = run.len.min(room).min(left);
+                if len > 0 && batch.len() < RUNS_MAX {
+                    batch.push(Run { first: run.first, len });
+                    weight += len + RUN_COST;
+                    call.left -= len as u64;
+                    run = Run { first: run.first + len, len: run.len - len };
+                } else if batch.is_empty() {
+                    return Err(Stop::Enough);
+                } else {
+                    self.flush(page, part, &mut batch, whole, call)?;
+                    weight = 0;
+                }
+            }
+        }
+        if batch.is_empty() { Ok(()) } else { self.flush(page, part, &mut batch, whole, call) }
+    }
+
+    fn flush(
+        &mut self,
+        page: &MapPage,
+        part: &Part,
+        batch: &mut Vec<Run>,
+        whole: bool,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let begun = Instant::now();
+        let found = self.window(page, part, batch, call);
+        let took = begun.elapsed();
+        call.done.window_ns += took.as_nanos() as u64;
+        self.counters.batches += 1;
+        self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
+        let pace = if whole { &mut self.pace.whole } else { &mut self.pace.rest };
+        let floor = if whole { BLOCK + RUN_COST } else { *WEIGHT.start() };
+        if took > WINDOW_LONG {
+            *pace = (*pace / 2).max(floor);
+        } else if took < WINDOW_SHORT {
+            *pace = (*pace * 2).min(*WEIGHT.end());
+        }
+        batch.clear();
+        if found.is_err() {
+            self.counters.dropped_batches += 1;
+        }
+        found?;
+        if Instant::now() >= call.until || (call.interrupt)() {
+            return Err(Stop::Enough);
+        }
+        Ok(())
+    }
+
+    /// One window: protect, read again, discard, lift.
+    fn window(
+        &mut self,
+        page: &MapPage,
+        part: &Part,
+        batch: &[Run],
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let guard = self.guard;
+        let _open = guard.open();
+        let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
+        if !self.faults.no_protect() {
+            for run in batch {
+                let range = part.range(run.first, run.len);
+                guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
+            }
+        }
+        let bits = self.read_again(page, batch)?;
+        self.faults.widen();
+        let (mut ranges, mut kept) = (Vec::with_capacity(batch.len()), Vec::new());
+        let mut pages = 0;
+        for run in batch {
+            let before = pages;
+            still_free(&bits, run, |first, len| {
+                pages += len;
+                ranges.push(part.range(first, len));
+                abi::fill(&mut call.taken[..], first, len, true);
+            });
+            if pages - before < run.len {
+                kept.push(*run);
+            }
+        }
+        let all: usize = batch.iter().map(|r| r.len).sum();
+        let whole = self.ram.discard(part.piece, &ranges);
+        // Nothing of anonymous memory that was discarded is protected any more.
+        let anonymous = matches!(self.ram.pieces()[part.piece].kind, Kind::Anonymous);
+        let lift = |run: &Run| guard.uffd().lift(part.range(run.first, run.len)).is_ok();
+        lifted.wake_only = whole && anonymous && kept.iter().all(lift);
+        drop(lifted);
+        if !whole {
+            return Err(Stop::Doubt);
+        }
+        let bytes = Bytes::pages(pages as u64);
+        let saved = (all - pages) as u64;
+        call.done.bytes += bytes;
+        call.done.runs += ranges.len() as u64;
+        call.done.saved_pages += saved;
+        self.counters.recycled += bytes;
+        self.counters.runs += ranges.len() as u64;
+        self.counters.saved_pages += saved;
+        Ok(())
+    }
+
+    /// The bits of a batch and then the header's word on them, in this order.
+    fn read_again(&self, page: &MapPage, batch: &[Run]) -> Result<Box<Bits>, Stop> {
+        let mut bits = Box::new([u64::MAX; abi::MAP_WORDS]);
+        let first = batch.iter().map(|r| r.first).min().unwrap_or(0) / 64;
+        let end = batch.iter().map(|r| r.first + r.len).max().unwrap_or(0).div_ceil(64);
+        let len = (end - first) * 8;
+        let map = self.ram.hva(page.gpa, PAGE).ok_or(Stop::Doubt)? + first as u64 * 8;
+        let at = self.ram.hva(self.header.gpa, PAGE).ok_or(Stop::Doubt)?;
+        let mut bytes = [0u8; PAGE as usize + HEADER_BYTES];
+        sys::copy_from(&[(map, len), (at, HEADER_BYTES)], &mut bytes).map_err(|_| Stop::Doubt)?;
+        let header: &[u8; HEADER_BYTES] =
+            bytes[len..len + HEADER_BYTES].try_into().map_err(|_| Stop::Doubt)?;
+        if !self.faults.no_reread() {
+            for (word, eight) in bits[first..end].iter_mut().zip(bytes.chunks_exact(8)) {
+                *word = u64::from_le_bytes(eight.try_into().unwrap_or_default());
+            }
+        }
+        self.still_good(header).then_some(bits).ok_or(Stop::Doubt)
+    }
+
+    /// Whether the header is the one that was proven alive, and records.
+    fn still_good(&self, bytes: &[u8; HEADER_BYTES]) -> bool {
+        let live = LivePart::parse(bytes);
+        self.faults.no_doubt()
+            || (!self.guard.tripped()
+                && bytes[..abi::STATIC_BYTES] == self.header.fixed
+                && live.state == GuestState::Running
+                && live.generation == self.layout.generation)
+    }
+
+    /// Splits the huge pages that were given back in part: the host has those
+    /// parts only then. One page of each that is still mapped is marked cold.
+    fn split(&mut self, part: &Part, choice: &Choice, call: &mut Call<'_>) {
+        for block in &choice.split {
+            let mut bits = *block..*block + BLOCK;
+            let touched = count_in(&call.taken, *block, BLOCK) > 0;
+            let one = bits.find(|b| touched && bit(&choice.held, *b) && !bit(&call.taken, *b));
+            if one.is_some_and(|bit| sys::cold(part.range(bit, 1)).is_ok()) {
+                call.done.splits += 1;
+                self.counters.splits += 1;
+            }
+        }
+    }
+
+    /// Free by the map, in bytes; with `held`, how much of it the host holds.
+    pub fn free(&self, held: bool) -> Option<(Bytes, Option<Bytes>)> {
+        let (mut free, mut kept) = (0, 0);
+        for page in &self.layout.pages {
+            let mut bits = self.ram.bits(page.gpa)?;
+            keep_usable(page, &mut bits);
+            for part in self.ram.parts(page.pfn) {
+                let mut mask = [0; abi::MAP_WORDS];
+                abi::fill(&mut mask, part.first, part.len, true);
+                mask.iter_mut().zip(&bits).for_each(|(m, b)| *m &= b);
+                free += abi::count(&mask);
+                if held {
+                    let (mut here, mut huge) = ([0; abi::MAP_WORDS], [0; abi::MAP_WORDS]);
+                    self.ram.held(&part, &mut here, &mut huge).ok()?;
+                    mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
+                    kept += abi::count(&mask);
+                }
+            }
+        }
+        Some((Bytes::pages(free), held.then_some(Bytes::pages(kept))))
+    }
+
+    /// Copies the map, for `marked`.
+    pub fn mark(&self) -> Option<Marks> {
+        let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
+        Some(Marks(self.layout.pages.iter().map(copy).collect::<Option<_>>()?))
+    }
+}
+
+/// Page 0 is the tripwire: never ours to give.
+fn keep_usable(page: &MapPage, bits: &mut Bits) {
+    if page.pfn == 0 {
+        bits[0] &= !1;
+    }
+}
+
+fn bit(bits: &Bits, at: usize) -> bool {
+    bits[at / 64] >> (at % 64) & 1 == 1
+}
+
+fn count_in(bits: &Bits, first: usize, len: usize) -> usize {
+    (first..first + len).filter(|b| bit(bits, *b)).count()
+}
+
+/// The parts of a run whose bits are set.
+fn still_free(bits: &Bits, run: &Run, mut each: impl FnMut(usize, usize)) {
+    let (mut at, end) = (run.first, run.first + run.len);
+    if abi::all_set(bits, run.first, run.len) {
+        return each(run.first, run.len);
+    }
+    while at < end {
+        let set = |b: &usize| bit(bits, *b);
+        let first = (at..end).find(set).unwrap_or(end);
+        let stop = (first..end).find(|b| !set(b)).unwrap_or(end);
+        if stop > first {
+            each(first, stop - first);
+        }
+        at = stop;
+    }
+}
+
+/// Lifts the protection of a batch, whatever happened in between.
+struct Lift<'a> {
+    guard: &'a Guard,
+    part: &'a Part,
+    runs: &'a [Run],
+    wake_only: bool,
+}
+
+impl Drop for Lift<'_> {
+    fn drop(&mut self) {
+        let uffd = self.guard.uffd();
+        let first = self.runs.iter().map(|r| r.first).min().unwrap_or(0);
+        let end = self.runs.iter().map(|r| r.first + r.len).max().unwrap_or(first);
+        if self.wake_only && end > first {
+            let _ = uffd.wake(self.part.range(first, end - first));
+            return;
+        }
+        // Lifting what is not protected does no harm and costs less than a call.
+        let mut runs: Vec<Run> = self.runs.to_vec();
+        runs.sort_unstable_by_key(|r| r.first);
+        let mut runs = runs.into_iter().peekable();
+        while let Some(mut span) = runs.next() {
+            while let Some(next) = runs.next_if(|n| n.first <= span.first + span.len + GAP) {
+                span.len = next.first + next.len - span.first;
+            }
+            let _ = uffd.lift(self.part.range(span.first, span.len));
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! The socket on which the agent waits for its daemon.
+//!
+//! One thread, one daemon at a time, one request after the other. The peer must
+//! be root or our own user. When it goes, or says something that is not of the
+//! protocol, all protection is lifted and the agent waits for the next one.
+//!
+//! The thread keeps the VMM's priority: a vCPU may wait for its window, and would
+//! wait longer if it were put behind others.
+
+use std::io::{Error, Result};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_core::wire::{Command, Lines, Outcome, Refusal, Refused, Reply, Request};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, sockopt,
+};
+
+use crate::agent::Agent;
+use crate::faults::Faults;
+use crate::sys;
+
+/// How long an answer may take to go out before its daemon is given up.
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A listening agent. In a VMM it lives as long as the process; in tests,
+/// dropping it ends it.
+#[derive(Debug)]
+pub struct Server {
+    quit: Arc<OwnedFd>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    path: PathBuf,
+}
+
+impl Server {
+    /// Listens at `path` (mode 0600) on a thread of its own. A socket that nobody
+    /// serves any more is replaced.
+    pub fn start(path: &Path, faults: Faults) -> Result<Server> {
+        let listener = listen(path)?;
+        let quit = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let theirs = Arc::clone(&quit);
+        let thread = std::thread::Builder::new().name("ebb-agent".into()).spawn(move || {
+            sys::block_signals();
+            // A panic ends the agent, not the VMM: unwinding closes the
+            // userfaultfd, which lifts all protection.
+            let serve = || serve(&listener, &theirs, faults);
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(serve));
+        })?;
+        Ok(Server { quit, thread: Some(thread), path: path.into() })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&*self.quit, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn socket() -> Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
+}
+
+fn listen(path: &Path) -> Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let listener = socket()?;
+    if let Err(e) = rustix::net::bind(&listener, &address) {
+        let served = rustix::net::connect(&socket()?, &address) != Err(Errno::CONNREFUSED);
+        if e != Errno::ADDRINUSE || served {
+            return Err(e.into());
+        }
+        std::fs::remove_file(path)?;
+        rustix::net::bind(&listener, &address)?;
+    }
+    // Nobody can connect before it listens.
+    rustix::fs::chmod(path, Mode::from_raw_mode(0o600))?;
+    rustix::net::listen(&listener, 4)?;
+    Ok(listener)
+}
+
+/// A connected daemon.
+struct Peer {
+    socket: OwnedFd,
+    lines: Lines,
+    descriptor: Option<OwnedFd>,
+}
+
+fn serve(listener: &OwnedFd, quit: &OwnedFd, faults: Faults) {
+    let mut agent = Agent::new(faults);
+    let mut peer: Option<Peer> = None;
+    loop {
+        let mut fds = vec![
+            PollFd::from_borrowed_fd(quit.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
+        ];
+        fds.extend(peer.iter().map(|p| PollFd::from_borrowed_fd(p.socket.as_fd(), PollFlags::IN)));
+        let pause = agent.pause().and_then(|p| Timespec::try_from(p).ok());
+        match poll(&mut fds, pause.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return,
+        }
+        let ready = |i: usize| fds.get(i).is_some_and(|f| !f.revents().is_empty());
+        let (ended, called, spoke) = (ready(0), ready(1), ready(2));
+        if ended {
+            return;
+        }
+        if let (true, Some(p)) = (spoke, &mut peer)
+            && !p.hear(&mut agent)
+        {
+            peer = None;
+            agent.detach();
+        }
+        if called && let Some(new) = accept(listener) {
+            match peer {
+                None => peer = Some(new),
+                Some(_) => new.answer(0, no("another daemon is connected")),
+            }
+        }
+        agent.step();
+    }
+}
+
+/// Somebody who may speak with us.
+fn accept(listener: &OwnedFd) -> Option<Peer> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::accept_with(listener, flags).ok()?;
+    let uid = sockopt::socket_peercred(&socket).ok()?.uid;
+    let peer = Peer { socket, lines: Lines::default(), descriptor: None };
+    if uid.is_root() || uid == rustix::process::geteuid() {
+        return Some(peer);
+    }
+    peer.answer(0, no("only root and the VMM's own user may"));
+    None
+}
+
+fn no(text: &str) -> Outcome {
+    Outcome::Error(Refusal { kind: Refused::Request, text: text.into() })
+}
+
+impl Peer {
+    /// Reads what is there and does it. `false`: the peer is gone, or was not
+    /// ours.
+    fn hear(&mut self, agent: &mut Agent) -> bool {
+        let mut buffer = [0u8; 4096];
+        let mut requests = Vec::new();
+        match self.receive(&mut buffer) {
+            Ok(0) => return false,
+            Ok(n) => {
+                let keep = |line: &[u8]| requests.push(Request::parse(line));
+                if self.lines.feed(&buffer[..n], keep).is_err() {
+                    return false;
+                }
+            }
+            Err(e) => {
+                return matches!(
+                    e.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                );
+            }
+        }
+        for request in requests {
+            match request {
+                Ok(r) => {
+                    let outcome = self.execute(&r.command, agent);
+                    if !self.send(&Reply { id: r.id, outcome }.line()) {
+                        return false;
+                    }
+                }
+                Err(e) => self.answer(0, no(&ebb_core::wire::clip(&e.0))),
+            }
+        }
+        true
+    }
+
+    fn execute(&mut self, command: &Command, agent: &mut Agent) -> Outcome {
+        let descriptor = match command {
+            Command::Attach(_) => self.descriptor.take(),
+            _ => None,
+        };
+        let mut interrupt = || urgent(&self.socket);
+        match agent.execute(command, descriptor, &mut interrupt) {
+            Ok(answer) => Outcome::Ok(answer),
+            Err(refusal) => Outcome::Error(refusal),
+        }
+    }
+
+    /// Bytes, and a descriptor that may come with them.
+    fn receive(&mut self, buffer: &mut [u8]) -> Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [std::io::IoSliceMut::new(buffer)];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let got = rustix::net::recvmsg(&self.socket, &mut parts, &mut control, flags)?;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+                // The last one wins; the others are closed here.
+                self.descriptor = fds.next().or(self.descriptor.take());
+            }
+        }
+        Ok(got.bytes)
+    }
+
+    fn answer(&self, id: u64, outcome: Outcome) {
+        self.send(&Reply { id, outcome }.line());
+    }
+
+    /// Sends a whole line, or gives the peer up.
+    fn send(&self, mut line: &[u8]) -> bool {
+        let timeout = Timespec::try_from(SEND_TIMEOUT).ok();
+        while !line.is_empty() {
+            match rustix::net::send(&self.socket, line, SendFlags::NOSIGNAL) {
+                Ok(n) => line = &line[n..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    let mut fds = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
+                    if !poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+                        return false;
+                    }
+                }
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+}
+
+/// Whether something waits that a recycle must not keep waiting: the end of the
+/// connection, or word that the VM stops, resets or is to be left alone. Only
+/// looked at, not taken; whatever a look misses waits for the budget's end.
+fn urgent(socket: &OwnedFd) -> bool {
+    let mut bytes = [0u8; 2048];
+    match rustix::net::recv(socket, &mut bytes[..], RecvFlags::PEEK) {
+        Ok((0, _)) => true,
+        Ok((n, _)) => {
+            let has = |word: &[u8]| bytes[..n].windows(word.len()).any(|w| w == word);
+            has(b"stand_down") || has(b"reset_seen") || has(b"run_state")
+        }
+        Err(e) => e != Errno::AGAIN && e != Errno::INTR,
+    }
+}
+
+/// What went wrong, for the VMM's log.
+pub fn complain(what: &str, error: &Error) {
+    eprintln!("ebb agent: {what}: {error}; this VM goes on without it");
+}

@@ -1,0 +1,380 @@
+//! The system calls that no safe wrapper offers, each as a small function.
+//!
+//! All of them act on this process's own memory by address. None of them
+//! dereferences such an address in user space: a mapping that is gone, or
+//! another one by now, is an error of the call, not a fault of the VMM.
+
+use std::io::{Error, Result};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use libc::{c_int, c_long, c_ulong, iovec};
+
+/// A range of this process's addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// First address, page-aligned.
+    pub start: u64,
+    /// Bytes, whole pages.
+    pub len: u64,
+}
+
+/// What `read` on a userfaultfd gives.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct UffdMsg {
+    /// Kind.
+    pub event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    /// Where.
+    pub address: u64,
+    more: u64,
+}
+
+/// A fault; the only event that is asked for.
+pub const EVENT_PAGEFAULT: u8 = 0x12;
+
+/// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`.
+pub const FEATURE_WP: u64 = 1;
+/// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM` (5.19).
+pub const FEATURE_WP_SHMEM: u64 = 1 << 12;
+/// `UFFD_FEATURE_WP_UNPOPULATED` (6.4).
+pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+
+const UFFD_API: u64 = 0xaa;
+const UFFDIO_API: c_ulong = 0xc018_aa3f;
+const UFFDIO_REGISTER: c_ulong = 0xc020_aa00;
+const UFFDIO_WAKE: c_ulong = 0x8010_aa02;
+const UFFDIO_WRITEPROTECT: c_ulong = 0xc018_aa06;
+const USERFAULTFD_IOC_NEW: c_ulong = 0xaa00;
+const REGISTER_MODE_WP: u64 = 2;
+const PAGEMAP_SCAN: c_ulong = 0xc060_6610;
+
+/// `PAGE_IS_HUGE`: mapped by a PMD.
+pub const PAGE_IS_HUGE: u64 = 1 << 6;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
+
+/// Most ranges of one vectored call (`UIO_MAXIOV`).
+pub const VECTOR_MAX: usize = 1024;
+/// Regions of one PAGEMAP_SCAN. The kernel's own buffer has 512: with no more,
+/// a full vector is the only way to end early, and its last region says where.
+const REGIONS: usize = 512;
+
+fn check(result: c_long) -> Result<usize> {
+    if result < 0 { Err(Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+fn ioctl<T>(fd: RawFd, request: c_ulong, argument: &mut T) -> Result<usize> {
+    // SAFETY: `argument` is the structure that belongs to the request at every
+    // call in this file, and the kernel writes nowhere else.
+    check(unsafe { libc::ioctl(fd, request, std::ptr::from_mut(argument)) } as c_long)
+}
+
+/// A userfaultfd of this process that sees kernel-mode faults too: from a
+/// descriptor of `/dev/userfaultfd`, or by the system call (needs privilege).
+pub fn uffd_open(device: Option<BorrowedFd<'_>>) -> Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let fd = match device {
+        // SAFETY: the argument is a number, not a pointer.
+        Some(d) => unsafe { libc::ioctl(d.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) as c_long },
+        // SAFETY: the argument is a number, not a pointer.
+        None => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) },
+    };
+    // SAFETY: just made, and owned by nobody else.
+    check(fd).map(|fd| unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+}
+
+/// The handshake with the kernel: asks for features, returns what it offers.
+pub fn uffd_api(fd: &OwnedFd, features: u64) -> Result<u64> {
+    let mut api = [UFFD_API, features, 0];
+    ioctl(fd.as_raw_fd(), UFFDIO_API, &mut api)?;
+    Ok(api[1])
+}
+
+/// Registers a range for write-protection.
+pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
+    let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
+    ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
+}
+
+/// Protects a range, or lifts its protection and wakes who waits there.
+pub fn uffd_protect(fd: &OwnedFd, range: Range, on: bool) -> Result<()> {
+    let mut arguments = [range.start, range.len, u64::from(on)];
+    ioctl(fd.as_raw_fd(), UFFDIO_WRITEPROTECT, &mut arguments).map(drop)
+}
+
+/// Wakes who waits in a range.
+pub fn uffd_wake(fd: &OwnedFd, range: Range) -> Result<()> {
+    ioctl(fd.as_raw_fd(), UFFDIO_WAKE, &mut [range.start, range.len]).map(drop)
+}
+
+/// Reads what is there to read; empty where nothing is.
+pub fn uffd_read<'a>(fd: &OwnedFd, buffer: &'a mut [UffdMsg]) -> Result<&'a [UffdMsg]> {
+    let size = std::mem::size_of::<UffdMsg>();
+    // SAFETY: the buffer is ours, of that many bytes, and any bytes are a UffdMsg.
+    let n = unsafe {
+        libc::read(fd.as_raw_fd(), buffer.as_mut_ptr().cast(), std::mem::size_of_val(buffer))
+    };
+    match check(n as c_long) {
+        Ok(n) => Ok(&buffer[..n / size]),
+        Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(&[]),
+        Err(e) => Err(e),
+    }
+}
+
+/// Copies from several places of our own memory, in their order, into one
+/// buffer. Whole or an error: what is not mapped is one.
+pub fn copy_from(places: &[(u64, usize)], to: &mut [u8]) -> Result<()> {
+    let total: usize = places.iter().map(|p| p.1).sum();
+    if total > to.len() || places.len() > VECTOR_MAX {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
+    }
+    let local = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
+    let remote = |p: &(u64, usize)| iovec { iov_base: p.0 as *mut libc::c_void, iov_len: p.1 };
+    let mut few = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 4];
+    let many: Vec<iovec>;
+    let list = if places.len() <= few.len() {
+        for (slot, place) in few.iter_mut().zip(places) {
+            *slot = remote(place);
+        }
+        &few[..places.len()]
+    } else {
+        many = places.iter().map(remote).collect();
+        &many[..]
+    };
+    // SAFETY: `local` describes `to`, which is exclusively ours; the remote side
+    // is only read, by the kernel, which checks every address.
+    let n = unsafe {
+        libc::process_vm_readv(libc::getpid(), &local, 1, list.as_ptr(), list.len() as c_ulong, 0)
+    };
+    match check(n as c_long)? {
+        n if n == total => Ok(()),
+        _ => Err(Error::from_raw_os_error(libc::EFAULT)),
+    }
+}
+
+/// Stores one word with a single store, where the caller has just found RAM.
+pub fn store_u64(address: u64, value: u64) {
+    debug_assert_eq!(address % 8, 0);
+    // SAFETY: `address` is an aligned word of the first 16 MiB of guest RAM (the
+    // header page, read a moment ago), which no VMM unmaps while it runs; the
+    // guest's accesses to it are as atomic as this one.
+    unsafe {
+        (*(address as *const std::sync::atomic::AtomicU64))
+            .store(value, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// Calls `each` with every stretch of a range that is held (in memory or in
+/// swap, not the zero page), and whether huge pages map it.
+pub fn pagemap_scan(
+    pagemap: BorrowedFd<'_>,
+    range: Range,
+    mut each: impl FnMut(Range, bool),
+) -> Result<()> {
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Region {
+        start: u64,
+        end: u64,
+        categories: u64,
+    }
+    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    let (mut start, end) = (range.start, range.start + range.len);
+    while start < end {
+        let vec = regions.as_mut_ptr() as u64;
+        let any = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
+        // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
+        let mut arg: [u64; 12] = [
+            96,
+            0,
+            start,
+            end,
+            0,
+            vec,
+            REGIONS as u64,
+            0,
+            PAGE_IS_PFNZERO,
+            PAGE_IS_PFNZERO,
+            any,
+            PAGE_IS_HUGE,
+        ];
+        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(REGIONS);
+        for r in &regions[..n] {
+            let len = r.end.saturating_sub(r.start);
+            each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
+        }
+        match n {
+            REGIONS if regions[n - 1].end > start => start = regions[n - 1].end,
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+/// One byte per page: bit 0 says whether it is in memory.
+pub fn mincore(range: Range, out: &mut [u8]) -> Result<()> {
+    if (out.len() as u64) * 4096 < range.len {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: the kernel writes one byte per page of `range`, which `out` holds.
+    let done =
+        unsafe { libc::mincore(range.start as *mut _, range.len as usize, out.as_mut_ptr()) };
+    check(c_long::from(done)).map(drop)
+}
+
+/// Discards a range of private anonymous memory: it reads as zeros from now on.
+///
+/// Destroys what is there: only for ranges that were proven free.
+pub fn discard(range: Range) -> Result<()> {
+    advise(range, libc::MADV_DONTNEED)
+}
+
+/// Marks a page cold, which splits a huge page that is no longer mapped whole.
+pub fn cold(range: Range) -> Result<()> {
+    advise(range, libc::MADV_COLD)
+}
+
+fn advise(range: Range, advice: c_int) -> Result<()> {
+    // SAFETY: Rust holds no reference into guest RAM, which is all that this is
+    // called for; an unmapped range is an error.
+    let done = unsafe { libc::madvise(range.start as *mut _, range.len as usize, advice) };
+    check(c_long::from(done)).map(drop)
+}
+
+/// Discards many ranges with one call (6.13 on); returns bytes done, from the front.
+pub fn discard_all(pidfd: &OwnedFd, ranges: &[Range]) -> Result<u64> {
+    let vector: Vec<iovec> = ranges
+        .iter()
+        .take(VECTOR_MAX)
+        .map(|r| iovec { iov_base: r.start as *mut _, iov_len: r.len as usize })
+        .collect();
+    // SAFETY: as for `advise`; the vector outlives the call.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_process_madvise,
+            pidfd.as_raw_fd(),
+            vector.as_ptr(),
+            vector.len(),
+            libc::MADV_DONTNEED,
+            0,
+        )
+    };
+    check(n).map(|n| n as u64)
+}
+
+/// A descriptor of this process, if the kernel takes vectored discards on it.
+pub fn discard_all_probe() -> Option<OwnedFd> {
+    let mut page = Mapping::anonymous(4096).ok()?;
+    page.bytes_mut()[0] = 1;
+    let pid = rustix::process::getpid();
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
+    let done = discard_all(&pidfd, &[Range { start: page.address(), len: 4096 }]).ok()?;
+    (done == 4096 && page.bytes_mut()[0] == 0).then_some(pidfd)
+}
+
+/// Gives back a piece of a shared file: it reads as zeros from now on.
+pub fn punch(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: numbers only.
+    let done = unsafe { libc::fallocate(fd.as_raw_fd(), mode, offset as i64, len as i64) };
+    check(c_long::from(done)).map(drop)
+}
+
+/// Blocks every signal in this thread: the VMM's own threads handle them.
+pub fn block_signals() {
+    // SAFETY: `set` is filled before it is used, and only this thread's mask changes.
+    unsafe {
+        let mut set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigfillset(&mut set);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+    }
+}
+
+/// A random number, from the kernel.
+pub fn random() -> u64 {
+    let mut number = 0u64;
+    // SAFETY: eight bytes of our own.
+    unsafe { libc::getrandom(std::ptr::from_mut(&mut number).cast(), 8, 0) };
+    number
+}
+
+/// Whether this process exports a symbol.
+pub fn exports(name: &std::ffi::CStr) -> bool {
+    // SAFETY: `name` ends with NUL; the result is only compared.
+    unsafe { !libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()).is_null() }
+}
+
+/// A mapping of our own, for probes and tests; unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    address: u64,
+    len: usize,
+}
+
+impl Mapping {
+    /// Private anonymous memory.
+    pub fn anonymous(len: usize) -> Result<Mapping> {
+        Mapping::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+    }
+
+    /// Shared memory of a file.
+    pub fn shared(fd: BorrowedFd<'_>, len: usize) -> Result<Mapping> {
+        Mapping::map(len, libc::MAP_SHARED, fd.as_raw_fd())
+    }
+
+    fn map(len: usize, flags: c_int, fd: RawFd) -> Result<Mapping> {
+        // A hole around it: its neighbours never merge with it, and 2 MiB aligned.
+        const ALIGN: usize = 2 << 20;
+        let none = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let read = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: two fresh mappings, the second inside the first.
+        unsafe {
+            let all = libc::mmap(std::ptr::null_mut(), len + ALIGN, libc::PROT_NONE, none, -1, 0);
+            if all == libc::MAP_FAILED {
+                return Err(Error::last_os_error());
+            }
+            let at = (all as usize).next_multiple_of(ALIGN);
+            let got = libc::mmap(at as *mut _, len, read, flags | libc::MAP_FIXED, fd, 0);
+            let error = Error::last_os_error();
+            libc::munmap(all, at - all as usize);
+            libc::munmap((at + len) as *mut _, all as usize + ALIGN - at);
+            if got == libc::MAP_FAILED {
+                return Err(error);
+            }
+            Ok(Mapping { address: at as u64, len })
+        }
+    }
+
+    /// Asks for huge pages, or for none.
+    pub fn huge(&self, on: bool) -> Result<()> {
+        let advice = if on { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        advise(Range { start: self.address, len: self.len as u64 }, advice)
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// All of it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: mapped, readable and writable until dropped, and `self` is held.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
+    }
+
+    /// Its words, for threads that share it.
+    pub fn words(&self) -> &[std::sync::atomic::AtomicU64] {
+        // SAFETY: as above; atomics may be shared.
+        unsafe { std::slice::from_raw_parts(self.address as *const _, self.len / 8) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: ours, and `self` goes with it.
+        unsafe { libc::munmap(self.address as *mut _, self.len) };
+    }
+}

@@ -1,0 +1,346 @@
+//! Finding the guest's header, and knowing whether it still lives.
+//!
+//! ```text
+//! searching ── magic, checksum ──> checking ── two right beats ──> challenged
+//!     ^                                                                │ right answer
+//!     └── reset, tripwire, another header, STOPPED ── ready <──────────┘
+//! ```
+//!
+//! RAM outlives a reset, so what looks like a header may be the picture of one:
+//! nothing is written into its page before it beats, and nothing is believed
+//! before it has answered a random number. The tripwire is armed before that
+//! number is written, so a reset after the answer cannot pass unnoticed. A
+//! running guest that stops beating is doubted until it beats and answers again;
+//! a paused one cannot beat, and cannot be reset unnoticed either.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::wire::abi::{
+    self, Bad, CANDIDATES_MAX, GuestState, HEADER_BYTES, Header, Layout, LivePart, PAGE,
+};
+use ebb_core::wire::{AgentState, Module};
+
+use crate::faults::Faults;
+use crate::guard::Guard;
+use crate::ram::{Bits, Ram};
+use crate::sys;
+
+/// Between two searches of the first 16 MiB: about a millisecond of work.
+const SEARCH_EVERY: Duration = Duration::from_millis(250);
+/// How long a candidate may take to beat twice, and to answer; ten times the
+/// module's own limits, for guests that hardly run.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A running guest that does not beat for so long is doubted.
+const SILENCE: Duration = Duration::from_secs(3);
+
+/// A header that may live.
+#[derive(Debug)]
+struct Candidate {
+    header: Header,
+    beats: u32,
+    last: u64,
+}
+
+/// A header that answered.
+#[derive(Debug)]
+pub struct Live {
+    /// As it was when it answered.
+    pub header: Header,
+    /// Its map.
+    pub layout: Layout,
+    beat: u64,
+    beat_at: Instant,
+    silent: bool,
+    state: GuestState,
+}
+
+#[derive(Debug)]
+enum At {
+    Searching { next: Option<Instant> },
+    Checking { since: Instant, found: Vec<Candidate> },
+    Challenged { since: Instant, header: Box<Header>, challenge: u64 },
+    Ready(Box<Live>),
+}
+
+/// How far we are with the guest's header.
+#[derive(Debug)]
+pub struct Tracker {
+    at: At,
+    why: Option<String>,
+    challenges: u64,
+    running: bool,
+    faults: Faults,
+}
+
+impl Tracker {
+    /// Knows nothing yet.
+    pub fn new(running: bool, faults: Faults) -> Tracker {
+        Tracker { at: At::Searching { next: None }, why: None, challenges: 0, running, faults }
+    }
+
+    /// Nothing known holds any more.
+    pub fn forget(&mut self, guard: &Guard, why: &str) {
+        guard.disarm();
+        self.at = At::Searching { next: None };
+        self.why = Some(why.to_string());
+    }
+
+    /// Whether the vCPUs run, as the daemon knows.
+    pub fn run_state(&mut self, running: bool) {
+        self.running = running;
+        if let At::Ready(live) = &mut self.at {
+            live.beat_at = Instant::now();
+            // Silence was the pause; the tripwire has been watching.
+            live.silent &= running;
+        }
+    }
+
+    /// The map that may be used now.
+    pub fn ready(&self) -> Option<&Live> {
+        match &self.at {
+            At::Ready(live) if !live.silent && live.state == GuestState::Running => Some(live),
+            _ => None,
+        }
+    }
+
+    /// Challenges that were answered.
+    pub fn challenges(&self) -> u64 {
+        self.challenges
+    }
+
+    /// For the status.
+    pub fn state(&self) -> (AgentState, Option<String>) {
+        let state = match &self.at {
+            At::Searching { .. } => AgentState::Searching,
+            At::Checking { .. } | At::Challenged { .. } => AgentState::Checking,
+            At::Ready(_) if self.ready().is_some() => AgentState::Ready,
+            At::Ready(_) => AgentState::Silent,
+        };
+        let why = match &self.at {
+            At::Ready(live) if live.silent => Some("the guest does not beat".to_string()),
+            At::Ready(live) if live.state != GuestState::Running => {
+                Some(format!("the module is {:?}", live.state).to_lowercase())
+            }
+            At::Ready(_) => None,
+            _ if !self.running => Some("the VM is paused: nothing can prove itself".to_string()),
+            _ => self.why.clone(),
+        };
+        (state, why)
+    }
+
+    /// What is known of the module.
+    pub fn module(&self) -> Option<Module> {
+        let At::Ready(live) = &self.at else { return None };
+        let h = &live.header;
+        Some(Module {
+            version: h.module_version.clone(),
+            linux: h.linux(),
+            gpa: h.gpa,
+            order: h.order,
+            map_pages: live.layout.pages.len() as u32,
+            faulty: h.features & 1 != 0,
+        })
+    }
+
+    /// How soon [`Tracker::step`] has something to do.
+    pub fn pause(&self) -> Duration {
+        match &self.at {
+            At::Searching { .. } => SEARCH_EVERY,
+            At::Checking { .. } | At::Challenged { .. } => Duration::from_millis(10),
+            At::Ready(_) => Duration::from_millis(200),
+        }
+    }
+
+    /// Looks, and goes on to the next state where it can.
+    pub fn step(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
+        // What tripped stays tripped until it is armed anew, for the next challenge.
+        let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
+        if relied && guard.tripped() && !self.faults.no_doubt() {
+            self.forget(guard, "something wrote to guest page 0: a reset");
+        }
+        match &mut self.at {
+            At::Searching { next } if next.is_none_or(|n| now >= n) => {
+                *next = Some(now + SEARCH_EVERY);
+                let (found, why) = search(ram);
+                self.why = why.or(self.why.take());
+                if !found.is_empty() {
+                    self.at = At::Checking { since: now, found };
+                }
+            }
+            At::Searching { .. } => {}
+            At::Checking { since, found } => {
+                let late = self.running && now.duration_since(*since) > PATIENCE;
+                let alive = watch(ram, found, self.faults.no_challenge());
+                match alive {
+                    Some(header) => self.challenge(ram, guard, header, now),
+                    None if late => self.forget(guard, "found a header, but it does not beat"),
+                    None => {}
+                }
+            }
+            At::Challenged { .. } => self.answered(ram, guard, now),
+            At::Ready(_) => self.look(ram, guard, now),
+        }
+    }
+
+    /// Arms the tripwire and asks the module for a sign.
+    fn challenge(&mut self, ram: &Ram, guard: &Guard, header: Header, now: Instant) {
+        let page = ram.hva(0, PAGE).filter(|_| !self.faults.no_tripwire());
+        if let Some(Err(e)) = page.map(|p| guard.arm(p)) {
+            return self.forget(guard, &format!("cannot watch guest page 0: {e}"));
+        }
+        let challenge = sys::random().max(1);
+        if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
+            if !self.faults.no_challenge() {
+                sys::store_u64(at, challenge);
+            }
+            self.at = At::Challenged { since: now, header: Box::new(header), challenge };
+        }
+    }
+
+    fn answered(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
+        let At::Challenged { since, header, challenge } = &self.at else { return };
+        let late = self.running && now.duration_since(*since) > PATIENCE;
+        let fresh = match read_header(ram, header.gpa) {
+            Some(h) if h.fixed == header.fixed => h,
+            _ => return self.forget(guard, "its header changed"),
+        };
+        let right = fresh.live.response == abi::response(*challenge, fresh.key);
+        let good = right && fresh.live.state == GuestState::Running;
+        if !good && !self.faults.no_challenge() {
+            if late {
+                self.forget(guard, "the module does not answer");
+            }
+            return;
+        }
+        match collect(ram, &fresh) {
+            Ok(layout) => {
+                self.challenges += 1;
+                let beat = fresh.live.beat;
+                let state = fresh.live.state;
+                let live = Live { header: fresh, layout, beat, beat_at: now, silent: false, state };
+                self.at = At::Ready(Box::new(live));
+                self.why = None;
+            }
+            Err(Bad::Changing) => {}
+            Err(e) => self.forget(guard, &format!("its map cannot be used: {e}")),
+        }
+    }
+
+    /// A header that answered: the same, alive, with the map we know?
+    fn look(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
+        let At::Ready(live) = &mut self.at else { return };
+        let fresh = match read_header(ram, live.header.gpa) {
+            Some(h) if h.fixed == live.header.fixed => h,
+            _ if self.faults.no_doubt() => return,
+            _ => return self.forget(guard, "the module is gone"),
+        };
+        live.state = fresh.live.state;
+        if live.state == GuestState::Stopped && !self.faults.no_doubt() {
+            return self.forget(guard, "the module stopped");
+        }
+        let beats = fresh.live.beat != live.beat && fresh.live.beats_right(fresh.key);
+        if beats {
+            (live.beat, live.beat_at) = (fresh.live.beat, now);
+        }
+        let silence = self.running && now.duration_since(live.beat_at) > SILENCE;
+        live.silent |= silence && !self.faults.no_challenge();
+        if live.silent && beats {
+            return self.challenge(ram, guard, fresh, now);
+        }
+        if fresh.live.generation != live.layout.generation {
+            match collect(ram, &fresh) {
+                Ok(layout) => live.layout = layout,
+                Err(Bad::Changing) => {}
+                Err(e) => self.forget(guard, &format!("its map cannot be used: {e}")),
+            }
+        }
+    }
+}
+
+/// Copies a header once and checks it.
+fn read_header(ram: &Ram, gpa: u64) -> Option<Header> {
+    let mut bytes = [0u8; HEADER_BYTES];
+    ram.read(gpa, &mut bytes)?;
+    Header::parse(&bytes, gpa).ok()
+}
+
+/// The map of a header, if its extents did not change meanwhile.
+fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
+    let read = |gpa| {
+        let mut page = [0u8; PAGE as usize];
+        ram.read(gpa, &mut page)?;
+        Some(page)
+    };
+    let layout = Layout::collect(header, ram.ranges(), read)?;
+    let mut bytes = [0u8; HEADER_BYTES];
+    ram.read(header.gpa, &mut bytes).ok_or(Bad::Outside("the header"))?;
+    match LivePart::parse(&bytes).generation == layout.generation {
+        true => Ok(layout),
+        false => Err(Bad::Changing),
+    }
+}
+
+/// All headers that are whole, among the held ones of the first pages, and why
+/// the last one that was not is none.
+fn search(ram: &Ram) -> (Vec<Candidate>, Option<String>) {
+    let mut found = Vec::new();
+    let mut why = None;
+    for gpa in magic_pages(ram) {
+        let mut bytes = [0u8; HEADER_BYTES];
+        match ram.read(gpa, &mut bytes).map(|()| Header::parse(&bytes, gpa)) {
+            Some(Ok(header)) => {
+                let last = header.live.beat;
+                found.push(Candidate { header, beats: 0, last });
+            }
+            Some(Err(e)) => why = Some(format!("a header at {gpa:#x}: {e}")),
+            None => {}
+        }
+    }
+    (found, why)
+}
+
+/// Addresses of the first pages that are held (reading others would make them
+/// so) and begin with the magic; at most [`CANDIDATES_MAX`].
+fn magic_pages(ram: &Ram) -> Vec<u64> {
+    let mut held: Bits = [0; abi::MAP_WORDS];
+    let mut huge: Bits = [0; abi::MAP_WORDS];
+    let Some(mut part) = ram.parts(0).next() else { return Vec::new() };
+    part.len = part.len.min(abi::SEARCH_PAGES as usize);
+    if ram.held(&part, &mut held, &mut huge).is_err() {
+        return Vec::new();
+    }
+    let pages: Vec<u64> = abi::runs(&held)
+        .flat_map(|(first, len)| first as u64..(first + len) as u64)
+        .filter(|p| *p < abi::SEARCH_PAGES)
+        .collect();
+    let mut found = Vec::new();
+    for chunk in pages.chunks(256) {
+        let mut starts = [0u8; 16 * 256];
+        let places: Vec<(u64, usize)> =
+            chunk.iter().map(|p| (part.range(*p as usize, 1).start, 16)).collect();
+        if sys::copy_from(&places, &mut starts).is_err() {
+            continue;
+        }
+        let magic = starts.chunks_exact(16).zip(chunk).filter(|(s, _)| **s == abi::MAGIC);
+        found.extend(magic.map(|(_, p)| p * PAGE));
+    }
+    found.truncate(CANDIDATES_MAX);
+    found
+}
+
+/// Counts right beats; the first candidate with two of them lives.
+fn watch(ram: &Ram, found: &mut [Candidate], believe: bool) -> Option<Header> {
+    for c in found {
+        let Some(fresh) = read_header(ram, c.header.gpa) else { continue };
+        if fresh.fixed != c.header.fixed {
+            continue;
+        }
+        if fresh.live.beat > c.last && fresh.live.beats_right(fresh.key) {
+            (c.last, c.beats) = (fresh.live.beat, c.beats + 1);
+        }
+        if c.beats >= 2 || believe {
+            return Some(fresh);
+        }
+    }
+    None
+}

@@ -1,0 +1,262 @@
+//! A guest without a VM: memory of this process with header, map and beats as
+//! ebb.ko writes them, and threads that allocate, write, verify and free pages in
+//! the guest's order: clear the bit, then write.
+#![allow(dead_code)]
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ebb_core::wire::abi::{self, MAP_PFNS, PAGE};
+use ebb_core::wire::{Answer, Attach, Command, Recycle, Recycled, Refusal, Segment, Status};
+use ebb_vmm::agent::Agent;
+use ebb_vmm::sys::Mapping;
+
+pub const HEADER: u64 = 0x1_0000;
+pub const EXTENTS: u64 = 0x1_1000;
+pub const MAP: u64 = 0x1_2000;
+/// Pages from here on may be free.
+pub const FIRST: u64 = 512;
+const KEY: u64 = 0x1234_5678_9abc_def0;
+
+/// What RAM is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    Small,
+    Huge,
+    Memfd,
+}
+
+/// The memory of a guest.
+pub struct Guest {
+    pub memory: Mapping,
+    pub pages: u64,
+    pub stop: AtomicBool,
+    pub lost: AtomicU64,
+    pub allocations: AtomicU64,
+    pub file: Option<OwnedFd>,
+}
+
+impl Guest {
+    /// `mib` MiB of RAM, up to one map page's worth, and a live header.
+    pub fn new(mib: u64, memory: Memory) -> Arc<Guest> {
+        let len = (mib << 20) as usize;
+        assert!(mib << 20 <= MAP_PFNS * PAGE);
+        let (memory, file) = match memory {
+            Memory::Memfd => {
+                let flags = rustix::fs::MemfdFlags::CLOEXEC;
+                let file = rustix::fs::memfd_create("ram", flags).unwrap();
+                rustix::fs::ftruncate(&file, len as u64).unwrap();
+                (Mapping::shared(file.as_fd(), len).unwrap(), Some(file))
+            }
+            kind => {
+                let m = Mapping::anonymous(len).unwrap();
+                m.huge(kind == Memory::Huge).unwrap();
+                (m, None)
+            }
+        };
+        let guest = Guest {
+            memory,
+            pages: mib << 8,
+            stop: AtomicBool::new(false),
+            lost: AtomicU64::new(0),
+            allocations: AtomicU64::new(0),
+            file,
+        };
+        guest.write_header();
+        Arc::new(guest)
+    }
+
+    pub fn word(&self, gpa: u64) -> &AtomicU64 {
+        &self.memory.words()[(gpa / 8) as usize]
+    }
+
+    fn put32(&self, gpa: u64, value: u32) {
+        let shift = gpa % 8 * 8;
+        let word = self.word(gpa & !7);
+        let old = word.load(SeqCst) & !(0xffff_ffff << shift);
+        word.store(old | u64::from(value) << shift, SeqCst);
+    }
+
+    pub fn write_header(&self) {
+        let h = HEADER;
+        for (i, eight) in abi::MAGIC.chunks(8).enumerate() {
+            let word = u64::from_le_bytes(eight.try_into().unwrap());
+            self.word(h + 8 * i as u64).store(word, SeqCst);
+        }
+        self.put32(h + 16, abi::VERSION);
+        self.put32(h + 20, abi::HEADER_BYTES as u32);
+        self.word(h + 24).store(h, SeqCst);
+        self.word(h + 40).store(KEY, SeqCst);
+        self.put32(h + 64, 12);
+        self.word(h + 72).store(MAP_PFNS, SeqCst);
+        self.put32(h + 80, 6 << 16 | 12 << 8);
+        let mut fixed = [0u8; abi::STATIC_BYTES];
+        for (i, eight) in fixed.chunks_mut(8).enumerate() {
+            eight.copy_from_slice(&self.word(h + 8 * i as u64).load(SeqCst).to_le_bytes());
+        }
+        self.word(h + 32).store(abi::checksum(&fixed), SeqCst);
+        self.word(h + 264).store(EXTENTS, SeqCst);
+        self.put32(h + 272, 1);
+        self.put32(h + 276, 1);
+        self.put32(EXTENTS + 8, 1);
+        self.word(EXTENTS + 16).store(MAP, SeqCst);
+        self.put32(EXTENTS + 24, 0);
+        self.put32(EXTENTS + 28, 1);
+        self.put32(h + 136, 100);
+        self.put32(h + 128, 2);
+    }
+
+    /// One beat, and the answer to a challenge.
+    pub fn beat(&self) {
+        let beat = self.word(HEADER + 192).fetch_add(1, SeqCst) + 1;
+        self.word(HEADER + 200).store(abi::beat_check(beat, KEY), SeqCst);
+        let challenge = self.word(HEADER + 208).load(SeqCst);
+        if challenge != 0 {
+            self.word(HEADER + 216).store(abi::response(challenge, KEY), SeqCst);
+        }
+    }
+
+    pub fn beating(self: &Arc<Guest>) -> JoinHandle<()> {
+        let guest = Arc::clone(self);
+        std::thread::spawn(move || {
+            while !guest.stop.load(SeqCst) {
+                guest.beat();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        })
+    }
+
+    pub fn set(&self, page: u64, free: bool) {
+        let word = self.word(MAP + page / 64 * 8);
+        match free {
+            true => word.fetch_or(1 << (page % 64), SeqCst),
+            false => word.fetch_and(!(1 << (page % 64)), SeqCst),
+        };
+    }
+
+    pub fn write(&self, page: u64, value: u64) {
+        let first = (page * PAGE / 8) as usize;
+        for word in self.memory.words()[first..first + 512].iter().step_by(73) {
+            word.store(value, SeqCst);
+        }
+    }
+
+    pub fn holds(&self, page: u64, value: u64) -> bool {
+        let first = (page * PAGE / 8) as usize;
+        self.memory.words()[first..first + 512].iter().step_by(73).all(|w| w.load(SeqCst) == value)
+    }
+
+    /// Writes to every page, so that the host holds it, and calls it free.
+    pub fn fill_and_free(&self, first: u64, pages: u64) {
+        for page in first..first + pages {
+            self.write(page, !page);
+        }
+        for page in first..first + pages {
+            self.set(page, true);
+        }
+    }
+
+    /// Allocates, writes, verifies and frees the pages of one of `of` threads.
+    pub fn working(self: &Arc<Guest>, thread: u64, of: u64) -> JoinHandle<()> {
+        let guest = Arc::clone(self);
+        std::thread::spawn(move || {
+            let mut rng = fastrand::Rng::with_seed(thread);
+            let mut own: Vec<(u64, u64)> = Vec::new();
+            let mut free: Vec<u64> =
+                (FIRST..guest.pages).filter(|p| p / 8 % of == thread).collect();
+            free.iter().for_each(|p| guest.set(*p, true));
+            let mut serial = thread << 48 | 1;
+            while !guest.stop.load(SeqCst) {
+                let take = own.len() < 64 || (free.len() > 64 && rng.bool());
+                for _ in 0..rng.usize(1..32) {
+                    if take {
+                        let page = free.swap_remove(rng.usize(..free.len()));
+                        serial += 1;
+                        guest.set(page, false);
+                        guest.write(page, serial);
+                        own.push((page, serial));
+                        guest.allocations.fetch_add(1, SeqCst);
+                    } else if let Some((page, value)) = own.pop() {
+                        let at = rng.usize(..=own.len());
+                        let (page, value) = match own.get_mut(at) {
+                            Some(other) => std::mem::replace(other, (page, value)),
+                            None => (page, value),
+                        };
+                        if !guest.holds(page, value) {
+                            guest.lost.fetch_add(1, SeqCst);
+                        }
+                        guest.set(page, true);
+                        free.push(page);
+                    }
+                }
+            }
+            let bad = own.iter().filter(|(p, v)| !guest.holds(*p, *v)).count();
+            guest.lost.fetch_add(bad as u64, SeqCst);
+        })
+    }
+
+    pub fn attach(&self) -> Command {
+        let segment = Segment { gpa: 0, size: self.pages * PAGE, hva: self.memory.address() };
+        Command::Attach(Attach { segments: vec![segment], running: true, ..Attach::default() })
+    }
+
+    /// Bytes of its RAM that this process holds, by smaps.
+    pub fn resident(&self) -> u64 {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = format!("{:x}-", self.memory.address());
+        let mine = smaps.lines().skip_while(|l| !l.starts_with(&start));
+        let rss = mine.skip(1).find_map(|l| l.strip_prefix("Rss:")).unwrap();
+        rss.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+    }
+}
+
+pub fn ask(agent: &mut Agent, command: Command) -> Result<Answer, Refusal> {
+    agent.execute(&command, None, &mut || false)
+}
+
+pub fn status(agent: &mut Agent, held: bool) -> Status {
+    match ask(agent, Command::Status { held }) {
+        Ok(Answer::Status(s)) => s,
+        other => panic!("{other:?}"),
+    }
+}
+
+pub fn recycle(agent: &mut Agent, want: Recycle) -> Result<Recycled, Refusal> {
+    match ask(agent, Command::Recycle(want)) {
+        Ok(Answer::Recycled(r)) => Ok(r),
+        Ok(other) => panic!("{other:?}"),
+        Err(e) => Err(e),
+    }
+}
+
+/// Steps until the map may be used, or time is over.
+pub fn ready(agent: &mut Agent, within: Duration) -> bool {
+    let until = Instant::now() + within;
+    while Instant::now() < until {
+        if status(agent, false).state == ebb_core::wire::AgentState::Ready {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    false
+}
+
+/// An attached agent whose map may be used, and the guest's beats.
+pub fn attached(guest: &Arc<Guest>, faults: ebb_vmm::faults::Faults) -> (Agent, JoinHandle<()>) {
+    let beats = guest.beating();
+    let mut agent = Agent::new(faults);
+    ask(&mut agent, guest.attach()).unwrap();
+    assert!(ready(&mut agent, Duration::from_secs(10)), "{:?}", status(&mut agent, false));
+    (agent, beats)
+}
+
+/// Bytes the host has free.
+pub fn mem_free() -> u64 {
+    let text = std::io::read_to_string(File::open("/proc/meminfo").unwrap()).unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix("MemFree:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+}

@@ -1,0 +1,243 @@
+//! The handshake in one process: no VM, but real memory, real userfaultfd, and a
+//! guest that allocates at full speed. With each step left out (feature `faults`)
+//! pages are lost; with all of them none is.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use common::*;
+use ebb_core::units::Bytes;
+use ebb_core::wire::{AgentState, Answer, Command, HugePages, Recycle, Refused};
+use ebb_vmm::faults::Faults;
+
+fn seconds(default: u64) -> Duration {
+    let more = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
+    Duration::from_secs(more.unwrap_or(default))
+}
+
+/// Recycles against working threads; returns allocations, losses and pages
+/// recycled. Ends at the first loss.
+fn contest(memory: Memory, faults: Faults, huge: HugePages, time: Duration) -> (u64, u64, u64) {
+    let guest = Guest::new(64, memory);
+    let (mut agent, beats) = attached(&guest, faults);
+    let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
+    let until = Instant::now() + time;
+    while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
+        let want = Recycle { huge, split_min_pages: 8, ..Recycle::default() };
+        let _ = recycle(&mut agent, want);
+    }
+    guest.stop.store(true, SeqCst);
+    threads.into_iter().for_each(|t| t.join().unwrap());
+    let counters = status(&mut agent, false).counters;
+    beats.join().unwrap();
+    let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
+    println!("{memory:?} {faults:?}: {made} allocations, {lost} lost, {counters:?}");
+    (made, lost, counters.recycled.0 / 4096)
+}
+
+#[test]
+fn nothing_is_lost_at_full_speed() {
+    for (memory, huge) in [
+        (Memory::Small, HugePages::Keep),
+        (Memory::Huge, HugePages::Split),
+        (Memory::Memfd, HugePages::Keep),
+    ] {
+        let (made, lost, recycled) = contest(memory, Faults::default(), huge, seconds(4));
+        assert_eq!(lost, 0, "{memory:?}");
+        assert!(made > 10_000 && recycled > 1000, "{memory:?}: {made} {recycled}");
+    }
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn each_step_left_out_loses_pages() {
+    for (memory, faults) in [
+        (Memory::Small, "no_protect+wide"),
+        (Memory::Memfd, "no_protect+wide"),
+        (Memory::Small, "no_reread"),
+        (Memory::Memfd, "no_reread"),
+        (Memory::Small, "no_unpopulated+any_page+wide"),
+    ] {
+        let parsed = Faults::parse(faults).unwrap();
+        let (_, lost, _) = contest(memory, parsed, HugePages::Keep, Duration::from_secs(20));
+        assert!(lost > 0, "{memory:?} {faults}: nothing was lost");
+    }
+    // What only makes it worse loses nothing by itself.
+    for faults in ["wide", "any_page", "wide+any_page"] {
+        let parsed = Faults::parse(faults).unwrap();
+        let (_, lost, _) = contest(Memory::Small, parsed, HugePages::Keep, Duration::from_secs(3));
+        assert_eq!(lost, 0, "{faults}");
+    }
+}
+
+/// A reset: firmware writes to page 0, then another kernel uses all memory and
+/// knows of no map. Returns how many of its pages were lost.
+fn reset(faults: Faults) -> usize {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, beats) = attached(&guest, faults);
+    let pages = guest.pages;
+    guest.fill_and_free(FIRST, pages - FIRST);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+    let theirs = Arc::clone(&guest);
+    let kernel = std::thread::spawn(move || {
+        theirs.write(0, 7);
+        let pages = FIRST..theirs.pages;
+        for round in 0..20 {
+            pages.clone().for_each(|p| theirs.write(p, p + round));
+            std::thread::sleep(Duration::from_millis(10));
+            let lost = pages.clone().filter(|p| !theirs.holds(*p, p + round)).count();
+            if lost > 0 {
+                return lost;
+            }
+        }
+        0
+    });
+    while !kernel.is_finished() {
+        let _ = recycle(&mut agent, Recycle::default());
+    }
+    let trips = status(&mut agent, false).counters.trips;
+    let lost = kernel.join().unwrap();
+    println!("{faults:?}: {lost} pages lost, {trips} trips");
+    lost
+}
+
+#[test]
+fn the_tripwire_drops_the_map_at_a_reset() {
+    for _ in 0..10 {
+        assert_eq!(reset(Faults::default()), 0);
+    }
+    #[cfg(feature = "faults")]
+    for faults in ["no_tripwire", "no_doubt"] {
+        assert!(reset(Faults::parse(faults).unwrap()) > 0, "{faults}");
+    }
+}
+
+/// A header whose module is gone: the picture of one.
+fn picture(faults: Faults) -> bool {
+    let guest = Guest::new(64, Memory::Small);
+    guest.beat();
+    guest.fill_and_free(FIRST, 1024);
+    let mut agent = ebb_vmm::agent::Agent::new(faults);
+    ask(&mut agent, guest.attach()).unwrap();
+    ready(&mut agent, Duration::from_secs(2));
+    let refused = recycle(&mut agent, Recycle::default()).is_err();
+    refused && (FIRST..FIRST + 1024).all(|p| guest.holds(p, !p))
+}
+
+#[test]
+fn a_picture_of_a_header_is_not_believed() {
+    assert!(picture(Faults::default()));
+    #[cfg(feature = "faults")]
+    assert!(!picture(Faults::parse("no_challenge").unwrap()));
+}
+
+#[test]
+fn what_is_free_and_held_comes_back_and_nothing_else() {
+    for memory in [Memory::Small, Memory::Huge, Memory::Memfd] {
+        let guest = Guest::new(128, memory);
+        let (mut agent, _) = attached(&guest, Faults::default());
+        // A block, half of one, single pages, and two that are not free.
+        let pages = FIRST..FIRST + 1600;
+        pages.clone().for_each(|p| guest.write(p, p));
+        let free = |p: u64| p < FIRST + 768 || (p >= FIRST + 1024 && p.is_multiple_of(2));
+        pages.clone().filter(|p| free(*p)).for_each(|p| guest.set(p, true));
+        // Absent ones are free too, and cost nothing.
+        (20_000..30_000).for_each(|p| guest.set(p, true));
+        let before = status(&mut agent, true);
+        let count = pages.clone().filter(|p| free(*p)).count() as u64;
+        assert_eq!(before.free, Some(Bytes::pages(count + 10_000)), "{memory:?}");
+        assert_eq!(before.held, Some(Bytes::pages(count)), "{memory:?}");
+        let limited = Recycle { max_bytes: Some(Bytes::mib(2)), ..Recycle::default() };
+        let first = recycle(&mut agent, limited).unwrap();
+        assert_eq!((first.bytes, first.runs), (Bytes::mib(2), 1), "{memory:?} {first:?}");
+        let kept = recycle(&mut agent, Recycle { min_run_pages: 2, ..Recycle::default() });
+        let want = if memory == Memory::Huge { 0 } else { 256 };
+        assert_eq!(kept.unwrap().bytes, Bytes::pages(want), "{memory:?}");
+        let split = Recycle { huge: HugePages::Split, ..Recycle::default() };
+        let all = recycle(&mut agent, split).unwrap();
+        assert_eq!(all.bytes, Bytes::pages(count - 512 - want), "{memory:?} {all:?}");
+        assert_eq!(all.splits > 0, memory == Memory::Huge, "{all:?}");
+        // Before we look: reading a hole in a memfd fills it.
+        assert_eq!(status(&mut agent, true).held, Some(Bytes::ZERO), "{memory:?}");
+        for p in pages {
+            assert!(guest.holds(p, if free(p) { 0 } else { p }), "{memory:?} {p}");
+        }
+        guest.stop.store(true, SeqCst);
+    }
+}
+
+#[test]
+fn only_what_was_marked_is_taken_when_asked_so() {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, _) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 100);
+    assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked { free: Bytes::pages(100) }));
+    guest.fill_and_free(FIRST + 200, 100);
+    let want = Recycle { marked: true, ..Recycle::default() };
+    assert_eq!(recycle(&mut agent, want).unwrap().bytes, Bytes::pages(100));
+    assert_eq!(recycle(&mut agent, Recycle::default()).unwrap().bytes, Bytes::pages(100));
+    guest.stop.store(true, SeqCst);
+}
+
+#[test]
+fn after_standing_down_nothing_is_protected_or_known() {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, _) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 100);
+    assert_eq!(ask(&mut agent, Command::StandDown), Ok(Answer::Done));
+    guest.write(0, 9);
+    let refusal = recycle(&mut agent, Recycle::default()).unwrap_err();
+    assert_eq!(refusal.kind, Refused::NotReady);
+    assert!((FIRST..FIRST + 100).all(|p| guest.holds(p, !p)));
+    // It begins anew, and two agents do not share one VM's memory.
+    ask(&mut agent, guest.attach()).unwrap();
+    assert!(ready(&mut agent, Duration::from_secs(5)));
+    let mut other = ebb_vmm::agent::Agent::default();
+    let refusal = ask(&mut other, guest.attach()).unwrap_err();
+    assert_eq!(refusal.kind, Refused::Aside);
+    assert!(refusal.text.contains("another userfaultfd"), "{refusal}");
+    assert_eq!(status(&mut other, false).state, AgentState::Aside);
+    guest.stop.store(true, SeqCst);
+}
+
+#[test]
+fn anonymous_memory_that_others_discard_too_is_left_alone() {
+    for (memory, fine) in [(Memory::Small, false), (Memory::Memfd, true)] {
+        let guest = Guest::new(64, memory);
+        let Command::Attach(mut attach) = guest.attach() else { unreachable!() };
+        attach.objections = vec![ebb_core::wire::OTHERS_DISCARD.to_string()];
+        let mut agent = ebb_vmm::agent::Agent::default();
+        assert_eq!(ask(&mut agent, Command::Attach(attach)).is_ok(), fine, "{memory:?}");
+    }
+}
+
+#[test]
+fn a_silent_guest_is_doubted_a_paused_one_is_not() {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 100);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+    ask(&mut agent, Command::RunState { running: false }).unwrap();
+    std::thread::sleep(Duration::from_millis(3500));
+    assert_eq!(status(&mut agent, false).state, AgentState::Ready);
+    assert_eq!(recycle(&mut agent, Recycle::default()).unwrap().bytes, Bytes::pages(100));
+    ask(&mut agent, Command::RunState { running: true }).unwrap();
+    assert_eq!(status(&mut agent, false).state, AgentState::Ready);
+    std::thread::sleep(Duration::from_millis(3500));
+    assert_eq!(status(&mut agent, false).state, AgentState::Silent);
+    // It beats again: asked once more, and believed.
+    guest.stop.store(false, SeqCst);
+    let beats = guest.beating();
+    assert!(ready(&mut agent, Duration::from_secs(5)));
+    assert_eq!(status(&mut agent, false).counters.challenges, 2);
+    ask(&mut agent, Command::ResetSeen).unwrap();
+    assert_eq!(status(&mut agent, false).state, AgentState::Checking);
+    assert!(ready(&mut agent, Duration::from_secs(5)));
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}

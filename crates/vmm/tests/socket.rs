@@ -1,0 +1,184 @@
+//! The agent behind its socket: requests as lines, who may speak, what happens
+//! when a daemon goes.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use common::*;
+use ebb_core::wire::{AgentState, Answer, Command, Outcome, PROTOCOL, Recycle, Reply, Request};
+use ebb_vmm::faults::Faults;
+use ebb_vmm::server::Server;
+
+fn path(name: &str) -> PathBuf {
+    let dir = std::env::temp_dir();
+    dir.join(format!("ebb-agent-{name}-{}", std::process::id()))
+}
+
+struct Daemon {
+    socket: BufReader<UnixStream>,
+    next: u64,
+}
+
+impl Daemon {
+    fn connect(path: &PathBuf) -> Daemon {
+        let socket = UnixStream::connect(path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        Daemon { socket: BufReader::new(socket), next: 1 }
+    }
+
+    fn say(&mut self, command: Command) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.socket.get_mut().write_all(&Request { id, command }.line()).unwrap();
+        id
+    }
+
+    fn hear(&mut self) -> Option<Reply> {
+        let mut line = String::new();
+        self.socket.read_line(&mut line).ok().filter(|n| *n > 0)?;
+        Some(Reply::parse(line.trim_end().as_bytes()).unwrap())
+    }
+
+    fn ask(&mut self, command: Command) -> Outcome {
+        let id = self.say(command);
+        let reply = self.hear().expect("an answer");
+        assert_eq!(reply.id, id);
+        reply.outcome
+    }
+
+    fn state(&mut self) -> AgentState {
+        match self.ask(Command::Status { held: false }) {
+            Outcome::Ok(Answer::Status(s)) => s.state,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn until(&mut self, state: AgentState) {
+        let until = Instant::now() + Duration::from_secs(10);
+        while self.state() != state {
+            assert!(Instant::now() < until, "{:?}", self.ask(Command::Status { held: true }));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, std::thread::JoinHandle<()>) {
+    let path = path(name);
+    let server = Server::start(&path, Faults::default()).unwrap();
+    let guest = Guest::new(64, Memory::Small);
+    let beats = guest.beating();
+    (server, path, guest, beats)
+}
+
+#[test]
+fn a_daemon_is_served_and_only_one() {
+    let (_server, path, guest, beats) = served("one");
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let mut daemon = Daemon::connect(&path);
+    let Outcome::Ok(Answer::Hello(hello)) = daemon.ask(Command::Hello) else { panic!() };
+    assert_eq!((hello.protocol, hello.pid), (PROTOCOL, std::process::id()));
+    assert_eq!(daemon.state(), AgentState::Idle);
+    let mut second = Daemon::connect(&path);
+    assert!(matches!(second.hear().unwrap().outcome, Outcome::Error(_)));
+    assert!(second.hear().is_none());
+    daemon.ask(guest.attach());
+    daemon.until(AgentState::Ready);
+    guest.fill_and_free(FIRST, 1000);
+    let Outcome::Ok(Answer::Recycled(done)) = daemon.ask(Command::Recycle(Recycle::default()))
+    else {
+        panic!()
+    };
+    assert_eq!(done.bytes.0, 1000 * 4096);
+    // It goes; page 0 can be written to at once, and the next one finds it idle.
+    drop(daemon);
+    let begun = Instant::now();
+    guest.write(0, 1);
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    let mut next = Daemon::connect(&path);
+    assert_eq!(next.state(), AgentState::Idle);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+#[test]
+fn a_descriptor_of_userfaultfd_is_used() {
+    let Ok(device) = std::fs::File::options().read(true).write(true).open("/dev/userfaultfd")
+    else {
+        return println!("skipped: /dev/userfaultfd cannot be opened here");
+    };
+    let (_server, path, guest, beats) = served("fd");
+    let mut daemon = Daemon::connect(&path);
+    let Command::Attach(mut attach) = guest.attach() else { unreachable!() };
+    attach.descriptor = true;
+    let Outcome::Error(_) = daemon.ask(Command::Attach(attach.clone())) else { panic!() };
+    let line = Request { id: 7, command: Command::Attach(attach) }.line();
+    let fds = [device.as_fd()];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
+    control.push(rustix::net::SendAncillaryMessage::ScmRights(&fds));
+    let flags = rustix::net::SendFlags::NOSIGNAL;
+    let parts = [std::io::IoSlice::new(&line)];
+    let sent = rustix::net::sendmsg(daemon.socket.get_ref(), &parts, &mut control, flags);
+    assert_eq!(sent.unwrap(), line.len());
+    assert_eq!(daemon.hear().unwrap().outcome, Outcome::Ok(Answer::Done));
+    daemon.until(AgentState::Ready);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+#[test]
+fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
+    let (_server, path, guest, beats) = served("nonsense");
+    let mut daemon = Daemon::connect(&path);
+    daemon.socket.get_mut().write_all(b"{\"id\":1,\"command\":\"dance\"}\n").unwrap();
+    assert!(matches!(daemon.hear().unwrap().outcome, Outcome::Error(_)));
+    daemon.ask(guest.attach());
+    daemon.until(AgentState::Ready);
+    guest.fill_and_free(FIRST, 15_000);
+    // Other requests wait for the end of a recycle, word of a reset does not.
+    let all = Recycle { budget_ms: 5000, ..Recycle::default() };
+    daemon.say(Command::Recycle(all));
+    daemon.say(Command::Mark);
+    let Some(Reply { outcome: Outcome::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
+        panic!()
+    };
+    assert!(!r.more && r.bytes.0 == 15_000 * 4096, "{r:?}");
+    daemon.hear().unwrap();
+    guest.fill_and_free(FIRST, 15_000);
+    daemon.say(Command::Recycle(all));
+    daemon.say(Command::StandDown);
+    let Some(Reply { outcome: Outcome::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
+        panic!()
+    };
+    println!("{r:?}");
+    daemon.hear().unwrap();
+    assert_eq!(daemon.state(), AgentState::Idle);
+    // A line without an end.
+    let _ = daemon.socket.get_mut().write_all(&[b'x'; 40_000]);
+    assert!(daemon.hear().is_none());
+    let mut next = Daemon::connect(&path);
+    assert_eq!(next.state(), AgentState::Idle);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+#[test]
+fn a_socket_that_is_served_is_not_taken_over_a_dead_one_is() {
+    let path = path("stale");
+    let server = Server::start(&path, Faults::default()).unwrap();
+    assert!(Server::start(&path, Faults::default()).is_err());
+    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
+    drop(server);
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let _server = Server::start(&path, Faults::default()).unwrap();
+    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
+}
