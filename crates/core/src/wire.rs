@@ -131,7 +131,8 @@ pub enum HugePages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Recycle {
-    /// At most so much; `None`: all.
+    /// At most so much; `None`: all. Blocks of 2 MiB that are free as a whole are
+    /// not broken for it.
     pub max_bytes: Option<Bytes>,
     /// Shortest run of free pages worth a call, at least 1.
     pub min_run_pages: u32,

@@ -33,10 +33,18 @@ fn ask(socket: &str, head: &str, path: &str, content: &str) -> Result<Vec<u8>> {
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     stream.set_write_timeout(Some(Duration::from_secs(10)))?;
     let length = content.len();
-    write!(
-        stream,
+    let request = format!(
         "{head}Host: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
-    )?;
+    );
+    // In one piece: a server that needs no body may answer and hang up before it
+    // comes, and that answer counts.
+    let sent = stream.write_all(request.as_bytes());
+    match sent {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            return Err(e).with_context(|| format!("cannot ask the daemon on {socket}"));
+        }
+        _ => {}
+    }
     let mut answer = Vec::new();
     stream
         .take(MOST)

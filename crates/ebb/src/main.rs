@@ -136,20 +136,12 @@ fn main() -> ExitCode {
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
-        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) if e.is::<table::NobodyReads>() => ExitCode::SUCCESS,
         Err(e) => {
             cmd::run::say(&format!("ebb: {e:#}"));
             ExitCode::from(2)
         }
     }
-}
-
-/// Whoever reads our output has read enough (`ebb status | head`).
-fn is_broken_pipe(e: &anyhow::Error) -> bool {
-    e.chain().any(|c| {
-        c.downcast_ref::<std::io::Error>()
-            .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
-    })
 }
 
 fn dispatch(cli: Cli) -> Result<bool> {

@@ -7,9 +7,18 @@ use serde::Serialize;
 
 use ebb_core::units::Bytes;
 
-/// Prints; an error where nobody reads any more, which `main` takes as the end.
+/// Nobody reads our output any more (`ebb status | head`): not an error.
+#[derive(Debug, thiserror::Error)]
+#[error("nobody reads the output")]
+pub struct NobodyReads;
+
+/// Prints; [`NobodyReads`] where the reader has gone, which `main` takes as the end.
 pub fn emit(text: &str) -> Result<()> {
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    let mut out = std::io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(NobodyReads.into()),
+        other => Ok(other?),
+    }
 }
 
 /// Prints a value as JSON.

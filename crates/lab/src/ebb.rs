@@ -187,10 +187,10 @@ fn http(socket: &Path, what: &str, content: &str) -> std::io::Result<Vec<u8>> {
     let mut stream = std::os::unix::net::UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let length = content.len();
-    write!(
-        stream,
+    let request = format!(
         "{what} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
-    )?;
+    );
+    stream.write_all(request.as_bytes())?;
     let mut answer = Vec::new();
     std::io::Read::read_to_end(&mut stream, &mut answer)?;
     let at = answer.windows(4).position(|w| w == b"\r\n\r\n").map(|p| p + 4);

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
 use ebb_core::wire::{
-    AgentState, Answer, Attach, Command, Counters, Hello, KernelParts, OTHERS_DISCARD, PROTOCOL,
-    Recycle, Refusal, Refused, Status, clip,
+    AgentState, Answer, Attach, Command, Counters, Hello, OTHERS_DISCARD, PROTOCOL, Recycle,
+    Refusal, Refused, Status, clip,
 };
 
 use crate::aside;
@@ -101,7 +101,7 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         match command {
-            Command::Hello => Ok(Answer::Hello(self.hello())),
+            Command::Hello => Ok(Answer::Hello(Agent::hello())),
             Command::Attach(attach) => self.attach(attach, descriptor),
             Command::Status { held } => Ok(Answer::Status(self.status(*held))),
             Command::Recycle(want) => self.recycle(want, interrupt),
@@ -126,12 +126,12 @@ impl Agent {
         }
     }
 
-    fn hello(&self) -> Hello {
+    fn hello() -> Hello {
         Hello {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
-            kernel: self.vm.as_ref().map_or(KernelParts::default(), |vm| vm.ram.kernel()),
+            kernel: crate::ram::kernel_parts(),
         }
     }
 

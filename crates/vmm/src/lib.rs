@@ -11,7 +11,8 @@
 //! (when to leave a VM alone), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
-//! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH`. The
+//! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not
+//! together with `-daemonize`: QEMU forks away from what was preloaded). The
 //! plug-in interface is used for loading only.
 //!
 //! It must never harm the VM that it is in: no panic leaves its threads, memory

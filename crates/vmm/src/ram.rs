@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use ebb_core::wire::Segment;
 use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE, RamRange};
+use ebb_core::wire::{KernelParts, Segment};
 use rustix::fs::{SeekFrom, fstat, fstatfs};
 
 use crate::sys::{self, Range};
@@ -100,12 +100,7 @@ impl Ram {
             return Err("RAM does not begin at 0 with 16 MiB".into());
         }
         let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
-        let mut ram = Ram { pieces, ranges, pagemap: None, pidfd: sys::discard_all_probe() };
-        ram.pagemap = File::open("/proc/self/pagemap").ok().filter(|f| {
-            let range = Range { start: ram.pieces[0].hva, len: PAGE };
-            sys::pagemap_scan(f.as_fd(), range, |_, _| ()).is_ok()
-        });
-        Ok(ram)
+        Ok(Ram { pieces, ranges, pagemap: pagemap(), pidfd: sys::discard_all_probe() })
     }
 
     /// All pieces, by guest-physical address.
@@ -121,14 +116,6 @@ impl Ram {
     /// Whether some of it is anonymous.
     pub fn has_anonymous(&self) -> bool {
         self.pieces.iter().any(|p| matches!(p.kind, Kind::Anonymous))
-    }
-
-    /// What the kernel offers.
-    pub fn kernel(&self) -> ebb_core::wire::KernelParts {
-        ebb_core::wire::KernelParts {
-            process_madvise: self.pidfd.is_some(),
-            pagemap_scan: self.pagemap.is_some(),
-        }
     }
 
     /// Our address of `len` bytes of guest memory that lie in one piece.
@@ -216,6 +203,20 @@ impl Ram {
             _ => ranges.iter().all(|r| sys::discard(*r).is_ok()),
         }
     }
+}
+
+/// What the kernel offers and is used where it does.
+pub fn kernel_parts() -> KernelParts {
+    let process_madvise = sys::discard_all_probe().is_some();
+    KernelParts { process_madvise, pagemap_scan: pagemap().is_some() }
+}
+
+/// Our own page map, if it can be scanned (Linux 6.7).
+fn pagemap() -> Option<File> {
+    let page = sys::Mapping::anonymous(PAGE as usize).ok()?;
+    let range = Range { start: page.address(), len: PAGE };
+    let file = File::open("/proc/self/pagemap").ok()?;
+    sys::pagemap_scan(file.as_fd(), range, |_, _| ()).ok().map(|()| file)
 }
 
 /// Calls `each` with the stretches of a file that hold data, in memory or in swap,

@@ -61,16 +61,18 @@ impl Marks {
     }
 }
 
-/// Two window sizes: huge pages go a hundred times faster.
+/// Two window sizes (huge pages go a hundred times faster), and the pfn where the
+/// next call begins.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     whole: usize,
     rest: usize,
+    next: u64,
 }
 
 impl Default for Pace {
     fn default() -> Pace {
-        Pace { whole: 1040, rest: 1024 }
+        Pace { whole: 1040, rest: 1024, next: 0 }
     }
 }
 
@@ -147,9 +149,15 @@ impl Recycler<'_> {
         // With a limit, what is whole anywhere comes before pieces.
         let passes: &[Pass] =
             if want.max_bytes.is_some() { &[Pass::Whole, Pass::Rest] } else { &[Pass::All] };
+        // From where the last call ended, so that short budgets come round too.
+        let pages = &self.layout.pages;
+        let (before, after) = pages.split_at(pages.partition_point(|p| p.pfn < self.pace.next));
+        self.pace.next = 0;
         'all: for pass in passes {
-            for page in &self.layout.pages {
-                if self.page(page, *pass, &mut call).is_err() {
+            for page in after.iter().chain(before) {
+                let late = Instant::now() >= call.until || (call.interrupt)();
+                if late || self.page(page, *pass, &mut call).is_err() {
+                    self.pace.next = page.pfn;
                     call.done.more = true;
                     break 'all;
                 }
@@ -251,7 +259,8 @@ impl Recycler<'_> {
                     call.left -= len as u64;
                     run = Run { first: run.first + len, len: run.len - len };
                 } else if batch.is_empty() {
-                    return Err(Stop::Enough);
+                    // Less than a block is left to take: pieces may still fit.
+                    return if whole { Ok(()) } else { Err(Stop::Enough) };
                 } else {
                     self.flush(page, part, &mut batch, whole, call)?;
                     weight = 0;

@@ -44,6 +44,7 @@ impl Server {
     /// serves any more is replaced.
     pub fn start(path: &Path, faults: Faults) -> Result<Server> {
         let listener = listen(path)?;
+        sys::close_in_children(Some(listener.as_fd()));
         let quit = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let theirs = Arc::clone(&quit);
         let thread = std::thread::Builder::new().name("ebb-agent".into()).spawn(move || {
@@ -52,6 +53,7 @@ impl Server {
             // userfaultfd, which lifts all protection.
             let serve = || serve(&listener, &theirs, faults);
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(serve));
+            sys::close_in_children(None);
         })?;
         Ok(Server { quit, thread: Some(thread), path: path.into() })
     }

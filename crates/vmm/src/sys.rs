@@ -7,6 +7,9 @@
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+
 use libc::{c_int, c_long, c_ulong, iovec};
 
 /// A range of this process's addresses.
@@ -299,6 +302,31 @@ pub fn random() -> u64 {
     // SAFETY: eight bytes of our own.
     unsafe { libc::getrandom(std::ptr::from_mut(&mut number).cast(), 8, 0) };
     number
+}
+
+/// The listening socket, which a forked child must not hold: nobody serves it
+/// there. -1: none.
+static LISTENER: AtomicI32 = AtomicI32::new(-1);
+
+extern "C" fn close_listener() {
+    let fd = LISTENER.swap(-1, SeqCst);
+    if fd >= 0 {
+        // SAFETY: in a child, where our threads do not exist, its copy of the
+        // descriptor has no other owner; close is allowed after fork.
+        unsafe { libc::close(fd) };
+    }
+}
+
+/// From now on children that are forked close this listener at once, so that who
+/// connects is refused and does not wait for ever; `None`: no more.
+pub fn close_in_children(listener: Option<BorrowedFd<'_>>) {
+    static ONCE: Once = Once::new();
+    LISTENER.store(listener.map_or(-1, |l| l.as_raw_fd()), SeqCst);
+    // SAFETY: the handler does nothing that is not allowed after fork, and this
+    // library is never unloaded.
+    ONCE.call_once(|| unsafe {
+        libc::pthread_atfork(None, None, Some(close_listener));
+    });
 }
 
 /// Whether this process exports a symbol.

@@ -171,6 +171,22 @@ fn what_is_free_and_held_comes_back_and_nothing_else() {
 }
 
 #[test]
+fn small_limits_and_budgets_come_round() {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, _) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 512);
+    guest.fill_and_free(FIRST + 1024, 300);
+    let small = Recycle { max_bytes: Some(Bytes::kib(400)), ..Recycle::default() };
+    let sizes: Vec<_> = (0..4).map(|_| recycle(&mut agent, small).unwrap().bytes.0 >> 12).collect();
+    assert_eq!(sizes, [100, 100, 100, 0]);
+    let nothing = recycle(&mut agent, Recycle { budget_ms: 0, ..Recycle::default() }).unwrap();
+    assert!(nothing.more && nothing.bytes == Bytes::ZERO);
+    let rest = recycle(&mut agent, Recycle { budget_ms: 1, ..Recycle::default() }).unwrap();
+    assert_eq!(rest.bytes, Bytes::mib(2));
+    guest.stop.store(true, SeqCst);
+}
+
+#[test]
 fn only_what_was_marked_is_taken_when_asked_so() {
     let guest = Guest::new(64, Memory::Small);
     let (mut agent, _) = attached(&guest, Faults::default());

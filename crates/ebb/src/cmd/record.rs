@@ -2,7 +2,7 @@
 //! everything in it again.
 
 use std::fs::File;
-use std::io::{BufReader, Write};
+use std::io::BufReader;
 
 use anyhow::{Context, Result, bail};
 use ebb_core::tick::{Engine, Tick};
@@ -16,8 +16,7 @@ use crate::table::{emit, emit_json};
 pub fn record(socket: &str, output: &str) -> Result<()> {
     let body = client::get(socket, "/v1/record")?;
     if output == "-" {
-        std::io::stdout().write_all(&body)?;
-        return Ok(());
+        return emit(&String::from_utf8_lossy(&body));
     }
     std::fs::write(output, &body).with_context(|| format!("cannot write {output}"))?;
     let lines = body.iter().filter(|b| **b == b'\n').count();
