@@ -23,6 +23,8 @@ pub const STUCK_FIRST_MS: u64 = 30_000;
 pub const STUCK_MOST_MS: u64 = 600_000;
 /// A balloon that still moves up so long after a gift follows the gift.
 const GIVE_ECHO_MS: u64 = 10_000;
+/// A balloon that grew so long ago has been dealt with by QEMU.
+const INFLATE_ECHO_MS: u64 = 2_000;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 
@@ -77,6 +79,9 @@ pub struct VmMemory {
     /// The guest's recent peaks of need, slow and fast in forgetting.
     #[serde(default)]
     pub peaks: Peaks,
+    /// When its balloon was last seen to grow, whoever ordered that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shrunk: Option<Stamp>,
     /// What the recycler remembers.
     #[serde(default)]
     pub recycle: RecycleMemory,
@@ -409,6 +414,11 @@ impl VmMemory {
         if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
             self.recycle.observe(at, agent, p.resident());
         }
+        if let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual)
+            && now < was
+        {
+            self.shrunk = Some(at);
+        }
         self.notice_help(at, actual);
         self.follow_order(at, actual);
         self.account(vm, actual);
@@ -513,6 +523,14 @@ impl VmMemory {
     /// The rates, unless they are too old to mean anything.
     pub fn rates_at(&self, at: Stamp) -> Option<GuestRates> {
         self.rates.filter(|r| at.since(r.at) <= RATE_LIFE_MS)
+    }
+
+    /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
+    /// or grew a moment ago.
+    pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
+        self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))
+            || self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
+            || self.reboot.is_some()
     }
 
     /// Whether an order to shrink has moved nothing for too long.

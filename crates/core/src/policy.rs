@@ -29,7 +29,7 @@ pub enum Verdict {
 /// Decides one tick. Same input, same plan.
 pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Plan {
     let verdicts = balloon::balloon(model, memory, requests);
-    let mut plan = Plan { recycle: recycle::recycle(model, memory, requests), ..Plan::default() };
+    let mut plan = Plan::default();
     for (vm, verdict) in model.vms.iter().zip(verdicts) {
         match within_limits(vm, verdict, limits) {
             Ok(action) if plan.actions.len() < limits.actions => plan.actions.push(action),
@@ -37,6 +37,9 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
             Err(why) => plan.held.push(held(vm, why)),
         }
     }
+    let shrinks = |vm| plan.actions.iter().any(|a: &Action| a.vm == vm && !a.gives());
+    let recycle = recycle::recycle(model, memory, requests);
+    plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
     // Giving back never waits for taking.
     plan.actions.sort_by_key(|a| !a.gives());
     plan

@@ -273,6 +273,9 @@ pub struct AgentSample {
     /// Allocated in the guest since its boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<Bytes>,
+    /// It still works on an order to recycle.
+    #[serde(default)]
+    pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, Answer, Attach, Command, PROTOCOL, Status};
+use ebb_core::wire::{AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Status};
 
 use crate::agent::{Agent, AgentError, segments};
 use crate::qmp::Client;
@@ -54,6 +54,8 @@ pub(crate) struct AgentLink {
     asked: Vec<(Ask, u64)>,
     waits_since: Option<Instant>,
     running: Option<bool>,
+    /// The VM had free page reporting when its RAM was handed over.
+    reports: bool,
     held_at: Option<Instant>,
     status: Option<Status>,
     allocated: Option<Bytes>,
@@ -65,6 +67,7 @@ enum Ask {
     Attach,
     Status,
     Facts,
+    Recycle,
     Other,
 }
 
@@ -82,6 +85,7 @@ impl AgentLink {
             asked: Vec::new(),
             waits_since: None,
             running: None,
+            reports: false,
             held_at: None,
             status: None,
             allocated: None,
@@ -99,6 +103,7 @@ impl AgentLink {
         now: Instant,
         run: Option<&RunState>,
         events: &[VmEvent],
+        reports: bool,
         qmp: Option<&mut Client>,
     ) {
         self.connect(now);
@@ -109,7 +114,12 @@ impl AgentLink {
         }
         match self.stage {
             Stage::Hello | Stage::Attaching => {}
-            Stage::Met => self.attach(run, qmp),
+            Stage::Met => self.attach(run, reports, qmp),
+            // A balloon that reports free pages was plugged in or out.
+            Stage::Attached if reports != self.reports => {
+                self.send(Ask::Other, Command::StandDown);
+                (self.stage, self.status) = (Stage::Met, None);
+            }
             Stage::Attached => self.relay(now, run, events),
             Stage::Apart => {
                 if matches!(run, Some(RunState::Running | RunState::Paused)) {
@@ -140,7 +150,7 @@ impl AgentLink {
         self.agent = Some(agent);
     }
 
-    fn attach(&mut self, run: Option<&RunState>, qmp: Option<&mut Client>) {
+    fn attach(&mut self, run: Option<&RunState>, reports: bool, qmp: Option<&mut Client>) {
         let running = match run {
             Some(RunState::Running) => true,
             Some(RunState::Paused) => false,
@@ -152,7 +162,11 @@ impl AgentLink {
             Err(e) => return self.lose(format!("QEMU does not tell where its RAM is: {e}")),
         };
         self.running = Some(running);
-        let objections = self.objections.clone();
+        self.reports = reports;
+        let mut objections = self.objections.clone();
+        if reports {
+            objections.push(OTHERS_DISCARD.into());
+        }
         let attach = Attach { segments, objections, running, descriptor: false };
         self.send(Ask::Attach, Command::Attach(attach));
         self.stage = Stage::Attaching;
@@ -199,7 +213,7 @@ impl AgentLink {
             return;
         }
         if let Some(recycle) = &order.recycle {
-            self.send(Ask::Other, Command::Recycle(*recycle));
+            self.send(Ask::Recycle, Command::Recycle(*recycle));
             // What is held is news afterwards.
             self.held_at = None;
         }
@@ -292,6 +306,7 @@ impl AgentLink {
             free: status.free,
             held: status.held,
             allocated: self.allocated,
+            busy: self.asked.iter().any(|(ask, _)| *ask == Ask::Recycle),
             counters: status.counters,
         }
     }

@@ -76,6 +76,8 @@ pub(crate) struct Vm {
     found: Option<String>,
     reporting: Option<bool>,
     deflate_on_oom: Option<bool>,
+    /// All device folders were heard on this connection.
+    looked: bool,
     /// Last statistics, when they were last seen, and not after when they came.
     stats: Option<(GuestStats, Stamp, Option<Stamp>)>,
     events: Vec<VmEvent>,
@@ -110,6 +112,7 @@ impl Vm {
             found: None,
             reporting: None,
             deflate_on_oom: None,
+            looked: false,
             stats: None,
             events: Vec::new(),
             asked: Vec::new(),
@@ -286,6 +289,7 @@ impl Vm {
         }
         self.ready = true;
         self.backoff = BACKOFF.0;
+        self.looked = false;
         (self.device, self.stats) = (None, None);
         (self.reporting, self.deflate_on_oom) = (None, None);
         self.events.push(VmEvent::Connected);
@@ -313,7 +317,9 @@ impl Vm {
             Ask::Folder(i) => {
                 let found = balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
+                self.looked |= i + 1 == DEVICE_FOLDERS.len();
                 if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
+                    self.reporting = None;
                     self.device = self.found.take();
                     self.ask_balloon();
                     self.get(Ask::Reporting, balloon::REPORTING);
@@ -373,9 +379,12 @@ impl Vm {
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
         let Some(agent) = self.agent.as_mut() else { return };
-        let usable = self.slow_since.is_none();
+        // Not before it is known whether a balloon reports free pages.
+        let known = self.looked && (self.device.is_none() || self.reporting.is_some());
+        let usable = self.slow_since.is_none() && known;
+        let reports = self.reporting == Some(true);
         let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
-        agent.ask(now, run.as_ref(), &self.events, qmp);
+        agent.ask(now, run.as_ref(), &self.events, reports, qmp);
     }
 
     /// Ends the tick: forgets what was not answered and tells what is known.

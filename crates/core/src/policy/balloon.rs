@@ -103,7 +103,8 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if !vm.distress.is_empty() {
         return Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
     }
-    if actual > vm.ceiling && vm.standing == Standing::Ready {
+    let busy = vm.agent.as_ref().is_some_and(|a| a.busy);
+    if actual > vm.ceiling && vm.standing == Standing::Ready && !busy {
         return above_ceiling(model, vm, m, actual);
     }
     None
@@ -235,6 +236,13 @@ fn candidate(
     };
     if let Some(left) = m.last_give.and_then(|t| force.hold_ms.checked_sub(model.at.since(t))) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
+    }
+    // The ladder: what is free already goes first, and never both at a time.
+    if let Some(agent) = usable(vm) {
+        let held = agent.held.unwrap_or_default();
+        if agent.busy || held >= LEAST_STEP {
+            return Err(format!("{held} that it has freed are recycled first"));
+        }
     }
     let base = base(m, actual);
     let keep = keep(vm, g, m, force);
@@ -532,6 +540,24 @@ mod tests {
         r.nudged = Some(NOW);
         assert_eq!(size(&ask(r, 400)), None, "on its way");
         assert_eq!(ask(r, 1023), all);
+    }
+
+    #[test]
+    fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
+        let agent = |held, busy| crate::sample::AgentSample {
+            link: crate::sample::Link::Up,
+            state: crate::wire::AgentState::Ready,
+            held: Some(Bytes::mib(held)),
+            busy,
+            ..Default::default()
+        };
+        let ask = |agent| {
+            let vm = VmModel { agent: Some(agent), ..vm(1, 1024, 900) };
+            size(&decide(host(Pressure::Critical, 500, 0), vec![vm], vec![])[0])
+        };
+        assert_eq!(ask(agent(100, false)), None);
+        assert_eq!(ask(agent(0, true)), None);
+        assert_eq!(ask(agent(5, false)), Some(768));
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! is, the shorter the period, the smaller the slack, the finer the pieces; when
 //! it is critical, everything goes at once. Works on paused guests too.
 
-use crate::memory::{Memory, RecycleMemory};
+use crate::memory::{Memory, RecycleMemory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Reclaim, RecycleOrder};
 use crate::sample::{AgentSample, Link};
@@ -55,6 +55,12 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
     let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
     let mut of = |vm: &VmModel| {
         let agent = usable(vm)?;
+        // A balloon that grows has QEMU discard pages too, and that would lift the
+        // agent's protection inside a window: one of the two at a time.
+        let at_rest = |m: &VmMemory| !m.inflates(model.at, vm.actual);
+        if agent.busy || !memory.vm(vm.id).is_none_or(at_rest) {
+            return None;
+        }
         if let Some(i) = requests.iter().position(|r| r.means(&vm.name)) {
             return on_request(vm, agent, &mut asked[i]);
         }
@@ -137,7 +143,6 @@ fn one(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::VmMemory;
     use crate::model::HostModel;
     use crate::sample::VmId;
     use crate::units::Stamp;
@@ -191,6 +196,45 @@ mod tests {
         assert_eq!(mib(most(Pressure::Clear, 2)), 347);
         assert_eq!(mib(most(Pressure::Clear, 30)), 90, "a tenth of RAM at most");
         assert_eq!(most(Pressure::Critical, 30), None, "all of it");
+    }
+
+    #[test]
+    fn nothing_is_recycled_while_the_balloon_grows_or_the_agent_is_at_work() {
+        let model = |busy| {
+            let agent = AgentSample {
+                link: Link::Up,
+                state: AgentState::Ready,
+                held: Some(Bytes::mib(500)),
+                busy,
+                ..AgentSample::default()
+            };
+            let vm = VmModel {
+                id: ID,
+                agent: Some(agent),
+                actual: Some(Bytes::gib(2)),
+                standing: Standing::Ready,
+                ..VmModel::default()
+            };
+            let host = HostModel { state: Pressure::Critical, ..HostModel::default() };
+            Model { at: Stamp(100_000), host, vms: vec![vm], ..Model::default() }
+        };
+        let memory =
+            |m: VmMemory| Memory { vms: vec![VmMemory { id: ID, ..m }], ..Memory::default() };
+        let orders = |busy, m| recycle(&model(busy), &memory(m), &[]).len();
+        assert_eq!(orders(false, VmMemory::default()), 1);
+        assert_eq!(orders(true, VmMemory::default()), 0, "at work");
+        let order = |to| {
+            let moved_from = Bytes::gib(2);
+            Some(crate::memory::Order { to: Bytes::gib(to), moved_from, moved_at: Stamp(99_000) })
+        };
+        assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
+        assert_eq!(
+            orders(false, VmMemory { order: order(3), ..VmMemory::default() }),
+            1,
+            "deflates"
+        );
+        let shrunk = Some(Stamp(99_000));
+        assert_eq!(orders(false, VmMemory { shrunk, ..VmMemory::default() }), 0, "a second ago");
     }
 
     #[test]

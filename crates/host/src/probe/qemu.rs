@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use ebb_core::sample::VmId;
+use ebb_core::wire::OTHERS_DISCARD;
 use serde_json::Value;
 
 use super::cgroup::read_mounts;
@@ -18,6 +19,8 @@ use crate::root::{ProbeError, Root};
 
 /// Longest name kept; longer ones are cut.
 const MAX_NAME: usize = 100;
+/// Why the agent must not touch a VM that shares its RAM with such a process.
+const WRITES_UNSEEN: &str = "a vhost-user device writes to guest RAM unseen by userfaultfd";
 /// Most QMP sockets of one VM that are tried.
 const MAX_SOCKETS: usize = 8;
 
@@ -307,6 +310,13 @@ impl QemuArgs {
                 let driver = Options::parse(value, "driver").get("driver").unwrap_or_default();
                 self.balloon |= driver.starts_with("virtio-balloon");
                 self.passthrough |= driver.starts_with("vfio-") || driver.starts_with("vhost-vdpa");
+                if driver.starts_with("virtio-mem") {
+                    self.objections.push(OTHERS_DISCARD.into());
+                }
+                if driver.starts_with("vhost-user") {
+                    self.objections.push(WRITES_UNSEEN.into());
+                }
+                self.objections.truncate(MAX_SOCKETS);
             }
             "balloon" => self.balloon |= value.starts_with("virtio"),
             "object" => {
@@ -353,6 +363,10 @@ impl QemuArgs {
     fn vdpa(&mut self, value: &str, key: &'static str) {
         let kind = Options::parse(value, key).get(key).unwrap_or_default();
         self.passthrough |= kind.contains("vhost-vdpa");
+        if kind.contains("vhost-user") {
+            self.objections.push(WRITES_UNSEEN.into());
+            self.objections.truncate(MAX_SOCKETS);
+        }
     }
 }
 

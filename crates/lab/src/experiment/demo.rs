@@ -147,7 +147,8 @@ impl Demo {
         for n in 1..=self.vms {
             let mut config = VmConfig::new(format!("demo{n}"), self.memory);
             config.kernel = self.kernel;
-            let reporting = arm != "plain";
+            // Tier guest makes reporting needless, and stands aside where it is on.
+            let reporting = arm == "reporting" || arm == "ebb-stock";
             config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
             if arm == "ebb" {
                 tier::prepare(&mut config, &image, dir)?;
