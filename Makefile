@@ -36,8 +36,10 @@ test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
 	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(VM_TESTS)
 
-soak: target/.setup ## the guest module under stress for ten minutes a kernel
-	@EBB_STRESS_SECONDS=600 $(CARGO) test --release -p ebb-lab --test vm_module -- --nocapture vm_no_false
+soak: target/.setup ## module and recycler under stress for ten minutes a kernel, every hook left out on each
+	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
+	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
+	  --test vm_module --test vm_recycle -- --test-threads=1 --nocapture vm_
 
 bench: ## what a tick costs, on synthetic guests
 	@$(CARGO) build --release --quiet -p ebb
