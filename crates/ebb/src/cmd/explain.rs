@@ -60,7 +60,7 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         size(vm.swap),
         size(vm.need),
         size(vm.available),
-        if vm.distress.is_empty() {
+        if vm.verdict.contains(&vm.distress) {
             vm.verdict.clone()
         } else {
             format!("{} ({})", vm.verdict, vm.distress)
