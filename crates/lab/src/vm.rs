@@ -30,6 +30,13 @@ use crate::{LabError, tail};
 const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
 const LAST_WORDS: [&str; 3] = ["Kernel panic - not syncing", "Oops: ", "kernel BUG at"];
+/// QEMU's translator before 8.1 reads code without holding its page: a breakpoint
+/// that the guest's kernel writes for a moment to patch itself can stay behind in
+/// the translation when there are two vCPUs. The kernel then dies of it, nearly
+/// always while booting, when it patches itself most.
+const TRANSLATOR_RACE: &str = "Oops: int3";
+/// How often a VM is booted before that is given up.
+const BOOT_TRIES: u32 = 3;
 const POLL: Duration = Duration::from_millis(20);
 /// QEMU's own answer to a QMP command.
 const QMP_DEADLINE: Duration = Duration::from_secs(10);
@@ -86,6 +93,11 @@ impl Accel {
         let _ = fs::write(known, accel.name());
         accel
     }
+}
+
+/// Whether a guest that died in boot died of QEMU's translator.
+fn translator_race(accel: Accel, cpus: u32, console: &str) -> bool {
+    accel == Accel::Tcg && cpus > 1 && console.contains(TRANSLATOR_RACE)
 }
 
 fn kvm_boots(cache: &Cache) -> bool {
@@ -309,11 +321,23 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Starts a VM and waits until its tool answers.
+    /// Starts a VM and waits until its tool answers. A guest that QEMU's
+    /// translator kills while it boots ([`TRANSLATOR_RACE`]) is started anew.
     pub fn start(config: &VmConfig) -> Result<Vm, VmError> {
-        let mut vm = Vm::spawn(config)?;
-        vm.wait_ready()?;
-        Ok(vm)
+        let mut tries = 1;
+        loop {
+            let mut vm = Vm::spawn(config)?;
+            match vm.wait_ready() {
+                Err(VmError::Lost { .. })
+                    if tries < BOOT_TRIES
+                        && translator_race(vm.accel, config.cpus, &vm.console()) =>
+                {
+                    tries += 1;
+                    eprintln!("VM {}: killed by QEMU's translator in boot, try {tries}", vm.name);
+                }
+                ready => return ready.map(|()| vm),
+            }
+        }
     }
 
     /// Starts a VM; [`Vm::wait_ready`] has still to be called. So several boot at
@@ -605,4 +629,19 @@ fn on_lasting_thread(command: Command) -> std::io::Result<Child> {
     let sender = starter.lock().unwrap_or_else(PoisonError::into_inner).clone();
     sender.send((command, answer)).map_err(|e| gone(e.to_string()))?;
     answered.recv().map_err(|e| gone(e.to_string()))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_translators_own_race_is_forgiven() {
+        let died = "[ 1.8] Oops: int3: 0000 [#1] PREEMPT SMP NOPTI";
+        assert!(translator_race(Accel::Tcg, 2, died));
+        assert!(!translator_race(Accel::Tcg, 1, died), "one vCPU cannot race");
+        assert!(!translator_race(Accel::Kvm, 2, died), "processors do not");
+        assert!(!translator_race(Accel::Tcg, 2, "[ 1.8] Oops: 0002 [#1] PREEMPT SMP NOPTI"));
+        assert!(!translator_race(Accel::Tcg, 2, "Kernel panic - not syncing: Fatal exception"));
+    }
 }
