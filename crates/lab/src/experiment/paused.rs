@@ -2,8 +2,9 @@
 //! much of it comes back while it stands still.
 //!
 //! Metric `returned`: share of what was freed, by the host's memory cgroup (with
-//! `_thp`, `_memfd`: what is behind the guest's RAM). Arms: `ebb-guest` (`ebb
-//! reclaim`'s request), `reporting`, `balloon` (ordered to take as much).
+//! `_thp`, `_memfd`: what is behind the guest's RAM), and `free_to_host_95`, from the
+//! request on. Arms: `ebb-guest` (the agent is asked for everything; nobody has asked
+//! it before the stop), `reporting`, `balloon` (ordered to take as much).
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
 use crate::result::Outcome;
-use crate::vm::Balloon;
+use crate::vm::{Balloon, Vm};
 
 /// All arms.
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "balloon"];
@@ -48,61 +49,50 @@ fn one(
     outcome: &mut Outcome,
 ) -> Result<()> {
     let size = trial.size(256);
-    let place = Place::boot(arena, trial.kernel, memory, arm == "ebb-guest", |c| {
+    let ours = arm == "ebb-guest";
+    let mut place = Place::boot(arena, trial.kernel, memory, ours, |c| {
         c.balloon = Some(Balloon { reporting: arm == "reporting", deflate_on_oom: false });
     })?;
-    let daemon = match arm {
-        "ebb-guest" => {
-            place.insmod()?;
-            Some(place.daemon()?)
-        }
-        _ => None,
-    };
+    if ours {
+        place.attach()?;
+    }
     let (mut shares, mut times) = (Vec::new(), Vec::new());
     for _ in 0..trial.rounds(3) {
-        match &daemon {
-            Some(daemon) => daemon.wait_for("calm", 2 * MINUTE, |s| {
-                (s["vms"][0]["agent"]["held"].as_u64()? < 24 << 20).then_some(())
-            })?,
-            None => place.calm()?,
+        if ours {
+            place.settle()?
+        } else {
+            place.calm()?
         }
         place.start("h", "hold", &format!("size={}", size.0))?;
-        let full = place.usage();
         place.stop("h")?;
         // The module takes its second look at large frees every 100 ms of the
         // guest's own time, which stands still from the stop on.
         std::thread::sleep(place.vm.tool().patient(Duration::from_millis(150)));
-        let before = full - place.usage();
-        place.vm.pause()?;
-        let begun = Instant::now();
-        match (&daemon, arm) {
-            (Some(daemon), _) => daemon.reclaim()?,
-            (None, "balloon") => place.vm.set_balloon(place.vm.memory() - size)?,
-            _ => {}
+        place.pause(true)?;
+        let full = place.usage();
+        if arm == "balloon" {
+            place.vm.set_balloon(place.vm.memory() - size)?;
         }
-        let fall = place::watch(place.cgroup(), begun, full - before, size, TIME);
-        println!(
-            "  {arm}, {}: {} had gone before the stop, {} of {size} came back after it",
-            memory.name(),
-            before,
-            fall.back()
-        );
+        let fall = match ours {
+            true => place.recycle_watched(full, size, TIME)?,
+            false => place::watch(place.cgroup(), Instant::now(), full, size, TIME),
+        };
+        println!("  {arm}, {}: {} of {size} came back", memory.name(), fall.back());
         shares.push(fall.share());
         times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
-        place.vm.resume()?;
+        place.pause(false)?;
         place.vm.request("ping", MINUTE).context("the guest does not go on")?;
         if arm == "balloon" {
-            place.vm.set_balloon(place.vm.memory())?;
-            let full =
-                |vm: &crate::vm::Vm| vm.balloon().is_ok_and(|b| b >= vm.memory() - Bytes::mib(1));
-            place.vm.wait_for("its memory", MINUTE, |vm| full(vm).then_some(()))?;
+            // Only now it follows the order; then it gets everything back.
+            let whole = place.vm.memory();
+            let is = |vm: &Vm, goal: Bytes| vm.balloon().is_ok_and(|b| b == goal).then_some(());
+            place.vm.wait_for("the balloon", 2 * MINUTE, |vm| is(vm, whole - size))?;
+            place.vm.set_balloon(whole)?;
+            place.vm.wait_for("its memory", 2 * MINUTE, |vm| is(vm, whole))?;
         }
     }
     let suffix = memory.suffix();
     outcome.add_median(arm, &format!("returned{suffix}"), "fraction", &shares);
     outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", &times);
-    if let Some(daemon) = daemon {
-        daemon.stop();
-    }
     Ok(())
 }

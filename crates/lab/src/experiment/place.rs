@@ -170,6 +170,29 @@ impl Place {
         Ok(self.agent()?.recycle(want, SOON)?)
     }
 
+    /// The same, watched from the request on, what the host held then being `full`.
+    pub fn recycle_watched(&mut self, full: Bytes, freed: Bytes, time: Duration) -> Result<Fall> {
+        let (cgroup, begun) = (self.cgroup.clone(), Instant::now());
+        std::thread::scope(|scope| {
+            let watching = scope.spawn(move || watch(&cgroup, begun, full, freed, time));
+            self.recycle()?;
+            watching.join().map_err(|_| anyhow::anyhow!("the watch ended early"))
+        })
+    }
+
+    /// Stops the vCPUs or lets them go on, and tells the agent, as the daemon would.
+    pub fn pause(&mut self, paused: bool) -> Result<()> {
+        if paused {
+            self.vm.pause()?
+        } else {
+            self.vm.resume()?
+        }
+        match &mut self.agent {
+            Some(agent) => Ok(agent.run_state(!paused, SOON)?),
+            None => Ok(()),
+        }
+    }
+
     /// Recycles until nothing comes any more.
     pub fn settle(&mut self) -> Result<()> {
         for _ in 0..50 {

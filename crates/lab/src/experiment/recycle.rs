@@ -216,14 +216,7 @@ fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
     place.stop("h")?;
     place.wait_held(size.share(0.95))?;
     let full = place.usage();
-    let begun = Instant::now();
-    let fall = std::thread::scope(|scope| -> Result<_> {
-        let cgroup = place.cgroup().clone();
-        let watch =
-            scope.spawn(move || place::watch(&cgroup, begun, full, size.share(0.95), MINUTE));
-        place.recycle()?;
-        watch.join().map_err(|_| anyhow::anyhow!("the watch ended early"))
-    })?;
+    let fall = place.recycle_watched(full, size.share(0.95), MINUTE)?;
     Ok(fall.rate(false))
 }
 
