@@ -91,7 +91,9 @@ impl Place {
         let image = Image::get(&Cache::from_env(), kernel)?;
         let dir = tempfile::tempdir()?;
         let cgroup = arena.cgroup().context("the arena has no cgroup")?.clone();
-        let mut config = VmConfig::new("trial", Bytes::gib(1));
+        // Daemons find VMs by name, and another run may go on beside this one.
+        let name = format!("trial-{}", std::process::id());
+        let mut config = VmConfig::new(name, Bytes::gib(1));
         (config.kernel, config.cpus) = (kernel, 2);
         config.cgroup = Some(cgroup.dir.clone());
         config.small_pages = memory == Memory::Small;

@@ -101,13 +101,15 @@ pub fn run(
         let trial = Trial { arms: arms.clone(), scale: options.scale, kernel };
         let mut outcome = Outcome::new(name, &release, Accel::detect(&cache));
         println!("== {name}, guest kernel {release}");
-        one(&trial, &mut outcome).with_context(|| format!("{name} on {kernel}"))?;
+        let result = one(&trial, &mut outcome);
+        // What was measured before something failed is not lost.
         println!("{}", outcome.table());
         if let Some(file) = &options.json {
             let file = file_of(file, kernel, options.kernel == Kernels::Both);
             outcome.write(&file)?;
             println!("figures: {}", file.display());
         }
+        result.with_context(|| format!("{name} on {kernel}"))?;
     }
     Ok(())
 }
