@@ -20,6 +20,8 @@ use crate::vm::{Balloon, Vm};
 
 /// All arms.
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "balloon"];
+/// Guests run at a fraction of their speed under emulation; reporting waits 2 s.
+const LOOKED: Duration = Duration::from_millis(600);
 /// What an arm has to show for itself.
 const TIME: Duration = Duration::from_secs(10);
 
@@ -67,7 +69,7 @@ fn one(
         place.stop("h")?;
         // The module takes its second look at large frees every 100 ms of the
         // guest's own time, which stands still from the stop on.
-        std::thread::sleep(place.vm.tool().patient(Duration::from_millis(150)));
+        std::thread::sleep(LOOKED);
         place.pause(true)?;
         let full = place.usage();
         if arm == "balloon" {
@@ -77,8 +79,9 @@ fn one(
             true => place.recycle_watched(full, size, TIME)?,
             false => place::watch(place.cgroup(), Instant::now(), full, size, TIME),
         };
-        println!("  {arm}, {}: {} of {size} came back", memory.name(), fall.back());
-        shares.push(fall.share());
+        let back = full - place.usage();
+        println!("  {arm}, {}: {back} of {size} came back", memory.name());
+        shares.push(back.fraction_of(size));
         times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
         place.pause(false)?;
         place.vm.request("ping", MINUTE).context("the guest does not go on")?;
