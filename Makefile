@@ -46,9 +46,12 @@ bench: ## what a tick costs, on synthetic guests
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120
 
-report: target/.setup ## the figures of the README, measured again, into target/lab
+report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
+	@$(CARGO) build --release --quiet -p ebb -p ebb-lab -p ebb-vmm
 	@$(CARGO) lab overhead --json target/lab/overhead.json
 	@$(CARGO) lab demo --json target/lab/demo.json
+	@for e in mark-cost recycle fragmented paused refault; do \
+	  $(CARGO) lab $$e --kernel both --json target/lab/$$e.json || exit 1; done
 
 fuzz: ## every fuzz target for a minute
 	@cd fuzz && for t in $$(cargo fuzz list); do cargo fuzz run -s none $$t -- -max_total_time=60 || exit 1; done

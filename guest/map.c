@@ -34,12 +34,17 @@
 #include <errno.h>
 
 #define load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
-#define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
 #define fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
 #define fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
 #define bit_set(p, b)	((fetch_or(p, 1ull << (b)) >> (b)) & 1)
 #define bit_clear(p, b)	((fetch_and(p, ~(1ull << (b))) >> (b)) & 1)
-#define full_barrier()	((void)0)	/* in store(); thread sanitizers know no fences */
+#ifdef __SANITIZE_THREAD__	/* it knows no fences */
+#define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
+#define full_barrier()	((void)0)
+#else
+#define store(p, v)	__atomic_store_n(p, v, __ATOMIC_RELAXED)
+#define full_barrier()	__atomic_thread_fence(__ATOMIC_SEQ_CST)
+#endif
 #define weight(v)	__builtin_popcountll(v)
 #endif
 
@@ -60,17 +65,19 @@ static inline struct piece first_piece(const struct ebb_map *m, unsigned long pf
 	return p;
 }
 
-static inline __u64 change(struct piece p, bool to)
+/* Whole words that follow each other; returns how many bits were set. */
+static inline unsigned long change_words(__u64 *word, unsigned long words, bool to)
 {
-	__u64 old;
+	unsigned long i, were = 0;
 
-	if (p.len < EBB_WORD_PFNS)
-		return to ? fetch_or(p.word, p.mask) : fetch_and(p.word, ~p.mask);
-	old = load(p.word);
-	store(p.word, to ? ~0ull : 0);
-	return old;
+	for (i = 0; i < words; i++) {
+		were += weight(load(&word[i]));
+		store(&word[i], to ? ~0ull : 0);
+	}
+	return were;
 }
 
+/* Returns how many bits were otherwise before. */
 static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, unsigned long n,
 				       bool to)
 {
@@ -78,11 +85,22 @@ static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, uns
 
 	while (n) {
 		struct piece p = first_piece(m, pfn, n);
+		unsigned long len = p.len, were = 0;
 
+		if (len == EBB_WORD_PFNS) {
+			/* All whole words up to the end of the map page. */
+			len = EBB_MAP_PFNS - pfn % EBB_MAP_PFNS;
+			len = (n < len ? n : len) & ~(EBB_WORD_PFNS - 1ul);
+			if (p.word)
+				were = change_words(p.word, len / EBB_WORD_PFNS, to);
+		} else if (p.word) {
+			were = weight((to ? fetch_or(p.word, p.mask) :
+				       fetch_and(p.word, ~p.mask)) & p.mask);
+		}
 		if (p.word)
-			changed += weight((change(p, to) ^ (to ? ~0ull : 0)) & p.mask);
-		pfn += p.len;
-		n -= p.len;
+			changed += to ? len - were : were;
+		pfn += len;
+		n -= len;
 	}
 	return changed;
 }

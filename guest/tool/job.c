@@ -6,6 +6,7 @@
  * progress, 'r' ready, 'R' result, 'e' error) and a fragment of JSON.  Counters
  * live in a page shared with the child, so `stat` never waits for it.  A verb
  * that may block is a nameless job, a task: its answer is its result.
+ * `poke` sends a job SIGUSR1: what that means is the job's own affair.
  * A child is in a process group of its own and is killed with all its children.
  */
 #include "tool.h"
@@ -248,6 +249,11 @@ static const char *on_job(struct cmd *c, struct json *out, bool *deferred)
 		describe(j, out);
 		return NULL;
 	}
+	if (!strcmp(c->verb, "poke")) {
+		if (j->state == RUNNING)
+			kill(j->pid, SIGUSR1);
+		return NULL;
+	}
 	if (!strcmp(c->verb, "stop") && j->state == RUNNING) {
 		j->stopping = true;
 		kill(-j->pid, SIGKILL);
@@ -270,7 +276,7 @@ bool job_command(struct cmd *c, struct json *out, bool *deferred)
 	if (!strcmp(c->verb, "start")) {
 		why = start(c, out);
 	} else if (!strcmp(c->verb, "stop") || !strcmp(c->verb, "stat") ||
-		   !strcmp(c->verb, "wait")) {
+		   !strcmp(c->verb, "poke") || !strcmp(c->verb, "wait")) {
 		why = on_job(c, out, deferred);
 	} else {
 		const struct work *w = NULL;

@@ -8,7 +8,7 @@
  *   memhog      size=
  *   faultloop   size= [seconds= | iterations=] [huge=]
  *   read        dev= size= [offset=]: into the page cache
- *   sort, verify: see their files
+ *   sort, verify, pieces: see their files
  */
 #include "tool.h"
 
@@ -318,6 +318,7 @@ const struct work *work_find(const char *kind)
 		{ "read", work_read },
 		{ "sort", work_sort },
 		{ "verify", work_verify },
+		{ "pieces", work_pieces },
 	};
 
 	for (size_t i = 0; i < sizeof(kinds) / sizeof(*kinds); i++)

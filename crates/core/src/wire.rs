@@ -319,6 +319,8 @@ pub struct Recycled {
     pub ns: u64,
     /// Of that, how long windows were open.
     pub window_ns: u64,
+    /// Processor time of it: what it cost, however busy the host was.
+    pub cpu_ns: u64,
     /// It ended early: budget, `max_bytes`, or another request came.
     pub more: bool,
 }

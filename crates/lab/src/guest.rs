@@ -325,6 +325,11 @@ impl Tool {
         self.request(&format!("stop job={job}"), Duration::from_secs(60))
     }
 
+    /// Tells a job to go on: what it does then is its own affair.
+    pub fn poke(&self, job: &str) -> Result<(), ToolError> {
+        self.request(&format!("poke job={job}"), Duration::from_secs(20)).map(drop)
+    }
+
     /// Runs a shell command in the guest; returns what it printed (the first
     /// 1,300 bytes).
     pub fn sh(&self, command: &str, deadline: Duration) -> Result<String, ToolError> {

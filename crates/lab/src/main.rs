@@ -10,6 +10,7 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::overhead::Overhead;
+use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
@@ -34,6 +35,16 @@ enum Cmd {
     Demo(DemoArgs),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
+    /// How fast freed memory comes back, against raw discards and stock QEMU
+    Recycle(trial::Options),
+    /// What the host still holds of memory that was freed in small pieces
+    Fragmented(trial::Options),
+    /// What comes back of a guest that was stopped right after it freed
+    Paused(trial::Options),
+    /// What module and recycling cost a guest that allocates all the time
+    Refault(trial::Options),
+    /// What one mark in the map costs, natively and in guest instructions
+    MarkCost(trial::Options),
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
@@ -122,6 +133,13 @@ fn main() -> ExitCode {
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
         Cmd::Overhead(args) => overhead(&args),
+        Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
+        Cmd::Fragmented(o) => {
+            tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))
+        }
+        Cmd::Paused(o) => tried(trial::run("paused", &paused::ARMS, &o, paused::run)),
+        Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
+        Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
         Cmd::HoldArena(args) => hold_arena(&args),
@@ -240,6 +258,10 @@ fn overhead(args: &OverheadArgs) -> Result<ExitCode> {
     let run = Overhead { time, bursts: args.bursts, kernel: args.kernel };
     run.run(args.json.as_deref())?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn tried(result: Result<()>) -> Result<ExitCode> {
+    result.map(|()| ExitCode::SUCCESS)
 }
 
 fn clean() -> Result<ExitCode> {

@@ -19,9 +19,10 @@ pub struct Row {
     pub arm: String,
     /// What was measured, e.g. `resident_peak`.
     pub metric: String,
-    /// Its mean over `n` runs.
+    /// Its mean over `n` runs; the median where the experiment says so.
     pub value: f64,
-    /// `bytes`, `seconds`, `fraction`, `per_second`, `count`.
+    /// `bytes`, `seconds`, `fraction`, `per_second`, `bytes_per_second`, `cycles`,
+    /// `count`.
     pub unit: String,
     /// How many runs.
     pub n: u32,
@@ -80,6 +81,40 @@ impl Outcome {
         });
     }
 
+    /// Adds the median of the numbers of all runs of an arm.
+    pub fn add_median(&mut self, arm: &str, metric: &str, unit: &str, values: &[f64]) {
+        self.add(arm, metric, unit, values);
+        if let (Some(row), Some(median)) = (self.results.last_mut(), median(values)) {
+            row.value = median;
+        }
+    }
+
+    /// The value of an arm's metric.
+    pub fn value(&self, arm: &str, metric: &str) -> Option<f64> {
+        self.results.iter().find(|r| r.arm == arm && r.metric == metric).map(|r| r.value)
+    }
+
+    /// A line for each number, for people.
+    pub fn table(&self) -> String {
+        let mut text = format!(
+            "{} on guest kernel {}, QEMU {} ({}), {}, commit {}\n",
+            self.experiment, self.kernel, self.qemu, self.accel, self.machine, self.commit
+        );
+        for r in &self.results {
+            let cell = |v| human(v, &r.unit);
+            text += &format!(
+                "  {:<12} {:<32} {:>14}   n {:<3} {} to {}\n",
+                r.arm,
+                r.metric,
+                cell(r.value),
+                r.n,
+                cell(r.min),
+                cell(r.max)
+            );
+        }
+        text
+    }
+
     /// Writes it as JSON.
     pub fn write(&self, path: &Path) -> Result<(), LabError> {
         if let Some(dir) = path.parent() {
@@ -88,6 +123,33 @@ impl Outcome {
         let text =
             serde_json::to_string_pretty(self).map_err(|e| LabError::file(path)(e.into()))?;
         fs::write(path, text + "\n").map_err(LabError::file(path))
+    }
+}
+
+/// The middle one; of an even number the mean of the two.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let at = sorted.len() / 2;
+    match sorted.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(sorted[at]),
+        _ => Some((sorted[at - 1] + sorted[at]) / 2.0),
+    }
+}
+
+/// A number of a unit as people read it.
+fn human(value: f64, unit: &str) -> String {
+    match unit {
+        "bytes_per_second" if value >= 1e9 => format!("{:.2} GB/s", value / 1e9),
+        "bytes_per_second" => format!("{:.1} MB/s", value / 1e6),
+        "bytes" => ebb_core::units::Bytes(value as u64).to_string(),
+        "seconds" if value < 1e-6 => format!("{:.1} ns", value * 1e9),
+        "seconds" if value < 1e-3 => format!("{:.1} µs", value * 1e6),
+        "seconds" if value < 1.0 => format!("{:.0} ms", value * 1e3),
+        "seconds" => format!("{value:.2} s"),
+        "fraction" => format!("{:.2} %", value * 100.0),
+        unit => format!("{value:.1} {unit}"),
     }
 }
 
@@ -128,5 +190,19 @@ mod tests {
         assert_eq!(json["results"][0]["value"], 3.0);
         assert_eq!(json["results"][0]["max"], 6.0);
         assert_eq!(json["accel"], "tcg");
+    }
+
+    #[test]
+    fn a_median_is_in_the_middle_and_keeps_the_range() {
+        let mut outcome = Outcome::new("x", "6.1", Accel::Tcg);
+        outcome.add_median("raw", "page_cycles", "cycles", &[9.0, 1.0, 2.0]);
+        let row = &outcome.results[0];
+        assert_eq!((row.value, row.n, row.min, row.max), (2.0, 3, 1.0, 9.0));
+        assert_eq!(median(&[4.0, 1.0, 2.0, 9.0]), Some(3.0));
+        outcome.add_median("raw", "nothing", "cycles", &[]);
+        assert_eq!(outcome.results.len(), 1);
+        assert_eq!(outcome.results[0].value, 2.0, "no values change no other row");
+        assert_eq!(outcome.value("raw", "page_cycles"), Some(2.0));
+        assert!(outcome.table().contains("page_cycles"));
     }
 }

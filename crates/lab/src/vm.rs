@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::qmp::{self, QmpError};
+use rustix::thread::disable_transparent_huge_pages;
 use serde_json::{Value, json};
 
 use crate::guest::{Fields, Tool, ToolError};
@@ -40,6 +41,8 @@ const BOOT_TRIES: u32 = 3;
 const POLL: Duration = Duration::from_millis(20);
 /// QEMU's own answer to a QMP command.
 const QMP_DEADLINE: Duration = Duration::from_secs(10);
+/// The value of `-accel` where instructions are counted.
+const COUNTED: &str = "tcg,tb-size=64,thread=single";
 /// From start to the tool's ready line, under KVM.
 const BOOT_DEADLINE: Duration = Duration::from_secs(20);
 
@@ -146,6 +149,11 @@ pub struct VmConfig {
     pub balloon: Option<Balloon>,
     /// What its RAM is made of.
     pub backing: Backing,
+    /// QEMU gets no transparent huge pages, whatever this machine's setting.
+    pub small_pages: bool,
+    /// Emulation whose guest clock counts instructions: one nanosecond each, one
+    /// thread for all vCPUs, the same run after run.
+    pub counted: bool,
     /// `None`: the best that works.
     pub accel: Option<Accel>,
     /// Raw disk images, `/dev/vda` first.
@@ -174,6 +182,8 @@ impl VmConfig {
             kernel: Kernel::V6_1,
             balloon: Some(Balloon::default()),
             backing: Backing::default(),
+            small_pages: false,
+            counted: false,
             accel: None,
             disks: Vec::new(),
             cgroup: None,
@@ -192,7 +202,11 @@ impl VmConfig {
         let mib = self.memory.0 >> 20;
         let text = |words: &[&str]| words.iter().map(|w| w.to_string()).collect::<Vec<_>>();
         let mut a = text(&["-name", &self.name, "-nodefaults", "-no-user-config"]);
-        a.extend(text(&["-display", "none", "-accel", accel.option(), "-m", &format!("{mib}M")]));
+        let option = if self.counted { COUNTED } else { accel.option() };
+        a.extend(text(&["-display", "none", "-accel", option, "-m", &format!("{mib}M")]));
+        if self.counted {
+            a.extend(text(&["-icount", "shift=0,sleep=off"]));
+        }
         a.extend(text(&["-smp", &self.cpus.to_string(), "-kernel"]));
         a.extend([image.vmlinuz.display().to_string(), "-initrd".into()]);
         a.extend([image.initramfs.display().to_string(), "-append".into(), self.command_line()]);
@@ -344,7 +358,8 @@ impl Vm {
     /// the same time.
     pub fn spawn(config: &VmConfig) -> Result<Vm, VmError> {
         let mut image = Image::get(&config.cache, config.kernel)?;
-        let accel = config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
+        let best = || config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
+        let accel = if config.counted { Accel::Tcg } else { best() };
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
         let run_dir = dir.path().to_path_buf();
@@ -604,7 +619,7 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
     command.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]).args(args);
     command.envs(config.env.iter().map(|(k, v)| (k, v)));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-    on_lasting_thread(command).map_err(|e| LabError::Command {
+    on_lasting_thread(command, config.small_pages).map_err(|e| LabError::Command {
         command: "qemu-system-x86_64".into(),
         message: e.to_string(),
     })
@@ -612,14 +627,20 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
 
 /// The kernel's parent-death signal goes by the *thread* that forked, and tests
 /// run in threads that end.
-fn on_lasting_thread(command: Command) -> std::io::Result<Child> {
-    type Order = (Command, Sender<std::io::Result<Child>>);
+///
+/// Whether a process gets huge pages is inherited over fork and exec, so it is
+/// switched off here for the moment of the fork.
+fn on_lasting_thread(command: Command, small_pages: bool) -> std::io::Result<Child> {
+    type Order = (Command, bool, Sender<std::io::Result<Child>>);
     static STARTER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     let starter = STARTER.get_or_init(|| {
         let (sender, orders) = channel::<Order>();
         thread::spawn(move || {
-            for (mut command, answer) in orders {
-                let _ = answer.send(command.spawn());
+            for (mut command, small_pages, answer) in orders {
+                let switched = disable_transparent_huge_pages(small_pages);
+                let child = switched.map_err(Into::into).and_then(|()| command.spawn());
+                let _ = disable_transparent_huge_pages(false);
+                let _ = answer.send(child);
             }
         });
         Mutex::new(sender)
@@ -627,7 +648,7 @@ fn on_lasting_thread(command: Command) -> std::io::Result<Child> {
     let (answer, answered) = channel();
     let gone = |_| std::io::Error::other("the thread that starts VMs is gone");
     let sender = starter.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    sender.send((command, answer)).map_err(|e| gone(e.to_string()))?;
+    sender.send((command, small_pages, answer)).map_err(|e| gone(e.to_string()))?;
     answered.recv().map_err(|e| gone(e.to_string()))?
 }
 

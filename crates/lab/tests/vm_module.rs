@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::guest::escape;
 use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -66,27 +67,6 @@ fill)
 esac
 "#;
 
-/// The module for a kernel, built here.
-fn build(image: &Image, faults: bool) -> PathBuf {
-    let headers = image.headers.as_ref().expect("run `cargo lab setup --headers`");
-    let guest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guest");
-    let name = format!("module-{}{}", image.release, if faults { "-faults" } else { "" });
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let mut make = Command::new("make");
-    make.arg("-C").arg(&guest).arg(format!("KDIR={}", headers.display()));
-    make.arg(format!("BUILD={}", out.display()));
-    if faults {
-        make.arg("EBB_FAULTS=1");
-    }
-    let made = make.output().unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let module = out.join("ebb.ko");
-    let small = out.join("small.ko");
-    let strip = Command::new("strip").arg("-g").arg("-o").arg(&small).arg(&module).status();
-    assert!(strip.unwrap().success());
-    small
-}
-
 /// A guest with the module at /tmp/ebb.ko.
 struct Guest {
     vm: Vm,
@@ -98,7 +78,7 @@ type Numbers = BTreeMap<String, u64>;
 impl Guest {
     fn boot(kernel: Kernel, faults: bool, change: impl FnOnce(&mut VmConfig)) -> Guest {
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
-        let module = build(&image, faults);
+        let module = tier::module(&image, faults).unwrap();
         let dir = tempfile::tempdir().unwrap();
         fs::copy(module, dir.path().join("ebb.ko")).unwrap();
         fs::write(dir.path().join("stress"), STRESS).unwrap();

@@ -15,6 +15,7 @@ use ebb_host::agent::{self, Agent};
 use ebb_host::qmp;
 use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -35,21 +36,6 @@ mkdir -p /tmp/s; touch /tmp/go
 
 fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// The module for a kernel, built here.
-fn module(image: &Image) -> PathBuf {
-    let headers = image.headers.as_ref().expect("run `cargo lab setup --headers`");
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("recycle-{}", image.release));
-    let mut make = Command::new("make");
-    make.arg("-C").arg(here().join("../../guest")).arg(format!("KDIR={}", headers.display()));
-    let made = make.arg(format!("BUILD={}", out.display())).output().unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let small = out.join("small.ko");
-    let mut strip = Command::new("strip");
-    strip.arg("-g").arg("-o").arg(&small).arg(out.join("ebb.ko"));
-    assert!(strip.status().unwrap().success());
-    small
 }
 
 /// The plug-in, built here, with or without the switches that break it.
@@ -96,7 +82,10 @@ impl Guest {
         let mut config = VmConfig::new(format!("recycle-{kernel}"), Bytes::gib(1));
         (config.kernel, config.cpus, config.backing) = (kernel, 2, backing);
         config.cgroup = Some(cgroup.dir.clone());
-        config.files = vec![("ebb.ko".into(), module(&image)), ("stress".into(), stress)];
+        config.files = vec![
+            ("ebb.ko".into(), tier::module(&image, false).unwrap()),
+            ("stress".into(), stress),
+        ];
         let with = if faults.is_empty() { String::new() } else { format!(",faults={faults}") };
         let library = plugin(!faults.is_empty());
         let argument = format!("file={},socket={}{with}", library.display(), socket.display());

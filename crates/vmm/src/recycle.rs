@@ -136,7 +136,7 @@ struct Choice {
 impl Recycler<'_> {
     /// Gives back what `want` asks for. `interrupt` is asked between windows.
     pub fn run(&mut self, want: &Recycle, interrupt: &mut dyn FnMut() -> bool) -> Recycled {
-        let begun = Instant::now();
+        let (begun, cpu) = (Instant::now(), cpu_ns());
         let budget = want.budget_ms.min(ebb_core::wire::BUDGET_MS_MAX);
         let mut call = Call {
             want,
@@ -164,6 +164,7 @@ impl Recycler<'_> {
             }
         }
         call.done.ns = begun.elapsed().as_nanos() as u64;
+        call.done.cpu_ns = cpu_ns().saturating_sub(cpu);
         call.done
     }
 
@@ -426,6 +427,12 @@ impl Recycler<'_> {
         let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
         Some(Marks(self.layout.pages.iter().map(copy).collect::<Option<_>>()?))
     }
+}
+
+/// Processor time of this thread so far.
+pub fn cpu_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 /// Page 0 is the tripwire: never ours to give.

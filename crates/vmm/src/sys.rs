@@ -286,6 +286,15 @@ pub fn punch(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
     check(c_long::from(done)).map(drop)
 }
 
+/// The time stamp counter, for measurements; 0 where there is none.
+pub fn cycles() -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: reads a register.
+    return unsafe { std::arch::x86_64::_rdtsc() };
+    #[cfg(not(target_arch = "x86_64"))]
+    return 0;
+}
+
 /// Blocks every signal in this thread: the VMM's own threads handle them.
 pub fn block_signals() {
     // SAFETY: `set` is filled before it is used, and only this thread's mask changes.

@@ -1,8 +1,6 @@
 //! How fast the recycler is, against plain discards of the same memory:
 //! `cargo test --release -p ebb-vmm --test throughput -- --ignored --nocapture`.
 
-#![allow(unsafe_code)]
-
 mod common;
 
 use std::os::fd::AsFd;
@@ -13,16 +11,10 @@ use common::*;
 use ebb_core::wire::Recycle;
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
-use ebb_vmm::sys::{self, Range};
+use ebb_vmm::sys::{self, Range, cycles};
 
 const MIB: u64 = 128;
 const ROUNDS: usize = 9;
-
-/// Time stamp counter.
-fn cycles() -> u64 {
-    // SAFETY: reads a register.
-    unsafe { std::arch::x86_64::_rdtsc() }
-}
 
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

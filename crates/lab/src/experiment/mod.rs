@@ -2,4 +2,11 @@
 //! [`Outcome`](crate::result::Outcome).
 
 pub mod demo;
+pub mod fragmented;
+pub mod mark_cost;
 pub mod overhead;
+pub mod paused;
+pub mod place;
+pub mod recycle;
+pub mod refault;
+pub mod trial;

@@ -1,0 +1,106 @@
+//! `fragmented`: memory freed in small pieces between used ones, and how much of it
+//! the host still holds when everything was tried.
+//!
+//! A guest holds 1.2 GiB in small pages and frees every second piece of 1 MiB, or
+//! every second page. Metric `residual` (pieces of 1 MiB; with `_4k`: of 4 KiB;
+//! with `_thp`: huge pages behind the guest's RAM): share of what was freed that
+//! the host holds in the end, by its memory cgroup. Arms: `ebb-guest` (asked with
+//! `ebb reclaim`'s request until nothing more comes), `reporting` (until nothing
+//! comes any more).
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use ebb_core::units::Bytes;
+
+use super::place::{self, MINUTE, Memory, Place};
+use super::recycle::target;
+use super::trial::Trial;
+use crate::arena::Arena;
+use crate::result::Outcome;
+use crate::vm::Balloon;
+
+/// All arms.
+pub const ARMS: [&str; 2] = ["ebb-guest", "reporting"];
+/// The recycler is asked once a second, so often.
+const ASKED: u32 = 10;
+
+/// Runs it.
+pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+    let arena = place::arena()?;
+    for memory in [Memory::Small, Memory::Huge] {
+        for arm in ARMS.iter().filter(|a| trial.wants(a)) {
+            one(trial, &arena, memory, arm, outcome)?;
+        }
+    }
+    for metric in ["residual", "residual_4k", "residual_thp", "residual_4k_thp"] {
+        if let Some(v) = outcome.value("ebb-guest", metric) {
+            target(metric, v, "<=", 0.02);
+        }
+    }
+    Ok(())
+}
+
+fn one(
+    trial: &Trial,
+    arena: &Arena,
+    memory: Memory,
+    arm: &str,
+    outcome: &mut Outcome,
+) -> Result<()> {
+    let freed = trial.size(600);
+    let place = Place::boot(arena, trial.kernel, memory, arm == "ebb-guest", |c| {
+        c.memory = (freed + freed + Bytes::mib(400)).floor_mib();
+        c.balloon = Some(Balloon { reporting: arm == "reporting", deflate_on_oom: false });
+    })?;
+    let daemon = match arm {
+        "ebb-guest" => {
+            place.insmod()?;
+            Some(place.daemon()?)
+        }
+        _ => None,
+    };
+    for (piece, name) in [(1u64 << 20, "residual"), (4096, "residual_4k")] {
+        let mut left = Vec::new();
+        for _ in 0..trial.rounds(3) {
+            place.start("p", "pieces", &format!("size={} piece={piece}", 2 * freed.0))?;
+            // Whatever else is free is the host's before this begins.
+            match &daemon {
+                Some(daemon) => {
+                    daemon.reclaim()?;
+                    let held = |s: &serde_json::Value| s["vms"][0]["agent"]["held"].as_u64();
+                    daemon.wait_for("calm", 2 * MINUTE, |s| (held(s)? < 8 << 20).then_some(()))?;
+                }
+                None => place.calm()?,
+            }
+            let full = place.usage();
+            place.free_pieces("p")?;
+            let begun = Instant::now();
+            match &daemon {
+                Some(daemon) => {
+                    for _ in 0..ASKED {
+                        daemon.reclaim()?;
+                        std::thread::sleep(Duration::from_secs(1));
+                    }
+                }
+                None => place.calm()?,
+            }
+            let back = full - place.usage();
+            let share = 1.0 - back.fraction_of(freed);
+            println!(
+                "  {arm}, {}, pieces of {}: {back} of {freed} came back in {:.0?}",
+                memory.name(),
+                Bytes(piece),
+                begun.elapsed()
+            );
+            left.push(share);
+            place.stop("p")?;
+        }
+        let metric = format!("{name}{}", memory.suffix());
+        outcome.add_median(arm, &metric, "fraction", &left);
+    }
+    if let Some(daemon) = daemon {
+        daemon.stop();
+    }
+    Ok(())
+}

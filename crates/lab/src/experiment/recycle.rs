@@ -1,0 +1,387 @@
+//! `recycle`: how fast freed memory becomes the host's, against the plain discard
+//! of the same memory and against what stock QEMU offers.
+//!
+//! Arms: `raw` (madvise or hole punching alone, on memory of the same kind and
+//! amount in this process), `ebb-guest`, `reporting`, `balloon`, `virtio-mem`. Raw
+//! and recycler take turns, so whatever else the machine does meets both; what the
+//! recycler takes is free memory of a running guest, and its time is the whole
+//! call: reading the map, asking what is held, proving, discarding. `throughput` is
+//! by the clock, `page_cycles` by the processor time of the thread. The others are
+//! timed from the order (reporting: from the first hundredth that came back) until
+//! the host has 95 %.
+//!
+//! Metrics end with `_thp` or `_memfd` for these backings (else 4 KiB anonymous
+//! pages) and with `_isolated` where free pages lie between used ones (else in
+//! runs of 2 MiB).
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ebb_core::units::Bytes;
+use ebb_vmm::recycle::cpu_ns;
+use ebb_vmm::sys::{self, Mapping, Range, cycles};
+use serde_json::json;
+
+use super::place::{self, MINUTE, Memory, Place};
+use super::trial::Trial;
+use crate::arena::Arena;
+use crate::result::Outcome;
+use crate::vm::Balloon;
+
+/// All arms.
+pub const ARMS: [&str; 5] = ["raw", "ebb-guest", "reporting", "balloon", "virtio-mem"];
+/// Free page reporting waits, and takes a part of the list at a time.
+const PATIENT: Duration = Duration::from_secs(150);
+
+/// Guests hand out pages in no order, so neighbours in a process often are none in
+/// RAM: of every other page half would lie beside another free one.
+const ISOLATED: u64 = 8;
+
+/// How free memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shape {
+    /// Blocks of 2 MiB.
+    Runs,
+    /// One page out of [`ISOLATED`]: what lies beside it is in use.
+    Isolated,
+}
+
+impl Shape {
+    fn suffix(self) -> &'static str {
+        if self == Shape::Runs { "" } else { "_isolated" }
+    }
+}
+
+/// One timed give-back.
+#[derive(Clone, Copy, Debug)]
+struct Timed {
+    bytes: u64,
+    ns: f64,
+    /// Processor time.
+    cpu_ns: f64,
+}
+
+/// Cycles per ns, from the whole run.
+struct Clock(Instant, u64);
+
+impl Clock {
+    fn ghz(&self) -> f64 {
+        (cycles() - self.1) as f64 / self.0.elapsed().as_nanos().max(1) as f64
+    }
+}
+
+/// Runs it.
+pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+    let arena = place::arena()?;
+    if trial.wants("raw") || trial.wants("ebb-guest") {
+        for memory in Memory::ALL {
+            throughput(trial, &arena, memory, outcome)?;
+        }
+    }
+    if trial.wants("ebb-guest") {
+        latency(trial, &arena, outcome)?;
+    }
+    for memory in [Memory::Small, Memory::Huge] {
+        if trial.wants("reporting") {
+            reporting(trial, &arena, memory, outcome)?;
+        }
+        if trial.wants("balloon") {
+            balloon(trial, &arena, memory, outcome)?;
+        }
+        if trial.wants("virtio-mem") {
+            let tried = virtio_mem(trial, &arena, memory, outcome);
+            // Not every guest kernel has the driver.
+            tried.unwrap_or_else(|e| println!("  virtio-mem: skipped: {e:#}"));
+        }
+    }
+    verdict(outcome);
+    Ok(())
+}
+
+/// Raw and recycler in turns, in both shapes.
+fn throughput(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+    let mut place = match trial.wants("ebb-guest") {
+        true => Some(Place::boot(arena, trial.kernel, memory, true, |_| ())?),
+        false => None,
+    };
+    if let Some(place) = &mut place {
+        place.attach()?;
+    }
+    for shape in [Shape::Runs, Shape::Isolated] {
+        let size = trial.size(if shape == Shape::Runs { 256 } else { 48 });
+        let clock = Clock(Instant::now(), cycles());
+        let (mut raw, mut ebb) = (Vec::new(), Vec::new());
+        for _ in 0..trial.rounds(7) {
+            if trial.wants("raw") {
+                raw.push(discard(memory, shape, size)?);
+            }
+            if let Some(place) = &mut place {
+                ebb.push(recycle(place, shape, size)?);
+            }
+        }
+        let ghz = clock.ghz();
+        for (arm, times) in [("raw", raw), ("ebb-guest", ebb)] {
+            let suffix = format!("{}{}", memory.suffix(), shape.suffix());
+            let rate: Vec<f64> = times.iter().map(|t| t.bytes as f64 / t.ns * 1e9).collect();
+            let page = |t: &Timed| t.cpu_ns * ghz / (t.bytes / 4096).max(1) as f64;
+            let page: Vec<f64> = times.iter().map(page).collect();
+            outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", &rate);
+            outcome.add_median(arm, &format!("page_cycles{suffix}"), "cycles", &page);
+        }
+    }
+    if let Some(place) = &mut place {
+        let mut rates = Vec::new();
+        for _ in 0..trial.rounds(5) {
+            rates.extend(host_rate(place, trial.size(256))?);
+        }
+        let metric = format!("host_rate{}", memory.suffix());
+        outcome.add_median("ebb-guest", &metric, "bytes_per_second", &rates);
+    }
+    Ok(())
+}
+
+/// Memory of the same kind in this process, touched and given back by the system
+/// call that does it: for huge pages that are taken in part, split as well.
+fn discard(memory: Memory, shape: Shape, size: Bytes) -> Result<Timed> {
+    let len = (size.0 * if shape == Shape::Runs { 1 } else { ISOLATED }) as usize;
+    let (mut mapping, file): (Mapping, Option<OwnedFd>) = match memory {
+        Memory::Memfd => {
+            let file = rustix::fs::memfd_create("raw", rustix::fs::MemfdFlags::CLOEXEC)?;
+            rustix::fs::ftruncate(&file, len as u64)?;
+            (Mapping::shared(file.as_fd(), len)?, Some(file))
+        }
+        _ => {
+            let mapping = Mapping::anonymous(len)?;
+            mapping.huge(memory == Memory::Huge)?;
+            (mapping, None)
+        }
+    };
+    mapping.bytes_mut().iter_mut().step_by(4096).for_each(|b| *b = 1);
+    let step = if shape == Shape::Runs { 2 << 20 } else { ISOLATED * 4096 };
+    let piece = if shape == Shape::Runs { step } else { 4096 };
+    let (begun, cpu) = (Instant::now(), cpu_ns());
+    for offset in (0..len as u64).step_by(step as usize) {
+        let range = Range { start: mapping.address() + offset, len: piece };
+        match &file {
+            Some(file) => sys::punch(file.as_fd(), offset, piece)?,
+            None => sys::discard(range)?,
+        }
+        let last = (offset + step).is_multiple_of(2 << 20);
+        if shape == Shape::Isolated && memory == Memory::Huge && last {
+            sys::cold(Range { start: range.start + 4096, len: 4096 })?;
+        }
+    }
+    let ns = begun.elapsed().as_nanos() as f64;
+    Ok(Timed { bytes: size.0, ns, cpu_ns: (cpu_ns() - cpu) as f64 })
+}
+
+/// The same amount, freed by a guest, in one call of the recycler.
+fn recycle(place: &mut Place, shape: Shape, size: Bytes) -> Result<Timed> {
+    place.settle()?;
+    match shape {
+        Shape::Runs => {
+            place.start("h", "hold", &format!("size={} huge=1", size.0))?;
+            place.stop("h")?;
+        }
+        Shape::Isolated => {
+            place.start("h", "pieces", &format!("size={} of={ISOLATED}", ISOLATED * size.0))?;
+            // What starting it left free is not what is measured.
+            place.settle()?;
+            place.free_pieces("h")?;
+        }
+    }
+    place.wait_held(size.share(0.9))?;
+    let full = place.usage();
+    let done = place.recycle()?;
+    let fell = full - place.usage();
+    println!(
+        "  {shape:?}: {} in {:.1} ms ({:.1} ms of processor time), {:.1} pages a run, host has {} more",
+        done.bytes,
+        done.ns as f64 / 1e6,
+        done.cpu_ns as f64 / 1e6,
+        done.bytes.0 as f64 / 4096.0 / done.runs.max(1) as f64,
+        fell
+    );
+    if shape == Shape::Isolated {
+        place.stop("h")?;
+    }
+    Ok(Timed { bytes: done.bytes.0, ns: done.ns as f64, cpu_ns: done.cpu_ns as f64 })
+}
+
+/// Bytes a second from the request to 95 % in the host's eyes, as for the others.
+fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
+    place.settle()?;
+    place.start("h", "hold", &format!("size={} huge=1", size.0))?;
+    place.stop("h")?;
+    place.wait_held(size.share(0.95))?;
+    let full = place.usage();
+    let fall = place.recycle_watched(full, size.share(0.95), MINUTE)?;
+    Ok(fall.rate(false))
+}
+
+/// From the free to 95 % at the host, by the daemon: asked for, and of itself.
+fn latency(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
+    let place = Place::boot(arena, trial.kernel, Memory::Small, true, |_| ())?;
+    place.insmod()?;
+    let daemon = place.daemon()?;
+    let size = trial.size(256);
+    for (asked, metric) in [(true, "free_to_host_95"), (false, "free_to_host_95_unasked")] {
+        let mut times = Vec::new();
+        for _ in 0..trial.rounds(5) {
+            daemon.wait_for("calm", 2 * MINUTE, |s| {
+                (s["vms"][0]["agent"]["held"].as_u64()? < 24 << 20).then_some(())
+            })?;
+            place.start("h", "hold", &format!("size={}", size.0))?;
+            let full = place.usage();
+            place.stop("h")?;
+            let begun = Instant::now();
+            if asked {
+                daemon.reclaim()?;
+            }
+            let fall = place::watch(place.cgroup(), begun, full, size, MINUTE);
+            let time = fall.time_to(0.95).context("less than 95 % came back in a minute")?;
+            times.push(time.as_secs_f64());
+        }
+        outcome.add_median("ebb-guest", metric, "seconds", &times);
+    }
+    daemon.stop();
+    Ok(())
+}
+
+/// Free page reporting: from the free on, by itself.
+fn reporting(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+    let with = |c: &mut crate::vm::VmConfig| {
+        c.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
+    };
+    let place = Place::boot(arena, trial.kernel, memory, false, with)?;
+    let (mut rates, mut times) = (Vec::new(), Vec::new());
+    let size = trial.size(256);
+    for _ in 0..trial.rounds(3) {
+        place.calm()?;
+        place.start("h", "hold", &format!("size={} huge=1", size.0))?;
+        let full = place.usage();
+        place.stop("h")?;
+        let fall = place::watch(place.cgroup(), Instant::now(), full, size, PATIENT);
+        println!("  reporting, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
+        rates.extend(fall.rate(true));
+        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
+    }
+    note("reporting", memory, &rates, &times, outcome);
+    Ok(())
+}
+
+/// The balloon: asked for just what was freed.
+fn balloon(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+    let place = Place::boot(arena, trial.kernel, memory, false, |_| ())?;
+    let (mut rates, mut times) = (Vec::new(), Vec::new());
+    let size = trial.size(256);
+    let whole = place.vm.memory();
+    for _ in 0..trial.rounds(3) {
+        // Whatever page the balloon takes, the host has it to lose.
+        place.touch_all()?;
+        let full = place.usage();
+        let begun = Instant::now();
+        place.vm.set_balloon(whole - size)?;
+        let fall = place::watch(place.cgroup(), begun, full, size, PATIENT);
+        println!("  balloon, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
+        rates.extend(fall.rate(false));
+        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
+        place.vm.set_balloon(whole)?;
+        let up = |vm: &crate::vm::Vm| vm.balloon().is_ok_and(|b| b == whole).then_some(());
+        place.vm.wait_for("the balloon to empty", MINUTE, up)?;
+    }
+    note("balloon", memory, &rates, &times, outcome);
+    Ok(())
+}
+
+/// virtio-mem: a device of just what is asked back, all of it touched.
+fn virtio_mem(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+    let size = trial.size(256);
+    let base = Bytes::gib(1) - size;
+    let place = Place::boot(arena, trial.kernel, memory, false, |c| {
+        c.memory = base;
+        c.append = "memhp_default_state=online_movable".into();
+        let device = format!("virtio-mem-pci,id=vm0,memdev=vm0ram,requested-size={}", size.0);
+        let ram = format!("memory-backend-ram,id=vm0ram,size={}", size.0);
+        c.args = ["-m", "maxmem=4G,slots=1", "-object", &ram, "-device", &device]
+            .map(String::from)
+            .to_vec();
+    })?;
+    let loaded = place.vm.request("modprobe name=virtio_mem", MINUTE);
+    loaded.context("the guest kernel has no virtio_mem")?;
+    let get = |vm: &crate::vm::Vm| {
+        let path = json!({"path": "/machine/peripheral/vm0", "property": "size"});
+        vm.qmp("qom-get", Some(path)).ok().and_then(|v| v.as_u64())
+    };
+    let set = |size: u64| {
+        let path = "/machine/peripheral/vm0";
+        let what = json!({"path": path, "property": "requested-size", "value": size});
+        place.vm.qmp("qom-set", Some(what))
+    };
+    let (mut rates, mut times) = (Vec::new(), Vec::new());
+    for _ in 0..trial.rounds(3) {
+        set(size.0)?;
+        place.vm.wait_for("its memory", MINUTE, |vm| (get(vm)? == size.0).then_some(()))?;
+        place.touch_all()?;
+        let full = place.usage();
+        let begun = Instant::now();
+        set(0)?;
+        let fall = place::watch(place.cgroup(), begun, full, size, PATIENT);
+        println!("  virtio-mem, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
+        rates.extend(fall.rate(false));
+        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
+        place.vm.wait_for("the device empty", MINUTE, |vm| (get(vm)? == 0).then_some(()))?;
+    }
+    note("virtio-mem", memory, &rates, &times, outcome);
+    Ok(())
+}
+
+fn note(arm: &str, memory: Memory, rates: &[f64], times: &[f64], outcome: &mut Outcome) {
+    let suffix = memory.suffix();
+    outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", rates);
+    outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", times);
+}
+
+/// The targets, and whether they were met.
+fn verdict(outcome: &Outcome) {
+    let value = |arm: &str, metric: &str| outcome.value(arm, metric);
+    for suffix in ["", "_thp", "_memfd"] {
+        let metric = format!("throughput{suffix}");
+        if let (Some(raw), Some(ebb)) = (value("raw", &metric), value("ebb-guest", &metric)) {
+            target(&format!("{metric}: share of raw"), ebb / raw, ">=", 0.80);
+        }
+        // The same by processor time, which a busy machine disturbs less.
+        let metric = format!("page_cycles{suffix}");
+        if let (Some(raw), Some(ebb)) = (value("raw", &metric), value("ebb-guest", &metric)) {
+            target(&format!("{metric}: share of raw"), raw / ebb, ">=", 0.80);
+        }
+        for (shape, most) in [("", 1000.0), ("_isolated", 6500.0)] {
+            let metric = format!("page_cycles{suffix}{shape}");
+            if let Some(v) = value("ebb-guest", &metric) {
+                target(&metric, v, "<=", most);
+            }
+        }
+    }
+    for suffix in ["", "_thp"] {
+        for rival in ["reporting", "balloon"] {
+            let ours = value("ebb-guest", &format!("host_rate{suffix}"));
+            let theirs = value(rival, &format!("throughput{suffix}"));
+            if let (Some(ours), Some(theirs)) = (ours, theirs) {
+                target(&format!("host_rate{suffix}: times {rival}"), ours / theirs, ">=", 20.0);
+            }
+        }
+    }
+    for (metric, most) in [("free_to_host_95", 1.0), ("free_to_host_95_unasked", 11.0)] {
+        if let Some(v) = value("ebb-guest", metric) {
+            target(metric, v, "<=", most);
+        }
+    }
+}
+
+/// Says whether a target was met.
+pub fn target(what: &str, value: f64, relation: &str, mark: f64) {
+    let met = if relation == "<=" { value <= mark } else { value >= mark };
+    let word = if met { "met" } else { "MISSED" };
+    println!("  target {what}: {value:.3} ({relation} {mark}): {word}");
+}

@@ -1,0 +1,182 @@
+//! `refault`: what module and recycling cost a guest that allocates and frees all
+//! the time: will-it-scale's page_fault1 (map 128 MiB, touch each page, unmap).
+//!
+//! Arms: `plain` (no module), `module` (loaded, nothing recycled), `ebb-guest` (and
+//! `ebb run` recycles as it always does). They take turns in one VM, and each round
+//! gives the ratio of its own neighbours: metric `ops_ratio` (the guest has huge
+//! pages; `_4k`: it has none), the median of them. `ops` is pages a second.
+//!
+//! Time under emulation is noisy, and no measure of a real processor. So the loop
+//! also runs where the guest's clock counts instructions: `instructions` a page,
+//! and `instruction_ratio`, of `plain` and `module` (what the host does takes no
+//! instruction of the guest).
+
+use anyhow::Result;
+use ebb_core::units::Bytes;
+
+use super::place::{self, MINUTE, Memory, Place};
+use super::recycle::target;
+use super::trial::Trial;
+use crate::arena::Arena;
+use crate::result::Outcome;
+use crate::vm::VmConfig;
+
+/// All arms; ratios need the first.
+pub const ARMS: [&str; 3] = ["plain", "module", "ebb-guest"];
+/// Of page_fault1.
+const SIZE: u64 = 128 << 20;
+/// One measurement.
+const SECONDS: u32 = 6;
+
+/// Whether the guest's loop gets huge pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pages {
+    /// One fault for 2 MiB.
+    Huge,
+    /// One fault a page.
+    Small,
+}
+
+impl Pages {
+    /// Both.
+    pub const ALL: [Pages; 2] = [Pages::Huge, Pages::Small];
+
+    /// What the names of metrics end with.
+    pub fn suffix(self) -> &'static str {
+        if self == Pages::Huge { "" } else { "_4k" }
+    }
+
+    fn flag(self) -> u32 {
+        u32::from(self == Pages::Huge)
+    }
+}
+
+/// Runs it.
+pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+    let arena = place::arena()?;
+    timed(trial, &arena, outcome)?;
+    for (pages, counts) in counted(trial, &arena)? {
+        let suffix = pages.suffix();
+        let metric = format!("instructions{suffix}");
+        outcome.add_median("plain", &metric, "count", &counts.plain);
+        outcome.add_median("module", &metric, "count", &counts.module);
+        let ratio: Vec<f64> =
+            counts.plain.iter().zip(&counts.module).map(|(plain, with)| plain / with).collect();
+        outcome.add_median("module", &format!("instruction_ratio{suffix}"), "fraction", &ratio);
+    }
+    for (arm, metric, least) in [
+        ("module", "ops_ratio", 0.995),
+        ("module", "instruction_ratio", 0.995),
+        ("module", "ops_ratio_4k", 0.97),
+        ("module", "instruction_ratio_4k", 0.97),
+        ("ebb-guest", "ops_ratio", 0.98),
+        ("ebb-guest", "ops_ratio_4k", 0.95),
+    ] {
+        if let Some(v) = outcome.value(arm, metric) {
+            target(&format!("{arm} {metric}"), v, ">=", least);
+        }
+    }
+    Ok(())
+}
+
+/// In real time, in turns.
+fn timed(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
+    let place = Place::boot(arena, trial.kernel, Memory::Huge, true, |c| c.cpus = 1)?;
+    let arms: Vec<&str> =
+        ARMS.iter().copied().filter(|a| trial.wants(a) || *a == "plain").collect();
+    for pages in Pages::ALL {
+        let mut rates = vec![Vec::new(); arms.len()];
+        for round in 0..trial.rounds(7) {
+            // Forwards and backwards by turns: a machine that grows slower during a
+            // round favours nobody.
+            let order: Vec<usize> = match round % 2 {
+                0 => (0..arms.len()).collect(),
+                _ => (0..arms.len()).rev().collect(),
+            };
+            for i in order {
+                rates[i].push(turn(&place, arms[i], pages)?);
+            }
+            let said: Vec<String> =
+                rates.iter().map(|r| format!("{:.0}", r.last().unwrap_or(&0.0))).collect();
+            println!("  {pages:?}: {} pages/s ({})", said.join(", "), arms.join(", "));
+        }
+        for (i, arm) in arms.iter().enumerate() {
+            let metric = format!("ops{}", pages.suffix());
+            outcome.add_median(arm, &metric, "per_second", &rates[i]);
+        }
+        for (i, arm) in arms.iter().enumerate().skip(1) {
+            let ratio: Vec<f64> = rates[i].iter().zip(&rates[0]).map(|(a, p)| a / p).collect();
+            let metric = format!("ops_ratio{}", pages.suffix());
+            outcome.add_median(arm, &metric, "fraction", &ratio);
+        }
+    }
+    Ok(())
+}
+
+/// One measurement of one arm; the guest is as it was afterwards.
+fn turn(place: &Place, arm: &str, pages: Pages) -> Result<f64> {
+    if arm != "plain" {
+        place.insmod()?;
+    }
+    let daemon = if arm == "ebb-guest" { Some(place.daemon()?) } else { None };
+    // The translator's work, and what loading the module set off, are not measured.
+    faultloop(place, pages, "seconds=1")?;
+    let rate = faultloop(place, pages, &format!("seconds={SECONDS}"))?.0;
+    if let Some(daemon) = daemon {
+        daemon.stop();
+    }
+    if arm != "plain" {
+        place.sh("rmmod ebb")?;
+    }
+    Ok(rate)
+}
+
+/// Pages a second, and nanoseconds a page, by the guest's clock.
+fn faultloop(place: &Place, pages: Pages, until: &str) -> Result<(f64, f64)> {
+    let tool = place.vm.tool();
+    let arguments = format!("size={SIZE} huge={} {until}", pages.flag());
+    tool.start("f", "faultloop", &arguments).map_err(|e| place.vm.explain(e))?;
+    let end = tool.wait_end("f", 5 * MINUTE).map_err(|e| place.vm.explain(e))?;
+    let each = end.u64("total_ns") as f64 / end.u64("pages").max(1) as f64;
+    Ok((end.f64("pages_per_second"), each))
+}
+
+/// Instructions a page, of measurements that took turns.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    /// Without the module.
+    pub plain: Vec<f64>,
+    /// With it.
+    pub module: Vec<f64>,
+}
+
+/// The same loop where a nanosecond is an instruction.
+pub fn counted(trial: &Trial, arena: &Arena) -> Result<Vec<(Pages, Counts)>> {
+    let place = Place::boot(arena, trial.kernel, Memory::Huge, true, |c: &mut VmConfig| {
+        c.cpus = 1;
+        c.counted = true;
+        // Kernels use no huge pages of themselves where there is less.
+        c.memory = Bytes::gib(1);
+    })?;
+    let mut all = Vec::new();
+    for pages in Pages::ALL {
+        let mut counts = Counts::default();
+        // What runs for a while after boot is not counted.
+        faultloop(&place, pages, "iterations=6")?;
+        for _ in 0..trial.rounds(3) {
+            faultloop(&place, pages, "iterations=1")?;
+            counts.plain.push(faultloop(&place, pages, "iterations=4")?.1);
+            place.insmod()?;
+            faultloop(&place, pages, "iterations=1")?;
+            counts.module.push(faultloop(&place, pages, "iterations=4")?.1);
+            place.sh("rmmod ebb")?;
+            println!(
+                "  counted, {pages:?}: {:.1} instructions a page without, {:.1} with the module",
+                counts.plain.last().unwrap_or(&0.0),
+                counts.module.last().unwrap_or(&0.0)
+            );
+        }
+        all.push((pages, counts));
+    }
+    Ok(all)
+}
