@@ -228,9 +228,13 @@ impl Recycling {
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
     }
 
-    /// Until so much more was recycled.
+    /// Until so much more was recycled, of what the guest goes on to free.
     fn wait_more(&self, vm: &Vm, more: Bytes) {
-        let goal = self.seen().recycled + more;
+        self.wait_recycled(vm, self.seen().recycled + more);
+    }
+
+    /// Until so much was recycled in all.
+    fn wait_recycled(&self, vm: &Vm, goal: Bytes) {
         vm.wait_for("recycling to go on", MINUTE, |_| (self.seen().recycled >= goal).then_some(()))
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
     }

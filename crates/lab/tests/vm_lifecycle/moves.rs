@@ -105,7 +105,7 @@ fn vm_recycling_that_goes_on_into_a_migration_loses_nothing() {
 }
 
 /// Runs a job of QEMU's to its end.
-fn job(vm: &Vm, command: &str, mut arguments: Value) {
+pub fn job(vm: &Vm, command: &str, mut arguments: Value) {
     arguments["job-id"] = json!("life");
     vm.qmp(command, Some(arguments)).unwrap();
     let ended = |vm: &Vm| {
@@ -119,7 +119,7 @@ fn job(vm: &Vm, command: &str, mut arguments: Value) {
 }
 
 /// An image that can hold snapshots, as node `snap`.
-fn add_image(guest: &Guest) {
+pub fn add_image(guest: &Guest) {
     let path = guest.dir.path().join("snap.qcow2");
     std::fs::File::create(&path).unwrap();
     let file = json!({ "driver": "file", "node-name": "snap-file", "filename": path });
@@ -140,23 +140,25 @@ fn vm_a_guest_loaded_from_its_snapshot_loses_nothing() {
         let guest = Guest::boot(*kernel, |_| ());
         add_image(&guest);
         guest.insmod();
-        guest.start_verify(100 << 20, "");
+        guest.start_verify(250 << 20, "");
         let recycling = Recycling::start(&guest.vm, &guest.socket);
         recycling.wait_ready(&guest.vm);
         let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
-        guest.verify_on(2_000);
+        guest.verify_on(60_000);
         job(&guest.vm, "snapshot-save", snapshot.clone());
         let saved = guest.verified();
         for round in 0..if seconds() >= 60 { 20 } else { 3 } {
             recycling.wait_ready(&guest.vm);
-            // What is free now was not free then, and the other way round.
-            guest.verify_on(10_000);
-            recycling.wait_more(&guest.vm, Bytes::mib(4));
-            let (before, trips) = (guest.verified(), recycling.seen().status.counters.trips);
+            guest.verify_on(5_000);
+            // What is free now was in use then.
+            let goal = recycling.seen().recycled + Bytes::mib(16);
+            let before = guest.stop_verify();
+            recycling.wait_recycled(&guest.vm, goal);
+            let trips = recycling.seen().status.counters.trips;
             job(&guest.vm, "snapshot-load", snapshot.clone());
             let loaded = guest.verified();
             assert!(loaded < before && loaded + 1_000 > saved, "{saved} {before} {loaded}");
-            guest.verify_on(2_000);
+            guest.verify_on(60_000);
             recycling.wait_ready(&guest.vm);
             let seen = recycling.seen();
             assert!(seen.status.counters.trips > trips, "{kernel} {round}: {seen:?}");

@@ -46,7 +46,7 @@ impl Reset {
 }
 
 /// A guest that can boot itself by kexec, and boots again after a panic.
-fn config(config: &mut VmConfig, dir: &Path) {
+pub fn config(config: &mut VmConfig, dir: &Path) {
     let image = Image::get(&config.cache, config.kernel).unwrap();
     let initramfs = dir.join("kexec-initramfs");
     ebb_lab::image::with_files(&image.initramfs, &config.files, &initramfs).unwrap();
