@@ -6,11 +6,6 @@ use ebb_lab::ebb::Daemon;
 
 use crate::*;
 
-/// How often each turn is taken.
-fn rounds() -> usize {
-    if seconds() >= 60 { 20 } else { 3 }
-}
-
 #[test]
 fn vm_a_module_that_goes_and_comes_back_loses_nothing() {
     let _arena = held();

@@ -48,6 +48,11 @@ fn kernels() -> &'static [Kernel] {
     if seconds() >= 60 { &Kernel::ALL } else { &[Kernel::V6_12] }
 }
 
+/// How often a turn is taken in each guest.
+fn rounds() -> u64 {
+    (seconds() / 30).clamp(3, 20)
+}
+
 /// The agent with the switches that break it, built here.
 fn faulty_plugin() -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vmm-faults");

@@ -147,7 +147,7 @@ fn vm_a_guest_loaded_from_its_snapshot_loses_nothing() {
         guest.verify_on(60_000);
         job(&guest.vm, "snapshot-save", snapshot.clone());
         let saved = guest.verified();
-        for round in 0..if seconds() >= 60 { 20 } else { 3 } {
+        for round in 0..rounds() {
             recycling.wait_ready(&guest.vm);
             guest.verify_on(5_000);
             // What is free now was in use then.

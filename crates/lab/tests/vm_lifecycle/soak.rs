@@ -15,7 +15,8 @@ const KINDS: [&str; 8] =
 
 /// A guest with a movable zone, swap, a disk to read and a disk to fill.
 fn boot(kernel: Kernel, disk: &mut tempfile::NamedTempFile, dir: &Path) -> Guest {
-    let noise: Vec<u8> = (0..32u64 << 17).flat_map(|i| (i * i ^ i << 40).to_le_bytes()).collect();
+    let word = |i: u64| ((i * i) ^ (i << 40)).to_le_bytes();
+    let noise: Vec<u8> = (0..4 << 20).flat_map(word).collect();
     disk.write_all(&noise).unwrap();
     let stress = dir.join("stress");
     std::fs::write(&stress, STRESS).unwrap();
