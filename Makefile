@@ -36,10 +36,11 @@ test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
 	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(VM_TESTS)
 
-soak: target/.setup ## module and recycler under stress for ten minutes a kernel, every hook left out on each
+soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
-	  --test vm_module --test vm_recycle -- --test-threads=1 --nocapture vm_
+	  --test vm_module --test vm_recycle --test vm_lifecycle -- --test-threads=1 --nocapture \
+	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
 
 bench: ## what a tick costs, on synthetic guests
 	@$(CARGO) build --release --quiet -p ebb

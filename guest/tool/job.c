@@ -62,6 +62,7 @@ static const struct work tasks[] = {
 	{ "compact", task_compact },
 	{ "modprobe", task_modprobe },
 	{ "swapon", task_swapon },
+	{ "kexecload", task_kexecload },
 	{ "sh", task_sh },
 };
 

@@ -4,8 +4,8 @@
  *
  *   at once: ping  echo text=  meminfo  psi  clock  readfile path= [offset=]
  *   tasks:   write path= value=  modprobe name= [params=]  swapon dev= [size=]
- *            drop [what=]  compact  sh cmd=
- *   final:   reboot  poweroff  sysrq c=
+ *            drop [what=]  compact  sh cmd=  kexecload kernel= initrd= append=
+ *   final:   reboot  poweroff  kexec  sysrq c=
  *
  * /lib/modules/list holds a line per module: its name and what it needs, in
  * the order to load; /lib/modules/boot names those that are loaded at start.
@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <linux/reboot.h>
 #include <sys/reboot.h>
 #include <sys/swap.h>
 #include <sys/syscall.h>
@@ -203,7 +204,8 @@ bool sys_command(struct cmd *c, struct json *out)
 		why = do_readfile(c, out);
 	else if (!strcmp(c->verb, "sysrq"))
 		cmd_str(c, "c", "");
-	else if (strcmp(c->verb, "reboot") && strcmp(c->verb, "poweroff"))
+	else if (strcmp(c->verb, "reboot") && strcmp(c->verb, "poweroff") &&
+		 strcmp(c->verb, "kexec"))
 		return false;
 	if (!why && (c->bad || cmd_leftover(c)))
 		why = "bad or unknown argument";
@@ -218,19 +220,25 @@ bool sys_command(struct cmd *c, struct json *out)
  * verb was one of these. */
 bool sys_final(const struct cmd *c)
 {
-	bool reboot_now = !strcmp(c->verb, "reboot");
+	static const struct { const char *verb; int how; } ends[] = {
+		{ "reboot", RB_AUTOBOOT }, { "poweroff", RB_POWER_OFF },
+		{ "kexec", LINUX_REBOOT_CMD_KEXEC }, { "sysrq", 0 },
+	};
+	size_t i = 0;
 
-	if (!reboot_now && strcmp(c->verb, "poweroff") && strcmp(c->verb, "sysrq"))
+	while (i < sizeof(ends) / sizeof(*ends) && strcmp(c->verb, ends[i].verb))
+		i++;
+	if (i == sizeof(ends) / sizeof(*ends))
 		return false;
 	port_flush();
 	usleep(100000);		/* the host takes the answer from the queue */
-	if (!strcmp(c->verb, "sysrq")) {
+	if (!ends[i].how) {
 		write_file("/proc/sys/kernel/sysrq", "1");
 		if (c->nargs)
 			write_file("/proc/sysrq-trigger", c->arg[0].value);
 		return true;
 	}
-	reboot(reboot_now ? RB_AUTOBOOT : RB_POWER_OFF);
+	reboot(ends[i].how);
 	return true;
 }
 
@@ -368,6 +376,22 @@ int task_swapon(struct job_env *e, struct cmd *c)
 		return fail(e, "no such device, or too small");
 	head.last_page = (u32)((u64)end / PAGE - 1);
 	if (pwrite(fd, &head, PAGE, 0) != (ssize_t)PAGE || fsync(fd) || swapon(dev, 0))
+		return fail(e, strerror(errno));
+	return 0;
+}
+
+/* Puts a kernel in place for the final `kexec`. */
+int task_kexecload(struct job_env *e, struct cmd *c)
+{
+	int kernel = open(cmd_str(c, "kernel", ""), O_RDONLY | O_CLOEXEC);
+	int initrd = open(cmd_str(c, "initrd", ""), O_RDONLY | O_CLOEXEC);
+	const char *append = cmd_str(c, "append", "");
+
+	if (!args_ok(e, c))
+		return 1;
+	if (kernel < 0 || initrd < 0)
+		return fail(e, "kernel= and initrd= must be files");
+	if (syscall(SYS_kexec_file_load, kernel, initrd, strlen(append) + 1, append, 0))
 		return fail(e, strerror(errno));
 	return 0;
 }

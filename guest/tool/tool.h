@@ -132,6 +132,7 @@ int task_drop(struct job_env *e, struct cmd *c);
 int task_compact(struct job_env *e, struct cmd *c);
 int task_modprobe(struct job_env *e, struct cmd *c);
 int task_swapon(struct job_env *e, struct cmd *c);
+int task_kexecload(struct job_env *e, struct cmd *c);
 int task_sh(struct job_env *e, struct cmd *c);
 int fail(struct job_env *e, const char *what);
 bool args_ok(struct job_env *e, struct cmd *c);

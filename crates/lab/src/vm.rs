@@ -13,7 +13,7 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -329,6 +329,8 @@ pub struct Vm {
     spawned: Instant,
     /// Length of the console at the last reset: older last words are forgiven.
     console_before: AtomicUsize,
+    /// Its kernel is about to die on purpose: last words are its duty.
+    doomed: AtomicBool,
     /// From start (a reboot: from the call of [`Vm::wait_ready`]) to the tool's
     /// ready line.
     pub boot_time: Duration,
@@ -390,6 +392,7 @@ impl Vm {
             boots: 0,
             spawned: Instant::now(),
             console_before: AtomicUsize::new(0),
+            doomed: AtomicBool::new(false),
             boot_time: Duration::ZERO,
         };
         vm.connect_tool()?;
@@ -415,6 +418,9 @@ impl Vm {
             (vm.console().matches(READY).count() >= want).then_some(())
         })?;
         self.boots = want;
+        if self.doomed.swap(false, Relaxed) {
+            self.console_before.store(self.console().len(), Relaxed);
+        }
         self.boot_time = begun.elapsed();
         self.request("ping", Duration::from_secs(10)).map(drop)
     }
@@ -452,6 +458,7 @@ impl Vm {
                 format!("QEMU ended with {status} {}", tail(&log, 5))
             }
             _ => match LAST_WORDS.iter().find(|w| recent.contains(*w)) {
+                Some(_) if self.doomed.load(Relaxed) => return Ok(()),
                 Some(words) => format!("its kernel said “{words}”"),
                 None => return Ok(()),
             },
@@ -535,6 +542,12 @@ impl Vm {
     pub fn reset(&self) -> Result<(), VmError> {
         self.console_before.store(self.console().len(), Relaxed);
         self.qmp("system_reset", None).map(drop)
+    }
+
+    /// From now until the next [`Vm::wait_ready`] its kernel may panic: the
+    /// caller has it do so, with `panic=` on its command line to boot again.
+    pub fn doom(&self) {
+        self.doomed.store(true, Relaxed);
     }
 
     /// Kills QEMU and waits for its end.

@@ -1,0 +1,162 @@
+//! Resets of every kind while the host recycles at full speed. A reset leaves the
+//! old map in RAM with its bits set, and the next boot uses those pages: each boot
+//! must find its kernel, its initramfs and its memory as they should be.
+
+use ebb_lab::guest::escape;
+use serde_json::json;
+
+use crate::*;
+
+/// How a guest's time ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reset {
+    /// The button: no word to the guest.
+    Button,
+    /// `reboot -f`: notifiers run.
+    Reboot,
+    /// sysrq-b: nothing runs.
+    SysrqB,
+    /// Another kernel without firmware in between: page 0 is not written.
+    Kexec,
+    /// A panic with `panic=1`.
+    Panic,
+}
+
+impl Reset {
+    pub const ALL: [Reset; 5] =
+        [Reset::Button, Reset::Reboot, Reset::SysrqB, Reset::Kexec, Reset::Panic];
+
+    pub fn of(self, guest: &Guest) -> Result<(), VmError> {
+        match self {
+            Reset::Button => guest.vm.reset(),
+            Reset::Reboot => guest.vm.request("reboot", MINUTE).map(drop),
+            Reset::SysrqB => guest.vm.request("sysrq c=b", MINUTE).map(drop),
+            Reset::Kexec => {
+                let append = escape(guest.try_sh("cat /proc/cmdline")?.trim());
+                let load = "kexecload kernel=/kexec/vmlinuz initrd=/kexec/initramfs";
+                guest.vm.request(&format!("{load} append={append}"), MINUTE)?;
+                guest.vm.request("kexec", MINUTE).map(drop)
+            }
+            Reset::Panic => {
+                guest.vm.doom();
+                guest.vm.request("sysrq c=c", MINUTE).map(drop)
+            }
+        }
+    }
+}
+
+/// A guest that can boot itself by kexec, and boots again after a panic.
+pub fn config(config: &mut VmConfig, dir: &Path) {
+    let image = Image::get(&config.cache, config.kernel).unwrap();
+    let initramfs = dir.join("kexec-initramfs");
+    ebb_lab::image::with_files(&image.initramfs, &config.files, &initramfs).unwrap();
+    config.files.push(("kexec/vmlinuz".into(), image.vmlinuz));
+    config.files.push(("kexec/initramfs".into(), initramfs));
+    config.append = "panic=1".into();
+}
+
+/// What must be the same in every boot.
+#[derive(Debug)]
+pub struct Boot {
+    files: String,
+    /// Code and read-only data of the kernel, in pages.
+    kernel: Vec<Vec<u8>>,
+}
+
+impl Boot {
+    /// Read by the guest (its files) and by QEMU (its kernel).
+    pub fn look(guest: &Guest) -> Result<Boot, VmError> {
+        let sum = "find / -xdev -type f ! -path '/kexec/*' | sort | xargs md5sum | md5sum";
+        let files = guest.try_sh(sum)?;
+        let ranges = guest.try_sh("grep -E 'Kernel (code|rodata)' /proc/iomem")?;
+        let dump = guest.dir.path().join("kernel");
+        let mut kernel = Vec::new();
+        for line in ranges.lines() {
+            let range = line.split(':').next().and_then(|r| r.trim().split_once('-'));
+            let hex = |t: &str| u64::from_str_radix(t, 16).unwrap();
+            let (start, last) = range.map(|(a, b)| (hex(a), hex(b))).unwrap();
+            let arguments = json!({"val": start, "size": last + 1 - start, "filename": dump});
+            guest.vm.qmp("pmemsave", Some(arguments))?;
+            let bytes = std::fs::read(&dump).unwrap();
+            kernel.extend(bytes.chunks(4096).map(<[u8]>::to_vec));
+        }
+        assert!(kernel.len() > 2000, "{ranges}");
+        Ok(Boot { files, kernel })
+    }
+
+    /// What is not as it was: a kernel patches a few bytes of a page of its own,
+    /// a page that was lost is another one altogether.
+    pub fn differs(&self, from: &Boot) -> Option<String> {
+        if self.files != from.files {
+            return Some(format!("files of the initramfs: {} {}", self.files, from.files));
+        }
+        if self.kernel.len() != from.kernel.len() {
+            return Some("another kernel".into());
+        }
+        let other = |(a, b): &(&Vec<u8>, &Vec<u8>)| {
+            a.iter().zip(b.iter()).filter(|(a, b)| a != b).count() > a.len() / 4
+        };
+        let lost = self.kernel.iter().zip(&from.kernel).filter(other).count();
+        (lost > 0).then(|| format!("{lost} pages of the kernel"))
+    }
+}
+
+/// `verify` for a few seconds, without the module: what a stale map would take.
+pub fn verify_boot(guest: &Guest, seconds: u64) -> Result<u64, String> {
+    let arguments = format!("size=200000000 seconds={seconds}");
+    guest.vm.tool().start("w", "verify", &arguments).map_err(|e| e.to_string())?;
+    let end = guest.vm.tool().wait_end("w", MINUTE).map_err(|e| guest.vm.explain(e).to_string())?;
+    match end.u64("errors") {
+        0 => Ok(end.u64("checks")),
+        _ => Err(format!("{end:?}")),
+    }
+}
+
+#[test]
+fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
+    let _arena = held();
+    let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
+    let (resets, each) = (set.unwrap_or(Reset::ALL.len()), if set.is_some() { 3 } else { 1 });
+    for kernel in kernels() {
+        storm(*kernel, resets, each);
+    }
+}
+
+fn storm(kernel: Kernel, resets: usize, each: u64) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = Guest::boot(kernel, |c| config(c, dir.path()));
+    let first = Boot::look(&guest).unwrap();
+    let recycling = Recycling::start(&guest.vm, &guest.socket);
+    let (mut checks, mut kinds) = (0, Vec::new());
+    for round in 0..resets {
+        guest.insmod();
+        recycling.wait_ready(&guest.vm);
+        guest.start_verify(100 << 20, "");
+        recycling.wait_more(&guest.vm, Bytes::mib(16));
+        guest.verify_on(5_000);
+        checks += guest.verified();
+        let before = recycling.seen();
+        let kind = Reset::ALL[round % Reset::ALL.len()];
+        kind.of(&guest).unwrap();
+        guest.vm.wait_ready().unwrap_or_else(|e| panic!("{kernel} {round} {kind:?}: {e}"));
+        // Whatever the map said, nobody believes it any more.
+        let seen = recycling.seen();
+        assert!(seen.refused > before.refused, "{kernel} {round} {kind:?}: {seen:?}");
+        assert!(!recycling.is(AgentState::Ready), "{kernel} {round} {kind:?}: {seen:?}");
+        let boot = Boot::look(&guest).unwrap();
+        assert_eq!(boot.differs(&first), None, "{kernel} {round} {kind:?}");
+        checks +=
+            verify_boot(&guest, each).unwrap_or_else(|e| panic!("{kernel} {round} {kind:?}: {e}"));
+        if kinds.len() < Reset::ALL.len() {
+            kinds.push((kind, 0));
+        }
+        kinds[round % Reset::ALL.len()].1 += 1;
+        println!("{kernel} {round} {kind:?}: boot {:.1?}", guest.vm.boot_time);
+    }
+    let seen = recycling.seen();
+    println!("{kernel}: {kinds:?}, {checks} pages checked, {seen:?}");
+    // What no notifier of the guest tells is told by page 0.
+    let silent = kinds.iter().filter(|k| matches!(k.0, Reset::Button | Reset::SysrqB));
+    let silent: u64 = silent.map(|k| k.1).sum();
+    assert!(seen.status.counters.trips >= silent, "{seen:?}");
+}

@@ -1,0 +1,95 @@
+//! `verify` in the guest while its kernel does all that it can with memory, and
+//! the host recycles everything without a pause.
+
+use std::io::Write;
+
+use ebb_lab::guest::escape;
+
+use crate::*;
+
+const STRESS: &str = include_str!("stress.sh");
+
+/// What the script must have done at least once.
+const KINDS: [&str; 8] =
+    ["pieces", "hog", "hugetlb", "compact", "cache", "forks", "hotplug", "bulk"];
+
+/// A guest with a movable zone, swap, a disk to read and a disk to fill.
+fn boot(kernel: Kernel, disk: &mut tempfile::NamedTempFile, dir: &Path) -> Guest {
+    let word = |i: u64| ((i * i) ^ (i << 40)).to_le_bytes();
+    let noise: Vec<u8> = (0..4 << 20).flat_map(word).collect();
+    disk.write_all(&noise).unwrap();
+    let stress = dir.join("stress");
+    std::fs::write(&stress, STRESS).unwrap();
+    let guest = Guest::boot(kernel, |c| {
+        (c.cpus, c.memory) = (2, Bytes::gib(1));
+        c.append = "movablecore=384M".into();
+        c.disks = vec![disk.path().into()];
+        c.files.push(("stress".into(), stress));
+    });
+    let zram = "modprobe name=zram params=num_devices=2";
+    guest.vm.request(zram, MINUTE).unwrap();
+    guest.vm.request("swapon dev=/dev/zram0 size=300000000", MINUTE).unwrap();
+    guest.sh("echo 150 > /proc/sys/vm/swappiness");
+    guest
+}
+
+/// How often each kind of work was done.
+fn done(guest: &Guest) -> Vec<(&'static str, u64)> {
+    let text = guest.sh("cd /tmp/n; grep . *");
+    let count = |kind: &str| {
+        let line = text.lines().find_map(|l| l.strip_prefix(kind)?.strip_prefix(':'));
+        line.and_then(|n| n.parse().ok()).unwrap_or(0)
+    };
+    KINDS.iter().map(|k| (*k, count(k))).collect()
+}
+
+/// Pages that went to swap and came back, and huge pages.
+fn memory(guest: &Guest) -> Vec<(&'static str, u64)> {
+    let all = guest.vm.request("meminfo", MINUTE).unwrap();
+    ["pswpout", "pswpin", "thp_fault_alloc"].map(|k| (k, all.u64(k))).to_vec()
+}
+
+fn all_done(guest: &Guest) -> bool {
+    done(guest).iter().chain(&memory(guest)).all(|k| k.1 > 0)
+}
+
+#[test]
+fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
+    let _arena = held();
+    for kernel in kernels() {
+        let (mut disk, dir) =
+            (tempfile::NamedTempFile::new().unwrap(), tempfile::tempdir().unwrap());
+        let guest = boot(*kernel, &mut disk, dir.path());
+        guest.insmod();
+        guest.start_verify(450 << 20, "threads=2 oom=-800");
+        let recycling = Recycling::start(&guest.vm, &guest.socket);
+        recycling.wait_ready(&guest.vm);
+        let script = "PIECES=9000 HUGE=150 sh /stress >/dev/null 2>&1 </dev/null";
+        let all = format!("sh oom=-900 cmd={}", escape(script));
+        guest.vm.tool().send(&all).unwrap();
+        let until = Instant::now() + Duration::from_secs(seconds());
+        let mut audits = 0;
+        // At least so long, and until everything was done.
+        while Instant::now() < until || (audits < 1000 && !all_done(&guest)) {
+            assert_eq!(guest.audit_false(), 0, "{kernel}");
+            guest.verified();
+            assert_eq!(recycling.seen().failure, None);
+            audits += 1;
+            sleep(Duration::from_millis(200));
+        }
+        let (did, wrong) = (done(&guest), guest.sh("ls /tmp/wrong 2>/dev/null"));
+        let memory = memory(&guest);
+        guest.sh("rm /tmp/go; sleep 2; rm -rf /tmp/s");
+        let checks = guest.stop_verify();
+        let seen = recycling.seen();
+        println!(
+            "{kernel}: {checks} pages checked, {audits} audits, {did:?}, {memory:?}; {} calls, {:?}",
+            seen.calls, seen.status
+        );
+        assert_eq!(wrong, "", "{kernel}: a disk was not what it was");
+        assert!(did.iter().all(|k| k.1 > 0), "{kernel}: {did:?}");
+        assert!(memory.iter().all(|k| k.1 > 0), "{kernel}: {memory:?}");
+        let said = guest.sh("dmesg | grep -E 'BUG|WARNING|Oops|please report' | head -n 3");
+        assert_eq!(said, "", "{kernel}");
+    }
+}
