@@ -145,8 +145,15 @@ impl Agent {
 
     fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
         self.detach();
-        if attach.descriptor && device.is_none() {
-            return Err(refuse(Refused::Request, "the descriptor did not arrive"));
+        match (attach.descriptor, &device) {
+            (true, None) => {
+                return Err(refuse(Refused::Request, "the descriptor did not arrive"));
+            }
+            (false, Some(_)) => {
+                let text = "a descriptor came that the request does not name: it was closed";
+                return Err(refuse(Refused::Request, text));
+            }
+            _ => {}
         }
         let found = aside::reason().map_or(Ok(()), Err);
         let ram = found.and_then(|()| Ram::check(&attach.segments)).and_then(|ram| {
@@ -236,8 +243,7 @@ impl Attached {
         faults: Faults,
     ) -> Result<Attached, String> {
         let device = device.as_ref().map(AsFd::as_fd);
-        let uffd = Uffd::open(device, !faults.no_unpopulated())
-            .map_err(|e| format!("no userfaultfd with what is needed of it (Linux 6.4): {e}"))?;
+        let uffd = Uffd::open(device, !faults.no_unpopulated()).map_err(|e| e.to_string())?;
         for p in ram.pieces() {
             uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| {
                 match e.raw_os_error() {
