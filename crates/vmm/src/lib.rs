@@ -7,7 +7,7 @@
 //!
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
-//! (window, tripwire, fault handler), `ram`, `uffd`, `sys` (system calls), `aside`
+//! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`, `uffd`, `sys` (system calls), `aside`
 //! (when to leave a VM alone), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
@@ -31,6 +31,7 @@ pub mod recycle;
 pub mod server;
 pub mod sys;
 pub mod track;
+pub mod turns;
 pub mod uffd;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};

@@ -2,14 +2,17 @@
 /*
  * A stand-in for QEMU's plug-in loader: opens libebb_vmm.so as QEMU does (the
  * constructors run), refuses a qemu_plugin_version outside of MIN..CURRENT, and
- * installs it. With a size it then has "RAM": a mapping of descriptor 100, whose
- * address it prints, and the kernel writes each byte of the standard input to the
+ * installs it. With a size it then has "RAM": a mapping of descriptor 100 if that
+ * is open, a file of its own if a word follows, else anonymous memory. It prints
+ * the address, and the kernel writes each byte of the standard input to the
  * first page of it, as it does with what a device brings. What is exported to the
  * library is chosen when this is compiled (-DEXPORTS). Ends with its input.
  *
- *	standin LIBRARY SOCKET MIN CURRENT [SIZE]
+ *	standin LIBRARY SOCKET MIN CURRENT [SIZE [shared]]
  */
+#define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,8 +79,13 @@ int main(int argc, char **argv)
 		return 2;
 	printf("loaded %d\n", version);
 	if (argc > 5) {
-		ram = mmap(NULL, strtoul(argv[5], NULL, 0), PROT_READ | PROT_WRITE,
-			   MAP_SHARED, 100, 0);
+		int file = fcntl(100, F_GETFD) < 0 ? -1 : 100;
+		size_t size = strtoul(argv[5], NULL, 0);
+
+		if (argc > 6 && ((file = memfd_create("ram", 0)) < 0 || ftruncate(file, size)))
+			return 2;
+		int flags = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+		ram = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, file, 0);
 		if (ram == MAP_FAILED)
 			return 2;
 		printf("ram %llu\n", (unsigned long long)(uintptr_t)ram);
