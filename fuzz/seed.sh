@@ -3,7 +3,8 @@
 # the fuzzer starts from valid input. Needs nothing; may be run any time.
 set -eu
 cd "$(dirname "$0")"
-for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay; do mkdir -p "corpus/$target"; done
+for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay guest_header guest_map \
+	agent_requests agent_replies; do mkdir -p "corpus/$target"; done
 
 # proc_text: the first byte chooses the parser (modulo 16).
 put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
@@ -42,3 +43,17 @@ echo '{"status":"running","actual":5,"base-memory":6}' >corpus/guest_stats/other
 printf '{"id":1,"ok":true,"x":5}\n{"event":"ready","job":"a"}\n{"id":2,"ok":false,"error":"no"}\n' >corpus/guest_lines/all
 cp ../packaging/ebb.toml corpus/config/example
 printf '[vm.a]\nmin = "10%%"\nmax = "1GiB"\nweight = 2.5\n' >corpus/config/vm
+
+# guest_header: flags, then a header (mended by the target) with extents at 0x11000.
+{ printf '\000'; head -c 72 /dev/zero; printf '\000\200\000\000\000\000\000\000'; head -c 176 /dev/zero
+printf '\002\000\000\000\000\000\000\000\000\020\001\000\000\000\000\000\001\000\000\000'; head -c 500 /dev/zero
+printf '\000\000\000\000\000\000\000\000\001\000\000\000\000\000\000\000\000\040\001\000\000\000\000\000'
+printf '\000\000\000\000\001\000\000\000'; head -c 224 /dev/zero; } >corpus/guest_header/one
+# guest_map: beats, challenge, beats, recycle, marks, facts.
+printf '\000\000\000\000\000\000\005\000\000\007\006\011\005\011\001' >corpus/guest_map/recycle
+printf '\000\000\000\000\000\003\002\003\007\005\011\000\004\010\000\003\001\005\000\000' >corpus/guest_map/extents
+printf '%s\n' '{"id":1,"command":"hello"}' '{"id":2,"command":"attach","segments":[{"gpa":0,"size":4096,"hva":7}]}' \
+	'{"id":3,"command":"recycle","budget_ms":7}' '{"id":4,"command":"status","held":true}' \
+	'{"id":5,"command":"mark"}' '{"id":6,"command":"facts"}' '{"id":7,"command":"stand_down"}' >corpus/agent_requests/all
+{ printf '\100%s\n' '{"id":1,"ok":{"answer":"status","state":"ready","free":8192,"why":"x"}}'
+printf '\100%s\n' '{"id":2,"error":{"kind":"aside","text":"vfio"}}'; } >corpus/agent_replies/both

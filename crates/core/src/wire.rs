@@ -34,10 +34,11 @@ pub const OBJECTIONS_MAX: usize = 16;
 /// The objection to VMs whose QEMU discards pages on the guest's word too (free
 /// page reporting, virtio-mem, a balloon that moves): in anonymous memory that
 /// takes our protection with it in the middle of a window, and the guest may
-/// write before we discard. An agent with shared RAM only takes no notice.
+/// write before we discard. An agent with shared RAM only takes no notice, nor
+/// does one that was preloaded: it has QEMU's discards wait for its windows.
 pub const OTHERS_DISCARD: &str = "QEMU discards pages of this VM as well (free page reporting or \
-    virtio-mem), which is not safe together in anonymous memory: switch that off, or back the \
-    RAM with a shared memfd";
+    virtio-mem), which is not safe together in anonymous memory: switch that off, back the RAM \
+    with a shared memfd, or load the agent by LD_PRELOAD instead of -plugin";
 /// Longest text that is passed on from the other side, characters.
 pub const TEXT_MAX: usize = 300;
 /// Longest `budget_ms` taken, so that a daemon's slip does not bind the agent.
@@ -358,7 +359,8 @@ fn parse<'a, T: Deserialize<'a>>(line: &'a [u8]) -> Result<T, BadLine> {
     if line.len() > LINE_MAX {
         return Err(BadLine(format!("{} bytes", line.len())));
     }
-    serde_json::from_slice(line).map_err(|e| BadLine(e.to_string().chars().take(200).collect()))
+    // The error quotes what it stumbled over.
+    serde_json::from_slice(line).map_err(|e| BadLine(clip(&e.to_string())))
 }
 
 fn encode(value: &impl Serialize) -> Vec<u8> {
@@ -392,9 +394,22 @@ impl Request {
 }
 
 impl Reply {
-    /// Reads a line (without its end).
+    /// Reads a line (without its end). Its texts are made fit to be shown: a guest
+    /// that took over its VMM may write them.
     pub fn parse(line: &[u8]) -> Result<Reply, BadLine> {
-        parse(line)
+        let mut reply: Reply = parse(line)?;
+        match &mut reply.outcome {
+            Outcome::Error(no) => no.text = clip(&no.text),
+            Outcome::Ok(Answer::Hello(hello)) => hello.version = clip(&hello.version),
+            Outcome::Ok(Answer::Status(status)) => {
+                status.why = status.why.as_deref().map(clip);
+                if let Some(m) = &mut status.module {
+                    (m.version, m.linux) = (clip(&m.version), clip(&m.linux));
+                }
+            }
+            Outcome::Ok(_) => {}
+        }
+        Ok(reply)
     }
 
     /// The line, with its end.
@@ -488,6 +503,31 @@ mod tests {
             let line = request.line();
             assert!(line.len() <= LINE_MAX, "{}", line.len());
             assert_eq!(Request::parse(&line[..line.len() - 1]), Ok(request));
+        }
+    }
+
+    #[test]
+    fn texts_of_an_agent_are_fit_to_be_shown() {
+        let long = "x".repeat(5000);
+        for line in [
+            r#"{"id":1,"error":{"kind":"aside","text":"\u001b[2Jgone\n"}}"#.to_string(),
+            format!(r#"{{"id":1,"error":{{"kind":"aside","text":"{long}"}}}}"#),
+            r#"{"id":1,"ok":{"answer":"status","why":"\u001b]0;x\u0007"}}"#.into(),
+            r#"{"id":1,"ok":{"answer":"status","module":{"version":"\u001b","linux":"\u0000","gpa":0,
+                "order":0,"map_pages":0,"faulty":false}}}"#.into(),
+            r#"{"id":1,"ok":{"answer":"\u001b[2J"}}"#.into(),
+        ] {
+            let text = match Reply::parse(line.as_bytes()) {
+                Ok(Reply { outcome: Outcome::Error(no), .. }) => no.text,
+                Ok(Reply { outcome: Outcome::Ok(Answer::Status(s)), .. }) => {
+                    let module = s.module.map(|m| m.version + &m.linux);
+                    s.why.or(module).unwrap()
+                }
+                Ok(other) => panic!("{other:?}"),
+                Err(e) => e.0,
+            };
+            assert!(!text.is_empty() && text.chars().count() <= TEXT_MAX, "{line}");
+            assert!(!text.chars().any(char::is_control), "{line}: {text:?}");
         }
     }
 

@@ -76,6 +76,8 @@ pub struct Agent {
     replies: BTreeMap<u64, Outcome>,
     lines: Lines,
     outbox: Vec<u8>,
+    /// A descriptor that goes with a byte of the outbox, and that byte's place.
+    descriptor: Option<(usize, OwnedFd)>,
 }
 
 impl Agent {
@@ -83,7 +85,12 @@ impl Agent {
     pub fn connect(path: impl Into<PathBuf>) -> Result<Agent, AgentError> {
         let path = path.into();
         let socket = open_socket(&path)?;
-        Ok(Agent {
+        Ok(Agent::over(socket, path))
+    }
+
+    /// Speaks on a socket that is connected already and does not block.
+    pub fn over(socket: OwnedFd, path: PathBuf) -> Agent {
+        Agent {
             path,
             socket: Some(socket),
             failure: None,
@@ -92,7 +99,8 @@ impl Agent {
             replies: BTreeMap::new(),
             lines: Lines::default(),
             outbox: Vec::new(),
-        })
+            descriptor: None,
+        }
     }
 
     /// The socket's path.
@@ -132,6 +140,7 @@ impl Agent {
 
     fn fail(&mut self, error: AgentError) {
         self.socket = None;
+        self.descriptor = None;
         self.pending.clear();
         self.failure.get_or_insert(error);
     }
@@ -140,13 +149,24 @@ impl Agent {
     /// Word of a reset, of the run state, or to stand down ends a recycle early;
     /// other requests wait for its end.
     pub fn send(&mut self, command: Command) -> Result<u64, AgentError> {
+        self.send_with(command, None)
+    }
+
+    /// The same, with a descriptor that goes with the first byte of the line.
+    pub fn send_with(
+        &mut self,
+        command: Command,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<u64, AgentError> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
         let full = self.pending.len() + self.replies.len() >= MAX_PENDING;
-        if full || self.outbox.len() > MAX_OUTBOX {
+        let taken = descriptor.is_some() && self.descriptor.is_some();
+        if full || taken || self.outbox.len() > MAX_OUTBOX {
             return Err(AgentError::Full(self.named()));
         }
+        self.descriptor = descriptor.map(|fd| (self.outbox.len(), fd)).or(self.descriptor.take());
         let id = self.next_id;
         self.next_id += 1;
         self.outbox.extend(Request { id, command }.line());
@@ -219,12 +239,27 @@ impl Agent {
 
     fn write_some(&mut self) {
         while let Some(socket) = self.socket.as_ref().filter(|_| !self.outbox.is_empty()) {
-            match rustix::net::send(socket, &self.outbox, SendFlags::NOSIGNAL) {
-                Ok(n) => drop(self.outbox.drain(..n)),
+            let sent = match &self.descriptor {
+                Some((0, fd)) => send_descriptor(socket, &self.outbox, fd.as_fd()),
+                Some((at, _)) => {
+                    rustix::net::send(socket, &self.outbox[..*at], SendFlags::NOSIGNAL)
+                }
+                None => rustix::net::send(socket, &self.outbox, SendFlags::NOSIGNAL),
+            };
+            match sent {
+                Ok(n) => {
+                    self.outbox.drain(..n);
+                    // Gone with its byte, or nearer to it.
+                    let left = self.descriptor.take().filter(|(at, _)| *at > 0);
+                    self.descriptor = left.map(|(at, fd)| (at - n, fd));
+                }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
                 // What it said before it hung up is still to be read.
-                Err(Errno::PIPE | Errno::CONNRESET) => return self.outbox.clear(),
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    self.descriptor = None;
+                    return self.outbox.clear();
+                }
                 Err(e) => return self.fail(io_error(&self.path, "send", e)),
             }
         }
@@ -276,26 +311,11 @@ impl Agent {
         timeout: Duration,
     ) -> Result<(), AgentError> {
         let attach = Attach { descriptor: device.is_some(), ..attach };
-        self.pump();
-        let id = self.send(Command::Attach(attach))?;
-        if let Some(device) = device {
-            self.send_descriptor(device)?;
-        }
+        let device = device.map(|d| d.try_clone_to_owned()).transpose();
+        let device = device
+            .map_err(|e| AgentError::Io(self.named(), "dup of a descriptor", e.to_string()))?;
+        let id = self.send_with(Command::Attach(attach), device)?;
         self.wait(id, timeout).map(drop)
-    }
-
-    /// Writes the first byte that waits, with a descriptor.
-    fn send_descriptor(&mut self, device: BorrowedFd<'_>) -> Result<(), AgentError> {
-        let Some(socket) = &self.socket else { return Err(AgentError::Closed(self.named())) };
-        let fds = [device];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&fds));
-        let first = [IoSlice::new(&self.outbox[..1.min(self.outbox.len())])];
-        let sent = rustix::net::sendmsg(socket, &first, &mut control, SendFlags::NOSIGNAL);
-        let n = sent.map_err(|e| io_error(&self.path, "sendmsg", e))?;
-        self.outbox.drain(..n);
-        Ok(())
     }
 
     /// How it does; with `held`, also what the host holds of the free pages.
@@ -344,6 +364,19 @@ impl Agent {
             format!("unexpected {answer:?}").chars().take(80).collect(),
         )
     }
+}
+
+/// Sends bytes, and a descriptor with the first of them.
+fn send_descriptor(
+    socket: &OwnedFd,
+    bytes: &[u8],
+    descriptor: BorrowedFd<'_>,
+) -> Result<usize, Errno> {
+    let fds = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
 }
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {

@@ -5,17 +5,24 @@
 //! [`AgentLink::hear`] takes the answers. The exception is the look at QEMU's
 //! memory map, once per connection and bounded by [`SEGMENTS`].
 
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Status};
+use ebb_core::wire::{
+    AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Status,
+};
 
 use crate::agent::{Agent, AgentError, segments};
 use crate::qmp::Client;
 
+/// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
+/// such a one sees the faults that KVM takes.
+const USERFAULTFD: &str = "/dev/userfaultfd";
 /// A lost agent is looked for again after this.
 const RETRY: Duration = Duration::from_secs(5);
 /// Most time that QEMU may take to tell where its RAM is.
@@ -167,8 +174,9 @@ impl AgentLink {
         if reports {
             objections.push(OTHERS_DISCARD.into());
         }
-        let attach = Attach { segments, objections, running, descriptor: false };
-        self.send(Ask::Attach, Command::Attach(attach));
+        let device = File::options().read(true).write(true).open(USERFAULTFD).ok();
+        let attach = Attach { segments, objections, running, descriptor: device.is_some() };
+        self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
         self.stage = Stage::Attaching;
     }
 
@@ -200,8 +208,12 @@ impl AgentLink {
     }
 
     fn send(&mut self, ask: Ask, command: Command) {
+        self.send_with(ask, command, None);
+    }
+
+    fn send_with(&mut self, ask: Ask, command: Command, descriptor: Option<OwnedFd>) {
         let Some(agent) = self.agent.as_mut() else { return };
-        match agent.send(command) {
+        match agent.send_with(command, descriptor) {
             Ok(id) => self.asked.push((ask, id)),
             Err(e) => self.lose(e.to_string()),
         }
@@ -263,10 +275,10 @@ impl AgentLink {
             )),
             (Ask::Attach, Ok(_)) => self.stage = Stage::Attached,
             // It stands aside: asked for its reasons each tick all the same.
-            (Ask::Attach, Err(e @ AgentError::Refused(..))) => {
+            (Ask::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {
                 self.stage = Stage::Attached;
-                self.down = Link::Down(e.to_string());
             }
+            (Ask::Attach, Err(e)) => self.lose(e.to_string()),
             (Ask::Status, Ok(Answer::Status(mut status))) => {
                 // What is held is asked for less often: the last answer stands.
                 if status.held.is_none() && status.state == AgentState::Ready {

@@ -168,6 +168,9 @@ pub struct VmConfig {
     pub args: Vec<String>,
     /// Environment for QEMU, e.g. `LD_PRELOAD`.
     pub env: Vec<(String, String)>,
+    /// User and group that QEMU runs as from its first instruction on, as libvirt
+    /// has it; the lab's own if `None`.
+    pub user: Option<u32>,
     /// Where images come from.
     pub cache: Cache,
 }
@@ -191,6 +194,7 @@ impl VmConfig {
             append: String::new(),
             args: Vec::new(),
             env: Vec::new(),
+            user: None,
             cache: Cache::from_env(),
         }
     }
@@ -369,6 +373,9 @@ impl Vm {
             let more = run_dir.join("initramfs");
             with_files(&image.initramfs, &config.files, &more)?;
             image.initramfs = more;
+        }
+        if let Some(user) = config.user {
+            hand_over(&mut image, &run_dir, user).map_err(LabError::file(&run_dir))?;
         }
         let child = spawn_qemu(config, &config.arguments(&image, accel, &run_dir), &run_dir)?;
         let keep = std::env::var_os("EBB_LAB_KEEP").is_some_and(|v| v == "1");
@@ -618,6 +625,20 @@ impl Drop for Vm {
 }
 
 /// Starts QEMU so that it dies with the lab, in its cgroup from the beginning.
+/// Makes a run directory a user's own, with copies of the image: the cache may lie
+/// where only the lab's user may look.
+fn hand_over(image: &mut Image, dir: &Path, user: u32) -> std::io::Result<()> {
+    for (file, name) in [(&mut image.vmlinuz, "vmlinuz"), (&mut image.initramfs, "initramfs")] {
+        let copy = dir.join(name);
+        if *file != copy {
+            fs::copy(&*file, &copy)?;
+            *file = copy;
+        }
+        std::os::unix::fs::chown(&*file, Some(user), Some(user))?;
+    }
+    std::os::unix::fs::chown(dir, Some(user), Some(user))
+}
+
 fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, LabError> {
     let log = fs::File::create(dir.join("qemu.log")).map_err(LabError::file(dir))?;
     let mut command = match &config.cgroup {
@@ -629,7 +650,11 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
         }
         None => Command::new("setpriv"),
     };
-    command.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]).args(args);
+    command.args(["--pdeathsig", "KILL"]);
+    if let Some(user) = config.user.map(|u| u.to_string()) {
+        command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]);
+    }
+    command.arg("qemu-system-x86_64").args(args);
     command.envs(config.env.iter().map(|(k, v)| (k, v)));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     on_lasting_thread(command, config.small_pages).map_err(|e| LabError::Command {

@@ -22,6 +22,7 @@ use crate::ram::Ram;
 use crate::recycle::{Marks, Pace, Recycler};
 use crate::sys::Range;
 use crate::track::Tracker;
+use crate::turns::{self, Turns};
 use crate::uffd::Uffd;
 
 /// How often open files are looked through for a reason to stand aside.
@@ -33,6 +34,7 @@ const FACTS_TRIES: usize = 20;
 struct Attached {
     // Before the guard: its thread ends first.
     watch: Watch,
+    _turns: Option<Turns>,
     guard: Arc<Guard>,
     ram: Ram,
     tracker: Tracker,
@@ -145,12 +147,20 @@ impl Agent {
 
     fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
         self.detach();
-        if attach.descriptor && device.is_none() {
-            return Err(refuse(Refused::Request, "the descriptor did not arrive"));
+        match (attach.descriptor, &device) {
+            (true, None) => {
+                return Err(refuse(Refused::Request, "the descriptor did not arrive"));
+            }
+            (false, Some(_)) => {
+                let text = "a descriptor came that the request does not name: it was closed";
+                return Err(refuse(Refused::Request, text));
+            }
+            _ => {}
         }
         let found = aside::reason().map_or(Ok(()), Err);
         let ram = found.and_then(|()| Ram::check(&attach.segments)).and_then(|ram| {
-            let counts = |o: &&String| **o != OTHERS_DISCARD || ram.has_anonymous();
+            let turns = turns::taken();
+            let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
             let objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
             if objections.is_empty() { Ok(ram) } else { Err(objections.join("; ")) }
         });
@@ -236,8 +246,7 @@ impl Attached {
         faults: Faults,
     ) -> Result<Attached, String> {
         let device = device.as_ref().map(AsFd::as_fd);
-        let uffd = Uffd::open(device, !faults.no_unpopulated())
-            .map_err(|e| format!("no userfaultfd with what is needed of it (Linux 6.4): {e}"))?;
+        let uffd = Uffd::open(device, !faults.no_unpopulated()).map_err(|e| e.to_string())?;
         for p in ram.pieces() {
             uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| {
                 match e.raw_os_error() {
@@ -251,8 +260,13 @@ impl Attached {
         let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
         let guard = Arc::new(Guard::new(uffd).map_err(system)?);
         let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
+        let turns = match faults.no_turns() {
+            true => None,
+            false => Some(Turns::begin(&guard, &ram).ok_or("too many agents in this process")?),
+        };
         Ok(Attached {
             watch,
+            _turns: turns,
             guard,
             ram,
             tracker: Tracker::new(running, faults),

@@ -33,11 +33,12 @@ impl Faults {
     fault!(any_page, 5, "Pages are taken whether or not the host holds them.");
     fault!(wide, 6, "The time between reading and discarding is longer.");
     fault!(no_doubt, 7, "State, generation and tripwire are not looked at again.");
+    fault!(no_turns, 8, "Discards of the VMM's own do not wait for the window.");
 
     /// By the names of the questions, with `+` between them.
     #[cfg(feature = "faults")]
     pub fn parse(text: &str) -> Option<Faults> {
-        const NAMES: [&str; 8] = [
+        const NAMES: [&str; 9] = [
             "no_protect",
             "no_reread",
             "no_unpopulated",
@@ -46,6 +47,7 @@ impl Faults {
             "any_page",
             "wide",
             "no_doubt",
+            "no_turns",
         ];
         let mut bits = 0;
         for name in text.split('+').filter(|n| !n.is_empty()) {

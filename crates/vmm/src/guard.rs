@@ -72,6 +72,14 @@ impl Guard {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits for the open window and keeps the next one from opening meanwhile.
+    pub fn between(&self) -> MutexGuard<'_, ()> {
+        self.waiting.fetch_add(1, SeqCst);
+        let window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_sub(1, SeqCst);
+        window
+    }
+
     /// Protects page 0, at this address. What tripped before is forgotten.
     pub fn arm(&self, page: u64) -> std::io::Result<()> {
         let _window = self.open();
@@ -107,9 +115,7 @@ impl Guard {
             self.tripped.store(true, SeqCst);
             self.trips.fetch_add(1, SeqCst);
         }
-        self.waiting.fetch_add(1, SeqCst);
-        let window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
-        self.waiting.fetch_sub(1, SeqCst);
+        let window = self.between();
         // A window lifts its own protection, so waking is enough; lifting 4 KiB
         // would split the mapping of a huge page. Whoever comes back was missed.
         if wire || again {

@@ -7,7 +7,7 @@
 //!
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
-//! (window, tripwire, fault handler), `ram`, `uffd`, `sys` (system calls), `aside`
+//! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`, `uffd`, `sys` (system calls), `aside`
 //! (when to leave a VM alone), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
@@ -31,6 +31,7 @@ pub mod recycle;
 pub mod server;
 pub mod sys;
 pub mod track;
+pub mod turns;
 pub mod uffd;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
@@ -42,13 +43,34 @@ use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 use crate::faults::Faults;
 use crate::server::{Server, complain};
 
-/// Version of the plug-in interface that we claim; QEMU reads it when it loads
-/// us. 7.2 accepts 0 and 1; from 9.0 on 2 is the least. We use nothing of it, so
-/// the constructor sets what this QEMU accepts.
+/// Version of the plug-in interface that we claim. QEMU reads it when it has
+/// loaded us, after the constructor ran, and refuses what lies outside of its own
+/// MIN..CURRENT; no number fits all. We use nothing of the interface, so the
+/// constructor claims what [`version_for`] finds this QEMU to know.
 // SAFETY: the name is QEMU's for exactly this; an AtomicI32 is laid out as an int.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals)]
-pub static qemu_plugin_version: AtomicI32 = AtomicI32::new(1);
+pub static qemu_plugin_version: AtomicI32 = AtomicI32::new(OLDEST);
+
+/// Accepted by QEMU before 9.0, which takes 0 and 1.
+const OLDEST: i32 = 1;
+
+/// Functions that came with a version of the interface or after it, newest first:
+/// who exports one knows that version. Not `qemu_plugin_register_vcpu_discon_cb`:
+/// QEMU 10.2.0 has it and still is at 5. The table of releases is in
+/// docs/internals.md.
+const MARKS: [(&CStr, i32); 4] = [
+    (c"qemu_plugin_set_pc", 6),
+    (c"qemu_plugin_write_register", 5),
+    (c"qemu_plugin_read_memory_vaddr", 4),
+    (c"qemu_plugin_num_vcpus", 2),
+];
+
+/// The highest version that a QEMU with these exports surely knows: least likely
+/// to be below the MIN of one that came after this was written.
+fn version_for(exports: impl Fn(&CStr) -> bool) -> i32 {
+    MARKS.iter().find(|(name, _)| exports(name)).map_or(OLDEST, |m| m.1)
+}
 
 /// Keeps the server for the life of the process.
 static SERVER: Mutex<Option<Server>> = Mutex::new(None);
@@ -56,10 +78,7 @@ static SERVER: Mutex<Option<Server>> = Mutex::new(None);
 extern "C" fn at_load() {
     // No panic may leave: the caller is the dynamic loader.
     let _ = std::panic::catch_unwind(|| {
-        // New in version 2 of the interface.
-        if sys::exports(c"qemu_plugin_num_vcpus") {
-            qemu_plugin_version.store(2, SeqCst);
-        }
+        qemu_plugin_version.store(version_for(sys::exports), SeqCst);
         if let Some(path) = std::env::var_os("EBB_AGENT_SOCKET").filter(|_| in_qemu()) {
             // What this process starts is not a VMM.
             // SAFETY: constructors run before the process has a second thread.

@@ -91,11 +91,85 @@ fn listen(path: &Path) -> Result<OwnedFd> {
     Ok(listener)
 }
 
+/// What a daemon sent and what is to be done for it, without the socket.
+#[derive(Debug, Default)]
+pub struct Session {
+    lines: Lines,
+    arrived: Arrived,
+}
+
+/// Descriptors that came since the last `attach`; one is meant for the next.
+#[derive(Debug, Default)]
+enum Arrived {
+    #[default]
+    None,
+    One(OwnedFd),
+    /// All were closed.
+    Many,
+}
+
+impl Session {
+    /// Takes bytes as they come and does what is asked in whole lines: `each`
+    /// gets the line of each answer, in order, and says whether to go on.
+    /// `interrupt` as for [`Agent::execute`]. `false`: this is no daemon of ours.
+    pub fn take(
+        &mut self,
+        bytes: &[u8],
+        agent: &mut Agent,
+        interrupt: &mut dyn FnMut() -> bool,
+        each: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> bool {
+        let mut requests = Vec::new();
+        let fed = self.lines.feed(bytes, |line| requests.push(Request::parse(line)));
+        for request in requests {
+            let reply = match request {
+                Ok(r) => Reply { id: r.id, outcome: self.execute(&r.command, agent, interrupt) },
+                Err(e) => Reply { id: 0, outcome: no(&ebb_core::wire::clip(&e.0)) },
+            };
+            if !each(&reply.line()) {
+                return false;
+            }
+        }
+        fed.is_ok()
+    }
+
+    /// A descriptor came. More than one before an `attach` are closed.
+    pub fn arrive(&mut self, fd: OwnedFd) {
+        self.arrived = match self.arrived {
+            Arrived::None => Arrived::One(fd),
+            Arrived::One(_) | Arrived::Many => Arrived::Many,
+        };
+    }
+
+    fn execute(
+        &mut self,
+        command: &Command,
+        agent: &mut Agent,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Outcome {
+        let descriptor = match (command, &self.arrived) {
+            (Command::Attach(_), Arrived::Many) => {
+                self.arrived = Arrived::None;
+                agent.detach();
+                return no("several descriptors came, an attach takes one: all were closed");
+            }
+            (Command::Attach(_), _) => match std::mem::take(&mut self.arrived) {
+                Arrived::One(fd) => Some(fd),
+                Arrived::None | Arrived::Many => None,
+            },
+            _ => None,
+        };
+        match agent.execute(command, descriptor, interrupt) {
+            Ok(answer) => Outcome::Ok(answer),
+            Err(refusal) => Outcome::Error(refusal),
+        }
+    }
+}
+
 /// A connected daemon.
 struct Peer {
     socket: OwnedFd,
-    lines: Lines,
-    descriptor: Option<OwnedFd>,
+    session: Session,
 }
 
 fn serve(listener: &OwnedFd, quit: &OwnedFd, faults: Faults) {
@@ -138,7 +212,7 @@ fn accept(listener: &OwnedFd) -> Option<Peer> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::accept_with(listener, flags).ok()?;
     let uid = sockopt::socket_peercred(&socket).ok()?.uid;
-    let peer = Peer { socket, lines: Lines::default(), descriptor: None };
+    let peer = Peer { socket, session: Session::default() };
     if uid.is_root() || uid == rustix::process::geteuid() {
         return Some(peer);
     }
@@ -155,86 +229,59 @@ impl Peer {
     /// ours.
     fn hear(&mut self, agent: &mut Agent) -> bool {
         let mut buffer = [0u8; 4096];
-        let mut requests = Vec::new();
         match self.receive(&mut buffer) {
-            Ok(0) => return false,
+            Ok(0) => false,
             Ok(n) => {
-                let keep = |line: &[u8]| requests.push(Request::parse(line));
-                if self.lines.feed(&buffer[..n], keep).is_err() {
-                    return false;
-                }
+                let socket = &self.socket;
+                let mut interrupt = || urgent(socket);
+                let mut each = |line: &[u8]| send(socket, line);
+                self.session.take(&buffer[..n], agent, &mut interrupt, &mut each)
             }
             Err(e) => {
-                return matches!(
-                    e.kind(),
-                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
-                );
+                matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted)
             }
-        }
-        for request in requests {
-            match request {
-                Ok(r) => {
-                    let outcome = self.execute(&r.command, agent);
-                    if !self.send(&Reply { id: r.id, outcome }.line()) {
-                        return false;
-                    }
-                }
-                Err(e) => self.answer(0, no(&ebb_core::wire::clip(&e.0))),
-            }
-        }
-        true
-    }
-
-    fn execute(&mut self, command: &Command, agent: &mut Agent) -> Outcome {
-        let descriptor = match command {
-            Command::Attach(_) => self.descriptor.take(),
-            _ => None,
-        };
-        let mut interrupt = || urgent(&self.socket);
-        match agent.execute(command, descriptor, &mut interrupt) {
-            Ok(answer) => Outcome::Ok(answer),
-            Err(refusal) => Outcome::Error(refusal),
         }
     }
 
-    /// Bytes, and a descriptor that may come with them.
+    /// Bytes, and descriptors that may come with them.
     fn receive(&mut self, buffer: &mut [u8]) -> Result<usize> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        // One is expected; with more room others are seen as well, and whatever
+        // does not fit the kernel closes.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [std::io::IoSliceMut::new(buffer)];
         let flags = RecvFlags::CMSG_CLOEXEC;
         let got = rustix::net::recvmsg(&self.socket, &mut parts, &mut control, flags)?;
         for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
-                // The last one wins; the others are closed here.
-                self.descriptor = fds.next().or(self.descriptor.take());
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                fds.for_each(|fd| self.session.arrive(fd));
             }
         }
         Ok(got.bytes)
     }
 
     fn answer(&self, id: u64, outcome: Outcome) {
-        self.send(&Reply { id, outcome }.line());
+        send(&self.socket, &Reply { id, outcome }.line());
     }
+}
 
-    /// Sends a whole line, or gives the peer up.
-    fn send(&self, mut line: &[u8]) -> bool {
-        let timeout = Timespec::try_from(SEND_TIMEOUT).ok();
-        while !line.is_empty() {
-            match rustix::net::send(&self.socket, line, SendFlags::NOSIGNAL) {
-                Ok(n) => line = &line[n..],
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
-                    let mut fds = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
-                    if !poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
-                        return false;
-                    }
+/// Sends a whole line, or gives the peer up.
+fn send(socket: &OwnedFd, mut line: &[u8]) -> bool {
+    let timeout = Timespec::try_from(SEND_TIMEOUT).ok();
+    while !line.is_empty() {
+        match rustix::net::send(socket, line, SendFlags::NOSIGNAL) {
+            Ok(n) => line = &line[n..],
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => {
+                let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::OUT)];
+                if !poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+                    return false;
                 }
-                Err(_) => return false,
             }
+            Err(_) => return false,
         }
-        true
     }
+    true
 }
 
 /// Whether something waits that a recycle must not keep waiting: the end of the

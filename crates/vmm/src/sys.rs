@@ -243,8 +243,16 @@ pub fn cold(range: Range) -> Result<()> {
 fn advise(range: Range, advice: c_int) -> Result<()> {
     // SAFETY: Rust holds no reference into guest RAM, which is all that this is
     // called for; an unmapped range is an error.
-    let done = unsafe { libc::madvise(range.start as *mut _, range.len as usize, advice) };
-    check(c_long::from(done)).map(drop)
+    unsafe { madvise_itself(range.start as *mut _, range.len as usize, advice) }.map(drop)
+}
+
+/// The system call, not the function of that name: see `turns`.
+///
+/// # Safety
+/// As for `madvise`.
+pub unsafe fn madvise_itself(start: *mut libc::c_void, len: usize, advice: c_int) -> Result<usize> {
+    // SAFETY: by the caller's promise.
+    check(unsafe { libc::syscall(libc::SYS_madvise, start, len, advice) })
 }
 
 /// Discards many ranges with one call (6.13 on); returns bytes done, from the front.
@@ -340,8 +348,28 @@ pub fn close_in_children(listener: Option<BorrowedFd<'_>>) {
 
 /// Whether this process exports a symbol.
 pub fn exports(name: &std::ffi::CStr) -> bool {
-    // SAFETY: `name` ends with NUL; the result is only compared.
-    unsafe { !libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()).is_null() }
+    !symbol(name).is_null()
+}
+
+/// What a name means to the process as a whole; to be compared only.
+pub fn symbol(name: &std::ffi::CStr) -> *mut libc::c_void {
+    // SAFETY: `name` ends with NUL.
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+}
+
+/// Where the object (program or library) that holds an address was loaded.
+pub fn object_of(address: *const libc::c_void) -> Option<u64> {
+    // SAFETY: any bytes are a Dl_info, and the address is only looked up.
+    unsafe {
+        let mut info = std::mem::zeroed::<libc::Dl_info>();
+        (libc::dladdr(address, &mut info) != 0).then_some(info.dli_fbase as u64)
+    }
+}
+
+/// What the caller of a function of the C library finds in `errno`.
+pub fn set_errno(value: c_int) {
+    // SAFETY: the address is this thread's own `errno`.
+    unsafe { *libc::__errno_location() = value };
 }
 
 /// A mapping of our own, for probes and tests; unmapped when dropped.

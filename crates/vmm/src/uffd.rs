@@ -5,13 +5,15 @@
 //! the ranges and wakes who waits, whatever state we were in.
 
 use std::fs::File;
-use std::io::{Error, Result};
+use std::io::Error;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::sys::{self, Range};
 
 /// What is needed of the kernel beyond plain write-protection.
 const WANTED: u64 = sys::FEATURE_WP | sys::FEATURE_WP_SHMEM | sys::FEATURE_WP_UNPOPULATED;
+/// Major number of the devices in `/proc/misc`.
+const MISC_MAJOR: u32 = 10;
 /// Tries of a call that the kernel tells to come again.
 const TRIES: usize = 100;
 
@@ -22,43 +24,42 @@ pub struct Uffd {
 }
 
 impl Uffd {
-    /// Opens one: by the daemon's descriptor, else by `/dev/userfaultfd`, else by
-    /// the system call. `unpopulated`: absent pages can be protected too.
-    pub fn open(device: Option<BorrowedFd<'_>>, unpopulated: bool) -> Result<Uffd> {
+    /// Opens one that sees faults of the kernel too: by the daemon's descriptor of
+    /// `/dev/userfaultfd`, else by that device, else by the system call. The last
+    /// two want privilege. `unpopulated`: absent pages can be protected too.
+    pub fn open(device: Option<BorrowedFd<'_>>, unpopulated: bool) -> Result<Uffd, NoUffd> {
         let fd = match device {
-            Some(d) => sys::uffd_open(Some(d))?,
-            None => match File::options().read(true).write(true).open("/dev/userfaultfd") {
-                Ok(device) => sys::uffd_open(Some(device.as_fd()))?,
-                Err(_) => sys::uffd_open(None)?,
-            },
+            Some(d) if !is_the_device(d) => return Err(NoUffd::Foreign),
+            Some(d) => sys::uffd_open(Some(d)).map_err(NoUffd::Descriptor)?,
+            None => open_ourselves()?,
         };
         let features = if unpopulated { WANTED } else { WANTED & !sys::FEATURE_WP_UNPOPULATED };
-        sys::uffd_api(&fd, features)?;
+        sys::uffd_api(&fd, features).map_err(NoUffd::Features)?;
         Ok(Uffd { fd })
     }
 
     /// From now on ranges of this can be protected.
-    pub fn register(&self, range: Range) -> Result<()> {
+    pub fn register(&self, range: Range) -> std::io::Result<()> {
         sys::uffd_register(&self.fd, range)
     }
 
     /// Writes wait from now on.
-    pub fn protect(&self, range: Range) -> Result<()> {
+    pub fn protect(&self, range: Range) -> std::io::Result<()> {
         again(|| sys::uffd_protect(&self.fd, range, true))
     }
 
     /// Writes go on.
-    pub fn lift(&self, range: Range) -> Result<()> {
+    pub fn lift(&self, range: Range) -> std::io::Result<()> {
         again(|| sys::uffd_protect(&self.fd, range, false))
     }
 
     /// Who waits in this range looks again whether it has to.
-    pub fn wake(&self, range: Range) -> Result<()> {
+    pub fn wake(&self, range: Range) -> std::io::Result<()> {
         sys::uffd_wake(&self.fd, range)
     }
 
     /// Faults that wait; empty where there are none.
-    pub fn read<'a>(&self, buffer: &'a mut [sys::UffdMsg]) -> Result<&'a [sys::UffdMsg]> {
+    pub fn read<'a>(&self, buffer: &'a mut [sys::UffdMsg]) -> std::io::Result<&'a [sys::UffdMsg]> {
         sys::uffd_read(&self.fd, buffer)
     }
 
@@ -68,7 +69,70 @@ impl Uffd {
     }
 }
 
-fn again(mut call: impl FnMut() -> Result<()>) -> Result<()> {
+/// Why there is no userfaultfd for us, with what to do.
+#[derive(Debug)]
+pub enum NoUffd {
+    /// The daemon sent a descriptor of something else.
+    Foreign,
+    /// The daemon's descriptor gives none.
+    Descriptor(Error),
+    /// Neither the device nor the system call is for this process.
+    Privilege,
+    /// None at all.
+    System(Error),
+    /// Not with what is needed of it.
+    Features(Error),
+}
+
+impl std::fmt::Display for NoUffd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            NoUffd::Foreign => f.write_str(
+                "the descriptor that came is not one of /dev/userfaultfd: it was closed",
+            ),
+            NoUffd::Descriptor(e) => {
+                write!(f, "the daemon's /dev/userfaultfd gives no userfaultfd here: {e}")
+            }
+            NoUffd::Privilege => f.write_str(
+                "this VMM may not make a userfaultfd that sees faults of KVM: run the daemon as \
+                 root on Linux 6.1 or later, so that it can pass /dev/userfaultfd on",
+            ),
+            NoUffd::System(e) => write!(f, "no userfaultfd: {e}"),
+            NoUffd::Features(e) => {
+                write!(f, "no userfaultfd with what is needed of it (Linux 6.4): {e}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for NoUffd {}
+
+/// Whether a descriptor is one of `/dev/userfaultfd`, under whatever name it was
+/// opened. Asked before the request that makes a userfaultfd of it: for another
+/// device the same number may mean anything.
+fn is_the_device(fd: BorrowedFd<'_>) -> bool {
+    let Ok(stat) = rustix::fs::fstat(fd) else { return false };
+    let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+    let device = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_char_device();
+    let list = std::fs::read_to_string("/proc/misc").unwrap_or_default();
+    device && major == MISC_MAJOR && misc_minor(&list, "userfaultfd") == Some(minor)
+}
+
+/// Minor number of a device in `/proc/misc`: lines of a number and a name.
+fn misc_minor(list: &str, device: &str) -> Option<u32> {
+    let pairs = list.lines().filter_map(|l| l.trim().split_once(' '));
+    pairs.filter(|p| p.1 == device).find_map(|p| p.0.parse().ok())
+}
+
+fn open_ourselves() -> Result<OwnedFd, NoUffd> {
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd").ok();
+    sys::uffd_open(device.as_ref().map(AsFd::as_fd)).map_err(|e| match e.raw_os_error() {
+        Some(libc::EPERM) => NoUffd::Privilege,
+        _ => NoUffd::System(e),
+    })
+}
+
+fn again(mut call: impl FnMut() -> std::io::Result<()>) -> std::io::Result<()> {
     for _ in 0..TRIES {
         match call() {
             Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => std::thread::yield_now(),
@@ -76,4 +140,23 @@ fn again(mut call: impl FnMut() -> Result<()>) -> Result<()> {
         }
     }
     Err(Error::from_raw_os_error(libc::EAGAIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_device_is_known_by_its_number() {
+        let list = "232 kvm\n257 userfaultfd\n  1 psaux\nnonsense\n";
+        assert_eq!(misc_minor(list, "userfaultfd"), Some(257));
+        assert_eq!(misc_minor(list, "psaux"), Some(1));
+        assert_eq!(misc_minor(list, "user"), None);
+        for other in ["/dev/null", "/dev/kvm", "/proc/self/maps", "/"] {
+            let Ok(file) = File::open(other) else { continue };
+            assert!(!is_the_device(file.as_fd()), "{other}");
+            let refused = Uffd::open(Some(file.as_fd()), true).unwrap_err();
+            assert!(matches!(refused, NoUffd::Foreign), "{other}: {refused}");
+        }
+    }
 }

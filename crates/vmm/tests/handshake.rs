@@ -2,6 +2,8 @@
 //! guest that allocates at full speed. With each step left out (feature `faults`)
 //! pages are lost; with all of them none is.
 
+#![allow(unsafe_code)]
+
 mod common;
 
 use std::sync::Arc;
@@ -71,6 +73,77 @@ fn each_step_left_out_loses_pages() {
         let (_, lost, _) = contest(Memory::Small, parsed, HugePages::Keep, Duration::from_secs(3));
         assert_eq!(lost, 0, "{faults}");
     }
+}
+
+/// A guest whose pages the VMM discards too (free page reporting): taken out (bit
+/// clear), discarded, put back, perhaps allocated at once and written to.
+fn reporting(guest: &Arc<Guest>) -> std::thread::JoinHandle<()> {
+    let guest = Arc::clone(guest);
+    std::thread::spawn(move || {
+        let mut rng = fastrand::Rng::with_seed(5);
+        let mut holds = vec![0; 256];
+        let mut serial = 0;
+        while !guest.stop.load(SeqCst) {
+            let at = rng.usize(..holds.len());
+            let page = FIRST + at as u64;
+            if holds[at] != 0 {
+                if !guest.holds(page, holds[at]) {
+                    guest.lost.fetch_add(1, SeqCst);
+                }
+                holds[at] = 0;
+                guest.set(page, true);
+                continue;
+            }
+            if rng.bool() {
+                guest.set(page, false);
+                let address = (guest.memory.address() + page * 4096) as *mut _;
+                // SAFETY: a page of the guest's mapping, free and read as words only.
+                unsafe { ebb_vmm::turns::madvise(address, 4096, libc::MADV_DONTNEED) };
+                guest.set(page, true);
+            }
+            serial += 1;
+            holds[at] = serial;
+            guest.set(page, false);
+            guest.write(page, serial);
+            guest.allocations.fetch_add(1, SeqCst);
+        }
+    })
+}
+
+/// Recycles against [`reporting`]; what was allocated, lost, and recycled. Ends at
+/// the first loss.
+fn reported(faults: Faults, time: Duration) -> (u64, u64, u64) {
+    let guest = Guest::new(16, Memory::Small);
+    let (mut agent, beats) = attached(&guest, faults);
+    let thread = reporting(&guest);
+    let until = Instant::now() + time;
+    while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
+        let _ = recycle(&mut agent, Recycle::default());
+    }
+    guest.stop.store(true, SeqCst);
+    thread.join().unwrap();
+    beats.join().unwrap();
+    let counters = status(&mut agent, false).counters;
+    let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
+    println!("reporting, {faults:?}: {made} allocations, {lost} lost, {counters:?}");
+    (made, lost, counters.recycled.0 / 4096)
+}
+
+#[test]
+fn discards_of_the_vmm_that_take_turns_lose_nothing() {
+    let (made, lost, recycled) = reported(Faults::default(), seconds(4));
+    assert!(lost == 0 && made > 1000 && recycled > 1000, "{made} {lost} {recycled}");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn discards_of_the_vmm_with_turns_left_out_lose_pages() {
+    let faults = Faults::parse("no_turns+wide").unwrap();
+    let (_, lost, _) = reported(faults, Duration::from_secs(60));
+    assert!(lost > 0, "nothing was lost");
+    // The time between reading and discarding is not what loses them.
+    let (_, lost, _) = reported(Faults::parse("wide").unwrap(), Duration::from_secs(3));
+    assert_eq!(lost, 0);
 }
 
 /// A reset: firmware writes to page 0, then another kernel uses all memory and
@@ -218,17 +291,6 @@ fn after_standing_down_nothing_is_protected_or_known() {
     assert!(refusal.text.contains("another userfaultfd"), "{refusal}");
     assert_eq!(status(&mut other, false).state, AgentState::Aside);
     guest.stop.store(true, SeqCst);
-}
-
-#[test]
-fn anonymous_memory_that_others_discard_too_is_left_alone() {
-    for (memory, fine) in [(Memory::Small, false), (Memory::Memfd, true)] {
-        let guest = Guest::new(64, memory);
-        let Command::Attach(mut attach) = guest.attach() else { unreachable!() };
-        attach.objections = vec![ebb_core::wire::OTHERS_DISCARD.to_string()];
-        let mut agent = ebb_vmm::agent::Agent::default();
-        assert_eq!(ask(&mut agent, Command::Attach(attach)).is_ok(), fine, "{memory:?}");
-    }
 }
 
 #[test]

@@ -178,7 +178,10 @@ impl Scanner {
             passthrough: args.passthrough,
             hugepages: args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs),
             incoming: args.incoming,
-            agent: args.agent.and_then(|path| place(root, pid, vec![path]).ok()?.pop()),
+            agent: args
+                .agent
+                .or_else(|| preloaded(&root.read_bytes(format!("/proc/{pid}/environ")).ok()??))
+                .and_then(|path| place(root, pid, vec![path]).ok()?.pop()),
             objections: args.objections,
         }))
     }
@@ -266,6 +269,17 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     }
     found.qmp = monitors.address();
     Some(found)
+}
+
+/// Socket of an agent that was not loaded by `-plugin`, in what a process was
+/// started with (`/proc/PID/environ`): `LD_PRELOAD` names our library, and
+/// `EBB_AGENT_SOCKET` the path.
+pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
+    let text = String::from_utf8_lossy(environ);
+    let get = |name: &str| text.split('\0').find_map(|v| v.strip_prefix(name)?.strip_prefix('='));
+    let ours = |file: &str| file.rsplit('/').next().is_some_and(|f| f.starts_with("libebb_vmm"));
+    let loaded = get("LD_PRELOAD")?.split([':', ' ']).any(ours);
+    get("EBB_AGENT_SOCKET").filter(|path| loaded && !path.is_empty()).map(PathBuf::from)
 }
 
 fn is_qemu(program: &str) -> bool {
@@ -602,6 +616,22 @@ mod tests {
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
         assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));
+    }
+
+    #[test]
+    fn a_preloaded_agent_is_found_in_the_environment() {
+        let find = |text: &str| preloaded(text.as_bytes());
+        let socket = "EBB_AGENT_SOCKET=/run/a\0";
+        for list in ["/usr/lib/ebb/libebb_vmm.so", "/x.so:/y/libebb_vmm.so", "a libebb_vmm.so"] {
+            let text = format!("A=1\0LD_PRELOAD={list}\0{socket}");
+            assert_eq!(find(&text), Some("/run/a".into()), "{list}");
+        }
+        for text in
+            [socket, "LD_PRELOAD=/x/libebb_vmm.so\0", "LD_PRELOAD=/z.so\0EBB_AGENT_SOCKET=/a"]
+        {
+            assert_eq!(find(text), None, "{text}");
+        }
+        assert_eq!(find("LD_PRELOAD=libebb_vmm.so\0EBB_AGENT_SOCKET=\0"), None);
     }
 
     #[test]
