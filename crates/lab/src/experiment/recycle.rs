@@ -297,7 +297,8 @@ fn balloon(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) 
 
 /// virtio-mem: a device of just what is asked back, all of it touched.
 fn virtio_mem(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
-    let size = trial.size(256);
+    // Linux takes it by memory blocks of 128 MiB.
+    let size = Bytes::mib((trial.size(256).0 >> 27).max(1) * 128);
     let base = Bytes::gib(1) - size;
     let place = Place::boot(arena, trial.kernel, memory, false, |c| {
         c.memory = base;
