@@ -196,7 +196,7 @@ pub fn counted(trial: &Trial, arena: &Arena) -> Result<Vec<(Pages, Counts)>> {
         let mut counts = Counts::default();
         // What runs for a while after boot is not counted.
         faultloop(&place, pages, "iterations=6")?;
-        for _ in 0..trial.rounds(3) {
+        for _ in 0..trial.rounds(3).max(3) {
             faultloop(&place, pages, "iterations=1")?;
             counts.plain.push(faultloop(&place, pages, "iterations=4")?.each);
             place.insmod()?;
