@@ -6,7 +6,7 @@
 //! with `_thp`: huge pages behind the guest's RAM): share of what was freed that
 //! the host holds in the end, by its memory cgroup. Arms: `ebb-guest` (asked with
 //! `ebb reclaim`'s request until nothing more comes), `reporting` (until nothing
-//! comes any more).
+//! came for 20 s).
 
 use std::time::{Duration, Instant};
 
@@ -83,7 +83,7 @@ fn one(
                         std::thread::sleep(Duration::from_secs(1));
                     }
                 }
-                None => place.calm()?,
+                None => drop(place::watch(place.cgroup(), begun, full, freed, MINUTE)),
             }
             let back = full - place.usage();
             let share = 1.0 - back.fraction_of(freed);

@@ -328,13 +328,11 @@ impl Fall {
         self.back().fraction_of(self.freed)
     }
 
-    /// Bytes a second, up to 95 % of all that came: from the beginning, or from the
-    /// first hundredth.
-    pub fn rate(&self, from_first: bool) -> Option<f64> {
+    /// Bytes a second, from the beginning up to 95 % of all that came.
+    pub fn rate(&self) -> Option<f64> {
         let goal = self.back().share(0.95);
         let end = self.points.iter().find(|p| p.1 >= goal)?;
-        let begin = if from_first { self.time_to(0.01)? } else { Duration::ZERO };
-        let took = end.0.checked_sub(begin)?.as_secs_f64();
+        let took = end.0.as_secs_f64();
         (took > 0.0).then(|| end.1.0 as f64 / took)
     }
 }
@@ -351,8 +349,7 @@ mod tests {
         assert_eq!(fall.time_to(0.95), Some(Duration::from_secs(4)));
         assert_eq!(fall.time_to(0.99), None);
         assert_eq!(fall.share(), 0.96);
-        assert_eq!(fall.rate(false), Some(96.0 * 1048576.0 / 4.0));
-        assert_eq!(fall.rate(true), Some(96.0 * 1048576.0 / 2.0));
-        assert_eq!(Fall { freed: Bytes::mib(1), points: Vec::new() }.rate(false), None);
+        assert_eq!(fall.rate(), Some(96.0 * 1048576.0 / 4.0));
+        assert_eq!(Fall { freed: Bytes::mib(1), points: Vec::new() }.rate(), None);
     }
 }
