@@ -42,6 +42,9 @@ enum Ask {
     SetInterval,
 }
 
+/// What is asked of a balloon until it is answered, once.
+const DETAILS: [Ask; 3] = [Ask::Reporting, Ask::DeflateOnOom, Ask::Interval];
+
 /// What one tick's answers say.
 #[derive(Debug, Default)]
 struct Answers {
@@ -76,6 +79,8 @@ pub(crate) struct Vm {
     found: Option<String>,
     reporting: Option<bool>,
     deflate_on_oom: Option<bool>,
+    /// Of [`DETAILS`], what was not answered yet.
+    owed: Vec<Ask>,
     /// All device folders were heard on this connection.
     looked: bool,
     /// Last statistics, when they were last seen, and not after when they came.
@@ -112,6 +117,7 @@ impl Vm {
             found: None,
             reporting: None,
             deflate_on_oom: None,
+            owed: Vec::new(),
             looked: false,
             stats: None,
             events: Vec::new(),
@@ -223,6 +229,14 @@ impl Vm {
         }
         self.send(Ask::Balloon, "query-balloon", None);
         self.get(Ask::Stats, balloon::STATS);
+        for ask in self.owed.clone() {
+            let property = match ask {
+                Ask::Reporting => balloon::REPORTING,
+                Ask::DeflateOnOom => balloon::DEFLATE_ON_OOM,
+                _ => balloon::INTERVAL,
+            };
+            self.get(ask, property);
+        }
     }
 
     fn get(&mut self, ask: Ask, property: &str) {
@@ -254,6 +268,9 @@ impl Vm {
     }
 
     fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
+        if matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
+            self.owed.retain(|owed| *owed != ask);
+        }
         let value = match answer {
             Ok(value) => value,
             // The connection's failures are told by the link.
@@ -292,6 +309,7 @@ impl Vm {
         self.looked = false;
         (self.device, self.stats) = (None, None);
         (self.reporting, self.deflate_on_oom) = (None, None);
+        self.owed.clear();
         self.events.push(VmEvent::Connected);
     }
 
@@ -321,10 +339,8 @@ impl Vm {
                 if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
                     self.reporting = None;
                     self.device = self.found.take();
+                    self.owed = DETAILS.to_vec();
                     self.ask_balloon();
-                    self.get(Ask::Reporting, balloon::REPORTING);
-                    self.get(Ask::DeflateOnOom, balloon::DEFLATE_ON_OOM);
-                    self.get(Ask::Interval, balloon::INTERVAL);
                 }
             }
             _ => {}
@@ -396,7 +412,10 @@ impl Vm {
         problems: &mut Vec<Problem>,
     ) -> VmSample {
         self.take_events();
-        for (_, id) in std::mem::take(&mut self.asked) {
+        for (ask, id) in std::mem::take(&mut self.asked) {
+            if matches!(ask, Ask::Folder(_) | Ask::MemorySize) {
+                self.looked_up = None;
+            }
             if let Some(client) = &mut self.client {
                 client.protocol().forget(id);
                 self.slow_since.get_or_insert_with(Instant::now);
@@ -458,7 +477,86 @@ fn age_ms(wall_ms: u64, updated_s: u64, since_change: Option<u64>) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::sync::{Arc, Mutex};
+
     use super::*;
+
+    /// A QEMU with a balloon that answers at once, but for the questions about
+    /// the balloon's properties while `held` holds answers back.
+    fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>) -> UnixStream {
+        let (mut stream, _) = listener.accept().unwrap();
+        let ours = stream.try_clone().unwrap();
+        std::thread::spawn(move || {
+            stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
+            for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+                let asked: Value = serde_json::from_str(&line).unwrap();
+                let said = match asked["execute"].as_str().unwrap() {
+                    "query-status" => json!({ "status": "running" }),
+                    "query-memory-size-summary" => json!({ "base-memory": 1u64 << 30 }),
+                    "qom-list" => {
+                        json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }])
+                    }
+                    "query-balloon" => json!({ "actual": 1u64 << 30 }),
+                    "qom-get" if line.contains(balloon::REPORTING) => json!(true),
+                    _ => json!({}),
+                };
+                let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+                match held.lock().unwrap().as_mut().filter(|_| said == json!(true)) {
+                    Some(held) => held.push_str(&answer),
+                    None => drop(stream.write_all(answer.as_bytes())),
+                }
+            }
+        });
+        ours
+    }
+
+    fn tick(vm: &mut Vm) -> VmSample {
+        vm.ask(Instant::now());
+        let until = Instant::now() + Duration::from_millis(300);
+        while !vm.asked.is_empty() && Instant::now() < until {
+            vm.client.iter_mut().for_each(Client::pump);
+            vm.hear();
+            std::thread::yield_now();
+        }
+        vm.sample(Stamp(0), 0, None, &mut Vec::new())
+    }
+
+    /// On a busy machine an answer can miss its tick. The agent is not told of RAM
+    /// before it is known whether the balloon reports free pages.
+    #[test]
+    fn what_a_balloon_is_asked_once_is_asked_again_until_it_is_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let held = Arc::new(Mutex::new(Some(String::new())));
+        let theirs = Arc::clone(&held);
+        let peer = std::thread::spawn(move || qemu(listener, theirs));
+        let mut vm = Vm::new(
+            QemuProcess {
+                id: VmId { pid: std::process::id(), start: 0 },
+                name: "v".into(),
+                uuid: None,
+                qmp: QmpAddress::Paths(vec![path]),
+                balloon: true,
+                passthrough: false,
+                hugepages: false,
+                incoming: false,
+                agent: None,
+                objections: Vec::new(),
+            },
+            1,
+        );
+        while held.lock().unwrap().as_deref() == Some("") {
+            assert_eq!(tick(&mut vm).balloon.and_then(|b| b.reporting), None);
+        }
+        // Too late for the tick that asked.
+        let late = held.lock().unwrap().take().unwrap();
+        peer.join().unwrap().write_all(late.as_bytes()).unwrap();
+        let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
+        assert_eq!(found, Some(true));
+    }
 
     #[test]
     fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
