@@ -348,21 +348,21 @@ pub fn close_in_children(listener: Option<BorrowedFd<'_>>) {
 
 /// Whether this process exports a symbol.
 pub fn exports(name: &std::ffi::CStr) -> bool {
-    !symbol(name).is_null()
+    symbol(name) != 0
 }
 
-/// What a name means to the process as a whole; to be compared only.
-pub fn symbol(name: &std::ffi::CStr) -> *mut libc::c_void {
+/// Address of what a name means to the process as a whole; 0: nothing.
+pub fn symbol(name: &std::ffi::CStr) -> u64 {
     // SAFETY: `name` ends with NUL.
-    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) as u64 }
 }
 
 /// Where the object (program or library) that holds an address was loaded.
-pub fn object_of(address: *const libc::c_void) -> Option<u64> {
+pub fn object_of(address: u64) -> Option<u64> {
     // SAFETY: any bytes are a Dl_info, and the address is only looked up.
     unsafe {
         let mut info = std::mem::zeroed::<libc::Dl_info>();
-        (libc::dladdr(address, &mut info) != 0).then_some(info.dli_fbase as u64)
+        (libc::dladdr(address as *const _, &mut info) != 0).then_some(info.dli_fbase as u64)
     }
 }
 

@@ -66,7 +66,7 @@ impl Drop for Turns {
 /// Whether calls of `madvise` in this process come to us: what the name means to
 /// the process lies in the same object as a variable of ours.
 pub fn taken() -> bool {
-    let ours = sys::object_of((&raw const HELD).cast());
+    let ours = sys::object_of(&raw const HELD as u64);
     ours.is_some() && sys::object_of(sys::symbol(c"madvise")) == ours
 }
 

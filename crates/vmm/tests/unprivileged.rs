@@ -14,8 +14,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -29,6 +29,10 @@ use standin::{Place, Standin};
 const NOBODY: u32 = 65534;
 const MIB: u64 = 64;
 const SOON: Duration = Duration::from_secs(10);
+
+/// One test at a time: a child that the other one forks holds copies of our
+/// connections until it is QEMU's stand-in, and the agent serves one.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// Why this cannot be tried here.
 fn missing() -> Option<&'static str> {
@@ -134,6 +138,7 @@ fn what_the_daemon_opened_makes_an_unprivileged_vmm_recycle() {
     if let Some(why) = missing() {
         return println!("skipped: {why}");
     }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut vmm = Vmm::start("unprivileged");
     let (kind, text) = vmm.refusal(None);
     assert!(kind == Refused::Aside && text.contains("may not make a userfaultfd"), "{text}");
@@ -169,6 +174,7 @@ fn descriptors_of_anything_else_are_closed_refused_and_said() {
     if let Some(why) = missing() {
         return println!("skipped: {why}");
     }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let vmm = Vmm::start("foreign");
     vmm.refusal(None);
     let before = vmm.descriptors();
