@@ -97,7 +97,7 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if !vm.distress.is_empty() && actual < vm.ceiling {
         return Some(relieve(model, vm, m, actual));
     }
-    if m.stalled(vm, model.at) {
+    if m.stalled(vm) {
         return Some(Verdict::Set { to: actual, reason: Reason::Withdrawn });
     }
     if !vm.distress.is_empty() {
@@ -496,6 +496,8 @@ mod tests {
                 to: Bytes::mib(to),
                 moved_from: Bytes::mib(1024),
                 moved_at: Stamp(NOW.0 - age),
+                still_ms: age,
+                since: Stamp(NOW.0 - age),
             }),
             ..remembered(1)
         };
