@@ -143,6 +143,9 @@ pub struct VmModel {
     /// How far the last order has come.
     #[serde(default)]
     pub convergence: Convergence,
+    /// Its vCPUs are stopped.
+    #[serde(default)]
+    pub paused: bool,
     /// It has just started: what it may still take of what it was promised.
     #[serde(default)]
     pub promised: Bytes,
@@ -523,6 +526,7 @@ impl VmModel {
             },
             group: settings.group.clone(),
             pinned: vm.pinned.clone(),
+            paused: vm.run == Some(RunState::Paused),
             offload: vm.offload.clone(),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),

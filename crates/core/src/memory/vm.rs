@@ -138,6 +138,9 @@ pub struct VmMemory {
     /// When it was last asked after having been given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turned: Option<Stamp>,
+    /// Since when it is quiet.
+    #[serde(default)]
+    pub cold: Cold,
     /// How fast it follows, bytes a second, averaged over two seconds.
     #[serde(default)]
     pub rate: f64,
@@ -165,6 +168,61 @@ pub struct Hot {
     pub at: Stamp,
     /// So much.
     pub bytes: Bytes,
+}
+
+/// How quiet a VM is: for paging out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cold {
+    /// Since when need and residency stand still and nothing is read from swap.
+    pub since: Stamp,
+    /// Need and all that the host holds, where it stood still.
+    pub mark: (Bytes, Bytes),
+    /// In the host's swap a tick ago.
+    pub swap: Bytes,
+    /// What was paged out on order a tick ago, as the host counts it.
+    pub paged_out: Bytes,
+    /// Read back since it was last paged out, and paged out before.
+    pub back: Bytes,
+    /// See `back`.
+    pub out: Bytes,
+    /// Not paged out until then, because it read back what was.
+    pub back_until: Option<Stamp>,
+    /// How often in a row.
+    pub count: u32,
+}
+
+/// Need or residency that moves by more than this share of RAM is work.
+const QUIET_SHARE: f64 = 0.01;
+/// A VM that has read back this share of what was paged out is left alone.
+const READ_BACK: f64 = 0.2;
+/// For so long at first, doubling.
+const READ_BACK_MS: u64 = 300_000;
+
+impl Cold {
+    /// `need` as far as it is known; `held` in DRAM and swap.
+    fn observe(
+        &mut self,
+        at: Stamp,
+        ram: Bytes,
+        (need, held, swap): (Bytes, Bytes, Bytes),
+        paged_out: Bytes,
+    ) {
+        let far = |a: Bytes, b: Bytes| a.abs_diff(b) > ram.share(QUIET_SHARE).max(Bytes::mib(4));
+        let back = self.swap - swap;
+        self.out += paged_out - self.paged_out;
+        self.back += back;
+        (self.swap, self.paged_out) = (swap, paged_out);
+        if far(self.mark.0, need) || far(self.mark.1, held) || back > Bytes::mib(4) {
+            (self.since, self.mark) = (at, (need, held));
+        }
+        let much = self.out.share(READ_BACK).max(Bytes::mib(8));
+        if self.out > Bytes::ZERO && self.back > much {
+            let pause = READ_BACK_MS << self.count.min(6);
+            self.back_until = Some(at.plus(pause));
+            self.count = (self.count + 1).min(16);
+            (self.out, self.back) = (Bytes::ZERO, Bytes::ZERO);
+        }
+    }
 }
 
 /// A contradiction in what a guest says.
@@ -399,6 +457,13 @@ impl VmMemory {
             }
             self.take_stats(at, wall_s, actual, stats);
             self.weigh_word(at, vm, &stats);
+        }
+        if let Some(p) = vm.process {
+            let words = self.words(at, vm).and_then(|s| s.available.or(s.free));
+            let need = actual.zip(words).map_or(Bytes::ZERO, |(a, w)| a - w);
+            let paged_out = vm.offload.as_ref().map_or(Bytes::ZERO, |o| o.paged_out);
+            let seen = (need, p.resident() + p.swap, p.swap);
+            self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged_out);
         }
         if self.harm > 0 && self.harm_at.is_none_or(|t| at.since(t) >= FORGIVE_MS) {
             (self.harm, self.harm_at) = (self.harm - 1, Some(at));
