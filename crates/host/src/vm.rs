@@ -83,6 +83,9 @@ pub(crate) struct Vm {
     owed: Vec<Ask>,
     /// All device folders were heard on this connection.
     looked: bool,
+    /// Its size at the last sample, and what it was told last.
+    actual: Option<Bytes>,
+    pub ordered: Option<Bytes>,
     /// Last statistics, when they were last seen, and not after when they came.
     stats: Option<(GuestStats, Stamp, Option<Stamp>)>,
     events: Vec<VmEvent>,
@@ -119,6 +122,8 @@ impl Vm {
             deflate_on_oom: None,
             owed: Vec::new(),
             looked: false,
+            actual: None,
+            ordered: None,
             stats: None,
             events: Vec::new(),
             asked: Vec::new(),
@@ -145,9 +150,11 @@ impl Vm {
 
     /// Whether the caller should sample now: an urgent event or a lost connection.
     pub fn is_urgent(&mut self) -> bool {
-        let ready = self.ready;
+        let (ready, actual, ordered) = (self.ready, self.actual, self.ordered);
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().has_event(&balloon::URGENT) || ready && c.state() == State::Failed
+            c.protocol().has_event(&balloon::URGENT)
+                || c.protocol().any_event(|e| balloon::tells_more_than_ordered(e, actual, ordered))
+                || ready && c.state() == State::Failed
         })
     }
 
@@ -442,11 +449,26 @@ impl Vm {
             balloon: self.balloon(at, wall_ms),
             agent: self.agent.as_ref().map(AgentLink::sample),
             events: std::mem::take(&mut self.events),
+            age_ms: age_of(id),
+            pinned: self.pinned(),
+            offload: None,
         }
+    }
+
+    /// Why its memory cannot be paged out.
+    fn pinned(&self) -> Option<String> {
+        let p = &self.process;
+        let why = |yes, why: &str| if yes { Some(why.to_owned()) } else { None };
+        why(p.passthrough, "a VFIO or vDPA device pins it")
+            .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
     }
 
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
         let actual = self.answers.actual?;
+        self.actual = Some(actual);
+        if self.ordered.is_some_and(|to| to.abs_diff(actual) < Bytes::mib(1)) {
+            self.ordered = None;
+        }
         let guest = self.answers.guest.take().map(|new| {
             // They changed after they were last seen the same.
             let came = match &self.stats {
@@ -465,6 +487,14 @@ impl Vm {
 
 pub(crate) fn problem(vm: impl Into<Option<VmId>>, source: String, message: String) -> Problem {
     Problem { vm: vm.into(), source, message }
+}
+
+/// How long the process has run. Its start is in hundredths of a second since
+/// boot (USER_HZ) on every Linux Ebb runs on.
+fn age_of(id: VmId) -> Option<u64> {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now_ms = t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000;
+    now_ms.checked_sub(id.start.checked_mul(10)?)
 }
 
 /// How old statistics are, milliseconds: by the wall clock (not where that was
