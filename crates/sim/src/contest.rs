@@ -107,7 +107,7 @@ fn ebb(setup: &Setup) -> Outcome {
     let mut engine = Engine::new(config, false);
     loop {
         let (tick, model) = engine.step(&mut world);
-        laws.check(&world, &tick, &model);
+        laws.check(&world, &tick);
         if world.wait(engine.next(&model)) == Wake::Stop {
             return Outcome { score: world.score(), broken: laws.broken };
         }

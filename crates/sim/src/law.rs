@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use ebb_core::config::Config;
-use ebb_core::model::{Model, Pressure};
+use ebb_core::model::Pressure;
 use ebb_core::plan::{Action, Reason};
 use ebb_core::sample::VmId;
 use ebb_core::tick::Tick;
@@ -102,14 +102,14 @@ impl Laws {
     }
 
     /// Checks one tick, just after it was applied.
-    pub fn check(&mut self, world: &World, tick: &Tick, model: &Model) {
+    pub fn check(&mut self, world: &World, tick: &Tick) {
         let at = world.at_ms();
         for action in &tick.plan.actions {
             self.check_order(world, tick, action);
             self.check_direction(action, at);
         }
         self.check_plan(tick, at);
-        self.check_grants(tick, model, at);
+        self.check_grants(world, tick, at);
         self.check_progress(world, tick, at);
     }
 
@@ -184,11 +184,11 @@ impl Laws {
         }
     }
 
-    fn check_grants(&mut self, tick: &Tick, model: &Model, at: u64) {
+    fn check_grants(&mut self, world: &World, tick: &Tick, at: u64) {
         let sakes = |a: &&Action| matches!(a.reason, Reason::HostClear { .. });
         let granted: Bytes = tick.plan.actions.iter().filter(sakes).map(|a| a.to - a.from).sum();
-        if granted > model.host.headroom {
-            let headroom = model.host.headroom;
+        let headroom = world.host.free(&world.guests);
+        if granted > headroom {
             self.breach(Law::FreeBeforeGrant, at, format!("{granted} of {headroom}"));
         }
     }

@@ -6,6 +6,7 @@
 
 pub mod compare;
 pub mod contest;
+pub mod fault;
 pub mod guest;
 pub mod host;
 pub mod law;

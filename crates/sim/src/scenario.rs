@@ -153,13 +153,13 @@ fn idle_giver(rng: &mut fastrand::Rng) -> Setup {
     let gib = Bytes::gib;
     let used = Curve::flat(jitter(rng, Bytes::mib(1500)));
     let mut idle = vary(rng, Spec::new(gib(16), Need::of(used)));
-    idle.stale = gib(13);
+    idle.stale = gib(15);
     idle.reporting = false;
     let at = 120_000 + rng.u64(0..20_000);
-    let low = jitter(rng, gib(3));
+    let low = jitter(rng, Bytes::mib(2500));
     let mut grow = Need::of(Curve::flat(low).plus(&Curve::burst(at, RUN_MS, gib(10))));
     grow.rate = 1.5e9;
-    let steady = Need::of(Curve::flat(jitter(rng, gib(8))));
+    let steady = Need::of(Curve::flat(jitter(rng, Bytes::mib(8800))));
     let guests =
         vec![idle, vary(rng, Spec::new(gib(16), grow)), vary(rng, Spec::new(gib(10), steady))];
     let probes = vec![Probe::Take { vm: 0, bytes: gib(8), at_ms: at }];

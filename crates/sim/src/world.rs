@@ -27,7 +27,8 @@ const STEP_MS: u64 = 100;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Probe {
-    /// From `at_ms` on: when has guest `vm` returned so much to the host?
+    /// From `at_ms` on, and from when the host has less than a tenth free: how long
+    /// until guest `vm` has returned so much?
     Take {
         /// Which guest.
         vm: u32,
@@ -53,6 +54,8 @@ pub enum Probe {
 struct Watch {
     probe: Probe,
     from: Option<Bytes>,
+    /// When the host was short for the first time.
+    short_ms: Option<u64>,
     took_s: Option<f64>,
 }
 
@@ -124,7 +127,8 @@ impl World {
                 g
             })
             .collect();
-        let watch = |probe: &Probe| Watch { probe: *probe, from: None, took_s: None };
+        let watch =
+            |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
         World {
             voices: (0..n).map(|i| Voice::new(i, setup.seed)).collect(),
             gauges: vec![Gauge::default(); guests.len()],
@@ -181,8 +185,9 @@ impl World {
         for (gauge, g) in self.gauges.iter_mut().zip(&self.guests) {
             gauge.pass(g, at, dt);
         }
+        let short = self.host.free(&self.guests) < self.host.total.share(0.1);
         for watch in &mut self.watches {
-            watch.look(&self.guests, at);
+            watch.look(&self.guests, at, short);
         }
     }
 
@@ -237,18 +242,23 @@ impl World {
 }
 
 impl Watch {
-    fn look(&mut self, guests: &[Guest], now_ms: u64) {
+    fn look(&mut self, guests: &[Guest], now_ms: u64, short: bool) {
         let (vm, at_ms) = match self.probe {
             Probe::Take { vm, at_ms, .. } | Probe::Give { vm, at_ms, .. } => (vm, at_ms),
         };
-        let (Some(g), true, None) = (guests.get(vm as usize), now_ms >= at_ms, self.took_s) else {
-            return;
-        };
-        let late = (now_ms - at_ms) as f64 / 1000.0;
+        // What it has is read just before.
+        let begun = now_ms + 2 * STEP_MS >= at_ms;
+        let (Some(g), true, None) = (guests.get(vm as usize), begun, self.took_s) else { return };
+        let late = now_ms.saturating_sub(at_ms) as f64 / 1000.0;
         match self.probe {
             Probe::Take { bytes, .. } => {
                 let from = *self.from.get_or_insert(g.touched());
-                self.took_s = (from - g.touched() >= bytes).then_some(late);
+                if short && now_ms >= at_ms {
+                    self.short_ms.get_or_insert(now_ms);
+                }
+                let taken = from - g.touched() >= bytes;
+                let since = |t: u64| (now_ms - t) as f64 / 1000.0;
+                self.took_s = self.short_ms.filter(|_| taken).map(since);
             }
             Probe::Give { bytes, .. } => {
                 let from = *self.from.get_or_insert(g.alloc);
