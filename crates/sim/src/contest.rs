@@ -77,14 +77,21 @@ impl Contestant {
 
     /// Runs it on a world of its own.
     pub fn run(self, setup: &Setup) -> Outcome {
+        self.run_seen(setup, &mut |_| ())
+    }
+
+    /// The same, and shows the world at each of its looks.
+    pub fn run_seen(self, setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
         match self.rival() {
-            Some(mut policy) => Outcome { score: rule(setup, &mut *policy), broken: Vec::new() },
-            None => ebb(setup),
+            Some(mut policy) => {
+                Outcome { score: rule(setup, &mut *policy, see), broken: Vec::new() }
+            }
+            None => ebb(setup, see),
         }
     }
 }
 
-fn rule(setup: &Setup, policy: &mut dyn Policy) -> Score {
+fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> Score {
     let config = setup.config();
     let mut world = World::new(setup);
     world.guests.iter_mut().for_each(|g| g.shrinker = policy.shrinker());
@@ -95,12 +102,13 @@ fn rule(setup: &Setup, policy: &mut dyn Policy) -> Score {
             // One that does not answer is asked again at the next look.
             let _ = world.order(id, to);
         }
+        see(&world);
         world.pass(policy.period_ms());
     }
     world.score()
 }
 
-fn ebb(setup: &Setup) -> Outcome {
+fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
     let config = setup.config();
     let mut world = World::new(setup);
     let mut laws = Laws::new(&config);
@@ -108,6 +116,7 @@ fn ebb(setup: &Setup) -> Outcome {
     loop {
         let (tick, model) = engine.step(&mut world);
         laws.check(&world, &tick);
+        see(&world);
         if world.wait(engine.next(&model)) == Wake::Stop {
             return Outcome { score: world.score(), broken: laws.broken };
         }

@@ -65,6 +65,8 @@ impl fmt::Display for Breach {
 const MOST: usize = 100;
 /// Statistics older than this are not to be believed, ms (a tick beyond Ebb's mark).
 const OLD_MS: u64 = 6_000;
+/// Numbers are in whole MiB here and there.
+const NEWS: Bytes = Bytes::mib(16);
 /// Left alone after a reboot for so long, ms.
 const SETTLE_MS: u64 = 10_000;
 /// An order that moved nothing for so long should be gone, ms.
@@ -105,7 +107,7 @@ impl Laws {
     pub fn check(&mut self, world: &World, tick: &Tick) {
         let at = world.at_ms();
         for action in &tick.plan.actions {
-            self.check_order(world, tick, action);
+            self.check_order(world, action);
             self.check_direction(action, at);
         }
         self.check_plan(tick, at);
@@ -113,7 +115,7 @@ impl Laws {
         self.check_progress(world, tick, at);
     }
 
-    fn check_order(&mut self, world: &World, tick: &Tick, action: &Action) {
+    fn check_order(&mut self, world: &World, action: &Action) {
         let at = world.at_ms();
         let Some(i) = world.index(action.vm) else {
             return self.breach(Law::HandsOff, at, format!("{:?} does not exist", action.vm));
@@ -137,14 +139,11 @@ impl Laws {
         if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
             self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
         }
-        // What it may have allocated since it last spoke is nobody's fault.
-        let news = Bytes((g.spec.need.rate * 2.0) as u64);
-        if to + news < g.used() && g.spec.mood != Mood::Lying {
+        // It was looked at this very moment.
+        if to + NEWS < g.used() && g.spec.mood != Mood::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {}", g.used()));
         }
-        let stats = tick.sample.vms.iter().find(|v| v.id == action.vm);
-        let age = stats.and_then(|v| v.balloon.as_ref()?.guest).map(|s| s.updated_s * 1000);
-        if age.is_none_or(|said| tick.sample.wall_ms.saturating_sub(said) > OLD_MS + 1000) {
+        if world.age_ms(i).is_none_or(|age| age > OLD_MS) {
             self.breach(Law::OldNumbers, at, format!("{name} to {to} on old numbers"));
         }
         if g.boots > 0 && at < g.booted_ms + SETTLE_MS {

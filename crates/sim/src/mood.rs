@@ -17,7 +17,7 @@ pub enum Mood {
     Intermittent,
     /// Claims that all its memory is available.
     Lying,
-    /// Sends no statistics.
+    /// Sends no statistics but for the first minute.
     Silent,
     /// Reboots every two minutes.
     Rebooting,
@@ -56,6 +56,11 @@ impl Mood {
     /// Whether QMP answers.
     pub fn answers(self, at_ms: u64) -> bool {
         self != Mood::Flaky || (at_ms / 60_000).is_multiple_of(2)
+    }
+
+    /// Whether it sends statistics.
+    pub fn speaks(self, at_ms: u64) -> bool {
+        !self.migrates(at_ms) && (self != Mood::Silent || at_ms < 60_000)
     }
 
     /// Whether it is being migrated.

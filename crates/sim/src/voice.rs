@@ -35,12 +35,16 @@ impl Voice {
         }
     }
 
+    /// When it last told its numbers, ms into the run.
+    pub fn said_ms(&self) -> Option<u64> {
+        self.said.map(|s| s.0)
+    }
+
     /// The guest answers the host's question for its numbers, which are as old as
     /// the question then.
     fn ask(&mut self, g: &Guest, at_ms: u64) {
         let boots = g.spec.mood == Mood::Rebooting && at_ms < g.booted_ms + 8_000;
-        let hung = g.spec.mood == Mood::Silent || g.spec.mood.migrates(at_ms);
-        if !hung && !(boots && g.boots > 0) {
+        if g.spec.mood.speaks(at_ms) && !(boots && g.boots > 0) {
             self.said = Some((at_ms, words(g)));
         }
     }

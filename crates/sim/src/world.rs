@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use crate::guest::{Guest, Spec};
 use crate::host::HostMemory;
+use crate::mood::Mood;
 use crate::score::{Gauge, Score};
 use crate::voice::{self, Voice};
 
@@ -209,6 +210,35 @@ impl World {
     pub fn index(&self, id: VmId) -> Option<usize> {
         let i = id.pid.checked_sub(1000)? as usize;
         (self.voices.get(i)?.id == id && self.guests[i].power).then_some(i)
+    }
+
+    /// How old a guest's numbers truly are, ms; `None`: it never told any.
+    pub fn age_ms(&self, guest: usize) -> Option<u64> {
+        self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
+    }
+
+    /// What must hold of the world itself, whoever rules it: memory is neither made
+    /// nor lost. An error says what does not hold.
+    pub fn sound(&self) -> Result<(), String> {
+        let resident: Bytes = self.guests.iter().map(Guest::resident).sum();
+        if resident > self.host.total {
+            return Err(format!("{resident} resident on a host of {}", self.host.total));
+        }
+        let swapped: Bytes = self.guests.iter().map(|g| g.out).sum();
+        // Rounding: a byte a guest and step at most.
+        if swapped > self.host.swap + Bytes::mib(1) {
+            return Err(format!("{swapped} in {} of swap", self.host.swap));
+        }
+        if self.host.swapped_in > self.host.swapped_out {
+            return Err("more was swapped in than out".into());
+        }
+        for g in &self.guests {
+            let touched = g.spec.mood != Mood::Pinned && g.touched() > g.actual + Bytes::mib(1);
+            if touched || g.actual > g.spec.ram || g.out > g.touched() + Bytes::mib(1) {
+                return Err(format!("vm{:04} at {} ms: {g:?}", g.index, self.at_ms));
+            }
+        }
+        Ok(())
     }
 
     /// Sets a balloon; QEMU takes the order or not.
