@@ -213,7 +213,7 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     if ahead < g.short_mark.0 as f64 {
         return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
     }
-    if g.available < g.buffer {
+    {
         if r.swap_in >= SWAP_IN_MARK {
             return format!("swapping in {}/s", Bytes(r.swap_in as u64));
         }
