@@ -207,6 +207,14 @@ impl Comparison {
                 cells.join(" | ")
             );
         }
+        let losses = self.losses();
+        if losses.is_empty() {
+            return out + "\nNobody beats Ebb in either figure in any scenario.\n";
+        }
+        out += "\nWhere Ebb is beaten:\n\n";
+        for l in losses {
+            let _ = writeln!(out, "- {} by {}: {}", l.scenario, l.to, l.what);
+        }
         out
     }
 }

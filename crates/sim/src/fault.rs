@@ -36,7 +36,7 @@ pub enum Fault {
     Holds,
     /// Grants are bounded by what the host has: it is shown as empty all the time.
     Headroom,
-    /// Need and a buffer are left: guests' free memory is shown as all they have.
+    /// Need and a buffer are left: half of what guests use is shown as free.
     Need,
 }
 
@@ -155,8 +155,8 @@ impl Faulty {
                     balloon.deflate_on_oom = Some(true);
                 }
                 Some(Fault::Need) => {
-                    (g.available, g.free) = (Some(actual), Some(actual));
-                    g.caches = Some(Bytes::ZERO);
+                    let more = |b: Option<Bytes>| b.map(|b| b + (actual - b).share(0.5));
+                    (g.available, g.free) = (more(g.available), more(g.free));
                 }
                 _ => {}
             }

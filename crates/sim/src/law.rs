@@ -36,7 +36,8 @@ pub enum Law {
     FreeBeforeGrant,
     /// Nobody is turned around within a minute for the host's sake alone.
     Turned,
-    /// One that waits for memory that its balloon holds is given some within 2 s.
+    /// One that waits for memory that its balloon holds is given some within 2 s, where
+    /// the host has any.
     Relief,
     /// One that has just rebooted is not asked.
     Reboot,
@@ -67,6 +68,8 @@ const MOST: usize = 100;
 const OLD_MS: u64 = 6_000;
 /// Numbers are in whole MiB here and there.
 const NEWS: Bytes = Bytes::mib(16);
+/// A host with more than this share free can relieve a guest at once.
+const ROOMY: f64 = 0.05;
 /// Left alone after a reboot for so long, ms.
 const SETTLE_MS: u64 = 10_000;
 /// An order that moved nothing for so long should be gone, ms.
@@ -194,13 +197,16 @@ impl Laws {
 
     /// Who waits for memory that its balloon holds; who does not follow.
     fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
+        // Where the host has nothing, others must give first.
+        let roomy = world.host.free(&world.guests) > world.host.total.share(ROOMY);
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
             let past = self.past.entry(vm.id).or_default();
             // It waits for its own sake, its balloon could help, and it can be asked.
             let stalled = g.counts.stall_ms - g.counts.host_stall_ms;
-            let waits = stalled - past.stalled_ms > 50.0
+            let waits = roomy
+                && stalled - past.stalled_ms > 50.0
                 && g.wants().anon > g.alloc
                 && g.actual + Bytes::mib(64) < g.spec.ram
                 && g.target <= g.actual

@@ -354,17 +354,28 @@ fn tier_guest(rng: &mut fastrand::Rng) -> Setup {
 }
 
 /// Many guests of one size, for scale: one in `odd_one_in` is not ideal (0: all are).
+/// No more RAM is pinned than a host would start.
 pub fn crowd(vms: u32, ram: Bytes, host: Bytes, seed: u64, odd_one_in: u32) -> Setup {
     let mut rng = fastrand::Rng::with_seed(seed);
+    let mut pinned = Bytes::ZERO;
     let guests = (0..vms).map(|_| {
         let mut spec = phased(&mut rng, ram, 0.9);
         if odd_one_in > 0 && rng.u32(0..odd_one_in) == 0 {
             spec.mood = ODD[rng.usize(0..ODD.len())];
         }
+        if spec.mood == Mood::Pinned {
+            pinned += ram;
+            if pinned > host.share(PINNED_MOST) {
+                spec.mood = Mood::Ideal;
+            }
+        }
         spec
     });
     Setup { seed, ..setup(host, RUN_MS, guests.collect()) }
 }
+
+/// What of a host's memory guests in a crowd may pin.
+const PINNED_MOST: f64 = 0.4;
 
 #[cfg(test)]
 mod tests {

@@ -17,7 +17,7 @@ fn tight(seed: u64, host_gib: u64, odd_one_in: u32, seconds: u64) -> Setup {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(24) })]
 
     /// Floors hold, plans are within limits and complete, gives come first, grants
     /// are there, nothing is taken unwritten, on old numbers, or from what is in use.
