@@ -41,10 +41,12 @@ soak: target/.setup ## module and recycler under stress for ten minutes a kernel
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
 	  --test vm_module --test vm_recycle -- --test-threads=1 --nocapture vm_
 
-bench: ## what a tick costs, on synthetic guests
+bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) build --release --quiet -p ebb
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120
+	@./target/release/ebb sim --hosts 1000 --vms 10 --seconds 60
+	@./target/release/ebb sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## the figures of the README, measured again, into target/lab
 	@$(CARGO) lab overhead --json target/lab/overhead.json
