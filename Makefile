@@ -48,10 +48,12 @@ soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets,
 	  --test vm_module --test vm_recycle --test vm_lifecycle -- --test-threads=1 --nocapture \
 	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
 
-bench: ## what a tick costs, on synthetic guests
+bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) build --release --quiet -p ebb
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120
+	@./target/release/ebb sim --hosts 1000 --vms 10 --seconds 60
+	@./target/release/ebb sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
 	@$(CARGO) build --release --quiet -p ebb -p ebb-lab -p ebb-vmm

@@ -20,6 +20,8 @@ use ebb_core::config::Config;
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
 
+use cmd::sim;
+
 /// Gives the memory that VMs do not use back to their host, and gives it to them
 /// again the moment they need it.
 #[derive(Parser)]
@@ -144,6 +146,27 @@ enum Command {
         /// Simulated seconds
         #[arg(long, default_value_t = 600)]
         seconds: u64,
+        /// So many such hosts, on all cores
+        #[arg(long, conflicts_with_all = ["compare", "trace"])]
+        hosts: Option<u32>,
+        /// Every policy on every scenario instead: the table of docs/policies.md
+        #[arg(long)]
+        compare: bool,
+        /// Seeds a scenario
+        #[arg(long, default_value_t = 20, requires = "compare")]
+        seeds: u64,
+        /// Only this scenario (may be given again)
+        #[arg(long, requires = "compare", value_name = "NAME")]
+        scenario: Vec<String>,
+        /// Writes the table between the markers of this document
+        #[arg(long, requires = "compare", value_name = "FILE")]
+        markdown: Option<String>,
+        /// The commit to name there
+        #[arg(long, requires = "markdown")]
+        commit: Option<String>,
+        /// Every policy on guests that want what those of a record had
+        #[arg(long, value_name = "FILE", conflicts_with = "compare")]
+        trace: Option<String>,
         /// The result as JSON
         #[arg(long)]
         json: bool,
@@ -188,10 +211,33 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
         Command::Release => cmd::release::main(&config),
-        Command::Sim { vms, ram, host, seed, seconds, json } => {
-            let host = host.unwrap_or(Bytes(ram.0.saturating_mul(u64::from(vms)) / 2));
-            let run = cmd::sim::Run { vms, ram, host, seed, seconds };
-            cmd::sim::main(&run, json).map(|()| true)
+        Command::Sim {
+            vms,
+            ram,
+            host,
+            seed,
+            seconds,
+            hosts,
+            compare,
+            seeds,
+            scenario,
+            markdown,
+            commit,
+            trace,
+            json,
+        } => {
+            let half = Bytes(ram.0.saturating_mul(u64::from(vms)) / 2);
+            let each = sim::Run { vms, ram, host: host.unwrap_or(half), seed, seconds };
+            let job = match (compare, trace, hosts) {
+                (true, ..) => {
+                    let only = scenario;
+                    sim::Job::Compare(sim::Compare { seeds, only, markdown, commit })
+                }
+                (_, Some(file), _) => sim::Job::Trace(sim::TraceRun { file, host }),
+                (_, _, Some(hosts)) => sim::Job::Hosts(sim::Hosts { hosts, each }),
+                _ => sim::Job::Run(each),
+            };
+            sim::main(&job, json).map(|()| true)
         }
     }
 }

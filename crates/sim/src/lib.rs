@@ -1,11 +1,26 @@
-//! Ebb's simulator: a host that is not there, for laws and for scale.
+//! Ebb's simulator: a host that is not there, for laws, comparison and scale.
 //!
 //! Fakes the world, never the logic: the loop, the model and the policies are
 //! those of the daemon. Everything here is a stand-in and carries no claim about
 //! real machines.
 
+pub mod compare;
+pub mod contest;
+pub mod fault;
 pub mod guest;
+pub mod host;
+pub mod law;
+pub mod mood;
+pub mod need;
+pub mod psi;
+pub mod rival;
+pub mod scenario;
+pub mod score;
+pub mod trace;
+pub mod voice;
 pub mod world;
 
-pub use guest::{Guest, MOODS, Mood};
-pub use world::{Report, Scenario, World};
+pub use contest::{CONTESTANTS, Contestant};
+pub use scenario::{SCENARIOS, Scenario};
+pub use score::Score;
+pub use world::{Setup, World};

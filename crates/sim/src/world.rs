@@ -1,64 +1,104 @@
 //! The simulated host: a clock, a pot of memory, and the guests that drink of it.
 //!
-//! Implements [`Host`]; checks the laws on every order it is given.
+//! Fakes the world, never the logic. Policies see it through [`World::look`] and
+//! change it through [`World::order`]; Ebb's own loop through [`Host`].
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ebb_core::config::Config;
+use ebb_core::config::{Config, VmSettings};
 use ebb_core::memory::Owned;
-use ebb_core::model::Pressure;
-use ebb_core::plan::{Action, Outcome, Reason};
-use ebb_core::sample::{HostSample, Meminfo, Psi, PsiLine, Sample, VmId, Vmstat};
+use ebb_core::plan::{Action, Outcome, RecycleOrder};
+use ebb_core::sample::{Sample, VmId};
 use ebb_core::tick::{Host, Wake};
-use ebb_core::units::{Bytes, PAGE, Stamp};
+use ebb_core::units::{Bytes, Stamp};
 use serde::Serialize;
 
-use crate::guest::{Guest, Mood};
+use crate::guest::{Guest, Spec};
+use crate::host::HostMemory;
+use crate::mood::Mood;
+use crate::score::{Gauge, Score};
+use crate::voice::{self, Voice};
 
-/// What to simulate.
-#[derive(Clone, Debug, Serialize)]
-pub struct Scenario {
-    /// How many guests.
-    pub vms: u32,
-    /// RAM of each.
-    pub ram: Bytes,
-    /// The host's memory.
-    pub host: Bytes,
-    /// Everything random comes from this.
-    pub seed: u64,
-    /// One in so many guests is not ideal; 0: all are.
-    pub odd_one_in: u32,
+/// The monotonic clock when a run starts, ms: moments before it can be told.
+const EPOCH_MS: u64 = 1_000_000;
+/// The longest step.
+const STEP_MS: u64 = 100;
+
+/// A moment to measure from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Probe {
+    /// From `at_ms` on, and from when the host has less than a tenth free: how long
+    /// until guest `vm` has returned so much?
+    Take {
+        /// Which guest.
+        vm: u32,
+        /// How much.
+        bytes: Bytes,
+        /// From when on, ms into the run.
+        at_ms: u64,
+    },
+    /// From `at_ms` on guest `vm` wants so much more: when has it got it, beyond
+    /// the time its programs need to allocate it?
+    Give {
+        /// Which guest.
+        vm: u32,
+        /// How much.
+        bytes: Bytes,
+        /// From when on, ms into the run.
+        at_ms: u64,
+    },
 }
 
-/// What became of a run so far.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct Report {
-    /// Simulated milliseconds.
-    pub ms: u64,
-    /// Most and least of the host's memory that was in use.
-    pub used_peak: Bytes,
-    /// Bytes that went to swap because the host was full.
-    pub swapped: Bytes,
-    /// Sum over guests of the time in which they wanted memory in vain.
-    pub guest_stall_ms: u64,
-    /// Guests that ran out.
-    pub ooms: u64,
-    /// Orders given.
-    pub orders: u64,
-    /// Direction changes of all guests, a guest and minute.
-    pub reversals: f64,
-    /// Laws broken, in words; must be empty.
-    pub broken: Vec<String>,
+/// A probe under way.
+#[derive(Clone, Copy, Debug)]
+struct Watch {
+    probe: Probe,
+    from: Option<Bytes>,
+    /// When the host was short for the first time.
+    short_ms: Option<u64>,
+    took_s: Option<f64>,
+}
+
+/// A world to simulate.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The host's memory.
+    pub host: Bytes,
+    /// The host's swap.
+    pub swap: Bytes,
+    /// How long, ms.
+    pub run_ms: u64,
+    /// Everything random comes from this.
+    pub seed: u64,
+    /// The guests, in order of their ids.
+    pub guests: Vec<Spec>,
+    /// What is to be measured beside the usual.
+    pub probes: Vec<Probe>,
+}
+
+impl Setup {
+    /// Ebb's configuration for it; the floors are also those of the rivals.
+    pub fn config(&self) -> Config {
+        let mut config = Config::default();
+        for (i, spec) in self.guests.iter().enumerate() {
+            if spec.weight != 1.0 {
+                let settings = VmSettings { weight: spec.weight, ..config.defaults.clone() };
+                config.vms.insert(voice::name(i as u32), settings);
+            }
+        }
+        config
+    }
 }
 
 /// The simulated host.
 pub struct World {
     /// The guests.
     pub guests: Vec<Guest>,
-    /// What happened.
-    pub report: Report,
-    until_ms: u64,
+    /// The host's memory.
+    pub host: HostMemory,
+    /// What is measured of each guest.
+    pub gauges: Vec<Gauge>,
     /// Wall time spent in the simulated host itself, so that callers can tell it
     /// from the time of the loop.
     pub outside: Duration,
@@ -66,195 +106,208 @@ pub struct World {
     pub cannot_remember: bool,
     /// What was written down last.
     pub remembered: Owned,
-    config: Config,
-    total: Bytes,
-    now_ms: u64,
-    /// For the host's sake: who was last made larger (true) or smaller, and when.
-    turned: BTreeMap<VmId, (bool, u64)>,
-    swap: Bytes,
-    swap_out_pages: u64,
-    stall: f64,
+    voices: Vec<Voice>,
+    watches: Vec<Watch>,
+    orders: u64,
+    run_ms: u64,
+    at_ms: u64,
+    turn: usize,
 }
 
 impl World {
-    /// A host with its guests, all idle.
-    pub fn new(scenario: &Scenario, config: &Config) -> World {
-        let mut rng = fastrand::Rng::with_seed(scenario.seed);
-        let guests = (0..scenario.vms).map(|i| {
-            let odd = scenario.odd_one_in > 0 && rng.u32(0..scenario.odd_one_in) == 0;
-            let mood =
-                if odd { crate::MOODS[rng.usize(1..crate::MOODS.len())] } else { Mood::Ideal };
-            Guest::new(i, scenario.seed, scenario.ram, mood)
-        });
+    /// The world at its first moment.
+    pub fn new(setup: &Setup) -> World {
+        let n = setup.guests.len() as u32;
+        let guests: Vec<Guest> = setup
+            .guests
+            .iter()
+            .zip(0..n)
+            .map(|(spec, i)| {
+                let mut g = Guest::new(i, setup.seed, spec.clone());
+                g.switch(0);
+                g
+            })
+            .collect();
+        let watch =
+            |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
         World {
-            guests: guests.collect(),
-            report: Report::default(),
-            until_ms: 0,
+            voices: (0..n).map(|i| Voice::new(i, setup.seed)).collect(),
+            gauges: vec![Gauge::default(); guests.len()],
+            watches: setup.probes.iter().map(watch).collect(),
+            host: HostMemory::new(setup.host, setup.swap),
+            guests,
             outside: Duration::ZERO,
             cannot_remember: false,
             remembered: Owned::default(),
-            config: config.clone(),
-            total: scenario.host,
-            now_ms: 1_000_000,
-            turned: BTreeMap::new(),
-            swap: Bytes::ZERO,
-            swap_out_pages: 0,
-            stall: 0.0,
+            orders: 0,
+            run_ms: setup.run_ms,
+            at_ms: 0,
+            turn: 0,
         }
     }
 
-    /// Has the loop end after so many simulated milliseconds.
-    pub fn run_for(&mut self, ms: u64) {
-        self.until_ms = self.now_ms + ms;
+    /// Milliseconds into the run.
+    pub fn at_ms(&self) -> u64 {
+        self.at_ms
     }
 
-    fn used(&self) -> Bytes {
-        self.guests.iter().map(|g| g.resident).sum()
+    /// Whether the run is over.
+    pub fn over(&self) -> bool {
+        self.at_ms >= self.run_ms
     }
 
-    /// Lets `ms` pass, in steps of at most 100.
+    /// Lets time pass, in steps of at most 100 ms, up to the end of the run.
     pub fn pass(&mut self, ms: u64) {
-        let end = self.now_ms + ms;
-        while self.now_ms < end {
-            let dt = (end - self.now_ms).min(100);
-            self.now_ms += dt;
-            for g in &mut self.guests {
-                g.live(self.now_ms, dt);
-            }
-            self.swap_what_does_not_fit(dt);
+        let end = (self.at_ms + ms).min(self.run_ms);
+        while self.at_ms < end {
+            let dt = (end - self.at_ms).min(STEP_MS);
+            self.at_ms += dt;
+            self.step(dt);
         }
-        self.report.ms += ms;
     }
 
-    fn swap_what_does_not_fit(&mut self, dt: u64) {
-        let used = self.used();
-        self.report.used_peak = self.report.used_peak.max(used);
-        let over = used - self.total.share(0.97);
-        let grown = over - self.swap;
-        self.swap = over;
-        self.swap_out_pages += grown.0 / PAGE;
-        self.report.swapped += grown;
-        // Ten seconds' average of “something had to be swapped in this step”.
-        let weight = dt as f64 / 10_000.0;
-        let now = if grown > Bytes::ZERO { 100.0 } else { 0.0 };
-        self.stall = self.stall * (1.0 - weight) + now * weight;
-    }
-
-    /// The report, with what the guests tell at the end.
-    pub fn finish(mut self) -> Report {
-        self.report.guest_stall_ms = self.guests.iter().map(|g| g.stalled_ms).sum();
-        self.report.ooms = self.guests.iter().map(|g| g.ooms).sum();
-        let reversals: u64 = self.guests.iter().map(|g| g.reversals).sum();
-        let minutes = self.report.ms as f64 / 60_000.0 * self.guests.len() as f64;
-        self.report.reversals = if minutes > 0.0 { reversals as f64 / minutes } else { 0.0 };
-        self.report
-    }
-
-    fn sample(&mut self) -> Sample {
-        let now = self.now_ms;
-        let used = self.used() - self.swap;
-        let free = self.total - used;
-        for g in &mut self.guests {
-            g.speak(now);
+    fn step(&mut self, dt: u64) {
+        let at = self.at_ms;
+        let mut room = self.host.room(&self.guests, dt);
+        // Nobody is always first at the pot.
+        let n = self.guests.len();
+        self.turn = (self.turn + 1) % n.max(1);
+        for i in 0..n {
+            self.guests[(i + self.turn) % n].live(at, dt, &mut room);
         }
+        self.host.settle(&mut self.guests, &room, dt);
+        let on = self.guests.iter().filter(|g| g.power);
+        self.host.stalled(dt, on.map(|g| g.waited_for_host));
+        if self.host.must_kill()
+            && let Some(largest) = self.guests.iter_mut().max_by_key(|g| g.resident())
+        {
+            largest.kill(at);
+        }
+        for (gauge, g) in self.gauges.iter_mut().zip(&self.guests) {
+            gauge.pass(g, at, dt);
+        }
+        let short = self.host.free(&self.guests) < self.host.total.share(0.1);
+        for watch in &mut self.watches {
+            watch.look(&self.guests, at, short);
+        }
+    }
+
+    /// What the host can see now.
+    pub fn look(&mut self) -> Sample {
+        let wall_ms = EPOCH_MS + self.at_ms;
+        let at = self.at_ms;
+        let seen = self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power);
         Sample {
-            at: Stamp(now),
-            wall_ms: now,
-            host: HostSample {
-                memory: Some(Meminfo {
-                    total: self.total,
-                    free,
-                    available: free,
-                    ..Meminfo::default()
-                }),
-                psi: Some(Psi {
-                    some: PsiLine { avg10: self.stall, ..PsiLine::default() },
-                    full: PsiLine { avg10: self.stall / 2.0, ..PsiLine::default() },
-                }),
-                vmstat: Some(Vmstat { swap_out_pages: self.swap_out_pages, ..Vmstat::default() }),
-                ..HostSample::default()
-            },
-            vms: self.guests.iter_mut().map(|g| g.sample(now)).collect(),
+            at: Stamp(EPOCH_MS + self.at_ms),
+            wall_ms,
+            vms: seen.map(|(g, voice)| voice.sample(g, at, wall_ms)).collect(),
+            host: self.host.sample(&self.guests),
             problems: Vec::new(),
         }
     }
 
-    fn carry_out(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        self.report.orders += actions.len() as u64;
-        for a in actions {
-            self.check(a);
-        }
-        actions
-            .iter()
-            .map(|a| {
-                let guest = self.guests.iter_mut().find(|g| g.id == a.vm);
-                let error = match guest {
-                    Some(g) => {
-                        g.target = a.to;
-                        None
-                    }
-                    None => Some("gone".into()),
-                };
-                Outcome { vm: a.vm, error }
-            })
-            .collect()
+    /// Which guest this is.
+    pub fn index(&self, id: VmId) -> Option<usize> {
+        let i = id.pid.checked_sub(1000)? as usize;
+        (self.voices.get(i)?.id == id && self.guests[i].power).then_some(i)
     }
 
-    /// The laws every order must keep.
-    fn check(&mut self, action: &Action) {
-        let Some(g) = self.guests.iter().find(|g| g.id == action.vm) else {
-            self.report.broken.push(format!("order to {:?}, which does not exist", action.vm));
-            return;
-        };
-        let floor = self.config.vm(&g.name).min.of(g.ram);
-        let mut broken = Vec::new();
-        if action.to < floor && action.to < g.actual {
-            broken.push(format!("{} ordered to {}, floor {floor}", g.name, action.to));
+    /// How old a guest's numbers truly are, ms; `None`: it never told any.
+    pub fn age_ms(&self, guest: usize) -> Option<u64> {
+        self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
+    }
+
+    /// What must hold of the world itself, whoever rules it: memory is neither made
+    /// nor lost. An error says what does not hold.
+    pub fn sound(&self) -> Result<(), String> {
+        let resident: Bytes = self.guests.iter().map(Guest::resident).sum();
+        if resident > self.host.total {
+            return Err(format!("{resident} resident on a host of {}", self.host.total));
         }
-        if action.to > g.ram {
-            broken.push(format!("{} ordered to {}, RAM {}", g.name, action.to, g.ram));
+        let swapped: Bytes = self.guests.iter().map(|g| g.out).sum();
+        // Rounding: a byte a guest and step at most.
+        if swapped > self.host.swap + Bytes::mib(1) {
+            return Err(format!("{swapped} in {} of swap", self.host.swap));
         }
-        if action.to < g.used && g.mood != Mood::Lying && action.to < g.actual {
-            // Allowed only within what the guest used since it last spoke.
-            let slack = Bytes((2.0 * 400e6) as u64);
-            if action.to + slack < g.used {
-                broken.push(format!("{} ordered to {}, it uses {}", g.name, action.to, g.used));
+        if self.host.swapped_in > self.host.swapped_out {
+            return Err("more was swapped in than out".into());
+        }
+        for g in &self.guests {
+            let touched = g.spec.mood != Mood::Pinned && g.touched() > g.actual + Bytes::mib(1);
+            if touched || g.actual > g.spec.ram || g.out > g.touched() + Bytes::mib(1) {
+                return Err(format!("vm{:04} at {} ms: {g:?}", g.index, self.at_ms));
             }
         }
-        if !g.answers(self.now_ms) {
-            broken.push(format!("{} ordered while it does not answer", g.name));
-        }
-        let owned = self.remembered.vms.iter().any(|o| o.id == g.id);
-        if action.to < g.actual && !owned && action.reason != Reason::Withdrawn {
-            broken.push(format!("{} shrunk without being written down", g.name));
-        }
-        self.report.broken.extend(broken);
-        self.check_direction(action);
+        Ok(())
     }
 
-    /// Nobody is turned around within a minute for the host's sake alone.
-    fn check_direction(&mut self, action: &Action) {
-        let grows = match action.reason {
-            Reason::HostClear { .. } => true,
-            Reason::HostShort { state: Pressure::Soft, .. } => false,
-            _ => return,
+    /// Sets a balloon; QEMU takes the order or not.
+    pub fn order(&mut self, id: VmId, to: Bytes) -> Result<(), String> {
+        let at = self.at_ms;
+        let Some(i) = self.index(id) else { return Err("it is gone".into()) };
+        if !self.guests[i].spec.mood.answers(at) {
+            return Err("no answer for 200 ms".into());
+        }
+        self.orders += 1;
+        self.guests[i].order(to);
+        Ok(())
+    }
+
+    /// What became of the run.
+    pub fn score(&self) -> Score {
+        let mut score = Score::of(&self.guests, &self.gauges);
+        score.orders = self.orders;
+        score.ooms += self.host.ooms;
+        score.overfull_s = self.host.overfull_ms as f64 / 1000.0;
+        score.run_s = self.at_ms as f64 / 1000.0;
+        for watch in self.watches.iter().filter(|w| w.from.is_some()) {
+            match watch.probe {
+                Probe::Take { .. } => score.take_s = watch.took_s,
+                Probe::Give { .. } => score.give_s = watch.took_s,
+            }
+            score.missed += u64::from(watch.took_s.is_none());
+        }
+        score
+    }
+}
+
+impl Watch {
+    fn look(&mut self, guests: &[Guest], now_ms: u64, short: bool) {
+        let (vm, at_ms) = match self.probe {
+            Probe::Take { vm, at_ms, .. } | Probe::Give { vm, at_ms, .. } => (vm, at_ms),
         };
-        let before = self.turned.insert(action.vm, (grows, self.now_ms));
-        if before.is_some_and(|(was, at)| was != grows && self.now_ms - at < 60_000) {
-            let name = &action.name;
-            self.report.broken.push(format!("{name} turned around within a minute"));
+        // What it has is read just before.
+        let begun = now_ms + 2 * STEP_MS >= at_ms;
+        let (Some(g), true, None) = (guests.get(vm as usize), begun, self.took_s) else { return };
+        let late = now_ms.saturating_sub(at_ms) as f64 / 1000.0;
+        match self.probe {
+            Probe::Take { bytes, .. } => {
+                let from = *self.from.get_or_insert(g.touched());
+                if short && now_ms >= at_ms {
+                    self.short_ms.get_or_insert(now_ms);
+                }
+                let taken = from - g.touched() >= bytes;
+                let since = |t: u64| (now_ms - t) as f64 / 1000.0;
+                self.took_s = self.short_ms.filter(|_| taken).map(since);
+            }
+            Probe::Give { bytes, .. } => {
+                let from = *self.from.get_or_insert(g.alloc);
+                let work = bytes.0 as f64 / g.spec.need.rate;
+                let has = g.alloc + Bytes::mib(4) >= from + bytes;
+                self.took_s = has.then_some((late - work).max(0.0));
+            }
         }
     }
 }
 
 impl Host for World {
     fn now(&self) -> Stamp {
-        Stamp(self.now_ms)
+        Stamp(EPOCH_MS + self.at_ms)
     }
 
     fn read(&mut self) -> Sample {
         let started = Instant::now();
-        let sample = self.sample();
+        let sample = self.look();
         self.outside += started.elapsed();
         sample
     }
@@ -269,111 +322,29 @@ impl Host for World {
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
         let started = Instant::now();
-        let outcomes = self.carry_out(actions);
+        let carry_out = |a: &Action| Outcome { vm: a.vm, error: self.order(a.vm, a.to).err() };
+        let outcomes = actions.iter().map(carry_out).collect();
         self.outside += started.elapsed();
         outcomes
     }
 
+    fn recycle(&mut self, orders: &[RecycleOrder]) {
+        let started = Instant::now();
+        for order in orders {
+            let Some(i) = self.index(order.vm) else { continue };
+            let g = &mut self.guests[i];
+            if let Some(job) = &order.recycle {
+                g.recycle(job.max_bytes, job.marked);
+            }
+            if order.mark {
+                g.marked = Some(g.held());
+            }
+        }
+        self.outside += started.elapsed();
+    }
+
     fn wait(&mut self, until: Stamp) -> Wake {
-        self.pass(until.0.saturating_sub(self.now_ms).max(1));
-        if self.now_ms >= self.until_ms { Wake::Stop } else { Wake::Timer }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ebb_core::tick::{Engine, run};
-    use proptest::prelude::*;
-
-    fn simulate(scenario: &Scenario, seconds: u64, ebb: bool) -> Report {
-        let config = Config::default();
-        let mut world = World::new(scenario, &config);
-        world.run_for(seconds * 1000);
-        let mut engine = Engine::new(config, !ebb);
-        run(&mut engine, &mut world, |_, _, _| true);
-        world.finish()
-    }
-
-    fn tight(seed: u64, odd_one_in: u32) -> Scenario {
-        Scenario { vms: 12, ram: Bytes::gib(2), host: Bytes::gib(13), seed, odd_one_in }
-    }
-
-    #[test]
-    fn ebb_swaps_far_less_than_nothing_does_and_kills_nobody() {
-        let (mut with, mut without) = (Bytes::ZERO, Bytes::ZERO);
-        for seed in 0..8 {
-            let a = simulate(&tight(seed, 0), 600, true);
-            let b = simulate(&tight(seed, 0), 600, false);
-            assert_eq!(a.broken, Vec::<String>::new());
-            assert_eq!(a.ooms, 0, "seed {seed}");
-            with += a.swapped;
-            without += b.swapped;
-        }
-        assert!(without > Bytes::gib(1), "the scenario must hurt without Ebb: {without}");
-        assert!(with.0 * 4 < without.0, "with {with}, without {without}");
-    }
-
-    #[test]
-    fn at_steady_state_nobody_is_turned_around_more_than_once_a_minute() {
-        for seed in 0..8 {
-            let config = Config::default();
-            let mut world = World::new(&tight(seed, 0), &config);
-            world.guests.iter_mut().for_each(Guest::settle);
-            world.run_for(900_000);
-            let mut engine = Engine::new(config, false);
-            run(&mut engine, &mut world, |_, _, _| true);
-            let orders = world.report.orders;
-            let most = world.guests.iter().map(|g| g.reversals).max().unwrap_or(0);
-            assert!(most <= 15, "seed {seed}: one was turned {most} times in 15 min");
-            assert!(orders > 0, "seed {seed}: the host must be short at all");
-        }
-    }
-
-    #[test]
-    fn without_a_written_state_nothing_is_taken() {
-        let config = Config::default();
-        let mut world = World::new(&tight(3, 0), &config);
-        world.cannot_remember = true;
-        world.run_for(300_000);
-        let mut engine = Engine::new(config, false);
-        let mut short = false;
-        run(&mut engine, &mut world, |_, tick, model| {
-            assert!(tick.plan.actions.iter().all(Action::gives), "{:?}", tick.plan.actions);
-            short |= model.host.state > Pressure::Soft;
-            true
-        });
-        assert!(short, "the scenario must come to a point where something would be taken");
-    }
-
-    #[test]
-    fn the_same_seed_gives_the_same_run_and_a_record_replays() {
-        let config = Config::default();
-        let mut world = World::new(&tight(5, 3), &config);
-        world.run_for(120_000);
-        let mut engine = Engine::new(config.clone(), false);
-        let mut ticks = Vec::new();
-        run(&mut engine, &mut world, |_, tick, _| {
-            ticks.push(tick.clone());
-            true
-        });
-        assert!(ticks.iter().any(|t| !t.plan.actions.is_empty()));
-        let mut again = Engine::new(config, false);
-        for tick in &ticks {
-            let (replayed, _) = again.replay(tick);
-            assert_eq!(&replayed, tick);
-        }
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(24))]
-        #[test]
-        fn no_law_is_broken_in_any_company(
-            seed in any::<u64>(), odd in 1u32..6, host_gib in 6u64..26
-        ) {
-            let scenario = Scenario { host: Bytes::gib(host_gib), ..tight(seed, odd) };
-            let r = simulate(&scenario, 400, true);
-            prop_assert_eq!(r.broken, Vec::<String>::new());
-        }
+        self.pass(until.0.saturating_sub(EPOCH_MS + self.at_ms).max(1));
+        if self.over() { Wake::Stop } else { Wake::Timer }
     }
 }

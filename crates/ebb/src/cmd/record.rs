@@ -117,14 +117,12 @@ mod tests {
     use ebb_core::memory::Memory;
     use ebb_core::tick::run;
     use ebb_core::units::Bytes;
-    use ebb_sim::{Scenario, World};
+    use ebb_sim::{Setup, World, scenario};
 
     fn recorded() -> Vec<u8> {
-        let scenario =
-            Scenario { vms: 12, ram: Bytes::gib(2), host: Bytes::gib(12), seed: 1, odd_one_in: 4 };
+        let crowd = scenario::crowd(12, Bytes::gib(2), Bytes::gib(12), 1, 4);
         let config = Config::default();
-        let mut world = World::new(&scenario, &config);
-        world.run_for(200_000);
+        let mut world = World::new(&Setup { run_ms: 200_000, ..crowd });
         let mut engine = Engine::new(config.clone(), false);
         let mut recorder = Recorder::default();
         let mut before = Memory::default();

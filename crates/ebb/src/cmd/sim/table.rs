@@ -1,0 +1,94 @@
+//! The comparison: every policy on every scenario; into docs/policies.md as well.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use ebb_sim::compare::{Comparison, compare};
+
+use super::{scenarios, threads};
+use crate::table::{emit, emit_json};
+
+/// Between these lines of a document the table is written.
+const BEGIN: &str = "<!-- comparison: begin";
+const END: &str = "<!-- comparison: end -->";
+
+/// Settings of a comparison.
+pub struct Compare {
+    /// Seeds a scenario.
+    pub seeds: u64,
+    /// Only these scenarios; empty: all.
+    pub only: Vec<String>,
+    /// Writes the table into this document.
+    pub markdown: Option<String>,
+    /// The commit to name there.
+    pub commit: Option<String>,
+}
+
+/// Runs it, prints it, writes it down.
+pub fn compare_all(c: &Compare, json: bool) -> Result<()> {
+    let result = compare(&scenarios(&c.only)?, c.seeds, threads());
+    if let Some(file) = &c.markdown {
+        let old = std::fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
+        let commit = c.commit.as_deref().unwrap_or("unknown");
+        let new = written_into(&old, file, &section(&result, commit))?;
+        replace(Path::new(file), &new).with_context(|| format!("cannot write {file}"))?;
+    }
+    if json { emit_json(&result) } else { emit(&text(&result)) }
+}
+
+/// Whole or not at all.
+fn replace(file: &Path, text: &str) -> std::io::Result<()> {
+    let beside = file.with_extension("new");
+    std::fs::write(&beside, text)?;
+    std::fs::rename(&beside, file)
+}
+
+fn section(c: &Comparison, commit: &str) -> String {
+    format!(
+        "{BEGIN} (generated, do not edit) -->\n\
+         `ebb sim --compare --seeds {} --markdown docs/policies.md`, commit {commit}. \
+         Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
+        c.seeds,
+        c.markdown()
+    )
+}
+
+/// The document with its part between the markers replaced.
+fn written_into(old: &str, file: &str, new: &str) -> Result<String> {
+    let begin = old.find(BEGIN);
+    let end = begin.and_then(|b| old[b..].find(END).map(|e| b + e + END.len()));
+    let (Some(begin), Some(end)) = (begin, end) else {
+        bail!(
+            "{file}: there are no lines “{BEGIN} …-->” and “{END}”: put them where the table is to go"
+        );
+    };
+    Ok(format!("{}{new}{}", &old[..begin], &old[end..]))
+}
+
+fn text(c: &Comparison) -> String {
+    let mut out = c.text();
+    out += &format!("laws broken by Ebb: {}\n", c.broken.len());
+    for (run, breach) in c.broken.iter().take(20) {
+        out += &format!("  {run}: {breach}\n");
+    }
+    let losses = c.losses();
+    out += &format!("places where Ebb is beaten: {}\n", losses.len());
+    for l in &losses {
+        out += &format!("  {} by {}: {}\n", l.scenario, l.to, l.what);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_stands_between_the_markers_is_replaced() {
+        let old = format!("# A\n{BEGIN} x -->\nold\n{END}\nrest\n");
+        let new = format!("{BEGIN} y -->\nnew\n{END}");
+        assert_eq!(written_into(&old, "f", &new).unwrap(), format!("# A\n{new}\nrest\n"));
+        let said = written_into("# A\n", "f", &new).unwrap_err().to_string();
+        assert!(said.starts_with("f: there are no lines"), "{said}");
+    }
+}

@@ -1,0 +1,124 @@
+//! Who is compared: Ebb, as the daemon runs it, and its rivals, on the same world.
+
+use ebb_core::tick::{Engine, Host, Wake};
+use serde::Serialize;
+
+use crate::law::{Breach, Laws};
+use crate::rival::{Policy, Sight, mom, none, proxmox, qmemman, squeezed, vmpressure};
+use crate::score::Score;
+use crate::world::{Setup, World};
+
+/// One of those compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Contestant {
+    /// The daemon's loop.
+    Ebb,
+    /// No controller.
+    None,
+    /// oVirt's memory overcommitment manager.
+    Mom,
+    /// Proxmox VE.
+    Proxmox,
+    /// XenServer's squeezed.
+    Squeezed,
+    /// Qubes OS's qmemman.
+    Qmemman,
+    /// The prototype of 2013.
+    AutoBalloon,
+}
+
+/// All of them, Ebb first.
+pub const CONTESTANTS: [Contestant; 7] = [
+    Contestant::Ebb,
+    Contestant::None,
+    Contestant::Mom,
+    Contestant::Proxmox,
+    Contestant::Squeezed,
+    Contestant::Qmemman,
+    Contestant::AutoBalloon,
+];
+
+/// What became of one run.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Outcome {
+    /// The figures.
+    pub score: Score,
+    /// Laws that Ebb broke; rivals are not judged.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub broken: Vec<Breach>,
+}
+
+impl Contestant {
+    /// As tables name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Contestant::Ebb => "Ebb",
+            Contestant::None => "none",
+            Contestant::Mom => "MOM",
+            Contestant::Proxmox => "Proxmox",
+            Contestant::Squeezed => "squeezed",
+            Contestant::Qmemman => "qmemman",
+            Contestant::AutoBalloon => "vmpressure",
+        }
+    }
+
+    fn rival(self) -> Option<Box<dyn Policy>> {
+        Some(match self {
+            Contestant::Ebb => return None,
+            Contestant::None => Box::new(none::Nobody),
+            Contestant::Mom => Box::new(mom::Mom::default()),
+            Contestant::Proxmox => Box::new(proxmox::Proxmox),
+            Contestant::Squeezed => Box::new(squeezed::Squeezed::default()),
+            Contestant::Qmemman => Box::new(qmemman::Qmemman::default()),
+            Contestant::AutoBalloon => Box::new(vmpressure::AutoBalloon),
+        })
+    }
+
+    /// Runs it on a world of its own.
+    pub fn run(self, setup: &Setup) -> Outcome {
+        self.run_seen(setup, &mut |_| ())
+    }
+
+    /// The same, and shows the world at each of its looks.
+    pub fn run_seen(self, setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
+        match self.rival() {
+            Some(mut policy) => {
+                Outcome { score: rule(setup, &mut *policy, see), broken: Vec::new() }
+            }
+            None => ebb(setup, see),
+        }
+    }
+}
+
+fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> Score {
+    let config = setup.config();
+    let mut world = World::new(setup);
+    world.guests.iter_mut().for_each(|g| g.shrinker = policy.shrinker());
+    while !world.over() {
+        let sample = world.look();
+        let vmpressure = world.host.vmpressure();
+        for (id, to) in policy.decide(&Sight { sample: &sample, config: &config, vmpressure }) {
+            // One that does not answer is asked again at the next look.
+            let _ = world.order(id, to);
+        }
+        see(&world);
+        world.pass(policy.period_ms());
+    }
+    world.score()
+}
+
+fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
+    let config = setup.config();
+    let mut world = World::new(setup);
+    let mut laws = Laws::new(&config);
+    let mut engine = Engine::new(config, false);
+    loop {
+        let (tick, model) = engine.step(&mut world);
+        laws.check(&world, &tick);
+        see(&world);
+        if world.wait(engine.next(&model)) == Wake::Stop {
+            return Outcome { score: world.score(), broken: laws.broken };
+        }
+    }
+}

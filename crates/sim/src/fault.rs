@@ -1,0 +1,196 @@
+//! Safety features switched off, one at a time, to see the laws notice.
+//!
+//! The features live in core and have no switch there: a release must not carry
+//! one. So each is switched off from outside, by hiding from the loop what the
+//! feature works with, or by making the loop forget what it remembers for it.
+
+use ebb_core::config::{Amount, Config};
+use ebb_core::memory::{Memory, Owned};
+use ebb_core::plan::{Action, Outcome, RecycleOrder};
+use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent};
+use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::units::{Bytes, Stamp};
+
+use crate::law::{Breach, Laws};
+use crate::world::{Setup, World};
+
+/// A safety feature that is off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Floors: the loop's configuration has none.
+    Floors,
+    /// Nothing is taken that is not written down: the writing is skipped and
+    /// claimed done.
+    WriteDown,
+    /// Hands off guests that do not answer or are being migrated: that is hidden.
+    HandsOff,
+    /// Old numbers are not believed: they are shown as new.
+    OldNumbers,
+    /// Orders that move nothing are withdrawn: the loop forgets its orders.
+    Withdrawal,
+    /// Rebooted guests are left alone: resets and boots are hidden.
+    Reboots,
+    /// Distress is answered at once: every sign of it is hidden.
+    Distress,
+    /// Nobody is turned around at once: the loop forgets when it turned whom.
+    Holds,
+    /// Grants are bounded by what the host has: it is shown as empty all the time.
+    Headroom,
+    /// Need and a buffer are left: half of what guests use is shown as free.
+    Need,
+}
+
+/// All of them.
+pub const FAULTS: [Fault; 10] = [
+    Fault::Floors,
+    Fault::WriteDown,
+    Fault::HandsOff,
+    Fault::OldNumbers,
+    Fault::Withdrawal,
+    Fault::Reboots,
+    Fault::Distress,
+    Fault::Holds,
+    Fault::Headroom,
+    Fault::Need,
+];
+
+/// What a run with a fault (or with none) came to.
+pub struct Ran {
+    /// Laws broken.
+    pub broken: Vec<Breach>,
+    /// Guests that were turned around twice within a minute, times.
+    pub hasty: u64,
+    /// The world at the end.
+    pub world: World,
+}
+
+/// Runs Ebb with a safety feature switched off.
+pub fn run(setup: &Setup, fault: Option<Fault>) -> Ran {
+    let config = setup.config();
+    let mut laws = Laws::new(&config);
+    let mut engine = Engine::new(told(config, fault), false);
+    let mut host = Faulty { world: World::new(setup), fault, last: Vec::new() };
+    loop {
+        let (tick, model) = engine.step(&mut host);
+        laws.check(&host.world, &tick);
+        forget(&mut engine.memory, fault);
+        if host.wait(engine.next(&model)) == Wake::Stop {
+            let hasty = host.world.gauges.iter().map(|g| g.hasty).sum();
+            return Ran { broken: laws.broken, hasty, world: host.world };
+        }
+    }
+}
+
+fn told(mut config: Config, fault: Option<Fault>) -> Config {
+    if fault == Some(Fault::Floors) {
+        config.defaults.min = Amount::Bytes(Bytes::ZERO);
+        config.vms.values_mut().for_each(|v| v.min = Amount::Bytes(Bytes::ZERO));
+    }
+    config
+}
+
+fn forget(memory: &mut Memory, fault: Option<Fault>) {
+    for vm in &mut memory.vms {
+        match fault {
+            Some(Fault::Withdrawal) => vm.order = None,
+            Some(Fault::Holds) => {
+                (vm.last_take, vm.last_give, vm.turned, vm.gift) = (None, None, None, None);
+                vm.peaks = Default::default();
+                vm.harm = 0;
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The world, seen through a fault.
+struct Faulty {
+    world: World,
+    fault: Option<Fault>,
+    /// What each guest last showed.
+    last: Vec<(ebb_core::sample::VmId, BalloonSample)>,
+}
+
+impl Faulty {
+    fn distort(&mut self, sample: &mut Sample) {
+        let wall_s = sample.wall_ms / 1000;
+        if self.fault == Some(Fault::Headroom)
+            && let Some(m) = sample.host.memory.as_mut()
+            && self.world.at_ms() > 240_000
+        {
+            (m.free, m.available) = (m.total, m.total);
+        }
+        for vm in &mut sample.vms {
+            match self.fault {
+                Some(Fault::HandsOff) => {
+                    match &vm.balloon {
+                        Some(b) => {
+                            self.last.retain(|l| l.0 != vm.id);
+                            self.last.push((vm.id, b.clone()));
+                        }
+                        None => {
+                            vm.balloon =
+                                self.last.iter().find(|l| l.0 == vm.id).map(|l| l.1.clone())
+                        }
+                    }
+                    vm.link = Link::Up;
+                    vm.run = Some(RunState::Running);
+                }
+                Some(Fault::Reboots) => vm.events.retain(|e| *e != VmEvent::Reset),
+                _ => {}
+            }
+            let Some(balloon) = vm.balloon.as_mut() else { continue };
+            let actual = balloon.actual;
+            let Some(g) = balloon.guest.as_mut() else { continue };
+            match self.fault {
+                Some(Fault::OldNumbers | Fault::HandsOff) => {
+                    (g.age_ms, g.updated_s) = (0, wall_s);
+                }
+                Some(Fault::Reboots) => (g.major_faults, g.minor_faults) = (None, None),
+                Some(Fault::Distress) => {
+                    let half = Some(actual.share(0.5));
+                    (g.available, g.free) = (half, half);
+                    (g.major_faults, g.swap_in, g.alloc_stalls) = (None, None, None);
+                    (g.oom_kills, g.direct_reclaim) = (None, None);
+                    balloon.deflate_on_oom = Some(true);
+                }
+                Some(Fault::Need) => {
+                    let more = |b: Option<Bytes>| b.map(|b| b + (actual - b).share(0.5));
+                    (g.available, g.free) = (more(g.available), more(g.free));
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Host for Faulty {
+    fn now(&self) -> Stamp {
+        self.world.now()
+    }
+
+    fn read(&mut self) -> Sample {
+        let mut sample = self.world.look();
+        self.distort(&mut sample);
+        sample
+    }
+
+    fn remember(&mut self, owned: &Owned) -> Result<(), String> {
+        if self.fault == Some(Fault::WriteDown) {
+            return Ok(());
+        }
+        self.world.remember(owned)
+    }
+
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        self.world.apply(actions)
+    }
+
+    fn recycle(&mut self, orders: &[RecycleOrder]) {
+        self.world.recycle(orders);
+    }
+
+    fn wait(&mut self, until: Stamp) -> Wake {
+        self.world.wait(until)
+    }
+}

@@ -1,0 +1,231 @@
+//! The laws every plan must keep, checked against the world as it truly is.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use ebb_core::config::Config;
+use ebb_core::model::Pressure;
+use ebb_core::plan::{Action, Reason};
+use ebb_core::sample::VmId;
+use ebb_core::tick::Tick;
+use ebb_core::units::Bytes;
+use serde::Serialize;
+
+use crate::mood::Mood;
+use crate::world::World;
+
+/// One law.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Law {
+    /// No guest is asked to go below its floor.
+    Floor,
+    /// No guest is given more than its RAM.
+    Ceiling,
+    /// No order to one that does not answer, is being migrated, or is not there.
+    HandsOff,
+    /// Nothing is taken that was not written down.
+    WrittenDown,
+    /// Nobody is asked for what it uses.
+    InUse,
+    /// Nobody is asked on the word of old numbers, or none.
+    OldNumbers,
+    /// Gives come first in a plan; one order a guest at most; each guest is in it.
+    Plan,
+    /// What is given for the host's sake is there: free before grant.
+    FreeBeforeGrant,
+    /// Nobody is turned around within a minute for the host's sake alone.
+    Turned,
+    /// One that waits for memory that its balloon holds is given some within 2 s, where
+    /// the host has any.
+    Relief,
+    /// One that has just rebooted is not asked.
+    Reboot,
+    /// An order that moves nothing is withdrawn, so that it does not bite later.
+    Stuck,
+}
+
+/// A law that was broken.
+#[derive(Clone, Debug, Serialize)]
+pub struct Breach {
+    /// Which.
+    pub law: Law,
+    /// Milliseconds into the run.
+    pub at_ms: u64,
+    /// How.
+    pub what: String,
+}
+
+impl fmt::Display for Breach {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} at {} ms: {}", self.law, self.at_ms, self.what)
+    }
+}
+
+/// Breaches kept; more of them say nothing new.
+const MOST: usize = 100;
+/// Statistics older than this are not to be believed, ms (a tick beyond Ebb's mark).
+const OLD_MS: u64 = 6_000;
+/// Numbers are in whole MiB here and there.
+const NEWS: Bytes = Bytes::mib(16);
+/// A host with more than this share free can relieve a guest at once.
+const ROOMY: f64 = 0.05;
+/// Left alone after a reboot for so long, ms.
+const SETTLE_MS: u64 = 10_000;
+/// An order that moved nothing for so long should be gone, ms.
+const UNMOVED_MS: u64 = 20_000;
+
+/// What the checker has seen of one guest.
+#[derive(Clone, Copy, Debug, Default)]
+struct Past {
+    turned: Option<(bool, u64)>,
+    waits_since: Option<u64>,
+    stalled_ms: f64,
+    actual: Bytes,
+    /// Since when an order to shrink has moved nothing.
+    unmoved_since: Option<u64>,
+}
+
+/// Checks plans against the world.
+pub struct Laws {
+    /// What was broken.
+    pub broken: Vec<Breach>,
+    config: Config,
+    past: BTreeMap<VmId, Past>,
+}
+
+impl Laws {
+    /// The laws under this configuration.
+    pub fn new(config: &Config) -> Laws {
+        Laws { broken: Vec::new(), config: config.clone(), past: BTreeMap::new() }
+    }
+
+    fn breach(&mut self, law: Law, at_ms: u64, what: String) {
+        if self.broken.len() < MOST {
+            self.broken.push(Breach { law, at_ms, what });
+        }
+    }
+
+    /// Checks one tick, just after it was applied.
+    pub fn check(&mut self, world: &World, tick: &Tick) {
+        let at = world.at_ms();
+        for action in &tick.plan.actions {
+            self.check_order(world, action);
+            self.check_direction(action, at);
+        }
+        self.check_plan(tick, at);
+        self.check_grants(world, tick, at);
+        self.check_progress(world, tick, at);
+    }
+
+    fn check_order(&mut self, world: &World, action: &Action) {
+        let at = world.at_ms();
+        let Some(i) = world.index(action.vm) else {
+            return self.breach(Law::HandsOff, at, format!("{:?} does not exist", action.vm));
+        };
+        let g = &world.guests[i];
+        let (name, to) = (&action.name, action.to);
+        if !g.spec.mood.answers(at) || g.spec.mood.migrates(at) {
+            self.breach(Law::HandsOff, at, format!("{name} is ordered and must not be"));
+        }
+        if to > g.spec.ram {
+            self.breach(Law::Ceiling, at, format!("{name} to {to}, RAM {}", g.spec.ram));
+        }
+        let nudge = matches!(action.reason, Reason::Withdrawn | Reason::Refresh);
+        if to >= action.from || nudge {
+            return;
+        }
+        let floor = self.config.vm(name).min.of(g.spec.ram);
+        if to < floor {
+            self.breach(Law::Floor, at, format!("{name} to {to}, floor {floor}"));
+        }
+        if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
+            self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
+        }
+        // It was looked at this very moment.
+        if to + NEWS < g.used() && g.spec.mood != Mood::Lying {
+            self.breach(Law::InUse, at, format!("{name} to {to}, it uses {}", g.used()));
+        }
+        if world.age_ms(i).is_none_or(|age| age > OLD_MS) {
+            self.breach(Law::OldNumbers, at, format!("{name} to {to} on old numbers"));
+        }
+        if g.boots > 0 && at < g.booted_ms + SETTLE_MS {
+            self.breach(Law::Reboot, at, format!("{name} to {to} while it boots"));
+        }
+    }
+
+    fn check_direction(&mut self, action: &Action, at: u64) {
+        let grows = match action.reason {
+            Reason::HostClear { .. } => true,
+            Reason::HostShort { state: Pressure::Soft, .. } => false,
+            _ => return,
+        };
+        let past = self.past.entry(action.vm).or_default();
+        let before = past.turned.replace((grows, at));
+        if before.is_some_and(|(was, then)| was != grows && at - then < 60_000) {
+            self.breach(Law::Turned, at, format!("{} turned around", action.name));
+        }
+    }
+
+    fn check_plan(&mut self, tick: &Tick, at: u64) {
+        let actions = &tick.plan.actions;
+        if actions.windows(2).any(|w| !w[0].gives() && w[1].gives()) {
+            self.breach(Law::Plan, at, "a take before a give".into());
+        }
+        let mut ids: Vec<VmId> = actions.iter().map(|a| a.vm).collect();
+        ids.sort_unstable();
+        if ids.windows(2).any(|w| w[0] == w[1]) {
+            self.breach(Law::Plan, at, "two orders to one guest".into());
+        }
+        let forbidden = tick.forbidden.is_some();
+        for vm in &tick.sample.vms {
+            let held = tick.plan.held.iter().any(|h| h.vm == vm.id);
+            if !forbidden && held == ids.binary_search(&vm.id).is_ok() {
+                self.breach(Law::Plan, at, format!("{} is not in the plan once", vm.name));
+            }
+        }
+    }
+
+    fn check_grants(&mut self, world: &World, tick: &Tick, at: u64) {
+        let sakes = |a: &&Action| matches!(a.reason, Reason::HostClear { .. });
+        let granted: Bytes = tick.plan.actions.iter().filter(sakes).map(|a| a.to - a.from).sum();
+        let headroom = world.host.free(&world.guests);
+        if granted > headroom {
+            self.breach(Law::FreeBeforeGrant, at, format!("{granted} of {headroom}"));
+        }
+    }
+
+    /// Who waits for memory that its balloon holds; who does not follow.
+    fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
+        // Where the host has nothing, others must give first.
+        let roomy = world.host.free(&world.guests) > world.host.total.share(ROOMY);
+        for vm in &tick.sample.vms {
+            let Some(i) = world.index(vm.id) else { continue };
+            let g = &world.guests[i];
+            let past = self.past.entry(vm.id).or_default();
+            // It waits for its own sake, its balloon could help, and it can be asked.
+            let stalled = g.counts.stall_ms - g.counts.host_stall_ms;
+            let waits = roomy
+                && stalled - past.stalled_ms > 50.0
+                && g.wants().anon > g.alloc
+                && g.actual + Bytes::mib(64) < g.spec.ram
+                && g.target <= g.actual
+                && matches!(g.spec.mood, Mood::Ideal | Mood::Slow | Mood::Stuck | Mood::Pinned)
+                && g.spec.mood.answers(at);
+            past.stalled_ms = stalled;
+            past.waits_since = waits.then(|| past.waits_since.unwrap_or(at));
+            let late = past.waits_since.is_some_and(|t| at - t > 2_000);
+            let asked = g.target + Bytes::mib(4) < g.actual && g.spec.mood.answers(at);
+            let still = g.actual.abs_diff(past.actual) < Bytes::mib(1);
+            past.actual = g.actual;
+            past.unmoved_since = (asked && still).then(|| past.unmoved_since.unwrap_or(at));
+            let unmoved = past.unmoved_since.is_some_and(|t| at - t > UNMOVED_MS);
+            if unmoved && g.spec.mood == Mood::Stuck {
+                self.breach(Law::Stuck, at, format!("{} was told {}", vm.name, g.target));
+            }
+            if late {
+                self.breach(Law::Relief, at, format!("{} waits for memory", vm.name));
+            }
+        }
+    }
+}

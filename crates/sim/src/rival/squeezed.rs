@@ -1,0 +1,138 @@
+//! squeezed, xapi's memory daemon: everybody gets the same fraction of its range.
+//!
+//! `γ = clamp(surplus / Σ(max − min))`, `target = min + γ · (max − min)`, where the
+//! surplus is what would be left if everybody were at its minimum. It frees before
+//! it grants. A guest that makes no progress for 5 s is stuck, for 20 s
+//! uncooperative: its size is then taken as it is, and it is asked no more until it
+//! moves.
+//!
+//! Carried over from Xen, where all of a guest's memory is the host's expense from
+//! the start: the surplus is reckoned from sizes, not from what is touched. The
+//! host keeps the same reserve as with Ebb.
+
+use std::collections::BTreeMap;
+
+use ebb_core::model::default_reserve;
+use ebb_core::sample::VmId;
+use ebb_core::units::{Bytes, Stamp};
+
+use super::{Policy, Seen, Sight, bytes, signed};
+
+const STUCK_MS: u64 = 5_000;
+const UNCOOPERATIVE_MS: u64 = 20_000;
+/// Near enough to the target.
+const NEAR: Bytes = Bytes::mib(4);
+
+/// How a guest moved lately.
+#[derive(Clone, Copy)]
+struct Progress {
+    actual: Bytes,
+    target: Bytes,
+    moved: Stamp,
+}
+
+/// squeezed.
+#[derive(Default)]
+pub struct Squeezed {
+    progress: BTreeMap<VmId, Progress>,
+}
+
+impl Policy for Squeezed {
+    fn period_ms(&self) -> u64 {
+        1_000
+    }
+
+    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+        let at = sight.sample.at;
+        let guests = sight.guests();
+        self.progress.retain(|id, _| guests.iter().any(|g| g.id == *id));
+        let (fixed, able): (Vec<&Seen>, Vec<&Seen>) =
+            guests.iter().partition(|g| self.idle_ms(g, at) >= UNCOOPERATIVE_MS);
+        let whole = signed(m.total - default_reserve(m.total));
+        let mins: f64 = able.iter().map(|g| signed(g.min)).sum();
+        let taken: f64 = fixed.iter().map(|g| signed(g.actual)).sum();
+        let ranges: f64 = able.iter().map(|g| signed(g.ram - g.min)).sum();
+        let gamma =
+            if ranges > 0.0 { ((whole - mins - taken) / ranges).clamp(0.0, 1.0) } else { 0.0 };
+        let goals: Vec<(&Seen, Bytes)> =
+            able.iter().map(|g| (*g, g.min + bytes(gamma * signed(g.ram - g.min)))).collect();
+        self.free_then_grant(&goals, at)
+    }
+}
+
+impl Squeezed {
+    /// How long a guest that should move has not.
+    fn idle_ms(&mut self, g: &Seen, at: Stamp) -> u64 {
+        let Some(p) = self.progress.get_mut(&g.id) else { return 0 };
+        if g.actual.abs_diff(p.actual) >= Bytes::mib(1) || g.actual.abs_diff(p.target) <= NEAR {
+            p.actual = g.actual;
+            p.moved = at;
+        }
+        at.since(p.moved)
+    }
+
+    /// Grants wait while a guest that still moves has more than it should.
+    fn free_then_grant(&mut self, goals: &[(&Seen, Bytes)], at: Stamp) -> Vec<(VmId, Bytes)> {
+        let waits = goals.iter().any(|(g, to)| {
+            let idle = self.progress.get(&g.id).map_or(0, |p| at.since(p.moved));
+            g.actual > *to + NEAR && idle < STUCK_MS
+        });
+        let mut orders = Vec::new();
+        for (g, to) in goals {
+            let order = if waits { g.actual.min(*to) } else { *to };
+            let known = self.progress.get(&g.id).map(|p| p.target);
+            if known.unwrap_or(g.ram).abs_diff(order) > NEAR {
+                let p = Progress { actual: g.actual, target: order, moved: at };
+                self.progress.insert(g.id, p);
+                orders.push((g.id, order));
+            }
+        }
+        orders
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rival::testing::{ask, sample};
+
+    // Reserve of 4,000 MiB: a fifth, 800; 3,200 are left.
+    const HOST: u64 = 4000;
+
+    #[test]
+    fn everybody_gets_the_same_fraction_of_its_range() {
+        // Minimum 500 each, 1,000 in all; (3200 − 1000) / 3000 = 0.733: 500 + 1100.
+        let guests = [(2000, 2000, 1900, 0), (2000, 2000, 10, 0)];
+        let sizes = ask(&mut Squeezed::default(), &sample(HOST, 0, &guests));
+        assert_eq!(sizes, [(1, 1600), (2, 1600)], "whatever they need");
+    }
+
+    #[test]
+    fn it_frees_before_it_grants() {
+        let mut s = Squeezed::default();
+        let now = |t: u64, a: u64, b: u64| {
+            let mut s = sample(HOST, 0, &[(2000, a, 100, 0), (2000, b, 100, 0)]);
+            s.at = Stamp(t);
+            s
+        };
+        assert_eq!(ask(&mut s, &now(0, 2000, 1000)), [(1, 1600), (2, 1000)]);
+        assert_eq!(ask(&mut s, &now(1000, 1700, 1000)), [], "still freeing");
+        assert_eq!(ask(&mut s, &now(2000, 1600, 1000)), [(2, 1600)]);
+    }
+
+    #[test]
+    fn one_that_does_not_move_is_passed_over_after_five_and_written_off_after_twenty_seconds() {
+        let mut s = Squeezed::default();
+        let now = |t: u64| {
+            let mut s = sample(HOST, 0, &[(2000, 2000, 100, 0), (2000, 1000, 100, 0)]);
+            s.at = Stamp(t);
+            s
+        };
+        assert_eq!(ask(&mut s, &now(0)), [(1, 1600), (2, 1000)]);
+        assert_eq!(ask(&mut s, &now(4_000)), []);
+        assert_eq!(ask(&mut s, &now(5_000)), [(2, 1600)], "stuck");
+        // Uncooperative: 3200 − 2000 − 500 = 700 of a range of 1500.
+        assert_eq!(ask(&mut s, &now(20_000)), [(2, 1200)]);
+    }
+}

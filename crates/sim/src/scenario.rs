@@ -1,0 +1,417 @@
+//! The catalogue: what is compared, each scenario named by what it tests.
+//!
+//! A scenario makes a [`Setup`] from a seed. What all guests need at once always
+//! fits the host (else harm would be nobody's doing), but what they were promised
+//! does not, nor does all they ever touched.
+
+use ebb_core::units::Bytes;
+
+use crate::guest::Spec;
+use crate::mood::{Mood, ODD};
+use crate::need::{Curve, Need, fit};
+use crate::world::{Probe, Setup};
+
+/// One scenario.
+#[derive(Clone, Copy, Debug)]
+pub struct Scenario {
+    /// Its name.
+    pub name: &'static str,
+    /// What it is about.
+    pub about: &'static str,
+    make: fn(&mut fastrand::Rng) -> Setup,
+}
+
+impl Scenario {
+    /// The world of this seed.
+    pub fn setup(&self, seed: u64) -> Setup {
+        let mut rng = fastrand::Rng::with_seed(seed ^ 0x5eed_0000);
+        let mut setup = (self.make)(&mut rng);
+        setup.seed = seed;
+        // Pinned RAM is gone whatever its guest needs.
+        let pinned = |g: &&mut Spec| g.mood == Mood::Pinned;
+        let gone: Bytes = setup.guests.iter_mut().filter(pinned).map(|g| g.ram).sum();
+        let others = setup.guests.iter_mut().filter(|g| !pinned(g));
+        let mut needs: Vec<&mut Need> = others.map(|g| &mut g.need).collect();
+        fit(&mut needs, setup.host.share(NEED_MOST) - gone);
+        setup
+    }
+}
+
+/// What all guests need at any moment is at most this share of the host: the rest
+/// is the host's own, QEMU's, and cache.
+const NEED_MOST: f64 = 0.82;
+
+/// The run of most scenarios, ms.
+const RUN_MS: u64 = 600_000;
+
+/// All scenarios.
+pub const SCENARIOS: [Scenario; 18] = [
+    Scenario { name: "idle-giver", about: "an idle guest must give 8 GiB", make: idle_giver },
+    Scenario {
+        name: "burst-headroom",
+        about: "a shrunk guest bursts, the host has room",
+        make: burst_headroom,
+    },
+    Scenario {
+        name: "burst-squeeze",
+        about: "a shrunk guest bursts, another must give",
+        make: burst_squeeze,
+    },
+    Scenario {
+        name: "boot-storm",
+        about: "twelve guests start within ten seconds",
+        make: boot_storm,
+    },
+    Scenario {
+        name: "page-cache",
+        about: "guests full of cache, a part of it hot",
+        make: page_cache,
+    },
+    Scenario { name: "leak", about: "one guest leaks, the others work in phases", make: leak },
+    Scenario { name: "one-stuck", about: "the idlest guest never shrinks", make: one_stuck },
+    Scenario {
+        name: "one-lying",
+        about: "a busy guest claims all its memory is available",
+        make: one_lying,
+    },
+    Scenario {
+        name: "intermittent",
+        about: "a third of the guests is stuck now and then",
+        make: intermittent,
+    },
+    Scenario { name: "day-night", about: "guests are busy one after another", make: day_night },
+    Scenario {
+        name: "overcommit-1.5",
+        about: "phases, promised 1.5 times the host",
+        make: overcommit_15,
+    },
+    Scenario {
+        name: "overcommit-2.0",
+        about: "phases, promised twice the host",
+        make: overcommit_20,
+    },
+    Scenario {
+        name: "spikes",
+        about: "steady guests with short spikes, 1.6 times the host",
+        make: spikes,
+    },
+    Scenario { name: "churn", about: "guests come and go", make: churn },
+    Scenario {
+        name: "mixed-weights",
+        about: "sizes from 1 to 8 GiB, weights from 0.5 to 4",
+        make: mixed_weights,
+    },
+    Scenario {
+        name: "vfio-share",
+        about: "a quarter of the guests has pinned RAM",
+        make: vfio_share,
+    },
+    Scenario {
+        name: "odd-company",
+        about: "every third guest is slow, stuck, lying, silent, rebooting, migrating, pinned or flaky",
+        make: odd_company,
+    },
+    Scenario {
+        name: "tier-guest",
+        about: "half of the guests have module and agent",
+        make: tier_guest,
+    },
+];
+
+/// The scenario of this name.
+pub fn scenario(name: &str) -> Option<&'static Scenario> {
+    SCENARIOS.iter().find(|s| s.name == name)
+}
+
+fn setup(host: Bytes, run_ms: u64, guests: Vec<Spec>) -> Setup {
+    Setup { host, swap: host.share(0.5), run_ms, seed: 0, guests, probes: Vec::new() }
+}
+
+/// What guests differ in whatever they do.
+fn vary(rng: &mut fastrand::Rng, mut spec: Spec) -> Spec {
+    spec.deflate_on_oom = rng.bool();
+    spec.reporting = rng.bool();
+    if rng.bool() {
+        spec.swap = spec.ram.share(0.25);
+    }
+    spec
+}
+
+fn jitter(rng: &mut fastrand::Rng, size: Bytes) -> Bytes {
+    size.share(0.9 + rng.f64() * 0.2)
+}
+
+/// One that works in phases, all from the seed.
+fn phased(rng: &mut fastrand::Rng, ram: Bytes, most: f64) -> Spec {
+    let mut need = Need::of(Curve::phases(rng, RUN_MS, ram.share(0.1), ram.share(most)));
+    need.files = Curve::flat(ram.share(0.02 + rng.f64() * 0.06));
+    need.stream = 2e6 + rng.f64() * 10e6;
+    vary(rng, Spec::new(ram, need))
+}
+
+fn idle_giver(rng: &mut fastrand::Rng) -> Setup {
+    let gib = Bytes::gib;
+    let used = Curve::flat(jitter(rng, Bytes::mib(1500)));
+    let mut idle = vary(rng, Spec::new(gib(16), Need::of(used)));
+    idle.stale = gib(15);
+    idle.reporting = false;
+    let at = 120_000 + rng.u64(0..20_000);
+    let low = jitter(rng, Bytes::mib(2500));
+    let mut grow = Need::of(Curve::flat(low).plus(&Curve::burst(at, RUN_MS, gib(10))));
+    grow.rate = 1.5e9;
+    let steady = Need::of(Curve::flat(jitter(rng, Bytes::mib(8800))));
+    let guests =
+        vec![idle, vary(rng, Spec::new(gib(16), grow)), vary(rng, Spec::new(gib(10), steady))];
+    let probes = vec![Probe::Take { vm: 0, bytes: gib(8), at_ms: at }];
+    Setup { probes, ..setup(gib(32), 300_000, guests) }
+}
+
+/// Guest 0 is shrunk because guest 1 needs the host for a while, then bursts.
+fn burst(rng: &mut fastrand::Rng, ends_ms: u64) -> Setup {
+    let gib = Bytes::gib;
+    let at = 230_000 + rng.u64(0..15_000);
+    let low = jitter(rng, Bytes::mib(1500));
+    let mut bursts = Need::of(Curve::flat(low).plus(&Curve::burst(at, 60_000, gib(4))));
+    bursts.rate = 1e9;
+    let mut first = vary(rng, Spec::new(gib(8), bursts));
+    first.stale = gib(6);
+    let busy =
+        Curve::burst(60_000, ends_ms - 60_000, jitter(rng, gib(8))).plus(&Curve::flat(gib(1)));
+    let mut second = vary(rng, Spec::new(gib(12), Need::of(busy)));
+    second.reporting = true;
+    let mut third = vary(rng, Spec::new(gib(4), Need::of(Curve::flat(gib(1)))));
+    third.stale = gib(3);
+    third.reporting = false;
+    let probes = vec![Probe::Give { vm: 0, bytes: gib(4), at_ms: at }];
+    Setup { probes, ..setup(gib(16), 360_000, vec![first, second, third]) }
+}
+
+fn burst_headroom(rng: &mut fastrand::Rng) -> Setup {
+    burst(rng, 190_000)
+}
+
+/// The second guest's load ends for its programs only just before: its memory is
+/// idle then, but the host has none until it is taken.
+fn burst_squeeze(rng: &mut fastrand::Rng) -> Setup {
+    let mut s = burst(rng, 225_000);
+    s.guests[1].reporting = false;
+    s
+}
+
+fn boot_storm(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests = (0..12).map(|_| {
+        let starts = 20_000 + rng.u64(0..10_000);
+        let (boot, work) = (jitter(rng, Bytes::mib(1000)), jitter(rng, Bytes::mib(450)));
+        let boots = starts + rng.u64(15_000..30_000);
+        let anon = Curve::new(vec![(0, boot), (boots, work)]).plus(&Curve::spikes(
+            rng,
+            RUN_MS,
+            120_000,
+            Bytes::mib(500),
+        ));
+        let mut need = Need::of(anon);
+        need.stream = 20e6;
+        Spec { starts_ms: starts, ..vary(rng, Spec::new(ram, need)) }
+    });
+    setup(Bytes::gib(16), 400_000, guests.collect())
+}
+
+fn page_cache(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(4);
+    let guests = (0..8).map(|_| {
+        let anon = Curve::phases(rng, RUN_MS, ram.share(0.08), ram.share(0.5));
+        let mut need = Need::of(anon);
+        need.files = Curve::flat(ram.share(0.1 + rng.f64() * 0.25));
+        need.stream = 50e6;
+        vary(rng, Spec::new(ram, need))
+    });
+    setup(Bytes::gib(20), RUN_MS, guests.collect())
+}
+
+fn leak(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(4);
+    let rate = 10e6 + rng.f64() * 30e6;
+    let leaks = Need::of(Curve::flat(Bytes::mib(400)).plus(&Curve::leak(
+        RUN_MS,
+        30_000,
+        rate,
+        Bytes::gib(3),
+    )));
+    let mut guests = vec![vary(rng, Spec::new(ram, leaks))];
+    guests.extend((0..7).map(|_| phased(rng, ram, 0.7)));
+    setup(Bytes::gib(18), RUN_MS, guests)
+}
+
+fn one_stuck(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(4);
+    let mut idle = vary(rng, Spec::new(ram, Need::of(Curve::flat(Bytes::mib(400)))));
+    idle.mood = Mood::Stuck;
+    idle.stale = Bytes::mib(3300);
+    idle.reporting = false;
+    let mut guests = vec![idle];
+    guests.extend((0..7).map(|_| phased(rng, ram, 0.7)));
+    setup(Bytes::gib(20), RUN_MS, guests)
+}
+
+fn one_lying(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(4);
+    let mut guests: Vec<Spec> = (0..8).map(|_| phased(rng, ram, 0.7)).collect();
+    guests[0].mood = Mood::Lying;
+    setup(Bytes::gib(18), RUN_MS, guests)
+}
+
+fn intermittent(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.75)).collect();
+    guests.iter_mut().step_by(3).for_each(|g| g.mood = Mood::Intermittent);
+    setup(Bytes::gib(14), RUN_MS, guests)
+}
+
+fn day_night(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(4);
+    let n = 8;
+    let period = 240_000;
+    let guests = (0..n).map(|i| {
+        let offset = period * i / n + rng.u64(0..10_000);
+        let (low, high) = (jitter(rng, ram.share(0.12)), jitter(rng, ram.share(0.7)));
+        let mut need = Need::of(Curve::wave(RUN_MS, period, offset, low, high));
+        need.files = Curve::flat(ram.share(0.05));
+        need.stream = 5e6;
+        vary(rng, Spec::new(ram, need))
+    });
+    setup(Bytes::gib(19), RUN_MS, guests.collect())
+}
+
+fn overcommit(rng: &mut fastrand::Rng, times: f64) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests: Vec<Spec> = (0..16).map(|_| phased(rng, ram, 0.8)).collect();
+    let promised: Bytes = guests.iter().map(|g| g.ram).sum();
+    setup(promised.share(1.0 / times), RUN_MS, guests)
+}
+
+fn overcommit_15(rng: &mut fastrand::Rng) -> Setup {
+    overcommit(rng, 1.5)
+}
+
+fn overcommit_20(rng: &mut fastrand::Rng) -> Setup {
+    overcommit(rng, 2.0)
+}
+
+fn spikes(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests = (0..12).map(|_| {
+        let base = Curve::flat(jitter(rng, ram.share(0.25)));
+        let anon = base.plus(&Curve::spikes(rng, RUN_MS, 60_000, ram.share(0.5)));
+        vary(rng, Spec::new(ram, Need::of(anon)))
+    });
+    setup(Bytes::gib(15), RUN_MS, guests.collect())
+}
+
+fn churn(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests = (0..18).map(|_| {
+        let starts = if rng.u32(0..3) == 0 { 0 } else { rng.u64(0..RUN_MS - 120_000) };
+        let stops = starts + rng.u64(90_000..360_000);
+        Spec { starts_ms: starts, stops_ms: stops, ..phased(rng, ram, 0.75) }
+    });
+    setup(Bytes::gib(10), RUN_MS, guests.collect())
+}
+
+fn mixed_weights(rng: &mut fastrand::Rng) -> Setup {
+    let guests: Vec<Spec> = (0..12)
+        .map(|_| {
+            let ram = Bytes::gib([1, 2, 4, 8][rng.usize(0..4)]);
+            let mut spec = phased(rng, ram, 0.6);
+            spec.weight = [0.5, 1.0, 2.0, 4.0][rng.usize(0..4)];
+            spec.stale = ram.share(0.5);
+            spec
+        })
+        .collect();
+    let promised: Bytes = guests.iter().map(|g| g.ram).sum();
+    setup(promised.share(0.6), RUN_MS, guests)
+}
+
+fn vfio_share(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.7)).collect();
+    guests.iter_mut().step_by(4).for_each(|g| g.mood = Mood::Pinned);
+    setup(Bytes::gib(17), RUN_MS, guests)
+}
+
+fn odd_company(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let mut guests: Vec<Spec> = (0..15).map(|_| phased(rng, ram, 0.7)).collect();
+    guests.iter_mut().step_by(3).for_each(|g| g.mood = ODD[rng.usize(0..ODD.len())]);
+    setup(Bytes::gib(20), RUN_MS, guests)
+}
+
+fn tier_guest(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let mut guests: Vec<Spec> = (0..14).map(|_| phased(rng, ram, 0.8)).collect();
+    guests.iter_mut().step_by(2).for_each(|g| g.agent = true);
+    setup(Bytes::gib(15), RUN_MS, guests)
+}
+
+/// Many guests of one size, for scale: one in `odd_one_in` is not ideal (0: all are).
+/// No more RAM is pinned than a host would start.
+pub fn crowd(vms: u32, ram: Bytes, host: Bytes, seed: u64, odd_one_in: u32) -> Setup {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut pinned = Bytes::ZERO;
+    let guests = (0..vms).map(|_| {
+        let mut spec = phased(&mut rng, ram, 0.9);
+        if odd_one_in > 0 && rng.u32(0..odd_one_in) == 0 {
+            spec.mood = ODD[rng.usize(0..ODD.len())];
+        }
+        if spec.mood == Mood::Pinned {
+            pinned += ram;
+            if pinned > host.share(PINNED_MOST) {
+                spec.mood = Mood::Ideal;
+            }
+        }
+        spec
+    });
+    Setup { seed, ..setup(host, RUN_MS, guests.collect()) }
+}
+
+/// What of a host's memory guests in a crowd may pin.
+const PINNED_MOST: f64 = 0.4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_seed_makes_the_same_world_and_another_another() {
+        for s in &SCENARIOS {
+            let text = |seed| format!("{:?}", s.setup(seed));
+            assert_eq!(text(3), text(3), "{}", s.name);
+            assert_ne!(text(3), text(4), "{}", s.name);
+        }
+    }
+
+    #[test]
+    fn every_host_is_promised_away_and_can_hold_what_is_needed() {
+        for s in &SCENARIOS {
+            let setup = s.setup(1);
+            let promised: Bytes = setup.guests.iter().map(|g| g.ram).sum();
+            assert!(promised > setup.host, "{}: {promised}", s.name);
+            for ms in (0..setup.run_ms).step_by(1000) {
+                let need = |g: &Spec| match g.mood {
+                    Mood::Pinned => g.ram,
+                    _ => g.need.sum_at(ms),
+                };
+                let need: Bytes = setup.guests.iter().map(need).sum();
+                assert!(need <= setup.host.share(NEED_MOST + 0.001), "{} at {ms}", s.name);
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        for s in &SCENARIOS {
+            assert_eq!(SCENARIOS.iter().filter(|o| o.name == s.name).count(), 1);
+            assert!(scenario(s.name).is_some());
+        }
+    }
+}

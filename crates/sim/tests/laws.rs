@@ -1,0 +1,208 @@
+//! The laws, over random worlds: nothing here may depend on a lucky seed.
+
+use ebb_core::config::Config;
+use ebb_core::model::Pressure;
+use ebb_core::plan::Action;
+use ebb_core::tick::{Engine, Host, Wake, run};
+use ebb_core::units::Bytes;
+use ebb_sim::need::{Curve, Need};
+use ebb_sim::scenario::{crowd, scenario};
+use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World};
+use proptest::prelude::*;
+
+/// Twelve guests of 2 GiB on a small host.
+fn tight(seed: u64, host_gib: u64, odd_one_in: u32, seconds: u64) -> Setup {
+    let setup = crowd(12, Bytes::gib(2), Bytes::gib(host_gib), seed, odd_one_in);
+    Setup { run_ms: seconds * 1000, ..setup }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(24) })]
+
+    /// Floors hold, plans are within limits and complete, gives come first, grants
+    /// are there, nothing is taken unwritten, on old numbers, or from what is in use.
+    #[test]
+    fn no_plan_breaks_a_law_in_any_company(
+        seed in any::<u64>(), odd in 1u32..6, host_gib in 6u64..26
+    ) {
+        let broken = Contestant::Ebb.run(&tight(seed, host_gib, odd, 400)).broken;
+        prop_assert!(broken.is_empty(), "{}", broken[0]);
+    }
+
+    /// Whoever rules: what is resident never exceeds the host, no size its RAM.
+    #[test]
+    fn no_policy_makes_or_loses_memory(
+        seed in any::<u64>(), odd in 0u32..6, host_gib in 6u64..26, who in 0usize..7
+    ) {
+        let mut unsound = Ok(());
+        CONTESTANTS[who].run_seen(&tight(seed, host_gib, odd, 200), &mut |world| {
+            if unsound.is_ok() {
+                unsound = world.sound();
+            }
+        });
+        prop_assert_eq!(unsound, Ok(()));
+    }
+
+    /// The same input gives the same plan: twice from the same memory, and again
+    /// from the record.
+    #[test]
+    fn the_same_input_gives_the_same_plan(seed in any::<u64>(), odd in 1u32..6) {
+        let setup = tight(seed, 13, odd, 100);
+        let mut world = World::new(&setup);
+        let mut engine = Engine::new(setup.config(), false);
+        let mut again = engine.clone();
+        run(&mut engine, &mut world, |_, tick, _| {
+            let mut twin = again.clone();
+            let (first, _) = again.replay(tick);
+            assert_eq!(first.plan, tick.plan);
+            assert_eq!(twin.replay(tick).0, first);
+            true
+        });
+    }
+
+    /// The shorter the host, the harder it takes, but never below a floor.
+    #[test]
+    fn more_pressure_never_takes_below_a_floor(seed in any::<u64>(), at_s in 20u64..200) {
+        let setup = tight(seed, 14, 0, 300);
+        let mut world = World::new(&setup);
+        let mut engine = Engine::new(setup.config(), false);
+        while world.at_ms() < at_s * 1000 {
+            let (_, model) = engine.step(&mut world);
+            if world.wait(engine.next(&model)) == Wake::Stop {
+                break;
+            }
+        }
+        let sample = world.look();
+        let memory = sample.host.memory.unwrap();
+        for share in [1.0, 0.5, 0.25, 0.1, 0.02, 0.0] {
+            let mut worse = sample.clone();
+            let available = memory.available.share(share);
+            worse.host.memory =
+                Some(ebb_core::sample::Meminfo { free: available, available, ..memory });
+            let mut twin = Twin(worse);
+            let (tick, model) = engine.clone().step(&mut twin);
+            for a in tick.plan.actions.iter().filter(|a| a.to < a.from) {
+                let vm = model.vms.iter().find(|v| v.id == a.vm).unwrap();
+                prop_assert!(a.to >= vm.floor, "{} to {} at {share}", a.name, a.to);
+            }
+        }
+    }
+}
+
+/// A host that shows one sample and carries out nothing.
+struct Twin(ebb_core::sample::Sample);
+
+impl Host for Twin {
+    fn now(&self) -> ebb_core::units::Stamp {
+        self.0.at
+    }
+    fn read(&mut self) -> ebb_core::sample::Sample {
+        self.0.clone()
+    }
+    fn remember(&mut self, _: &ebb_core::memory::Owned) -> Result<(), String> {
+        Ok(())
+    }
+    fn apply(&mut self, actions: &[Action]) -> Vec<ebb_core::plan::Outcome> {
+        actions.iter().map(|a| ebb_core::plan::Outcome { vm: a.vm, error: None }).collect()
+    }
+    fn wait(&mut self, _: ebb_core::units::Stamp) -> Wake {
+        Wake::Stop
+    }
+}
+
+/// Needs that stay as they are after two minutes.
+fn settled(seed: u64) -> Setup {
+    let mut setup = tight(seed, 13, 0, 900);
+    for g in &mut setup.guests {
+        let last = g.need.anon.at(120_000);
+        g.need.anon = g.need.anon.map(|ms, size| if ms > 120_000 { last } else { size });
+    }
+    setup
+}
+
+#[test]
+fn at_steady_state_nobody_is_turned_around_more_than_once_a_minute() {
+    for seed in 0..8 {
+        let setup = settled(seed);
+        let mut before: Vec<u64> = Vec::new();
+        let mut hasty = 0;
+        let score = Contestant::Ebb
+            .run_seen(&setup, &mut |world| {
+                let now = || world.gauges.iter().map(|g| g.hasty);
+                if world.at_ms() < 200_000 || before.is_empty() {
+                    before = now().collect();
+                }
+                hasty = now().zip(&before).map(|(n, b)| n - b).max().unwrap_or(0);
+            })
+            .score;
+        assert_eq!(hasty, 0, "seed {seed}: turned twice within a minute");
+        assert!(score.orders > 0, "seed {seed}: the host must be short at all");
+    }
+}
+
+#[test]
+fn a_stuck_guest_never_starves_the_rest() {
+    for seed in 0..6 {
+        let setup = scenario("one-stuck").unwrap().setup(seed);
+        let mut world = World::new(&setup);
+        let mut engine = Engine::new(setup.config(), false);
+        run(&mut engine, &mut world, |_, _, _| true);
+        for g in world.guests.iter().skip(1) {
+            let share = g.counts.stall_ms / setup.run_ms as f64;
+            assert!(g.counts.ooms == 0 && share < 0.01, "seed {seed}: vm{} {share}", g.index);
+        }
+        assert_eq!(world.guests[0].actual, world.guests[0].spec.ram, "it never shrank");
+        let given: Bytes = world.guests.iter().map(|g| g.spec.ram - g.actual).sum();
+        assert!(given > Bytes::ZERO, "seed {seed}: the others gave its share");
+    }
+}
+
+#[test]
+fn without_a_written_state_nothing_is_taken() {
+    let setup = tight(3, 13, 0, 300);
+    let mut world = World::new(&setup);
+    world.cannot_remember = true;
+    let mut engine = Engine::new(Config::default(), false);
+    let mut short = false;
+    run(&mut engine, &mut world, |_, tick, model| {
+        assert!(tick.plan.actions.iter().all(Action::gives), "{:?}", tick.plan.actions);
+        short |= model.host.state > Pressure::Soft;
+        true
+    });
+    assert!(short, "the scenario must come to a point where something would be taken");
+}
+
+#[test]
+fn agents_recycle_what_guests_free_and_nobody_is_harmed_by_it() {
+    let setup = scenario("tier-guest").unwrap().setup(1);
+    let mut world = World::new(&setup);
+    let mut engine = Engine::new(setup.config(), false);
+    run(&mut engine, &mut world, |_, _, _| true);
+    for g in &world.guests {
+        assert_eq!(g.counts.recycled > Bytes::mib(64), g.spec.agent, "vm{}", g.index);
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run() {
+    for s in &SCENARIOS {
+        let run = |c: Contestant| serde_json::to_string(&c.run(&s.setup(7)).score).unwrap();
+        assert_eq!(run(Contestant::Ebb), run(Contestant::Ebb), "{}", s.name);
+    }
+}
+
+#[test]
+fn memory_promised_but_never_touched_costs_the_host_nothing() {
+    let need = Need::of(Curve::flat(Bytes::mib(100)));
+    let guests = vec![ebb_sim::guest::Spec::new(Bytes::gib(64), need); 4];
+    let setup = Setup {
+        host: Bytes::gib(2),
+        swap: Bytes::ZERO,
+        run_ms: 60_000,
+        seed: 1,
+        guests,
+        probes: Vec::new(),
+    };
+    let outcome = Contestant::Ebb.run(&setup);
+    assert_eq!((outcome.score.orders, outcome.score.held), (0, 4));
+}
