@@ -8,6 +8,7 @@
 pub mod agent;
 mod agent_link;
 pub mod balloon;
+pub mod client;
 pub mod linux;
 pub mod probe;
 pub mod qmp;
