@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::experiment::autoballoon::Autoballoon;
 use ebb_lab::experiment::demo::Demo;
+use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
@@ -34,6 +36,10 @@ enum Cmd {
     Demo(DemoArgs),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
+    /// VMs that need memory in turns: swapping and throughput without and with Ebb
+    Autoballoon(Autoballoon),
+    /// A guest that was shrunk suddenly needs memory: how long until it has it
+    Handback(Handback),
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
@@ -122,6 +128,8 @@ fn main() -> ExitCode {
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
         Cmd::Overhead(args) => overhead(&args),
+        Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
         Cmd::HoldArena(args) => hold_arena(&args),
