@@ -32,6 +32,10 @@ pub struct Config {
     /// Only VMs that have a section of their own are looked at at all; the others'
     /// QMP sockets are left to others.
     pub listed_only: bool,
+    /// Whether cold memory may be paged out to the host's swap when the host is
+    /// hard or critical; `None`: where there is swap.
+    #[serde(default)]
+    pub offload: Option<bool>,
     /// What holds for VMs that have no section of their own.
     pub defaults: VmSettings,
     /// Settings by VM name.
@@ -113,6 +117,7 @@ impl Default for Config {
             reserve: None,
             pool: None,
             listed_only: false,
+            offload: None,
             defaults: VmSettings::default(),
             vms: BTreeMap::new(),
         }
@@ -210,6 +215,7 @@ struct RawHost {
     reserve: Option<Bytes>,
     cgroup: Option<Spanned<String>>,
     vms: Option<Spanned<String>>,
+    offload: Option<bool>,
 }
 
 #[derive(Deserialize, Default)]
@@ -292,6 +298,7 @@ impl Checker<'_> {
             reserve: raw.host.reserve,
             pool: self.path("host.cgroup", raw.host.cgroup)?,
             listed_only: self.listed(raw.host.vms)?,
+            offload: raw.host.offload,
             defaults,
             vms,
         })

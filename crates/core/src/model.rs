@@ -2,15 +2,19 @@
 //!
 //! A pure function of configuration, sample and memory. The policies see only
 //! this. Formulas stand here once, with their reasons; `docs/policies.md` tells
-//! them to operators.
+//! them to operators. The host is understood here, guests in `model/guest.rs`.
+
+pub(crate) mod guest;
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use self::guest::{Around, distress, trust};
+pub use self::guest::{GuestModel, STALE_MS, Trust};
 use crate::config::{Config, LEAST_FLOOR};
-use crate::memory::{GuestRates, Memory, VmMemory};
-use crate::sample::{AgentSample, GuestStats, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
+use crate::memory::{Memory, VmMemory};
+use crate::sample::{AgentSample, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// How short of memory the host is. Ordered.
@@ -81,6 +85,23 @@ pub struct HostModel {
     pub why: String,
     /// Whether the host's memory could be read at all.
     pub known: bool,
+    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's
+    /// notifications; rises at once, sinks over 15 s. It scales goal and steps.
+    #[serde(default)]
+    pub urgency: f64,
+    /// What VMs that have just started may still take of what they were promised.
+    #[serde(default)]
+    pub promised: Bytes,
+    /// Given lately to guests that have not touched it yet.
+    #[serde(default)]
+    pub outstanding: Bytes,
+    /// Swap that is free, less a tenth; `None`: there is none, or paging out is
+    /// switched off.
+    #[serde(default)]
+    pub offload_room: Option<Bytes>,
+    /// What in the configuration cannot work out, for people.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// One VM, understood.
@@ -113,6 +134,78 @@ pub struct VmModel {
     pub standing: Standing,
     /// Signs that the guest is short, for people; empty when it is not.
     pub distress: String,
+    /// Its share group.
+    #[serde(default)]
+    pub group: String,
+    /// How far its guest's word is believed.
+    #[serde(default)]
+    pub trust: Trust,
+    /// How far the last order has come.
+    #[serde(default)]
+    pub convergence: Convergence,
+    /// Its vCPUs are stopped.
+    #[serde(default)]
+    pub paused: bool,
+    /// It has just started: what it may still take of what it was promised.
+    #[serde(default)]
+    pub promised: Bytes,
+    /// Given to it lately and not touched yet.
+    #[serde(default)]
+    pub outstanding: Bytes,
+    /// Why it cannot be paged out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned: Option<String>,
+    /// What was paged out of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<crate::sample::OffloadSample>,
+}
+
+/// How far a VM is with what it was told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Convergence {
+    /// In a word.
+    pub state: Progress,
+    /// The size it was told to take, while it is not there.
+    pub target: Option<Bytes>,
+    /// How fast it moves, bytes a second, averaged over two seconds.
+    pub rate: f64,
+    /// When it will be there at that rate, milliseconds; `None`: not known.
+    pub eta_ms: Option<u64>,
+}
+
+/// The states of [`Convergence`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Progress {
+    /// It has the size it was told.
+    #[default]
+    Settled,
+    /// On its way down.
+    Shrinking,
+    /// On its way up.
+    Growing,
+    /// On its way, but below [`SLOW_RATE`](crate::memory::SLOW_RATE).
+    Slow,
+    /// It does not move, or did not and is left alone for a while.
+    Stuck,
+    /// Its numbers contradict what the host sees: it is not asked.
+    Lying,
+    /// It rebooted and is not whole yet.
+    Rebooting,
+}
+
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Progress::Settled => "settled",
+            Progress::Shrinking => "shrinking",
+            Progress::Growing => "growing",
+            Progress::Slow => "slow",
+            Progress::Stuck => "stuck",
+            Progress::Lying => "lying",
+            Progress::Rebooting => "rebooting",
+        })
+    }
 }
 
 impl VmModel {
@@ -120,25 +213,6 @@ impl VmModel {
     pub fn held(&self) -> Bytes {
         self.actual.map_or(Bytes::ZERO, |a| self.ceiling - a)
     }
-}
-
-/// A guest's own numbers, put in relation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct GuestModel {
-    /// What it could use without harm to itself (`MemAvailable`).
-    pub available: Bytes,
-    /// What it cannot do without: size less available.
-    pub need: Bytes,
-    /// What is left to it beyond its need when it is asked gently.
-    pub buffer: Bytes,
-    /// Whether it can deflate its balloon itself before it kills a process.
-    pub deflate_on_oom: bool,
-    /// Below this much available memory it is short.
-    pub short_mark: Bytes,
-    /// How old the numbers are, milliseconds.
-    pub age_ms: u64,
-    /// How its counters move.
-    pub rates: Option<GuestRates>,
 }
 
 /// Whether a VM can be acted upon.
@@ -167,10 +241,6 @@ impl Standing {
     }
 }
 
-/// Statistics older than this are not believed, milliseconds. QEMU is told to ask
-/// each second; a guest that misses four is not well.
-pub const STALE_MS: u64 = 5_000;
-
 /// What a host keeps for itself unless told otherwise: 20 % of the first 4 GiB,
 /// 8 % of the next 28, 3 % of the rest. Like ESX's sliding minFree, generous
 /// where a burst is a large share of the host and frugal where it is not.
@@ -198,13 +268,27 @@ impl Model {
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
     pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
         let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));
-        Model {
-            at: sample.at,
-            dt_ms,
-            host: HostModel::new(config, sample, memory, dt_ms),
-            vms: sample.vms.iter().map(|vm| VmModel::new(config, sample, vm, memory)).collect(),
-        }
+        let vms: Vec<VmModel> =
+            sample.vms.iter().map(|vm| VmModel::new(config, sample, vm, memory)).collect();
+        let mut host = HostModel::new(config, sample, memory, (dt_ms, &vms));
+        host.warnings = warnings(&host, &vms);
+        Model { at: sample.at, dt_ms, host, vms }
     }
+}
+
+/// What cannot work out, whatever is decided.
+fn warnings(host: &HostModel, vms: &[VmModel]) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let managed = |v: &&VmModel| v.actual.is_some();
+    let floors: Bytes = vms.iter().filter(managed).map(|v| v.floor).sum();
+    if host.known && floors > host.capacity - host.reserve.min(host.capacity) {
+        warnings.push(format!(
+            "the floors of all VMs add up to {floors}, but {} less a reserve of {} is all there \
+             is: lower `min`, or the host will swap when they are needed",
+            host.capacity, host.reserve
+        ));
+    }
+    warnings
 }
 
 /// One limit on memory: the machine itself, or a cgroup.
@@ -223,18 +307,25 @@ impl Bound {
 }
 
 impl HostModel {
-    fn new(config: &Config, sample: &Sample, memory: &Memory, dt_ms: u64) -> HostModel {
+    fn new(
+        config: &Config,
+        sample: &Sample,
+        memory: &Memory,
+        (dt_ms, vms): (u64, &[VmModel]),
+    ) -> HostModel {
         let rate = |pick: fn(&Vmstat) -> u64| match (&memory.vmstat, &sample.host.vmstat, dt_ms) {
             (Some(was), Some(now), 1..) => {
                 pick(now).saturating_sub(pick(was)) as f64 * 1000.0 / dt_ms as f64
             }
             _ => 0.0,
         };
-        let swap_out_rate = rate(|v| v.swap_out_pages);
         let mut host = HostModel {
             swap_in_rate: rate(|v| v.swap_in_pages),
-            swap_out_rate,
+            swap_out_rate: rate(|v| v.swap_out_pages),
             vmstat: sample.host.vmstat,
+            promised: vms.iter().map(|v| v.promised).sum(),
+            outstanding: vms.iter().map(|v| v.outstanding).sum(),
+            offload_room: offload_room(config, sample),
             ..HostModel::default()
         };
         let bounds = bounds(config, sample);
@@ -243,35 +334,65 @@ impl HostModel {
             host.why = "the host's memory cannot be read: nothing is taken".into();
             return host;
         };
-        let ratio = bound.ratio();
-        let by_room = level_by_marks(ratio, memory.state);
-        let psi = bound.psi.or(sample.host.psi);
-        let by_stall = if ratio < 2.0 {
-            level_by_stall(psi.as_ref(), swap_out_rate, memory.state)
-        } else {
-            Pressure::Clear
-        };
         host.known = true;
-        host.state = by_room.max(by_stall);
         host.bound.clone_from(&bound.name);
         (host.capacity, host.headroom, host.reserve) =
             (bound.capacity, bound.headroom, bound.reserve);
-        let goal = if by_stall > by_room { bound.reserve.share(1.5) } else { bound.reserve };
-        if host.state > Pressure::Clear {
-            host.shortage = goal - bound.headroom;
-        } else {
-            host.surplus = bound.headroom - bound.reserve.share(1.5);
+        let stall = Stall {
+            psi: bound.psi.or(sample.host.psi),
+            swap_out_rate: host.swap_out_rate,
+            // A v1 cgroup has no PSI of its own.
+            notified: if bound.psi.is_none() { memory.notified_at(sample.at) } else { None },
+        };
+        host.judge(bound, &stall, memory, dt_ms);
+        host
+    }
+
+    /// State, shortage and surplus under the tightest bound.
+    fn judge(&mut self, bound: &Bound, stall: &Stall, memory: &Memory, dt_ms: u64) {
+        let ratio = bound.ratio();
+        let by_room = level_by_marks(ratio, memory.state);
+        let tight = ratio < 2.0;
+        let by_stall = if tight { stall.level(memory.state) } else { Pressure::Clear };
+        // A promise is no need yet: it has idle memory collected, gently.
+        let left = self.headroom - self.promised;
+        let by_promise =
+            level_by_marks(left.fraction_of(bound.reserve.max(Bytes(1))), memory.state)
+                .min(Pressure::Soft);
+        self.state = by_room.max(by_stall).max(by_promise);
+        let sunk = memory.urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
+        self.urgency = if tight { stall.urgency() } else { 0.0 }.max(sunk);
+        if self.urgency < 0.01 {
+            self.urgency = 0.0;
         }
-        host.why = format!(
-            "{} of {} left under {}, reserve {}{}",
+        // At most one and a half reserves: where a clear host begins to give back.
+        let goal = bound.reserve.share(1.0 + 0.5 * self.urgency);
+        let counted = if self.state == Pressure::Soft { left } else { self.headroom };
+        if self.state > Pressure::Clear {
+            self.shortage = goal - counted;
+        } else {
+            self.surplus = left - self.outstanding - bound.reserve.share(1.5);
+        }
+        let promised = match self.promised {
+            Bytes(0) => String::new(),
+            p => format!(", {p} promised to VMs that have just started"),
+        };
+        self.why = format!(
+            "{} of {} left under {}, reserve {}{promised}{}",
             bound.headroom,
             bound.capacity,
             bound.name,
             bound.reserve,
-            stall_words(psi.as_ref(), swap_out_rate, by_stall)
+            if by_stall > Pressure::Clear { stall.words() } else { String::new() }
         );
-        host
     }
+}
+
+/// What of the host's swap may be filled on purpose.
+fn offload_room(config: &Config, sample: &Sample) -> Option<Bytes> {
+    let meminfo = sample.host.memory?;
+    let wanted = config.offload.unwrap_or(true) && meminfo.swap_total > Bytes::ZERO;
+    wanted.then(|| meminfo.swap_free - meminfo.swap_total.share(0.1))
 }
 
 /// What limits memory here: always the machine, and the VMs' cgroup if it has a
@@ -317,31 +438,67 @@ fn level_by_marks(ratio: f64, before: Pressure) -> Pressure {
     level
 }
 
-/// The state by stalls and swapping.
-fn level_by_stall(psi: Option<&Psi>, swap_out_rate: f64, before: Pressure) -> Pressure {
-    let mut level = Pressure::Clear;
-    if let Some(psi) = psi {
-        for (some, full, state) in PSI_MARKS {
-            let ease = if before >= state { 0.5 } else { 1.0 };
-            if psi.some.avg10 >= some * ease || psi.full.avg10 >= full * ease {
-                level = state;
-            }
-        }
-    }
-    if swap_out_rate >= SWAP_OUT_MARK {
-        level = level.max(Pressure::Soft);
-    }
-    level
+/// What tells that tasks suffer.
+struct Stall {
+    psi: Option<Psi>,
+    swap_out_rate: f64,
+    notified: Option<Pressure>,
 }
 
-fn stall_words(psi: Option<&Psi>, swap_out_rate: f64, by_stall: Pressure) -> String {
-    if by_stall == Pressure::Clear {
-        return String::new();
+/// Urgency sinks by this time constant, so that what it drives does not swing.
+const URGENCY_SINKS_MS: f64 = 15_000.0;
+
+impl Stall {
+    /// The state that it stands for.
+    fn level(&self, before: Pressure) -> Pressure {
+        let mut level = self.notified.unwrap_or_default();
+        if let Some(psi) = &self.psi {
+            for (some, full, state) in PSI_MARKS {
+                let ease = if before >= state { 0.5 } else { 1.0 };
+                if psi.some.avg10 >= some * ease || psi.full.avg10 >= full * ease {
+                    level = level.max(state);
+                }
+            }
+        }
+        if self.swap_out_rate >= SWAP_OUT_MARK {
+            level = level.max(Pressure::Soft);
+        }
+        level
     }
-    let psi = psi.map_or(String::new(), |p| {
-        format!(", tasks stalled {:.0} % (all of them {:.0} %)", p.some.avg10, p.full.avg10)
-    });
-    format!("{psi}, swapping out {}/s", Bytes((swap_out_rate * PAGE as f64) as u64))
+
+    /// In proportion: 0.5 at the mark of soft, 0.75 at hard's, 1 at critical's.
+    fn urgency(&self) -> f64 {
+        let [soft, hard, critical] = PSI_MARKS;
+        let along = |value: f64, marks: [f64; 3]| match value {
+            v if v <= 0.0 => 0.0,
+            v if v < marks[0] => 0.5 * v / marks[0],
+            v if v < marks[1] => 0.5 + 0.25 * (v - marks[0]) / (marks[1] - marks[0]),
+            v => (0.75 + 0.25 * (v - marks[1]) / (marks[2] - marks[1])).min(1.0),
+        };
+        let psi = self.psi.map_or(0.0, |p| {
+            let some = along(p.some.avg10, [soft.0, hard.0, critical.0]);
+            some.max(along(p.full.avg10, [soft.1, hard.1, critical.1]))
+        });
+        let swap =
+            along(self.swap_out_rate, [SWAP_OUT_MARK, 16.0 * SWAP_OUT_MARK, 128.0 * SWAP_OUT_MARK]);
+        let notified = match self.notified {
+            Some(Pressure::Critical) => 1.0,
+            Some(Pressure::Hard) => 0.75,
+            Some(Pressure::Soft) => 0.5,
+            _ => 0.0,
+        };
+        psi.max(swap).max(notified)
+    }
+
+    fn words(&self) -> String {
+        let psi = self.psi.map_or(String::new(), |p| {
+            let (some, full) = (p.some.avg10, p.full.avg10);
+            format!(", tasks stalled {some:.0} % (all of them {full:.0} %)")
+        });
+        let notified = self.notified.map_or(String::new(), |n| format!(", cgroup notifies {n}"));
+        let swap = Bytes((self.swap_out_rate * PAGE as f64) as u64);
+        format!("{psi}{notified}, swapping out {swap}/s")
+    }
 }
 
 impl VmModel {
@@ -361,55 +518,48 @@ impl VmModel {
             actual,
             floor,
             ceiling,
-            weight: settings.weight,
+            // The configuration's reader refuses others; a record may hold any.
+            weight: if settings.weight > 0.0 && settings.weight.is_finite() {
+                settings.weight
+            } else {
+                1.0
+            },
+            group: settings.group.clone(),
+            pinned: vm.pinned.clone(),
+            paused: vm.run == Some(RunState::Paused),
+            offload: vm.offload.clone(),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
             agent: vm.agent.clone(),
             ..VmModel::default()
         };
-        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {
+            // Not observed: as it stands in the sample.
+            vm.balloon.as_ref().and_then(|b| b.guest)
+        });
         if let (Some(actual), Some(stats)) = (actual, stats) {
             let rates = remembered.and_then(|m| m.rates_at(sample.at));
             let safe = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
-            model.guest = GuestModel::new(ram, actual, &stats, rates, safe);
+            let around = Around { ram, actual, deflate_on_oom: safe };
+            model.guest = GuestModel::new(&around, &stats, remembered, rates);
         }
+        model.trust = trust(model.guest.as_ref(), remembered);
         model.standing = standing(settings.manage, vm, &model, remembered, sample.at);
-        model.distress = model.guest.as_ref().map(distress).unwrap_or_default();
-        let helped = remembered.and_then(|m| m.helped_itself);
-        if model.distress.is_empty() && helped.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS) {
+        let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
+        model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
+        let Some(m) = remembered else { return model };
+        if model.distress.is_empty()
+            && m.helped_itself.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS)
+        {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
-        model
-    }
-}
-
-impl GuestModel {
-    fn new(
-        ram: Bytes,
-        actual: Bytes,
-        stats: &GuestStats,
-        rates: Option<GuestRates>,
-        deflate_on_oom: bool,
-    ) -> Option<GuestModel> {
-        if stats.age_ms > STALE_MS {
-            return None;
+        model.convergence = m.convergence(sample.at, actual, model.trust.level);
+        let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
+        if m.start.is_some() && model.resident.is_some() {
+            model.promised = model.actual.unwrap_or(ram) - host_side;
         }
-        // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
-        // No guest has more available than its size.
-        let available = stats.available.or(stats.free)?.min(actual);
-        let need = actual - available;
-        // What a guest can touch before Ebb can answer. One that can deflate its
-        // balloon itself waits meanwhile; one that cannot would kill processes.
-        let burst = if deflate_on_oom { ram.share(0.08) } else { ram.share(0.25) };
-        Some(GuestModel {
-            available,
-            need,
-            buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
-            deflate_on_oom,
-            short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
-            age_ms: stats.age_ms,
-            rates,
-        })
+        model.outstanding = m.outstanding(sample.at, actual, host_side);
+        model
     }
 }
 
@@ -448,6 +598,9 @@ fn standing(
     {
         return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));
     }
+    if model.guest.is_some() && model.trust.level <= 0.0 {
+        return give_only(format!("its numbers are not believed: {}", model.trust.why));
+    }
     if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
             "it did not follow its last order: asked again in {} s",
@@ -458,7 +611,7 @@ fn standing(
         let stats = vm.balloon.as_ref().and_then(|b| b.guest);
         return give_only(match stats {
             None => "its guest sends no statistics: no balloon driver, or not up yet".into(),
-            Some(s) if s.age_ms > STALE_MS => {
+            Some(s) if s.age_ms > STALE_MS && s.available.or(s.free).is_some() => {
                 format!("its guest's statistics are {} s old", s.age_ms / 1000)
             }
             Some(_) => "its guest does not tell what memory it has available".into(),
@@ -467,44 +620,8 @@ fn standing(
     Standing::Ready
 }
 
-/// Major faults a second that count as thrash where memory is also tight.
-const MAJOR_FAULTS_MARK: f64 = 100.0;
-/// Swapping in, bytes a second, likewise.
-const SWAP_IN_MARK: f64 = (1 << 20) as f64;
-/// A guest whose available memory would reach the short mark within this time,
-/// at the rate it now falls, is short already: statistics are late by up to one
-/// tick, and giving back takes one more.
-const LOOK_AHEAD_S: f64 = 2.0;
-
 /// That a guest helped itself is news for so long.
 const HELP_LIFE_MS: u64 = 2_000;
-
-/// The signs that a guest is short.
-fn distress(g: &GuestModel) -> String {
-    if g.available < g.short_mark {
-        return format!("{} available, below its mark of {}", g.available, g.short_mark);
-    }
-    let Some(r) = g.rates else { return String::new() };
-    if r.oom_kills > 0 {
-        return format!("{} processes killed for lack of memory", r.oom_kills);
-    }
-    let ahead = g.available.0 as f64 - r.need.max(0.0) * LOOK_AHEAD_S;
-    if ahead < g.short_mark.0 as f64 {
-        return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
-    }
-    if g.available < g.buffer {
-        if r.swap_in >= SWAP_IN_MARK {
-            return format!("swapping in {}/s", Bytes(r.swap_in as u64));
-        }
-        if r.major_faults >= MAJOR_FAULTS_MARK {
-            return format!("{:.0} major faults a second", r.major_faults);
-        }
-        if r.alloc_stalls >= 1.0 {
-            return format!("{:.0} allocation stalls a second", r.alloc_stalls);
-        }
-    }
-    String::new()
-}
 
 #[cfg(test)]
 mod tests {
@@ -591,19 +708,6 @@ mod tests {
         let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
         assert!(!m.known);
         assert_eq!((m.state, m.shortage, m.surplus), (Pressure::Clear, Bytes::ZERO, Bytes::ZERO));
-    }
-
-    #[test]
-    fn absurd_and_stale_guest_numbers_are_bounded_or_refused() {
-        let ram = Bytes::gib(1);
-        let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
-        let g = GuestModel::new(ram, ram, &lie, None, true).unwrap();
-        assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
-        let careful = GuestModel::new(ram, ram, &lie, None, false).unwrap();
-        assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
-        let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(ram, ram, &stale, None, true), None);
-        assert_eq!(GuestModel::new(ram, ram, &GuestStats::default(), None, true), None);
     }
 
     #[test]

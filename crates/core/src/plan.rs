@@ -19,8 +19,98 @@ pub struct Plan {
     /// What to ask of the agents inside the VMMs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recycle: Vec<RecycleOrder>,
+    /// Cold memory to page out to the host's swap.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub offload: Vec<OffloadOrder>,
     /// VMs that nothing is done about, and why; same order as the sample's.
     pub held: Vec<Held>,
+    /// The ladder: what each mechanism is expected to bring of what is missing, in
+    /// their order. Empty while nothing is missing and nothing is done.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rungs: Vec<Rung>,
+    /// What an operator could do if all of that is not enough, best first. Never
+    /// done by Ebb.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub last_resort: Vec<LastResort>,
+}
+
+/// The mechanisms, in the order in which they are used: what is cheap and harmless
+/// first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RungName {
+    /// Pages that guests have freed.
+    Recycle,
+    /// Pages that are the same.
+    Merge,
+    /// Memory that is idle in a guest, or its page cache.
+    Balloon,
+    /// Cold memory, to the host's swap.
+    Offload,
+    /// No more VMs; what an operator could do.
+    Protect,
+}
+
+impl RungName {
+    /// All, in order.
+    pub const ALL: [RungName; 5] = [
+        RungName::Recycle,
+        RungName::Merge,
+        RungName::Balloon,
+        RungName::Offload,
+        RungName::Protect,
+    ];
+}
+
+impl fmt::Display for RungName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            RungName::Recycle => "recycle",
+            RungName::Merge => "merge",
+            RungName::Balloon => "balloon",
+            RungName::Offload => "offload",
+            RungName::Protect => "protect",
+        })
+    }
+}
+
+/// One mechanism's part in a plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rung {
+    /// Which.
+    pub name: RungName,
+    /// What the host lacks before it.
+    pub missing: Bytes,
+    /// What this plan's orders of it are expected to bring the host.
+    pub expected: Bytes,
+    /// How, or why not, for people.
+    pub why: String,
+}
+
+/// Has cold memory of one VM paged out.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OffloadOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// At most so much.
+    pub bytes: Bytes,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// What an operator could do in the worst case.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LastResort {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// What the host would have of it.
+    pub frees: Bytes,
+    /// What, and why this one.
+    pub what: String,
 }
 
 /// Sets one VM's balloon.

@@ -5,11 +5,15 @@
 //! a plan may not.
 
 pub mod balloon;
+mod give;
+pub mod offload;
+pub mod protect;
 pub mod recycle;
+mod take;
 
 use crate::memory::Memory;
 use crate::model::{Model, Standing, VmModel};
-use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim};
+use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Rung, RungName};
 use crate::units::Bytes;
 
 /// What a policy says of one VM.
@@ -26,11 +30,27 @@ pub enum Verdict {
     Hold(String),
 }
 
-/// Decides one tick. Same input, same plan.
+/// Decides one tick. Same input, same plan. The rungs of the ladder in their
+/// order; each is told what those above it are expected to bring.
 pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Plan {
-    let verdicts = balloon::balloon(model, memory, requests);
     let mut plan = Plan::default();
-    for (vm, verdict) in model.vms.iter().zip(verdicts) {
+    let mut ladder = Ladder::default();
+
+    let recycle = recycle::recycle(model, memory, requests);
+    let freed = recycled(model, &recycle);
+
+    // The place of `policy/merge.rs`: merging goes on beside the rest and is slow,
+    // so that no rung below waits for it; what it is expected to bring within a
+    // tick goes here.
+    let merged = Bytes::ZERO;
+
+    let ballooned = balloon::balloon(model, memory, requests, freed + merged);
+    let (missing, expected) = (ballooned.missing, ballooned.expected);
+    let waiting = match ballooned.deferred {
+        Bytes(0) => String::new(),
+        d => format!(", {d} of it for guests in distress that wait for it"),
+    };
+    for (vm, verdict) in model.vms.iter().zip(ballooned.verdicts) {
         match within_limits(vm, verdict, limits) {
             Ok(action) if plan.actions.len() < limits.actions => plan.actions.push(action),
             Ok(_) => plan.held.push(held(vm, "the plan is full: next tick".into())),
@@ -38,11 +58,57 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
         }
     }
     let shrinks = |vm| plan.actions.iter().any(|a: &Action| a.vm == vm && !a.gives());
-    let recycle = recycle::recycle(model, memory, requests);
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
+
+    ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
+    ladder.rung(RungName::Merge, missing - freed, merged, "nothing is planned by it".into());
+    let takes = plan.actions.iter().filter(|a| !a.gives()).count();
+    let left = missing - freed - merged;
+    ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
+    let left = left - expected - arriving(model, memory);
+    let (orders, why) = offload::offload(model, memory, left);
+    let paged: Bytes = orders.iter().map(|o| o.bytes).sum();
+    plan.offload = orders;
+    ladder.rung(RungName::Offload, left, paged, why);
+    let left = left - paged;
+    plan.last_resort = protect::last_resort(model, left);
+    ladder.rung(RungName::Protect, left, Bytes::ZERO, protect::words(&plan.last_resort));
+    if missing > Bytes::ZERO || freed + expected + paged > Bytes::ZERO {
+        plan.rungs = ladder.0;
+    }
     // Giving back never waits for taking.
     plan.actions.sort_by_key(|a| !a.gives());
     plan
+}
+
+#[derive(Default)]
+struct Ladder(Vec<Rung>);
+
+impl Ladder {
+    fn rung(&mut self, name: RungName, missing: Bytes, expected: Bytes, why: String) {
+        self.0.push(Rung { name, missing, expected, why });
+    }
+}
+
+/// What the orders to recycle are expected to bring at once.
+fn recycled(model: &Model, orders: &[RecycleOrder]) -> Bytes {
+    let one = |o: &RecycleOrder| {
+        let job = o.recycle?;
+        let vm = model.vms.iter().find(|v| v.id == o.vm)?;
+        let held = vm.agent.as_ref().and_then(|a| a.held).unwrap_or_default();
+        Some(job.max_bytes.map_or(held, |most| most.min(held)))
+    };
+    orders.iter().filter_map(one).sum()
+}
+
+fn jobs(orders: &[RecycleOrder]) -> usize {
+    orders.iter().filter(|o| o.recycle.is_some()).count()
+}
+
+/// What earlier orders to shrink still bring.
+fn arriving(model: &Model, memory: &Memory) -> Bytes {
+    let one = |v: &VmModel| Some(memory.vm(v.id)?.arriving(model.at, v.actual?));
+    model.vms.iter().filter_map(one).sum()
 }
 
 fn held(vm: &VmModel, why: String) -> Held {

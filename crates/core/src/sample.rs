@@ -9,6 +9,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
+use crate::wire::abi::Facts;
 use crate::wire::{AgentState, Counters};
 
 /// Everything read in one tick.
@@ -60,6 +61,22 @@ pub struct HostSample {
     /// The memory cgroup with a limit that all managed VMs share, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
+    /// Notifications of cgroup v1's `memory.pressure_level` since the last
+    /// sample; `None` where nothing is registered (v2 has PSI instead).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmpressure: Option<VmPressure>,
+}
+
+/// Notifications of reclaim that came since the last sample, each counted at its
+/// own level only (the kernel tells a listener of `low` of the others as well).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmPressure {
+    /// Memory is reclaimed for new allocations: cache, as a rule.
+    pub low: u64,
+    /// Active cache goes, or something swaps.
+    pub medium: u64,
+    /// Reclaim hardly finds anything: thrashing, the OOM killer is near.
+    pub critical: u64,
 }
 
 /// `/proc/meminfo`, the fields in use.
@@ -228,6 +245,28 @@ pub struct VmSample {
     /// What QMP told since the last sample, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub events: Vec<VmEvent>,
+    /// How long its process has run, milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_ms: Option<u64>,
+    /// Why its memory cannot be paged out: pinned by a device, huge pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned: Option<String>,
+    /// What was offloaded of it; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadSample>,
+}
+
+/// Cold memory of a VM that was sent to the host's swap on order, since the
+/// daemon's start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadSample {
+    /// Gone to swap while orders were carried out, by the process's own counters.
+    pub paged_out: Bytes,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// `/proc/PID/status` of the VMM: cheap, read each tick. Includes QEMU itself.
@@ -273,6 +312,9 @@ pub struct AgentSample {
     /// Allocated in the guest since its boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<Bytes>,
+    /// What the module says of the guest's memory, without an exit: hints too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<Facts>,
     /// It still works on an order to recycle.
     #[serde(default)]
     pub busy: bool,
@@ -378,4 +420,31 @@ pub struct GuestStats {
     /// `stat-direct-reclaim`, pages (QEMU 9.2+, guest 6.12+).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_reclaim: Option<u64>,
+    /// Pages that were reclaimed and soon read again; only tier guest tells
+    /// (`workingset_refault_anon` + `_file`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refaults: Option<u64>,
+}
+
+impl GuestStats {
+    /// The facts block of the guest's module, in the balloon's words.
+    pub fn from_facts(f: &Facts, wall_s: u64, age_ms: u64) -> GuestStats {
+        let pages = |n: u64| Some(Bytes::pages(n));
+        GuestStats {
+            updated_s: wall_s.saturating_sub(age_ms / 1000),
+            age_ms,
+            total: pages(f.total),
+            free: pages(f.free),
+            available: pages(f.available),
+            caches: pages(f.cached.saturating_add(f.buffers)),
+            swap_in: pages(f.swap_in),
+            swap_out: pages(f.swap_out),
+            major_faults: Some(f.major_fault),
+            minor_faults: None,
+            oom_kills: Some(f.oom_kill),
+            alloc_stalls: Some(f.alloc_stall),
+            direct_reclaim: Some(f.scan_direct),
+            refaults: Some(f.refault_anon.saturating_add(f.refault_file)),
+        }
+    }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
+use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Status};
 
 use crate::agent::{Agent, AgentError, segments};
@@ -58,7 +59,7 @@ pub(crate) struct AgentLink {
     reports: bool,
     held_at: Option<Instant>,
     status: Option<Status>,
-    allocated: Option<Bytes>,
+    facts: Option<Facts>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +89,7 @@ impl AgentLink {
             reports: false,
             held_at: None,
             status: None,
-            allocated: None,
+            facts: None,
         }
     }
 
@@ -275,7 +276,7 @@ impl AgentLink {
                 self.status = Some(status);
             }
             (Ask::Facts, Ok(Answer::Facts(facts))) => {
-                self.allocated = Some(Bytes::pages(facts.alloc));
+                self.facts = Some(facts);
             }
             (_, Err(AgentError::Refused(..)) | Ok(_)) => {}
             (_, Err(e)) => self.lose(e.to_string()),
@@ -286,7 +287,7 @@ impl AgentLink {
         self.down = Link::Down(why);
         self.agent = None;
         self.asked.clear();
-        (self.status, self.allocated, self.waits_since) = (None, None, None);
+        (self.status, self.facts, self.waits_since) = (None, None, None);
     }
 
     /// What is known of it.
@@ -305,7 +306,8 @@ impl AgentLink {
             module: status.module.map(|m| format!("{} on Linux {}", m.version, m.linux)),
             free: status.free,
             held: status.held,
-            allocated: self.allocated,
+            allocated: self.facts.map(|f| Bytes::pages(f.alloc)),
+            facts: self.facts,
             busy: self.asked.iter().any(|(ask, _)| *ask == Ask::Recycle),
             counters: status.counters,
         }

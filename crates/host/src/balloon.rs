@@ -142,6 +142,7 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
         oom_kills: field("stat-oom-kill"),
         alloc_stalls: field("stat-alloc-stall"),
         direct_reclaim: field("stat-direct-reclaim"),
+        refaults: None,
     };
     drop_absurd(&mut s, ram, &mut problems);
     (Some(s), problems)

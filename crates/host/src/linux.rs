@@ -181,6 +181,7 @@ impl LinuxHost {
             ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
+            vmpressure: None,
         }
     }
 

@@ -423,7 +423,18 @@ impl Vm {
             balloon: self.balloon(at, wall_ms),
             agent: self.agent.as_ref().map(AgentLink::sample),
             events: std::mem::take(&mut self.events),
+            age_ms: age_of(id),
+            pinned: self.pinned(),
+            offload: None,
         }
+    }
+
+    /// Why its memory cannot be paged out.
+    fn pinned(&self) -> Option<String> {
+        let p = &self.process;
+        let why = |yes, why: &str| if yes { Some(why.to_owned()) } else { None };
+        why(p.passthrough, "a VFIO or vDPA device pins it")
+            .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
     }
 
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
@@ -446,6 +457,14 @@ impl Vm {
 
 pub(crate) fn problem(vm: impl Into<Option<VmId>>, source: String, message: String) -> Problem {
     Problem { vm: vm.into(), source, message }
+}
+
+/// How long the process has run. Its start is in hundredths of a second since
+/// boot (USER_HZ) on every Linux Ebb runs on.
+fn age_of(id: VmId) -> Option<u64> {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now_ms = t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000;
+    now_ms.checked_sub(id.start.checked_mul(10)?)
 }
 
 /// How old statistics are, milliseconds: by the wall clock (not where that was

@@ -225,7 +225,13 @@ mod tests {
         assert_eq!(orders(true, VmMemory::default()), 0, "at work");
         let order = |to| {
             let moved_from = Bytes::gib(2);
-            Some(crate::memory::Order { to: Bytes::gib(to), moved_from, moved_at: Stamp(99_000) })
+            let moved_at = Stamp(99_000);
+            Some(crate::memory::Order {
+                to: Bytes::gib(to),
+                moved_from,
+                moved_at,
+                ..Default::default()
+            })
         };
         assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
         assert_eq!(

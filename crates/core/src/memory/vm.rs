@@ -1,0 +1,846 @@
+//! What is remembered of one VM, and how it learns from what it sees.
+//!
+//! [`VmMemory::observe`] takes in a tick's facts before they are judged: orders
+//! that move or do not, reboots, rates, peaks of need, contradictions, what came
+//! back to the host. What was decided is taken in by [`super::Memory::learn`].
+
+use serde::{Deserialize, Serialize};
+
+use crate::model::guest::implausible;
+use crate::model::{Convergence, Progress, VmModel};
+use crate::plan::{Action, Reason};
+use crate::sample::{AgentSample, GuestStats, Link, VmEvent, VmId, VmSample};
+use crate::units::{Bytes, PAGE, Stamp};
+use crate::wire::AgentState;
+
+/// After a reset or first sight a guest is left alone for so long: its numbers
+/// are those of a booting kernel.
+pub const SETTLE_MS: u64 = 20_000;
+/// An order to shrink that moved nothing for so long makes the guest “stuck”.
+pub const STUCK_AFTER_MS: u64 = 10_000;
+/// A stuck guest is asked again after this, doubling up to [`STUCK_MOST_MS`].
+pub const STUCK_FIRST_MS: u64 = 30_000;
+/// The longest pause for a guest that never follows.
+pub const STUCK_MOST_MS: u64 = 600_000;
+/// An order that moved nothing for so long is shown as stuck, and what is left of
+/// it is asked of others.
+pub const STILL_MS: u64 = 5_000;
+/// Slower than this a guest is “slow”, bytes a second.
+pub const SLOW_RATE: f64 = (32 << 20) as f64;
+/// A tick that is later than this counts as so long where a guest is waited for:
+/// it was not looked at meanwhile.
+const LOOK_MS: u64 = 2_000;
+/// What has been given and not touched counts as gone for so long.
+const GIFT_LIFE_MS: u64 = 10_000;
+/// A guest that is short so soon after it was asked was asked too much.
+pub const HARM_MS: u64 = 10_000;
+/// One harm is forgotten, or one contradiction, in so long.
+const FORGIVE_MS: u64 = 60_000;
+/// A contradiction that has not come again for so long is over.
+const DOUBT_MS: u64 = 10_000;
+/// What a guest reads again in so many seconds belongs to its working set.
+const HOT_S: f64 = 10.0;
+/// Facts that stand still for so long are those of a guest that does not run.
+const FACTS_LIFE_MS: u64 = 3_000;
+/// A VM that has run for less than this has just started.
+const YOUNG_MS: u64 = 60_000;
+/// A VM has settled when its residency grows by less than [`SETTLED_GROWTH`] of
+/// RAM in this time, or after [`START_MOST_MS`].
+const START_LOOK_MS: u64 = 10_000;
+/// See [`START_LOOK_MS`].
+const SETTLED_GROWTH: f64 = 0.02;
+/// See [`START_LOOK_MS`].
+const START_MOST_MS: u64 = 180_000;
+/// A balloon that still moves up so long after a gift follows the gift.
+const GIVE_ECHO_MS: u64 = 10_000;
+/// A balloon that grew so long ago has been dealt with by QEMU.
+const INFLATE_ECHO_MS: u64 = 2_000;
+/// Rates older than this say nothing of now.
+const RATE_LIFE_MS: u64 = 5_000;
+/// Harms that are remembered.
+const HARM_MOST: u32 = 4;
+/// Steps are doubled at most so often.
+const PACE_MOST: u32 = 2;
+/// Pages that a major fault of a file brings: half of the default readahead, as
+/// not all of it is used.
+const READAHEAD_PAGES: f64 = 8.0;
+
+/// What is remembered of one VM.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VmMemory {
+    /// Which.
+    pub id: VmId,
+    /// Its name when last seen.
+    pub name: String,
+    /// Its size before Ebb ever touched it: what it is given back.
+    pub baseline: Option<Bytes>,
+    /// The last order, until it is fulfilled or overtaken.
+    pub order: Option<Order>,
+    /// When it was last made smaller.
+    pub last_take: Option<Stamp>,
+    /// When it was last made larger.
+    pub last_give: Option<Stamp>,
+    /// Left alone until then.
+    pub settle_until: Option<Stamp>,
+    /// Not asked until then, because it did not follow.
+    pub stuck_until: Option<Stamp>,
+    /// How often in a row it did not follow.
+    pub stuck_count: u32,
+    /// When its balloon last shrank without an order: the guest was out of memory
+    /// and helped itself (`deflate-on-oom`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub helped_itself: Option<Stamp>,
+    /// It rebooted while it was ballooned and is not whole again yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reboot: Option<Reboot>,
+    /// Its last statistics that differed from those before, when they came, and
+    /// its size then.
+    pub stats: Option<(Stamp, Bytes, GuestStats)>,
+    /// Rates from the last two statistics.
+    pub rates: Option<GuestRates>,
+    /// The guest's recent peaks of need, slow and fast in forgetting.
+    #[serde(default)]
+    pub peaks: Peaks,
+    /// When its balloon was last seen to grow, whoever ordered that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shrunk: Option<Stamp>,
+    /// What the recycler remembers.
+    #[serde(default)]
+    pub recycle: RecycleMemory,
+    /// Size and residency a tick ago.
+    pub seen: Option<Seen>,
+    /// What came back to the host, since Ebb first saw the VM.
+    pub returned: Returned,
+    /// The RAM it had: a change moves what it is owed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ram: Option<Bytes>,
+    /// It has just started and still takes what it was promised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start: Option<Start>,
+    /// The facts of the guest's module, and when they last changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<(Stamp, u64)>,
+    /// Cache that it reads again and again.
+    #[serde(default)]
+    pub hot: Hot,
+    /// What in its word contradicts what is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub doubt: Option<Doubt>,
+    /// How often lately it was short soon after it had been asked, and when.
+    #[serde(default)]
+    pub harm: u32,
+    /// See `harm`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub harm_at: Option<Stamp>,
+    /// What was given last: it may be touched any moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gift: Option<Gift>,
+    /// When it was last asked after having been given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turned: Option<Stamp>,
+    /// Since when it is quiet.
+    #[serde(default)]
+    pub cold: Cold,
+    /// How fast it follows, bytes a second, averaged over two seconds.
+    #[serde(default)]
+    pub rate: f64,
+    /// How often in a row it followed at once: its steps are doubled so often.
+    #[serde(default)]
+    pub pace: u32,
+}
+
+/// A VM that has just started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Start {
+    /// First seen.
+    pub since: Stamp,
+    /// When `resident` was looked at.
+    pub at: Stamp,
+    /// Residency then.
+    pub resident: Bytes,
+}
+
+/// Cache that belongs to the working set: the volume of refaults in ten seconds,
+/// sinking over a minute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Hot {
+    /// Brought up to date.
+    pub at: Stamp,
+    /// So much.
+    pub bytes: Bytes,
+}
+
+/// How quiet a VM is: for paging out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cold {
+    /// Since when need and residency stand still and nothing is read from swap.
+    pub since: Stamp,
+    /// Need and all that the host holds, where it stood still.
+    pub mark: (Bytes, Bytes),
+    /// In the host's swap a tick ago.
+    pub swap: Bytes,
+    /// What was paged out on order a tick ago, as the host counts it.
+    pub paged_out: Bytes,
+    /// Read back since it was last paged out, and paged out before.
+    pub back: Bytes,
+    /// See `back`.
+    pub out: Bytes,
+    /// Not paged out until then, because it read back what was.
+    pub back_until: Option<Stamp>,
+    /// How often in a row.
+    pub count: u32,
+}
+
+/// Need or residency that moves by more than this share of RAM is work.
+const QUIET_SHARE: f64 = 0.01;
+/// A VM that has read back this share of what was paged out is left alone.
+const READ_BACK: f64 = 0.2;
+/// For so long at first, doubling.
+const READ_BACK_MS: u64 = 300_000;
+
+impl Cold {
+    /// `need` as far as it is known; `held` in DRAM and swap.
+    fn observe(
+        &mut self,
+        at: Stamp,
+        ram: Bytes,
+        (need, held, swap): (Bytes, Bytes, Bytes),
+        paged_out: Bytes,
+    ) {
+        let far = |a: Bytes, b: Bytes| a.abs_diff(b) > ram.share(QUIET_SHARE).max(Bytes::mib(4));
+        let back = self.swap - swap;
+        self.out += paged_out - self.paged_out;
+        self.back += back;
+        (self.swap, self.paged_out) = (swap, paged_out);
+        if far(self.mark.0, need) || far(self.mark.1, held) || back > Bytes::mib(4) {
+            (self.since, self.mark) = (at, (need, held));
+        }
+        let much = self.out.share(READ_BACK).max(Bytes::mib(8));
+        if self.out > Bytes::ZERO && self.back > much {
+            let pause = READ_BACK_MS << self.count.min(6);
+            self.back_until = Some(at.plus(pause));
+            self.count = (self.count + 1).min(16);
+            (self.out, self.back) = (Bytes::ZERO, Bytes::ZERO);
+        }
+    }
+}
+
+/// A contradiction in what a guest says.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Doubt {
+    /// When it was last found.
+    pub at: Stamp,
+    /// In so many looks.
+    pub times: u32,
+    /// What.
+    pub what: String,
+}
+
+/// Memory given to a guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Gift {
+    /// When.
+    pub at: Stamp,
+    /// How much.
+    pub bytes: Bytes,
+}
+
+/// How far a reboot is dealt with. QEMU goes on showing the size from before a
+/// reset until the new driver writes it, and a driver that is where it is told to
+/// be writes nothing: so once the guest speaks it is moved by one MiB and back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Reboot {
+    /// When the reset was heard of, seconds since 1970: older statistics are the
+    /// old kernel's.
+    pub wall_s: u64,
+    /// When it was ordered to have everything.
+    pub given: Option<Stamp>,
+    /// When it was moved by one MiB.
+    pub nudged: Option<Stamp>,
+    /// The new kernel's driver has sent statistics.
+    pub speaks: bool,
+}
+
+/// An order to a balloon that is under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Order {
+    /// The size ordered.
+    pub to: Bytes,
+    /// The size when it last moved.
+    pub moved_from: Bytes,
+    /// When it last moved (or was given).
+    pub moved_at: Stamp,
+    /// For so long, as far as it was looked at, it has not moved, milliseconds.
+    #[serde(default)]
+    pub still_ms: u64,
+    /// When the first of the orders in this direction was given.
+    #[serde(default)]
+    pub since: Stamp,
+}
+
+/// What a guest needed lately: peaks that sink towards its present need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Peaks {
+    /// When they were brought up to date.
+    pub at: Stamp,
+    /// Forgets over a minute.
+    pub slow: Bytes,
+    /// Forgets over ten seconds.
+    pub fast: Bytes,
+}
+
+impl Peaks {
+    pub(super) fn update(&mut self, at: Stamp, need: Bytes) {
+        let ms = at.since(self.at) as f64;
+        let sink = |peak: Bytes, over_ms: f64| {
+            (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
+        };
+        *self = Peaks { at, slow: sink(self.slow, 60_000.0), fast: sink(self.fast, 10_000.0) };
+    }
+}
+
+/// What the recycler remembers of one VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RecycleMemory {
+    /// When free pages were last remembered by the agent.
+    pub marked: Option<Stamp>,
+    /// The guest allocates so many bytes a second, averaged over three seconds:
+    /// shorter than pages must have been free, so that one burst that is over
+    /// does not hold back what it freed.
+    pub alloc_rate: f64,
+    /// Its allocations and the recycled bytes a tick ago.
+    pub was: Option<(Stamp, Bytes, Bytes)>,
+    /// How often slack was doubled because recycled memory was taken back.
+    pub backoff: u32,
+    /// What was recycled since `since`, and what residency was after it.
+    pub batch: Option<Batch>,
+}
+
+/// A spell of recycling that is watched for what comes back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Batch {
+    /// When it began.
+    pub at: Stamp,
+    /// Recycled in it.
+    pub bytes: Bytes,
+    /// The lowest residency since.
+    pub low: Bytes,
+}
+
+/// Recycled memory that is back within this time was recycled in vain.
+const REFAULT_MS: u64 = 5_000;
+/// From this share of it on, more slack is left.
+const REFAULT_SHARE: f64 = 0.3;
+
+impl RecycleMemory {
+    fn observe(&mut self, at: Stamp, agent: &AgentSample, resident: Bytes) {
+        let allocated = agent.allocated.unwrap_or_default();
+        let recycled = agent.counters.recycled;
+        if agent.state != AgentState::Ready {
+            self.marked = None;
+        }
+        if let Some((was_at, was_allocated, was_recycled)) =
+            self.was.replace((at, allocated, recycled))
+        {
+            let seconds = (at.since(was_at) as f64 / 1000.0).max(0.001);
+            let weight = (seconds / 3.0).min(1.0);
+            let rate = (allocated - was_allocated).0 as f64 / seconds;
+            self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
+            self.watch(at, recycled - was_recycled, resident);
+        }
+    }
+
+    /// Doubles the slack where what was recycled is soon resident again, halves it
+    /// where it stays away.
+    fn watch(&mut self, at: Stamp, recycled: Bytes, resident: Bytes) {
+        if let Some(b) = self.batch.as_mut() {
+            b.bytes += recycled;
+            b.low = b.low.min(resident);
+            if at.since(b.at) >= REFAULT_MS {
+                let back = (resident - b.low).min(b.bytes).fraction_of(b.bytes);
+                self.backoff = if back >= REFAULT_SHARE {
+                    (self.backoff + 1).min(6)
+                } else {
+                    self.backoff.saturating_sub(1)
+                };
+                self.batch = None;
+            }
+        } else if recycled > Bytes::mib(1) {
+            self.batch = Some(Batch { at, bytes: recycled, low: resident });
+        }
+    }
+}
+
+/// How fast a guest's counters move.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuestRates {
+    /// When the later of the two statistics came.
+    pub at: Stamp,
+    /// Major faults a second.
+    pub major_faults: f64,
+    /// Swapped in, bytes a second.
+    pub swap_in: f64,
+    /// Allocation stalls a second, where known.
+    pub alloc_stalls: f64,
+    /// OOM kills between the two.
+    pub oom_kills: u64,
+    /// Pages a second that were dropped and read again; where only major faults
+    /// are known, eight pages for each (readahead brings 32 KiB or more).
+    #[serde(default)]
+    pub refaults: f64,
+    /// Pages a second looked at by direct reclaim.
+    #[serde(default)]
+    pub direct_reclaim: f64,
+    /// Change of its need (size less available), bytes a second. Unlike the change
+    /// of available memory this is not moved by the balloon itself.
+    pub need: f64,
+}
+
+/// Size and residency at a tick.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Seen {
+    /// Balloon size (RAM less balloon).
+    pub actual: Option<Bytes>,
+    /// Resident.
+    pub resident: Bytes,
+    /// In swap.
+    pub swap: Bytes,
+    /// Recycled by the agent so far.
+    #[serde(default)]
+    pub recycled: Bytes,
+}
+
+/// Bytes that left a VM's residency, by what took them. A lower bound: growth in
+/// the same tick hides a release. The host's own free memory is the proof, these
+/// only divide it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Returned {
+    /// The balloon was inflated meanwhile.
+    pub balloon: Bytes,
+    /// Went to swap.
+    pub swap: Bytes,
+    /// The agent recycled it, page by page, as it counts itself.
+    #[serde(default)]
+    pub recycled: Bytes,
+    /// Neither, and the guest has free page reporting.
+    pub reporting: Bytes,
+    /// Neither, and it has not (the VMM itself shrank, KSM, another tool).
+    pub other: Bytes,
+    /// The reverse: deflated for the guest to use again.
+    pub given_back: Bytes,
+}
+
+impl VmMemory {
+    pub(super) fn observe(
+        &mut self,
+        at: Stamp,
+        (dt_ms, first): (u64, bool),
+        wall_s: u64,
+        vm: &VmSample,
+    ) {
+        let actual = vm.balloon.as_ref().map(|b| b.actual);
+        if self.baseline.is_none() {
+            // First sight: what it has now is what it is owed, whoever set it.
+            self.baseline = actual;
+        }
+        self.follow_ram(vm.ram);
+        self.follow_start(at, first, vm);
+        self.follow_facts(at, vm);
+        let reset = vm.events.contains(&VmEvent::Reset);
+        if reset {
+            self.forget_guest(at, wall_s);
+        }
+        self.follow_reboot(at, vm);
+        if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
+            if let Some(available) = stats.available.or(stats.free) {
+                self.peaks.update(at, actual - available);
+            }
+            self.take_stats(at, wall_s, actual, stats);
+            self.weigh_word(at, vm, &stats);
+        }
+        if let Some(p) = vm.process {
+            let words = self.words(at, vm).and_then(|s| s.available.or(s.free));
+            let need = actual.zip(words).map_or(Bytes::ZERO, |(a, w)| a - w);
+            let paged_out = vm.offload.as_ref().map_or(Bytes::ZERO, |o| o.paged_out);
+            let seen = (need, p.resident() + p.swap, p.swap);
+            self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged_out);
+        }
+        if self.harm > 0 && self.harm_at.is_none_or(|t| at.since(t) >= FORGIVE_MS) {
+            (self.harm, self.harm_at) = (self.harm - 1, Some(at));
+        }
+        if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
+            self.recycle.observe(at, agent, p.resident());
+        }
+        if let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual)
+            && now < was
+        {
+            self.shrunk = Some(at);
+        }
+        self.notice_help(at, actual);
+        self.follow_order(at, dt_ms, actual);
+        self.account(vm, actual);
+    }
+
+    /// Takes in an order that QEMU took.
+    pub(super) fn learn(&mut self, at: Stamp, action: &Action) {
+        let same = |o: &Order| (o.to > action.from) == action.gives();
+        let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);
+        let since = self.order.filter(same).map_or(at, |o| o.since);
+        let still_ms = self.order.filter(same).map_or(0, |o| o.still_ms);
+        let order = Order { to: action.to, moved_from: action.from, moved_at: at, still_ms, since };
+        if self.order.is_none_or(|o| !same(&o)) {
+            self.rate = 0.0;
+        }
+        self.order = Some(order);
+        match action.reason {
+            // Neither gives nor takes: the guest keeps the size it has.
+            Reason::Withdrawn => {
+                self.order = None;
+                self.stuck_count = (self.stuck_count + 1).min(16);
+                let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
+                self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
+            }
+            // What was taken went with the old kernel.
+            Reason::Rebooted => {
+                if let Some(r) = self.reboot.as_mut() {
+                    r.given = Some(at);
+                }
+                self.last_take = None;
+                self.last_give = Some(at);
+            }
+            Reason::Refresh => {
+                if let Some(r) = self.reboot.as_mut() {
+                    r.nudged = Some(at);
+                }
+            }
+            _ if action.gives() => self.learn_gift(at, action, given),
+            _ => {
+                if self.last_give > self.last_take {
+                    self.turned = Some(at);
+                }
+                self.last_take = Some(at);
+            }
+        }
+    }
+
+    fn learn_gift(&mut self, at: Stamp, action: &Action, given: Bytes) {
+        let live = self.gift.filter(|g| at.since(g.at) < GIFT_LIFE_MS);
+        let before = live.map_or(Bytes::ZERO, |g| g.bytes);
+        self.gift = Some(Gift { at, bytes: before + given });
+        let taken = self.last_take.filter(|t| at.since(*t) < HARM_MS);
+        if matches!(action.reason, Reason::GuestShort { .. }) && taken > self.harm_at {
+            self.harm = (self.harm + 1).min(HARM_MOST);
+            self.harm_at = Some(at);
+            self.pace = 0;
+        }
+        self.last_give = Some(at);
+    }
+
+    /// The guest rebooted: nothing known of it holds any more.
+    fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
+        let seen = self.seen.and_then(|s| s.actual);
+        let small = self.baseline.is_some() && seen < self.baseline;
+        if small || self.order.is_some() || self.reboot.is_some() {
+            self.reboot = Some(Reboot { wall_s, ..Reboot::default() });
+        }
+        self.settle_until = Some(at.plus(SETTLE_MS));
+        self.stats = None;
+        self.rates = None;
+        self.order = None;
+        self.helped_itself = None;
+        self.peaks = Peaks::default();
+        self.stuck_until = None;
+        self.stuck_count = 0;
+        self.facts = None;
+        self.doubt = None;
+        self.hot = Hot::default();
+        (self.rate, self.pace) = (0.0, 0);
+    }
+
+    /// Memory was plugged in or out: what it is owed moves with it.
+    fn follow_ram(&mut self, ram: Option<Bytes>) {
+        let Some(now) = ram else { return };
+        if let (Some(was), Some(owed)) = (self.ram, self.baseline) {
+            self.baseline = Some((owed + (now - was)) - (was - now));
+            if was != now {
+                self.order = None;
+            }
+        }
+        self.ram = Some(now);
+    }
+
+    /// Whether it still takes what it was promised at its start.
+    fn follow_start(&mut self, at: Stamp, first: bool, vm: &VmSample) {
+        let Some(p) = vm.process else { return };
+        let resident = p.resident() + p.swap;
+        if first && vm.age_ms.is_none_or(|age| age < YOUNG_MS) {
+            self.start = Some(Start { since: at, at, resident });
+        }
+        let Some(s) = self.start.as_mut() else { return };
+        if at.since(s.at) < START_LOOK_MS {
+            return;
+        }
+        let calm = resident - s.resident <= vm.ram.unwrap_or_default().share(SETTLED_GROWTH);
+        (s.at, s.resident) = (at, resident);
+        if calm || at.since(s.since) >= START_MOST_MS {
+            self.start = None;
+        }
+    }
+
+    fn follow_facts(&mut self, at: Stamp, vm: &VmSample) {
+        let ready = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
+        let facts = vm.agent.as_ref().filter(ready).and_then(|a| a.facts);
+        self.facts = match (facts, self.facts) {
+            // A module that fills in nothing yet has no clock.
+            (Some(f), Some((changed, time))) if f.time_ns == time => Some((changed, time)),
+            (Some(f), _) if f.time_ns > 0 && f.total > 0 => Some((at, f.time_ns)),
+            _ => None,
+        };
+    }
+
+    /// What the guest says of itself, from the source that is fresher: the module's
+    /// facts while they move, else the balloon's statistics.
+    pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
+        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        let Some((changed, _)) = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS) else {
+            return stats;
+        };
+        let facts = vm.agent.as_ref().and_then(|a| a.facts).as_ref().map(|f| {
+            // The wall clock matters only to tell a new kernel's words from the old's.
+            let updated_s = stats.map_or(0, |s| s.updated_s);
+            GuestStats { updated_s, ..GuestStats::from_facts(f, 0, at.since(changed)) }
+        });
+        facts.or(stats)
+    }
+
+    /// Counts contradictions; two in a row, and the guest is not asked.
+    fn weigh_word(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) {
+        // While a balloon moves, its size and the guest's word are of different moments.
+        let moving = self.order.is_some_and(|o| o.still_ms == 0);
+        match (implausible(vm, stats), self.doubt.as_mut()) {
+            (Some(_), _) if moving => {}
+            (Some(what), Some(d)) => {
+                if at.since(d.at) >= 400 {
+                    d.times = d.times.saturating_add(1).min(1000);
+                    (d.at, d.what) = (at, what);
+                }
+            }
+            (Some(what), None) => self.doubt = Some(Doubt { at, times: 1, what }),
+            (None, Some(d)) if at.since(d.at) >= DOUBT_MS => self.doubt = None,
+            (None, _) => {}
+        }
+    }
+
+    fn follow_reboot(&mut self, at: Stamp, vm: &VmSample) {
+        let (Some(r), Some(b)) = (self.reboot.as_mut(), vm.balloon.as_ref()) else { return };
+        // A second apart, as QEMU counts in whole ones.
+        r.speaks |= b.guest.is_some_and(|g| g.updated_s > r.wall_s + 1);
+        let whole = self.baseline.is_none_or(|base| b.actual >= base);
+        let given_up = r.nudged.is_some_and(|t| at.since(t) >= STUCK_AFTER_MS);
+        if r.given.is_some() && (whole || given_up) {
+            self.reboot = None;
+        }
+    }
+
+    fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
+        if self.stats.is_some_and(|(_, _, was)| same_words(&was, &now)) {
+            return;
+        }
+        let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
+        if was.refaults.is_some() != now.refaults.is_some() {
+            // The other source: its counters are not these.
+            self.rates = None;
+            return;
+        }
+        let backwards =
+            |b: Option<u64>, n: Option<u64>| matches!((b, n), (Some(b), Some(n)) if n < b);
+        if backwards(was.minor_faults, now.minor_faults)
+            && backwards(was.major_faults, now.major_faults)
+            // The module's counters start with the kernel as well.
+            || now.refaults.is_some() && backwards(was.major_faults, now.major_faults)
+        {
+            // Counters since boot went back: it rebooted unseen.
+            self.forget_guest(at, wall_s);
+            return;
+        }
+        self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
+        if let Some(r) = self.rates {
+            let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
+            let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
+            let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));
+            self.hot = Hot { at, bytes: left.max(volume) };
+        }
+    }
+
+    /// A balloon that shrinks although nobody told it to.
+    fn notice_help(&mut self, at: Stamp, actual: Option<Bytes>) {
+        let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual) else { return };
+        let ordered = self.order.is_some_and(|o| o.to > was);
+        let given = self.last_give.is_some_and(|t| at.since(t) < GIVE_ECHO_MS);
+        if now > was + Bytes::mib(1) && !ordered && !given && self.reboot.is_none() {
+            self.helped_itself = Some(at);
+        }
+    }
+
+    fn follow_order(&mut self, at: Stamp, dt_ms: u64, actual: Option<Bytes>) {
+        let (Some(order), Some(actual)) = (self.order.as_mut(), actual) else { return };
+        let was = self.seen.and_then(|s| s.actual).unwrap_or(actual);
+        if dt_ms > 0 {
+            let down = order.to < was;
+            let moved = if down { was - actual } else { actual - was };
+            let now = moved.0 as f64 * 1000.0 / dt_ms as f64;
+            let weight = (dt_ms as f64 / 2000.0).min(1.0);
+            self.rate = self.rate * (1.0 - weight) + now * weight;
+        }
+        if actual.abs_diff(order.to) < Bytes::mib(1) {
+            if order.to < order.moved_from {
+                self.pace = (self.pace + 1).min(PACE_MOST);
+            }
+            self.order = None;
+            self.stuck_count = 0;
+            self.stuck_until = None;
+        } else if actual.abs_diff(order.moved_from) >= Bytes::mib(1) {
+            order.moved_from = actual;
+            order.moved_at = at;
+            order.still_ms = 0;
+        } else {
+            // A tick that came late has not looked meanwhile.
+            order.still_ms += dt_ms.min(LOOK_MS);
+            self.pace = 0;
+        }
+    }
+
+    /// How far it is with its last order.
+    pub fn convergence(&self, at: Stamp, actual: Option<Bytes>, trust: f64) -> Convergence {
+        let target = self.order.map(|o| o.to);
+        let left = self.order.zip(actual).map_or(Bytes::ZERO, |(o, a)| o.to.abs_diff(a));
+        let eta_ms = (target.is_some() && self.rate >= 1.0)
+            .then(|| (left.0 as f64 * 1000.0 / self.rate) as u64);
+        let stuck = self.stuck_until.is_some_and(|t| t > at);
+        let state = match (self.order, actual) {
+            _ if self.reboot.is_some() => Progress::Rebooting,
+            _ if trust <= 0.0 => Progress::Lying,
+            _ if stuck => Progress::Stuck,
+            (Some(o), Some(_)) if o.still_ms >= STILL_MS => Progress::Stuck,
+            (Some(o), Some(_)) if self.rate < SLOW_RATE && at.since(o.since) >= STILL_MS / 2 => {
+                Progress::Slow
+            }
+            (Some(o), Some(a)) if o.to < a => Progress::Shrinking,
+            (Some(_), Some(_)) => Progress::Growing,
+            _ => Progress::Settled,
+        };
+        let rate = if target.is_some() { self.rate } else { 0.0 };
+        Convergence { state, target, rate, eta_ms }
+    }
+
+    /// What of its order to shrink will be there soon: nothing of one that stands
+    /// still, five seconds' worth of one that is slow. Others are asked for the rest.
+    pub fn arriving(&self, at: Stamp, actual: Bytes) -> Bytes {
+        let Some(o) = self.order else { return Bytes::ZERO };
+        let left = actual - o.to;
+        match () {
+            () if o.still_ms >= STILL_MS / 2 => Bytes::ZERO,
+            () if at.since(o.since) >= STILL_MS / 2 => left.min(Bytes((self.rate * 5.0) as u64)),
+            () => left,
+        }
+    }
+
+    /// What of its last gift it has not touched yet and may touch any moment.
+    pub fn outstanding(&self, at: Stamp, actual: Option<Bytes>, host_side: Bytes) -> Bytes {
+        let live = |g: &Gift| at.since(g.at) < GIFT_LIFE_MS;
+        let (Some(gift), Some(actual)) = (self.gift.filter(live), actual) else {
+            return Bytes::ZERO;
+        };
+        let size = self.order.map_or(actual, |o| o.to.max(actual));
+        gift.bytes.min(size - host_side)
+    }
+
+    fn account(&mut self, vm: &VmSample, actual: Option<Bytes>) {
+        let Some(p) = vm.process else { return };
+        let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
+        let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
+        if let Some(was) = self.seen.replace(now) {
+            let inflated = match (was.actual, now.actual) {
+                (Some(w), Some(n)) => w - n,
+                _ => Bytes::ZERO,
+            };
+            if let (Some(w), Some(n)) = (was.actual, now.actual) {
+                self.returned.given_back += n - w;
+            }
+            let mut left = was.resident - now.resident;
+            let mut part = |most: Bytes| {
+                let took = left.min(most);
+                left = left - took;
+                took
+            };
+            self.returned.swap += part(now.swap - was.swap);
+            self.returned.recycled += part(now.recycled - was.recycled);
+            self.returned.balloon += part(inflated);
+            if vm.balloon.as_ref().and_then(|b| b.reporting) == Some(true) {
+                self.returned.reporting += left;
+            } else {
+                self.returned.other += left;
+            }
+        }
+    }
+
+    /// The rates, unless they are too old to mean anything.
+    pub fn rates_at(&self, at: Stamp) -> Option<GuestRates> {
+        self.rates.filter(|r| at.since(r.at) <= RATE_LIFE_MS)
+    }
+
+    /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
+    /// or grew a moment ago.
+    pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
+        self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))
+            || self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
+            || self.reboot.is_some()
+    }
+
+    /// Whether an order to shrink has moved nothing for too long.
+    pub fn stalled(&self, vm: &VmModel) -> bool {
+        match (self.order, vm.actual) {
+            (Some(o), Some(actual)) => o.to < actual && o.still_ms >= STUCK_AFTER_MS,
+            _ => false,
+        }
+    }
+}
+
+/// Whether the guest said nothing new (age and update time apart).
+fn same_words(a: &GuestStats, b: &GuestStats) -> bool {
+    GuestStats { updated_s: 0, age_ms: 0, ..*a } == GuestStats { updated_s: 0, age_ms: 0, ..*b }
+}
+
+impl GuestRates {
+    fn between(
+        (was_at, was_actual, was): (Stamp, Bytes, &GuestStats),
+        (at, actual, now): (Stamp, Bytes, &GuestStats),
+    ) -> Option<GuestRates> {
+        let ms = at.since(was_at);
+        if ms == 0 {
+            return None;
+        }
+        let seconds = ms as f64 / 1000.0;
+        let grown = |b: Option<u64>, n: Option<u64>| match (b, n) {
+            (Some(b), Some(n)) => n.saturating_sub(b),
+            _ => 0,
+        };
+        let rate = |b, n| grown(b, n) as f64 / seconds;
+        Some(GuestRates {
+            at,
+            major_faults: rate(was.major_faults, now.major_faults),
+            swap_in: rate(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
+            alloc_stalls: rate(was.alloc_stalls, now.alloc_stalls),
+            oom_kills: grown(was.oom_kills, now.oom_kills),
+            refaults: match (was.refaults, now.refaults) {
+                (Some(_), Some(_)) => rate(was.refaults, now.refaults),
+                _ => rate(was.major_faults, now.major_faults) * READAHEAD_PAGES,
+            },
+            direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
+            need: match (was.available, now.available) {
+                (Some(b), Some(n)) => ((actual - n).0 as f64 - (was_actual - b).0 as f64) / seconds,
+                _ => 0.0,
+            },
+        })
+    }
+}

@@ -1,0 +1,375 @@
+//! One guest, understood: what it needs, what it could spare, when it is short,
+//! and how far its word can be trusted.
+//!
+//! Everything a guest says is a hint from a party that may be late, wrong or
+//! hostile. It comes from the balloon's statistics or, in tier guest, from the
+//! module's facts block; both are [`GuestStats`] here. What is believed is bounded
+//! by what the host knows itself: the VM's size, what the host holds for it, the
+//! free-page map, and what became of earlier orders.
+
+use serde::{Deserialize, Serialize};
+
+use crate::memory::{GuestRates, VmMemory};
+use crate::sample::{GuestStats, Link, VmSample};
+use crate::units::{Bytes, PAGE};
+use crate::wire::AgentState;
+
+/// Statistics older than this are not believed, milliseconds. QEMU is told to ask
+/// each second; a guest that misses four is not well.
+pub const STALE_MS: u64 = 5_000;
+/// From this age on they are believed less and less.
+const FRESH_MS: u64 = 2_500;
+
+/// A guest's own numbers, put in relation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuestModel {
+    /// What it could use without harm to itself (`MemAvailable`).
+    pub available: Bytes,
+    /// What it cannot do without: size less available.
+    pub need: Bytes,
+    /// What is left to it beyond its need when it is asked gently.
+    pub buffer: Bytes,
+    /// Whether it can deflate its balloon itself before it kills a process.
+    pub deflate_on_oom: bool,
+    /// Below this much available memory it is short.
+    pub short_mark: Bytes,
+    /// How old the numbers are, milliseconds.
+    pub age_ms: u64,
+    /// How its counters move.
+    pub rates: Option<GuestRates>,
+    /// Need and the part of its page cache that it reads again and again.
+    #[serde(default)]
+    pub working_set: Bytes,
+    /// Page cache, where it tells.
+    #[serde(default)]
+    pub cache: Bytes,
+    /// Size less working set.
+    #[serde(default)]
+    pub idle: Bytes,
+    /// The numbers are those of the module in the guest, not of the balloon.
+    #[serde(default)]
+    pub by_module: bool,
+}
+
+/// How far a guest's numbers are believed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Trust {
+    /// 1: fully. Less: asked in smaller steps and left a larger buffer. 0: not
+    /// asked at all.
+    pub level: f64,
+    /// What speaks against it, for people; empty at 1.
+    pub why: String,
+}
+
+impl Default for Trust {
+    fn default() -> Trust {
+        Trust { level: 1.0, why: String::new() }
+    }
+}
+
+impl Trust {
+    fn lower(&mut self, to: f64, why: impl FnOnce() -> String) {
+        if to < self.level {
+            *self = Trust { level: to, why: why() };
+        }
+    }
+}
+
+/// What the balloon and VMM settings add to a guest's word.
+pub(super) struct Around {
+    pub ram: Bytes,
+    pub actual: Bytes,
+    pub deflate_on_oom: bool,
+}
+
+impl GuestModel {
+    pub(super) fn new(
+        around: &Around,
+        stats: &GuestStats,
+        remembered: Option<&VmMemory>,
+        rates: Option<GuestRates>,
+    ) -> Option<GuestModel> {
+        if stats.age_ms > STALE_MS {
+            return None;
+        }
+        let Around { ram, actual, deflate_on_oom } = *around;
+        // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
+        // No guest has more available than its size.
+        let available = stats.available.or(stats.free)?.min(actual);
+        let need = actual - available;
+        let cache = stats.caches.unwrap_or_default().min(actual);
+        // No more cache can be given up than is counted as available.
+        let hot = remembered.map_or(Bytes::ZERO, |m| m.hot.bytes).min(cache).min(available);
+        let working_set = need + hot;
+        // What a guest can touch before Ebb can answer. One that can deflate its
+        // balloon itself waits meanwhile; one that cannot would kill processes.
+        let burst = if deflate_on_oom { ram.share(0.08) } else { ram.share(0.25) };
+        Some(GuestModel {
+            available,
+            need,
+            buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
+            deflate_on_oom,
+            short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
+            age_ms: stats.age_ms,
+            rates,
+            working_set,
+            cache,
+            idle: actual - working_set,
+            by_module: stats.refaults.is_some(),
+        })
+    }
+}
+
+/// No Linux guest can do with less: its page structures alone are 1.6 % of RAM,
+/// and they are never available.
+const LEAST_NEED: f64 = 0.01;
+/// Sources that are read one after the other differ by what moved meanwhile.
+const SLACK_SHARE: f64 = 0.10;
+
+/// What in a guest's word cannot be, if anything: bounded by its size, by its own
+/// other numbers, by the map of its free pages, by what the host holds for it.
+pub(crate) fn implausible(vm: &VmSample, stats: &GuestStats) -> Option<String> {
+    let actual = vm.balloon.as_ref()?.actual;
+    let ram = vm.ram.unwrap_or(actual);
+    let available = stats.available.or(stats.free)?;
+    let slack = ram.share(SLACK_SHARE).max(Bytes::mib(64));
+    if available > actual + slack {
+        return Some(format!("{available} available of {actual}"));
+    }
+    if available + ram.share(LEAST_NEED) > actual {
+        return Some(format!("{available} available of {actual}: no kernel can do with the rest"));
+    }
+    // Available memory is free memory, cache and slabs; slabs are a small part.
+    if let (Some(caches), Some(free)) = (stats.caches, stats.free)
+        && available > free + caches + ram.share(0.25) + slack
+    {
+        return Some(format!("{available} available, but {free} free and {caches} of cache"));
+    }
+    let map = vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready);
+    // The balloon's numbers are up to a second older than the map.
+    let apart = if stats.refaults.is_some() { slack } else { slack + slack };
+    if let (Some(free), Some(in_map)) = (stats.free, map.and_then(|a| a.free))
+        && stats.age_ms <= 1_000
+        && free > in_map + apart
+    {
+        return Some(format!("{free} free, but {in_map} by its map of free pages"));
+    }
+    // Huge pages of a pool are in no process's count.
+    let process = vm.process.filter(|_| vm.pinned.is_none())?;
+    let host_side = process.resident() + process.swap;
+    // What it used it has touched: it is in DRAM or in swap (or merged zeroes).
+    if actual - available > host_side + ram.share(0.25) + slack {
+        return Some(format!("{} in use, but the host holds {host_side}", actual - available));
+    }
+    None
+}
+
+/// Contradicted so often in a row, a guest is not asked any more.
+const DOUBTS: u32 = 2;
+
+/// How far this guest is believed now.
+pub(super) fn trust(guest: Option<&GuestModel>, remembered: Option<&VmMemory>) -> Trust {
+    let mut trust = Trust::default();
+    if let Some(g) = guest.filter(|g| g.age_ms > FRESH_MS) {
+        let over = (g.age_ms - FRESH_MS) as f64 / (STALE_MS - FRESH_MS) as f64;
+        trust.lower(1.0 - 0.5 * over.min(1.0), || format!("its numbers are {} ms old", g.age_ms));
+    }
+    let Some(m) = remembered else { return trust };
+    if m.harm > 0 {
+        trust.lower(1.0 / f64::from(1 + m.harm), || {
+            format!("{} times lately it was short soon after it had been asked", m.harm)
+        });
+    }
+    match &m.doubt {
+        Some(d) if d.times >= DOUBTS => trust.lower(0.0, || format!("it claims {}", d.what)),
+        Some(d) => trust.lower(0.5, || format!("it claims {}", d.what)),
+        None => {}
+    }
+    trust
+}
+
+/// Major faults a second that count as thrash where memory is also tight.
+const MAJOR_FAULTS_MARK: f64 = 100.0;
+/// Swapping in, bytes a second, likewise.
+const SWAP_IN_MARK: f64 = (1 << 20) as f64;
+/// Reading again what was just reclaimed, pages a second, likewise: 8 MiB/s.
+const REFAULTS_MARK: f64 = 2048.0;
+/// A guest whose available memory would reach the short mark within this time,
+/// at the rate it now falls, is short already: statistics are late by up to one
+/// tick, and giving back takes one more.
+const LOOK_AHEAD_S: f64 = 2.0;
+
+/// The signs that a guest is short; empty when it is not. While a balloon grows
+/// its own driver stalls and reclaims, which is no sign.
+pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
+    if g.available < g.short_mark {
+        return format!("{} available, below its mark of {}", g.available, g.short_mark);
+    }
+    let Some(r) = g.rates else { return String::new() };
+    if r.oom_kills > 0 {
+        return format!("{} processes killed for lack of memory", r.oom_kills);
+    }
+    let ahead = g.available.0 as f64 - r.need.max(0.0) * LOOK_AHEAD_S;
+    if ahead < g.short_mark.0 as f64 {
+        return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
+    }
+    if g.available < g.buffer {
+        if r.swap_in >= SWAP_IN_MARK {
+            return format!("swapping in {}/s", Bytes(r.swap_in as u64));
+        }
+        if r.refaults >= REFAULTS_MARK {
+            return format!("reads again {}/s that it had dropped", pages(r.refaults));
+        }
+        if r.major_faults >= MAJOR_FAULTS_MARK {
+            return format!("{:.0} major faults a second", r.major_faults);
+        }
+        if r.alloc_stalls >= 1.0 && !inflating {
+            return format!("{:.0} allocation stalls a second", r.alloc_stalls);
+        }
+    }
+    String::new()
+}
+
+fn pages(n: f64) -> Bytes {
+    Bytes((n * PAGE as f64) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{Doubt, Hot};
+    use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
+
+    fn around(deflate_on_oom: bool) -> Around {
+        Around { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
+    }
+
+    fn stats(available_mib: u64) -> GuestStats {
+        GuestStats { available: Some(Bytes::mib(available_mib)), ..GuestStats::default() }
+    }
+
+    #[test]
+    fn absurd_and_stale_guest_numbers_are_bounded_or_refused() {
+        let ram = Bytes::gib(1);
+        let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
+        let g = GuestModel::new(&around(true), &lie, None, None).unwrap();
+        assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
+        let careful = GuestModel::new(&around(false), &lie, None, None).unwrap();
+        assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
+        let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
+        assert_eq!(GuestModel::new(&around(true), &stale, None, None), None);
+        assert_eq!(GuestModel::new(&around(true), &GuestStats::default(), None, None), None);
+    }
+
+    #[test]
+    fn cache_that_is_read_again_belongs_to_the_working_set() {
+        let stats = GuestStats { caches: Some(Bytes::mib(300)), ..stats(600) };
+        let hot = |mib| VmMemory {
+            hot: Hot { bytes: Bytes::mib(mib), ..Hot::default() },
+            ..VmMemory::default()
+        };
+        let set = |mib| {
+            let g = GuestModel::new(&around(true), &stats, Some(&hot(mib)), None).unwrap();
+            (g.working_set.0 >> 20, g.idle.0 >> 20)
+        };
+        assert_eq!(set(0), (424, 600));
+        assert_eq!(set(100), (524, 500));
+        assert_eq!(set(1000), (724, 300), "never more than there is cache");
+    }
+
+    fn sample(stats: GuestStats) -> VmSample {
+        let all = Bytes::gib(1);
+        VmSample {
+            ram: Some(all),
+            process: Some(ProcessMemory { anon: all, ..ProcessMemory::default() }),
+            balloon: Some(BalloonSample {
+                actual: all,
+                guest: Some(stats),
+                ..BalloonSample::default()
+            }),
+            ..VmSample::default()
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_told_from_what_can() {
+        let full = |free: u64, caches: u64, available: u64| GuestStats {
+            free: Some(Bytes::mib(free)),
+            caches: Some(Bytes::mib(caches)),
+            ..stats(available)
+        };
+        let says = |s: GuestStats| implausible(&sample(s), &s).unwrap_or_default();
+        assert_eq!(says(full(500, 300, 790)), "");
+        assert_eq!(says(stats(900)), "", "most of it idle");
+        assert!(says(stats(1024)).contains("no kernel"), "{}", says(stats(1024)));
+        assert!(says(stats(1020)).contains("no kernel"));
+        assert!(says(stats(4000)).contains("available of"));
+        assert!(says(full(100, 100, 700)).contains("of cache"), "{}", says(full(100, 100, 700)));
+        assert_eq!(says(GuestStats::default()), "", "one that says nothing does not lie");
+    }
+
+    #[test]
+    fn a_guest_whose_map_and_statistics_disagree_is_not_believed() {
+        let s = GuestStats { free: Some(Bytes::mib(600)), caches: Some(Bytes::ZERO), ..stats(600) };
+        let mut vm = sample(s);
+        let agent = |free| AgentSample {
+            link: Link::Up,
+            state: AgentState::Ready,
+            free: Some(Bytes::mib(free)),
+            ..AgentSample::default()
+        };
+        vm.agent = Some(agent(550));
+        assert_eq!(implausible(&vm, &s), None, "within what moves between two readings");
+        vm.agent = Some(agent(100));
+        assert!(implausible(&vm, &s).unwrap().contains("by its map"));
+        vm.agent = Some(AgentSample { state: AgentState::Silent, ..agent(100) });
+        assert_eq!(implausible(&vm, &s), None, "a map that does not hold proves nothing");
+    }
+
+    #[test]
+    fn a_guest_cannot_use_what_the_host_does_not_hold() {
+        let s = stats(100);
+        let mut vm = sample(s);
+        vm.process = Some(ProcessMemory { anon: Bytes::mib(300), ..ProcessMemory::default() });
+        assert!(implausible(&vm, &s).unwrap().contains("the host holds 300 MiB"));
+        vm.process = Some(ProcessMemory {
+            anon: Bytes::mib(300),
+            swap: Bytes::mib(500),
+            ..ProcessMemory::default()
+        });
+        assert_eq!(implausible(&vm, &s), None);
+    }
+
+    #[test]
+    fn trust_falls_with_age_doubt_and_harm() {
+        let g = |age_ms| GuestModel { age_ms, ..GuestModel::default() };
+        let level = |age, m: VmMemory| trust(Some(&g(age)), Some(&m)).level;
+        assert_eq!(level(2_000, VmMemory::default()), 1.0);
+        assert_eq!(level(5_000, VmMemory::default()), 0.5);
+        assert_eq!(level(0, VmMemory { harm: 1, ..VmMemory::default() }), 0.5);
+        let doubt = |times| VmMemory {
+            doubt: Some(Doubt { times, what: "x".into(), ..Doubt::default() }),
+            ..VmMemory::default()
+        };
+        assert_eq!((level(0, doubt(1)), level(0, doubt(2))), (0.5, 0.0));
+        assert_eq!(trust(None, Some(&doubt(2))).why, "it claims x");
+    }
+
+    #[test]
+    fn stalls_of_the_balloon_driver_are_no_distress_refaults_are() {
+        let g = |rates| GuestModel {
+            available: Bytes::mib(100),
+            buffer: Bytes::mib(200),
+            short_mark: Bytes::mib(40),
+            rates: Some(rates),
+            ..GuestModel::default()
+        };
+        let stalls = GuestRates { alloc_stalls: 5.0, ..GuestRates::default() };
+        assert!(distress(&g(stalls), false).contains("allocation stalls"));
+        assert_eq!(distress(&g(stalls), true), "");
+        let refaults = GuestRates { refaults: 4096.0, ..GuestRates::default() };
+        assert!(distress(&g(refaults), true).contains("reads again 16 MiB/s"));
+        let calm = GuestRates { refaults: 100.0, ..GuestRates::default() };
+        assert_eq!(distress(&g(calm), false), "");
+    }
+}

@@ -1,0 +1,230 @@
+//! Offload: cold memory goes to the host's swap on purpose, before the kernel has
+//! to choose in a hurry.
+//!
+//! The last rung that does anything: only while the host is hard or critical, only
+//! for what recycling and ballooning do not bring, only where there is swap with
+//! room. Cold is a VM that has been quiet for a minute (its need and residency
+//! stood still, it read nothing back) or is paused; those idle longest go first. A
+//! running VM keeps at least half of its memory in DRAM. What its guest has freed
+//! is never paged out: a VM whose map is known is recycled first. One that reads
+//! back what was paged out is left alone for a growing time. Never: pinned memory,
+//! VMs that migrate, guests in distress.
+
+use crate::memory::{Memory, VmMemory};
+use crate::model::{Model, Pressure, Standing, VmModel};
+use crate::plan::OffloadOrder;
+use crate::policy::recycle::usable;
+use crate::sample::AgentSample;
+use crate::units::Bytes;
+
+/// A running VM is cold when it has been quiet for so long.
+const QUIET_MS: u64 = 60_000;
+/// What a running VM keeps in DRAM of all it holds.
+const KEPT: f64 = 0.5;
+/// A paused one keeps so much: QEMU itself lives there too.
+const KEPT_PAUSED: f64 = 0.1;
+/// Less is not worth an order.
+const LEAST: Bytes = Bytes::mib(4);
+/// An agent that holds less of freed memory than this has been recycled.
+const RECYCLED: Bytes = Bytes::mib(16);
+
+/// What all VMs together page out in a second.
+fn pace(state: Pressure) -> Bytes {
+    match state {
+        Pressure::Clear | Pressure::Soft => Bytes::ZERO,
+        Pressure::Hard => Bytes::mib(64),
+        Pressure::Critical => Bytes::mib(256),
+    }
+}
+
+/// Orders for `missing`, and the rung in words.
+pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOrder>, String) {
+    let Some(room) = model.host.offload_room else {
+        return (Vec::new(), "no swap, or host.offload = false".into());
+    };
+    let pace = pace(model.host.state);
+    if pace == Bytes::ZERO || missing < LEAST {
+        return (Vec::new(), "only for what is missing on a hard host".into());
+    }
+    let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+    let mut left = missing.min(room).min(pace.share(seconds));
+    let mut cold: Vec<(u64, &VmModel, Bytes)> = model
+        .vms
+        .iter()
+        .filter_map(|vm| {
+            let m = memory.vm(vm.id)?;
+            let quiet_ms = coldness(model, vm, m)?;
+            Some((quiet_ms, vm, spare(vm)))
+        })
+        .collect();
+    cold.sort_by_key(|(quiet, vm, _)| (u64::MAX - quiet, vm.id));
+    let mut orders = Vec::new();
+    for (quiet_ms, vm, spare) in cold {
+        let bytes = spare.min(left).floor_mib();
+        if bytes < LEAST {
+            continue;
+        }
+        left = left - bytes;
+        let idle = match quiet_ms {
+            u64::MAX => "it is paused".to_string(),
+            ms => format!("quiet for {} s", ms / 1000),
+        };
+        let reason = format!("host {}, {missing} missing; {idle}", model.host.state);
+        orders.push(OffloadOrder { vm: vm.id, name: vm.name.clone(), bytes, reason });
+    }
+    let words = match orders.len() {
+        0 if room < LEAST => "the host's swap is full".into(),
+        0 => "no VM is cold".into(),
+        n => format!("{n} cold VMs, {room} of swap left"),
+    };
+    (orders, words)
+}
+
+/// How long it has been cold, most for a paused one; `None`: it is not to be
+/// touched.
+fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
+    let paused = vm.paused;
+    let reachable = vm.standing == Standing::Ready || paused;
+    if !reachable || vm.pinned.is_some() || !vm.distress.is_empty() {
+        return None;
+    }
+    if vm.offload.as_ref().is_some_and(|o| o.busy) {
+        return None;
+    }
+    let recycled = |a: &AgentSample| !a.busy && a.held.unwrap_or_default() < RECYCLED;
+    if usable(vm).is_some_and(|a| !recycled(a)) {
+        return None;
+    }
+    if m.cold.back_until.is_some_and(|t| t > model.at) {
+        return None;
+    }
+    let quiet = model.at.since(m.cold.since);
+    match paused {
+        true => Some(u64::MAX),
+        false => (quiet >= QUIET_MS).then_some(quiet),
+    }
+}
+
+/// What of it may still leave DRAM.
+fn spare(vm: &VmModel) -> Bytes {
+    let (resident, swap) = (vm.resident.unwrap_or_default(), vm.swap.unwrap_or_default());
+    let kept = if vm.paused { KEPT_PAUSED } else { KEPT };
+    resident - (resident + swap).share(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Cold;
+    use crate::model::HostModel;
+    use crate::sample::{Link, OffloadSample, VmId};
+    use crate::units::Stamp;
+    use crate::wire::AgentState;
+
+    const NOW: Stamp = Stamp(1_000_000);
+
+    fn vm(pid: u32) -> VmModel {
+        VmModel {
+            id: VmId { pid, start: 1 },
+            name: format!("vm{pid}"),
+            resident: Some(Bytes::mib(1000)),
+            swap: Some(Bytes::ZERO),
+            standing: Standing::Ready,
+            ..VmModel::default()
+        }
+    }
+
+    fn quiet_for(pid: u32, seconds: u64) -> VmMemory {
+        let since = Stamp(NOW.0 - seconds * 1000);
+        let cold = Cold { since, ..Cold::default() };
+        VmMemory { id: VmId { pid, start: 1 }, cold, ..VmMemory::default() }
+    }
+
+    fn ask(
+        state: Pressure,
+        room: Option<u64>,
+        missing: u64,
+        vms: Vec<(VmModel, VmMemory)>,
+    ) -> Vec<(u32, u64)> {
+        let host = HostModel { state, offload_room: room.map(Bytes::mib), ..HostModel::default() };
+        let (vms, remembered) = vms.into_iter().unzip();
+        let model = Model { at: NOW, dt_ms: 1000, host, vms };
+        let memory = Memory { vms: remembered, ..Memory::default() };
+        let (orders, _) = offload(&model, &memory, Bytes::mib(missing));
+        orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect()
+    }
+
+    #[test]
+    fn only_a_hard_host_with_room_in_its_swap_pages_out() {
+        let one = || vec![(vm(1), quiet_for(1, 100))];
+        assert_eq!(ask(Pressure::Hard, Some(1000), 500, one()), [(1, 64)]);
+        assert_eq!(ask(Pressure::Critical, Some(1000), 500, one()), [(1, 256)]);
+        assert_eq!(ask(Pressure::Critical, Some(40), 500, one()), [(1, 40)]);
+        assert_eq!(ask(Pressure::Critical, Some(1000), 10, one()), [(1, 10)]);
+        for (state, room, missing) in [
+            (Pressure::Clear, Some(1000), 500),
+            (Pressure::Soft, Some(1000), 500),
+            (Pressure::Critical, None, 500),
+            (Pressure::Critical, Some(0), 500),
+            (Pressure::Critical, Some(1000), 0),
+        ] {
+            assert_eq!(ask(state, room, missing, one()), [], "{state} {room:?} {missing}");
+        }
+    }
+
+    #[test]
+    fn those_idle_longest_go_first_and_paused_ones_before_them() {
+        let mut paused = vm(3);
+        paused.paused = true;
+        paused.standing = Standing::GiveOnly("paused".into());
+        paused.resident = Some(Bytes::mib(100));
+        let vms = vec![
+            (vm(1), quiet_for(1, 70)),
+            (vm(2), quiet_for(2, 700)),
+            (paused, quiet_for(3, 0)),
+            (vm(4), quiet_for(4, 10)),
+        ];
+        assert_eq!(ask(Pressure::Critical, Some(9000), 600, vms), [(3, 90), (2, 166)]);
+    }
+
+    #[test]
+    fn hands_off_where_it_would_do_harm() {
+        let cold = || (vm(1), quiet_for(1, 100));
+        let refused =
+            |(vm, m)| assert_eq!(ask(Pressure::Critical, Some(999), 99, vec![(vm, m)]), []);
+        let (mut v, m) = cold();
+        v.pinned = Some("vfio".into());
+        refused((v, m));
+        let (mut v, m) = cold();
+        v.distress = "short".into();
+        refused((v, m));
+        let (mut v, m) = cold();
+        v.standing = Standing::Off("it is being migrated".into());
+        refused((v, m));
+        let (mut v, m) = cold();
+        v.offload = Some(OffloadSample { busy: true, ..OffloadSample::default() });
+        refused((v, m));
+        let (v, mut m) = cold();
+        m.cold.back_until = Some(Stamp(NOW.0 + 1));
+        refused((v, m));
+        let (mut v, m) = cold();
+        v.swap = Some(Bytes::mib(1100));
+        refused((v, m));
+    }
+
+    #[test]
+    fn what_a_guest_has_freed_is_recycled_and_never_paged_out() {
+        let agent = |held| AgentSample {
+            link: Link::Up,
+            state: AgentState::Ready,
+            held: Some(Bytes::mib(held)),
+            ..AgentSample::default()
+        };
+        let with = |held| {
+            let vm = VmModel { agent: Some(agent(held)), ..vm(1) };
+            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, 100))])
+        };
+        assert_eq!(with(100), []);
+        assert_eq!(with(2), [(1, 99)]);
+    }
+}

@@ -1,0 +1,372 @@
+//! Protect: whether more VMs fit, at whose expense, and what is left when nothing
+//! helps any more.
+//!
+//! [`admit`] answers `ebb plan`: what the host has beyond its reserve and what it
+//! has promised to VMs that still start, then what others could give without harm
+//! (idle memory beyond working set, full buffer and recent peaks; what guests have
+//! freed and the host still holds). [`last_resort`] ranks what an operator could
+//! pause when a critical host finds nothing more to take. Ebb itself never pauses or
+//! ends a VM.
+
+use serde::{Deserialize, Serialize};
+
+use crate::memory::{Memory, VmMemory};
+use crate::model::{Model, Pressure, Standing, VmModel};
+use crate::plan::LastResort;
+use crate::policy::recycle::usable;
+use crate::policy::take::{base, force, keep, priced};
+use crate::units::Bytes;
+
+/// What a VM needs beyond its RAM: QEMU, page tables, devices.
+const OVERHEAD: Bytes = Bytes::mib(64);
+/// And this share of it.
+const OVERHEAD_SHARE: f64 = 0.02;
+/// A guest that has not been seen to move is taken to follow so fast, bytes a
+/// second: a quarter of what virtio-balloon reaches.
+const USUAL_RATE: f64 = (256 << 20) as f64;
+/// Steps and holds do not let a guest give more than this share of RAM a second.
+const MOST_RATE: f64 = 0.10;
+/// A decision and the first step take so long, seconds.
+const FIRST_S: f64 = 1.0;
+/// The last resort names at most so many.
+const NAMED: usize = 5;
+
+/// What is to be started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ask {
+    /// RAM of each.
+    pub memory: Bytes,
+    /// How many.
+    pub count: u32,
+}
+
+/// What there is to answer with: a tick's model, boiled down.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stock {
+    /// Whether the host could be read.
+    pub known: bool,
+    /// The host's state.
+    pub state: Pressure,
+    /// What there is under the tightest bound.
+    pub capacity: Bytes,
+    /// What of it is left.
+    pub headroom: Bytes,
+    /// What the host keeps.
+    pub reserve: Bytes,
+    /// Promised to VMs that still start.
+    pub promised: Bytes,
+    /// Free swap.
+    pub swap: Bytes,
+    /// What each VM could give.
+    pub vms: Vec<Spare>,
+}
+
+/// What a VM could give without harm.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spare {
+    /// Its name.
+    pub name: String,
+    /// Freed in the guest and still held: there in a second.
+    pub free: Bytes,
+    /// Idle: ballooned.
+    pub idle: Bytes,
+    /// How fast it follows, bytes a second.
+    pub rate: f64,
+    /// What it may still take: what it is owed less what the host holds for it.
+    pub may_take: Bytes,
+    /// Its price; those that pay most are asked first.
+    pub price: f64,
+}
+
+/// The answer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Admission {
+    /// Whether they fit.
+    pub yes: bool,
+    /// In words.
+    pub why: String,
+    /// What they need, overhead included.
+    pub need: Bytes,
+    /// Of that, what the host has beyond its reserve.
+    pub from_headroom: Bytes,
+    /// Of that, what others give.
+    pub from: Vec<Gives>,
+    /// What nobody has.
+    pub missing: Bytes,
+    /// When all of it would be there, seconds.
+    pub seconds: f64,
+    /// What if every guest used all it is owed.
+    pub worst_case: WorstCase,
+}
+
+/// At whose expense.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Gives {
+    /// Its name.
+    pub name: String,
+    /// How much.
+    pub bytes: Bytes,
+    /// Of that, freed already.
+    pub free: Bytes,
+    /// How long it takes, seconds.
+    pub seconds: f64,
+}
+
+/// Every guest uses all that it is owed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct WorstCase {
+    /// What would not fit into DRAM.
+    pub over: Bytes,
+    /// What of it swap could hold.
+    pub swap: Bytes,
+    /// Whether nothing would be killed.
+    pub survives: bool,
+    /// In words.
+    pub why: String,
+}
+
+/// Boils a model down to what [`admit`] needs.
+pub fn stock(model: &Model, memory: &Memory) -> Stock {
+    let host = &model.host;
+    let none = VmMemory::default();
+    let spare = |vm: &VmModel| spare(vm, memory.vm(vm.id).unwrap_or(&none));
+    Stock {
+        known: host.known,
+        state: host.state,
+        capacity: host.capacity,
+        headroom: host.headroom,
+        reserve: host.reserve,
+        promised: host.promised + host.outstanding,
+        swap: host.offload_room.unwrap_or_default(),
+        vms: model.vms.iter().map(spare).collect(),
+    }
+}
+
+fn spare(vm: &VmModel, m: &VmMemory) -> Spare {
+    let host_side = vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default();
+    let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
+    let mut spare = Spare {
+        name: vm.name.clone(),
+        rate: if m.rate >= 1.0 { m.rate } else { USUAL_RATE },
+        may_take: owed - host_side,
+        ..Spare::default()
+    };
+    spare.free = usable(vm).and_then(|a| a.held).unwrap_or_default();
+    let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
+    if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
+        let base = base(m, actual);
+        let idle = base - keep(vm, g, m, &force(Pressure::Soft));
+        let c = priced(vm, g, 0, (base, idle, idle));
+        // Only what the host really holds brings it anything.
+        spare.idle = idle.share(c.yields) - spare.free;
+        spare.price = c.price;
+        spare.rate = spare.rate.min(vm.ram.unwrap_or(base).0 as f64 * MOST_RATE).max(1.0);
+    }
+    spare
+}
+
+/// Whether so many VMs more fit, and what that would mean.
+pub fn admit(stock: &Stock, ask: &Ask) -> Admission {
+    let each = ask.memory + OVERHEAD + ask.memory.share(OVERHEAD_SHARE);
+    let need = Bytes(each.0.saturating_mul(u64::from(ask.count)));
+    let free = stock.headroom - stock.promised - stock.reserve;
+    let mut answer = Admission { need, from_headroom: need.min(free), ..Admission::default() };
+    let mut left = need - answer.from_headroom;
+    let mut vms: Vec<&Spare> = stock.vms.iter().collect();
+    vms.sort_by(|a, b| b.price.total_cmp(&a.price).then_with(|| a.name.cmp(&b.name)));
+    for vm in vms {
+        let free = vm.free.min(left);
+        let idle = vm.idle.min(left - free);
+        let bytes = free + idle;
+        if bytes < Bytes::mib(1) {
+            continue;
+        }
+        left = left - bytes;
+        let seconds = FIRST_S + idle.0 as f64 / vm.rate.max(1.0);
+        answer.seconds = answer.seconds.max(seconds);
+        answer.from.push(Gives { name: vm.name.clone(), bytes, free, seconds });
+    }
+    // A rest of less than a MiB is the fault of rounding.
+    answer.missing = if left < Bytes::mib(1) { Bytes::ZERO } else { left };
+    answer.yes = stock.known && answer.missing == Bytes::ZERO;
+    answer.why = why(stock, ask, &answer);
+    answer.worst_case = worst_case(stock, need);
+    answer
+}
+
+fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
+    if !stock.known {
+        return "the host's memory cannot be read".into();
+    }
+    let what = format!("{} × {} need {} with overhead", ask.count, ask.memory, a.need);
+    let has = format!(
+        "the host has {} beyond its reserve{}",
+        stock.headroom - stock.promised - stock.reserve,
+        match stock.promised {
+            Bytes(0) => String::new(),
+            p => format!(" and the {p} promised to VMs that start"),
+        }
+    );
+    let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
+    match (a.yes, a.from.len()) {
+        (true, 0) => format!("{what}; {has}"),
+        (true, n) => format!("{what}; {has}, {n} others give {others}"),
+        (false, n) => {
+            format!("{what}; {has}, {n} others could give {others}: {} too little", a.missing)
+        }
+    }
+}
+
+fn worst_case(stock: &Stock, need: Bytes) -> WorstCase {
+    let taken: Bytes = stock.vms.iter().map(|v| v.may_take).sum();
+    let over = (taken + need) - stock.headroom;
+    let swap = over.min(stock.swap);
+    let survives = over <= stock.swap;
+    let why = if over == Bytes::ZERO {
+        "if every guest used all it is owed, all would fit".to_string()
+    } else if survives {
+        format!("if every guest used all it is owed, {over} would go to swap")
+    } else {
+        format!(
+            "if every guest used all it is owed, {over} would not fit and swap holds {}: the \
+             host's OOM killer would choose",
+            stock.swap
+        )
+    };
+    WorstCase { over, swap, survives, why }
+}
+
+/// What an operator could do when a critical host lacks `missing` and nothing more
+/// is to be had: VMs to pause (nothing is lost, and a paused VM can be paged out),
+/// the lightest first, among equals the largest.
+pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
+    if model.host.state < Pressure::Critical || missing < Bytes::mib(1) {
+        return Vec::new();
+    }
+    let mut vms: Vec<&VmModel> = model
+        .vms
+        .iter()
+        .filter(|v| !v.paused && !matches!(v.standing, Standing::Off(_) | Standing::Unknown))
+        .collect();
+    let size = |v: &VmModel| v.resident.unwrap_or_default();
+    vms.sort_by(|a, b| {
+        a.weight.total_cmp(&b.weight).then(size(b).cmp(&size(a))).then(a.id.cmp(&b.id))
+    });
+    let one = |v: &VmModel| LastResort {
+        vm: v.id,
+        name: v.name.clone(),
+        frees: size(v),
+        what: format!("pause it: weight {}, holds {}", v.weight, size(v)),
+    };
+    vms.into_iter().take(NAMED).map(one).collect()
+}
+
+/// The rung in words.
+pub fn words(plan: &[LastResort]) -> String {
+    match plan.first() {
+        None => "nothing is refused".into(),
+        Some(l) => format!("no new VM fits; an operator could begin with {}: {}", l.name, l.what),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::VmId;
+
+    fn spare(name: &str, free: u64, idle: u64, price: f64) -> Spare {
+        Spare {
+            name: name.into(),
+            free: Bytes::mib(free),
+            idle: Bytes::mib(idle),
+            rate: (100 << 20) as f64,
+            may_take: Bytes::gib(1),
+            price,
+        }
+    }
+
+    fn stock_of(headroom: u64, vms: Vec<Spare>) -> Stock {
+        Stock {
+            known: true,
+            capacity: Bytes::gib(16),
+            headroom: Bytes::mib(headroom),
+            reserve: Bytes::mib(1000),
+            swap: Bytes::gib(1),
+            vms,
+            ..Stock::default()
+        }
+    }
+
+    fn ask(memory: u64, count: u32) -> Ask {
+        Ask { memory: Bytes::mib(memory), count }
+    }
+
+    #[test]
+    fn what_the_host_has_beyond_its_reserve_comes_first() {
+        let a = admit(&stock_of(4000, vec![spare("a", 0, 500, 1.0)]), &ask(1000, 2));
+        assert!(a.yes && a.from.is_empty() && a.seconds == 0.0, "{a:?}");
+        assert_eq!(a.need, Bytes::mib(2 * (1000 + 64 + 20)));
+        assert_eq!(a.from_headroom, a.need);
+    }
+
+    #[test]
+    fn then_those_that_pay_most_and_it_says_how_long() {
+        let vms = vec![spare("cheap", 0, 500, 1.0), spare("dear", 100, 400, 2.0)];
+        let a = admit(&stock_of(1500, vms), &ask(1000, 1));
+        assert!(a.yes, "{}", a.why);
+        assert_eq!(a.from_headroom, Bytes::mib(500));
+        let from: Vec<_> = a.from.iter().map(|g| (g.name.as_str(), g.bytes.0 >> 20)).collect();
+        assert_eq!(from, [("dear", 500), ("cheap", 84)]);
+        assert_eq!(a.from[0].seconds, 5.0, "400 MiB at 100 MiB/s; what is free comes at once");
+        assert_eq!(a.seconds, 5.0);
+    }
+
+    #[test]
+    fn no_says_how_much_is_missing() {
+        let a = admit(&stock_of(1500, vec![spare("a", 0, 100, 1.0)]), &ask(1000, 3));
+        assert!(!a.yes);
+        assert_eq!(a.missing, Bytes::mib(3 * 1084 - 500 - 100));
+        assert!(a.why.contains("2.6 GiB too little"), "{}", a.why);
+        let unknown = Stock { known: false, ..stock_of(9000, vec![]) };
+        assert!(!admit(&unknown, &ask(1, 1)).yes);
+        assert!(admit(&stock_of(1500, vec![]), &ask(1000, 0)).yes, "none always fit");
+    }
+
+    #[test]
+    fn vms_that_start_have_their_memory_promised() {
+        let starting = Stock { promised: Bytes::mib(3000), ..stock_of(5000, vec![]) };
+        assert!(!admit(&starting, &ask(1000, 1)).yes);
+        assert!(admit(&stock_of(5000, vec![]), &ask(1000, 1)).yes);
+    }
+
+    #[test]
+    fn the_worst_case_is_that_every_guest_uses_its_all() {
+        let vms = || vec![spare("a", 0, 0, 1.0), spare("b", 0, 0, 1.0)];
+        let w = admit(&stock_of(9000, vms()), &ask(1000, 1)).worst_case;
+        assert_eq!((w.over, w.survives), (Bytes::ZERO, true));
+        let w = admit(&stock_of(3000, vms()), &ask(1000, 1)).worst_case;
+        assert_eq!((w.over, w.survives), (Bytes::mib(132), true), "{}", w.why);
+        let w = admit(&stock_of(3000, vms()), &ask(2000, 1)).worst_case;
+        assert!(!w.survives && w.why.contains("OOM killer"), "{}", w.why);
+    }
+
+    #[test]
+    fn the_last_resort_is_named_only_on_a_critical_host_lightest_first() {
+        let vm = |pid, weight, mib| VmModel {
+            id: VmId { pid, start: 1 },
+            weight,
+            resident: Some(Bytes::mib(mib)),
+            standing: Standing::Ready,
+            ..VmModel::default()
+        };
+        let mut model = Model {
+            vms: vec![vm(1, 2.0, 900), vm(2, 1.0, 100), vm(3, 1.0, 300)],
+            ..Model::default()
+        };
+        assert!(last_resort(&model, Bytes::gib(1)).is_empty());
+        model.host.state = Pressure::Critical;
+        assert!(last_resort(&model, Bytes::ZERO).is_empty());
+        let pids: Vec<u32> = last_resort(&model, Bytes::gib(1)).iter().map(|l| l.vm.pid).collect();
+        assert_eq!(pids, [3, 2, 1]);
+    }
+}

@@ -1,0 +1,315 @@
+//! Taking: who gives how much of what the host lacks.
+//!
+//! Distributed as ESX does (Waldspurger 2002): each guest pays for the memory it
+//! holds from its shares, and for idle memory four times as much (a tax of 75 %).
+//! `price = (working set + 4 · idle) / (weight · RAM)`; what is missing is taken
+//! where the price is highest until all prices are equal, in bounded steps, and
+//! never below floor or working set and buffer. Steps grow while a guest follows
+//! at once and shrink where it does not, where its word is doubted, or where it was
+//! short soon after it had been asked.
+
+use crate::memory::{Memory, Peaks, VmMemory};
+use crate::model::{GuestModel, Model, Pressure, Standing, VmModel};
+use crate::plan::Reason;
+use crate::policy::Verdict;
+use crate::policy::recycle::usable;
+use crate::units::Bytes;
+
+/// Shrinks below this are left for a larger one.
+pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
+/// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
+const IDLE_COST: f64 = 4.0;
+/// One that was turned around is not turned again within this time unless the
+/// host is critical.
+const TURN_MS: u64 = 60_000;
+
+/// How hard each state takes: share of RAM a second, share of the guest's buffer
+/// that is left to it, how long one that was given memory is left alone, and which
+/// of its recent peaks of need it keeps: one that needed memory a moment ago may
+/// need it again.
+pub(super) struct Force {
+    step: f64,
+    buffer: f64,
+    hold_ms: u64,
+    turn_ms: u64,
+    recent: fn(&Peaks) -> Bytes,
+}
+
+pub(super) fn force(state: Pressure) -> Force {
+    let slow: fn(&Peaks) -> Bytes = |p| p.slow;
+    let (step, buffer, hold_ms, turn_ms, recent) = match state {
+        Pressure::Clear => (0.0, 1.0, u64::MAX, TURN_MS, slow),
+        Pressure::Soft => (0.05, 1.0, 60_000, TURN_MS, slow),
+        Pressure::Hard => (0.125, 0.5, 8_000, TURN_MS, (|p| p.fast) as fn(&Peaks) -> Bytes),
+        Pressure::Critical => (0.25, 0.25, 4_000, 0, (|_| Bytes::ZERO) as fn(&Peaks) -> Bytes),
+    };
+    Force { step, buffer, hold_ms, turn_ms, recent }
+}
+
+/// A VM that can be asked, and for how much.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    pub index: usize,
+    /// The size it would start from.
+    pub base: Bytes,
+    /// What it could do without.
+    pub idle: Bytes,
+    /// At most this now.
+    pub most: Bytes,
+    /// What of each byte taken the host really holds, 0 to 1.
+    pub yields: f64,
+    /// What it pays for a share: see the top.
+    pub price: f64,
+    /// Bytes that lower the price by one.
+    pub slope: f64,
+    /// What it is to give.
+    pub share: Bytes,
+}
+
+/// Collects `missing` from those that have idle memory; what the host can expect
+/// of it. `deferred` wishes of others make it as urgent as a hard host.
+pub(super) fn take(
+    model: &Model,
+    memory: &Memory,
+    missing: Bytes,
+    deferred: bool,
+    verdicts: &mut [Option<Verdict>],
+) -> Bytes {
+    let state = if deferred { model.host.state.max(Pressure::Hard) } else { model.host.state };
+    let force = force(state);
+    let mut arriving = Bytes::ZERO;
+    let mut candidates = Vec::new();
+    let none = VmMemory::default();
+    for (index, vm) in model.vms.iter().enumerate() {
+        let m = memory.vm(vm.id).unwrap_or(&none);
+        arriving += vm.actual.map_or(Bytes::ZERO, |a| m.arriving(model.at, a));
+        if verdicts[index].is_some() {
+            continue;
+        }
+        match candidate(model, vm, m, index, &force) {
+            Ok(c) => candidates.push(c),
+            Err(why) => verdicts[index] = Some(Verdict::Hold(why)),
+        }
+    }
+    share_out(&mut candidates, missing - arriving);
+    let mut expected = Bytes::ZERO;
+    for c in candidates {
+        let to = round_up(c.base - c.share);
+        verdicts[c.index] = Some(if c.share < Bytes::mib(1) || to >= c.base {
+            Verdict::Hold(format!("{} idle, but others cover what the host lacks", c.idle))
+        } else {
+            expected += (c.base - to).share(c.yields);
+            let shortage = model.host.shortage.max(missing);
+            Verdict::Set { to, reason: Reason::HostShort { state, shortage, idle: c.idle } }
+        });
+    }
+    expected
+}
+
+fn candidate(
+    model: &Model,
+    vm: &VmModel,
+    m: &VmMemory,
+    index: usize,
+    force: &Force,
+) -> Result<Candidate, String> {
+    if vm.standing != Standing::Ready {
+        return Err(vm.standing.why().to_string());
+    }
+    let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else {
+        return Err("its guest's need is not known".into());
+    };
+    if let Some(left) = m.last_give.and_then(|t| force.hold_ms.checked_sub(model.at.since(t))) {
+        return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
+    }
+    let turned = m.turned.filter(|_| m.last_give > m.last_take);
+    if let Some(left) = turned.and_then(|t| force.turn_ms.checked_sub(model.at.since(t))) {
+        return Err(format!(
+            "it was asked and given within a minute: not turned again for {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    // The ladder: what is free already goes first, and never both at a time.
+    if let Some(agent) = usable(vm) {
+        let held = agent.held.unwrap_or_default();
+        if agent.busy || held >= LEAST_STEP {
+            return Err(format!("{held} that it has freed are recycled first"));
+        }
+    }
+    let base = base(m, actual);
+    if base <= vm.floor {
+        return Err(format!("it is at its floor of {}", vm.floor));
+    }
+    let idle = base - keep(vm, g, m, force);
+    if idle < Bytes::mib(4) {
+        return Err(format!("{} available, nothing of it idle", g.available));
+    }
+    let most = step(vm, m, model, force).min(idle);
+    if busy(m, actual, most) {
+        return Err(format!("it is still shrinking to {base}"));
+    }
+    Ok(priced(vm, g, index, (base, idle, most)))
+}
+
+/// What a guest pays, and what the host has of asking it.
+pub(super) fn priced(
+    vm: &VmModel,
+    g: &GuestModel,
+    index: usize,
+    (base, idle, most): (Bytes, Bytes, Bytes),
+) -> Candidate {
+    // What is idle but not resident brings the host nothing now: it counts a tenth.
+    let held = vm.resident.map_or(idle, |r| (r - g.working_set).min(idle));
+    let yields = held.fraction_of(idle);
+    let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
+    let ram = vm.ram.unwrap_or(base).max(Bytes(1));
+    let shares = vm.weight.max(0.001) * ram.0 as f64;
+    Candidate {
+        index,
+        base,
+        idle,
+        most,
+        yields,
+        price: (g.working_set.0 as f64 + IDLE_COST * taxed) / shares,
+        slope: shares / IDLE_COST,
+        share: Bytes::ZERO,
+    }
+}
+
+/// The size the next step starts from: what it was last told, if that is less.
+pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
+    m.order.map_or(actual, |o| o.to.min(actual))
+}
+
+/// Whether the step before is still far from done.
+pub(super) fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
+    m.order.is_some_and(|o| actual - o.to > step.share(0.5).max(LEAST_STEP))
+}
+
+/// What a guest keeps in any case: floor, or working set and buffer, and always so
+/// much that the taking itself does not make it short. Who is trusted less keeps
+/// up to twice the buffer.
+pub(super) fn keep(vm: &VmModel, g: &GuestModel, m: &VmMemory, force: &Force) -> Bytes {
+    let part = if g.deflate_on_oom { force.buffer } else { force.buffer.max(0.5) };
+    let doubt = 2.0 - vm.trust.level.clamp(0.0, 1.0);
+    let buffer = g.buffer.share(part * doubt).max(g.short_mark.share(1.5));
+    vm.floor.max(g.working_set.max((force.recent)(&m.peaks)) + buffer)
+}
+
+/// The largest step for one tick: larger while tasks suffer and while it follows
+/// at once, smaller where its word is doubted.
+pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, force: &Force) -> Bytes {
+    // A late tick does not take more: what it saw is old.
+    let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+    let pace = f64::from(1u32 << m.pace.min(2));
+    let scale = pace * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
+    vm.ram.unwrap_or_default().share((force.step * scale * seconds).min(0.5)).max(LEAST_STEP)
+}
+
+/// Lowers the highest prices until so much is found or everybody gives what they
+/// can: the level is searched by halving, which is exact to a few bytes.
+pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
+    if missing < Bytes::mib(1) || candidates.is_empty() {
+        return;
+    }
+    let part = |c: &Candidate, level: f64| {
+        Bytes(((c.price - level).max(0.0) * c.slope) as u64).min(c.most)
+    };
+    let (mut low, mut high) = (-IDLE_COST, IDLE_COST);
+    for c in candidates.iter() {
+        low = low.min(c.price - (c.most.0 as f64 + 1.0) / c.slope);
+        high = high.max(c.price);
+    }
+    for _ in 0..60 {
+        let level = (low + high) / 2.0;
+        let found: Bytes = candidates.iter().map(|c| part(c, level)).sum();
+        if found > missing { low = level } else { high = level }
+    }
+    for c in candidates.iter_mut() {
+        c.share = part(c, high);
+    }
+}
+
+/// Balloons are set in whole MiB; up, so that nobody gets less than was decided.
+pub(super) fn round_up(b: Bytes) -> Bytes {
+    (b + (Bytes::mib(1) - Bytes(1))).floor_mib()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn candidate(weight: f64, working_set: u64, idle: u64, most: u64) -> Candidate {
+        let vm = VmModel {
+            ram: Some(Bytes::mib(1000)),
+            resident: Some(Bytes::mib(working_set + idle)),
+            weight,
+            ..VmModel::default()
+        };
+        let g = GuestModel { working_set: Bytes::mib(working_set), ..GuestModel::default() };
+        let idle = Bytes::mib(idle);
+        priced(&vm, &g, 0, (g.working_set + idle, idle, Bytes::mib(most)))
+    }
+
+    fn shares(mut all: Vec<Candidate>, missing: u64) -> Vec<u64> {
+        share_out(&mut all, Bytes::mib(missing));
+        all.iter().map(|c| (c.share.0 + (1 << 19)) >> 20).collect()
+    }
+
+    #[test]
+    fn idle_memory_pays_four_times_what_used_memory_pays() {
+        // Both hold 800; the idler one gives first, until the prices are equal.
+        let all = || vec![candidate(1.0, 600, 200, 200), candidate(1.0, 200, 600, 600)];
+        assert_eq!(shares(all(), 100), [0, 100]);
+        // 200 + 4 (600 − x) = 600 + 4 · 200 at x = 300.
+        assert_eq!(shares(all(), 300), [0, 300]);
+        assert_eq!(shares(all(), 400), [50, 350]);
+        assert_eq!(shares(all(), 5000), [200, 600], "all that there is");
+    }
+
+    #[test]
+    fn with_twice_the_weight_a_guest_may_hold_twice_as_much() {
+        let all = || vec![candidate(1.0, 0, 500, 500), candidate(2.0, 0, 500, 500)];
+        assert_eq!(shares(all(), 250), [250, 0]);
+        // Left: 200 and 400.
+        assert_eq!(shares(all(), 400), [300, 100]);
+    }
+
+    #[test]
+    fn what_one_cannot_give_falls_to_the_others() {
+        let all = vec![candidate(1.0, 0, 800, 50), candidate(1.0, 0, 400, 400)];
+        assert_eq!(shares(all, 150), [50, 100]);
+    }
+
+    #[test]
+    fn memory_that_the_host_does_not_hold_is_worth_a_tenth() {
+        let mut vm = VmModel { ram: Some(Bytes::gib(1)), weight: 1.0, ..VmModel::default() };
+        let g = GuestModel { working_set: Bytes::mib(100), ..GuestModel::default() };
+        let sizes = (Bytes::mib(900), Bytes::mib(800), Bytes::mib(800));
+        vm.resident = Some(Bytes::mib(900));
+        let held = priced(&vm, &g, 0, sizes);
+        vm.resident = Some(Bytes::mib(100));
+        let untouched = priced(&vm, &g, 0, sizes);
+        assert_eq!((held.yields, untouched.yields), (1.0, 0.0));
+        assert!(held.price > 4.0 * untouched.price);
+    }
+
+    proptest! {
+        #[test]
+        fn never_more_than_missing_nor_than_each_can_give(
+            sizes in proptest::collection::vec((0.001f64..1000.0, 0u64..4000, 0u64..4000, 0u64..4000), 1..40),
+            missing in 0u64..100_000,
+        ) {
+            let mut all: Vec<Candidate> =
+                sizes.iter().map(|(w, s, i, m)| candidate(*w, *s, *i, (*m).min(*i))).collect();
+            share_out(&mut all, Bytes::mib(missing));
+            let total: Bytes = all.iter().map(|c| c.share).sum();
+            let can: Bytes = all.iter().map(|c| c.most).sum();
+            prop_assert!(total <= Bytes::mib(missing));
+            prop_assert!(all.iter().all(|c| c.share <= c.most));
+            let wanted = Bytes::mib(missing).min(can);
+            prop_assert!(missing == 0 || wanted - total <= Bytes::mib(1), "{total} of {wanted}");
+        }
+    }
+}
