@@ -3,8 +3,9 @@
 //! add up to, a memory-hungry workload in each of them, N runs, with and without.
 //!
 //! Some of the VMs are busy at any time, the others wait for their turn. In its
-//! turn a VM sorts in memory, as fast as it can, and then reads a file, which stays in its
-//! page cache. What is needed at one time fits the host; what the guests keep
+//! turn a VM sorts in memory, as fast as it can, more in each turn than in the one
+//! before (as SPECjbb, the original's workload, adds warehouses), and then reads a
+//! file, which stays in its page cache. What is needed at one time fits the host; what the guests keep
 //! (freed pages, cache) does not. Work is fixed, so `run_time` is how long all of it
 //! took; `throughput` is what was sorted per second of sorting, and `throughput_cpu`
 //! per second of CPU time of all QEMUs, which also pay for faults, swapping and
@@ -57,13 +58,13 @@ pub struct Autoballoon {
     #[arg(long, default_value_t = 10)]
     runs: u32,
     /// How many VMs
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     vms: u32,
     /// RAM of each
     #[arg(long, default_value = "512MiB")]
     memory: Bytes,
     /// What all VMs together may hold
-    #[arg(long, default_value = "1200MiB")]
+    #[arg(long, default_value = "1100MiB")]
     budget: Bytes,
     /// Swap to a file, not to zram
     #[arg(long)]
@@ -71,7 +72,8 @@ pub struct Autoballoon {
     /// What each VM holds all the time
     #[arg(long, default_value = "32MiB")]
     base: Bytes,
-    /// What one sort sorts; it needs twice as much
+    /// What a sort of the last turn sorts; it needs twice as much. Turns before: in
+    /// proportion to their number
     #[arg(long, default_value = "96MiB")]
     sort: Bytes,
     /// Sorts in one turn
@@ -81,11 +83,11 @@ pub struct Autoballoon {
     #[arg(long, default_value = "160MiB")]
     cache: Bytes,
     /// Turns of each VM
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     turns: u32,
     /// VMs that sort at the same time
-    #[arg(long, default_value_t = 2)]
-    busy: usize,
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    busy: u32,
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Kernel,
@@ -130,7 +132,7 @@ impl Autoballoon {
             bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
         }
         println!(
-            "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort {} {} times and read {}, {} turns each",
+            "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort up to {} {} times and read {}, {} turns each",
             self.vms,
             self.memory,
             self.budget,
@@ -202,14 +204,17 @@ impl Autoballoon {
         warn_of_others(&series);
         if arm.starts_with("ebb") {
             if let Some(kept) = &self.records {
-                std::fs::create_dir_all(kept)?;
-                let name = format!("{arm}-{began_ms}.jsonl");
-                std::fs::copy(dir.path().join("record.jsonl"), kept.join(name))?;
+                record::keep(dir.path(), kept, &format!("{arm}-{began_ms}"))?;
             }
             self.reaction(&mut result, &series, began_ms, &dir.path().join("record.jsonl"))?;
         }
         let outcome = Outcome::new("autoballoon", vms[0].release(), vms[0].accel());
         Ok((result, outcome))
+    }
+
+    /// How many integers of four bytes a sort of this turn (from 0) sorts.
+    fn integers(&self, turn: u32) -> u64 {
+        self.sort.0 / 4 * u64::from(turn + 1) / u64::from(self.turns)
     }
 
     fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
@@ -366,21 +371,13 @@ impl<'a> Work<'a> {
             for n in 0..self.vms.len() {
                 self.go_on(n)?;
             }
-            if let Some(n) = self.next() {
+            if let Some(n) = next_turn(&self.steps, self.plan.busy as usize, self.plan.turns) {
                 self.steps[n].0 = self.sort(n, 0)?;
             }
             std::thread::sleep(Duration::from_millis(20));
         }
         self.done.time = began.elapsed();
         Ok(self.done)
-    }
-
-    /// Whose turn it is: of those that wait, one that had the fewest.
-    fn next(&self) -> Option<usize> {
-        let busy = self.steps.iter().filter(|(s, _)| matches!(s, Step::Sorting(..))).count();
-        let waiting = (0..self.vms.len()).filter(|n| self.steps[*n].0 == Step::Waiting);
-        let next = waiting.min_by_key(|n| self.steps[*n].1)?;
-        (busy < self.plan.busy && self.steps[next].1 < self.plan.turns).then_some(next)
     }
 
     /// Starts what is next for a VM, once what was before has ended.
@@ -407,7 +404,8 @@ impl<'a> Work<'a> {
 
     fn sort(&self, n: usize, which: u32) -> Result<Step> {
         let vm = &self.vms[n];
-        let arguments = format!("n={} seed={}", self.plan.sort.0 / 4, which + 1);
+        let integers = self.plan.integers(self.steps[n].1);
+        let arguments = format!("n={integers} seed={}", which + 1);
         vm.tool().start("sort", "sort", &arguments).map_err(|e| vm.explain(e))?;
         Ok(Step::Sorting(which, Instant::now()))
     }
@@ -416,10 +414,11 @@ impl<'a> Work<'a> {
         let vm = &self.vms[n];
         let took = since.elapsed();
         let stat = vm.tool().wait_end("sort", STEP).map_err(|e| vm.explain(e))?;
-        if stat.u64("errors") != 0 || stat.u64("checks") != self.plan.sort.0 / 4 {
+        let integers = self.plan.integers(self.steps[n].1);
+        if stat.u64("errors") != 0 || stat.u64("checks") != integers {
             bail!("{} sorted wrongly: {:?}", vm.name(), stat.0);
         }
-        self.done.sorted += self.plan.sort.0 / 4;
+        self.done.sorted += integers;
         self.done.busy += took;
         Ok(())
     }
@@ -432,5 +431,30 @@ impl<'a> Work<'a> {
         let arguments = format!("size={}", self.plan.cache.0);
         vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
         Ok(Step::Reading)
+    }
+}
+
+/// Whose turn it is: of those that wait, one that had the fewest.
+fn next_turn(steps: &[(Step, u32)], most_busy: usize, turns: u32) -> Option<usize> {
+    let busy = steps.iter().filter(|(s, _)| matches!(s, Step::Sorting(..))).count();
+    let waiting = (0..steps.len()).filter(|n| steps[*n].0 == Step::Waiting);
+    let next = waiting.min_by_key(|n| steps[*n].1)?;
+    (busy < most_busy && steps[next].1 < turns).then_some(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_go_round_and_no_more_are_busy_than_asked() {
+        let sorting = Step::Sorting(0, Instant::now());
+        let wait = |turns| (Step::Waiting, turns);
+        assert_eq!(next_turn(&[wait(0), wait(0), wait(0)], 2, 2), Some(0));
+        assert_eq!(next_turn(&[(sorting, 0), wait(0), wait(0)], 2, 2), Some(1));
+        assert_eq!(next_turn(&[(sorting, 0), (sorting, 0), wait(0)], 2, 2), None);
+        // One that reads is not busy, and one that had a turn waits for the others.
+        assert_eq!(next_turn(&[wait(1), (Step::Reading, 0), wait(0)], 2, 2), Some(2));
+        assert_eq!(next_turn(&[wait(2), wait(2), wait(2)], 2, 2), None, "all done");
     }
 }

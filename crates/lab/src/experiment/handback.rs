@@ -21,6 +21,7 @@ use ebb_host::root::Root;
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::experiment::demo::write_noise;
+use crate::experiment::record;
 use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::vm::{Balloon, Vm, VmConfig};
@@ -60,6 +61,9 @@ pub struct Handback {
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Kernel,
+    /// Keep Ebb's records in this directory
+    #[arg(long, value_name = "DIR")]
+    records: Option<PathBuf>,
 }
 
 /// The bursts of an arm on one kind of host.
@@ -128,6 +132,10 @@ impl Handback {
         }
         if daemon.is_some_and(|d| !d.stop()) {
             bail!("ebb did not end well");
+        }
+        if let (Some(kept), true) = (&self.records, arm != "plain") {
+            let name = format!("handback-{arm}-{}", if full { "full" } else { "idle" });
+            record::keep(dir.path(), kept, &name)?;
         }
         Ok((bursts, Outcome::new("handback", vms[0].release(), vms[0].accel())))
     }

@@ -39,6 +39,14 @@ pub fn read(path: &Path) -> Result<Vec<Seen>> {
     Ok(ticks)
 }
 
+/// Copies the record of a daemon that ran in `dir` to `kept`, for `ebb replay`.
+pub fn keep(dir: &Path, kept: &Path, name: &str) -> Result<()> {
+    let to = kept.join(format!("{name}.jsonl"));
+    std::fs::create_dir_all(kept).with_context(|| kept.display().to_string())?;
+    std::fs::copy(dir.join("record.jsonl"), &to).with_context(|| to.display().to_string())?;
+    Ok(())
+}
+
 fn seen(tick: &Value) -> Seen {
     let list = |v: &Value| v.as_array().cloned().unwrap_or_default();
     let vms = list(&tick["sample"]["vms"]);
