@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::vm::*;
 use crate::model::{Model, Pressure};
-use crate::plan::{Outcome, Plan};
+use crate::plan::{Outcome, Plan, RungName};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
 
@@ -35,9 +35,24 @@ pub struct Memory {
     /// The host's urgency then.
     #[serde(default)]
     pub urgency: f64,
+    /// What each rung of the ladder was expected to bring, and brought.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ladder: Vec<Tally>,
     /// The last notification of cgroup v1, and the state it stands for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notified: Option<(Stamp, Pressure)>,
+}
+
+/// What a rung was expected to bring the host, and what the host saw come, since
+/// the daemon's start. What came is a lower bound, like [`Returned`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tally {
+    /// Which.
+    pub name: RungName,
+    /// Sum of what plans expected.
+    pub expected: Bytes,
+    /// Sum of what was seen.
+    pub came: Bytes,
 }
 
 /// What a daemon has taken from whom: written down before it is taken, so that a
@@ -101,13 +116,30 @@ impl Memory {
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
             let m = self.vm_mut(vm.id);
             m.name.clone_from(&vm.name);
+            let (was, paged) = (m.returned, m.cold.paged_out);
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);
+            let recycled = m.returned.recycled - was.recycled;
+            let ballooned = m.returned.balloon - was.balloon;
+            let paged = m.cold.paged_out - paged;
+            self.tally(RungName::Recycle, |t| t.came += recycled);
+            self.tally(RungName::Balloon, |t| t.came += ballooned);
+            self.tally(RungName::Offload, |t| t.came += paged);
         }
         let notified = sample.host.vmpressure.unwrap_or_default();
         if notified.critical > 0 {
             self.notified = Some((sample.at, Pressure::Hard));
         } else if notified.medium > 0 && self.notified_at(sample.at) < Some(Pressure::Hard) {
             self.notified = Some((sample.at, Pressure::Soft));
+        }
+    }
+
+    fn tally(&mut self, name: RungName, add: impl FnOnce(&mut Tally)) {
+        if self.ladder.is_empty() {
+            let none = |name| Tally { name, expected: Bytes::ZERO, came: Bytes::ZERO };
+            self.ladder = RungName::ALL.map(none).to_vec();
+        }
+        if let Some(t) = self.ladder.iter_mut().find(|t| t.name == name) {
+            add(t);
         }
     }
 
@@ -149,6 +181,9 @@ impl Memory {
         if !applied {
             return;
         }
+        for rung in &plan.rungs {
+            self.tally(rung.name, |t| t.expected += rung.expected);
+        }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);
             m.recycle.marked = order.mark.then_some(model.at);
@@ -184,3 +219,6 @@ impl Memory {
         m.last_take.is_some() || m.seen.and_then(|s| s.actual) < m.baseline
     }
 }
+
+#[cfg(test)]
+mod tests;

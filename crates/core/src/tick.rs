@@ -9,7 +9,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
-use crate::plan::{Action, Limits, Outcome, Plan, Reason, Reclaim, RecycleOrder};
+use crate::plan::{
+    Action, Limits, OffloadOrder, Outcome, Plan, Reason, Reclaim, RecycleOrder, RungName,
+};
 use crate::policy::decide;
 use crate::sample::Sample;
 use crate::units::Stamp;
@@ -33,6 +35,9 @@ pub trait Host {
     /// themselves and tell what they did in later samples, so there is nothing to
     /// wait for. Hosts without agents need not care.
     fn recycle(&mut self, _orders: &[RecycleOrder]) {}
+    /// Has cold memory paged out, beside the loop; later samples tell what came of
+    /// it. Hosts without swap need not care.
+    fn offload(&mut self, _orders: &[OffloadOrder]) {}
     /// Waits for the moment, or for something that cannot wait.
     fn wait(&mut self, until: Stamp) -> Wake;
 }
@@ -67,6 +72,21 @@ pub struct Tick {
     /// Why takes were struck from the plan, if they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forbidden: Option<String>,
+}
+
+/// A look that took longer than this is too old to take anything by: guests may
+/// have touched gigabytes meanwhile.
+const LOOK_MOST_MS: u64 = 3_000;
+
+/// Strikes whatever takes from a plan.
+fn only_gives(plan: &mut Plan) {
+    plan.actions.retain(Action::gives);
+    plan.offload.clear();
+    for rung in &mut plan.rungs {
+        if matches!(rung.name, RungName::Balloon | RungName::Offload) {
+            rung.expected = Default::default();
+        }
+    }
 }
 
 /// The loop's state.
@@ -111,12 +131,19 @@ impl Engine {
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
+            let took_ms = host.now().since(model.at);
+            if took_ms > LOOK_MOST_MS {
+                only_gives(&mut plan);
+                forbidden = Some(format!(
+                    "the look at host and VMs took {took_ms} ms: too old to take anything by"
+                ));
+            }
             let owned = self.memory.owned(&model, &plan);
             if self.written.as_ref() != Some(&owned) {
                 match host.remember(&owned) {
                     Ok(()) => self.written = Some(owned),
                     Err(why) => {
-                        plan.actions.retain(Action::gives);
+                        only_gives(&mut plan);
                         forbidden = Some(why);
                     }
                 }
@@ -127,6 +154,9 @@ impl Engine {
             if !plan.recycle.is_empty() {
                 host.recycle(&plan.recycle);
             }
+            if !plan.offload.is_empty() {
+                host.offload(&plan.offload);
+            }
         }
         let tick = self.finish(&model, (sample, requests), plan, outcomes, forbidden);
         (tick, model)
@@ -136,7 +166,7 @@ impl Engine {
     pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
         let (model, mut plan) = self.think(&recorded.sample, &recorded.requests);
         if recorded.forbidden.is_some() {
-            plan.actions.retain(Action::gives);
+            only_gives(&mut plan);
         }
         self.dry_run = !recorded.applied;
         self.number = recorded.number.saturating_sub(1);

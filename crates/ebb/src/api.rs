@@ -14,10 +14,12 @@ use anyhow::{Context, Result};
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::DefaultBodyLimit;
-use axum::http::{StatusCode, header};
+use axum::http::{StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use ebb_core::plan::{Plan, Reclaim};
+use ebb_core::policy::protect::{Ask, Stock, admit};
+use ebb_core::units::Bytes as Size;
 
 use crate::daemon::Inbox;
 use crate::metrics;
@@ -34,6 +36,8 @@ pub struct Published {
     pub state: Arc<State>,
     /// Its plan.
     pub plan: Arc<Plan>,
+    /// What there is to admit VMs with.
+    pub stock: Arc<Stock>,
     /// The last decisions, oldest first.
     pub decisions: VecDeque<Decision>,
     /// The flight recorder.
@@ -153,7 +157,7 @@ fn router(shared: Shared) -> Router {
     Router::new()
         .route("/", get(|| async { INDEX }))
         .route("/v1/state", get(|| async move { json(&*a.lock().state.clone()) }))
-        .route("/v1/plan", get(|| async move { json(&*b.lock().plan.clone()) }))
+        .route("/v1/plan", get(|uri: Uri| async move { plan(&b, &uri) }))
         .route("/v1/decisions", get(|| async move { json(&c.lock().decisions.clone()) }))
         .route(
             "/v1/record",
@@ -169,6 +173,43 @@ fn router(shared: Shared) -> Router {
         .fallback(|| async { (StatusCode::NOT_FOUND, INDEX) })
 }
 
+/// The last plan; with `?memory=4GiB&count=3`, whether so many VMs more fit.
+fn plan(shared: &Shared, uri: &Uri) -> Response {
+    let Some(query) = uri.query().filter(|q| !q.is_empty()) else {
+        let plan = shared.lock().plan.clone();
+        return json(&*plan);
+    };
+    match parse_ask(query) {
+        Ok(ask) => {
+            let stock = shared.lock().stock.clone();
+            json(&admit(&stock, &ask))
+        }
+        Err(why) => (StatusCode::BAD_REQUEST, why + "\n").into_response(),
+    }
+}
+
+/// Most VMs that are asked for at once: more is a slip.
+const COUNT_MOST: u32 = 100_000;
+
+fn parse_ask(query: &str) -> Result<Ask, String> {
+    let mut ask = Ask { memory: Size::ZERO, count: 1 };
+    for pair in query.split('&') {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        match key {
+            "memory" => ask.memory = value.parse::<Size>().map_err(|e| format!("memory: {e}"))?,
+            "count" => {
+                let count = value.parse().ok().filter(|n| *n <= COUNT_MOST);
+                ask.count = count.ok_or(format!("count: a number from 0 to {COUNT_MOST}"))?;
+            }
+            _ => return Err(format!("unknown field “{key}”: memory=SIZE and count=NUMBER")),
+        }
+    }
+    if ask.memory == Size::ZERO {
+        return Err("memory: the RAM of each VM is missing, as in memory=4GiB".into());
+    }
+    Ok(ask)
+}
+
 const INDEX: &str = "Ebb. Here are: /v1/state /v1/plan /v1/decisions /v1/record /metrics\n";
 
 fn json<T: serde::Serialize>(value: &T) -> Response {
@@ -180,4 +221,27 @@ fn json<T: serde::Serialize>(value: &T) -> Response {
 
 fn text(kind: &'static str, body: Vec<u8>) -> Response {
     ([(header::CONTENT_TYPE, kind)], body).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_is_understood_or_refused_in_words() {
+        let ask = Ask { memory: Size::gib(4), count: 3 };
+        assert_eq!(parse_ask("memory=4GiB&count=3"), Ok(ask));
+        assert_eq!(parse_ask("memory=4294967296").map(|a| a.count), Ok(1));
+        for (query, said) in [
+            ("count=3", "memory: the RAM"),
+            ("memory=0", "memory: the RAM"),
+            ("memory=much", "memory: “much” is not a size"),
+            ("memory=1GiB&count=-1", "count: a number"),
+            ("memory=1GiB&count=9999999", "count: a number"),
+            ("ram=1", "unknown field “ram”"),
+        ] {
+            let why = parse_ask(query).unwrap_err();
+            assert!(why.starts_with(said), "{query}: {why}");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, Outcome, Reclaim, RecycleOrder};
+use ebb_core::plan::{Action, OffloadOrder, Outcome, Reclaim, RecycleOrder};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
@@ -176,6 +176,10 @@ impl Host for Daemon {
 
     fn recycle(&mut self, orders: &[RecycleOrder]) {
         self.host.recycle(orders);
+    }
+
+    fn offload(&mut self, orders: &[OffloadOrder]) {
+        self.host.offload(orders);
     }
 
     fn requests(&mut self) -> Vec<Reclaim> {

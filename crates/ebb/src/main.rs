@@ -68,6 +68,25 @@ enum Command {
         /// So many decisions, the latest
         #[arg(long, default_value_t = 10)]
         last: usize,
+        /// What happened at this time of day (UTC) and why, from the record
+        #[arg(long, value_name = "HH:MM[:SS]")]
+        at: Option<String>,
+        /// A file from `ebb record` instead of the daemon's own record
+        #[arg(long, value_name = "FILE", requires = "at")]
+        record: Option<String>,
+        /// The same as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Tells whether more VMs fit, at whose expense and how soon (exit code 1: they do not);
+    /// without --memory, what the last tick planned
+    Plan {
+        /// RAM of each
+        #[arg(long)]
+        memory: Option<Bytes>,
+        /// How many
+        #[arg(long, default_value_t = 1, requires = "memory", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        count: u32,
         /// The same as JSON
         #[arg(long)]
         json: bool,
@@ -155,9 +174,13 @@ fn dispatch(cli: Cli) -> Result<bool> {
             cmd::run::main(config, dry_run, record, verbose).map(|()| true)
         }
         Command::Status { json } => cmd::status::main(&socket, json),
-        Command::Explain { vm, last, json } => {
+        Command::Explain { vm, at: Some(at), record, json, .. } => {
+            cmd::past::main(&socket, &vm, &at, record.as_deref(), json)
+        }
+        Command::Explain { vm, last, json, .. } => {
             cmd::explain::main(&socket, &vm, last, json).map(|()| true)
         }
+        Command::Plan { memory, count, json } => cmd::plan::main(&socket, memory, count, json),
         Command::Doctor { json } => cmd::doctor::main(&config, json),
         Command::Reclaim { vm, all: _, bytes, json } => {
             cmd::reclaim::main(&socket, Reclaim { vm, bytes }, json)

@@ -5,9 +5,11 @@
 //! metric kind) and feed the terminal table and `/metrics`.
 
 use ebb_core::memory::{Memory, Returned};
-use ebb_core::model::{Model, Pressure, Standing, VmModel};
-use ebb_core::plan::Action;
-use ebb_core::sample::{AgentSample, Ksm, Link, Pool, Problem, RunState, SwapArea, VmId, VmSample};
+use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
+use ebb_core::plan::{Action, RungName};
+use ebb_core::sample::{
+    AgentSample, Ksm, Link, OffloadSample, Pool, Problem, RunState, SwapArea, VmId, VmSample,
+};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
@@ -102,6 +104,35 @@ pub struct Host {
     pub promised: Bytes,
     /// Sum of what they hold.
     pub resident: Bytes,
+    /// How much tasks suffer, 0 to 1.
+    #[serde(default)]
+    pub urgency: f64,
+    /// What VMs that have just started may still take.
+    #[serde(default)]
+    pub starting: Bytes,
+    /// What in the configuration cannot work out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
+    /// The ladder: what each mechanism is to bring, and has brought so far.
+    #[serde(default)]
+    pub ladder: Vec<Rung>,
+}
+
+/// One mechanism.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Rung {
+    /// Which.
+    pub name: RungName,
+    /// What the host lacked before it.
+    pub missing: Bytes,
+    /// What the last plan's orders are expected to bring.
+    pub expected: Bytes,
+    /// What all plans so far were expected to bring.
+    pub expected_total: Bytes,
+    /// What was seen to come, a lower bound.
+    pub came_total: Bytes,
+    /// How, or why not.
+    pub why: String,
 }
 
 /// One VM.
@@ -157,6 +188,24 @@ pub struct Vm {
     pub recycle_backoff: u32,
     /// What came back from it, by mechanism.
     pub returned: Returned,
+    /// Share group.
+    #[serde(default)]
+    pub group: String,
+    /// Need and the page cache that it reads again and again.
+    #[serde(default)]
+    pub working_set: Option<Bytes>,
+    /// What it could do without.
+    #[serde(default)]
+    pub idle: Option<Bytes>,
+    /// How far its guest's word is believed.
+    #[serde(default)]
+    pub trust: Trust,
+    /// How far it is with its last order.
+    #[serde(default)]
+    pub convergence: Convergence,
+    /// What was paged out of it on order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadSample>,
 }
 
 /// A decision, as `/v1/decisions` and `explain` tell it.
@@ -221,8 +270,28 @@ impl Host {
             swaps: s.swaps.clone(),
             promised: vms.iter().filter_map(|v| v.ram).sum(),
             resident: vms.iter().filter_map(|v| v.resident).sum(),
+            urgency: h.urgency,
+            starting: h.promised,
+            warnings: h.warnings.clone(),
+            ladder: ladder(tick, memory),
         }
     }
+}
+
+fn ladder(tick: &Tick, memory: &Memory) -> Vec<Rung> {
+    let one = |name| {
+        let rung = tick.plan.rungs.iter().find(|r| r.name == name);
+        let tally = memory.ladder.iter().find(|t| t.name == name);
+        Rung {
+            name,
+            missing: rung.map(|r| r.missing).unwrap_or_default(),
+            expected: rung.map(|r| r.expected).unwrap_or_default(),
+            expected_total: tally.map(|t| t.expected).unwrap_or_default(),
+            came_total: tally.map(|t| t.came).unwrap_or_default(),
+            why: rung.map(|r| r.why.clone()).unwrap_or_default(),
+        }
+    };
+    RungName::ALL.map(one).to_vec()
 }
 
 impl Vm {
@@ -253,6 +322,12 @@ impl Vm {
             verdict: verdict(tick, m.id),
             recycle_backoff: remembered.map_or(0, |r| r.recycle.backoff),
             returned: remembered.map(|r| r.returned).unwrap_or_default(),
+            group: m.group.clone(),
+            working_set: m.guest.map(|g| g.working_set),
+            idle: m.guest.map(|g| g.idle),
+            trust: m.trust.clone(),
+            convergence: m.convergence,
+            offload: s.offload.clone(),
         }
     }
 }
@@ -306,12 +381,22 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
         .collect()
 }
 
-fn guest_words(vm: &VmModel) -> String {
+/// A guest as it was, for people.
+pub fn guest_words(vm: &VmModel) -> String {
     let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
     let guest = vm.guest.map_or("its numbers are not known".to_string(), |g| {
         format!(
-            "needs {}, has {} available ({} ms ago), keeps {} as buffer",
-            g.need, g.available, g.age_ms, g.buffer
+            "needs {}, working set {}, has {} available ({} ms ago{}), keeps {} as buffer{}",
+            g.need,
+            g.working_set,
+            g.available,
+            g.age_ms,
+            if g.by_module { ", by its module" } else { "" },
+            g.buffer,
+            match vm.trust.why.as_str() {
+                "" => String::new(),
+                why => format!("; believed {:.0} %: {why}", vm.trust.level * 100.0),
+            }
         )
     });
     format!(
@@ -381,6 +466,18 @@ fn bytes(b: Bytes) -> Option<f64> {
     Some(b.0 as f64)
 }
 
+fn rung(s: &State, name: RungName) -> Option<&Rung> {
+    s.host.ladder.iter().find(|r| r.name == name)
+}
+
+fn expected(s: &State, name: RungName) -> Option<f64> {
+    rung(s, name).and_then(|r| bytes(r.expected_total))
+}
+
+fn came(s: &State, name: RungName) -> Option<f64> {
+    rung(s, name).and_then(|r| bytes(r.came_total))
+}
+
 /// The host's numbers.
 pub const HOST_FIELDS: &[Field<State>] = &[
     field!("pressure", "", Plain, Gauge, "0 clear, 1 soft, 2 hard, 3 critical", |s| Some(
@@ -445,6 +542,40 @@ pub const HOST_FIELDS: &[Field<State>] = &[
     field!("daemon_resident", "", Bytes, Gauge, "Resident memory of the daemon", |s| bytes(
         s.daemon.resident
     )),
+    field!("urgency", "", Ratio, Gauge, "How much tasks suffer for memory", |s| Some(
+        s.host.urgency
+    )),
+    field!(
+        "vms_starting",
+        "",
+        Bytes,
+        Gauge,
+        "What VMs that have just started may still take",
+        |s| { bytes(s.host.starting) }
+    ),
+    field!("ladder_missing", "", Bytes, Gauge, "What the ladder is to bring", |s| s
+        .host
+        .ladder
+        .first()
+        .and_then(|r| bytes(r.missing))),
+    field!("recycle_expected", "", Bytes, Counter, "What recycling was expected to bring", |s| {
+        expected(s, RungName::Recycle)
+    }),
+    field!("recycle_came", "", Bytes, Counter, "What recycling brought", |s| {
+        came(s, RungName::Recycle)
+    }),
+    field!("balloon_expected", "", Bytes, Counter, "What ballooning was expected to bring", |s| {
+        expected(s, RungName::Balloon)
+    }),
+    field!("balloon_came", "", Bytes, Counter, "What ballooning brought", |s| {
+        came(s, RungName::Balloon)
+    }),
+    field!("offload_expected", "", Bytes, Counter, "What was ordered to be paged out", |s| {
+        expected(s, RungName::Offload)
+    }),
+    field!("offload_came", "", Bytes, Counter, "What was paged out on order", |s| {
+        came(s, RungName::Offload)
+    }),
     field!("tick", "", Seconds, Gauge, "Duration of the last tick", |s| Some(
         s.daemon.tick_ms / 1000.0
     )),
@@ -503,6 +634,24 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
         "How often slack was doubled because recycled memory came back",
         |v| { v.agent.as_ref().map(|_| f64::from(v.recycle_backoff)) }
     ),
+    field!(
+        "working_set",
+        "",
+        Bytes,
+        Gauge,
+        "Its need and the cache it reads again and again",
+        |v| { v.working_set.and_then(bytes) }
+    ),
+    field!("guest_idle", "", Bytes, Gauge, "Its size less its working set", |v| {
+        v.idle.and_then(bytes)
+    }),
+    field!("trust", "", Ratio, Gauge, "How far its numbers are believed", |v| Some(v.trust.level)),
+    field!("stuck", "", Plain, Gauge, "1: it does not follow orders", |v| Some(u8::from(
+        v.convergence.state == ebb_core::model::Progress::Stuck
+    ) as f64)),
+    field!("paged_out", "", Bytes, Counter, "Paged out on order", |v| {
+        v.offload.as_ref().and_then(|o| bytes(o.paged_out))
+    }),
     field!("stats_age", "", Seconds, Gauge, "Age of the guest's statistics", |v| v
         .stats_age_ms
         .map(|a| a as f64 / 1000.0)),

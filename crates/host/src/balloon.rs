@@ -192,10 +192,26 @@ pub fn changes_devices(event: &Event) -> bool {
     )
 }
 
-/// Events that are worth an early tick. `BALLOON_CHANGE` is not: it comes once
-/// a second while a balloon moves, which is when Ebb moves it.
+/// Events that are worth an early tick; of `BALLOON_CHANGE` only some are
+/// ([`tells_more_than_ordered`]).
 pub const URGENT: [&str; 6] =
     ["RESET", "SHUTDOWN", "STOP", "RESUME", "MIGRATION", "GUEST_PANICKED"];
+
+/// Whether a `BALLOON_CHANGE` is worth an early tick. It comes once a second while
+/// a balloon moves, which is when Ebb moves it: worth looking at is one that has
+/// arrived where it was told to go (the next may be told), or that moves against
+/// the order (a guest that helps itself, another tool).
+pub fn tells_more_than_ordered(event: &Event, last: Option<Bytes>, ordered: Option<Bytes>) -> bool {
+    let Some(VmEvent::Balloon(actual)) = parse_event(event) else { return false };
+    match (last, ordered) {
+        (_, Some(to)) if actual.abs_diff(to) < Bytes::mib(1) => true,
+        (Some(was), Some(to)) => {
+            (to < was) != (actual < was) && actual.abs_diff(was) > Bytes::mib(1)
+        }
+        (Some(was), None) => actual.abs_diff(was) > Bytes::mib(1),
+        (None, _) => false,
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -236,6 +252,24 @@ mod tests {
             None
         );
         assert_eq!(parse_find_balloon("/x", &json!({})), None);
+    }
+
+    #[test]
+    fn a_balloon_wakes_where_it_arrives_or_goes_its_own_way() {
+        let event = |mib: u64| Event {
+            name: "BALLOON_CHANGE".into(),
+            data: json!({ "actual": mib << 20 }),
+            at_us: Default::default(),
+        };
+        let tells = |actual, last: Option<u64>, to: Option<u64>| {
+            tells_more_than_ordered(&event(actual), last.map(Bytes::mib), to.map(Bytes::mib))
+        };
+        assert!(!tells(900, Some(1000), Some(500)), "on its way");
+        assert!(tells(500, Some(900), Some(500)), "there");
+        assert!(tells(1000, Some(900), Some(500)), "it deflated itself");
+        assert!(tells(800, Some(1000), None), "nobody told it");
+        assert!(!tells(800, None, None));
+        assert!(!tells_more_than_ordered(&Event { name: "RESET".into(), ..event(1) }, None, None));
     }
 
     #[test]

@@ -12,16 +12,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::plan::RecycleOrder;
+use ebb_core::plan::{OffloadOrder, RecycleOrder};
 use ebb_core::sample::{HostSample, Link, Pool, Problem, Sample, VmId, VmSample};
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
+use crate::act::offload::Offloader;
 use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
 use crate::probe::process::{read_stat, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{self, QemuProcess, QmpAddress, Scanner};
+use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::{ProbeError, Root};
@@ -32,6 +34,10 @@ const SCAN_EVERY: Duration = Duration::from_secs(2);
 
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
+
+/// Notifications of reclaim end a sleep at most so often: they come for every 512
+/// pages that are looked at.
+const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// What the configuration says of the host's surroundings.
 #[derive(Clone, Debug)]
@@ -121,6 +127,10 @@ pub struct LinuxHost {
     hierarchy: Option<Hierarchy>,
     pool: Option<String>,
     trigger: Option<PsiTrigger>,
+    /// Where there is no PSI of the pool, and when they last ended a sleep.
+    notifications: Option<PressureEvents>,
+    notified: Option<Instant>,
+    offloader: Offloader,
     waker: Waker,
 }
 
@@ -133,6 +143,9 @@ impl LinuxHost {
         let bound = vec![None; options.sockets.len()];
         Ok(LinuxHost {
             trigger: None,
+            notifications: None,
+            notified: None,
+            offloader: Offloader::new(options.root.clone()),
             options,
             vms: BTreeMap::new(),
             bound,
@@ -181,7 +194,7 @@ impl LinuxHost {
             ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
-            vmpressure: None,
+            vmpressure: self.notifications.as_ref().map(PressureEvents::take),
         }
     }
 
@@ -190,6 +203,7 @@ impl LinuxHost {
         let before = self.vms.len();
         let root = &self.options.root;
         self.vms.retain(|id, _| is_alive(root, *id));
+        self.offloader.keep(|id| self.vms.contains_key(id));
         let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
         if due || self.vms.len() < before {
             self.scanned = Some(now);
@@ -222,6 +236,7 @@ impl LinuxHost {
             self.vms.insert(process.id, Vm::new(process, self.options.stats_interval_s));
         }
         self.find_pool(&mut problems);
+        self.open_notifications(&mut problems);
         self.scan_problems = problems;
     }
 
@@ -296,6 +311,21 @@ impl LinuxHost {
         }
     }
 
+    /// Without PSI of its own (cgroup v1) the pool tells by notifications.
+    fn open_notifications(&mut self, problems: &mut Vec<Problem>) {
+        let (Some(h), Some(pool)) = (&self.hierarchy, &self.pool) else {
+            self.notifications = None;
+            return;
+        };
+        if self.options.psi_trigger_us.is_none()
+            || self.notifications.as_ref().is_some_and(|n| n.cgroup() == pool)
+        {
+            return;
+        }
+        let opened = PressureEvents::open(&self.options.root, h, pool);
+        self.notifications = noted(problems, "memory.pressure_level", opened);
+    }
+
     fn sample_pool(&self, problems: &mut Vec<Problem>) -> Option<Pool> {
         let path = self.pool.as_ref()?;
         let read = |h| noted(problems, path, cgroup::read_pool(&self.options.root, h, path));
@@ -355,6 +385,14 @@ impl LinuxHost {
         }
     }
 
+    /// Has cold memory paged out, beside the loop; later samples tell what came.
+    pub fn offload(&mut self, orders: &[OffloadOrder]) {
+        for order in orders {
+            let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
+            self.offloader.order(order.vm, order.bytes, self.hierarchy.as_ref(), cgroup);
+        }
+    }
+
     fn sample_vms(
         &mut self,
         at: Stamp,
@@ -365,7 +403,9 @@ impl LinuxHost {
         let one = |(id, vm): (&VmId, &mut Vm)| {
             let source = format!("/proc/{}/status", id.pid);
             let memory = noted(problems, &source, read_status(root, id.pid));
-            vm.sample(at, wall_ms, memory, problems)
+            let mut sample = vm.sample(at, wall_ms, memory, problems);
+            sample.offload = self.offloader.sample(*id);
+            sample
         };
         self.vms.iter_mut().map(one).collect()
     }
@@ -408,7 +448,9 @@ impl LinuxHost {
             return Err(gone);
         }
         let client = vm.usable().map_err(|link| ActError::NoLink(link_text(link)))?;
-        Ok(client.send("balloon", Some(balloon::balloon(target)))?)
+        let sent = client.send("balloon", Some(balloon::balloon(target)))?;
+        vm.ordered = Some(target);
+        Ok(sent)
     }
 
     /// Has QEMU ask these guests for statistics now rather than at the next
@@ -443,12 +485,16 @@ impl LinuxHost {
         }
     }
 
-    /// One `poll`; whether the waker and the PSI trigger fired.
+    /// One `poll`; whether the waker fired, and whether the host told of pressure.
     fn poll(&mut self, left: Duration) -> (bool, bool) {
         let mut fds = vec![PollFd::from_borrowed_fd(self.waker.0.as_fd(), PollFlags::IN)];
         let psi = self.trigger.as_ref().map(|t| PollFd::from_borrowed_fd(t.fd(), PollFlags::PRI));
-        let has_psi = psi.is_some();
+        let psi_at = psi.is_some().then_some(fds.len());
         fds.extend(psi);
+        let heard = self.notified.is_some_and(|at| at.elapsed() < NOTIFIED_EVERY);
+        let levels = self.notifications.as_ref().filter(|_| !heard).map(PressureEvents::fds);
+        let levels_at = fds.len()..fds.len() + levels.map_or(0, |l| l.len());
+        fds.extend(levels.iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let clients = self.vms.values().filter_map(|v| v.client.as_ref());
         fds.extend(clients.filter_map(|c| Some(PollFd::from_borrowed_fd(c.fd()?, interest(c)))));
         let Ok(timeout) = left.try_into() else { return (false, false) };
@@ -456,13 +502,17 @@ impl LinuxHost {
             return (false, false);
         }
         let woken = !fds[0].revents().is_empty();
-        let psi = if has_psi { fds[1].revents() } else { PollFlags::empty() };
+        let psi = psi_at.map_or(PollFlags::empty(), |i| fds[i].revents());
+        let notified = fds[levels_at].iter().any(|fd| !fd.revents().is_empty());
         drop(fds);
+        if notified {
+            self.notified = Some(Instant::now());
+        }
         if psi.intersects(PollFlags::ERR | PollFlags::NVAL) {
             self.trigger = None;
-            return (woken, false);
+            return (woken, notified);
         }
-        (woken, psi.contains(PollFlags::PRI))
+        (woken, notified || psi.contains(PollFlags::PRI))
     }
 }
 

@@ -78,6 +78,9 @@ pub(crate) struct Vm {
     deflate_on_oom: Option<bool>,
     /// All device folders were heard on this connection.
     looked: bool,
+    /// Its size at the last sample, and what it was told last.
+    actual: Option<Bytes>,
+    pub ordered: Option<Bytes>,
     /// Last statistics, when they were last seen, and not after when they came.
     stats: Option<(GuestStats, Stamp, Option<Stamp>)>,
     events: Vec<VmEvent>,
@@ -113,6 +116,8 @@ impl Vm {
             reporting: None,
             deflate_on_oom: None,
             looked: false,
+            actual: None,
+            ordered: None,
             stats: None,
             events: Vec::new(),
             asked: Vec::new(),
@@ -139,9 +144,11 @@ impl Vm {
 
     /// Whether the caller should sample now: an urgent event or a lost connection.
     pub fn is_urgent(&mut self) -> bool {
-        let ready = self.ready;
+        let (ready, actual, ordered) = (self.ready, self.actual, self.ordered);
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().has_event(&balloon::URGENT) || ready && c.state() == State::Failed
+            c.protocol().has_event(&balloon::URGENT)
+                || c.protocol().any_event(|e| balloon::tells_more_than_ordered(e, actual, ordered))
+                || ready && c.state() == State::Failed
         })
     }
 
@@ -439,6 +446,10 @@ impl Vm {
 
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
         let actual = self.answers.actual?;
+        self.actual = Some(actual);
+        if self.ordered.is_some_and(|to| to.abs_diff(actual) < Bytes::mib(1)) {
+            self.ordered = None;
+        }
         let guest = self.answers.guest.take().map(|new| {
             // They changed after they were last seen the same.
             let came = match &self.stats {

@@ -4,6 +4,7 @@ use anyhow::{Result, bail};
 use serde::Serialize;
 
 use crate::client;
+use crate::cmd::status::progress;
 use crate::table::{clock, emit, emit_json};
 use crate::view::{Decision, State, Vm};
 
@@ -46,8 +47,8 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
 fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     let size = |b: Option<ebb_core::units::Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(
-        "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}\n  \
-         resident  {}, in swap {}\n  guest     needs {}, has {} available\n  \
+        "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \
+         resident  {}, in swap {}\n  guest     needs {}, working set {}, has {} available\n  \
          now       {}\n  host      {}: {}\n",
         vm.name,
         vm.pid,
@@ -56,9 +57,11 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         size(vm.ram),
         vm.floor,
         vm.ceiling,
+        progress(vm).map_or(String::new(), |p| format!("; {p}")),
         size(vm.resident),
         size(vm.swap),
         size(vm.need),
+        size(vm.working_set),
         size(vm.available),
         if vm.verdict.contains(&vm.distress) {
             vm.verdict.clone()
@@ -68,6 +71,13 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         state.host.state,
         state.host.why,
     );
+    if !vm.trust.why.is_empty() {
+        out += &format!("  trust     {:.0} %: {}\n", vm.trust.level * 100.0, vm.trust.why);
+    }
+    if let Some(o) = &vm.offload {
+        let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
+        out += &format!("  paged out {} on order{error}\n", o.paged_out);
+    }
     let r = &vm.returned;
     out += &format!(
         "  returned  {} recycled, {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",

@@ -2,6 +2,8 @@
 
 pub mod doctor;
 pub mod explain;
+pub mod past;
+pub mod plan;
 pub mod reclaim;
 pub mod record;
 pub mod release;

@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::Config;
-use ebb_core::memory::{Memory, Owned};
+use ebb_core::memory::Owned;
 use ebb_core::model::{Model, Pressure};
+use ebb_core::plan::LastResort;
+use ebb_core::policy::protect::stock;
 use ebb_core::sample::Problem;
-use ebb_core::tick::{Engine, Host, Tick, run};
+use ebb_core::tick::{Engine, Host, Tick, Wake};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
@@ -40,9 +42,7 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
     let shared = Shared::default();
     let mut observer = Observer::new(&config, shared.clone(), dry_run, record, verbose)?;
     // The first tick before the first answer: nobody sees an empty state.
-    let before = engine.memory.clone();
-    let (tick, model) = engine.step(&mut daemon);
-    observer.observe(&engine, &before, &tick, &model);
+    let mut model = observer.tick(&mut engine, &mut daemon);
     api::serve(listeners, shared, daemon.inbox())?;
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
@@ -52,15 +52,11 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         if dry_run { "; dry run: nothing is changed" } else { "" }
     ));
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    daemon.wait(engine.next(&model));
-    let mut before = engine.memory.clone();
-    let last = run(&mut engine, &mut daemon, |engine, tick, model| {
-        observer.observe(engine, &before, tick, model);
-        before = engine.memory.clone();
-        true
-    });
+    while daemon.wait(engine.next(&model)) != Wake::Stop {
+        model = observer.tick(&mut engine, &mut daemon);
+    }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
-    let result = if dry_run { Ok(()) } else { stop(&engine, &mut daemon, &last) };
+    let result = if dry_run { Ok(()) } else { stop(&engine, &mut daemon, &model) };
     let _ = std::fs::remove_file(&config.socket);
     result
 }
@@ -103,7 +99,9 @@ struct Observer {
     said_state: Pressure,
     said_problems: Vec<Problem>,
     said_vms: usize,
-    ended: Instant,
+    said_warnings: Vec<String>,
+    said_last_resort: Vec<LastResort>,
+    said_forbidden: Option<String>,
 }
 
 impl Observer {
@@ -130,27 +128,42 @@ impl Observer {
             said_state: Pressure::Clear,
             said_problems: Vec::new(),
             said_vms: usize::MAX,
-            ended: Instant::now(),
+            said_warnings: Vec::new(),
+            said_last_resort: Vec::new(),
+            said_forbidden: None,
         })
     }
 
-    fn observe(&mut self, engine: &Engine, before: &Memory, tick: &Tick, model: &Model) {
+    /// One tick, published, recorded and logged. What was remembered before it is
+    /// copied only where a part of the record begins.
+    fn tick(&mut self, engine: &mut Engine, daemon: &mut Daemon) -> Model {
+        let first = self.file.is_some() && self.said_vms == usize::MAX;
+        let wanted = first || self.shared.lock().recorder.wants_head();
+        let head = wanted.then(|| Head::new(&self.config, &engine.memory));
+        let (tick, model) = engine.step(daemon);
+        self.observe(engine, head.as_ref(), &tick, &model);
+        model
+    }
+
+    fn observe(&mut self, engine: &Engine, head: Option<&Head>, tick: &Tick, model: &Model) {
         self.orders += tick.outcomes.len() as u64;
         self.orders_failed += tick.outcomes.iter().filter(|o| o.error.is_some()).count() as u64;
         let state = State::new(tick, model, &engine.memory, self.daemon(tick));
         let decisions = view::decisions(tick, model);
+        let stock = stock(model, &engine.memory);
+        self.record(head, tick);
         self.log(&state, &decisions);
-        self.record(before, tick);
+        self.log_beside(tick);
         let mut published = self.shared.lock();
-        if published.recorder.wants_head() {
-            let head = Head::new(&self.config, before);
-            published.recorder.head(&head);
+        // The file's first tick has a head whether the ring wants one or not.
+        if let Some(head) = head.filter(|_| published.recorder.wants_head()) {
+            published.recorder.head(head);
         }
         published.recorder.tick(tick);
         published.state = Arc::new(state);
         published.plan = Arc::new(tick.plan.clone());
+        published.stock = Arc::new(stock);
         published.decided(decisions);
-        self.ended = Instant::now();
     }
 
     fn daemon(&self, tick: &Tick) -> view::Daemon {
@@ -174,11 +187,11 @@ impl Observer {
         }
     }
 
-    fn record(&mut self, before: &Memory, tick: &Tick) {
+    fn record(&mut self, head: Option<&Head>, tick: &Tick) {
         let Some(file) = self.file.as_mut() else { return };
         let mut write = || -> std::io::Result<()> {
-            if tick.number == 1 {
-                file.write_all(&recorder::line(&Head::new(&self.config, before)))?;
+            if let Some(head) = head.filter(|_| tick.number == 1) {
+                file.write_all(&recorder::line(head))?;
             }
             file.write_all(&recorder::line(tick))?;
             file.flush()
@@ -187,6 +200,31 @@ impl Observer {
             say(&format!("recording ends: {e}"));
             self.file = None;
         }
+    }
+
+    /// Orders that are no decision on a size: said where nothing is done (a dry run
+    /// tells all), where they can hurt, and in full with `--verbose`.
+    fn log_beside(&mut self, tick: &Tick) {
+        let not = if self.dry_run { " (dry run)" } else { "" };
+        for r in tick.plan.recycle.iter().filter(|_| self.dry_run || self.verbose) {
+            let what = if r.recycle.is_some() { "recycle" } else { "look at free pages" };
+            say(&format!("{}: {what}: {}{not}", r.name, r.reason));
+        }
+        for o in &tick.plan.offload {
+            say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));
+        }
+        if tick.plan.last_resort != self.said_last_resort {
+            for l in &tick.plan.last_resort {
+                say(&format!("last resort, never done by Ebb: {}: {}", l.name, l.what));
+            }
+            self.said_last_resort.clone_from(&tick.plan.last_resort);
+        }
+        if let Some(why) =
+            tick.forbidden.as_ref().filter(|w| Some(*w) != self.said_forbidden.as_ref())
+        {
+            say(&format!("nothing is taken: {why}"));
+        }
+        self.said_forbidden.clone_from(&tick.forbidden);
     }
 
     /// One line for each thing that is new: state, decisions, problems, VMs.
@@ -200,6 +238,10 @@ impl Observer {
             say(&format!("host {}: {}", state.host.state, state.host.why));
             self.said_state = state.host.state;
         }
+        for w in state.host.warnings.iter().filter(|w| !self.said_warnings.contains(w)) {
+            say(&format!("warning: {w}"));
+        }
+        self.said_warnings.clone_from(&state.host.warnings);
         for p in &state.problems {
             if !self.said_problems.contains(p) {
                 say(&format!("{}: {}", p.source, p.message));

@@ -1,6 +1,7 @@
 //! `ebb status`: host and VMs on one screen.
 
 use anyhow::Result;
+use ebb_core::model::Progress;
 use ebb_core::sample::{Link, RunState};
 
 use crate::client;
@@ -32,6 +33,9 @@ pub fn text(state: &State) -> String {
         h.resident,
         h.promised
     );
+    for w in &h.warnings {
+        out += &format!("     warning: {w}\n");
+    }
     if state.daemon.dry_run {
         out += "     dry run: nothing is changed\n";
     }
@@ -72,7 +76,24 @@ fn state_words(vm: &Vm) -> String {
         (Link::Up, Some(RunState::Running)) if !vm.distress.is_empty() => {
             format!("short: {}", vm.distress)
         }
-        (Link::Up | Link::Unknown, _) => vm.verdict.clone(),
+        (Link::Up | Link::Unknown, _) => match progress(vm) {
+            Some(progress) => format!("{progress}; {}", vm.verdict),
+            None => vm.verdict.clone(),
+        },
         (Link::Slow(why) | Link::Taken(why) | Link::Down(why), _) => why.clone(),
     }
+}
+
+/// How far a VM is with its last order; `None` where that is nothing to tell.
+pub fn progress(vm: &Vm) -> Option<String> {
+    let c = &vm.convergence;
+    let to = c.target.map_or(String::new(), |t| format!(" to {t}"));
+    let speed = match (c.target, c.eta_ms) {
+        (Some(_), Some(ms)) => {
+            let rate = ebb_core::units::Bytes(c.rate as u64);
+            format!(" at {rate}/s, {:.0} s left", (ms as f64 / 1000.0).ceil())
+        }
+        _ => String::new(),
+    };
+    (c.state != Progress::Settled).then(|| format!("{}{to}{speed}", c.state))
 }

@@ -8,5 +8,6 @@ pub mod process;
 pub mod psi;
 pub mod qemu;
 pub mod swaps;
+pub mod vmpressure;
 pub mod vmstat;
 pub mod zfs;

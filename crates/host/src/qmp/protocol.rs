@@ -509,6 +509,11 @@ impl Protocol {
         self.events.iter().any(|e| names.contains(&e.name.as_str()))
     }
 
+    /// Whether an event is queued of which this is true.
+    pub fn any_event(&self, is: impl FnMut(&Event) -> bool) -> bool {
+        self.events.iter().any(is)
+    }
+
     /// How many events were dropped because nobody took them.
     pub fn events_dropped(&self) -> u64 {
         self.events_dropped

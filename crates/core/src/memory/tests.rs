@@ -1,0 +1,329 @@
+//! What is remembered, over several ticks: starts, plugged memory, contradictions,
+//! harm, speed, clocks, renames.
+
+use super::*;
+use crate::config::Config;
+use crate::model::{Progress, Standing, VmModel};
+use crate::plan::{Action, Reason};
+use crate::sample::{
+    BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, VmPressure,
+    VmSample,
+};
+
+const ID: VmId = VmId { pid: 7, start: 9 };
+
+fn vm(actual: u64, available: u64, resident: u64) -> VmSample {
+    let guest = GuestStats { available: Some(Bytes::mib(available)), ..GuestStats::default() };
+    VmSample {
+        id: ID,
+        name: "a".into(),
+        ram: Some(Bytes::mib(1024)),
+        process: Some(ProcessMemory { anon: Bytes::mib(resident), ..ProcessMemory::default() }),
+        link: Link::Up,
+        run: Some(RunState::Running),
+        balloon: Some(BalloonSample {
+            actual: Bytes::mib(actual),
+            deflate_on_oom: Some(true),
+            guest: Some(guest),
+            ..BalloonSample::default()
+        }),
+        ..VmSample::default()
+    }
+}
+
+fn sample(at: u64, vms: Vec<VmSample>) -> Sample {
+    let gib = |n| Bytes::gib(n);
+    let memory = Meminfo { total: gib(16), available: gib(8), ..Meminfo::default() };
+    let host = HostSample { memory: Some(memory), ..HostSample::default() };
+    Sample { at: Stamp(at), wall_ms: at, host, vms, ..Sample::default() }
+}
+
+/// Lives through a tick in which nothing is done.
+fn tick(memory: &mut Memory, sample: &Sample) -> Model {
+    act(memory, sample, None)
+}
+
+/// The same with an order.
+fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) -> Model {
+    memory.observe(sample);
+    let model = Model::new(&Config::default(), sample, memory);
+    let action = order.map(|(from, to, reason)| Action {
+        vm: ID,
+        name: "a".into(),
+        from: Bytes::mib(from),
+        to: Bytes::mib(to),
+        reason,
+    });
+    let plan = Plan { actions: action.into_iter().collect(), ..Plan::default() };
+    let outcomes: Vec<Outcome> =
+        plan.actions.iter().map(|a| Outcome { vm: a.vm, error: None }).collect();
+    memory.learn(&model, &plan, &outcomes, true);
+    model
+}
+
+fn short(state: Pressure) -> Reason {
+    Reason::HostShort { state, shortage: Bytes::ZERO, idle: Bytes::ZERO }
+}
+
+fn only(model: &Model) -> &VmModel {
+    &model.vms[0]
+}
+
+#[test]
+fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    let model = tick(&mut memory, &sample(2_000, vec![vm(1024, 600, 300)]));
+    assert_eq!((only(&model).promised, model.host.promised), (Bytes::mib(724), Bytes::mib(724)));
+    assert!(model.host.why.contains("724 MiB promised"), "{}", model.host.why);
+    // It still grows after ten seconds; ten more without growth, and it has settled.
+    for (at, resident, promised) in [(12_000, 600, 424), (17_000, 600, 424), (22_000, 605, 0)] {
+        let model = tick(&mut memory, &sample(at, vec![vm(1024, 400, resident)]));
+        assert_eq!(only(&model).promised, Bytes::mib(promised), "at {at}");
+    }
+}
+
+#[test]
+fn who_was_there_before_the_daemon_has_settled_unless_it_is_young() {
+    for (age_ms, promised) in [(None, 0), (Some(3_600_000), 0), (Some(5_000), 724)] {
+        let vm = VmSample { age_ms, ..vm(1024, 600, 300) };
+        let model = tick(&mut Memory::default(), &sample(1_000, vec![vm]));
+        assert_eq!(only(&model).promised, Bytes::mib(promised), "{age_ms:?}");
+    }
+}
+
+#[test]
+fn a_storm_of_starting_vms_makes_a_host_soft_and_not_worse() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    let big = |pid| VmSample {
+        id: VmId { pid, start: 1 },
+        ram: Some(Bytes::gib(8)),
+        balloon: Some(BalloonSample { actual: Bytes::gib(8), ..BalloonSample::default() }),
+        ..vm(0, 0, 100)
+    };
+    let model = tick(&mut memory, &sample(2_000, (1..6).map(big).collect()));
+    assert_eq!(model.host.state, Pressure::Soft, "{}", model.host.why);
+    assert!(model.host.shortage > Bytes::mib(500));
+    assert_eq!(model.host.headroom, Bytes::gib(8), "nothing has happened yet");
+}
+
+#[test]
+fn plugged_memory_moves_what_is_owed() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let plugged = VmSample { ram: Some(Bytes::mib(2048)), ..vm(2048, 1600, 900) };
+    let model = tick(&mut memory, &sample(2_000, vec![plugged]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(2048));
+    let model = tick(&mut memory, &sample(3_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024), "and out again");
+}
+
+#[test]
+fn a_renamed_vm_is_the_same_with_other_settings() {
+    let config = Config::parse("f", "[vm.b]\nmin = \"512MiB\"\n").unwrap();
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let renamed = sample(2_000, vec![VmSample { name: "b".into(), ..vm(900, 500, 900) }]);
+    memory.observe(&renamed);
+    let model = Model::new(&config, &renamed, &memory);
+    assert_eq!(only(&model).floor, Bytes::mib(512));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024), "what is owed is remembered");
+    assert_eq!(memory.vms[0].name, "b");
+}
+
+#[test]
+fn who_contradicts_what_is_known_is_not_asked_and_forgiven_later() {
+    let mut memory = Memory::default();
+    let liar = |at| sample(at, vec![vm(1024, 1024, 900)]);
+    let level = |m: &Model| only(m).trust.level;
+    assert_eq!(level(&tick(&mut memory, &liar(1_000))), 0.5, "gently");
+    let model = tick(&mut memory, &liar(2_000));
+    assert_eq!(level(&model), 0.0);
+    assert_eq!(only(&model).convergence.state, Progress::Lying);
+    let Standing::GiveOnly(why) = &only(&model).standing else { panic!("{model:?}") };
+    assert!(why.contains("not believed: it claims 1 GiB available of 1 GiB"), "{why}");
+    let honest = |at| sample(at, vec![vm(1024, 700, 900)]);
+    assert_eq!(level(&tick(&mut memory, &honest(5_000))), 0.0);
+    assert_eq!(level(&tick(&mut memory, &honest(12_000))), 1.0);
+}
+
+#[test]
+fn who_was_short_soon_after_it_was_asked_is_asked_more_gently_for_a_while() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Soft))),
+    );
+    let gift = Reason::GuestShort { signs: String::new() };
+    act(&mut memory, &sample(4_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift.clone())));
+    let model = tick(&mut memory, &sample(5_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).trust.level, 0.5);
+    assert_eq!(memory.vms[0].harm, 1, "once for a take");
+    let model = tick(&mut memory, &sample(70_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).trust.level, 1.0);
+    // Long after a take it is the guest's own doing.
+    act(&mut memory, &sample(90_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift)));
+    assert_eq!(memory.vms[0].harm, 0);
+}
+
+#[test]
+fn convergence_tells_speed_and_time_and_who_does_not_move() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 524, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(2_000, vec![vm(924, 500, 800)]));
+    let c = only(&model).convergence;
+    assert_eq!((c.state, c.target), (Progress::Shrinking, Some(Bytes::mib(524))));
+    assert!(c.rate > 0.0 && c.eta_ms.is_some_and(|ms| ms > 1_000), "{c:?}");
+    let mut states = Vec::new();
+    for at in [3_000, 4_000, 5_000, 6_000, 7_000, 8_000, 12_500] {
+        states
+            .push(only(&tick(&mut memory, &sample(at, vec![vm(924, 500, 800)]))).convergence.state);
+    }
+    assert_eq!(states.last(), Some(&Progress::Stuck), "{states:?}");
+    assert!(states.contains(&Progress::Slow), "{states:?}");
+    assert_eq!(memory.vms[0].arriving(Stamp(12_500), Bytes::mib(924)), Bytes::ZERO);
+    tick(&mut memory, &sample(13_000, vec![vm(524, 100, 400)]));
+    assert!(memory.vms[0].order.is_none());
+}
+
+#[test]
+fn a_tick_that_took_half_a_minute_makes_nobody_stuck() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(31_000, vec![vm(1024, 600, 900)]));
+    assert!(!memory.vms[0].stalled(only(&model)), "it was looked at once");
+    assert_ne!(only(&model).convergence.state, Progress::Stuck);
+}
+
+#[test]
+fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(900_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    memory.vms[0].stuck_until = Some(Stamp(990_000));
+    let model = tick(&mut memory, &sample(5_000, vec![vm(900, 500, 800)]));
+    assert_eq!(only(&model).standing, Standing::Ready);
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
+    let owned = memory.owned(&model, &Plan::default());
+    assert_eq!(owned.vms[0].baseline, Bytes::mib(1024));
+    // And one that leaps ahead neither takes nor forgets.
+    let model = tick(&mut memory, &sample(9_000_000, vec![vm(900, 500, 800)]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
+}
+
+#[test]
+fn an_order_that_failed_is_not_remembered_as_given() {
+    let mut memory = Memory::default();
+    let s = sample(1_000, vec![vm(1024, 600, 900)]);
+    memory.observe(&s);
+    let model = Model::new(&Config::default(), &s, &memory);
+    let action = Action {
+        vm: ID,
+        name: "a".into(),
+        from: Bytes::mib(1024),
+        to: Bytes::mib(900),
+        reason: short(Pressure::Soft),
+    };
+    let plan = Plan { actions: vec![action], ..Plan::default() };
+    for outcomes in [vec![], vec![Outcome { vm: ID, error: Some("gone".into()) }]] {
+        memory.learn(&model, &plan, &outcomes, true);
+        assert!(memory.vms[0].order.is_none() && memory.vms[0].last_take.is_none());
+    }
+    memory.learn(&model, &plan, &[Outcome { vm: ID, error: None }], false);
+    assert!(memory.vms[0].order.is_none(), "a dry run has given none");
+}
+
+#[test]
+fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let other = VmSample { id: VmId { start: 10, ..ID }, ..vm(2048, 600, 900) };
+    let other = VmSample { ram: Some(Bytes::mib(2048)), ..other };
+    let model = tick(&mut memory, &sample(2_000, vec![other]));
+    assert_eq!(memory.vms.len(), 1);
+    assert!(memory.vms[0].order.is_none());
+    assert_eq!(only(&model).ceiling, Bytes::mib(2048));
+}
+
+#[test]
+fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
+    let mut memory = Memory::default();
+    let at = |ms, medium, critical| {
+        let mut s = sample(ms, vec![]);
+        s.host.vmpressure = Some(VmPressure { low: 9, medium, critical });
+        // Below two reserves, above the marks.
+        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
+        s
+    };
+    let state = |memory: &mut Memory, s| tick(memory, &s).host.state;
+    assert_eq!(state(&mut memory, at(1_000, 0, 0)), Pressure::Clear, "cache is reclaimed: normal");
+    assert_eq!(state(&mut memory, at(2_000, 1, 0)), Pressure::Soft);
+    assert_eq!(state(&mut memory, at(3_000, 1, 1)), Pressure::Hard);
+    assert_eq!(state(&mut memory, at(4_500, 1, 0)), Pressure::Hard, "still");
+    assert_eq!(state(&mut memory, at(6_000, 0, 0)), Pressure::Clear);
+}
+
+#[test]
+fn urgency_rises_at_once_and_sinks_slowly() {
+    use crate::sample::{Psi, PsiLine};
+    let mut memory = Memory::default();
+    let at = |ms, some| {
+        let mut s = sample(ms, vec![]);
+        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
+        let line = PsiLine { avg10: some, ..PsiLine::default() };
+        s.host.psi = Some(Psi { some: line, full: PsiLine::default() });
+        s
+    };
+    let urgency = |memory: &mut Memory, s| tick(memory, &s).host.urgency;
+    assert_eq!(urgency(&mut memory, at(1_000, 40.0)), 0.75);
+    let sinking = urgency(&mut memory, at(2_000, 0.0));
+    assert!((0.6..0.75).contains(&sinking), "{sinking}");
+    assert_eq!(urgency(&mut memory, at(120_000, 0.0)), 0.0);
+    assert_eq!(urgency(&mut memory, at(121_000, 5.0)), 0.25, "in proportion");
+}
+
+#[test]
+fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
+    use crate::sample::OffloadSample;
+    let mut memory = Memory::default();
+    let at = |ms, swap: u64, paged: u64| {
+        let process = ProcessMemory {
+            anon: Bytes::mib(900 - swap),
+            swap: Bytes::mib(swap),
+            ..ProcessMemory::default()
+        };
+        let offload = OffloadSample { paged_out: Bytes::mib(paged), ..OffloadSample::default() };
+        let one = VmSample { process: Some(process), offload: Some(offload), ..vm(1024, 124, 0) };
+        sample(ms, vec![one])
+    };
+    for (ms, swap, paged) in [(1_000, 0, 0), (2_000, 100, 100), (3_000, 98, 100)] {
+        tick(&mut memory, &at(ms, swap, paged));
+    }
+    let cold = memory.vms[0].cold;
+    assert_eq!((cold.back_until, cold.since), (None, Stamp(1_000)), "some is always read back");
+    tick(&mut memory, &at(4_000, 60, 100));
+    assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
+    let offloaded = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap();
+    assert_eq!(offloaded.came, Bytes::mib(100));
+}

@@ -1,0 +1,310 @@
+//! `ebb explain VM --at 12:03`: why something was done then, from the record.
+//!
+//! The record is decided again tick by tick, so that inputs, rule and result are
+//! those of the moment and not what is remembered of it. Older decisions than the
+//! record holds are told from the daemon's list, without their result.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+
+use anyhow::{Context, Result, bail};
+use ebb_core::tick::{Engine, Tick};
+use ebb_core::units::Bytes;
+use serde::Serialize;
+
+use crate::client;
+use crate::recorder::{self, Line};
+use crate::table::{clock, emit, emit_json, size};
+use crate::view::{self, Decision};
+
+/// The result of an order is looked at so long after it.
+const RESULT_MS: u64 = 30_000;
+/// Milliseconds of a day.
+const DAY_MS: u64 = 86_400_000;
+
+/// A time of day, from and to, milliseconds after midnight UTC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Window(u64, u64);
+
+impl Window {
+    fn parse(text: &str) -> Result<Window> {
+        let bad = || format!("“{text}” is not a time of day: HH:MM or HH:MM:SS, UTC");
+        let parts: Vec<&str> = text.trim_end_matches('Z').split(':').collect();
+        let number = |i: usize, most: u64| {
+            let n = parts.get(i).and_then(|p| p.parse::<u64>().ok()).filter(|n| *n <= most);
+            n.with_context(bad)
+        };
+        let minute = (number(0, 23)? * 60 + number(1, 59)?) * 60_000;
+        match parts.len() {
+            2 => Ok(Window(minute, minute + 60_000)),
+            // Ticks are up to a second apart.
+            3 => {
+                let second = minute + number(2, 59)? * 1000;
+                Ok(Window(second.saturating_sub(1000), second + 1000))
+            }
+            _ => bail!(bad()),
+        }
+    }
+
+    fn holds(&self, wall_ms: u64) -> bool {
+        (self.0..self.1).contains(&(wall_ms % DAY_MS))
+    }
+}
+
+/// The VM at one tick.
+#[derive(Clone, Debug, Serialize)]
+struct Look {
+    wall_ms: u64,
+    tick: u64,
+    actual: Option<Bytes>,
+    resident: Option<Bytes>,
+    host: String,
+    guest: String,
+    /// What was ordered.
+    to: Option<Bytes>,
+    /// The rule, or why nothing was done.
+    rule: String,
+    error: Option<String>,
+}
+
+/// What is told.
+#[derive(Debug, Serialize)]
+struct Moment {
+    #[serde(flatten)]
+    look: Look,
+    /// What became of it.
+    result: Option<String>,
+}
+
+/// Prints it; `true` where there is something about that time.
+pub fn main(socket: &str, name: &str, at: &str, record: Option<&str>, json: bool) -> Result<bool> {
+    let window = Window::parse(at)?;
+    let looks = match record {
+        Some(path) => {
+            let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
+            read(BufReader::new(file), name).with_context(|| path.to_string())?
+        }
+        None => read(&client::get(socket, "/v1/record")?[..], name)?,
+    };
+    let mut told = moments(&looks, window);
+    if told.is_empty() && record.is_none() {
+        let decisions: Vec<Decision> = client::get_json(socket, "/v1/decisions")?;
+        let own = decisions.into_iter().filter(|d| d.action.name == name);
+        told = own.filter(|d| window.holds(d.wall_ms)).map(from_list).collect();
+    }
+    if json {
+        emit_json(&told)?;
+    } else if told.is_empty() {
+        emit(&nothing(name, at, &looks))?;
+    } else {
+        emit(&told.iter().map(text).collect::<String>())?;
+    }
+    Ok(!told.is_empty())
+}
+
+fn nothing(name: &str, at: &str, looks: &[Look]) -> String {
+    match (looks.first(), looks.last()) {
+        (Some(first), Some(last)) => format!(
+            "nothing is known of {name} at {at}: the record has it from {} to {}\n",
+            clock(first.wall_ms),
+            clock(last.wall_ms)
+        ),
+        _ => format!("the record does not have a VM “{name}”\n"),
+    }
+}
+
+/// Decides the record again; all that it says of one VM.
+fn read(input: impl BufRead, name: &str) -> Result<Vec<Look>> {
+    let mut engine: Option<Engine> = None;
+    let mut looks = Vec::new();
+    recorder::read(input, |line| {
+        match line {
+            Line::Head(head) => {
+                let mut fresh = Engine::new(head.config, false);
+                fresh.memory = head.memory;
+                engine = Some(fresh);
+            }
+            Line::Tick(tick) => {
+                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
+                looks.extend(look(engine, &tick, name));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(looks)
+}
+
+fn look(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Look> {
+    let (_, model) = engine.replay(recorded);
+    let vm = model.vms.iter().find(|v| v.name == name)?;
+    let action = recorded.plan.actions.iter().find(|a| a.vm == vm.id);
+    let held = recorded.plan.held.iter().find(|h| h.vm == vm.id);
+    let outcome = recorded.outcomes.iter().find(|o| o.vm == vm.id);
+    let error = match (action, outcome) {
+        (None, _) => None,
+        (Some(_), _) if !recorded.applied => Some("dry run: not done".into()),
+        (Some(_), Some(o)) => o.error.clone(),
+        (Some(_), None) => Some("no outcome".into()),
+    };
+    Some(Look {
+        wall_ms: recorded.sample.wall_ms,
+        tick: recorded.number,
+        actual: vm.actual,
+        resident: vm.resident,
+        host: format!("{}: {}", model.host.state, model.host.why),
+        guest: view::guest_words(vm),
+        to: action.map(|a| a.to),
+        rule: match (action, held) {
+            (Some(a), _) => a.reason.to_string(),
+            (None, Some(h)) => h.why.clone(),
+            (None, None) => recorded.forbidden.clone().unwrap_or_default(),
+        },
+        error,
+    })
+}
+
+/// Orders in the window; without any, why there was none, each reason once.
+fn moments(looks: &[Look], window: Window) -> Vec<Moment> {
+    let inside: Vec<usize> = (0..looks.len()).filter(|i| window.holds(looks[*i].wall_ms)).collect();
+    let orders: Vec<usize> = inside.iter().copied().filter(|i| looks[*i].to.is_some()).collect();
+    let moment = |i: &usize| Moment { look: looks[*i].clone(), result: result(looks, *i) };
+    if !orders.is_empty() {
+        return orders.iter().map(moment).collect();
+    }
+    let words = |i: usize| looks[i].rule.split(|c: char| c.is_ascii_digit()).collect::<String>();
+    let fresh = |at: usize| at == 0 || words(inside[at]) != words(inside[at - 1]);
+    (0..inside.len()).filter(|at| fresh(*at)).map(|at| moment(&inside[at])).collect()
+}
+
+/// What became of the order at `i`: until the next one, thirty seconds at most.
+fn result(looks: &[Look], i: usize) -> Option<String> {
+    let order = looks[i].to?;
+    let later = looks[i + 1..]
+        .iter()
+        .take_while(|l| l.wall_ms <= looks[i].wall_ms + RESULT_MS && l.tick > looks[i].tick);
+    let mut last = None;
+    for l in later {
+        last = Some(l);
+        if l.to.is_some() || l.actual.is_some_and(|a| a.abs_diff(order) < Bytes::mib(1)) {
+            break;
+        }
+    }
+    let last = last?;
+    let seconds = (last.wall_ms - looks[i].wall_ms) as f64 / 1000.0;
+    Some(format!(
+        "{seconds:.1} s later its size was {}, resident {} (before: {}, {}); host {}",
+        size(last.actual),
+        size(last.resident),
+        size(looks[i].actual),
+        size(looks[i].resident),
+        last.host
+    ))
+}
+
+fn from_list(d: Decision) -> Moment {
+    let look = Look {
+        wall_ms: d.wall_ms,
+        tick: d.tick,
+        actual: Some(d.action.from),
+        resident: None,
+        host: d.host,
+        guest: d.guest,
+        to: Some(d.action.to),
+        rule: d.reason,
+        error: d.error,
+    };
+    Moment { look, result: None }
+}
+
+fn text(m: &Moment) -> String {
+    let l = &m.look;
+    let what = match l.to {
+        Some(to) => format!("{} → {to}", size(l.actual)),
+        None => format!("stays at {}", size(l.actual)),
+    };
+    let error = l.error.as_ref().map_or(String::new(), |e| format!(" — {e}"));
+    let mut out = format!(
+        "{}  {what}{error}\n  rule      {}\n  host      {}\n  guest     {}\n",
+        clock(l.wall_ms),
+        l.rule,
+        l.host,
+        l.guest
+    );
+    if let Some(result) = &m.result {
+        out += &format!("  result    {result}\n");
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recorder::{Head, Recorder};
+    use ebb_core::config::Config;
+    use ebb_core::memory::Memory;
+    use ebb_core::tick::run;
+    use ebb_sim::{Scenario, World};
+
+    fn record() -> Vec<u8> {
+        let scenario =
+            Scenario { vms: 6, ram: Bytes::gib(2), host: Bytes::gib(6), seed: 1, odd_one_in: 0 };
+        let config = Config::default();
+        let mut world = World::new(&scenario, &config);
+        world.run_for(200_000);
+        let mut engine = Engine::new(config.clone(), false);
+        let mut recorder = Recorder::default();
+        recorder.head(&Head::new(&config, &Memory::default()));
+        run(&mut engine, &mut world, |_, tick, _| {
+            recorder.tick(tick);
+            true
+        });
+        recorder.dump()
+    }
+
+    #[test]
+    fn why_it_shrank_is_answered_with_inputs_rule_and_result() {
+        let looks = read(&record()[..], "vm0001").unwrap();
+        let shrank = looks.iter().find(|l| l.to.is_some() && l.to < l.actual).unwrap();
+        let at = clock(shrank.wall_ms);
+        let told = moments(&looks, Window::parse(&at).unwrap());
+        let said: String = told.iter().map(text).collect();
+        for part in [
+            "→",
+            "rule      host",
+            "host      ",
+            "left under host",
+            "guest     size",
+            "needs",
+            "result",
+            "later its size was",
+        ] {
+            assert!(said.contains(part), "{part} is missing in {said}");
+        }
+    }
+
+    #[test]
+    fn why_nothing_happened_is_answered_too_each_reason_once() {
+        let looks = read(&record()[..], "vm0001").unwrap();
+        let quiet = looks.iter().find(|l| l.to.is_none()).unwrap();
+        let start = quiet.wall_ms % DAY_MS;
+        let told = moments(&looks, Window(start, start + 500));
+        assert_eq!(told.len(), 1);
+        assert!(text(&told[0]).contains("stays at"), "{}", text(&told[0]));
+        assert!(
+            nothing("vm0001", "12:03", &looks).contains("from 00:16:40Z"),
+            "{}",
+            nothing("vm0001", "12:03", &looks)
+        );
+        assert!(nothing("x", "12:03", &[]).contains("does not have a VM “x”"));
+    }
+
+    #[test]
+    fn a_time_of_day_is_understood_or_refused_in_words() {
+        assert_eq!(Window::parse("12:03").unwrap(), Window(43_380_000, 43_440_000));
+        assert_eq!(Window::parse("00:00:10Z").unwrap(), Window(9_000, 11_000));
+        for text in ["noon", "25:00", "12:60", "12", "12:03:04:05", "12:03:99"] {
+            let said = Window::parse(text).unwrap_err().to_string();
+            assert!(said.contains("HH:MM or HH:MM:SS"), "{text}: {said}");
+        }
+    }
+}

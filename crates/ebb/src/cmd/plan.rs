@@ -1,0 +1,115 @@
+//! `ebb plan`: whether more VMs fit, at whose expense, how soon, and what the worst
+//! case would be. Without a size: the last tick's plan, rung by rung.
+
+use anyhow::Result;
+use ebb_core::plan::Plan;
+use ebb_core::policy::protect::Admission;
+use ebb_core::units::Bytes;
+
+use crate::client;
+use crate::table::{emit, emit_json, table};
+use crate::view::{Rung, State};
+
+/// `true` where they fit (or nothing was asked).
+pub fn main(socket: &str, memory: Option<Bytes>, count: u32, json: bool) -> Result<bool> {
+    let Some(memory) = memory else {
+        let plan: Plan = client::get_json(socket, "/v1/plan")?;
+        if json {
+            emit_json(&plan)?;
+        } else {
+            let state: State = client::get_json(socket, "/v1/state")?;
+            emit(&ladder(&plan, &state.host.ladder))?;
+        }
+        return Ok(true);
+    };
+    let path = format!("/v1/plan?memory={}&count={count}", memory.0);
+    let answer: Admission = client::get_json(socket, &path)?;
+    if json {
+        emit_json(&answer)?;
+    } else {
+        emit(&text(&answer))?;
+    }
+    Ok(answer.yes)
+}
+
+fn text(a: &Admission) -> String {
+    let mut out = format!("{}: {}\n", if a.yes { "yes" } else { "no" }, a.why);
+    if !a.from.is_empty() {
+        let rows: Vec<Vec<String>> = a
+            .from
+            .iter()
+            .map(|g| {
+                let idle = g.bytes - g.free;
+                vec![
+                    g.name.clone(),
+                    g.bytes.to_string(),
+                    g.free.to_string(),
+                    idle.to_string(),
+                    format!("{:.0} s", g.seconds.ceil()),
+                ]
+            })
+            .collect();
+        out += "\n";
+        out += &table(&["FROM", "GIVES", "FREED", "IDLE", "WITHIN"], &rows, false);
+        out += &format!(
+            "\nall of it within {:.0} s, if nobody needs it meanwhile\n",
+            a.seconds.ceil()
+        );
+    }
+    out + &format!("worst case: {}\n", a.worst_case.why)
+}
+
+fn ladder(plan: &Plan, totals: &[Rung]) -> String {
+    if plan.rungs.is_empty() && plan.actions.is_empty() {
+        return "nothing is missing, nothing is done\n".into();
+    }
+    let rows: Vec<Vec<String>> = totals
+        .iter()
+        .map(|r| {
+            vec![
+                r.name.to_string(),
+                r.missing.to_string(),
+                r.expected.to_string(),
+                r.expected_total.to_string(),
+                r.came_total.to_string(),
+                r.why.clone(),
+            ]
+        })
+        .collect();
+    let head = ["RUNG", "MISSING", "EXPECTED", "EXPECTED SO FAR", "CAME SO FAR", "HOW"];
+    let mut out = table(&head, &rows, true);
+    for a in &plan.actions {
+        out += &format!("{}: {} → {}: {}\n", a.name, a.from, a.to, a.reason);
+    }
+    for o in &plan.offload {
+        out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);
+    }
+    for l in &plan.last_resort {
+        out += &format!("last resort, never done by Ebb: {}: {}\n", l.name, l.what);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::policy::protect::{Ask, Spare, Stock, admit};
+
+    #[test]
+    fn the_answer_names_who_gives_and_the_worst_case() {
+        let spare = Spare {
+            name: "web".into(),
+            idle: Bytes::gib(2),
+            rate: (100 << 20) as f64,
+            ..Spare::default()
+        };
+        let stock =
+            Stock { known: true, headroom: Bytes::gib(1), vms: vec![spare], ..Stock::default() };
+        let said = text(&admit(&stock, &Ask { memory: Bytes::gib(2), count: 1 }));
+        assert!(said.starts_with("yes: 1 × 2 GiB need 2.1 GiB with overhead"), "{said}");
+        assert!(said.contains("web") && said.contains("within 13 s"), "{said}");
+        assert!(said.contains("worst case: if every guest used all"), "{said}");
+        let said = text(&admit(&stock, &Ask { memory: Bytes::gib(2), count: 9 }));
+        assert!(said.starts_with("no: ") && said.contains("too little"), "{said}");
+    }
+}

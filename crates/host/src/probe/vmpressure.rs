@@ -1,0 +1,120 @@
+//! cgroup v1's `memory.pressure_level` (Linux `Documentation/admin-guide/cgroup-v1/memory.rst`,
+//! `mm/vmpressure.c`): the kernel's word that it has to reclaim, where there is no PSI.
+//!
+//! One eventfd for each level. A listener of `low` is told of the higher ones too,
+//! so what is counted for a level is what the one above it did not get. The kernel
+//! tells at most once for every 512 pages that it has looked at.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use ebb_core::sample::VmPressure;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::cgroup::{Hierarchy, Version};
+use crate::root::{ProbeError, Root};
+
+/// Notifications of one cgroup.
+#[derive(Debug)]
+pub struct PressureEvents {
+    cgroup: String,
+    levels: [OwnedFd; 3],
+    // Registrations end with it.
+    _level: File,
+}
+
+impl PressureEvents {
+    /// Registers for all three levels; `None` on v2 and where the kernel has no
+    /// such file.
+    pub fn open(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Self>, ProbeError> {
+        let dir = match (h.version, h.directory(cgroup)) {
+            (Version::V1, Some(dir)) => root.path(dir),
+            _ => return Ok(None),
+        };
+        let path = dir.join("memory.pressure_level");
+        let fail = |path: &std::path::Path| {
+            let path = path.to_owned();
+            move |error: std::io::Error| ProbeError::Io { path, error }
+        };
+        let level = match File::open(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(fail(&path))?,
+        };
+        let event = || {
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(|e| fail(&path)(e.into()))
+        };
+        let levels = [event()?, event()?, event()?];
+        let control = dir.join("cgroup.event_control");
+        for (fd, name) in levels.iter().zip(["low", "medium", "critical"]) {
+            // `hierarchy`: also what children report, whoever listens there (4.12).
+            let line =
+                |mode: &str| format!("{} {} {name}{mode}", fd.as_raw_fd(), level.as_raw_fd());
+            std::fs::write(&control, line(",hierarchy"))
+                .or_else(|_| std::fs::write(&control, line("")))
+                .map_err(fail(&control))?;
+        }
+        Ok(Some(PressureEvents { cgroup: cgroup.to_owned(), levels, _level: level }))
+    }
+
+    /// Of which cgroup.
+    pub fn cgroup(&self) -> &str {
+        &self.cgroup
+    }
+
+    /// For `poll`: medium and critical. Low is the daily life of a cache.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.levels[1].as_fd(), self.levels[2].as_fd()]
+    }
+
+    /// What came since the last time.
+    pub fn take(&self) -> VmPressure {
+        let count = |fd: &OwnedFd| {
+            let mut bytes = [0; 8];
+            rustix::io::read(fd, &mut bytes).map_or(0, |_| u64::from_ne_bytes(bytes))
+        };
+        demultiplex(self.levels.each_ref().map(count))
+    }
+}
+
+/// Each notification at its own level only.
+fn demultiplex([low, medium, critical]: [u64; 3]) -> VmPressure {
+    VmPressure {
+        low: low.saturating_sub(medium),
+        medium: medium.saturating_sub(critical),
+        critical,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_notification_counts_at_its_own_level() {
+        assert_eq!(demultiplex([7, 3, 1]), VmPressure { low: 4, medium: 2, critical: 1 });
+        assert_eq!(demultiplex([0, 0, 0]), VmPressure::default());
+        assert_eq!(demultiplex([0, 2, 0]).low, 0, "read one after the other");
+    }
+
+    #[test]
+    fn where_there_is_no_such_file_there_are_no_notifications() {
+        let dir = tempfile::tempdir().unwrap();
+        let h = |version| Hierarchy { version, point: "/cg".into(), root: "/".into() };
+        let root = Root::at(dir.path());
+        assert!(PressureEvents::open(&root, &h(Version::V1), "/a").unwrap().is_none());
+        assert!(PressureEvents::open(&root, &h(Version::V2), "/a").unwrap().is_none());
+    }
+
+    #[test]
+    fn a_cgroup_that_refuses_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let a = dir.path().join("cg/a");
+        std::fs::create_dir_all(&a).unwrap();
+        std::fs::write(a.join("memory.pressure_level"), "").unwrap();
+        std::fs::create_dir(a.join("cgroup.event_control")).unwrap();
+        let h = Hierarchy { version: Version::V1, point: "/cg".into(), root: "/".into() };
+        let said = PressureEvents::open(&Root::at(dir.path()), &h, "/a").unwrap_err().to_string();
+        assert!(said.contains("cgroup.event_control"), "{said}");
+    }
+}
