@@ -3,7 +3,6 @@
 //! Exit codes: 0 done, 1 nothing to do (or nothing found), 2 error.
 
 mod api;
-mod client;
 mod cmd;
 mod daemon;
 mod metrics;
@@ -19,6 +18,7 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::config::Config;
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
+use ebb_host::client;
 
 use cmd::sim;
 

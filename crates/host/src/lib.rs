@@ -9,6 +9,7 @@ pub mod act;
 pub mod agent;
 mod agent_link;
 pub mod balloon;
+pub mod client;
 pub mod linux;
 pub mod probe;
 pub mod qmp;

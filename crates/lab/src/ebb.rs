@@ -1,11 +1,12 @@
 //! Ebb under test: the built binary, run as a user would run it.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_host::client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -115,17 +116,18 @@ impl Daemon {
 
     /// A JSON document of its interface.
     pub fn get(&self, path: &str) -> Result<Value, LabError> {
-        let socket = self.dir.join("ebb.sock");
-        let fail = LabError::file(&socket);
-        let body = http(&socket, &format!("GET {path}"), "").map_err(fail)?;
-        serde_json::from_slice(&body)
-            .map_err(|e| LabError::Missing(format!("{path} is no JSON: {e}")))
+        client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
     }
 
     /// Asks for all idle memory of all its VMs, and does not wait for it.
     pub fn reclaim(&self) -> Result<(), LabError> {
-        let socket = self.dir.join("ebb.sock");
-        http(&socket, "POST /v1/reclaim", "{}").map(drop).map_err(LabError::file(&socket))
+        client::post(self.dir.join("ebb.sock"), "/v1/reclaim", "{}").map_err(failed)
+    }
+
+    /// The same for one VM.
+    pub fn reclaim_vm(&self, name: &str) -> Result<(), LabError> {
+        let wish = serde_json::json!({ "vm": name }).to_string();
+        client::post(self.dir.join("ebb.sock"), "/v1/reclaim", &wish).map_err(failed)
     }
 
     /// The state of one VM.
@@ -183,18 +185,8 @@ impl Drop for Daemon {
     }
 }
 
-fn http(socket: &Path, what: &str, content: &str) -> std::io::Result<Vec<u8>> {
-    let mut stream = std::os::unix::net::UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-    let length = content.len();
-    let request = format!(
-        "{what} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
-    );
-    stream.write_all(request.as_bytes())?;
-    let mut answer = Vec::new();
-    std::io::Read::read_to_end(&mut stream, &mut answer)?;
-    let at = answer.windows(4).position(|w| w == b"\r\n\r\n").map(|p| p + 4);
-    Ok(answer.split_off(at.unwrap_or(answer.len())))
+fn failed(error: ClientError) -> LabError {
+    LabError::Missing(error.to_string())
 }
 
 /// Runs `ebb` to its end: exit code, standard output, standard error.

@@ -69,6 +69,12 @@ pub(crate) fn run(command: &mut std::process::Command) -> Result<String, LabErro
     Err(LabError::Command { command: line, message: tail(&text, 5) })
 }
 
+/// Now, milliseconds since 1970: the daemon's clock in records and decisions.
+pub(crate) fn wall_ms() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |d| d.as_millis() as u64)
+}
+
 /// The last lines of a text.
 pub fn tail(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.trim_end().lines().collect();

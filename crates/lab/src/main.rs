@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::experiment::autoballoon::Autoballoon;
 use ebb_lab::experiment::demo::Demo;
+use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, trial};
 use ebb_lab::image::{Cache, Kernel};
@@ -45,6 +47,10 @@ enum Cmd {
     Refault(trial::Options),
     /// What one mark in the map costs, natively and in guest instructions
     MarkCost(trial::Options),
+    /// VMs that need memory in turns: swapping and throughput without and with Ebb
+    Autoballoon(Autoballoon),
+    /// A guest that was shrunk suddenly needs memory: how long until it has it
+    Handback(Handback),
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
@@ -140,6 +146,8 @@ fn main() -> ExitCode {
         Cmd::Paused(o) => tried(trial::run("paused", &paused::ARMS, &o, paused::run)),
         Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
         Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
+        Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
         Cmd::HoldArena(args) => hold_arena(&args),

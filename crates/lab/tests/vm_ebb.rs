@@ -179,6 +179,47 @@ fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
     }
 }
 
+/// Two guests at work on memory that they check all the time; the host is full
+/// with what one of them does not use when the other, which was squeezed, needs its own.
+#[test]
+fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
+    let arena = arena(Some(Bytes::mib(740)));
+    let names = ["needs", "idles"];
+    let vms: Vec<Vm> = names.iter().map(|n| start_holding(n, Kernel::V6_1, &arena)).collect();
+    for (seed, vm) in vms.iter().enumerate() {
+        let args = format!("size=33554432 seconds=20 seed={seed}");
+        vm.tool().start("v", "verify", &args).unwrap();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "needs")["available"].as_u64()).unwrap();
+    daemon.reclaim_vm("needs").unwrap();
+    wait_taken(&daemon, "needs", Bytes::mib(280));
+    // It uses again what it freed before, and frees it: the host is full.
+    vms[1].tool().start_ready("h", "hold", "size=314572800", MINUTE).unwrap();
+    vms[1].tool().stop("h").unwrap();
+    let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
+
+    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
+    vms[0].tool().start("burst", "cycle", args).unwrap();
+    let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(64));
+    let given = daemon
+        .wait_for("gift", MINUTE, |s| {
+            let size = bytes(vm_state(s, "needs"), "actual");
+            (size >= 360 << 20).then_some(size)
+        })
+        .unwrap();
+    println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
+    assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    for vm in &vms {
+        let end = vm.tool().wait_end("v", MINUTE).unwrap();
+        assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{}: {end:?}", vm.name());
+        assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+    }
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
 #[test]
 fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     let arena = arena(Some(TIGHT));

@@ -1,12 +1,15 @@
 //! The experiments: each file is one, each prints a table and writes an
-//! [`Outcome`](crate::result::Outcome).
+//! [`Outcome`](crate::result::Outcome). `record` reads what Ebb did meanwhile.
 
+pub mod autoballoon;
 pub mod demo;
 pub mod fragmented;
+pub mod handback;
 pub mod mark_cost;
 pub mod overhead;
 pub mod paused;
 pub mod place;
+pub mod record;
 pub mod recycle;
 pub mod refault;
 pub mod trial;

@@ -1,0 +1,138 @@
+//! A client of the daemon's Unix socket: for the reading commands, and the lab.
+//!
+//! HTTP/1.1 as far as our own server needs it: one request a connection, answers
+//! with a length.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+/// No answer is larger.
+const MOST: u64 = 256 << 20;
+/// For each read and write; an answer takes the daemon milliseconds.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why there is no good answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error(
+        "no daemon answers on {socket}: start it with `ebb run`, or name its socket with --socket: {error}"
+    )]
+    NoDaemon {
+        /// Where.
+        socket: PathBuf,
+        /// What the system said.
+        error: std::io::Error,
+    },
+    /// The connection broke, or the answer took too long.
+    #[error("{path} on {socket}: the daemon did not finish its answer in 10 s: {error}")]
+    CutOff {
+        /// Where.
+        socket: PathBuf,
+        /// What was asked.
+        path: String,
+        /// What the system said.
+        error: std::io::Error,
+    },
+    /// Not what was asked for.
+    #[error("{path} on {socket}: {why}")]
+    Answer {
+        /// Where.
+        socket: PathBuf,
+        /// What was asked.
+        path: String,
+        /// What it said instead.
+        why: String,
+    },
+}
+
+/// Whether a daemon answers there.
+pub fn is_up(socket: impl AsRef<Path>) -> bool {
+    UnixStream::connect(socket).is_ok()
+}
+
+/// GETs a path; the body.
+pub fn get(socket: impl AsRef<Path>, path: &str) -> Result<Vec<u8>, ClientError> {
+    ask(socket.as_ref(), &format!("GET {path} HTTP/1.1\r\n"), path, "")
+}
+
+/// POSTs JSON to a path.
+pub fn post(socket: impl AsRef<Path>, path: &str, body: &str) -> Result<(), ClientError> {
+    let head = format!("POST {path} HTTP/1.1\r\nContent-Type: application/json\r\n");
+    ask(socket.as_ref(), &head, path, body).map(drop)
+}
+
+/// GETs and parses JSON.
+pub fn get_json<T: DeserializeOwned>(
+    socket: impl AsRef<Path>,
+    path: &str,
+) -> Result<T, ClientError> {
+    let socket = socket.as_ref();
+    serde_json::from_slice(&get(socket, path)?).map_err(|e| {
+        let why = format!("the daemon is of another version: {e}");
+        ClientError::Answer { socket: socket.into(), path: path.into(), why }
+    })
+}
+
+fn ask(socket: &Path, head: &str, path: &str, content: &str) -> Result<Vec<u8>, ClientError> {
+    let no_daemon = |error| ClientError::NoDaemon { socket: socket.into(), error };
+    let cut_off = |error| ClientError::CutOff { socket: socket.into(), path: path.into(), error };
+    let mut stream = UnixStream::connect(socket).map_err(no_daemon)?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(no_daemon)?;
+    stream.set_write_timeout(Some(PATIENCE)).map_err(no_daemon)?;
+    let length = content.len();
+    let request = format!(
+        "{head}Host: ebb\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{content}"
+    );
+    // In one piece: a server that needs no body may answer and hang up before it
+    // comes, and that answer counts.
+    match stream.write_all(request.as_bytes()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => return Err(cut_off(e)),
+        _ => {}
+    }
+    let mut answer = Vec::new();
+    stream.take(MOST).read_to_end(&mut answer).map_err(cut_off)?;
+    let bad = |why| ClientError::Answer { socket: socket.into(), path: path.into(), why };
+    body(&answer).map(<[u8]>::to_vec).map_err(bad)
+}
+
+/// The body of an answer, or what is wrong with it. Every answer of ours has a
+/// length, none is chunked.
+fn body(answer: &[u8]) -> Result<&[u8], String> {
+    let mut headers = [httparse::EMPTY_HEADER; 32];
+    let mut response = httparse::Response::new(&mut headers);
+    let at = match response.parse(answer) {
+        Ok(httparse::Status::Complete(at)) => at,
+        Ok(httparse::Status::Partial) => return Err("the answer was cut off".into()),
+        Err(e) => return Err(format!("not HTTP: {e}")),
+    };
+    let body = &answer[at..];
+    match response.code {
+        Some(200..=299) => Ok(body),
+        code => Err(format!(
+            "HTTP status {}: {}",
+            code.unwrap_or(0),
+            String::from_utf8_lossy(&body[..body.len().min(200)]).trim()
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_errors_and_nonsense_are_told_apart() {
+        assert_eq!(body(b"HTTP/1.1 200 OK\r\na: b\r\n\r\n{}").unwrap(), b"{}");
+        let e = body(b"HTTP/1.1 404 Not Found\r\n\r\nno").unwrap_err();
+        assert_eq!(e, "HTTP status 404: no");
+        assert!(body(b"HTTP/1.1 200 OK\r\na").is_err());
+        assert!(body(b"\xff\xff").is_err());
+        let e = get("/nonexistent/ebb.sock", "/").unwrap_err().to_string();
+        assert!(e.contains("ebb run"), "{e}");
+    }
+}

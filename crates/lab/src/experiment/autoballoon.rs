@@ -1,0 +1,460 @@
+//! `autoballoon`: the test that the field's first automatic ballooning was
+//! measured with, on real VMs: a host with less memory than its guests' sizes
+//! add up to, a memory-hungry workload in each of them, N runs, with and without.
+//!
+//! Some of the VMs are busy at any time, the others wait for their turn. In its
+//! turn a VM sorts in memory, as fast as it can, more in each turn than in the one
+//! before (as SPECjbb, the original's workload, adds warehouses), and then reads a
+//! file, which stays in its page cache. What is needed at one time fits the host; what the guests keep
+//! (freed pages, cache) does not. Work is fixed, so `run_time` is how long all of it
+//! took; `throughput` is what was sorted per second of sorting, and `throughput_cpu`
+//! per second of CPU time of all QEMUs, which also pay for faults, swapping and
+//! ballooning: it says the same where other work shares the machine's CPUs.
+//!
+//! Arms: `plain` (no controller), `reporting` (QEMU's free page reporting alone),
+//! `ebb-stock`, `ebb-guest`. Arms take turns within each run, so that what else
+//! happens on the machine meets all of them.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use ebb_core::sample::Vmstat;
+use ebb_core::units::Bytes;
+use ebb_host::probe::process::read_stat;
+use ebb_host::probe::vmstat::read_vmstat;
+use ebb_host::root::Root;
+
+use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use crate::ebb::Daemon;
+use crate::experiment::demo::write_noise;
+use crate::experiment::record;
+use crate::image::{Cache, Image, Kernel};
+use crate::result::Outcome;
+use crate::sampler::{Sampler, Series};
+use crate::tier;
+use crate::vm::{Balloon, Vm, VmConfig};
+use crate::wall_ms;
+
+/// All arms.
+pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb-guest"];
+/// The host is under pressure when less than this share of the budget is left.
+/// A fixed mark, whatever a controller's own marks are.
+const PRESSURE: f64 = 0.15;
+/// Longest that one sort or read may take.
+const STEP: Duration = Duration::from_secs(300);
+
+/// Sizes and times of a run.
+#[derive(Clone, Debug, Args)]
+pub struct Autoballoon {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// plain, reporting, ebb-stock, ebb-guest: in this order within each run
+    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb-stock")]
+    arms: Vec<String>,
+    /// How often each
+    #[arg(long, default_value_t = 10)]
+    runs: u32,
+    /// How many VMs
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    vms: u32,
+    /// RAM of each
+    #[arg(long, default_value = "512MiB")]
+    memory: Bytes,
+    /// What all VMs together may hold
+    #[arg(long, default_value = "1100MiB")]
+    budget: Bytes,
+    /// Swap to a file, not to zram
+    #[arg(long)]
+    swap_file: bool,
+    /// What each VM holds all the time
+    #[arg(long, default_value = "32MiB")]
+    base: Bytes,
+    /// What a sort of the last turn sorts; it needs twice as much. Turns before: in
+    /// proportion to their number
+    #[arg(long, default_value = "96MiB")]
+    sort: Bytes,
+    /// Sorts in one turn
+    #[arg(long, default_value_t = 1)]
+    sorts: u32,
+    /// What is read at the end of a turn, into the guest's page cache
+    #[arg(long, default_value = "160MiB")]
+    cache: Bytes,
+    /// Turns of each VM
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    turns: u32,
+    /// VMs that sort at the same time
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    busy: u32,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// Keep each run's record of Ebb in this directory
+    #[arg(long, value_name = "DIR")]
+    records: Option<PathBuf>,
+}
+
+/// What one run of one arm came to.
+#[derive(Clone, Debug, Default)]
+struct RunResult {
+    swap_in: f64,
+    swap_out: f64,
+    /// Integers sorted per second of sorting.
+    throughput: f64,
+    throughput_cpu: f64,
+    run_time: f64,
+    resident_mean: f64,
+    /// Turns of direction of all sizes, per VM and minute.
+    reversals: Option<f64>,
+    /// From pressure to the first order to shrink, seconds.
+    first_reaction: Option<f64>,
+}
+
+/// Each metric: its name, unit and where it is.
+type Metric = (&'static str, &'static str, fn(&RunResult) -> Option<f64>);
+const METRICS: [Metric; 8] = [
+    ("swap_in_pages", "count", |r| Some(r.swap_in)),
+    ("swap_out_pages", "count", |r| Some(r.swap_out)),
+    ("throughput", "per_second", |r| Some(r.throughput)),
+    ("throughput_cpu", "per_second", |r| Some(r.throughput_cpu)),
+    ("run_time", "seconds", |r| Some(r.run_time)),
+    ("resident_mean", "bytes", |r| Some(r.resident_mean)),
+    ("reversals", "per_minute", |r| r.reversals),
+    ("first_reaction", "seconds", |r| r.first_reaction),
+];
+
+impl Autoballoon {
+    /// Runs every arm as often as asked, prints, writes the figures.
+    pub fn run(&self) -> Result<()> {
+        if let Some(arm) = self.arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
+            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
+        }
+        println!(
+            "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort up to {} {} times and read {}, {} turns each",
+            self.vms,
+            self.memory,
+            self.budget,
+            if self.swap_file { "file" } else { "zram" },
+            self.busy,
+            self.sort,
+            self.sorts,
+            self.cache,
+            self.turns
+        );
+        let mut outcome = None;
+        let mut results: Vec<Vec<RunResult>> = vec![Vec::new(); self.arms.len()];
+        for n in 1..=self.runs {
+            for (arm, results) in self.arms.iter().zip(&mut results) {
+                let (result, fresh) = self.one(arm).with_context(|| format!("run {n}, {arm}"))?;
+                println!("run {n:>2}  {arm:<10}{}", line(&result));
+                results.push(result);
+                outcome.get_or_insert(fresh);
+            }
+        }
+        let Some(mut outcome) = outcome else { return Ok(()) };
+        for (arm, results) in self.arms.iter().zip(&results) {
+            for (metric, unit, value) in METRICS {
+                let values: Vec<f64> = results.iter().filter_map(value).collect();
+                outcome.add(arm, metric, unit, &values);
+            }
+        }
+        summary(&outcome, &self.arms);
+        if let Some(path) = &self.json {
+            outcome.write(path)?;
+            println!("figures: {}", path.display());
+        }
+        Ok(())
+    }
+
+    fn one(&self, arm: &str) -> Result<(RunResult, Outcome)> {
+        let kind = if self.swap_file { SwapKind::File } else { SwapKind::Any };
+        let swap = SwapConfig { size: Bytes::gib(1), kind, priority: 100 };
+        let arena = Arena::enter(&ArenaConfig {
+            budget: Some(self.budget),
+            swap: Some(swap),
+            knobs: Vec::new(),
+        })?;
+        let dir = tempfile::tempdir()?;
+        let disk = dir.path().join("disk");
+        write_noise(&disk, self.cache)?;
+        let vms = self.boot(&arena, arm, &disk, dir.path())?;
+        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
+        let daemon =
+            arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
+        let sampler = Sampler::start(20, arena.cgroup().cloned());
+        let began_ms = wall_ms();
+        let (before, cpu_before) = (swapped()?, cpu(&vms)?);
+        let worked = Work::new(self, &vms).run()?;
+        let (after, cpu_after) = (swapped()?, cpu(&vms)?);
+        let series = sampler.stop();
+        if daemon.is_some_and(|d| !d.stop()) {
+            bail!("ebb did not end well");
+        }
+        let mut result = RunResult {
+            swap_in: after.swap_in_pages.saturating_sub(before.swap_in_pages) as f64,
+            swap_out: after.swap_out_pages.saturating_sub(before.swap_out_pages) as f64,
+            throughput: worked.sorted as f64 / worked.busy.as_secs_f64(),
+            throughput_cpu: worked.sorted as f64 / (cpu_after - cpu_before),
+            run_time: worked.time.as_secs_f64(),
+            resident_mean: series.stat(|p| p.cgroup.0 as f64).mean,
+            ..RunResult::default()
+        };
+        warn_of_others(&series);
+        if arm.starts_with("ebb") {
+            if let Some(kept) = &self.records {
+                record::keep(dir.path(), kept, &format!("{arm}-{began_ms}"))?;
+            }
+            self.reaction(&mut result, &series, began_ms, &dir.path().join("record.jsonl"))?;
+        }
+        let outcome = Outcome::new("autoballoon", vms[0].release(), vms[0].accel());
+        Ok((result, outcome))
+    }
+
+    /// How many integers of four bytes a sort of this turn (from 0) sorts.
+    fn integers(&self, turn: u32) -> u64 {
+        self.sort.0 / 4 * u64::from(turn + 1) / u64::from(self.turns)
+    }
+
+    fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
+        let image = Image::get(&Cache::from_env(), self.kernel)?;
+        let mut vms = Vec::new();
+        for n in 1..=self.vms {
+            let mut config = VmConfig::new(format!("auto{n}"), self.memory);
+            config.kernel = self.kernel;
+            let reporting = arm == "reporting" || arm == "ebb-stock";
+            config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+            if arm == "ebb-guest" {
+                tier::prepare(&mut config, &image, dir)?;
+            }
+            config.disks = vec![disk.into()];
+            config.args.push("-snapshot".into());
+            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+            vms.push(Vm::spawn(&config)?);
+        }
+        for vm in &mut vms {
+            vm.wait_ready()?;
+            if arm == "ebb-guest" {
+                vm.tool()
+                    .sh("insmod /ebb.ko", Duration::from_secs(30))
+                    .map_err(|e| vm.explain(e))?;
+            }
+            let hold = format!("size={}", self.base.0);
+            vm.tool().start_ready("base", "hold", &hold, STEP).map_err(|e| vm.explain(e))?;
+        }
+        Ok(vms)
+    }
+
+    /// What the record and the cgroup's use say of the controller.
+    fn reaction(
+        &self,
+        r: &mut RunResult,
+        series: &Series,
+        began_ms: u64,
+        path: &Path,
+    ) -> Result<()> {
+        let ticks: Vec<record::Seen> = record::read(path)?;
+        let end_ms = began_ms + (r.run_time * 1000.0) as u64;
+        // Stopping gives everything back: that is no turn of the controller's.
+        let during: Vec<record::Seen> =
+            ticks.into_iter().filter(|t| (began_ms..=end_ms).contains(&t.wall_ms)).collect();
+        let minutes = r.run_time / 60.0;
+        r.reversals = Some(record::reversals(&during) as f64 / minutes / f64::from(self.vms));
+        let full = self.budget - self.budget.share(PRESSURE);
+        if let Some(at) = series.first(Duration::ZERO, |p| p.cgroup > full) {
+            let since = began_ms + at.as_millis() as u64;
+            r.first_reaction = record::first_take(&during, since).map(|ms| ms as f64 / 1000.0);
+        }
+        Ok(())
+    }
+}
+
+fn swapped() -> Result<Vmstat> {
+    read_vmstat(&Root::default())?.context("no /proc/vmstat")
+}
+
+/// CPU time of all QEMUs so far, seconds.
+fn cpu(vms: &[Vm]) -> Result<f64> {
+    let mut ticks = 0;
+    for vm in vms {
+        let stat = read_stat(&Root::default(), vm.pid())?.context("QEMU has ended")?;
+        ticks += stat.user_ticks + stat.system_ticks;
+    }
+    Ok(ticks as f64 / 100.0)
+}
+
+/// Swap is counted for the whole machine: say so if not only the VMs use it.
+fn warn_of_others(series: &Series) {
+    let other = series.stat(|p| (p.swap - p.cgroup_swap).0 as f64).max;
+    if other > (32 << 20) as f64 {
+        println!("  others on this machine swapped too, up to {}", Bytes(other as u64));
+    }
+}
+
+fn line(r: &RunResult) -> String {
+    let optional = |v: Option<f64>| v.map_or("-".into(), |v| format!("{v:.2}"));
+    format!(
+        "in {:>8} out {:>8} pages  {:>5.2} M/s ({:.2} a CPU second) {:>6.1} s  reversals {}/min  first reaction {} s",
+        r.swap_in,
+        r.swap_out,
+        r.throughput / 1e6,
+        r.throughput_cpu / 1e6,
+        r.run_time,
+        optional(r.reversals),
+        optional(r.first_reaction)
+    )
+}
+
+/// Means of all runs, and each arm against the first.
+fn summary(outcome: &Outcome, arms: &[String]) {
+    let value = |arm: &str, metric: &str| {
+        outcome.results.iter().find(|r| r.arm == arm && r.metric == metric)
+    };
+    print!("\n{:<18}", "");
+    arms.iter().for_each(|a| print!("{a:>24}"));
+    println!();
+    for (metric, ..) in METRICS {
+        print!("{metric:<18}");
+        for (n, arm) in arms.iter().enumerate() {
+            let Some(row) = value(arm, metric) else {
+                print!("{:>24}", "-");
+                continue;
+            };
+            let first = value(&arms[0], metric).map_or(0.0, |r| r.value);
+            let change = if n > 0 && first > 0.0 {
+                format!("{:+.1} %", 100.0 * (row.value / first - 1.0))
+            } else {
+                String::new()
+            };
+            print!("{:>14.2} {change:>9}", row.value);
+        }
+        println!();
+    }
+}
+
+/// What was done.
+#[derive(Default)]
+struct Done {
+    sorted: u64,
+    busy: Duration,
+    time: Duration,
+}
+
+/// What a VM does now.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Step {
+    /// Waits for its turn.
+    Waiting,
+    /// The sort of this number in its turn runs, since then.
+    Sorting(u32, Instant),
+    Reading,
+}
+
+/// Drives the VMs' work.
+struct Work<'a> {
+    plan: &'a Autoballoon,
+    vms: &'a [Vm],
+    /// What each does, and how many turns it has had.
+    steps: Vec<(Step, u32)>,
+    done: Done,
+}
+
+impl<'a> Work<'a> {
+    fn new(plan: &'a Autoballoon, vms: &'a [Vm]) -> Work<'a> {
+        Work { plan, vms, steps: vec![(Step::Waiting, 0); vms.len()], done: Done::default() }
+    }
+
+    fn run(mut self) -> Result<Done> {
+        let began = Instant::now();
+        while self.steps.iter().any(|s| *s != (Step::Waiting, self.plan.turns)) {
+            for n in 0..self.vms.len() {
+                self.go_on(n)?;
+            }
+            if let Some(n) = next_turn(&self.steps, self.plan.busy as usize, self.plan.turns) {
+                self.steps[n].0 = self.sort(n, 0)?;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.done.time = began.elapsed();
+        Ok(self.done)
+    }
+
+    /// Starts what is next for a VM, once what was before has ended.
+    fn go_on(&mut self, n: usize) -> Result<()> {
+        let vm = &self.vms[n];
+        vm.check()?;
+        let (step, turns) = self.steps[n];
+        let ended = vm.tool().take_events();
+        let ended = |job: &str, name: &str| ended.iter().any(|e| e.job == job && e.name == name);
+        self.steps[n] = match step {
+            Step::Sorting(which, since) if ended("sort", "exit") => {
+                self.account(n, since)?;
+                let more = which + 1 < self.plan.sorts;
+                (if more { self.sort(n, which + 1)? } else { self.read(n)? }, turns)
+            }
+            Step::Reading if ended("read", "ready") => (Step::Waiting, turns + 1),
+            Step::Reading if ended("read", "exit") => {
+                bail!("{} could not read its disk", vm.name())
+            }
+            _ => return Ok(()),
+        };
+        Ok(())
+    }
+
+    fn sort(&self, n: usize, which: u32) -> Result<Step> {
+        let vm = &self.vms[n];
+        let integers = self.plan.integers(self.steps[n].1);
+        let arguments = format!("n={integers} seed={}", which + 1);
+        vm.tool().start("sort", "sort", &arguments).map_err(|e| vm.explain(e))?;
+        Ok(Step::Sorting(which, Instant::now()))
+    }
+
+    fn account(&mut self, n: usize, since: Instant) -> Result<()> {
+        let vm = &self.vms[n];
+        let took = since.elapsed();
+        let stat = vm.tool().wait_end("sort", STEP).map_err(|e| vm.explain(e))?;
+        let integers = self.plan.integers(self.steps[n].1);
+        if stat.u64("errors") != 0 || stat.u64("checks") != integers {
+            bail!("{} sorted wrongly: {:?}", vm.name(), stat.0);
+        }
+        self.done.sorted += integers;
+        self.done.busy += took;
+        Ok(())
+    }
+
+    fn read(&self, n: usize) -> Result<Step> {
+        let vm = &self.vms[n];
+        // The one before holds the device open, and with it what was read.
+        let _ = vm.tool().stop("read");
+        let _ = vm.tool().take_events();
+        let arguments = format!("size={}", self.plan.cache.0);
+        vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
+        Ok(Step::Reading)
+    }
+}
+
+/// Whose turn it is: of those that wait, one that had the fewest.
+fn next_turn(steps: &[(Step, u32)], most_busy: usize, turns: u32) -> Option<usize> {
+    let busy = steps.iter().filter(|(s, _)| matches!(s, Step::Sorting(..))).count();
+    let waiting = (0..steps.len()).filter(|n| steps[*n].0 == Step::Waiting);
+    let next = waiting.min_by_key(|n| steps[*n].1)?;
+    (busy < most_busy && steps[next].1 < turns).then_some(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_go_round_and_no_more_are_busy_than_asked() {
+        let sorting = Step::Sorting(0, Instant::now());
+        let wait = |turns| (Step::Waiting, turns);
+        assert_eq!(next_turn(&[wait(0), wait(0), wait(0)], 2, 2), Some(0));
+        assert_eq!(next_turn(&[(sorting, 0), wait(0), wait(0)], 2, 2), Some(1));
+        assert_eq!(next_turn(&[(sorting, 0), (sorting, 0), wait(0)], 2, 2), None);
+        // One that reads is not busy, and one that had a turn waits for the others.
+        assert_eq!(next_turn(&[wait(1), (Step::Reading, 0), wait(0)], 2, 2), Some(2));
+        assert_eq!(next_turn(&[wait(2), wait(2), wait(2)], 2, 2), None, "all done");
+    }
+}
