@@ -12,4 +12,6 @@ pub mod linux;
 pub mod probe;
 pub mod qmp;
 pub mod root;
+pub mod scan;
+pub mod sys;
 mod vm;
