@@ -5,6 +5,7 @@
 //! a plan may not.
 
 pub mod balloon;
+pub mod merge;
 pub mod recycle;
 
 use crate::memory::Memory;
