@@ -2,6 +2,7 @@
 
 pub mod doctor;
 pub mod explain;
+pub mod merge;
 pub mod reclaim;
 pub mod record;
 pub mod release;

@@ -16,6 +16,7 @@
 
 pub mod hash;
 pub mod pace;
+pub mod survey;
 pub mod table;
 mod tags;
 mod tally;

@@ -343,3 +343,33 @@ fn a_sample_reads_its_share() {
     let pieces = read / 16;
     assert!((500..780).contains(&pieces), "{pieces}");
 }
+
+#[test]
+fn a_survey_of_little_reads_all_and_tells_the_same() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let held = Bytes(2 * PAGES * PAGE);
+    let all = targets(&holders);
+    let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+    assert_eq!(found(&survey.scan.split), truth(&[(0, "a"), (1, "a")]));
+    assert_eq!((survey.whole, survey.estimate), (vec![true; 2], None));
+}
+
+#[test]
+fn a_survey_of_much_reads_whole_what_has_twins_in_a_sample() {
+    let mut unlike = Holder::start(0, "a");
+    // Its last quarters alone: no two pages are alike there, and none of others'.
+    let range = unlike.target.ram[0];
+    let piece = |i: u64| Range { start: range.start + (i * 8 + 5) * 16 * PAGE, len: 48 * PAGE };
+    unlike.target.ram = (0..PAGES / 128).map(piece).collect();
+    let like = Holder::start(1, "a");
+    let all = [unlike.target.clone(), like.target.clone()];
+    // A sample may by chance hold no two of the twins, though hardly ever.
+    let deep = (0..4).find_map(|_| {
+        let held = Bytes::gib(4096);
+        let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+        assert!(!survey.whole[0] && survey.estimate.is_some());
+        survey.whole[1].then_some(survey)
+    });
+    let [zeros, within, ..] = truth(&[(1, "a")]);
+    assert_eq!(found(&deep.unwrap().scan.split), [zeros, within, 0, 0]);
+}
