@@ -3,8 +3,9 @@
 //! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
 //! `parse_x(text)` is pure. What is read is checked and bounded here; nothing
 //! in this crate decides anything. New sources go to `probe/`, new QMP meanings
-//! to `balloon.rs`; [`linux::LinuxHost`] joins them into one sample per tick.
+//! to `balloon.rs`, what changes the host itself to `act/`; [`linux::LinuxHost`] joins them into one sample per tick.
 
+pub mod act;
 pub mod agent;
 mod agent_link;
 pub mod balloon;

@@ -23,6 +23,11 @@ pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
     }))
 }
 
+/// Pages that `ksmd` looked at since boot (6.6+).
+pub fn read_pages_scanned(root: &Root) -> Result<Option<u64>, ProbeError> {
+    number(root, "pages_scanned")
+}
+
 /// A process's merging; what this kernel does not tell is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmStat {

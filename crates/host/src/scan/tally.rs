@@ -213,7 +213,7 @@ pub struct Block {
     pub start: u64,
     /// Read.
     pub read: u32,
-    /// Of those, with a twin in the group, or where changed pages count, stable.
+    /// Of those, with a twin in the group.
     pub twins: u32,
     /// Zeros.
     pub zeros: u32,
