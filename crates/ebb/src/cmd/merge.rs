@@ -1,9 +1,11 @@
-//! `ebb merge`: what merging equal pages would bring.
+//! `ebb merge`: what merging equal pages would bring; VMs in and out of it.
 //!
 //! `report` reads the memory of VMs itself, with or without a daemon, and changes
-//! nothing. What a number here means is told in docs/merging.md.
+//! nothing. `on` and `off` ask QEMU and look whether it was done. What a number
+//! here means is told in docs/merging.md.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Subcommand;
@@ -11,14 +13,20 @@ use ebb_core::config::Config;
 use ebb_core::policy::merge::{Candidates, Settings};
 use ebb_core::sample::Ksm;
 use ebb_core::units::Bytes;
+use ebb_host::act::ksm;
+use ebb_host::act::mergeable::{self, Done};
 use ebb_host::probe::ksm::{KsmStat, read_ksm, read_ksm_stat};
-use ebb_host::probe::qemu::{self, QemuProcess};
+use ebb_host::probe::qemu::{self, QemuProcess, QmpAddress};
+use ebb_host::qmp::Client;
 use ebb_host::root::Root;
 use ebb_host::scan::survey::{Estimate, Survey, survey};
 use ebb_host::scan::{Fate, Found, Limits, Options, Pages, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
 use crate::table::{emit, emit_json, table};
+
+/// How long a QMP socket may take to greet.
+const QMP: Duration = Duration::from_secs(5);
 
 /// What to do about merging.
 #[derive(Subcommand)]
@@ -36,9 +44,26 @@ pub enum What {
         /// Cores that all threads together may use, e.g. 0.5
         #[arg(long)]
         cores: Option<f64>,
+        /// Compete with everything else for the CPU [default: run when it is idle]
+        #[arg(long)]
+        hurry: bool,
         /// The same as JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Lets KSM look at these VMs: all of one share group, and no other on this host
+    On {
+        /// The VMs
+        #[arg(required = true)]
+        vm: Vec<String>,
+        /// Also where VMs of another group are open to KSM: their pages will be merged together
+        #[arg(long)]
+        across_groups: bool,
+    },
+    /// Takes VMs out of merging and breaks what is merged of them; without a name, of all the host
+    Off {
+        /// The VMs
+        vm: Vec<String>,
     },
 }
 
@@ -133,16 +158,121 @@ struct ScanReport {
 /// Does it; `false` where there was nothing to do.
 pub fn main(config: &Config, what: What) -> Result<bool> {
     match what {
-        What::Report { vm, full, threads, cores, json } => {
+        What::Report { vm, full, threads, cores, hurry, json } => {
             if cores.is_some_and(|c| !(c.is_finite() && c > 0.0)) {
                 bail!("--cores: a number above 0, such as 0.5");
             }
             let limits = Limits { cores, ..Limits::default() };
-            let options =
-                Options { threads: threads.map(|t| t as usize), limits, ..Options::default() };
+            let threads = threads.map(|t| t as usize);
+            let options = Options { threads, limits, idle: !hurry, ..Options::default() };
             report(config, &vm, full, &options, json)
         }
+        What::On { vm, across_groups } => on(config, &vm, across_groups),
+        What::Off { vm } if vm.is_empty() => off_all(),
+        What::Off { vm } => switch(config, &vm, false),
     }
+}
+
+/// KSM has one domain: it merges whatever is open to it, so one group only may be.
+fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
+    let all = look(config, &Root::default(), &[])?;
+    let group = |k: &&Known| k.group.clone();
+    let wanted = all.iter().filter(|k| names.contains(&k.process.name));
+    let groups: BTreeSet<String> = wanted.map(|k| group(&k)).collect();
+    let open = |k: &&Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+    let others: Vec<&str> = all
+        .iter()
+        .filter(|k| open(k) && !(groups.len() == 1 && groups.contains(&k.group)))
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if (groups.len() > 1 || !others.is_empty()) && !across_groups {
+        bail!(
+            "KSM merges all VMs that are open to it, and a VM can find out what its neighbours \
+             hold by how long a write takes. {} of the share groups {:?}{}. Take the others out \
+             (`ebb merge off VM`), or say --across-groups",
+            names.join(", "),
+            groups,
+            if others.is_empty() {
+                String::new()
+            } else {
+                format!("; open already: {}", others.join(", "))
+            }
+        );
+    }
+    let agents: Vec<&str> = all
+        .iter()
+        .filter(|k| names.contains(&k.process.name) && k.process.agent.is_some())
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if !agents.is_empty() {
+        bail!(
+            "{}: their RAM is recycled page by page, and what KSM merges loses the protection that \
+             recycling relies on; the agent would close it again",
+            agents.join(", ")
+        );
+    }
+    switch(config, names, true)
+}
+
+/// Opens VMs to KSM or takes them out, and says what came of each.
+fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
+    let root = Root::default();
+    let (mut changed, mut failed) = (false, Vec::new());
+    for known in look(config, &root, names)? {
+        let name = &known.process.name;
+        match connect(config, &known.process)
+            .and_then(|mut qmp| Ok(mergeable::set(&root, known.process.id, &mut qmp, on)?))
+        {
+            Ok(Done::Already) => emit(&format!("{name}: it was so already\n"))?,
+            Ok(done) => {
+                changed = true;
+                let how = if done == Done::Inverted { " (this QEMU has it inverted)" } else { "" };
+                let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
+                emit(&format!("{name}: {what}{how}\n"))?;
+            }
+            Err(e) => failed.push(format!("{name}: {e:#}")),
+        }
+    }
+    if failed.is_empty() { Ok(changed) } else { bail!("{}", failed.join("; ")) }
+}
+
+/// The VM's QMP socket, where one is free: a socket serves one client.
+fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
+    let paths = match (&config.vm(&process.name).qmp, &process.qmp) {
+        (Some(path), _) => vec![path.into()],
+        (None, QmpAddress::Paths(paths)) => paths.clone(),
+        (None, QmpAddress::None { why }) => bail!("{why}"),
+    };
+    let mut last = None;
+    for path in paths {
+        match Client::connect(path, QMP) {
+            Ok(client) if client.peer_pid().is_none_or(|p| p == process.id.pid) => {
+                return Ok(client);
+            }
+            Ok(client) => {
+                last = Some(format!("{}: served by another process", client.path().display()))
+            }
+            Err(e) => last = Some(e.to_string()),
+        }
+    }
+    bail!("{}", last.unwrap_or_else(|| "it has no QMP socket".into()))
+}
+
+/// Stops KSM and breaks all merges.
+fn off_all() -> Result<bool> {
+    let root = Root::default();
+    if let Some(pid) = ksm::ksmtuned(&root) {
+        emit(&format!(
+            "ksmtuned (process {pid}) sets KSM too, and will start it again: systemctl stop ksmtuned\n"
+        ))?;
+    }
+    let begun = Instant::now();
+    let freed = ksm::unmerge(&root)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    emit(&format!(
+        "KSM is stopped; {freed} that were merged are private again ({seconds:.1} s)\n"
+    ))?;
+    Ok(freed > Bytes::ZERO)
 }
 
 /// A VM before it is scanned.
@@ -252,6 +382,9 @@ fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
         }
     }
     let split = scanned.map(|(vm, _)| vm.split).unwrap_or_default();
+    // VMs live on: what the scan saw goes with what it found.
+    let seen = scanned.filter(|_| read == "whole").map(|(vm, _)| vm.pages.held + vm.pages.merged);
+    let held = seen.map(Bytes::pages).or(found.map(|f| f.held));
     let ksm = k.stat.filter(|s| s.merging_pages.is_some()).map(|s| VmKsm {
         merged: Bytes::pages(s.merging_pages.unwrap_or(0)),
         zero: Bytes::pages(s.zero_pages.unwrap_or(0)),
@@ -261,7 +394,7 @@ fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
         name: k.process.name.clone(),
         pid: k.process.id.pid,
         group: k.group.clone(),
-        held: found.map_or(Bytes::ZERO, |f| f.held),
+        held: held.unwrap_or_default(),
         mergeable: found.map_or(Bytes::ZERO, |f| f.mergeable),
         saves: split.allowed(),
         split,
