@@ -6,6 +6,7 @@
 
 pub mod balloon;
 mod give;
+pub mod merge;
 pub mod offload;
 pub mod protect;
 pub mod recycle;

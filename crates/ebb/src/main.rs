@@ -114,6 +114,11 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Page merging: what it would bring, and the way out of it
+    Merge {
+        #[command(subcommand)]
+        what: cmd::merge::What,
+    },
     /// Writes the last minutes of a running daemon to a file
     Record {
         /// Where to; `-` is standard output
@@ -208,6 +213,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Reclaim { vm, all: _, bytes, json } => {
             cmd::reclaim::main(&socket, Reclaim { vm, bytes }, json)
         }
+        Command::Merge { what } => cmd::merge::main(&config, what),
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
         Command::Release => cmd::release::main(&config),

@@ -2,8 +2,9 @@
 //!
 //! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
 //! `parse_x(text)` is pure. What is read is checked and bounded here; nothing
-//! in this crate decides anything. New sources go to `probe/`, new acts to `act/`,
-//! new QMP meanings to `balloon.rs`; [`linux::LinuxHost`] joins them into one sample per tick.
+//! in this crate decides anything. New sources go to `probe/`, new acts on the
+//! machine to `act/`, new QMP meanings to `balloon.rs`; [`linux::LinuxHost`] joins
+//! them into one sample per tick.
 
 pub mod act;
 pub mod agent;
@@ -14,4 +15,6 @@ pub mod linux;
 pub mod probe;
 pub mod qmp;
 pub mod root;
+pub mod scan;
+pub mod sys;
 mod vm;

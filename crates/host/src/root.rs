@@ -137,7 +137,7 @@ impl Root {
     }
 }
 
-fn is_absent(error: &io::Error) -> bool {
+pub(crate) fn is_absent(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),
         Some(Errno::NOENT | Errno::NOTDIR | Errno::SRCH | Errno::OPNOTSUPP | Errno::NODEV)

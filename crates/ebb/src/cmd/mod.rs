@@ -2,6 +2,7 @@
 
 pub mod doctor;
 pub mod explain;
+pub mod merge;
 pub mod past;
 pub mod plan;
 pub mod reclaim;

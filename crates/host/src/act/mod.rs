@@ -1,4 +1,7 @@
-//! What Ebb does to the machine beside QMP and the agents: one file per act. This
-//! is where `unsafe` may be needed for system calls without a safe wrapper.
+//! What Ebb does to the machine beside QMP and the agents: one file per act. Each
+//! puts back what it changed. `unsafe` where a system call has no safe wrapper.
 
+pub mod governor;
+pub mod ksm;
+pub mod mergeable;
 pub mod offload;

@@ -1,8 +1,9 @@
-//! `/sys/kernel/mm/ksm` (Linux `mm/ksm.c`): the whole host's merging.
+//! `/sys/kernel/mm/ksm` (Linux `mm/ksm.c`): the whole host's merging; and a
+//! process's part of it, `/proc/PID/ksm_stat` (6.1+, `fs/proc/base.c`).
 
 use ebb_core::sample::Ksm;
 
-use crate::root::{ProbeError, Root, parse_number};
+use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 
@@ -22,6 +23,53 @@ pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
     }))
 }
 
+/// Pages that `ksmd` looked at since boot (6.6+).
+pub fn read_pages_scanned(root: &Root) -> Result<Option<u64>, ProbeError> {
+    number(root, "pages_scanned")
+}
+
+/// A process's merging; what this kernel does not tell is `None`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KsmStat {
+    /// Pages that KSM keeps in mind, 64 bytes each.
+    pub rmap_items: Option<u64>,
+    /// Pages merged with the zero page (6.6+).
+    pub zero_pages: Option<u64>,
+    /// Places that map a merged page.
+    pub merging_pages: Option<u64>,
+    /// Bytes saved less KSM's own, signed as the kernel has it.
+    pub profit: Option<i64>,
+    /// Some of its memory is marked for KSM (6.14+).
+    pub mergeable: Option<bool>,
+}
+
+/// Reads `/proc/PID/ksm_stat`; `None` where the process has ended or the kernel
+/// has no such file.
+pub fn read_ksm_stat(root: &Root, pid: u32) -> Result<Option<KsmStat>, ProbeError> {
+    root.parse(format!("/proc/{pid}/ksm_stat"), parse_ksm_stat)
+}
+
+/// Parses it: `key value` a line, newer keys with a colon; unknown ones are
+/// passed over.
+pub fn parse_ksm_stat(text: &str) -> Result<KsmStat, ParseError> {
+    let mut stat = KsmStat::default();
+    for (i, line) in text.lines().enumerate() {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(key), Some(value)) = (words.next(), words.next()) else { continue };
+        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        let number = || value.parse().map(Some).map_err(|_| bad());
+        match key.trim_end_matches(':') {
+            "ksm_rmap_items" => stat.rmap_items = number()?,
+            "ksm_zero_pages" => stat.zero_pages = number()?,
+            "ksm_merging_pages" => stat.merging_pages = number()?,
+            "ksm_process_profit" => stat.profit = Some(value.parse().map_err(|_| bad())?),
+            "ksm_mergeable" => stat.mergeable = Some(value == "yes"),
+            _ => {}
+        }
+    }
+    Ok(stat)
+}
+
 fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Result<Option<T>, ProbeError> {
     root.parse(format!("{DIR}/{name}"), parse_number)
 }
@@ -29,6 +77,23 @@ fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Result<Option<T>, Pr
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_tells_its_part_and_old_kernels_less_of_it() {
+        let text = "ksm_rmap_items 17\nksm_zero_pages 3\nksm_merging_pages 5\n\
+                    ksm_process_profit -64\nksm_merge_any: no\nksm_mergeable: yes\n";
+        let stat = parse_ksm_stat(text).unwrap();
+        let want = KsmStat {
+            rmap_items: Some(17),
+            zero_pages: Some(3),
+            merging_pages: Some(5),
+            profit: Some(-64),
+            mergeable: Some(true),
+        };
+        assert_eq!(stat, want);
+        assert_eq!(parse_ksm_stat("ksm_rmap_items 0\n").unwrap().mergeable, None);
+        assert_eq!(parse_ksm_stat("x 1\nksm_rmap_items -1\n").unwrap_err().line, 2);
+    }
 
     #[test]
     fn profit_is_signed_and_newer_files_may_be_absent() {

@@ -7,6 +7,7 @@ pub mod meminfo;
 pub mod process;
 pub mod psi;
 pub mod qemu;
+pub mod regions;
 pub mod swaps;
 pub mod vmpressure;
 pub mod vmstat;

@@ -1,0 +1,88 @@
+//! The governor at work: facts in, policy asked, knobs set, once per tick.
+//!
+//! The policy is `ebb_core::policy::merge`; the knobs are `ksm.rs`. This file only
+//! joins them: it reads what `ksmd` did and used, and does what the policy says.
+
+use std::path::Path;
+
+use ebb_core::model::Pressure;
+use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
+use ebb_core::units::Stamp;
+
+use super::ksm::{KsmError, KsmOwner};
+use crate::probe::ksm::{read_ksm, read_pages_scanned};
+use crate::probe::process::read_stat;
+use crate::root::Root;
+
+/// `ksmd` under a budget.
+#[derive(Debug)]
+pub struct Governor {
+    root: Root,
+    owner: KsmOwner,
+    settings: Settings,
+    memory: Memory,
+    planned: Candidates,
+    plan: u64,
+    ksmd: Option<u32>,
+}
+
+impl Governor {
+    /// Takes KSM's knobs; see [`KsmOwner::take`].
+    pub fn take(
+        root: Root,
+        state: &Path,
+        settings: Settings,
+        keep_advisor: bool,
+    ) -> Result<Governor, KsmError> {
+        let owner = KsmOwner::take(root.clone(), state, keep_advisor)?;
+        let (memory, planned) = (Memory::default(), Candidates::default());
+        Ok(Governor { ksmd: ksmd(&root), root, owner, settings, memory, planned, plan: 0 })
+    }
+
+    /// What is open to KSM now, as a scan saw it.
+    pub fn plan(&mut self, planned: Candidates) {
+        self.planned = planned;
+        self.plan += 1;
+    }
+
+    /// One tick.
+    pub fn step(&mut self, at: Stamp, state: Pressure) -> Result<Order, KsmError> {
+        let facts = self.facts(at, state)?;
+        let order = govern(&facts, &self.settings, &mut self.memory);
+        self.owner.apply(&order)?;
+        Ok(order)
+    }
+
+    /// Puts the knobs back.
+    pub fn release(self) -> Result<(), KsmError> {
+        self.owner.release()
+    }
+
+    fn facts(&self, at: Stamp, state: Pressure) -> Result<Facts, KsmError> {
+        let ksm = read_ksm(&self.root)?.ok_or(KsmError::None)?;
+        let ticks = |pid| Some(read_stat(&self.root, pid).ok()??.system_ticks);
+        Ok(Facts {
+            at,
+            state,
+            planned: self.planned,
+            plan: self.plan,
+            // Clock ticks are hundredths of a second on every Linux Ebb runs on.
+            cpu_ms: self.ksmd.and_then(ticks).unwrap_or(0) * 10,
+            scanned: read_pages_scanned(&self.root)?,
+            scans: ksm.full_scans,
+            saved: ksm.pages_sharing + ksm.zero_pages.unwrap_or(0),
+        })
+    }
+}
+
+/// The kernel's thread that merges.
+pub fn ksmd(root: &Root) -> Option<u32> {
+    let entries = std::fs::read_dir(root.path("/proc")).ok()?;
+    let mut pids = entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    pids.find(|pid| {
+        // A kernel thread has no command line, which no process can imitate.
+        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
+        let line = || root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
+        comm.is_some_and(|c| c.trim() == "ksmd") && line().is_none_or(|l| l.is_empty())
+    })
+}

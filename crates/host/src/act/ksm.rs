@@ -1,0 +1,398 @@
+//! `/sys/kernel/mm/ksm`, owned while Ebb steers it: what was there is written
+//! down first, and put back when Ebb stops, or by the next one after a crash.
+//!
+//! `run` is written only between batches of `ksmd`, so a write waits as long as a
+//! batch takes; orders keep batches short. `run=2` breaks every merge there is. It
+//! needs the memory that merging saved, and the kernel offers whoever writes it to
+//! the OOM killer first: a child process does, and only after a look at what is
+//! free. Knobs that this kernel lacks are passed over and named. Sources: Linux
+//! `mm/ksm.c`, `Documentation/admin-guide/mm/ksm.rst`.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use ebb_core::policy::merge::Order;
+use ebb_core::sample::Ksm;
+use ebb_core::units::Bytes;
+
+use crate::probe::ksm::read_ksm;
+use crate::probe::meminfo::read_meminfo;
+use crate::root::{ProbeError, Root};
+
+const DIR: &str = "/sys/kernel/mm/ksm";
+/// The knobs that are changed, in the order in which they are put back: what
+/// stops `ksmd` or takes the advisor's hands off comes first.
+const KNOBS: [&str; 6] =
+    ["run", "advisor_mode", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
+/// What must stay free beside what breaking merges takes.
+const SPARE: Bytes = Bytes::mib(256);
+
+/// Why KSM could not be set.
+#[derive(Debug, thiserror::Error)]
+pub enum KsmError {
+    /// Built without CONFIG_KSM.
+    #[error("this kernel has no KSM ({DIR} is missing)")]
+    None,
+    /// A knob could not be read.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// A file could not be written.
+    #[error("{path}: {error}")]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// What an earlier Ebb wrote down is not readable.
+    #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// There is no room for the pages that merging saved.
+    #[error(
+        "breaking all merges takes {needed}, and {SPARE} must stay free, but {available} are \
+         available: free memory first (stop VMs, or take from them), or let it be broken VM by VM \
+         (`ebb merge off VM`)"
+    )]
+    NoRoom {
+        /// What merging saves now.
+        needed: Bytes,
+        /// MemAvailable.
+        available: Bytes,
+    },
+}
+
+/// KSM's knobs in Ebb's hands. [`KsmOwner::release`] puts them back.
+#[derive(Debug)]
+pub struct KsmOwner {
+    root: Root,
+    state: PathBuf,
+    saved: BTreeMap<String, String>,
+    /// The operator prefers the kernel's advisor: speed is left to it.
+    keep_advisor: bool,
+    /// Knobs that this kernel has not.
+    missing: Vec<&'static str>,
+}
+
+impl KsmOwner {
+    /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
+    /// the file `state`. Changes nothing yet.
+    pub fn take(root: Root, state: &Path, keep_advisor: bool) -> Result<KsmOwner, KsmError> {
+        let mut owner = KsmOwner {
+            root,
+            state: state.into(),
+            saved: BTreeMap::new(),
+            keep_advisor,
+            missing: Vec::new(),
+        };
+        let mut found = BTreeMap::new();
+        for knob in KNOBS {
+            match owner.read(knob)? {
+                Some(value) => drop(found.insert(knob.to_string(), value)),
+                None => owner.missing.push(knob),
+            }
+        }
+        if !found.contains_key("run") {
+            return Err(KsmError::None);
+        }
+        owner.saved = match owner.written()? {
+            Some(saved) => saved,
+            None => {
+                owner.write_down(&found)?;
+                found
+            }
+        };
+        Ok(owner)
+    }
+
+    /// Puts back what a crashed Ebb had changed; whether there was anything.
+    pub fn recover(root: Root, state: &Path) -> Result<bool, KsmError> {
+        if !state.exists() {
+            return Ok(false);
+        }
+        KsmOwner::take(root, state, false)?.release().map(|()| true)
+    }
+
+    /// Knobs that this kernel lacks: Ebb does without them.
+    pub fn missing(&self) -> &[&'static str] {
+        &self.missing
+    }
+
+    /// What `ksmd` is to do. Only knobs that differ are written.
+    pub fn apply(&self, order: &Order) -> Result<(), KsmError> {
+        let Order::Run { batch, sleep_ms, .. } = order else { return self.set("run", "0") };
+        // With it a late twin of an aged page is never found.
+        self.set("smart_scan", "0")?;
+        self.set("use_zero_pages", "1")?;
+        if !self.keep_advisor {
+            self.set("advisor_mode", "none")?;
+            self.set("pages_to_scan", &batch.to_string())?;
+        }
+        self.set("sleep_millisecs", &(*sleep_ms).max(1).to_string())?;
+        self.set("run", "1")
+    }
+
+    /// Puts everything back. What was merged stays merged, as `run=0` has it.
+    pub fn release(self) -> Result<(), KsmError> {
+        for knob in KNOBS {
+            let Some(value) = self.saved.get(knob) else { continue };
+            // Somebody had broken all merges: `run` still says so, but to write it
+            // would break those that there are now.
+            let value = if knob == "run" && value == "2" { "0" } else { value };
+            // The advisor does not let others write this.
+            let advised = knob == "pages_to_scan"
+                && self.saved.get("advisor_mode").is_some_and(|m| m != "none");
+            if !advised {
+                self.set(knob, value)?;
+            }
+        }
+        fs::remove_file(&self.state)
+            .map_err(|error| KsmError::Write { path: self.state.clone(), error })
+    }
+
+    fn path(&self, knob: &str) -> PathBuf {
+        self.root.path(format!("{DIR}/{knob}"))
+    }
+
+    /// A knob's value; of `a [b] c` the chosen one.
+    fn read(&self, knob: &str) -> Result<Option<String>, KsmError> {
+        let text = self.root.read(format!("{DIR}/{knob}"))?;
+        Ok(text.map(|text| {
+            let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+            chosen.map_or(text.trim(), |(value, _)| value).to_string()
+        }))
+    }
+
+    fn set(&self, knob: &str, value: &str) -> Result<(), KsmError> {
+        match self.read(knob)? {
+            None => return Ok(()),
+            Some(now) if now == value => return Ok(()),
+            Some(_) => {}
+        }
+        debug_assert!(knob != "run" || value != "2", "see `unmerge`");
+        let path = self.path(knob);
+        fs::write(&path, value).map_err(|error| KsmError::Write { path, error })
+    }
+
+    fn written(&self) -> Result<Option<BTreeMap<String, String>>, KsmError> {
+        let damaged = |why: String| KsmError::Damaged { path: self.state.clone(), why };
+        let text = match fs::read_to_string(&self.state) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(|e| damaged(e.to_string()))?,
+        };
+        let saved: BTreeMap<String, String> =
+            serde_json::from_str(&text).map_err(|e| damaged(e.to_string()))?;
+        match saved.contains_key("run") {
+            true => Ok(Some(saved)),
+            false => Err(damaged("no “run” in it".into())),
+        }
+    }
+
+    /// On disk before anything is changed.
+    fn write_down(&self, found: &BTreeMap<String, String>) -> Result<(), KsmError> {
+        let new = self.state.with_extension("new");
+        let write = || -> io::Result<()> {
+            if let Some(dir) = self.state.parent() {
+                fs::create_dir_all(dir)?;
+            }
+            let mut file = File::create(&new)?;
+            file.write_all(&serde_json::to_vec_pretty(found)?)?;
+            file.sync_all()?;
+            fs::rename(&new, &self.state)
+        };
+        write().map_err(|error| KsmError::Write { path: self.state.clone(), error })
+    }
+}
+
+/// What merging saves now, host-wide, and would take to be broken.
+pub fn saved(ksm: &Ksm) -> Bytes {
+    Bytes::pages(ksm.pages_sharing + ksm.zero_pages.unwrap_or(0))
+}
+
+/// Whether so much can be broken out of merges; an error that says what is short.
+pub fn has_room(root: &Root, needed: Bytes) -> Result<(), KsmError> {
+    let available = read_meminfo(root)?.map(|m| m.available).unwrap_or_default();
+    match available >= needed + SPARE {
+        true => Ok(()),
+        false => Err(KsmError::NoRoom { needed, available }),
+    }
+}
+
+/// Stops `ksmd` and breaks every merge on the host, in a child process; returns
+/// how much was merged. Refuses where the memory is not there.
+pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
+    let needed = saved(&read_ksm(root)?.ok_or(KsmError::None)?);
+    has_room(root, needed)?;
+    let path = root.path(format!("{DIR}/run"));
+    let failed = |error| KsmError::Write { path: path.clone(), error };
+    let child = Command::new("/bin/sh")
+        .args(["-c", "echo 2 > \"$0\""])
+        .arg(&path)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()
+        .map_err(failed)?;
+    if !child.status.success() {
+        let said = String::from_utf8_lossy(&child.stderr);
+        return Err(failed(io::Error::other(format!("{}: {}", child.status, said.trim()))));
+    }
+    Ok(needed)
+}
+
+/// The pid of a `ksmtuned` that sets the same knobs, if one runs.
+pub fn ksmtuned(root: &Root) -> Option<u32> {
+    let entries = fs::read_dir(root.path("/proc")).ok()?;
+    entries.flatten().find_map(|e| {
+        let pid: u32 = e.file_name().to_str()?.parse().ok()?;
+        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten()?;
+        (comm.trim() == "ksmtuned").then_some(pid)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tree with these knobs; what stands for sysfs keeps what is written.
+    fn tree(knobs: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        fs::create_dir_all(root.path(DIR)).unwrap();
+        for (name, value) in knobs {
+            fs::write(root.path(format!("{DIR}/{name}")), format!("{value}\n")).unwrap();
+        }
+        (dir, root)
+    }
+
+    const USUAL: [(&str, &str); 6] = [
+        ("run", "1"),
+        ("advisor_mode", "[none] scan-time"),
+        ("pages_to_scan", "4000"),
+        ("sleep_millisecs", "200"),
+        ("smart_scan", "1"),
+        ("use_zero_pages", "0"),
+    ];
+
+    fn values(root: &Root) -> Vec<String> {
+        let read =
+            |knob: &&str| root.read(format!("{DIR}/{knob}")).unwrap().map(|v| v.trim().to_string());
+        KNOBS.iter().filter_map(read).collect()
+    }
+
+    fn order(batch: u64) -> Order {
+        Order::Run { batch, sleep_ms: 20, why: String::new() }
+    }
+
+    #[test]
+    fn what_was_set_is_put_back_and_nothing_is_left() {
+        let (dir, root) = tree(&USUAL);
+        let state = dir.path().join("ebb/ksm.json");
+        let before = values(&root);
+        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        assert_eq!(values(&root), before, "taking changes nothing");
+        owner.apply(&order(1500)).unwrap();
+        assert_eq!(values(&root), ["1", "[none] scan-time", "1500", "20", "0", "1"]);
+        owner.apply(&Order::Rest { why: String::new() }).unwrap();
+        assert_eq!(values(&root)[0], "0");
+        owner.release().unwrap();
+        // The fixture keeps plain words where sysfs marks the chosen one.
+        assert_eq!(values(&root)[2..], before[2..]);
+        assert_eq!((values(&root)[0].as_str(), state.exists()), ("1", false));
+    }
+
+    #[test]
+    fn after_a_crash_the_first_values_come_back_not_ours() {
+        let (dir, root) = tree(&USUAL);
+        let state = dir.path().join("ksm.json");
+        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        owner.apply(&order(9)).unwrap();
+        drop(owner);
+        let second = KsmOwner::take(root.clone(), &state, false).unwrap();
+        second.apply(&order(10)).unwrap();
+        drop(second);
+        assert!(KsmOwner::recover(root.clone(), &state).unwrap());
+        assert_eq!(values(&root)[2..], ["4000", "200", "1", "0"]);
+        assert!(!KsmOwner::recover(root, &state).unwrap(), "nothing is left to do");
+    }
+
+    #[test]
+    fn old_kernels_lack_knobs_and_a_kernel_without_ksm_is_told() {
+        let (dir, root) =
+            tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
+        let state = dir.path().join("ksm.json");
+        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        assert_eq!(owner.missing(), ["advisor_mode", "smart_scan", "use_zero_pages"]);
+        owner.apply(&order(7)).unwrap();
+        assert_eq!(values(&root), ["1", "7", "20"]);
+        owner.release().unwrap();
+        assert_eq!(values(&root), ["0", "100", "20"]);
+        let (dir, root) = tree(&[]);
+        let none = KsmOwner::take(root, &dir.path().join("s"), false).unwrap_err();
+        assert!(matches!(none, KsmError::None), "{none}");
+    }
+
+    #[test]
+    fn an_operators_advisor_keeps_the_speed() {
+        let (dir, root) =
+            tree(&[("run", "0"), ("advisor_mode", "none [scan-time]"), ("pages_to_scan", "500")]);
+        let state = dir.path().join("ksm.json");
+        let owner = KsmOwner::take(root.clone(), &state, true).unwrap();
+        owner.apply(&order(7)).unwrap();
+        assert_eq!(values(&root), ["1", "none [scan-time]", "500"]);
+        owner.release().unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        owner.apply(&order(7)).unwrap();
+        assert_eq!(values(&root), ["1", "none", "7"]);
+        owner.release().unwrap();
+        assert_eq!(values(&root), ["0", "scan-time", "7"], "the advisor sets the last itself");
+    }
+
+    #[test]
+    fn broken_merges_are_not_broken_again_by_putting_back() {
+        let (dir, root) = tree(&[("run", "2")]);
+        let state = dir.path().join("ksm.json");
+        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        owner.apply(&order(7)).unwrap();
+        owner.release().unwrap();
+        assert_eq!(values(&root), ["0"]);
+    }
+
+    #[test]
+    fn a_damaged_note_is_told_and_stays() {
+        let (dir, root) = tree(&USUAL);
+        let state = dir.path().join("ksm.json");
+        for text in ["{", "{}", "[]"] {
+            fs::write(&state, text).unwrap();
+            let error = KsmOwner::take(root.clone(), &state, false).unwrap_err().to_string();
+            assert!(error.contains("is damaged") && error.contains("remove the file"), "{error}");
+            assert!(state.exists());
+        }
+    }
+
+    #[test]
+    fn merges_are_broken_only_where_there_is_room() {
+        let (_dir, root) =
+            tree(&[("run", "1"), ("pages_sharing", "100000"), ("ksm_zero_pages", "5")]);
+        let meminfo = |kib: u64| {
+            let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
+            fs::create_dir_all(root.path("/proc")).unwrap();
+            fs::write(root.path("/proc/meminfo"), text).unwrap();
+        };
+        meminfo(600_000);
+        let error = unmerge(&root).unwrap_err();
+        assert!(matches!(error, KsmError::NoRoom { .. }), "{error}");
+        assert!(error.to_string().contains("391 MiB"), "{error}");
+        assert_eq!(values(&root), ["1"]);
+        meminfo(700_000);
+        assert_eq!(unmerge(&root).unwrap(), Bytes::pages(100_005));
+        assert_eq!(values(&root), ["2"]);
+    }
+}

@@ -1,0 +1,100 @@
+//! Whether KSM may look at a VM's RAM at all: QEMU's `merge` property, by QMP.
+//!
+//! It works on a running VM, both ways. QEMU 9.1.0 has its condition inverted and
+//! says nothing, so what came of it is read back from the process's mappings
+//! (`VmFlags: mg`), and where it is the opposite of what was asked, the opposite
+//! is asked. Taking a VM out breaks its merges: only where the memory is there.
+
+use std::time::Duration;
+
+use ebb_core::sample::VmId;
+use ebb_core::units::Bytes;
+use serde_json::json;
+
+use super::ksm::{KsmError, has_room};
+use crate::probe::ksm::read_ksm_stat;
+use crate::probe::regions::{guest_ram, read_smaps};
+use crate::qmp::{Client, QmpError};
+use crate::root::{ProbeError, Root};
+
+/// Breaking a VM's merges is done while QEMU answers: microseconds a page.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Why a VM's RAM was not marked.
+#[derive(Debug, thiserror::Error)]
+pub enum MergeableError {
+    /// QEMU refused or did not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its mappings cannot be read.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// No room to break merges, or no KSM.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// The process has ended.
+    #[error("the VM's process {0} has ended")]
+    Gone(u32),
+    /// Nothing of its RAM can be merged.
+    #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
+    NoRam,
+    /// QEMU said yes, and nothing changed.
+    #[error("QEMU took it, but the mappings still say the opposite: not done")]
+    NoEffect,
+}
+
+/// What was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// It was so already.
+    Already,
+    /// It is now.
+    Now,
+    /// It is now, by asking QEMU for the opposite (9.1.0).
+    Inverted,
+}
+
+/// Marks a VM's RAM for KSM, or takes it out and breaks its merges.
+pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, MergeableError> {
+    if marked(root, id)? == on {
+        return Ok(Done::Already);
+    }
+    if !on {
+        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
+        let pages = stat.merging_pages.unwrap_or(0) + stat.zero_pages.unwrap_or(0);
+        has_room(root, Bytes::pages(pages))?;
+    }
+    let backends = backends(qmp)?;
+    for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {
+        for path in &backends {
+            let arguments = json!({ "path": path, "property": "merge", "value": value });
+            qmp.execute("qom-set", Some(arguments), PATIENCE)?;
+        }
+        if marked(root, id)? == on {
+            return Ok(done);
+        }
+    }
+    Err(MergeableError::NoEffect)
+}
+
+/// Whether any of its RAM is marked.
+fn marked(root: &Root, id: VmId) -> Result<bool, MergeableError> {
+    let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
+    let ram = guest_ram(&regions);
+    match ram.is_empty() {
+        true => Err(MergeableError::NoRam),
+        false => Ok(ram.iter().any(|r| r.mergeable)),
+    }
+}
+
+/// The objects that are its RAM, without those that are shared. RAM that nobody
+/// named is one too (`/objects/pc.ram`).
+fn backends(qmp: &mut Client) -> Result<Vec<String>, MergeableError> {
+    let said = qmp.execute("query-memdev", None, PATIENCE)?;
+    let of = |dev: &serde_json::Value| {
+        let private = dev["share"].as_bool() != Some(true);
+        private.then(|| Some(format!("/objects/{}", dev["id"].as_str()?))).flatten()
+    };
+    let found: Vec<String> = said.as_array().into_iter().flatten().filter_map(of).collect();
+    if found.is_empty() { Err(MergeableError::NoRam) } else { Ok(found) }
+}

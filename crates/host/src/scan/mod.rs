@@ -1,0 +1,288 @@
+//! The page scanner: finds out what is worth merging, without changing anything.
+//!
+//! A scan goes over the RAM of many VMs with many threads. Each takes a window of
+//! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
+//! in pieces of 1 MiB (`process_vm_readv`), and notes a keyed hash of each (`hash`)
+//! in a table of 16 bytes a page (`table`). Then equal pages are counted: zeros,
+//! twins within a VM, between VMs of a share group, between groups (`tally`).
+//! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
+//! notices nothing but its host's CPUs: threads run when nobody else wants to
+//! (SCHED_IDLE), within limits (`pace`), and pause while tasks stall for memory.
+//!
+//! VMs live on meanwhile: one that ends is dropped from the result, one that may
+//! not be read is named with the reason, a page that changes while it is read has
+//! a hash that matches nothing. A scanner that is kept compares with its last scan
+//! and can leave out what changed since (4 bytes a page more).
+
+pub mod hash;
+pub mod pace;
+pub mod survey;
+pub mod table;
+mod tags;
+mod tally;
+pub mod walk;
+mod work;
+
+use std::collections::HashMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use ebb_core::sample::VmId;
+use ebb_core::units::{Bytes, PAGE};
+
+use self::hash::Key;
+pub use self::pace::Limits;
+use self::pace::Pace;
+use self::tags::Tags;
+pub use self::tally::{Blocks, Moments, Pages, Split};
+pub use self::walk::Listing;
+use crate::probe::ksm::read_ksm_stat;
+use crate::probe::psi;
+use crate::probe::regions::{guest_ram, read_smaps, unmergeable};
+use crate::root::{ProbeError, Root};
+use crate::sys::Range;
+
+/// Most threads; more gain nothing where memory is the limit.
+const THREADS_MAX: usize = 32;
+/// How often the host's pressure is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What to scan of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Its process.
+    pub id: VmId,
+    /// Its name.
+    pub name: String,
+    /// Its share group.
+    pub group: String,
+    /// Its RAM in that process, disjoint and sorted.
+    pub ram: Vec<Range>,
+    /// KSM has merged some of it.
+    pub merged: bool,
+    /// Pieces not to read, disjoint and sorted: pages that the guest has free.
+    pub skip: Vec<Range>,
+}
+
+/// A VM as its mappings show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// To scan; `None` where nothing of it can be merged.
+    pub target: Option<Target>,
+    /// Resident RAM that could be merged.
+    pub held: Bytes,
+    /// Of that, marked for KSM (`VmFlags: mg`).
+    pub mergeable: Bytes,
+    /// Resident RAM that KSM refuses, and why.
+    pub refused: Option<(Bytes, &'static str)>,
+}
+
+impl Found {
+    /// Looks at a VM's mappings; `None` where it has ended.
+    pub fn look(
+        root: &Root,
+        id: VmId,
+        name: &str,
+        group: &str,
+    ) -> Result<Option<Found>, ProbeError> {
+        let Some(regions) = read_smaps(root, id.pid)? else { return Ok(None) };
+        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
+        let ram = guest_ram(&regions);
+        let merged = stat.merging_pages.unwrap_or(0) > 0 || ram.iter().any(|r| r.ksm > Bytes::ZERO);
+        let sum = |f: fn(&crate::probe::regions::Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
+        let target = (!ram.is_empty()).then(|| Target {
+            id,
+            name: name.into(),
+            group: group.into(),
+            ram: ram.iter().map(|r| r.range).collect(),
+            merged,
+            skip: Vec::new(),
+        });
+        Ok(Some(Found {
+            target,
+            held: sum(|r| r.resident),
+            mergeable: sum(|r| if r.mergeable { r.resident } else { Bytes::ZERO }),
+            refused: unmergeable(&regions),
+        }))
+    }
+}
+
+/// How to scan.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads; `None`: as many as there are idle cores.
+    pub threads: Option<usize>,
+    /// Read one 64 KiB piece in so many, chosen at random; 1 reads all.
+    pub one_in: u32,
+    /// Speed.
+    pub limits: Limits,
+    /// Run only when nobody else wants the CPU.
+    pub idle: bool,
+    /// Keep pages of different share groups apart, as merging does.
+    pub separate: bool,
+    /// Count only pages that are as they were in this scanner's last scan.
+    pub unchanged: bool,
+    /// Pause while tasks stall for memory for more than this share of time.
+    pub pause_above: Option<f64>,
+    /// How pages are listed; `None`: the best that the kernel has.
+    pub listing: Option<Listing>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            threads: None,
+            one_in: 1,
+            limits: Limits::default(),
+            idle: true,
+            separate: false,
+            unchanged: false,
+            pause_above: Some(0.1),
+            listing: None,
+        }
+    }
+}
+
+/// What became of a VM in a scan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It was scanned.
+    Scanned,
+    /// It ended meanwhile; nothing of it counts.
+    Ended,
+    /// It cannot be read, and why; what was read of it before counts.
+    Refused(String),
+}
+
+/// What was found of a VM.
+#[derive(Clone, Debug)]
+pub struct VmResult {
+    /// What was scanned.
+    pub target: Target,
+    /// What became of it.
+    pub fate: Fate,
+    /// Its pages.
+    pub pages: Pages,
+    /// What merging it would save: its part of what it shares with others.
+    pub split: Split,
+    /// Read pages that have a twin in the same share group, zeros not counted.
+    pub twins: u64,
+    /// Where they lie, in blocks of 2 MiB.
+    pub blocks: Blocks,
+}
+
+/// What a scan found.
+#[derive(Clone, Debug)]
+pub struct Scan {
+    /// The VMs, in the order of the targets.
+    pub vms: Vec<VmResult>,
+    /// What merging all would save.
+    pub split: Split,
+    /// Numbers to estimate from, where not all was read.
+    pub moments: Moments,
+    /// How long it took, pauses included.
+    pub time: Duration,
+    /// Of that, paused because the host was short.
+    pub paused: Duration,
+    /// CPU time of all threads.
+    pub cpu: Duration,
+    /// Of that, for reading and hashing.
+    pub cpu_reading: Duration,
+    /// Threads.
+    pub threads: usize,
+    /// Memory read.
+    pub read: Bytes,
+    /// The table at its largest.
+    pub table: Bytes,
+    /// Kept between scans.
+    pub kept: Bytes,
+}
+
+/// Scans, and remembers its last scan.
+#[derive(Debug)]
+pub struct Scanner {
+    root: Root,
+    key: Key,
+    tags: HashMap<VmId, Tags>,
+}
+
+impl Scanner {
+    /// With a key of its own.
+    pub fn new(root: Root) -> io::Result<Scanner> {
+        Ok(Scanner { root, key: Key::random()?, tags: HashMap::new() })
+    }
+
+    /// Scans these VMs.
+    pub fn scan(&mut self, targets: &[Target], options: &Options) -> Scan {
+        let started = Instant::now();
+        let threads = options.threads.unwrap_or_else(|| idle_cores(&self.root));
+        let threads = threads.clamp(1, THREADS_MAX);
+        if options.unchanged {
+            let ids: Vec<VmId> = targets.iter().map(|t| t.id).collect();
+            self.tags.retain(|id, _| ids.contains(id));
+            for t in targets {
+                let tags = self.tags.entry(t.id).or_default();
+                tags.fit(&t.ram);
+            }
+        }
+        let pace = Pace::new(options.limits);
+        let job = work::Job::new(&self.root, &self.key, &self.tags, targets, options, &pace);
+        let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
+        job.read(threads, watch);
+        let (table, cpu_reading) = (job.table_bytes(), pace.cpu());
+        let tally = job.count(threads);
+        let kept: u64 = self.tags.values().map(Tags::bytes).sum();
+        Scan {
+            split: tally.split,
+            moments: tally.moments,
+            vms: job.results(tally.vms),
+            time: started.elapsed(),
+            paused: pace.paused(),
+            cpu: pace.cpu(),
+            cpu_reading,
+            threads,
+            read: Bytes(pace.bytes()),
+            table: Bytes(table),
+            kept: Bytes(kept),
+        }
+    }
+
+    /// Pauses and resumes the threads until they are done.
+    fn watch(&self, pace: &Pace, options: &Options, done: &dyn Fn() -> bool) {
+        let stalled = || {
+            let psi = psi::read_psi(&self.root, psi::MEMORY).ok().flatten()?;
+            Some(Duration::from_micros(psi.some.total_us))
+        };
+        let (mut before, mut at) = (stalled(), Instant::now());
+        while !done() {
+            std::thread::park_timeout(LOOK);
+            let Some(limit) = options.pause_above.filter(|_| at.elapsed() >= LOOK) else {
+                continue;
+            };
+            let now = stalled();
+            if let (Some(before), Some(now)) = (before, now) {
+                let share = now.saturating_sub(before).as_secs_f64() / at.elapsed().as_secs_f64();
+                pace.pause(share > limit);
+            }
+            (before, at) = (now, Instant::now());
+        }
+        pace.pause(false);
+    }
+}
+
+/// Cores that nobody has used of late: all less the load average of the last
+/// minute, at least one.
+pub fn idle_cores(root: &Root) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let load = root.read("/proc/loadavg").ok().flatten();
+    let load = load.and_then(|t| t.split(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0);
+    cores.saturating_sub(load.round().max(0.0) as usize).max(1)
+}
+
+/// A number of pages in bytes; pages of a share may be split, hence the fraction.
+fn bytes_of(pages: f64) -> Bytes {
+    Bytes((pages * PAGE as f64).round() as u64)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,81 @@
+//! What a VM's pages were at the last scan: 32 bits of each page's hash, by place.
+//!
+//! A changed page passes for unchanged once in four billion times, which costs one
+//! page offered to KSM in vain. Memory for pages that were never in memory is
+//! never touched.
+
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use ebb_core::units::PAGE;
+
+use crate::sys::Range;
+
+/// The tags of one VM; 0: not known.
+#[derive(Debug, Default)]
+pub(super) struct Tags {
+    ranges: Vec<(Range, Vec<AtomicU32>)>,
+}
+
+impl Tags {
+    /// Covers just these ranges; what was known of others is forgotten.
+    pub fn fit(&mut self, ram: &[Range]) {
+        let mut old = std::mem::take(&mut self.ranges);
+        for range in ram {
+            let known = old.iter().position(|(r, _)| r == range).map(|i| old.swap_remove(i));
+            self.ranges.push(known.unwrap_or_else(|| {
+                // Zeroed by the kernel when it is first touched, page by page.
+                let zeros = vec![0u32; (range.len / PAGE) as usize];
+                (*range, zeros.into_iter().map(AtomicU32::new).collect())
+            }));
+        }
+    }
+
+    /// Notes a page's hash; whether it is what it was.
+    pub fn same(&self, address: u64, hash: u128) -> bool {
+        let within = |r: &Range| r.start <= address && address < r.end();
+        let Some((range, tags)) = self.ranges.iter().find(|(r, _)| within(r)) else {
+            return false;
+        };
+        let tag = ((hash >> 8) as u32).max(1);
+        let cell = &tags[((address - range.start) / PAGE) as usize];
+        let old = cell.load(Relaxed);
+        if old != tag {
+            cell.store(tag, Relaxed);
+        }
+        old == tag
+    }
+
+    /// Size, bytes, as if all of it had been touched.
+    pub fn bytes(&self) -> u64 {
+        self.ranges.iter().map(|(_, tags)| tags.len() as u64 * 4).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_unchanged_only_if_it_was_seen_and_is_the_same() {
+        let ram =
+            [Range { start: 0x10_0000, len: 8 * PAGE }, Range { start: 0x40_0000, len: PAGE }];
+        let mut tags = Tags::default();
+        tags.fit(&ram);
+        for page in [0x10_0000, 0x10_7000, 0x40_0000] {
+            assert!(!tags.same(page, 5 << 8), "never seen");
+            assert!(tags.same(page, 5 << 8), "seen");
+            assert!(!tags.same(page, 6 << 8), "changed");
+        }
+        assert!(!tags.same(0x10_8000, 1) && !tags.same(0x10_8000, 1), "not RAM");
+        tags.fit(&ram[..1]);
+        assert!(tags.same(0x10_7000, 6 << 8), "kept");
+        assert_eq!(tags.bytes(), 32);
+    }
+
+    #[test]
+    fn a_hash_of_zero_bits_is_still_a_hash() {
+        let mut tags = Tags::default();
+        tags.fit(&[Range { start: 0, len: PAGE }]);
+        assert!(!tags.same(0, 0xff) && tags.same(0, 0xff));
+    }
+}

@@ -1,0 +1,375 @@
+//! The scanner against memory whose contents are known: processes of our own.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, Stdio};
+
+use super::*;
+use crate::probe::process::read_stat;
+
+/// Memory of the holder, pages.
+const PAGES: u64 = 4096;
+const PAGE_LEN: usize = PAGE as usize;
+
+/// What page `i` of holder `who` holds: a number for a content, 0 for zeros.
+/// An eighth zeros, a quarter twins within, a quarter common to all, the rest
+/// unlike any other.
+fn content(who: u64, i: u64) -> u64 {
+    match i / 16 % 8 {
+        0 => 0,
+        1 | 2 => ((who + 1) << 40) | (1 << 32) | (i % 32),
+        3 | 4 => (1 << 33) | i,
+        _ => ((who + 1) << 40) | (i + 1),
+    }
+}
+
+fn fill(page: &mut [u8], content: u64) {
+    let mut x = content;
+    for word in page.chunks_exact_mut(8) {
+        x = x.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) ^ content;
+        word.copy_from_slice(&x.to_ne_bytes());
+    }
+}
+
+/// Not a test: the process that the tests below look into. It fills its memory,
+/// says where that is, and lives until its input ends. Each word on its input
+/// writes the first quarter anew.
+#[test]
+#[ignore = "started by other tests"]
+fn holder() {
+    let Some(who) = std::env::var("EBB_HOLDER").ok().and_then(|v| v.parse::<u64>().ok()) else {
+        return;
+    };
+    // Twice as much as is written: the rest stays absent.
+    let mut memory = vec![0u8; (2 * PAGES as usize + 1) * PAGE_LEN];
+    let pad = memory.as_ptr().align_offset(PAGE_LEN);
+    let pages = &mut memory[pad..pad + PAGES as usize * PAGE_LEN];
+    let write = |pages: &mut [u8], count: u64, salt: u64| {
+        for i in 0..count {
+            let page = &mut pages[i as usize * PAGE_LEN..][..PAGE_LEN];
+            // Written in any case: a page of zeros that holds memory.
+            page[0] = 1;
+            fill(page, content(who, i) ^ salt);
+        }
+    };
+    write(pages, PAGES, 0);
+    println!("\nat {}", pages.as_ptr() as u64);
+    let mut salt = 0;
+    while std::io::stdin().read(&mut [0]).unwrap() == 1 {
+        salt += 1 << 50;
+        write(pages, PAGES / 4, salt);
+        println!("written");
+    }
+}
+
+struct Holder {
+    child: Child,
+    said: BufReader<std::process::ChildStdout>,
+    target: Target,
+}
+
+impl Holder {
+    fn start(who: u64, group: &str) -> Holder {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "scan::tests::holder", "--ignored", "--nocapture"])
+            .env("EBB_HOLDER", who.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let at = line(&mut said, "at ").parse().unwrap();
+        let start = read_stat(&Root::default(), child.id()).unwrap().unwrap().start;
+        let target = Target {
+            id: VmId { pid: child.id(), start },
+            name: format!("holder{who}"),
+            group: group.into(),
+            ram: vec![Range { start: at, len: PAGES * PAGE }],
+            merged: false,
+            skip: Vec::new(),
+        };
+        Holder { child, said, target }
+    }
+
+    fn write_again(&mut self) {
+        self.child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+        line(&mut self.said, "written");
+    }
+
+    fn end(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The rest of the next line that begins so.
+fn line(said: &mut impl BufRead, begin: &str) -> String {
+    for line in said.lines() {
+        if let Some(rest) = line.unwrap().strip_prefix(begin) {
+            return rest.trim().into();
+        }
+    }
+    panic!("the holder ended without “{begin}”");
+}
+
+fn scanner() -> Scanner {
+    Scanner::new(Root::default()).unwrap()
+}
+
+fn targets(holders: &[Holder]) -> Vec<Target> {
+    holders.iter().map(|h| h.target.clone()).collect()
+}
+
+/// What a scan must find, from the contents: zeros, within, between, across.
+fn truth(holders: &[(u64, &str)]) -> [u64; 4] {
+    let mut zeros = 0;
+    let mut contents: BTreeMap<u64, BTreeMap<&str, BTreeMap<u64, u64>>> = BTreeMap::new();
+    for (who, group) in holders {
+        for content in (0..PAGES).map(|i| content(*who, i)) {
+            let groups = contents.entry(content).or_default();
+            *groups.entry(group).or_default().entry(*who).or_default() += 1;
+            zeros += u64::from(content == 0);
+        }
+    }
+    contents.remove(&0);
+    let (mut within, mut between, mut across) = (0, 0, 0);
+    for groups in contents.values() {
+        across += groups.len() as u64 - 1;
+        between += groups.values().map(|vms| vms.len() as u64 - 1).sum::<u64>();
+        within += groups.values().flat_map(BTreeMap::values).map(|n| n - 1).sum::<u64>();
+    }
+    [zeros, within, between, across]
+}
+
+fn found(split: &Split) -> [u64; 4] {
+    [split.zero, split.within, split.between, split.across].map(|b| b.0 / PAGE)
+}
+
+#[test]
+fn a_full_scan_finds_just_what_is_there_however_pages_are_listed() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a"), Holder::start(2, "b")];
+    let want = truth(&[(0, "a"), (1, "a"), (2, "b")]);
+    assert!(want.iter().all(|n| *n > 0), "{want:?}");
+    for listing in [Listing::Scan, Listing::Entries] {
+        for threads in [1, 3] {
+            let options =
+                Options { threads: Some(threads), listing: Some(listing), ..Options::default() };
+            let scan = scanner().scan(&targets(&holders), &options);
+            assert_eq!(found(&scan.split), want, "{listing:?} {threads}");
+            for vm in &scan.vms {
+                assert_eq!((vm.pages.read, vm.pages.lost), (PAGES, 0), "{listing:?}");
+                assert_eq!(vm.fate, Fate::Scanned);
+            }
+            assert!(scan.table.0 <= scan.read.0 / 200 + 4 * (1 << 20), "{}", scan.table);
+        }
+    }
+}
+
+#[test]
+fn groups_that_are_kept_apart_share_nothing() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "b")];
+    let options = Options { separate: true, ..Options::default() };
+    let scan = scanner().scan(&targets(&holders), &options);
+    let [zeros, within, ..] = truth(&[(0, "a"), (1, "b")]);
+    assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
+}
+
+#[test]
+fn twins_are_where_the_blocks_say() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let scan = scanner().scan(&targets(&holders), &Options::default());
+    for vm in &scan.vms {
+        let blocks: Vec<_> = vm.blocks.iter().collect();
+        let sum = |f: fn(&tally::Block) -> u32| blocks.iter().map(f).sum::<u32>();
+        assert_eq!(sum(|b| b.read), PAGES as u32);
+        assert_eq!(sum(|b| b.zeros) as u64, vm.pages.zero);
+        assert_eq!(sum(|b| b.twins) as u64, vm.twins);
+        // Half of all pages, by `content`.
+        assert_eq!(vm.twins, PAGES / 2);
+        assert!(blocks.iter().all(|b| b.read <= 512 && b.start % (2 << 20) == 0));
+    }
+}
+
+#[test]
+fn absent_pages_are_not_read_and_not_brought_in() {
+    let mut holder = Holder::start(0, "a");
+    holder.target.ram[0].len = 2 * PAGES * PAGE;
+    for listing in [Listing::Scan, Listing::Entries] {
+        let options = Options { listing: Some(listing), ..Options::default() };
+        let scan = scanner().scan(std::slice::from_ref(&holder.target), &options);
+        assert_eq!((scan.vms[0].pages.held, scan.vms[0].pages.read), (PAGES, PAGES));
+        // A page of zeros that reading had brought in would be listed now.
+        let (pid, entries) = (holder.target.id.pid, Some(Listing::Entries));
+        let mut walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
+        let mut runs = Vec::new();
+        walker.runs(holder.target.ram[0], &walk::Seen::default(), &mut runs).unwrap();
+        assert_eq!(runs.iter().map(|r| r.len / PAGE).sum::<u64>(), PAGES);
+    }
+}
+
+#[test]
+fn pages_that_the_guest_has_free_are_not_read() {
+    let mut holder = Holder::start(0, "a");
+    let at = holder.target.ram[0].start;
+    holder.target.skip =
+        vec![Range { start: at, len: 10 * PAGE }, Range { start: at + 100 * PAGE, len: 5 * PAGE }];
+    let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
+    assert_eq!((scan.vms[0].pages.free, scan.vms[0].pages.read), (15, PAGES - 15));
+}
+
+#[test]
+fn only_what_did_not_change_counts_from_the_second_scan_on() {
+    let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let mut scanner = scanner();
+    let options = Options { unchanged: true, ..Options::default() };
+    let first = scanner.scan(&targets(&holders), &options);
+    assert_eq!(first.split, Split::default());
+    assert_eq!(first.vms[0].pages.changed, PAGES, "all of it is new");
+    let second = scanner.scan(&targets(&holders), &options);
+    assert_eq!(found(&second.split), truth(&[(0, "a"), (1, "a")]));
+    assert_eq!(second.vms[0].pages.changed, 0);
+    holders[1].write_again();
+    let third = scanner.scan(&targets(&holders), &options);
+    assert_eq!(third.vms[0].pages.changed, 0);
+    assert_eq!(third.vms[1].pages.changed, PAGES / 4);
+    assert!(third.split.between < second.split.between);
+    assert_eq!(third.kept, Bytes(2 * 4 * PAGES), "four bytes a page");
+}
+
+#[test]
+fn memory_that_changes_meanwhile_disturbs_nothing() {
+    let mut writer = Holder::start(0, "a");
+    let still = Holder::start(1, "a");
+    let all = [writer.target.clone(), still.target.clone()];
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            for _ in 0..40 {
+                writer.write_again();
+            }
+            done.store(true, std::sync::atomic::Ordering::SeqCst);
+        });
+        let mut scans = 0;
+        while !done.load(std::sync::atomic::Ordering::SeqCst) || scans < 3 {
+            let scan = scanner().scan(&all, &Options::default());
+            assert_eq!(scan.vms[0].pages.read, PAGES);
+            let [zeros, within, ..] = truth(&[(1, "a")]);
+            assert_eq!(scan.vms[1].split.zero, Bytes::pages(zeros));
+            assert!(scan.vms[1].split.within >= Bytes::pages(within));
+            scans += 1;
+        }
+    });
+}
+
+#[test]
+fn a_vm_that_ends_in_the_middle_is_dropped_and_the_others_stand() {
+    let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    holders[0].end();
+    let scan = scanner().scan(&targets(&holders), &Options::default());
+    assert_eq!((&scan.vms[0].fate, scan.vms[0].pages), (&Fate::Ended, Pages::default()));
+    let [zeros, within, ..] = truth(&[(1, "a")]);
+    assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
+    // At any moment of a scan, which is slowed down for it.
+    for n in 0..8 {
+        let mut victim = Holder::start(0, "a");
+        let all = [victim.target.clone(), holders[1].target.clone()];
+        let limits = Limits { bytes_per_second: Some(64e6), ..Limits::default() };
+        let options = Options { threads: Some(1), limits, ..Options::default() };
+        let scan = std::thread::scope(|s| {
+            let scan = s.spawn(|| scanner().scan(&all, &options));
+            std::thread::sleep(Duration::from_millis(n * 40));
+            victim.end();
+            scan.join().unwrap()
+        });
+        let ended = scan.vms[0].fate == Fate::Ended;
+        let want = if ended { [zeros, within, 0, 0] } else { truth(&[(0, "a"), (1, "a")]) };
+        assert_eq!(found(&scan.split), want, "{n}");
+    }
+}
+
+#[test]
+fn a_pid_that_is_another_process_by_now_is_an_ended_vm() {
+    let mut holder = Holder::start(0, "a");
+    holder.target.id.start += 1;
+    let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
+    assert_eq!(scan.vms[0].fate, Fate::Ended);
+    assert_eq!(scan.split, Split::default());
+}
+
+#[test]
+fn a_process_that_may_not_be_read_is_named_with_what_to_do() {
+    // A kernel thread has no memory to read; refusal proper needs another user.
+    let start = read_stat(&Root::default(), 2).unwrap().map(|s| s.start);
+    let Some(start) = start else { return };
+    let mut holder = Holder::start(0, "a");
+    holder.target.id = VmId { pid: 2, start };
+    let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
+    assert_eq!(scan.vms[0].pages.read, 0);
+    let refused = work::refusal(rustix::io::Errno::PERM, &holder.target);
+    let Fate::Refused(why) = refused else { panic!("{refused:?}") };
+    assert!(why.contains("CAP_SYS_PTRACE"), "{why}");
+}
+
+#[test]
+fn limits_are_kept() {
+    let holder = Holder::start(0, "a");
+    let size = (PAGES * PAGE) as f64;
+    let limits = Limits { bytes_per_second: Some(size / 0.4), cores: None };
+    let options = Options { limits, ..Options::default() };
+    let scan = scanner().scan(std::slice::from_ref(&holder.target), &options);
+    // Never faster than allowed; how much slower is the machine's affair.
+    assert!(scan.time >= Duration::from_millis(390), "{:?}", scan.time);
+    assert_eq!(scan.read, Bytes(PAGES * PAGE));
+}
+
+#[test]
+fn a_sample_reads_its_share() {
+    let holder = Holder::start(0, "a");
+    let mut read = 0;
+    for _ in 0..20 {
+        let options = Options { one_in: 8, ..Options::default() };
+        let scan = scanner().scan(std::slice::from_ref(&holder.target), &options);
+        assert_eq!(scan.vms[0].pages.held, PAGES);
+        read += scan.vms[0].pages.read;
+    }
+    // 20 × 256 pieces, of which an eighth: 640 ± 24.
+    let pieces = read / 16;
+    assert!((500..780).contains(&pieces), "{pieces}");
+}
+
+#[test]
+fn a_survey_of_little_reads_all_and_tells_the_same() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let held = Bytes(2 * PAGES * PAGE);
+    let all = targets(&holders);
+    let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+    assert_eq!(found(&survey.scan.split), truth(&[(0, "a"), (1, "a")]));
+    assert_eq!((survey.whole, survey.estimate), (vec![true; 2], None));
+}
+
+#[test]
+fn a_survey_of_much_reads_whole_what_has_twins_in_a_sample() {
+    let mut unlike = Holder::start(0, "a");
+    // Its last quarters alone: no two pages are alike there, and none of others'.
+    let range = unlike.target.ram[0];
+    let piece = |i: u64| Range { start: range.start + (i * 8 + 5) * 16 * PAGE, len: 48 * PAGE };
+    unlike.target.ram = (0..PAGES / 128).map(piece).collect();
+    let like = Holder::start(1, "a");
+    let all = [unlike.target.clone(), like.target.clone()];
+    // A sample may by chance hold no two of the twins, though hardly ever.
+    let deep = (0..4).find_map(|_| {
+        let held = Bytes::gib(4096);
+        let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+        assert!(!survey.whole[0] && survey.estimate.is_some());
+        survey.whole[1].then_some(survey)
+    });
+    let [zeros, within, ..] = truth(&[(1, "a")]);
+    assert_eq!(found(&deep.unwrap().scan.split), [zeros, within, 0, 0]);
+}

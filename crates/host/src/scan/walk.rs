@@ -1,0 +1,231 @@
+//! Which pages of a process are worth reading, without touching one.
+//!
+//! Only pages in memory are listed: reading an absent page would bring it in.
+//! Pages that the zero page backs hold nothing and are left out. Of pages that
+//! KSM merged already, each physical one is listed once, whoever maps it, so that
+//! a newcomer that could join it is seen; the others hold no memory of their own.
+//!
+//! Linux 6.7+ lists by PAGEMAP_SCAN; before, `/proc/PID/pagemap` is read entry by
+//! entry, and it cannot tell the zero page: [`Walker::holds_nothing`] asks
+//! `/proc/kpageflags` for the pages that turn out to be zeros. Sources: Linux
+//! `Documentation/admin-guide/mm/pagemap.rst`, `fs/proc/task_mmu.c`.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::Result;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
+
+use ebb_core::units::PAGE;
+use rustix::io::Errno;
+
+use crate::root::Root;
+use crate::sys::{Range, pagemap_scan};
+
+const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
+const FILE: u64 = 1 << 61;
+/// Mapped by nobody else.
+const EXCLUSIVE: u64 = 1 << 56;
+/// Page frame number; 0 where we may not know (no CAP_SYS_ADMIN).
+const PFN: u64 = (1 << 55) - 1;
+/// `/proc/kpageflags`: it is the zero page.
+const ZERO_PAGE: u64 = 1 << 24;
+
+/// Physical pages that several places map, and that were listed already.
+#[derive(Debug)]
+pub struct Seen(Vec<Mutex<HashSet<u64>>>);
+
+impl Default for Seen {
+    fn default() -> Seen {
+        Seen((0..64).map(|_| Mutex::default()).collect())
+    }
+}
+
+impl Seen {
+    /// Whether this is the first time.
+    fn first(&self, pfn: u64) -> bool {
+        let shard = &self.0[pfn as usize % self.0.len()];
+        shard.lock().unwrap_or_else(PoisonError::into_inner).insert(pfn)
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        let len = |s: &Mutex<HashSet<u64>>| s.lock().unwrap_or_else(PoisonError::into_inner).len();
+        self.0.iter().map(len).sum()
+    }
+}
+
+/// How pages are listed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listing {
+    /// PAGEMAP_SCAN.
+    Scan,
+    /// `/proc/PID/pagemap`, for kernels before 6.7.
+    Entries,
+}
+
+/// What a walk over a range found besides the pages to read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Passed {
+    /// Pages merged with one that is listed: they hold no memory.
+    pub merged: u64,
+}
+
+/// Lists the pages of one process.
+#[derive(Debug)]
+pub struct Walker {
+    pagemap: File,
+    flags: Option<File>,
+    listing: Listing,
+    /// Some of its pages are merged.
+    merged: bool,
+    entries: Vec<u8>,
+}
+
+impl Walker {
+    /// Opens a process. The descriptor means this very process, also when its
+    /// pid is another's later. `merged`: KSM has merged some of its pages.
+    pub fn open(root: &Root, pid: u32, merged: bool, listing: Option<Listing>) -> Result<Walker> {
+        let pagemap = File::open(root.path(format!("/proc/{pid}/pagemap")))?;
+        let listing = match listing {
+            Some(listing) => listing,
+            None => match pagemap_scan(pagemap.as_fd(), Range { start: 0, len: PAGE }, |_, _| ()) {
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::NOTTY) => Listing::Entries,
+                _ => Listing::Scan,
+            },
+        };
+        let flags = (listing == Listing::Entries)
+            .then(|| File::open(root.path("/proc/kpageflags")).ok())
+            .flatten();
+        Ok(Walker { pagemap, flags, listing, merged, entries: Vec::new() })
+    }
+
+    /// Fills `runs` with the pages to read of a range. Nothing where the process
+    /// has ended.
+    pub fn runs(&mut self, range: Range, seen: &Seen, runs: &mut Vec<Range>) -> Result<Passed> {
+        runs.clear();
+        let mut passed = Passed::default();
+        match self.listing {
+            Listing::Scan => {
+                pagemap_scan(self.pagemap.as_fd(), range, |run, _huge| runs.push(run))?;
+                if self.merged {
+                    let held = std::mem::take(runs);
+                    for run in held {
+                        self.sift(run, seen, runs, &mut passed)?;
+                    }
+                }
+            }
+            Listing::Entries => self.sift(range, seen, runs, &mut passed)?,
+        }
+        Ok(passed)
+    }
+
+    /// Adds to `runs` what the pagemap says is to be read of a range.
+    fn sift(
+        &mut self,
+        range: Range,
+        seen: &Seen,
+        runs: &mut Vec<Range>,
+        passed: &mut Passed,
+    ) -> Result<()> {
+        self.entries.resize((range.len / PAGE * 8) as usize, 0);
+        let n = self.pagemap.read_at(&mut self.entries, range.start / PAGE * 8)?;
+        for (i, word) in self.entries[..n].chunks_exact(8).enumerate() {
+            let entry = u64::from_ne_bytes(word.try_into().unwrap_or_default());
+            if entry & (PRESENT | SWAPPED | FILE) != PRESENT {
+                continue;
+            }
+            // Where frame numbers are hidden each of its mappings counts as a page.
+            let pfn = entry & PFN;
+            if entry & EXCLUSIVE == 0 && pfn != 0 && self.merged && !seen.first(pfn) {
+                passed.merged += 1;
+                continue;
+            }
+            let start = range.start + i as u64 * PAGE;
+            match runs.last_mut() {
+                Some(last) if last.end() == start => last.len += PAGE,
+                _ => runs.push(Range { start, len: PAGE }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a page that reads as zeros is the zero page, as far as that is not
+    /// already certain; errs towards no.
+    pub fn holds_nothing(&self, address: u64) -> bool {
+        let Some(flags) = &self.flags else { return false };
+        let word = |file: &File, index: u64| -> Option<u64> {
+            let mut word = [0; 8];
+            file.read_exact_at(&mut word, index * 8).ok()?;
+            Some(u64::from_ne_bytes(word))
+        };
+        let pfn = word(&self.pagemap, address / PAGE).map(|e| e & PFN).filter(|pfn| *pfn != 0);
+        let found = pfn.and_then(|pfn| word(flags, pfn));
+        found.is_some_and(|f| f & ZERO_PAGE != 0)
+    }
+}
+
+/// Takes `holes` (sorted, disjoint) out of `runs` (sorted, disjoint); returns how
+/// many bytes that were.
+pub fn subtract(runs: &mut Vec<Range>, holes: &[Range]) -> u64 {
+    if holes.is_empty() {
+        return 0;
+    }
+    let mut left = Vec::with_capacity(runs.len());
+    let mut taken = 0;
+    for run in runs.iter() {
+        let mut start = run.start;
+        let first = holes.partition_point(|h| h.end() <= run.start);
+        for hole in holes[first..].iter().take_while(|h| h.start < run.end()) {
+            if hole.start > start {
+                left.push(Range { start, len: hole.start - start });
+            }
+            let end = hole.end().min(run.end());
+            taken += end.saturating_sub(start.max(hole.start));
+            start = start.max(end);
+        }
+        if start < run.end() {
+            left.push(Range { start, len: run.end() - start });
+        }
+    }
+    *runs = left;
+    taken
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn disjoint(lengths: &[(u64, u64)]) -> Vec<Range> {
+        let mut at = 0;
+        let next = |&(gap, len): &(u64, u64)| {
+            let start = at + gap * PAGE;
+            at = start + len * PAGE;
+            Range { start, len: len * PAGE }
+        };
+        lengths.iter().map(next).collect()
+    }
+
+    fn pages(ranges: &[Range]) -> Vec<u64> {
+        ranges.iter().flat_map(|r| (r.start..r.end()).step_by(PAGE as usize)).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_left_is_what_is_in_no_hole(
+            runs in prop::collection::vec((0u64..5, 1u64..8), 0..20),
+            holes in prop::collection::vec((0u64..5, 1u64..8), 0..20),
+        ) {
+            let (mut runs, holes) = (disjoint(&runs), disjoint(&holes));
+            let (before, out) = (pages(&runs), pages(&holes));
+            let taken = subtract(&mut runs, &holes);
+            let want: Vec<u64> = before.iter().copied().filter(|p| !out.contains(p)).collect();
+            prop_assert_eq!(taken, (before.len() - want.len()) as u64 * PAGE);
+            prop_assert_eq!(pages(&runs), want);
+        }
+    }
+}

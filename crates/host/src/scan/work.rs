@@ -1,0 +1,445 @@
+//! The threads of a scan: windows, pieces, and what goes wrong with them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Error, Result};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use ebb_core::sample::VmId;
+use ebb_core::units::PAGE;
+use rustix::io::Errno;
+
+use super::hash::Key;
+use super::pace::{Pace, thread_cpu};
+use super::table::{Filler, Table, VMS_MAX};
+use super::tags::Tags;
+use super::tally::{Blocks, Rules, Tally, VmTally};
+use super::walk::{Passed, Seen, Walker, subtract};
+use super::{Fate, Options, Pages, Target, VmResult};
+use crate::probe::process::read_stat;
+use crate::root::{Root, is_absent};
+use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
+
+/// What a thread takes at a time. Its pages are listed right before they are
+/// read, so few have gone when their turn comes.
+const WINDOW: u64 = 32 << 20;
+/// What is copied at a time: fits the second-level cache.
+const PIECE: usize = 1 << 20;
+/// What a sample reads at a time.
+const SAMPLE: u64 = 64 << 10;
+
+/// One scan.
+pub(super) struct Job<'a> {
+    root: &'a Root,
+    key: &'a Key,
+    tags: &'a HashMap<VmId, Tags>,
+    targets: &'a [Target],
+    options: &'a Options,
+    pace: &'a Pace,
+    vms: Vec<VmState>,
+    groups: Vec<usize>,
+    masks: Vec<u128>,
+    blocks: Vec<Blocks>,
+    windows: Vec<(usize, Range)>,
+    next: AtomicUsize,
+    table: Table,
+    seen: Seen,
+}
+
+#[derive(Default)]
+struct VmState {
+    over: AtomicBool,
+    fate: Mutex<Option<Fate>>,
+    counts: [AtomicU64; 7],
+}
+
+impl VmState {
+    fn end(&self, fate: Fate) {
+        self.over.store(true, Relaxed);
+        self.fate.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(fate);
+    }
+
+    fn fate(&self) -> Fate {
+        let fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
+        fate.clone().unwrap_or(Fate::Scanned)
+    }
+
+    fn add(&self, p: &Pages) {
+        let fields = [p.held, p.merged, p.free, p.read, p.zero, p.changed, p.lost];
+        for (cell, n) in self.counts.iter().zip(fields) {
+            cell.fetch_add(n, Relaxed);
+        }
+    }
+
+    fn pages(&self) -> Pages {
+        let [held, merged, free, read, zero, changed, lost] =
+            std::array::from_fn(|i| self.counts[i].load(Relaxed));
+        Pages { held, merged, free, read, zero, changed, lost }
+    }
+}
+
+/// One thread's own.
+struct Worker<'j, 'a> {
+    job: &'j Job<'a>,
+    filler: Filler<'j>,
+    walker: Option<(usize, Walker)>,
+    runs: Vec<Range>,
+    buffer: Vec<u8>,
+    cpu: Duration,
+}
+
+impl<'a> Job<'a> {
+    pub fn new(
+        root: &'a Root,
+        key: &'a Key,
+        tags: &'a HashMap<VmId, Tags>,
+        targets: &'a [Target],
+        options: &'a Options,
+        pace: &'a Pace,
+    ) -> Job<'a> {
+        let targets = &targets[..targets.len().min(VMS_MAX)];
+        let mut numbers = BTreeMap::new();
+        let mut number = |name: &'a str| {
+            let next = numbers.len();
+            *numbers.entry(name).or_insert(next)
+        };
+        let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
+        Job {
+            root,
+            key,
+            tags,
+            targets,
+            options,
+            pace,
+            vms: targets.iter().map(|_| VmState::default()).collect(),
+            groups: targets.iter().map(|t| number(&t.group)).collect(),
+            masks: targets.iter().map(mask).collect(),
+            blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
+            windows: windows(targets),
+            next: AtomicUsize::new(0),
+            table: Table::default(),
+            seen: Seen::default(),
+        }
+    }
+
+    /// Reads everything; `watch` runs beside the threads until they are done.
+    pub fn read(&self, threads: usize, watch: impl FnOnce(&dyn Fn() -> bool)) {
+        let running = AtomicUsize::new(threads);
+        let watcher = std::thread::current();
+        std::thread::scope(|s| {
+            for _ in 0..threads {
+                let (running, watcher) = (&running, watcher.clone());
+                s.spawn(move || {
+                    self.settle();
+                    Worker::new(self).work();
+                    running.fetch_sub(1, Relaxed);
+                    watcher.unpark();
+                });
+            }
+            watch(&|| running.load(Relaxed) == 0);
+        });
+    }
+
+    fn settle(&self) {
+        if self.options.idle {
+            // Refused in some containers; the scan is then an ordinary load.
+            let _ = run_when_idle();
+        }
+    }
+
+    /// Counts what was read.
+    pub fn count(&self, threads: usize) -> Tally {
+        let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
+        let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
+        let next = AtomicUsize::new(0);
+        let all = Mutex::new(Tally::new(self.targets.len()));
+        std::thread::scope(|s| {
+            for _ in 0..threads {
+                s.spawn(|| {
+                    self.settle();
+                    let mut tally = Tally::new(self.targets.len());
+                    loop {
+                        let (shard, before) = (next.fetch_add(1, Relaxed), thread_cpu());
+                        if shard >= self.table.shards() {
+                            break;
+                        }
+                        self.table.drain(shard, |pages| tally.content(pages, &rules));
+                        self.pace.used(0, thread_cpu().saturating_sub(before));
+                    }
+                    all.lock().unwrap_or_else(PoisonError::into_inner).add(&tally);
+                });
+            }
+        });
+        let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for (vm, state) in self.vms.iter().enumerate().filter(|(vm, _)| !ended[*vm]) {
+            let split = all.vms[vm].split(state.pages().zero);
+            all.split.zero += split.zero;
+        }
+        all
+    }
+
+    pub fn table_bytes(&self) -> u64 {
+        // A frame number takes eight bytes and as much again in a hash set.
+        self.table.bytes() + self.seen.count() as u64 * 16
+    }
+
+    pub fn results(self, tallies: Vec<VmTally>) -> Vec<VmResult> {
+        let parts = self.targets.iter().zip(self.vms).zip(tallies).zip(self.blocks);
+        let one = |(((target, state), tally), blocks): (((&Target, VmState), VmTally), Blocks)| {
+            let (fate, mut pages) = (state.fate(), state.pages());
+            if fate == Fate::Ended {
+                pages = Pages::default();
+            }
+            VmResult {
+                target: target.clone(),
+                fate,
+                pages,
+                split: tally.split(pages.zero),
+                twins: tally.twins,
+                blocks,
+            }
+        };
+        parts.map(one).collect()
+    }
+}
+
+fn windows(targets: &[Target]) -> Vec<(usize, Range)> {
+    let mut windows = Vec::new();
+    for (vm, target) in targets.iter().enumerate() {
+        for range in &target.ram {
+            let mut start = range.start;
+            while start < range.end() {
+                // Aligned, so that no block and no huge page is cut.
+                let end = ((start / WINDOW + 1) * WINDOW).min(range.end());
+                windows.push((vm, Range { start, len: end - start }));
+                start = end;
+            }
+        }
+    }
+    windows
+}
+
+impl<'j, 'a> Worker<'j, 'a> {
+    fn new(job: &'j Job<'a>) -> Worker<'j, 'a> {
+        Worker {
+            job,
+            filler: job.table.filler(),
+            walker: None,
+            runs: Vec::new(),
+            buffer: vec![0; PIECE],
+            cpu: thread_cpu(),
+        }
+    }
+
+    fn work(mut self) {
+        let job = self.job;
+        while let Some((vm, window)) = job.windows.get(job.next.fetch_add(1, Relaxed)) {
+            if job.vms[*vm].over.load(Relaxed) {
+                continue;
+            }
+            let mut pages = Pages::default();
+            if let Err(e) = self.window(*vm, *window, &mut pages) {
+                job.vms[*vm].end(fate_of(&e, &job.targets[*vm]));
+            }
+            if !self.is_alive(*vm) {
+                // What was read last may be another process's.
+                job.vms[*vm].end(Fate::Ended);
+            }
+            job.vms[*vm].add(&pages);
+            if job.pace.is_stopped() {
+                return;
+            }
+        }
+    }
+
+    fn is_alive(&self, vm: usize) -> bool {
+        let id = self.job.targets[vm].id;
+        let stat = read_stat(self.job.root, id.pid).ok().flatten();
+        stat.is_some_and(|s| s.start == id.start && !matches!(s.state, 'Z' | 'X'))
+    }
+
+    fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
+        let (job, target) = (self.job, &self.job.targets[vm]);
+        if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
+            let walker = Walker::open(job.root, target.id.pid, target.merged, job.options.listing)?;
+            self.walker = Some((vm, walker));
+        }
+        let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
+        let mut runs = std::mem::take(&mut self.runs);
+        let Passed { merged } = walker.runs(window, &job.seen, &mut runs)?;
+        pages.merged += merged;
+        pages.held += runs.iter().map(|r| r.len / PAGE).sum::<u64>();
+        pages.free += subtract(&mut runs, &target.skip) / PAGE;
+        if job.options.one_in > 1 {
+            runs = self.sample(vm, &runs);
+        }
+        let mut done = Ok(());
+        let mut piece = Vec::new();
+        let mut rest = runs.iter().copied().flat_map(cut);
+        let mut next = rest.next();
+        while let (Some(run), Ok(())) = (next, &done) {
+            piece.push(run);
+            next = rest.next();
+            let size: u64 = piece.iter().map(|r| r.len).sum();
+            let full = next.is_none_or(|n| size + n.len > PIECE as u64);
+            if full || piece.len() == VECTOR_MAX {
+                done = self.piece(vm, &mut piece, pages);
+            }
+        }
+        self.runs = runs;
+        done
+    }
+
+    /// The pieces of a sample, chosen by the key: no guest can tell which.
+    fn sample(&self, vm: usize, runs: &[Range]) -> Vec<Range> {
+        let one_in = u64::from(self.job.options.one_in);
+        let mut chosen: Vec<Range> = Vec::new();
+        for run in runs {
+            let mut start = run.start;
+            while start < run.end() {
+                let end = ((start / SAMPLE + 1) * SAMPLE).min(run.end());
+                if self.job.key.mix(vm as u64, start / SAMPLE).is_multiple_of(one_in) {
+                    chosen.push(Range { start, len: end - start });
+                }
+                start = end;
+            }
+        }
+        chosen
+    }
+
+    /// Copies and notes a piece; pages that went away are passed over.
+    fn piece(&mut self, vm: usize, piece: &mut Vec<Range>, pages: &mut Pages) -> Result<()> {
+        let pid = self.job.targets[vm].id.pid;
+        let mut bytes = 0;
+        while !piece.is_empty() {
+            let n = match read_process(pid, piece, &mut self.buffer) {
+                Ok(n) => n as u64 / PAGE * PAGE,
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::FAULT) => 0,
+                Err(e) => return Err(e),
+            };
+            bytes += n;
+            self.note(vm, piece, n, pages);
+            if n < piece.iter().map(|r| r.len).sum() {
+                // The page at which it ended cannot be read.
+                drop_front(piece, n + PAGE);
+                pages.lost += 1;
+            } else {
+                piece.clear();
+            }
+        }
+        let cpu = thread_cpu();
+        let used = cpu.saturating_sub(self.cpu);
+        self.cpu = cpu;
+        self.job.pace.used(bytes, used);
+        Ok(())
+    }
+
+    /// Notes the first `n` bytes of the buffer, which came from these places.
+    fn note(&mut self, vm: usize, places: &[Range], n: u64, pages: &mut Pages) {
+        let job = self.job;
+        let tags = job.options.unchanged.then(|| job.tags.get(&job.targets[vm].id)).flatten();
+        let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
+        let read = self.buffer[..n as usize].chunks_exact(PAGE as usize);
+        for (address, bytes) in addresses.zip(read) {
+            let hash = job.key.page(bytes);
+            if hash.is_none() && self.walker.as_ref().is_some_and(|(_, w)| w.holds_nothing(address))
+            {
+                pages.held -= 1;
+                continue;
+            }
+            pages.read += 1;
+            if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
+                pages.changed += 1;
+                job.blocks[vm].read(address, false);
+                continue;
+            }
+            job.blocks[vm].read(address, hash.is_none());
+            match hash {
+                Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
+                None => pages.zero += 1,
+            }
+        }
+    }
+}
+
+/// Pieces of a run that fit the buffer.
+fn cut(run: Range) -> impl Iterator<Item = Range> {
+    (run.start..run.end())
+        .step_by(PIECE)
+        .map(move |start| Range { start, len: (run.end() - start).min(PIECE as u64) })
+}
+
+/// Takes bytes off the front of a list of ranges.
+fn drop_front(ranges: &mut Vec<Range>, mut bytes: u64) {
+    ranges.retain_mut(|r| {
+        let cut = bytes.min(r.len);
+        bytes -= cut;
+        *r = Range { start: r.start + cut, len: r.len - cut };
+        r.len > 0
+    });
+}
+
+fn fate_of(error: &Error, target: &Target) -> Fate {
+    if is_absent(error) {
+        return Fate::Ended;
+    }
+    refusal(Errno::from_io_error(error).unwrap_or(Errno::IO), target)
+}
+
+/// Why a process cannot be read, and what to do.
+pub(super) fn refusal(errno: Errno, target: &Target) -> Fate {
+    let pid = target.id.pid;
+    Fate::Refused(match errno {
+        Errno::PERM | Errno::ACCESS => format!(
+            "process {pid} may not be read: run as root, or with CAP_SYS_PTRACE and CAP_SYS_ADMIN \
+             (a security module or kernel.yama.ptrace_scope may forbid it too)"
+        ),
+        e => format!("process {pid} cannot be read: {e}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_cover_all_ram_once_and_end_where_blocks_do() {
+        let mut target = Target {
+            id: VmId { pid: 1, start: 1 },
+            name: "a".into(),
+            group: "g".into(),
+            ram: vec![
+                Range { start: WINDOW - PAGE, len: 2 * WINDOW },
+                Range { start: 9 * WINDOW, len: PAGE },
+            ],
+            merged: false,
+            skip: Vec::new(),
+        };
+        let all = windows(std::slice::from_ref(&target));
+        assert_eq!(all.iter().map(|w| w.1.len).sum::<u64>(), 2 * WINDOW + PAGE);
+        assert_eq!(all.len(), 4);
+        assert!(all[..3].windows(2).all(|w| w[0].1.end() == w[1].1.start));
+        assert_eq!(all[1].1.start % WINDOW, 0);
+        target.ram.clear();
+        assert!(windows(&[target]).is_empty());
+    }
+
+    #[test]
+    fn the_front_of_a_list_is_taken_off() {
+        let r = |start, len| Range { start, len };
+        for (bytes, left) in [
+            (0, vec![r(0, 8), r(16, 8)]),
+            (4, vec![r(4, 4), r(16, 8)]),
+            (8, vec![r(16, 8)]),
+            (12, vec![r(20, 4)]),
+            (99, vec![]),
+        ] {
+            let mut ranges = vec![r(0, 8), r(16, 8)];
+            drop_front(&mut ranges, bytes);
+            assert_eq!(ranges, left, "{bytes}");
+        }
+        let cut: Vec<u64> = cut(r(PAGE, 2 * PIECE as u64 + 1)).map(|r| r.len).collect();
+        assert_eq!(cut, [PIECE as u64, PIECE as u64, 1]);
+    }
+}

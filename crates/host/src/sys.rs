@@ -1,0 +1,133 @@
+//! The system calls that no safe wrapper offers, each as a small function.
+//!
+//! They read other processes: which of their pages are held, and what is in
+//! those. Foreign addresses are numbers here; only the kernel follows them, and a
+//! mapping that is gone is an error of the call.
+
+#![allow(unsafe_code)]
+
+use std::io::{Error, Result};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use libc::{c_long, c_ulong, iovec};
+
+/// A run of bytes in a process: page-aligned address and length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Range {
+    /// First address.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+impl Range {
+    /// The address after the last.
+    pub fn end(&self) -> u64 {
+        self.start.saturating_add(self.len)
+    }
+}
+
+/// Most ranges of one [`read_process`] (`UIO_MAXIOV`).
+pub const VECTOR_MAX: usize = 1024;
+
+const PAGEMAP_SCAN: c_ulong = 0xc060_6610;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
+const PAGE_IS_HUGE: u64 = 1 << 6;
+/// Regions of one PAGEMAP_SCAN. The kernel's own buffer has 512: with no more,
+/// a full vector is the only way to end early, and its last region says where.
+const REGIONS: usize = 512;
+
+fn check(result: c_long) -> Result<usize> {
+    if result < 0 { Err(Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// Calls `each` with every stretch of a range that is in memory, the zero page
+/// left out, and whether huge pages map it (Linux 6.7+, `fs/proc/task_mmu.c`).
+/// `ENOTTY` on older kernels; nothing at all where the process has ended.
+pub fn pagemap_scan(
+    pagemap: BorrowedFd<'_>,
+    range: Range,
+    mut each: impl FnMut(Range, bool),
+) -> Result<()> {
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Region {
+        start: u64,
+        end: u64,
+        categories: u64,
+    }
+    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    let (mut start, end) = (range.start, range.end());
+    while start < end {
+        let wanted = PAGE_IS_PRESENT | PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
+        let absent = PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
+        // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
+        let mut arg: [u64; 12] = [
+            96,
+            0,
+            start,
+            end,
+            0,
+            regions.as_mut_ptr() as u64,
+            REGIONS as u64,
+            0,
+            absent,
+            wanted,
+            0,
+            PAGE_IS_HUGE,
+        ];
+        // SAFETY: `arg` is the kernel's struct pm_scan_arg of 96 bytes; the vector
+        // in it is `regions`, with its length, and the kernel writes nowhere else.
+        let n = check(unsafe {
+            libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, arg.as_mut_ptr()) as c_long
+        })?;
+        let n = n.min(REGIONS);
+        for r in &regions[..n] {
+            let len = r.end.saturating_sub(r.start);
+            each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
+        }
+        match n {
+            REGIONS if regions[n - 1].end > start => start = regions[n - 1].end,
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+/// Copies from several places of another process, in their order, into one
+/// buffer; returns bytes copied from the front, which end at the first place that
+/// cannot be read whole. `EPERM`: not allowed; `ESRCH`: it has ended.
+pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> {
+    let total: u64 = places.iter().map(|p| p.len).sum();
+    if total > to.len() as u64 || places.len() > VECTOR_MAX {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
+    }
+    let remote = |p: &Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
+    let remote: Vec<iovec> = places.iter().map(remote).collect();
+    let local = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total as usize };
+    // SAFETY: `local` describes `to`, which is exclusively ours and long enough; the
+    // remote side is only read, by the kernel, which checks every address.
+    let n = unsafe {
+        libc::process_vm_readv(
+            pid as libc::pid_t,
+            &local,
+            1,
+            remote.as_ptr(),
+            remote.len() as c_ulong,
+            0,
+        )
+    };
+    check(n as c_long)
+}
+
+/// This thread runs only when nobody else wants the CPU.
+pub fn run_when_idle() -> Result<()> {
+    // SAFETY: plain numbers; all of it zero is a valid value.
+    let mut param = unsafe { std::mem::zeroed::<libc::sched_param>() };
+    param.sched_priority = 0;
+    // SAFETY: `param` is read during the call; 0 is this thread.
+    let done = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &param) };
+    check(c_long::from(done)).map(drop)
+}
