@@ -3,7 +3,7 @@
 //! QEMU itself makes), hibernation.
 
 use ebb_lab::ebb::Daemon;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::life::recycled;
 use crate::*;
