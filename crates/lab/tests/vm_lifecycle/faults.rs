@@ -3,17 +3,9 @@
 //!
 //! Protection and second reading are left out in `vm_recycle`.
 
-use serde_json::json;
-
 use crate::moves::{add_image, job};
 use crate::resets::{Boot, Reset, verify_boot};
 use crate::*;
-
-fn registers(vm: &Vm) -> String {
-    let line = json!({ "command-line": "info registers" });
-    let said = vm.qmp("human-monitor-command", Some(line)).unwrap_or_default();
-    said.as_str().unwrap_or_default().to_string()
-}
 
 /// Whether its one vCPU halts with interrupts off: it never runs again.
 fn dead(vm: &Vm) -> bool {

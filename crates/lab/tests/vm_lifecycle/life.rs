@@ -110,12 +110,14 @@ fn vm_a_daemon_killed_and_started_again_during_recycling_loses_nothing() {
         let dir = guest.dir.path().join("daemon");
         for round in 0..rounds().min(8) {
             let daemon = Daemon::start(&dir, &["killed"], "").unwrap();
-            let much = |s: &serde_json::Value| recycled(s, "killed").filter(|r| *r > 4 << 20);
             let _ = daemon.wait_for("tier guest", MINUTE, |s| recycled(s, "killed")).unwrap();
             let asking = Asking::start(daemon);
             guest.verify_on(2_000);
             let daemon = asking.stop();
-            daemon.reclaim().unwrap();
+            let much = |s: &serde_json::Value| {
+                daemon.reclaim().unwrap();
+                recycled(s, "killed").filter(|r| *r > 4 << 20)
+            };
             let came = daemon.wait_for("recycling", MINUTE, much).unwrap();
             daemon.reclaim().unwrap();
             daemon.crash();

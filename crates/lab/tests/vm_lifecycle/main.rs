@@ -29,6 +29,7 @@ use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::tier;
 use ebb_lab::vm::{Vm, VmConfig, VmError};
+use serde_json::json;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -146,6 +147,13 @@ impl Guest {
         let line = text.lines().find_map(|l| l.strip_prefix("false "));
         line.and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("no audit: {text}"))
     }
+}
+
+/// What its vCPUs are at: all that is to be had of a boot that hangs.
+fn registers(vm: &Vm) -> String {
+    let line = json!({ "command-line": "info registers" });
+    let said = vm.qmp("human-monitor-command", Some(line)).unwrap_or_default();
+    said.as_str().unwrap_or_default().to_string()
 }
 
 /// What the recycling thread has seen so far.

@@ -3,7 +3,7 @@
 //! QEMU itself makes), hibernation.
 
 use ebb_lab::ebb::Daemon;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::life::recycled;
 use crate::*;
@@ -67,8 +67,10 @@ fn vm_a_guest_migrated_under_a_daemon_is_left_alone_and_recycled_at_its_target()
         // The tool, and with it the guest, goes on where it was.
         there.verify_on(2_000);
         let _ = daemon.wait_for("the tier again", MINUTE, |s| recycled(s, "target")).unwrap();
-        daemon.reclaim().unwrap();
-        let much = |s: &Value| recycled(s, "target").filter(|r| *r > 16 << 20);
+        let much = |s: &Value| {
+            daemon.reclaim().unwrap();
+            recycled(s, "target").filter(|r| *r > 16 << 20)
+        };
         let came = daemon.wait_for("recycling at the target", MINUTE, much).unwrap();
         there.verify_on(5_000);
         let checks = there.stop_verify();

@@ -3,7 +3,6 @@
 //! must find its kernel, its initramfs and its memory as they should be.
 
 use ebb_lab::guest::escape;
-use serde_json::json;
 
 use crate::*;
 
@@ -138,7 +137,10 @@ fn storm(kernel: Kernel, resets: usize, each: u64) {
         let before = recycling.seen();
         let kind = Reset::ALL[round % Reset::ALL.len()];
         kind.of(&guest).unwrap();
-        guest.vm.wait_ready().unwrap_or_else(|e| panic!("{kernel} {round} {kind:?}: {e}"));
+        if let Err(e) = guest.vm.wait_ready() {
+            let (seen, at) = (recycling.seen(), registers(&guest.vm));
+            panic!("{kernel} {round} {kind:?}: {e}\n{seen:?}\n{at}");
+        }
         // Whatever the map said, nobody believes it any more.
         let seen = recycling.seen();
         assert!(seen.refused > before.refused, "{kernel} {round} {kind:?}: {seen:?}");
