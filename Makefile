@@ -42,6 +42,7 @@ soak: target/.setup ## module and recycler under stress for ten minutes a kernel
 	  --test vm_module --test vm_recycle -- --test-threads=1 --nocapture vm_
 
 bench: ## what a tick costs, on synthetic guests
+	@$(CARGO) bench --quiet -p ebb-core --bench tick
 	@$(CARGO) build --release --quiet -p ebb
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120
