@@ -49,6 +49,7 @@ soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets,
 	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
+	@$(CARGO) bench --quiet -p ebb-core --bench tick
 	@$(CARGO) build --release --quiet -p ebb
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120

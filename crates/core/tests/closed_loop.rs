@@ -1,0 +1,148 @@
+//! The loop closed over ideal guests: how fast memory is taken and given back, and
+//! what happens when the world fails in the middle of it.
+
+mod common;
+
+use common::{Guest, Toy, id};
+use ebb_core::config::Config;
+use ebb_core::model::Progress;
+use ebb_core::plan::{Action, Reason, RungName};
+use ebb_core::tick::{Engine, Host, Tick};
+use ebb_core::units::Bytes;
+
+fn engine(reserve_gib: u64, host: &Toy) -> Engine {
+    let config = Config { reserve: Some(Bytes::gib(reserve_gib)), ..Config::default() };
+    let mut engine = Engine::new(config, false);
+    engine.adopt(host.owed());
+    engine
+}
+
+/// Ticks until `done`; the simulated seconds that took.
+fn until(
+    engine: &mut Engine,
+    host: &mut Toy,
+    most_s: u64,
+    mut done: impl FnMut(&Toy, &Tick) -> bool,
+) -> f64 {
+    let began = host.now;
+    loop {
+        let (tick, model) = engine.step(host);
+        host.wait(engine.next(&model));
+        let seconds = (host.now - began) as f64 / 1000.0;
+        if done(host, &tick) {
+            return seconds;
+        }
+        assert!(seconds < most_s as f64, "not done after {seconds} s: {:?}", host.guests);
+    }
+}
+
+#[test]
+fn eight_gib_leave_an_idle_guest_within_ten_seconds() {
+    // 1 GiB is left, 9 are to be kept.
+    let mut host = Toy::new(20, 3, vec![Guest::new(16, 2)]);
+    let mut engine = engine(9, &host);
+    let seconds = until(&mut engine, &mut host, 30, |h, _| h.guests[0].resident <= Bytes::gib(8));
+    assert!(seconds <= 10.0, "{seconds} s");
+}
+
+#[test]
+fn four_gib_come_back_within_two_seconds_from_headroom() {
+    let mut poor = Guest::new(8, 2).ballooned(5);
+    poor.speed = 4 << 30;
+    poor.wanted = Bytes::gib(7);
+    let mut host = Toy::new(32, 0, vec![poor]);
+    let mut engine = engine(2, &host);
+    let seconds = until(&mut engine, &mut host, 30, |h, _| h.guests[0].used >= Bytes::gib(6));
+    assert!(seconds <= 2.0, "{seconds} s");
+}
+
+#[test]
+fn four_gib_come_back_within_ten_seconds_by_squeezing_another_that_frees_first() {
+    let mut poor = Guest::new(8, 2).ballooned(5);
+    poor.speed = 4 << 30;
+    poor.wanted = Bytes::gib(7);
+    let idle = Guest::new(16, 2);
+    // 1 GiB of headroom, half of the reserve.
+    let mut host = Toy::new(20, 0, vec![poor, idle]);
+    let mut engine = engine(2, &host);
+    let seconds = until(&mut engine, &mut host, 60, |h, tick| {
+        assert!(h.available() > Bytes::ZERO, "never more is granted than was freed");
+        let asked = |a: &&Action| a.vm == id(1);
+        if let Some(a) = tick.plan.actions.iter().find(asked) {
+            assert!(!a.gives() && a.to >= Bytes::gib(4), "floor: {a:?}");
+        }
+        h.guests[0].used >= Bytes::gib(6)
+    });
+    assert!(seconds <= 10.0, "{seconds} s");
+    assert!(host.guests[1].actual < Bytes::gib(14), "{:?}", host.guests[1]);
+}
+
+#[test]
+fn the_ladder_says_what_it_expects_and_what_came() {
+    let mut host = Toy::new(17, 0, vec![Guest::new(16, 2)]);
+    let mut engine = engine(9, &host);
+    let mut rungs = Vec::new();
+    until(&mut engine, &mut host, 30, |h, tick| {
+        rungs.extend(tick.plan.rungs.clone());
+        h.guests[0].resident <= Bytes::gib(9)
+    });
+    let names: Vec<RungName> = rungs.iter().take(5).map(|r| r.name).collect();
+    assert_eq!(names, RungName::ALL);
+    let balloon = engine.memory.ladder.iter().find(|t| t.name == RungName::Balloon).unwrap();
+    assert!(balloon.came >= Bytes::gib(6) && balloon.expected >= balloon.came, "{balloon:?}");
+}
+
+#[test]
+fn a_guest_that_does_not_move_is_shown_stuck_and_does_not_starve_the_rest() {
+    let mut stuck = Guest::new(16, 2);
+    stuck.speed = 0;
+    let mut host = Toy::new(33, 0, vec![stuck, Guest::new(16, 2)]);
+    let mut engine = engine(9, &host);
+    until(&mut engine, &mut host, 40, |h, _| h.available() >= Bytes::gib(9));
+    until(&mut engine, &mut host, 40, |_, tick| {
+        let withdrawn = |a: &Action| a.vm == id(0) && a.reason == Reason::Withdrawn;
+        tick.plan.actions.iter().any(withdrawn)
+    });
+    let (_, model) = engine.step(&mut host);
+    assert_eq!(model.vms[0].convergence.state, Progress::Stuck);
+    assert_eq!(host.guests[0].actual, Bytes::gib(16));
+}
+
+#[test]
+fn by_a_look_that_took_half_a_minute_nothing_is_taken() {
+    let mut poor = Guest::new(8, 2).ballooned(5);
+    poor.wanted = Bytes::gib(7);
+    poor.used = Bytes(3 << 30) - Bytes::mib(10);
+    let mut host = Toy::new(20, 0, vec![poor, Guest::new(16, 2)]);
+    host.look_ms = 30_000;
+    let mut engine = engine(9, &host);
+    for _ in 0..3 {
+        let (tick, _) = engine.step(&mut host);
+        assert!(tick.forbidden.as_ref().is_some_and(|f| f.contains("took 30000 ms")), "{tick:?}");
+        assert!(tick.plan.actions.iter().all(Action::gives));
+    }
+    assert!(host.guests[0].target > Bytes::gib(3), "giving goes on");
+    assert_eq!(host.guests[1].target, Bytes::gib(16));
+}
+
+#[test]
+fn an_order_that_fails_stops_no_other_and_is_tried_again() {
+    let mut host = Toy::new(33, 0, vec![Guest::new(16, 2), Guest::new(16, 2)]);
+    host.guests[0].fails = true;
+    let mut engine = engine(9, &host);
+    until(&mut engine, &mut host, 40, |h, _| h.guests[1].actual < Bytes::gib(12));
+    assert_eq!(host.guests[0].actual, Bytes::gib(16));
+    host.guests[0].fails = false;
+    until(&mut engine, &mut host, 60, |h, _| h.guests[0].actual < Bytes::gib(16));
+}
+
+#[test]
+fn a_tick_replays_to_the_same_plan() {
+    let mut host = Toy::new(20, 0, vec![Guest::new(8, 2).ballooned(5), Guest::new(16, 2)]);
+    host.guests[0].wanted = Bytes::gib(7);
+    let (mut live, mut again) = (engine(2, &host), engine(2, &host));
+    until(&mut live, &mut host, 60, |h, tick| {
+        assert_eq!(&again.replay(tick).0, tick);
+        h.guests[0].used >= Bytes::gib(6)
+    });
+}

@@ -1,0 +1,181 @@
+//! A host of a few ideal guests under a clock: a stand-in that carries no claim
+//! about real ones (crates/sim has the seeded ones), just enough to close the loop.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use ebb_core::memory::{Owned, OwnedVm};
+use ebb_core::plan::{Action, Outcome};
+use ebb_core::sample::{
+    BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, Sample, VmId,
+    VmSample,
+};
+use ebb_core::tick::{Host, Wake};
+use ebb_core::units::{Bytes, Stamp};
+
+/// A guest that follows its balloon at a constant speed.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    pub ram: Bytes,
+    pub actual: Bytes,
+    pub target: Bytes,
+    /// Used now, and wanted: it grows towards that as far as it has memory.
+    pub used: Bytes,
+    pub wanted: Bytes,
+    pub resident: Bytes,
+    /// Bytes a second that the balloon moves, and that processes touch.
+    pub speed: u64,
+    pub touch: u64,
+    /// Orders to it fail.
+    pub fails: bool,
+}
+
+impl Guest {
+    /// One that uses `used` of `ram` GiB, and has touched all of it.
+    pub fn new(ram: u64, used: u64) -> Guest {
+        let (ram, used) = (Bytes::gib(ram), Bytes::gib(used));
+        Guest {
+            ram,
+            actual: ram,
+            target: ram,
+            used,
+            wanted: used,
+            resident: ram,
+            speed: 1 << 30,
+            touch: 4 << 30,
+            fails: false,
+        }
+    }
+
+    /// The same with a balloon that holds so many GiB.
+    pub fn ballooned(self, held: u64) -> Guest {
+        let actual = self.ram - Bytes::gib(held);
+        Guest { actual, target: actual, resident: self.resident.min(actual), ..self }
+    }
+
+    fn live(&mut self, ms: u64) {
+        let part = |rate: u64| Bytes(rate * ms / 1000);
+        if self.target < self.actual {
+            let step = (self.actual - self.target).min(part(self.speed));
+            let step = step.min(self.actual - self.used);
+            self.actual = self.actual - step;
+        } else {
+            self.actual += (self.target - self.actual).min(part(self.speed));
+        }
+        let more = (self.wanted - self.used).min(part(self.touch));
+        self.used = (self.used + more).min(self.actual);
+        self.resident = self.resident.min(self.actual).max(self.used);
+    }
+}
+
+/// The host.
+pub struct Toy {
+    pub total: Bytes,
+    /// What others than the guests use.
+    pub others: Bytes,
+    pub guests: Vec<Guest>,
+    pub now: u64,
+    /// Looking takes so long, ms.
+    pub look_ms: u64,
+    pub until: u64,
+}
+
+impl Toy {
+    pub fn new(total: u64, others: u64, guests: Vec<Guest>) -> Toy {
+        let (total, others) = (Bytes::gib(total), Bytes::gib(others));
+        Toy { total, others, guests, now: 1_000_000, look_ms: 0, until: u64::MAX }
+    }
+
+    pub fn available(&self) -> Bytes {
+        self.total - self.others - self.guests.iter().map(|g| g.resident).sum()
+    }
+
+    /// What an earlier daemon had taken: every guest is owed its RAM.
+    pub fn owed(&self) -> Owned {
+        let one = |(i, g): (usize, &Guest)| OwnedVm {
+            id: id(i),
+            name: format!("vm{i}"),
+            baseline: g.ram,
+        };
+        Owned { vms: self.guests.iter().enumerate().map(one).collect() }
+    }
+
+    fn vm(&self, i: usize) -> VmSample {
+        let g = &self.guests[i];
+        let (available, faults) = (g.actual - g.used, self.now);
+        let stats = GuestStats {
+            updated_s: self.now / 1000,
+            total: Some(g.actual),
+            free: Some(available),
+            available: Some(available),
+            caches: Some(Bytes::ZERO),
+            major_faults: Some(0),
+            minor_faults: Some(faults),
+            ..GuestStats::default()
+        };
+        VmSample {
+            id: id(i),
+            name: format!("vm{i}"),
+            ram: Some(g.ram),
+            process: Some(ProcessMemory { anon: g.resident, ..ProcessMemory::default() }),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon: Some(BalloonSample {
+                actual: g.actual,
+                reporting: Some(false),
+                deflate_on_oom: Some(true),
+                guest: Some(stats),
+            }),
+            ..VmSample::default()
+        }
+    }
+}
+
+/// The id of the guest with this index.
+pub fn id(i: usize) -> VmId {
+    VmId { pid: i as u32 + 1, start: 1 }
+}
+
+impl Host for Toy {
+    fn now(&self) -> Stamp {
+        Stamp(self.now)
+    }
+
+    fn read(&mut self) -> Sample {
+        let memory =
+            Meminfo { total: self.total, available: self.available(), ..Meminfo::default() };
+        let sample = Sample {
+            at: Stamp(self.now),
+            wall_ms: self.now,
+            host: HostSample { memory: Some(memory), ..HostSample::default() },
+            vms: (0..self.guests.len()).map(|i| self.vm(i)).collect(),
+            problems: Vec::new(),
+        };
+        self.now += self.look_ms;
+        sample
+    }
+
+    fn remember(&mut self, _owned: &Owned) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        let mut one = |a: &Action| {
+            let g = &mut self.guests[a.vm.pid as usize - 1];
+            let error = g.fails.then(|| "QEMU refused".to_string());
+            if error.is_none() {
+                g.target = a.to;
+            }
+            Outcome { vm: a.vm, error }
+        };
+        actions.iter().map(&mut one).collect()
+    }
+
+    fn wait(&mut self, until: Stamp) -> Wake {
+        while self.now < until.0 {
+            let ms = (until.0 - self.now).min(50);
+            self.now += ms;
+            self.guests.iter_mut().for_each(|g| g.live(ms));
+        }
+        if self.now >= self.until { Wake::Stop } else { Wake::Timer }
+    }
+}

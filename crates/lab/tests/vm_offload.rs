@@ -1,0 +1,52 @@
+//! Paging out on a real VM: what it holds leaves DRAM for swap, and is all there
+//! when it is read again.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::sample::VmId;
+use ebb_core::units::Bytes;
+use ebb_host::act::offload::Offloader;
+use ebb_host::probe::process::{read_stat, read_status};
+use ebb_host::root::Root;
+use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use ebb_lab::vm::{Vm, VmConfig};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+#[test]
+fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
+    let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 100 };
+    let _arena =
+        Arena::enter(&ArenaConfig { budget: None, swap: Some(swap), knobs: Vec::new() }).unwrap();
+    let vm = Vm::start(&VmConfig::new("cold", Bytes::mib(256))).unwrap();
+    vm.tool().start("v", "verify", "size=67108864 seconds=15 seed=7").unwrap();
+
+    let root = Root::default();
+    let start = read_stat(&root, vm.pid()).unwrap().unwrap().start;
+    let id = VmId { pid: vm.pid(), start };
+    let before = read_status(&root, id.pid).unwrap().unwrap();
+    let mut offloader = Offloader::new(root.clone());
+    offloader.order(id, Bytes::mib(64), None, None);
+    let until = Instant::now() + MINUTE;
+    let said = loop {
+        let said = offloader.sample(id).unwrap();
+        if !said.busy || Instant::now() > until {
+            break said;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let after = read_status(&root, id.pid).unwrap().unwrap();
+    println!(
+        "{said:?}, swap {} → {}, resident {} → {}",
+        before.swap,
+        after.swap,
+        before.resident(),
+        after.resident()
+    );
+    assert_eq!((said.error.as_deref(), said.busy), (None, false));
+    // A piece more than was ordered may go; the guest reads back what it touches.
+    assert!(said.paged_out >= Bytes::mib(16) && said.paged_out <= Bytes::mib(80), "{said:?}");
+    assert!(after.swap > before.swap, "{after:?}");
+    let end = vm.tool().wait_end("v", MINUTE).unwrap();
+    assert_eq!(end.u64("errors"), 0, "{end:?}");
+}
