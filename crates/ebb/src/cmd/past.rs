@@ -243,14 +243,12 @@ mod tests {
     use ebb_core::config::Config;
     use ebb_core::memory::Memory;
     use ebb_core::tick::run;
-    use ebb_sim::{Scenario, World};
+    use ebb_sim::{Setup, World, scenario};
 
     fn record() -> Vec<u8> {
-        let scenario =
-            Scenario { vms: 6, ram: Bytes::gib(2), host: Bytes::gib(6), seed: 1, odd_one_in: 0 };
+        let crowd = scenario::crowd(6, Bytes::gib(2), Bytes::gib(6), 1, 0);
         let config = Config::default();
-        let mut world = World::new(&scenario, &config);
-        world.run_for(200_000);
+        let mut world = World::new(&Setup { run_ms: 200_000, ..crowd });
         let mut engine = Engine::new(config.clone(), false);
         let mut recorder = Recorder::default();
         recorder.head(&Head::new(&config, &Memory::default()));
