@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::experiment::dedup::Dedup;
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::image::{Cache, Kernel};
@@ -32,6 +33,8 @@ enum Cmd {
     Smoke,
     /// VMs on a host that is too small for them, without and with Ebb
     Demo(DemoArgs),
+    /// What merging finds and costs, against every page read one by one
+    Dedup(DedupArgs),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
     /// Put back what an earlier run left behind
@@ -105,6 +108,25 @@ struct OverheadArgs {
 }
 
 #[derive(Args)]
+struct DedupArgs {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// ksm, ksm0, ebb-stock
+    #[arg(long, value_delimiter = ',', default_value = "ksm,ksm0,ebb-stock")]
+    arms: Vec<String>,
+    /// boots, clustered, scattered, random [default: all]
+    #[arg(long, value_delimiter = ',')]
+    workloads: Vec<String>,
+    /// How many VMs
+    #[arg(long, default_value_t = 3)]
+    vms: u32,
+    /// What each holds beside what it booted with
+    #[arg(long, default_value = "256MiB")]
+    hold: Bytes,
+}
+
+#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -121,6 +143,7 @@ fn main() -> ExitCode {
         Cmd::Boot(args) => boot(&args),
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
+        Cmd::Dedup(args) => dedup(args),
         Cmd::Overhead(args) => overhead(&args),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),
@@ -232,6 +255,12 @@ fn demo(args: DemoArgs) -> Result<ExitCode> {
     let time = Duration::from_secs(args.seconds);
     let demo = Demo { arms: args.arms, kernel: args.kernel, time, ..Demo::default() };
     demo.run(args.json.as_deref())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn dedup(args: DedupArgs) -> Result<ExitCode> {
+    let DedupArgs { json, arms, workloads, vms, hold } = args;
+    Dedup { arms, workloads, vms, hold }.run(json.as_deref())?;
     Ok(ExitCode::SUCCESS)
 }
 
