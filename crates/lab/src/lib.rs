@@ -4,7 +4,8 @@
 //! tool; `vm` runs QEMU on them; `guest` speaks with the tool; `arena` holds
 //! everything that is global to the machine (lock, budget, swap, knobs) and puts
 //! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
-//! would and `tier` builds what guests and QEMU load; `experiment` holds the experiments and `result` what they write; `tidy`
+//! would and `tier` builds what guests and QEMU load; `truth` counts equal pages the slow
+//! way; `experiment` holds the experiments and `result` what they write; `tidy`
 //! holds the house rules. Only developers run any of it.
 
 pub mod arena;
@@ -17,6 +18,7 @@ pub mod sampler;
 pub mod setup;
 pub mod tidy;
 pub mod tier;
+pub mod truth;
 pub mod vm;
 
 use std::path::PathBuf;

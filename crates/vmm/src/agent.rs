@@ -15,6 +15,7 @@ use ebb_core::wire::{
     Refusal, Refused, Status, clip,
 };
 
+use crate::advise;
 use crate::aside;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
@@ -83,7 +84,8 @@ impl Agent {
         vm.tracker.step(&vm.ram, &vm.guard, now);
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            if let Some(why) = aside::reason() {
+            let open = advise::keep_out(&vm.ram).err();
+            if let Some(why) = aside::reason().or(open) {
                 self.stand_aside(&why);
             }
         }
@@ -245,6 +247,8 @@ impl Attached {
         device: Option<OwnedFd>,
         faults: Faults,
     ) -> Result<Attached, String> {
+        // Before anything is protected: merging would lift the protection.
+        advise::leave_ksm(&ram)?;
         let device = device.as_ref().map(AsFd::as_fd);
         let uffd = Uffd::open(device, !faults.no_unpopulated()).map_err(|e| e.to_string())?;
         for p in ram.pieces() {

@@ -7,8 +7,9 @@
 //!
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
-//! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`, `uffd`, `sys` (system calls), `aside`
-//! (when to leave a VM alone), `faults` (steps left out, for tests).
+//! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`,
+//! `uffd`, `sys` (system calls), `aside` (when to leave a VM alone), `advise` (RAM
+//! is closed to KSM), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
 //! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not
@@ -22,6 +23,7 @@
 // are what this crate is for. Each block says why it is sound.
 #![allow(unsafe_code)]
 
+pub mod advise;
 pub mod agent;
 pub mod aside;
 pub mod faults;

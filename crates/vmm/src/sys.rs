@@ -240,6 +240,11 @@ pub fn cold(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLD)
 }
 
+/// Takes a range out of KSM and breaks what is merged of it; its contents stay.
+pub fn unmergeable(range: Range) -> Result<()> {
+    advise(range, libc::MADV_UNMERGEABLE)
+}
+
 fn advise(range: Range, advice: c_int) -> Result<()> {
     // SAFETY: Rust holds no reference into guest RAM, which is all that this is
     // called for; an unmapped range is an error.
@@ -417,6 +422,11 @@ impl Mapping {
     pub fn huge(&self, on: bool) -> Result<()> {
         let advice = if on { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
         advise(Range { start: self.address, len: self.len as u64 }, advice)
+    }
+
+    /// Opens it to KSM, as QEMU does with all RAM by default.
+    pub fn mergeable(&self) -> Result<()> {
+        advise(Range { start: self.address, len: self.len as u64 }, libc::MADV_MERGEABLE)
     }
 
     /// Where it is.
