@@ -15,6 +15,7 @@ use ebb_core::units::{Bytes, PAGE};
 
 use crate::mood::Mood;
 use crate::need::{Need, Walk, Want};
+use crate::room::{Room, Time};
 
 /// How fast a balloon inflates, bytes a second (best known for stock virtio-balloon).
 pub const INFLATE_RATE: f64 = (1u64 << 30) as f64;
@@ -22,8 +23,6 @@ pub const INFLATE_RATE: f64 = (1u64 << 30) as f64;
 pub const DEFLATE_RATE: f64 = 4.0 * INFLATE_RATE;
 /// Reading swapped pages back in on the host, one guest, bytes a second.
 pub const SWAP_IN_RATE: f64 = 200e6;
-/// Swapping out on the host while somebody waits for the page, bytes a second.
-pub const SWAP_OUT_RATE: f64 = 500e6;
 /// The guest's own swap, either way, bytes a second.
 const GUEST_SWAP_RATE: f64 = 150e6;
 /// Reading files again that were dropped from the cache, bytes a second.
@@ -91,21 +90,6 @@ impl Spec {
             stops_ms: u64::MAX,
         }
     }
-}
-
-/// What the host can do for its guests within one step.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Room {
-    /// Free memory.
-    pub free: Bytes,
-    /// What can be swapped out while somebody waits.
-    pub can_swap_out: Bytes,
-    /// What can be swapped in.
-    pub can_swap_in: Bytes,
-    /// What had to be swapped out so far.
-    pub wanted_out: Bytes,
-    /// What was asked for and could not be had.
-    pub refused: Bytes,
 }
 
 /// Counters since the guest's boot, or since the run began where it says so.
@@ -700,63 +684,6 @@ impl Guest {
             self.stale = self.stale - gone;
             self.out = self.out - out;
         }
-    }
-}
-
-impl Room {
-    /// Takes host memory: free, or swapped out for it while the guest waits.
-    fn take(&mut self, bytes: Bytes, time: &mut Time) -> Bytes {
-        let free = bytes.min(self.free);
-        self.free = self.free - free;
-        let forced = (bytes - free).min(self.can_swap_out).min(time.at(SWAP_OUT_RATE));
-        self.can_swap_out = self.can_swap_out - forced;
-        self.wanted_out += forced;
-        time.wait_for_host(forced, SWAP_OUT_RATE);
-        self.refused += bytes - free - forced;
-        free + forced
-    }
-}
-
-/// What is left of a step, ms.
-struct Time {
-    whole: f64,
-    left: f64,
-    for_host: f64,
-}
-
-impl Time {
-    fn of(dt_ms: u64) -> Time {
-        Time { whole: dt_ms as f64, left: dt_ms as f64, for_host: 0.0 }
-    }
-
-    /// What can be moved at this rate in the time left.
-    fn at(&self, rate: f64) -> Bytes {
-        Bytes((rate * self.left / 1000.0) as u64)
-    }
-
-    fn wait(&mut self, bytes: Bytes, rate: f64) {
-        self.left = (self.left - bytes.0 as f64 * 1000.0 / rate).max(0.0);
-    }
-
-    fn wait_for_host(&mut self, bytes: Bytes, rate: f64) {
-        let before = self.left;
-        self.wait(bytes, rate);
-        self.for_host += before - self.left;
-    }
-
-    fn wait_share(&mut self, share: f64) {
-        self.left *= 1.0 - share.clamp(0.0, 1.0);
-    }
-
-    fn wait_in_vain(&mut self, for_host: bool) {
-        if for_host {
-            self.for_host += self.left;
-        }
-        self.left = 0.0;
-    }
-
-    fn spent(&self) -> f64 {
-        self.whole - self.left
     }
 }
 

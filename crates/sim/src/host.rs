@@ -3,8 +3,9 @@
 use ebb_core::sample::{HostSample, Meminfo, SwapArea, Vmstat};
 use ebb_core::units::{Bytes, PAGE};
 
-use crate::guest::{Guest, Room, SWAP_OUT_RATE};
+use crate::guest::Guest;
 use crate::psi::Stalls;
+use crate::room::{Room, SWAP_OUT_RATE};
 
 /// Below this share of memory the host begins to swap (`kswapd`'s low mark).
 const LOW_MARK: f64 = 0.02;

@@ -14,6 +14,7 @@ pub mod mood;
 pub mod need;
 pub mod psi;
 pub mod rival;
+pub mod room;
 pub mod scenario;
 pub mod score;
 pub mod trace;
