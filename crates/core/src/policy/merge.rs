@@ -39,8 +39,11 @@ const SLEEP_MS: u64 = 20;
 const LEAST: Bytes = Bytes::mib(16);
 /// A burst is judged after so many seconds of CPU, again and again.
 const JUDGE_CPU_MS: u64 = 2_000;
-/// Full scans after which a burst has merged what there was.
-const SCANS_MOST: u64 = 4;
+/// From so many full scans on a burst is judged after each, however little CPU it
+/// took: by then everything was seen often enough to be merged.
+const SCANS_JUDGED: u64 = 4;
+/// A burst ends after so many in any case.
+const SCANS_MOST: u64 = 64;
 /// After a burst that did not pay; doubled each time.
 const HOLD_MS: (u64, u64) = (60_000, 3_600_000);
 
@@ -232,13 +235,20 @@ fn verdict(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static str> {
     if scans >= SCANS_MOST {
         return Some("all of it was scanned often enough");
     }
-    let used_ms = facts.cpu_ms.saturating_sub(burst.judged.cpu_ms);
-    // Nothing is merged before everything was seen twice.
-    if used_ms < JUDGE_CPU_MS || scans < SCANS as u64 {
+    if !is_due(facts, burst) {
         return None;
     }
+    let used_ms = facts.cpu_ms.saturating_sub(burst.judged.cpu_ms).max(1);
     let saved = Bytes::pages(facts.saved.saturating_sub(burst.judged.saved));
     (saved < floor.share(used_ms as f64 / 1000.0)).then_some("it saves less than the floor now")
+}
+
+/// Whether a burst is to be judged now. Nothing is merged before all was seen twice.
+fn is_due(facts: &Facts, burst: &Burst) -> bool {
+    let scans = facts.scans.saturating_sub(burst.began.scans);
+    let used_ms = facts.cpu_ms.saturating_sub(burst.judged.cpu_ms);
+    let scanned = scans >= SCANS_JUDGED && facts.scans > burst.judged.scans;
+    scans >= SCANS as u64 && (used_ms >= JUDGE_CPU_MS || scanned)
 }
 
 fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &str) -> Order {
@@ -255,9 +265,7 @@ fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &st
 }
 
 fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Order {
-    if facts.cpu_ms.saturating_sub(burst.judged.cpu_ms) >= JUDGE_CPU_MS
-        && facts.scans >= burst.began.scans + SCANS as u64
-    {
+    if is_due(facts, &burst) {
         burst.judged = *facts;
     }
     memory.burst = Some(burst);
@@ -379,11 +387,21 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_ends_after_enough_scans_whatever_it_saves() {
+    fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not() {
         let mut m = Memory::default();
         let s = Settings::default();
-        govern(&facts(0, 0, 0, 0), &s, &mut m);
-        assert!(rests(&govern(&facts(1, 10, 4, 90_000), &s, &mut m), "often enough"));
+        let mut step = |f: Facts| govern(&f, &s, &mut m);
+        step(facts(0, 0, 0, 0));
+        assert!(
+            matches!(step(facts(1, 300, 4, 18_000)), Order::Run { .. }),
+            "little CPU, much saved"
+        );
+        assert!(matches!(step(facts(2, 400, 4, 18_000)), Order::Run { .. }), "the same scan");
+        assert!(matches!(step(facts(3, 600, 5, 32_000)), Order::Run { .. }));
+        assert!(rests(&step(facts(4, 700, 6, 32_010)), "less than the floor now: 125 MiB"));
+        govern(&Facts { plan: 2, ..facts(5, 700, 6, 32_010) }, &s, &mut m);
+        let many = Facts { plan: 2, ..facts(6, 800, 70, 90_000) };
+        assert!(rests(&govern(&many, &s, &mut m), "often enough"));
     }
 
     #[test]
