@@ -77,10 +77,14 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
     Err(MergeableError::NoEffect)
 }
 
-/// Whether any of its RAM is marked.
+/// Firmware and device memory smaller than this keeps QEMU's own mark.
+const LEAST_RAM: u64 = 32 << 20;
+
+/// Whether any of its RAM proper is marked.
 fn marked(root: &Root, id: VmId) -> Result<bool, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
-    let ram = guest_ram(&regions);
+    let mut ram = guest_ram(&regions);
+    ram.retain(|r| r.range.len >= LEAST_RAM);
     match ram.is_empty() {
         true => Err(MergeableError::NoRam),
         false => Ok(ram.iter().any(|r| r.mergeable)),

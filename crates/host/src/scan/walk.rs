@@ -32,6 +32,8 @@ const EXCLUSIVE: u64 = 1 << 56;
 const PFN: u64 = (1 << 55) - 1;
 /// `/proc/kpageflags`: it is the zero page.
 const ZERO_PAGE: u64 = 1 << 24;
+/// `/proc/kpageflags`: KSM made it.
+const KSM: u64 = 1 << 21;
 
 /// Physical pages that several places map, and that were listed already.
 #[derive(Debug)]
@@ -96,7 +98,7 @@ impl Walker {
                 _ => Listing::Scan,
             },
         };
-        let flags = (listing == Listing::Entries)
+        let flags = (merged || listing == Listing::Entries)
             .then(|| File::open(root.path("/proc/kpageflags")).ok())
             .flatten();
         Ok(Walker { pagemap, flags, listing, merged, entries: Vec::new() })
@@ -139,7 +141,7 @@ impl Walker {
             }
             // Where frame numbers are hidden each of its mappings counts as a page.
             let pfn = entry & PFN;
-            if entry & EXCLUSIVE == 0 && pfn != 0 && self.merged && !seen.first(pfn) {
+            if pfn != 0 && self.merged && self.is_shared(entry, pfn) && !seen.first(pfn) {
                 passed.merged += 1;
                 continue;
             }
@@ -152,19 +154,28 @@ impl Walker {
         Ok(())
     }
 
+    /// Whether several places map a page. Those that KSM made do not always say so
+    /// in the pagemap (seen on Linux 6.18), so they are asked for by frame.
+    fn is_shared(&self, entry: u64, pfn: u64) -> bool {
+        let flags = || self.flags.as_ref().and_then(|f| word(f, pfn));
+        entry & EXCLUSIVE == 0 || flags().is_some_and(|f| f & KSM != 0)
+    }
+
     /// Whether a page that reads as zeros is the zero page, as far as that is not
     /// already certain; errs towards no.
     pub fn holds_nothing(&self, address: u64) -> bool {
         let Some(flags) = &self.flags else { return false };
-        let word = |file: &File, index: u64| -> Option<u64> {
-            let mut word = [0; 8];
-            file.read_exact_at(&mut word, index * 8).ok()?;
-            Some(u64::from_ne_bytes(word))
-        };
         let pfn = word(&self.pagemap, address / PAGE).map(|e| e & PFN).filter(|pfn| *pfn != 0);
         let found = pfn.and_then(|pfn| word(flags, pfn));
         found.is_some_and(|f| f & ZERO_PAGE != 0)
     }
+}
+
+/// A word of a file of words.
+fn word(file: &File, index: u64) -> Option<u64> {
+    let mut word = [0; 8];
+    file.read_exact_at(&mut word, index * 8).ok()?;
+    Some(u64::from_ne_bytes(word))
 }
 
 /// Takes `holes` (sorted, disjoint) out of `runs` (sorted, disjoint); returns how
