@@ -176,12 +176,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     let mut well = urgent;
     if let Some(g) = &vm.guest {
         let ahead = Bytes((g.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64);
-        // One that can deflate its balloon itself waits where others are killed.
-        let spare = match g.deflate_on_oom {
-            true => g.short_mark,
-            false => g.short_mark.share(2.0) + ahead.min(g.buffer),
-        };
-        urgent = urgent.max(g.need + spare);
+        urgent = urgent.max(g.need + g.short_mark.share(2.0) + ahead.min(g.buffer));
         well = urgent.max(g.working_set + g.buffer + g.buffer + ahead);
     }
     if again {
