@@ -14,7 +14,7 @@ use self::guest::{Around, distress, trust};
 pub use self::guest::{GuestModel, STALE_MS, Trust};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};
-use crate::sample::{AgentSample, Link, Psi, RunState, Sample, VmId, VmSample, Vmstat};
+use crate::sample::{AgentSample, Link, Meminfo, Psi, RunState, Sample, VmId, VmSample, Vmstat};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// How short of memory the host is. Ordered.
@@ -95,8 +95,11 @@ pub struct HostModel {
     /// Given lately to guests that have not touched it yet.
     #[serde(default)]
     pub outstanding: Bytes,
-    /// Swap that is free, less a tenth; `None`: there is none, or paging out is
-    /// switched off.
+    /// Swap that is free, less a tenth: what the host can be short of and live on.
+    #[serde(default)]
+    pub swap_left: Bytes,
+    /// The same as far as paging out may use it; `None`: there is none, or paging
+    /// out is switched off.
     #[serde(default)]
     pub offload_room: Option<Bytes>,
     /// What in the configuration cannot work out, for people.
@@ -325,6 +328,7 @@ impl HostModel {
             vmstat: sample.host.vmstat,
             promised: vms.iter().map(|v| v.promised).sum(),
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
+            swap_left: sample.host.memory.map_or(Bytes::ZERO, swap_left),
             offload_room: offload_room(config, sample),
             ..HostModel::default()
         };
@@ -392,7 +396,11 @@ impl HostModel {
 fn offload_room(config: &Config, sample: &Sample) -> Option<Bytes> {
     let meminfo = sample.host.memory?;
     let wanted = config.offload.unwrap_or(true) && meminfo.swap_total > Bytes::ZERO;
-    wanted.then(|| meminfo.swap_free - meminfo.swap_total.share(0.1))
+    wanted.then(|| swap_left(meminfo))
+}
+
+fn swap_left(m: Meminfo) -> Bytes {
+    m.swap_free - m.swap_total.share(0.1)
 }
 
 /// What limits memory here: always the machine, and the VMs' cgroup if it has a

@@ -176,7 +176,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     let mut well = urgent;
     if let Some(g) = &vm.guest {
         let ahead = Bytes((g.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64);
-        urgent = urgent.max(g.need + g.short_mark.share(2.0) + ahead.min(g.buffer));
+        urgent = urgent.max(g.need + g.short_mark.share(2.0) + ahead);
         well = urgent.max(g.working_set + g.buffer + g.buffer + ahead);
     }
     if again {
@@ -398,11 +398,12 @@ mod tests {
         let at = |headroom| {
             let mut h = host(Pressure::Clear, 0, 0);
             (h.headroom, h.reserve) = (Bytes::mib(headroom), Bytes::mib(400));
+            h.swap_left = Bytes::gib(1);
             let model =
                 Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
             balloon(&model, &Memory::default(), &[], Bytes::ZERO)
         };
-        // Urgent: need 380 and a short mark, or 64 MiB more; well: 380 and two buffers.
+        // Urgent: need 380 and two short marks, or 64 MiB more; well: 380 and two buffers.
         let none = at(0);
         assert_eq!(size(&none.verdicts[0]), Some(464), "kept from harm at once");
         assert_eq!(none.deferred, Bytes::mib(540 - 464));

@@ -2,7 +2,9 @@
 //!
 //! A wish has three parts. What keeps a guest from harm is granted whatever the
 //! host's state: the host's reserve is there for it, and at worst the host swaps,
-//! which is slow where the guest's OOM killer is deadly. What makes it comfortable
+//! which is slow where the guest's OOM killer is deadly. Beyond headroom and swap
+//! nothing is granted: there the host's own OOM killer would take a whole VM.
+//! What makes it comfortable
 //! comes from headroom above the mark of critical, everything else from headroom
 //! above the reserve. What does not fit is deferred: others are squeezed for it at
 //! once, and it is granted as what they freed shows up as headroom. Memory that was
@@ -13,6 +15,8 @@ use crate::units::Bytes;
 
 /// What share of the reserve comfort does not touch: the mark of critical.
 const KEPT: f64 = 0.25;
+/// What share of the reserve nothing touches: the host must live.
+const LAST: f64 = 0.1;
 
 /// What a guest in distress is to have, as sizes that never fall.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -43,10 +47,8 @@ pub struct Grant {
 /// Divides the host's headroom among the wishes; grants in their order.
 pub fn grant(host: &HostModel, wishes: &[Wish]) -> Vec<Grant> {
     let mut grants: Vec<Grant> =
-        wishes.iter().map(|w| Grant { to: w.urgent.max(w.from), ..Grant::default() }).collect();
-    let spent: Bytes = wishes.iter().zip(&grants).map(|(w, g)| g.to - w.from).sum();
+        wishes.iter().map(|w| Grant { to: w.from, ..Grant::default() }).collect();
     let free = if host.known { host.headroom } else { Bytes(u64::MAX) };
-    let room = |kept: Bytes| free - host.outstanding - kept - spent;
     let mut order: Vec<usize> = (0..wishes.len()).collect();
     order.sort_by_key(|i| (wishes[*i].left, *i));
     let mut serve = |mut room: Bytes, upto: fn(&Wish) -> Bytes| {
@@ -59,6 +61,9 @@ pub fn grant(host: &HostModel, wishes: &[Wish]) -> Vec<Grant> {
         }
         used
     };
+    let left = free - host.outstanding;
+    let spent = serve(left + host.swap_left - host.reserve.share(LAST), |w| w.urgent);
+    let room = |kept: Bytes| left - kept - spent;
     let comfort = serve(room(host.reserve.share(KEPT)), |w| w.comfort);
     if host.state <= Pressure::Soft {
         serve(room(host.reserve) - comfort, |w| w.all);
@@ -106,7 +111,16 @@ mod tests {
 
     #[test]
     fn what_keeps_from_harm_is_granted_whatever_the_host_has() {
-        assert_eq!(sizes(&host(0), &[wish(0)]), [(500, 300)]);
+        let swaps = HostModel { swap_left: Bytes::gib(1), ..host(0) };
+        assert_eq!(sizes(&swaps, &[wish(0)]), [(500, 300)]);
+        assert_eq!(sizes(&host(200), &[wish(0)]), [(500, 300)], "not from the last tenth");
+    }
+
+    #[test]
+    fn what_neither_headroom_nor_swap_covers_would_cost_a_whole_vm() {
+        assert_eq!(sizes(&host(160), &[wish(0)]), [(460, 340)]);
+        assert_eq!(sizes(&host(0), &[wish(0)]), [(400, 400)]);
+        assert_eq!(sizes(&host(210), &[wish(9), wish(1)]), [(410, 390), (500, 300)]);
     }
 
     #[test]
