@@ -23,11 +23,6 @@ const IDLE_COST: f64 = 4.0;
 /// host is critical.
 const TURN_MS: u64 = 60_000;
 
-/// Each time that a guest was short soon after it had been asked doubles how long
-/// it is left alone, so often: on a host where nobody has anything idle, asking
-/// the busy in turns helps nobody and costs each of them a stall.
-const HARM_DOUBLES: u32 = 5;
-
 /// How hard each state takes: share of RAM a second, share of the guest's buffer
 /// that is left to it, how long one that was given memory is left alone, and which
 /// of its recent peaks of need it keeps: one that needed memory a moment ago may
@@ -124,8 +119,7 @@ fn candidate(
     let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else {
         return Err("its guest's need is not known".into());
     };
-    let hold_ms = force.hold_ms.saturating_mul(1 << m.harm.min(HARM_DOUBLES));
-    if let Some(left) = m.last_give.and_then(|t| hold_ms.checked_sub(model.at.since(t))) {
+    if let Some(left) = m.last_give.and_then(|t| force.hold_ms.checked_sub(model.at.since(t))) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
     let turned = m.turned.filter(|_| m.last_give > m.last_take);
