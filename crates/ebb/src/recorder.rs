@@ -10,7 +10,7 @@ use std::io::{BufRead, Read};
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
 use ebb_core::memory::Memory;
-use ebb_core::tick::Tick;
+use ebb_core::tick::{Engine, Tick};
 use serde::{Deserialize, Serialize};
 
 /// What the recorder may hold, bytes: minutes for a hundred VMs, and small beside
@@ -105,6 +105,27 @@ pub fn line<T: Serialize>(value: &T) -> Vec<u8> {
     let mut text = serde_json::to_vec(value).unwrap_or_default();
     text.push(b'\n');
     text
+}
+
+/// Has every tick of a record decided again by `each`, with the engine as it was;
+/// whether there was anything in it.
+pub fn replay(input: impl BufRead, mut each: impl FnMut(&mut Engine, &Tick)) -> Result<bool> {
+    let mut engine: Option<Engine> = None;
+    read(input, |line| {
+        match line {
+            Line::Head(head) => {
+                let mut fresh = Engine::new(head.config, false);
+                fresh.memory = head.memory;
+                engine = Some(fresh);
+            }
+            Line::Tick(tick) => {
+                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
+                each(engine, &tick);
+            }
+        }
+        Ok(())
+    })?;
+    Ok(engine.is_some())
 }
 
 /// Reads a record line by line; an error names the line. A last line that was cut

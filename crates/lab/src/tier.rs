@@ -3,9 +3,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use crate::image::Image;
-use crate::vm::VmConfig;
+use ebb_core::units::Bytes;
+
+use crate::arena::Arena;
+use crate::image::{Cache, Image, Kernel};
+use crate::vm::{Balloon, Vm, VmConfig, VmError};
 use crate::{LabError, run};
 
 fn repository() -> PathBuf {
@@ -47,4 +51,53 @@ pub fn prepare(config: &mut VmConfig, image: &Image, dir: &Path) -> Result<PathB
     config.args.push("-plugin".into());
     config.args.push(format!("file={},socket={}", plugin()?.display(), socket.display()));
     Ok(socket)
+}
+
+/// VMs of one kind, for experiments that compare tiers.
+#[derive(Debug)]
+pub struct Fleet<'a> {
+    /// Their names are this and a number.
+    pub name: &'a str,
+    /// How many.
+    pub vms: u32,
+    /// RAM of each.
+    pub memory: Bytes,
+    /// Guest kernel.
+    pub kernel: Kernel,
+    /// Free page reporting.
+    pub reporting: bool,
+    /// With agent and module (which need no reporting, and stand aside where it is on).
+    pub guest: bool,
+    /// A disk that all of them read; what they write to it is dropped.
+    pub disk: &'a Path,
+    /// Where the agents' sockets go.
+    pub dir: &'a Path,
+}
+
+impl Fleet<'_> {
+    /// Boots them at the same time, in the arena's cgroup.
+    pub fn boot(&self, arena: &Arena) -> Result<Vec<Vm>, VmError> {
+        let image = Image::get(&Cache::from_env(), self.kernel)?;
+        let mut vms = Vec::new();
+        for n in 1..=self.vms {
+            let mut config = VmConfig::new(format!("{}{n}", self.name), self.memory);
+            config.kernel = self.kernel;
+            config.balloon = Some(Balloon { reporting: self.reporting, deflate_on_oom: true });
+            if self.guest {
+                prepare(&mut config, &image, self.dir)?;
+            }
+            config.disks = vec![self.disk.into()];
+            config.args.push("-snapshot".into());
+            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+            vms.push(Vm::spawn(&config)?);
+        }
+        for vm in &mut vms {
+            vm.wait_ready()?;
+            if self.guest {
+                let insmod = vm.tool().sh("insmod /ebb.ko", Duration::from_secs(30));
+                insmod.map_err(|e| vm.explain(e))?;
+            }
+        }
+        Ok(vms)
+    }
 }

@@ -13,7 +13,7 @@ use ebb_core::units::Bytes;
 use serde::Serialize;
 
 use crate::client;
-use crate::recorder::{self, Line};
+use crate::recorder;
 use crate::table::{clock, emit, emit_json, size};
 use crate::view::{self, Decision};
 
@@ -115,22 +115,8 @@ fn nothing(name: &str, at: &str, looks: &[Look]) -> String {
 
 /// Decides the record again; all that it says of one VM.
 fn read(input: impl BufRead, name: &str) -> Result<Vec<Look>> {
-    let mut engine: Option<Engine> = None;
     let mut looks = Vec::new();
-    recorder::read(input, |line| {
-        match line {
-            Line::Head(head) => {
-                let mut fresh = Engine::new(head.config, false);
-                fresh.memory = head.memory;
-                engine = Some(fresh);
-            }
-            Line::Tick(tick) => {
-                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
-                looks.extend(look(engine, &tick, name));
-            }
-        }
-        Ok(())
-    })?;
+    recorder::replay(input, |engine, tick| looks.extend(look(engine, tick, name)))?;
     Ok(looks)
 }
 

@@ -9,7 +9,7 @@ use ebb_core::tick::{Engine, Tick};
 use serde::Serialize;
 
 use crate::client;
-use crate::recorder::{self, Line};
+use crate::recorder;
 use crate::table::{emit, emit_json};
 
 /// Writes what the flight recorder holds to a file, or to standard output (`-`).
@@ -74,23 +74,8 @@ fn text(found: &Replay) -> String {
 
 /// Decides every tick of a record again.
 pub fn decide_again(input: impl std::io::BufRead) -> Result<Replay> {
-    let mut engine: Option<Engine> = None;
     let mut found = Replay::default();
-    recorder::read(input, |line| {
-        match line {
-            Line::Head(head) => {
-                let mut fresh = Engine::new(head.config, false);
-                fresh.memory = head.memory;
-                engine = Some(fresh);
-            }
-            Line::Tick(tick) => {
-                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
-                compare(engine, &tick, &mut found);
-            }
-        }
-        Ok(())
-    })?;
-    if engine.is_none() {
+    if !recorder::replay(input, |engine, tick| compare(engine, tick, &mut found))? {
         bail!("there is nothing in it");
     }
     Ok(found)

@@ -30,11 +30,11 @@ use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::tier;
-use crate::vm::{Balloon, Vm, VmConfig};
+use crate::tier::Fleet;
+use crate::vm::Vm;
 use crate::wall_ms;
 
 /// All arms.
@@ -218,28 +218,18 @@ impl Autoballoon {
     }
 
     fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
-        let image = Image::get(&Cache::from_env(), self.kernel)?;
-        let mut vms = Vec::new();
-        for n in 1..=self.vms {
-            let mut config = VmConfig::new(format!("auto{n}"), self.memory);
-            config.kernel = self.kernel;
-            let reporting = arm == "reporting" || arm == "ebb-stock";
-            config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
-            if arm == "ebb-guest" {
-                tier::prepare(&mut config, &image, dir)?;
-            }
-            config.disks = vec![disk.into()];
-            config.args.push("-snapshot".into());
-            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-            vms.push(Vm::spawn(&config)?);
-        }
-        for vm in &mut vms {
-            vm.wait_ready()?;
-            if arm == "ebb-guest" {
-                vm.tool()
-                    .sh("insmod /ebb.ko", Duration::from_secs(30))
-                    .map_err(|e| vm.explain(e))?;
-            }
+        let fleet = Fleet {
+            name: "auto",
+            vms: self.vms,
+            memory: self.memory,
+            kernel: self.kernel,
+            reporting: arm == "reporting" || arm == "ebb-stock",
+            guest: arm == "ebb-guest",
+            disk,
+            dir,
+        };
+        let vms = fleet.boot(arena)?;
+        for vm in &vms {
             let hold = format!("size={}", self.base.0);
             vm.tool().start_ready("base", "hold", &hold, STEP).map_err(|e| vm.explain(e))?;
         }

@@ -17,11 +17,11 @@ use serde_json::Value;
 
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::tier;
-use crate::vm::{Accel, Balloon, Vm, VmConfig};
+use crate::tier::Fleet;
+use crate::vm::{Accel, Vm};
 
 /// All arms.
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
@@ -142,31 +142,17 @@ impl Demo {
     }
 
     fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
-        let image = Image::get(&Cache::from_env(), self.kernel)?;
-        let mut vms = Vec::new();
-        for n in 1..=self.vms {
-            let mut config = VmConfig::new(format!("demo{n}"), self.memory);
-            config.kernel = self.kernel;
-            // Tier guest makes reporting needless, and stands aside where it is on.
-            let reporting = arm == "reporting" || arm == "ebb-stock";
-            config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
-            if arm == "ebb" {
-                tier::prepare(&mut config, &image, dir)?;
-            }
-            config.disks = vec![disk.into()];
-            config.args.push("-snapshot".into());
-            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-            vms.push(Vm::spawn(&config)?);
-        }
-        for vm in &mut vms {
-            vm.wait_ready()?;
-            if arm == "ebb" {
-                vm.tool()
-                    .sh("insmod /ebb.ko", Duration::from_secs(30))
-                    .map_err(|e| vm.explain(e))?;
-            }
-        }
-        Ok(vms)
+        let fleet = Fleet {
+            name: "demo",
+            vms: self.vms,
+            memory: self.memory,
+            kernel: self.kernel,
+            reporting: arm == "reporting" || arm == "ebb-stock",
+            guest: arm == "ebb",
+            disk,
+            dir,
+        };
+        Ok(fleet.boot(arena)?)
     }
 
     /// Stops Ebb as a user would and checks that every guest is whole again.
