@@ -150,6 +150,11 @@ fn seconds() -> u64 {
     std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok()).unwrap_or(20)
 }
 
+/// `make soak`: every form, on both kernels.
+fn soak() -> bool {
+    seconds() >= 60
+}
+
 #[test]
 fn vm_the_module_loads_by_insmod_alone_and_leaves_no_trace() {
     let _arena = held();
@@ -192,7 +197,7 @@ fn vm_no_false_bit_under_stress() {
     let _arena = held();
     for kernel in Kernel::ALL {
         stress(kernel, "rescan_ms=2000");
-        if seconds() >= 60 || kernel == Kernel::V6_12 {
+        if soak() {
             stress(kernel, "rescan_ms=2000 order=3");
         }
     }
@@ -294,10 +299,8 @@ fn vm_every_hook_left_out_is_found_by_the_audit() {
         fault(64, "drain", "fill", ALL, missed),
         fault(128, "putback", "report", ALL, missed),
     ];
-    // `make soak` does both kernels; each takes minutes.
-    let soak = seconds() >= 60;
     let mut silent = Vec::new();
-    for kernel in Kernel::ALL.into_iter().filter(|k| soak || *k == Kernel::V6_12) {
+    for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
         let here: Vec<&Fault> = faults.iter().filter(|f| f.kernels.contains(&kernel)).collect();
         nothing_left_out(kernel, &here, &mut silent);
         for f in here {
@@ -502,7 +505,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
 #[test]
 fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
     let _arena = held();
-    for kernel in Kernel::ALL {
+    for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
         for (command, reason) in [("poweroff", 2), ("reboot", 2), ("sysrq c=c", 3)] {
             let (guest, ram, _file) = seen_from_outside(kernel);
             guest.insmod("");
