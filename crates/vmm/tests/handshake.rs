@@ -56,13 +56,7 @@ fn nothing_is_lost_at_full_speed() {
 #[cfg(feature = "faults")]
 #[test]
 fn each_step_left_out_loses_pages() {
-    for (memory, faults) in [
-        (Memory::Small, "no_protect+wide"),
-        (Memory::Memfd, "no_protect+wide"),
-        (Memory::Small, "no_reread"),
-        (Memory::Memfd, "no_reread"),
-        (Memory::Small, "no_unpopulated+any_page+wide"),
-    ] {
+    for (memory, faults) in LEFT_OUT {
         let parsed = Faults::parse(faults).unwrap();
         let (_, lost, _) = contest(memory, parsed, HugePages::Keep, Duration::from_secs(20));
         assert!(lost > 0, "{memory:?} {faults}: nothing was lost");

@@ -248,13 +248,7 @@ fn under_kvm_each_step_left_out_loses_pages() {
     if let Some(why) = missing() {
         return println!("skipped: {why}");
     }
-    for (memory, faults) in [
-        (Memory::Small, "no_protect+wide"),
-        (Memory::Memfd, "no_protect+wide"),
-        (Memory::Small, "no_reread"),
-        (Memory::Memfd, "no_reread"),
-        (Memory::Small, "no_unpopulated+any_page+wide"),
-    ] {
+    for (memory, faults) in LEFT_OUT {
         let parsed = Faults::parse(faults).unwrap();
         let (_, lost, ..) = contest(memory, parsed, Duration::from_secs(20));
         assert!(lost > 0, "{memory:?} {faults}: nothing was lost");

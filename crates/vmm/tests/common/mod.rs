@@ -30,6 +30,15 @@ pub enum Memory {
     Memfd,
 }
 
+/// Steps of the handshake, each of which loses pages when it is left out.
+pub const LEFT_OUT: [(Memory, &str); 5] = [
+    (Memory::Small, "no_protect+wide"),
+    (Memory::Memfd, "no_protect+wide"),
+    (Memory::Small, "no_reread"),
+    (Memory::Memfd, "no_reread"),
+    (Memory::Small, "no_unpopulated+any_page+wide"),
+];
+
 /// The memory of a guest.
 pub struct Guest {
     pub memory: Mapping,
