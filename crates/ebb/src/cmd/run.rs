@@ -12,7 +12,7 @@ use ebb_core::model::{Model, Pressure};
 use ebb_core::plan::LastResort;
 use ebb_core::policy::protect::stock;
 use ebb_core::sample::Problem;
-use ebb_core::tick::{Engine, Host, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Tick, Wake, run};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
@@ -40,9 +40,11 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         engine.adopt(owned);
     }
     let shared = Shared::default();
-    let mut observer = Observer::new(&config, shared.clone(), dry_run, record, verbose)?;
+    let head = Head::new(&config, &engine.memory);
+    let mut observer = Observer::new(head, shared.clone(), dry_run, record, verbose)?;
     // The first tick before the first answer: nobody sees an empty state.
-    let mut model = observer.tick(&mut engine, &mut daemon);
+    let (tick, mut model) = engine.step(&mut daemon);
+    observer.observe(&engine, &tick, &model);
     api::serve(listeners, shared, daemon.inbox())?;
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
@@ -52,8 +54,11 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         if dry_run { "; dry run: nothing is changed" } else { "" }
     ));
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    while daemon.wait(engine.next(&model)) != Wake::Stop {
-        model = observer.tick(&mut engine, &mut daemon);
+    if daemon.wait(engine.next(&model)) != Wake::Stop {
+        model = run(&mut engine, &mut daemon, |engine, tick, model| {
+            observer.observe(engine, tick, model);
+            true
+        });
     }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
     let result = if dry_run { Ok(()) } else { stop(&engine, &mut daemon, &model) };
@@ -90,6 +95,9 @@ pub fn say(text: &str) {
 struct Observer {
     shared: Shared,
     config: Config,
+    /// What was remembered before the next tick, where a part of the record begins
+    /// with it: copied only then.
+    head: Option<Head>,
     started: Instant,
     file: Option<BufWriter<File>>,
     verbose: bool,
@@ -106,7 +114,7 @@ struct Observer {
 
 impl Observer {
     fn new(
-        config: &Config,
+        head: Head,
         shared: Shared,
         dry_run: bool,
         record: Option<String>,
@@ -118,7 +126,8 @@ impl Observer {
             .map(BufWriter::new);
         Ok(Observer {
             shared,
-            config: config.clone(),
+            config: head.config.clone(),
+            head: Some(head),
             started: Instant::now(),
             file,
             verbose,
@@ -134,29 +143,18 @@ impl Observer {
         })
     }
 
-    /// One tick, published, recorded and logged. What was remembered before it is
-    /// copied only where a part of the record begins.
-    fn tick(&mut self, engine: &mut Engine, daemon: &mut Daemon) -> Model {
-        let first = self.file.is_some() && self.said_vms == usize::MAX;
-        let wanted = first || self.shared.lock().recorder.wants_head();
-        let head = wanted.then(|| Head::new(&self.config, &engine.memory));
-        let (tick, model) = engine.step(daemon);
-        self.observe(engine, head.as_ref(), &tick, &model);
-        model
-    }
-
-    fn observe(&mut self, engine: &Engine, head: Option<&Head>, tick: &Tick, model: &Model) {
+    fn observe(&mut self, engine: &Engine, tick: &Tick, model: &Model) {
+        let head = self.head.take();
         self.orders += tick.outcomes.len() as u64;
         self.orders_failed += tick.outcomes.iter().filter(|o| o.error.is_some()).count() as u64;
         let state = State::new(tick, model, &engine.memory, self.daemon(tick));
         let decisions = view::decisions(tick, model);
         let stock = stock(model, &engine.memory);
-        self.record(head, tick);
+        self.record(head.as_ref(), tick);
         self.log(&state, &decisions);
         self.log_beside(tick);
         let mut published = self.shared.lock();
-        // The file's first tick has a head whether the ring wants one or not.
-        if let Some(head) = head.filter(|_| published.recorder.wants_head()) {
+        if let Some(head) = &head {
             published.recorder.head(head);
         }
         published.recorder.tick(tick);
@@ -164,6 +162,8 @@ impl Observer {
         published.plan = Arc::new(tick.plan.clone());
         published.stock = Arc::new(stock);
         published.decided(decisions);
+        let wanted = published.recorder.wants_head();
+        self.head = wanted.then(|| Head::new(&self.config, &engine.memory));
     }
 
     fn daemon(&self, tick: &Tick) -> view::Daemon {
