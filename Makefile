@@ -4,12 +4,14 @@
 # which; sudo only if you are not root), guest kernels into the user's cache.
 
 CARGO ?= cargo
+# All of it at once: with fewer packages others' features, and a second build.
+BUILD := $(CARGO) build --release --quiet
 # VM tests share one machine: no two at once. Those of a guest's life that take
 # minutes are left to `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated
-VM_TESTS := $(CARGO) test --release --quiet -p ebb-host -p ebb-lab --tests -- --test-threads=1 vm_ \
+VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
@@ -25,14 +27,14 @@ help: ## this list
 target/.setup: crates/lab/src/setup.rs crates/lab/src/image.rs $(wildcard guest/tool/*.[ch])
 	@command -v cc >/dev/null || { echo "setup: installing gcc make"; \
 	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends gcc libc6-dev make; }
-	@$(CARGO) build --release --quiet -p ebb -p ebb-lab
+	@$(BUILD)
 	@$(CARGO) lab setup --headers
 	@mkdir -p target && touch $@
 
 setup: target/.setup ## install missing packages, fetch guest kernels, build images
 
 demo: target/.setup ## three VMs on a host too small for them: without and with Ebb
-	@$(CARGO) build --release --quiet -p ebb -p ebb-lab -p ebb-vmm
+	@$(BUILD)
 	@$(CARGO) lab demo --json target/lab/demo.json
 
 check: ## format, lint, house rules, tests without VMs
@@ -44,25 +46,25 @@ check: ## format, lint, house rules, tests without VMs
 	@$(FAULTS)
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
-	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
+	@$(BUILD)
 	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(VM_TESTS)
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
-	@$(CARGO) build --release --quiet -p ebb -p ebb-vmm
+	@$(BUILD)
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
 	  --test vm_module --test vm_recycle --test vm_lifecycle -- --test-threads=1 --nocapture \
 	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) bench --quiet -p ebb-core --bench tick
-	@$(CARGO) build --release --quiet -p ebb
+	@$(BUILD)
 	@./target/release/ebb sim --vms 200
 	@./target/release/ebb sim --vms 1000 --seconds 120
 	@./target/release/ebb sim --hosts 1000 --vms 10 --seconds 60
 	@./target/release/ebb sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
-	@$(CARGO) build --release --quiet -p ebb -p ebb-lab -p ebb-vmm
+	@$(BUILD)
 	@$(CARGO) lab overhead --json target/lab/overhead.json
 	@$(CARGO) lab demo --json target/lab/demo.json
 	@for e in mark-cost recycle fragmented paused refault; do \

@@ -27,12 +27,13 @@ const STOPPED: u64 = 4;
 /// Loops until /tmp/go is gone: what moves pages about, besides `verify`.
 const STRESS: &str = r#"
 mkdir -p /tmp/s; touch /tmp/go
-# Memory of a process, the first to go when there is none left.
-hog() { ( echo 1000 > /proc/self/oom_score_adj; exec dd if=/dev/zero of=/dev/null bs=$1 count=1 ) }
+# Processes that go first when there is no memory left: this script goes on.
+weak() { echo 1000 > /proc/self/oom_score_adj; exec "$@"; }
+hog() { ( weak dd if=/dev/zero of=/dev/null bs=$1 count=1 ) }
 movable() { for m in /sys/devices/system/memory/memory*; do
 	case "$(cat $m/valid_zones)" in Movable*) echo $m; break;; esac; done; }
 # Memory in pieces: every other file goes, and what is left lies between holes.
-pieces() { for i in 1 2 3 4 5 6; do dd if=/dev/zero of=/tmp/s/h$i bs=4k count=$1 & done; wait
+pieces() { for i in 1 2 3 4 5 6; do weak dd if=/dev/zero of=/tmp/s/h$i bs=4k count=$1 & done; wait
 	rm -f /tmp/s/h1 /tmp/s/h3 /tmp/s/h5; }
 case "$1" in
 all)
@@ -52,7 +53,7 @@ compact)
 	pieces 22000; echo 1 > /proc/sys/vm/compact_memory ;;
 steal)	# to the brim, so that blocks of another kind are taken
 	pieces 26000; echo 250 > /proc/sys/vm/nr_hugepages
-	for i in $(seq 200); do sleep 3 & done
+	for i in $(seq 200); do weak sleep 3 & done
 	hog 150M
 	echo 1 > /proc/sys/vm/compact_memory; echo 0 > /proc/sys/vm/nr_hugepages ;;
 offline)
