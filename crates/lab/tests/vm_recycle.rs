@@ -15,8 +15,8 @@ use ebb_host::agent::{self, Agent};
 use ebb_host::qmp;
 use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
+use ebb_lab::{in_pairs, tier};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -264,7 +264,7 @@ fn contest(guest: &mut Guest, time: Duration, stop_at_error: bool) -> u64 {
 #[test]
 fn vm_nothing_is_lost_under_stress() {
     let arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let mut guest = Guest::boot(&arena, kernel, backing.clone(), "");
             guest.attach();
@@ -274,7 +274,7 @@ fn vm_nothing_is_lost_under_stress() {
             let said = guest.sh("dmesg | grep -E 'BUG|WARNING|Oops|ebb: ' | tail -n 3");
             assert!(!said.contains("false"), "{said}");
         }
-    }
+    });
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn vm_without_protection_or_rereading_pages_are_lost() {
 fn vm_resets_during_recycling_lose_nothing() {
     let arena = held();
     let rounds = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         let mut guest = Guest::boot(&arena, kernel, Backing::Anonymous, "");
         guest.attach();
         for round in 0..rounds {
@@ -333,7 +333,7 @@ fn vm_resets_during_recycling_lose_nothing() {
         }
         let status = guest.agent.status(false, SOON).unwrap();
         assert!(status.counters.trips >= rounds / 3, "{status:?}");
-    }
+    });
 }
 
 #[test]
