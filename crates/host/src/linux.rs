@@ -682,6 +682,7 @@ fn noted<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::plan::MergeOrder;
     use std::os::unix::net::UnixListener;
 
     fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
@@ -731,5 +732,36 @@ mod tests {
         std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
         let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
         assert_eq!(act, ActError::Gone { pid: 10 });
+    }
+
+    #[test]
+    fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let proc = dir.path().join("proc/10");
+        std::fs::create_dir_all(&proc).unwrap();
+        std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
+        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+        std::fs::write(proc.join("ksm_stat"), "ksm_merging_pages 100000\n").unwrap();
+        let meminfo = |kib: u64| {
+            let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
+            std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
+        };
+        let merge =
+            MergeOptions { note: dir.path().join("ksm.json"), keep_advisor: false, steer: true };
+        let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
+        meminfo(600_000);
+        let vm = host.sample().vms[0].id;
+        let order = |open| MergePlan {
+            vms: vec![MergeOrder { vm, name: "a".into(), open, reason: String::new() }],
+            ..MergePlan::default()
+        };
+        let mut said = |kib, open| {
+            meminfo(kib);
+            host.merge(&order(open));
+            host.sample().vms[0].merge.clone().unwrap().error.unwrap_or_default()
+        };
+        assert!(said(600_000, false).contains("breaking"), "390 MiB and what must stay free");
+        assert!(said(700_000, false).contains("no QMP connection"), "there is room");
+        assert!(said(600_000, true).contains("no QMP connection"), "opening takes none");
     }
 }

@@ -136,3 +136,101 @@ fn set(
 pub(crate) fn arguments(path: &str, value: bool) -> Value {
     json!({ "path": path, "property": "merge", "value": value })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::{Arc, Mutex};
+
+    use ebb_core::units::{Bytes, Stamp};
+
+    use super::*;
+
+    /// A stand-in for QEMU with one private and one shared backend: what it is told
+    /// to do with its RAM shows in the mark, `turned` round, or not at all.
+    fn qemu(listener: UnixListener, mark: Arc<Mutex<bool>>, does: Option<bool>) {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let said = match asked["execute"].as_str().unwrap() {
+                "query-memdev" => json!([
+                    { "id": "pc.ram", "share": false },
+                    { "id": "other", "share": true },
+                ]),
+                "qom-set" => {
+                    assert_eq!(asked["arguments"]["path"], "/objects/pc.ram");
+                    let value = asked["arguments"]["value"].as_bool().unwrap();
+                    if let Some(turned) = does {
+                        *mark.lock().unwrap() = value != turned;
+                    }
+                    json!({})
+                }
+                _ => json!({}),
+            };
+            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            if stream.write_all(answer.as_bytes()).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// An order carried out; the mark afterwards, and the error.
+    fn carried_out(from: bool, want: bool, does: Option<bool>) -> (bool, Option<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mark = Arc::new(Mutex::new(from));
+        let theirs = Arc::clone(&mark);
+        let peer = std::thread::spawn(move || qemu(listener, theirs, does));
+        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        // From before: what it says of now does not count.
+        let look = |open| Look {
+            begun: Instant::now(),
+            at: Stamp(0),
+            open: Ok(open),
+            merged: Bytes::ZERO,
+        };
+        let stale = look(want);
+        let mut link = MergeLink::default();
+        link.order(want, &mut client);
+        let until = Instant::now() + Duration::from_secs(20);
+        while link.is_busy() && Instant::now() < until {
+            client.pump();
+            link.go_on(Some(&mut client), Some(&stale));
+            if link.waits_for_look().is_some() {
+                assert!(link.is_busy(), "an old look is no proof");
+                let now = look(*mark.lock().unwrap());
+                link.go_on(Some(&mut client), Some(&now));
+            }
+            std::thread::yield_now();
+        }
+        assert!(!link.is_busy(), "it comes to an end");
+        drop(client);
+        peer.join().unwrap();
+        let open = *mark.lock().unwrap();
+        (open, link.error().cloned())
+    }
+
+    #[test]
+    fn an_order_is_done_when_the_mappings_show_it_also_where_qemu_has_it_inverted() {
+        for want in [true, false] {
+            assert_eq!(carried_out(!want, want, Some(false)), (want, None));
+            assert_eq!(carried_out(!want, want, Some(true)), (want, None), "9.1.0");
+            let (open, error) = carried_out(!want, want, None);
+            assert!(open != want && error.unwrap().contains("not done"));
+        }
+    }
+
+    #[test]
+    fn a_lost_connection_ends_an_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut link = MergeLink::default();
+        link.order(true, &mut Client::new(dir.path().join("none")));
+        assert!(!link.is_busy() && link.error().unwrap().contains("no such socket"));
+        link.step = Some((Step::Listing { want: true, id: 1 }, Instant::now()));
+        link.go_on(None, None);
+        assert!(!link.is_busy() && link.error().unwrap().contains("was lost"));
+    }
+}
