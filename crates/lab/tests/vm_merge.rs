@@ -114,7 +114,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     let before = knobs();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)]);
-    let ideal = truth(&vms);
+    let before_all = truth(&vms);
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     let done = |state: &Value| {
         let rests =
@@ -122,11 +122,13 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
         (rests && merged(state).iter().sum::<u64>() > 20_000).then(|| merged(state))
     };
     let pages = daemon.wait_for("end of a burst", MINUTE, done).unwrap();
-    let left = truth(&vms);
-    let saved = Bytes::pages(ideal.frames.saturating_sub(left.frames));
-    let recall = saved.fraction_of(ideal.ideal());
-    println!("ideal {}, saved {saved}: recall {recall:.3}; merged {pages:?}", ideal.ideal());
-    assert!(recall > 0.85, "{}", daemon.log());
+    // The guests went on meanwhile: what is left to save is the measure. Each content
+    // is mapped twice at least, so half of the places save a page.
+    let left = truth(&vms).ideal();
+    let saved = Bytes::pages(pages.iter().sum::<u64>() / 2);
+    let recall = saved.fraction_of(saved + left);
+    println!("ideal {}, saved {saved}, left {left}: recall {recall:.3}", before_all.ideal());
+    assert!(saved > before_all.ideal().share(0.5) && recall > 0.9, "{}", daemon.log());
     let metrics = daemon.metrics().unwrap();
     for name in ["ebb_host_ksm_saved_bytes", "ebb_host_ksm_profit_bytes", "ebb_host_merge_scans"] {
         assert!(metrics.contains(name), "{metrics}");
