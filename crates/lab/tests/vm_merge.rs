@@ -12,7 +12,8 @@ use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{Daemon, run};
-use ebb_lab::image::Kernel;
+use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::tier;
 use ebb_lab::truth::Truth;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
@@ -30,16 +31,24 @@ fn held() -> Arena {
     arena
 }
 
-fn boot(names: &[(&str, Kernel)]) -> Vec<Vm> {
+/// With `agents`, the agent's sockets there and the module in each guest.
+fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
     let start = |(name, kernel): &(&str, Kernel)| {
         let mut config = VmConfig::new(*name, Bytes::mib(224));
         config.kernel = *kernel;
+        if let Some(dir) = agents {
+            let image = Image::get(&Cache::from_env(), *kernel).unwrap();
+            tier::prepare(&mut config, &image, dir).unwrap();
+        }
         Vm::spawn(&config).unwrap()
     };
     let mut vms: Vec<Vm> = names.iter().map(start).collect();
     for (n, vm) in vms.iter_mut().enumerate() {
         vm.wait_ready().unwrap();
         let tool = vm.tool();
+        if agents.is_some() {
+            tool.sh("insmod /ebb.ko", MINUTE).unwrap();
+        }
         // Memory that moves by itself is no matter of this test.
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();
@@ -81,7 +90,7 @@ fn everything(report: &Value) -> Bytes {
 fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     let _arena = Arena::enter(&ArenaConfig::default()).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1), ("mg3", Kernel::V6_12)]);
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1), ("mg3", Kernel::V6_12)], None);
     let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
     vms.iter().for_each(|vm| vm.pause().unwrap());
     let truth = Truth::of(&pids(&vms)).unwrap();
@@ -115,7 +124,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     let _arena = held();
     let before = knobs();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)]);
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
     let before_all = truth(&vms);
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     // Each content is mapped twice at least, so half of the places save a page. Guests
@@ -172,6 +181,54 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
     assert!(daemon.log().contains("an earlier daemon had steered KSM"), "{}", daemon.log());
     assert!(daemon.stop());
+}
+
+/// With the agent: what is alike is merged range by range, what is freed elsewhere is
+/// recycled page by page, and nobody loses anything.
+#[test]
+fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
+    let _arena = held();
+    let dir = tempfile::tempdir().unwrap();
+    let agents = tempfile::tempdir().unwrap();
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let all = |state: &Value, has: &dyn Fn(&Value) -> bool| {
+        state["vms"].as_array().is_some_and(|vms| vms.iter().all(has)).then_some(())
+    };
+    let number = |v: &Value| v.as_u64().unwrap_or(0);
+    daemon
+        .wait_for("merged ranges", MINUTE, |state| {
+            all(state, &|v| number(&v["agent"]["open"]) > 0)?;
+            merged(state).iter().all(|pages| *pages > 6000).then_some(())
+        })
+        .unwrap();
+    let before: Vec<u64> = recycled(&daemon.get("/v1/state").unwrap());
+    for vm in &vms {
+        let free = "size=50331648 seed=5 pattern=random";
+        vm.tool().start_ready("f", "hold", free, MINUTE).unwrap();
+        vm.tool().stop("f").unwrap();
+    }
+    let more = |state: &Value| {
+        let grown = |(now, was): (&u64, &u64)| now - was > 16 << 20;
+        recycled(state).iter().zip(&before).all(grown).then(|| state.clone())
+    };
+    let state = daemon.wait_for("recycling beside it", MINUTE, more).unwrap();
+    for (i, vm) in vms.iter().enumerate() {
+        let open = number(&state["vms"][i]["agent"]["open"]);
+        let (merged, again) = (merged(&state)[i], recycled(&state)[i]);
+        println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name(), Bytes(open));
+        assert!(open < vm.memory().0, "never as a whole");
+        let v = vm.tool().stop("v").unwrap();
+        assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
+    }
+    assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
+    assert!(daemon.stop());
+}
+
+/// What agents have given back of each VM, bytes.
+fn recycled(state: &Value) -> Vec<u64> {
+    let vms = state["vms"].as_array().unwrap();
+    vms.iter().map(|v| v["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)).collect()
 }
 
 const MERGE: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\nfloor = \"1MiB\"\nscan = \"2s\"\n";
