@@ -525,6 +525,7 @@ mod tests {
             Command::RunState { running: false },
             Command::ResetSeen,
             Command::Facts,
+            Command::Advise(Advise { open: vec![(u64::MAX, u64::MAX); SPANS_MAX] }),
             Command::StandDown,
         ] {
             let request = Request { id: u64::MAX, command };
@@ -563,8 +564,11 @@ mod tests {
     fn more_than_the_limits_is_refused() {
         let segment = Segment { gpa: 0, size: 1, hva: 0 };
         let many = Attach { segments: vec![segment; SEGMENTS_MAX + 1], ..Attach::default() };
-        let line = Request { id: 1, command: Command::Attach(many) }.line();
-        assert!(Request::parse(&line[..line.len() - 1]).is_err());
+        let spans = Advise { open: vec![(0, 1); SPANS_MAX + 1] };
+        for command in [Command::Attach(many), Command::Advise(spans)] {
+            let line = Request { id: 1, command }.line();
+            assert!(Request::parse(&line[..line.len() - 1]).is_err());
+        }
         assert!(Request::parse(&vec![b' '; LINE_MAX + 1]).is_err());
         let mut lines = Lines::default();
         assert!(lines.feed(&vec![b'x'; LINE_MAX], |_| ()).is_ok());

@@ -31,6 +31,8 @@ impl MergeHost {
 pub struct MergeVm {
     /// What the configuration says of it.
     pub wanted: Option<bool>,
+    /// Ebb may act on it.
+    pub managed: bool,
     /// Why it cannot be opened or closed now; `None`: it can.
     pub fixed: Option<String>,
     /// How long it has run, where that is known.
@@ -52,6 +54,7 @@ impl MergeVm {
             (Link::Up, Some(RunState::Ended)) => Some("its guest has ended".into()),
             (Link::Up, None) => Some("its run state is not known".into()),
         };
-        Some(MergeVm { wanted: settings.merge, fixed, age_ms: vm.age_ms, sample })
+        let (wanted, managed) = (settings.merge, settings.manage);
+        Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
     }
 }

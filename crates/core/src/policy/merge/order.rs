@@ -153,7 +153,7 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
     }
     let inside = |v: &VmModel, m: &MergeVm| match host.config.mode {
         MergeMode::On => out(v, m, memory, &group, model.at).is_none(),
-        _ => m.fixed.as_deref() != Some("manage = false in the configuration"),
+        _ => m.managed,
     };
     let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| inside(v, m)).collect();
     if let Some(reason) = due(model, host, &targets, &next) {

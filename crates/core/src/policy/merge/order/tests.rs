@@ -1,5 +1,7 @@
 //! Tests of who is open to KSM and when anything is done.
 
+use std::collections::VecDeque;
+
 use super::*;
 use crate::config::Config;
 use crate::memory::Owned;
@@ -8,6 +10,7 @@ use crate::sample::{
     AgentSample, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId, VmSample,
     Vmstat,
 };
+use crate::tick::{Engine, Host, Tick, Wake};
 
 const ON: &str = "[merge]\nmode = \"on\"\n";
 
@@ -302,4 +305,70 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     let found = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
     let burst = unscanned(1_500_000, 2, false, Some(found));
     assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
+}
+
+/// A host that only tells what was seen, and notes what was to be done.
+#[derive(Default)]
+struct Told {
+    samples: VecDeque<Sample>,
+    done: Vec<MergePlan>,
+    unwritable: bool,
+}
+
+impl Host for Told {
+    fn now(&self) -> Stamp {
+        Stamp(0)
+    }
+    fn read(&mut self) -> Sample {
+        self.samples.pop_front().unwrap()
+    }
+    fn remember(&mut self, _: &Owned) -> Result<(), String> {
+        if self.unwritable { Err("disk full".into()) } else { Ok(()) }
+    }
+    fn wishes(&mut self) -> Vec<MergeWish> {
+        // Said before the third tick.
+        let said = self.samples.len() == 2;
+        said.then(|| MergeWish { vm: Some("a".into()), on: false }).into_iter().collect()
+    }
+    fn apply(&mut self, _: &[crate::plan::Action]) -> Vec<crate::plan::Outcome> {
+        Vec::new()
+    }
+    fn merge(&mut self, plan: &MergePlan) {
+        self.done.push(plan.clone());
+    }
+    fn wait(&mut self, _: Stamp) -> Wake {
+        Wake::Stop
+    }
+}
+
+fn ticks(dry_run: bool, unwritable: bool) -> (Vec<Tick>, Vec<MergePlan>) {
+    let samples = (0..5).map(|i| {
+        let mut s = seen(10_000 + 9000 * i, Bytes::mib(1024 - 100 * i), 262_144, Bytes::gib(50), 0);
+        s.host.ksm.as_mut().unwrap().full_scans = 3 * i;
+        s
+    });
+    let mut host = Told { samples: samples.collect(), unwritable, ..Told::default() };
+    let mut engine = Engine::new(Config::parse("f", ON).unwrap(), dry_run);
+    let ticks = (0..5).map(|_| engine.step(&mut host).0).collect();
+    (ticks, host.done)
+}
+
+#[test]
+fn a_record_of_merging_is_decided_again_to_the_same_end() {
+    let (ticks, done) = ticks(false, false);
+    assert!(done.len() == 5 && done.iter().any(runs) && done.iter().any(|p| !p.vms.is_empty()));
+    let mut engine = Engine::new(Config::parse("f", ON).unwrap(), false);
+    for tick in &ticks {
+        let text = serde_json::to_string(tick).unwrap();
+        let read: Tick = serde_json::from_str(&text).unwrap();
+        assert_eq!(engine.replay(&read).0, *tick);
+    }
+}
+
+#[test]
+fn a_dry_run_does_nothing_and_nobody_is_switched_who_is_not_written_down() {
+    let (ticks_of, done) = ticks(true, false);
+    assert!(done.is_empty() && ticks_of.iter().all(|t| runs(t.plan.merge.as_ref().unwrap())));
+    let (_, done) = ticks(false, true);
+    assert!(done.len() == 5 && done.iter().all(|p| p.vms.is_empty()));
 }
