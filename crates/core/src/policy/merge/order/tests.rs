@@ -368,7 +368,8 @@ fn a_record_of_merging_is_decided_again_to_the_same_end() {
 #[test]
 fn a_dry_run_does_nothing_and_nobody_is_switched_who_is_not_written_down() {
     let (ticks_of, done) = ticks(true, false);
-    assert!(done.is_empty() && ticks_of.iter().all(|t| runs(t.plan.merge.as_ref().unwrap())));
+    let plans = || ticks_of.iter().filter_map(|t| t.plan.merge.as_ref());
+    assert!(done.is_empty() && plans().any(runs) && plans().any(|p| !p.vms.is_empty()));
     let (_, done) = ticks(false, true);
     assert!(done.len() == 5 && done.iter().all(|p| p.vms.is_empty()));
 }
