@@ -54,6 +54,7 @@ printf '\000\000\000\000\000\000\005\000\000\007\006\011\005\011\001' >corpus/gu
 printf '\000\000\000\000\000\003\002\003\007\005\011\000\004\010\000\003\001\005\000\000' >corpus/guest_map/extents
 printf '%s\n' '{"id":1,"command":"hello"}' '{"id":2,"command":"attach","segments":[{"gpa":0,"size":4096,"hva":7}]}' \
 	'{"id":3,"command":"recycle","budget_ms":7}' '{"id":4,"command":"status","held":true}' \
-	'{"id":5,"command":"mark"}' '{"id":6,"command":"facts"}' '{"id":7,"command":"stand_down"}' >corpus/agent_requests/all
+	'{"id":5,"command":"mark"}' '{"id":6,"command":"facts"}' '{"id":8,"command":"advise","open":[[4096,8192]]}' \
+	'{"id":7,"command":"stand_down"}' >corpus/agent_requests/all
 { printf '\100%s\n' '{"id":1,"ok":{"answer":"status","state":"ready","free":8192,"why":"x"}}'
 printf '\100%s\n' '{"id":2,"error":{"kind":"aside","text":"vfio"}}'; } >corpus/agent_replies/both
