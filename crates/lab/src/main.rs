@@ -9,11 +9,11 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
-use ebb_lab::experiment::dedup::Dedup;
+use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
-use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, trial};
+use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
@@ -38,6 +38,10 @@ enum Cmd {
     Demo(DemoArgs),
     /// What merging finds and costs, against every page read one by one
     Dedup(Dedup),
+    /// What a VM at work notices of merging beside it
+    Corunner(trial::Options),
+    /// How fast the page scanner is, beside raw hashing
+    Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
     /// How fast freed memory comes back, against raw discards and stock QEMU
@@ -142,6 +146,8 @@ fn main() -> ExitCode {
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
         Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
+        Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
         Cmd::Overhead(args) => overhead(&args),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {

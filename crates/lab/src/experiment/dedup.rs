@@ -17,6 +17,7 @@
 //! KSM looks at every VM of the machine: for figures let no others run.
 
 mod arms;
+pub mod corunner;
 mod course;
 mod workload;
 
@@ -39,7 +40,7 @@ use crate::truth::Truth;
 use crate::vm::Vm;
 
 /// Between two looks.
-const LOOK: Duration = Duration::from_millis(25);
+const LOOK: Duration = Duration::from_millis(50);
 /// Scans until a page that nobody writes is looked at least often: at an age of nine
 /// every ninth time.
 const OLD: u64 = 12;
@@ -165,7 +166,7 @@ impl Dedup {
         let held = Bytes::pages(Truth::of(&fleet.pids())?.frames);
         fleet.resume()?;
         fleet.stir()?;
-        let meter = Meter::begin()?;
+        let meter = Meter::begin(fleet.pids())?;
         let mut course = Course(vec![meter.look(0.0)?]);
         runner.begin()?;
         let until = Instant::now() + Duration::from_secs(self.seconds);
@@ -189,7 +190,7 @@ impl Dedup {
 
     /// The arm, until it ends or its time is over.
     fn follow(&self, runner: &mut Runner<'_>, ideal: Bytes) -> Result<Course> {
-        let meter = Meter::begin()?;
+        let meter = Meter::begin(runner.pids())?;
         let own = runner.own;
         let mut course = Course(vec![meter.look(0.0)?]);
         runner.begin()?;
@@ -217,8 +218,9 @@ impl Measured {
         self.saved.fraction_of(self.ideal)
     }
 
+    /// When 90 % of the ideal were saved: what is merged and what that saves grow alike.
     fn to_90(&self) -> Option<course::Point> {
-        self.course.reached(self.ideal.share(0.9))
+        self.course.reached(0.9 / self.recall().max(1e-9))
     }
 
     /// Of what was held, less KSM's own.
@@ -252,7 +254,7 @@ impl Measured {
         let rows: [(&str, &str, Option<f64>); 11] = [
             ("recall", "fraction", Some(self.recall())),
             ("saved", "bytes", Some(self.saved.0 as f64)),
-            ("saved_mean", "bytes", Some(self.course.mean().0 as f64)),
+            ("merged_mean", "bytes", Some(self.course.mean().0 as f64)),
             ("saved_share", "fraction", Some(self.share())),
             ("cpu_seconds", "seconds", Some(end.cpu)),
             ("cpu_to_end", "seconds", Some(self.course.last().cpu)),

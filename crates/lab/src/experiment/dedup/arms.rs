@@ -162,6 +162,11 @@ impl<'a> Runner<'a> {
         })
     }
 
+    /// The VMs' processes.
+    pub fn pids(&self) -> Vec<u32> {
+        self.vms.iter().map(Vm::pid).collect()
+    }
+
     /// Whether this kernel has what it needs.
     pub fn is_possible(kind: Kind) -> bool {
         kind != Kind::Advisor || std::path::Path::new(KSM).join("advisor_mode").exists()
