@@ -10,6 +10,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::Spanned;
 
+use crate::policy::merge::Settings;
 use crate::units::Bytes;
 
 /// Everything that can be set.
@@ -36,10 +37,56 @@ pub struct Config {
     /// hard or critical; `None`: where there is swap.
     #[serde(default)]
     pub offload: Option<bool>,
+    /// Merging of equal pages.
+    #[serde(default)]
+    pub merge: MergeConfig,
     /// What holds for VMs that have no section of their own.
     pub defaults: VmSettings,
     /// Settings by VM name.
     pub vms: BTreeMap<String, VmSettings>,
+}
+
+/// How far merging goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MergeMode {
+    /// Nothing is read and KSM is left as it is.
+    #[default]
+    Off,
+    /// VMs' memory is scanned and what merging would bring is told.
+    Report,
+    /// KSM is steered.
+    On,
+}
+
+/// Merging, as the operator wants it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MergeConfig {
+    /// How far it goes.
+    pub mode: MergeMode,
+    /// The share group that is merged on this host; `None`: the only one there is.
+    pub group: Option<String>,
+    /// Groups are merged together.
+    pub across_groups: bool,
+    /// Budget and least profit.
+    pub settings: Settings,
+    /// Time between scans, milliseconds.
+    pub scan_ms: u64,
+    /// The speed of `ksmd` is left to the kernel's advisor.
+    pub advisor: bool,
+}
+
+impl Default for MergeConfig {
+    fn default() -> MergeConfig {
+        MergeConfig {
+            mode: MergeMode::Off,
+            group: None,
+            across_groups: false,
+            settings: Settings::default(),
+            scan_ms: 600_000,
+            advisor: false,
+        }
+    }
 }
 
 /// Settings of one VM.
@@ -58,6 +105,9 @@ pub struct VmSettings {
     pub group: String,
     /// QMP socket, where it cannot be found from the process's command line.
     pub qmp: Option<String>,
+    /// Whether it is open to KSM; `None`: as QEMU was started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<bool>,
 }
 
 /// A size, or a share of the VM's RAM.
@@ -102,6 +152,7 @@ impl Default for VmSettings {
             weight: 1.0,
             group: "default".into(),
             qmp: None,
+            merge: None,
         }
     }
 }
@@ -118,6 +169,7 @@ impl Default for Config {
             pool: None,
             listed_only: false,
             offload: None,
+            merge: MergeConfig::default(),
             defaults: VmSettings::default(),
             vms: BTreeMap::new(),
         }
@@ -195,6 +247,7 @@ fn key_at(text: &str, offset: usize) -> String {
 struct RawConfig {
     daemon: RawDaemon,
     host: RawHost,
+    merge: RawMerge,
     defaults: RawVm,
     vm: BTreeMap<String, RawVm>,
 }
@@ -220,6 +273,18 @@ struct RawHost {
 
 #[derive(Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
+struct RawMerge {
+    mode: Option<Spanned<String>>,
+    group: Option<String>,
+    across_groups: Option<bool>,
+    cpu: Option<Spanned<String>>,
+    floor: Option<Bytes>,
+    scan: Option<Spanned<String>>,
+    advisor: Option<bool>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
 struct RawVm {
     manage: Option<bool>,
     min: Option<Spanned<RawAmount>>,
@@ -227,6 +292,7 @@ struct RawVm {
     weight: Option<Spanned<f64>>,
     group: Option<Spanned<String>>,
     qmp: Option<Spanned<String>>,
+    merge: Option<bool>,
 }
 
 /// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
@@ -262,6 +328,18 @@ impl<'de> Deserialize<'de> for RawAmount {
     }
 }
 
+/// Least and most of a tick, and of the time between scans.
+const TICK: (&str, &str) = ("100ms", "60s");
+const SCAN: (&str, &str) = ("1s", "24h");
+
+/// `500ms`, `2s`, `10min`, `1h`.
+fn milliseconds(text: &str) -> Option<f64> {
+    let units = [("ms", 1.0), ("min", 60_000.0), ("s", 1000.0), ("h", 3_600_000.0)];
+    let (number, unit) =
+        units.iter().find_map(|(name, unit)| Some((text.trim().strip_suffix(name)?, unit)))?;
+    Some(number.trim().parse::<f64>().ok()? * unit)
+}
+
 type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
 
 struct Checker<'a> {
@@ -271,10 +349,11 @@ struct Checker<'a> {
 impl Checker<'_> {
     fn config(&self, raw: RawConfig) -> Result<Config, ConfigError> {
         let base = Config::default();
-        let tick_ms = self.duration("daemon.tick", raw.daemon.tick, base.tick_ms)?;
+        let tick_ms = self.duration("daemon.tick", raw.daemon.tick, TICK, base.tick_ms)?;
         let fast_tick_ms = self.duration(
             "daemon.fast_tick",
             raw.daemon.fast_tick,
+            TICK,
             base.fast_tick_ms.min(tick_ms),
         )?;
         if fast_tick_ms > tick_ms {
@@ -299,6 +378,7 @@ impl Checker<'_> {
             pool: self.path("host.cgroup", raw.host.cgroup)?,
             listed_only: self.listed(raw.host.vms)?,
             offload: raw.host.offload,
+            merge: self.merge(raw.merge, base.merge)?,
             defaults,
             vms,
         })
@@ -324,6 +404,7 @@ impl Checker<'_> {
             weight,
             group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
+            merge: raw.merge.or(base.merge),
         };
         let crossed = match (settings.min, settings.max) {
             (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
@@ -341,27 +422,62 @@ impl Checker<'_> {
         Ok(settings)
     }
 
+    fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
+        let span = raw.mode.as_ref().map(Spanned::span);
+        let mode = match raw.mode.as_ref().map(|m| m.get_ref().as_str()) {
+            None => base.mode,
+            Some("off") => MergeMode::Off,
+            Some("report") => MergeMode::Report,
+            Some("on") => MergeMode::On,
+            Some(other) => {
+                let message = format!(
+                    "“{other}” is not allowed: \"off\", \"report\" (scan and tell) or \"on\""
+                );
+                return Err((self.fail)(span, "merge.mode", message));
+            }
+        };
+        let cores = match raw.cpu {
+            None => base.settings.cores,
+            Some(text) => {
+                let percent = text.get_ref().trim().strip_suffix('%').map(|p| p.trim().parse());
+                match percent {
+                    Some(Ok(p)) if (1.0..=3200.0).contains(&p) => p / 100.0,
+                    _ => {
+                        let said = text.get_ref();
+                        let message = format!(
+                            "“{said}” is not allowed: percent of a core, \"1%\" to \"3200%\""
+                        );
+                        return Err((self.fail)(Some(text.span()), "merge.cpu", message));
+                    }
+                }
+            }
+        };
+        Ok(MergeConfig {
+            mode,
+            group: raw.group.or(base.group),
+            across_groups: raw.across_groups.unwrap_or(base.across_groups),
+            settings: Settings { cores, floor: raw.floor.unwrap_or(base.settings.floor) },
+            scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
+            advisor: raw.advisor.unwrap_or(base.advisor),
+        })
+    }
+
     fn duration(
         &self,
         field: &str,
         raw: Option<Spanned<String>>,
+        (least, most): (&str, &str),
         default: u64,
     ) -> Result<u64, ConfigError> {
         let Some(raw) = raw else { return Ok(default) };
         let (span, text) = (raw.span(), raw.into_inner());
-        let ms = match text.trim() {
-            t if t.ends_with("ms") => t[..t.len() - 2].trim().parse::<f64>().ok(),
-            t if t.ends_with('s') => {
-                t[..t.len() - 1].trim().parse::<f64>().ok().map(|s| s * 1000.0)
-            }
-            _ => None,
-        };
-        match ms {
-            Some(ms) if (100.0..=60_000.0).contains(&ms) => Ok(ms as u64),
+        let limit = |text| milliseconds(text).unwrap_or(f64::NAN);
+        match milliseconds(&text) {
+            Some(ms) if (limit(least)..=limit(most)).contains(&ms) => Ok(ms as u64),
             _ => Err((self.fail)(
                 Some(span),
                 field,
-                format!("“{text}” is not allowed: a time from \"100ms\" to \"60s\""),
+                format!("“{text}” is not allowed: a time from \"{least}\" to \"{most}\""),
             )),
         }
     }
@@ -438,6 +554,21 @@ mod tests {
     }
 
     #[test]
+    fn merging_is_off_unless_asked_for_and_a_vm_may_stay_out() {
+        assert_eq!(Config::parse("f", "").unwrap().merge.mode, MergeMode::Off);
+        let c = Config::parse(
+            "f",
+            "[merge]\nmode = \"on\"\ngroup = \"acme\"\ncpu = \"150%\"\nfloor = \"8MiB\"\n\
+             scan = \"2min\"\n[defaults]\nmerge = true\n[vm.a]\nmerge = false\n",
+        )
+        .unwrap();
+        let settings = Settings { cores: 1.5, floor: Bytes::mib(8) };
+        assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
+        assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
+        assert_eq!((c.vm("a").merge, c.vm("b").merge), (Some(false), Some(true)));
+    }
+
+    #[test]
     fn a_bad_field_is_named_with_line_and_what_is_allowed() {
         for (text, expected) in [
             ("[daemon]\ntick = \"1h\"", "f:2: daemon.tick: “1h” is not allowed: a time from"),
@@ -461,6 +592,12 @@ mod tests {
                 "f: daemon.fast_tick: 2000 ms is longer",
             ),
             ("[host]\nvms = \"some\"", "f:2: host.vms: “some” is not allowed: \"all\""),
+            ("[merge]\nmode = \"yes\"", "f:2: merge.mode: “yes” is not allowed: \"off\""),
+            ("[merge]\ncpu = \"0%\"", "f:2: merge.cpu: “0%” is not allowed: percent of a core"),
+            (
+                "[merge]\nscan = \"9ms\"",
+                "f:2: merge.scan: “9ms” is not allowed: a time from \"1s\"",
+            ),
             ("[daemon", "f:1: [daemon: "),
         ] {
             let e = Config::parse("f", text).unwrap_err().to_string();
@@ -470,7 +607,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_gives_a_config_or_an_error(text in "(\\[(daemon|host|defaults|vm\\.a)\\]\n)?([a-z_]{0,9} ?= ?.{0,20}\n){0,4}") {
+        fn any_text_gives_a_config_or_an_error(text in "(\\[(daemon|host|merge|defaults|vm\\.a)\\]\n)?([a-z_]{0,9} ?= ?.{0,20}\n){0,4}") {
             let _ = Config::parse("f", &text);
         }
     }

@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 pub use self::vm::*;
 use crate::model::{Model, Pressure};
-use crate::plan::{Outcome, Plan, RungName};
+use crate::plan::{MergeWish, Outcome, Plan, RungName};
+use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
 
@@ -41,6 +42,9 @@ pub struct Memory {
     /// The last notification of cgroup v1, and the state it stands for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notified: Option<(Stamp, Pressure)>,
+    /// Merging.
+    #[serde(default)]
+    pub merge: MergeMemory,
 }
 
 /// What a rung was expected to bring the host, and what the host saw come, since
@@ -61,6 +65,27 @@ pub struct Tally {
 pub struct Owned {
     /// Each VM whose balloon Ebb has inflated.
     pub vms: Vec<OwnedVm>,
+    /// Each VM that Ebb has opened to KSM or closed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub marks: Vec<OwnedMark>,
+}
+
+impl Owned {
+    /// Whether nothing is owed.
+    pub fn is_empty(&self) -> bool {
+        self.vms.is_empty() && self.marks.is_empty()
+    }
+}
+
+/// One VM in [`Owned::marks`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedMark {
+    /// Which process.
+    pub id: VmId,
+    /// Its name, for people.
+    pub name: String,
+    /// Whether it was open to KSM before.
+    pub open: bool,
 }
 
 /// One VM in [`Owned`].
@@ -98,6 +123,27 @@ impl Memory {
             vm.name = o.name.clone();
             vm.baseline = Some(o.baseline);
         }
+        for o in &owned.marks {
+            let vm = self.vm_mut(o.id);
+            vm.name = o.name.clone();
+            vm.merge.was = Some(o.open);
+        }
+    }
+
+    /// Takes in the operator's word on merging.
+    pub fn wish(&mut self, wishes: &[MergeWish]) {
+        for wish in wishes {
+            match &wish.vm {
+                None => {
+                    self.merge.asked = Some(wish.on);
+                    self.vms.iter_mut().for_each(|v| v.merge.asked = None);
+                }
+                Some(name) => {
+                    let named = self.vms.iter_mut().filter(|v| v.name == *name);
+                    named.for_each(|v| v.merge.asked = Some(wish.on));
+                }
+            }
+        }
     }
 
     /// Takes in the sample before it is judged: who came, went, rebooted, moved.
@@ -125,11 +171,29 @@ impl Memory {
             self.tally(RungName::Balloon, |t| t.came += ballooned);
             self.tally(RungName::Offload, |t| t.came += paged);
         }
+        self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
         if notified.critical > 0 {
             self.notified = Some((sample.at, Pressure::Hard));
         } else if notified.medium > 0 && self.notified_at(sample.at) < Some(Pressure::Hard) {
             self.notified = Some((sample.at, Pressure::Soft));
+        }
+    }
+
+    fn observe_merging(&mut self, sample: &Sample) {
+        let copied = sample.host.vmstat.and_then(|v| v.cow_ksm);
+        let ksm = sample.host.ksm.unwrap_or_default();
+        let (mut found, mut saved) = (Candidates::default(), 0);
+        for (id, part) in sample.vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?))) {
+            part.found.iter().for_each(|f| found.add(f));
+            saved += merge::saved(part, &ksm);
+            self.vm_mut(id).merge.observe(sample.at, part, copied);
+        }
+        if let Some(scan) = &sample.host.scan {
+            self.merge.observe(scan.number, &found);
+            let came = Bytes::pages(saved.saturating_sub(self.merge.saved));
+            self.tally(RungName::Merge, |t| t.came += came);
+            self.merge.saved = saved;
         }
     }
 
@@ -153,6 +217,7 @@ impl Memory {
     /// forgotten, what is owed is not.
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
+        self.merge = MergeMemory { asked: self.merge.asked, ..MergeMemory::default() };
         self.state_since = now;
         for vm in &mut self.vms {
             *vm = VmMemory {
@@ -164,6 +229,12 @@ impl Memory {
                 seen: vm.seen,
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
+                merge: merge::VmMerge {
+                    was: vm.merge.was,
+                    asked: vm.merge.asked,
+                    storms: vm.merge.storms,
+                    ..merge::VmMerge::default()
+                },
                 ..VmMemory::default()
             };
         }
@@ -171,6 +242,7 @@ impl Memory {
 
     /// Takes in what was decided and what became of it.
     pub fn learn(&mut self, model: &Model, plan: &Plan, outcomes: &[Outcome], applied: bool) {
+        let merging = merge::merge(model, self).map(|(_, next)| next).filter(|_| applied);
         let first = self.at.replace(model.at).is_none();
         if model.host.state != self.state || first {
             self.state = model.host.state;
@@ -183,6 +255,12 @@ impl Memory {
         }
         for rung in &plan.rungs {
             self.tally(rung.name, |t| t.expected += rung.expected);
+        }
+        self.merge = merging.unwrap_or(self.merge);
+        for order in plan.merge.iter().flat_map(|m| &m.vms) {
+            let m = &mut self.vm_mut(order.vm).merge;
+            m.ordered = Some((model.at, order.open));
+            m.was.get_or_insert(!order.open);
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);
@@ -211,7 +289,17 @@ impl Memory {
                 (shrinks || ordered || small || v.actual.is_none() && self.took(m))
                     .then(|| OwnedVm { id: v.id, name: v.name.clone(), baseline })
             });
-        Owned { vms: vms.collect() }
+        let marks = model.vms.iter().filter_map(|v| {
+            let open = v.merge.as_ref()?.sample.open;
+            let order = plan.merge.iter().flat_map(|m| &m.vms).find(|o| o.vm == v.id);
+            let was = match (self.vm(v.id)?.merge.was, order) {
+                // It stays written down until it is seen to be as it was.
+                (Some(was), _) => (order.is_some() || open != Some(was)).then_some(was),
+                (None, order) => order.map(|o| !o.open),
+            };
+            Some(OwnedMark { id: v.id, name: v.name.clone(), open: was? })
+        });
+        Owned { vms: vms.collect(), marks: marks.collect() }
     }
 
     /// Whether Ebb ever shrank it and cannot tell that it has given all back.

@@ -5,6 +5,7 @@
 //! them to operators. The host is understood here, guests in `model/guest.rs`.
 
 pub(crate) mod guest;
+mod merge;
 
 use std::fmt;
 
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use self::guest::{Around, distress, trust};
 pub use self::guest::{GuestModel, STALE_MS, Trust};
+pub use self::merge::{MergeHost, MergeVm};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};
 use crate::sample::{AgentSample, Link, Meminfo, Psi, RunState, Sample, VmId, VmSample, Vmstat};
@@ -105,6 +107,9 @@ pub struct HostModel {
     /// What in the configuration cannot work out, for people.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
+    /// What merging is decided on; absent where it is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeHost>,
 }
 
 /// One VM, understood.
@@ -161,6 +166,9 @@ pub struct VmModel {
     /// What was paged out of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<crate::sample::OffloadSample>,
+    /// Its part in merging.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeVm>,
 }
 
 /// How far a VM is with what it was told.
@@ -291,6 +299,13 @@ fn warnings(host: &HostModel, vms: &[VmModel]) -> Vec<String> {
             host.capacity, host.reserve
         ));
     }
+    let on = host.merge.as_ref().filter(|m| m.config.mode == crate::config::MergeMode::On);
+    if let Some(pid) = on.and_then(|m| m.ksm?.ksmtuned) {
+        warnings.push(format!(
+            "ksmtuned (process {pid}) sets KSM too; Ebb sets back what it changes: systemctl \
+             disable --now ksmtuned"
+        ));
+    }
     warnings
 }
 
@@ -330,6 +345,7 @@ impl HostModel {
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
             swap_left: sample.host.memory.map_or(Bytes::ZERO, swap_left),
             offload_room: offload_room(config, sample),
+            merge: MergeHost::new(config, sample),
             ..HostModel::default()
         };
         let bounds = bounds(config, sample);
@@ -539,6 +555,7 @@ impl VmModel {
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
             agent: vm.agent.clone(),
+            merge: MergeVm::new(config, vm),
             ..VmModel::default()
         };
         let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {

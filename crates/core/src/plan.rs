@@ -7,6 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::policy::merge::Order;
 use crate::sample::VmId;
 use crate::units::Bytes;
 use crate::wire::Recycle;
@@ -22,6 +23,9 @@ pub struct Plan {
     /// Cold memory to page out to the host's swap.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offload: Vec<OffloadOrder>,
+    /// Merging; absent where it is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergePlan>,
     /// VMs that nothing is done about, and why; same order as the sample's.
     pub held: Vec<Held>,
     /// The ladder: what each mechanism is expected to bring of what is missing, in
@@ -98,6 +102,58 @@ pub struct OffloadOrder {
     pub bytes: Bytes,
     /// Why, for people.
     pub reason: String,
+}
+
+/// What is done about equal pages.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MergePlan {
+    /// What `ksmd` is to do; `None`: KSM is not Ebb's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ksmd: Option<Order>,
+    /// VMs to open to KSM, or to close.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vms: Vec<MergeOrder>,
+    /// VMs whose memory is to be scanned now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan: Option<ScanOrder>,
+    /// How it stands, for people.
+    pub why: String,
+}
+
+/// Lets KSM look at a VM's RAM, or takes it out, which breaks its merges.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MergeOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// In, or out.
+    pub open: bool,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// Has memory scanned for equal pages, beside the loop.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ScanOrder {
+    /// Whose, with their share groups.
+    pub vms: Vec<(VmId, String)>,
+    /// Cores that all threads together may use.
+    pub cores: f64,
+    /// Bytes a second that they may read.
+    pub bytes_per_second: f64,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// The operator's word on merging (`ebb merge on`, `off`), until the daemon ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MergeWish {
+    /// Of this VM; `None`: of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
+    /// In, or out.
+    pub on: bool,
 }
 
 /// What an operator could do in the worst case.

@@ -40,12 +40,11 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let recycle = recycle::recycle(model, memory, requests);
     let freed = recycled(model, &recycle);
 
-    // The place of `policy/merge.rs`: merging goes on beside the rest and is slow,
-    // so that no rung below waits for it; what it is expected to bring within a
-    // tick goes here.
-    let merged = Bytes::ZERO;
+    // Merging goes on beside the rest and is slow: no rung below waits for it.
+    plan.merge = merge::merge(model, memory).map(|(merge, _)| merge);
+    let merging = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
 
-    let ballooned = balloon::balloon(model, memory, requests, freed + merged);
+    let ballooned = balloon::balloon(model, memory, requests, freed);
     let (missing, expected) = (ballooned.missing, ballooned.expected);
     let waiting = match ballooned.deferred {
         Bytes(0) => String::new(),
@@ -62,9 +61,9 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
 
     ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
-    ladder.rung(RungName::Merge, missing - freed, merged, "nothing is planned by it".into());
+    ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merging);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
-    let left = missing - freed - merged;
+    let left = missing - freed;
     ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
     let left = left - expected - arriving(model, memory);
     let (orders, why) = offload::offload(model, memory, left);

@@ -8,6 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::policy::merge::Candidates;
 use crate::units::{Bytes, Stamp};
 use crate::wire::abi::Facts;
 use crate::wire::{AgentState, Counters};
@@ -54,6 +55,9 @@ pub struct HostSample {
     pub swaps: Vec<SwapArea>,
     /// `/sys/kernel/mm/ksm`; absent where KSM is not built in.
     pub ksm: Option<Ksm>,
+    /// The daemon's scanner of equal pages, where merging is not off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan: Option<ScanSample>,
     /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
     /// counts as used in MemAvailable though most of it can be had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -137,6 +141,9 @@ pub struct Vmstat {
     pub oom_kills: Option<u64>,
     /// `workingset_refault_anon` + `workingset_refault_file`, pages.
     pub refaults: u64,
+    /// `cow_ksm`: merged pages that were copied because somebody wrote (5.19+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cow_ksm: Option<u64>,
 }
 
 /// A line of `/proc/swaps`.
@@ -171,6 +178,107 @@ pub struct Ksm {
     pub zero_pages: Option<u64>,
     /// `general_profit`, bytes, signed as the kernel has it (6.4+).
     pub general_profit: Option<i64>,
+    /// `pages_scanned` (6.6+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pages_scanned: Option<u64>,
+    /// `pages_skipped`, by `smart_scan` (6.7+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pages_skipped: Option<u64>,
+    /// `stable_node_chains`: contents with more copies than one page may have.
+    #[serde(default)]
+    pub chains: u64,
+    /// `stable_node_dups`: pages kept because of that.
+    #[serde(default)]
+    pub chain_pages: u64,
+    /// CPU time of `ksmd`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_ms: Option<u64>,
+    /// A `ksmtuned` that sets the same knobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ksmtuned: Option<u32>,
+}
+
+impl Ksm {
+    /// What merging saves now, and would take to be broken.
+    pub fn saved(&self) -> Bytes {
+        Bytes::pages(self.pages_sharing.saturating_add(self.zero_pages.unwrap_or(0)))
+    }
+
+    /// Of the places that map a merged page, the share that saves one: the first
+    /// place of each content saves nothing.
+    pub fn share_saved(&self) -> f64 {
+        let mapped = self.pages_shared.saturating_add(self.pages_sharing);
+        if mapped == 0 { 0.0 } else { self.pages_sharing as f64 / mapped as f64 }
+    }
+}
+
+/// The daemon's scanner.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ScanSample {
+    /// Scans that were finished since the daemon's start.
+    pub number: u64,
+    /// One is under way.
+    pub busy: bool,
+    /// When the last one ended.
+    pub at: Stamp,
+    /// How long it took, pauses included.
+    pub seconds: f64,
+    /// CPU time of all of them.
+    pub cpu_s: f64,
+    /// Memory read by the last one.
+    pub read: Bytes,
+    /// Its table at its largest.
+    pub table: Bytes,
+    /// It read one piece in so many.
+    pub one_in: u32,
+    /// Why there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// `/proc/PID/ksm_stat`: a process's merging; what this kernel does not tell is
+/// `None`. What is broken by a write is counted until `ksmd` comes by again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KsmStat {
+    /// Pages that KSM keeps in mind, 64 bytes each.
+    pub rmap_items: Option<u64>,
+    /// Pages merged with the zero page (6.6+).
+    pub zero_pages: Option<u64>,
+    /// Places that map a merged page.
+    pub merging_pages: Option<u64>,
+    /// Bytes saved less KSM's own, signed as the kernel has it.
+    pub profit: Option<i64>,
+    /// Some of its memory is marked for KSM (6.14+).
+    pub mergeable: Option<bool>,
+}
+
+impl KsmStat {
+    /// Merged pages of either kind.
+    pub fn merged(&self) -> u64 {
+        self.merging_pages.unwrap_or(0).saturating_add(self.zero_pages.unwrap_or(0))
+    }
+}
+
+/// A VM and KSM.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MergeSample {
+    /// Whether KSM may look at its RAM, by its mappings; `None`: not looked yet.
+    pub open: Option<bool>,
+    /// The kernel's counters of its process.
+    pub stat: KsmStat,
+    /// What its mappings showed as merged, zeros not counted, and when; unlike the
+    /// counters without what was broken since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seen: Option<(Stamp, Bytes)>,
+    /// What the last scan found in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub found: Option<Candidates>,
+    /// An order to open or close it is under way.
+    #[serde(default)]
+    pub busy: bool,
+    /// What was wrong with the last one, or with reading it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// `/proc/spl/kstat/zfs/arcstats`.
@@ -254,6 +362,9 @@ pub struct VmSample {
     /// What was offloaded of it; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
+    /// Its part in merging; `None`: nothing is merged here and nobody wants it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeSample>,
 }
 
 /// Cold memory of a VM that was sent to the host's swap on order, since the

@@ -10,7 +10,8 @@ use crate::config::Config;
 use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
 use crate::plan::{
-    Action, Limits, OffloadOrder, Outcome, Plan, Reason, Reclaim, RecycleOrder, RungName,
+    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reason, Reclaim,
+    RecycleOrder, RungName,
 };
 use crate::policy::decide;
 use crate::sample::Sample;
@@ -38,6 +39,13 @@ pub trait Host {
     /// Has cold memory paged out, beside the loop; later samples tell what came of
     /// it. Hosts without swap need not care.
     fn offload(&mut self, _orders: &[OffloadOrder]) {}
+    /// What the operator said of merging since the last tick.
+    fn wishes(&mut self) -> Vec<MergeWish> {
+        Vec::new()
+    }
+    /// Steers KSM and has memory scanned, beside the loop; later samples tell what
+    /// came of it. Told each tick. Hosts without KSM need not care.
+    fn merge(&mut self, _plan: &MergePlan) {}
     /// Waits for the moment, or for something that cannot wait.
     fn wait(&mut self, until: Stamp) -> Wake;
 }
@@ -63,6 +71,9 @@ pub struct Tick {
     /// What the operator asked for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub requests: Vec<Reclaim>,
+    /// What the operator said of merging.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wishes: Vec<MergeWish>,
     /// What was decided.
     pub plan: Plan,
     /// What became of it; empty in a dry run.
@@ -82,12 +93,18 @@ const LOOK_MOST_MS: u64 = 3_000;
 fn only_gives(plan: &mut Plan) {
     plan.actions.retain(Action::gives);
     plan.offload.clear();
+    if let Some(merge) = &mut plan.merge {
+        merge.vms.clear();
+    }
     for rung in &mut plan.rungs {
         if matches!(rung.name, RungName::Balloon | RungName::Offload) {
             rung.expected = Default::default();
         }
     }
 }
+
+/// What the operator asked for.
+type Said = (Vec<Reclaim>, Vec<MergeWish>);
 
 /// The loop's state.
 #[derive(Clone, Debug)]
@@ -126,8 +143,8 @@ impl Engine {
     /// One tick on a host.
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read();
-        let requests = host.requests();
-        let (model, mut plan) = self.think(&sample, &requests);
+        let said = (host.requests(), host.wishes());
+        let (model, mut plan) = self.think(&sample, &said);
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
@@ -157,14 +174,16 @@ impl Engine {
             if !plan.offload.is_empty() {
                 host.offload(&plan.offload);
             }
+            plan.merge.iter().for_each(|merge| host.merge(merge));
         }
-        let tick = self.finish(&model, (sample, requests), plan, outcomes, forbidden);
+        let tick = self.finish(&model, (sample, said), plan, outcomes, forbidden);
         (tick, model)
     }
 
     /// Replays a recorded tick: the same sample and outcomes, a fresh decision.
     pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
-        let (model, mut plan) = self.think(&recorded.sample, &recorded.requests);
+        let said = (recorded.requests.clone(), recorded.wishes.clone());
+        let (model, mut plan) = self.think(&recorded.sample, &said);
         if recorded.forbidden.is_some() {
             only_gives(&mut plan);
         }
@@ -172,13 +191,14 @@ impl Engine {
         self.number = recorded.number.saturating_sub(1);
         let outcomes = recorded.outcomes.clone();
         let forbidden = recorded.forbidden.clone();
-        let input = (recorded.sample.clone(), recorded.requests.clone());
+        let input = (recorded.sample.clone(), said);
         let tick = self.finish(&model, input, plan, outcomes, forbidden);
         (tick, model)
     }
 
-    fn think(&mut self, sample: &Sample, requests: &[Reclaim]) -> (Model, Plan) {
+    fn think(&mut self, sample: &Sample, (requests, wishes): &Said) -> (Model, Plan) {
         self.memory.observe(sample);
+        self.memory.wish(wishes);
         let model = Model::new(&self.config, sample, &self.memory);
         let plan = decide(&model, &self.memory, requests, &self.limits);
         (model, plan)
@@ -187,7 +207,7 @@ impl Engine {
     fn finish(
         &mut self,
         model: &Model,
-        (sample, requests): (Sample, Vec<Reclaim>),
+        (sample, (requests, wishes)): (Sample, Said),
         plan: Plan,
         outcomes: Vec<Outcome>,
         forbidden: Option<String>,
@@ -195,7 +215,7 @@ impl Engine {
         let applied = !self.dry_run;
         self.memory.learn(model, &plan, &outcomes, applied);
         self.number += 1;
-        Tick { number: self.number, sample, requests, plan, outcomes, applied, forbidden }
+        Tick { number: self.number, sample, requests, wishes, plan, outcomes, applied, forbidden }
     }
 
     /// When the next tick is due: sooner while anything is ballooned or short.

@@ -29,6 +29,9 @@ pub const PROTOCOL: u32 = 1;
 pub const LINE_MAX: usize = 16 << 10;
 /// Most pieces of RAM: a VM has one or two, and one for each DIMM.
 pub const SEGMENTS_MAX: usize = 64;
+/// Most ranges open to KSM: each may cost the VMM two mappings more, of the 65,530
+/// that Linux gives it.
+pub const SPANS_MAX: usize = 256;
 /// Most reasons to stand aside in one request, and characters of each.
 pub const OBJECTIONS_MAX: usize = 16;
 /// The objection to VMs whose QEMU discards pages on the guest's word too (free
@@ -84,6 +87,10 @@ pub enum Command {
     ResetSeen,
     /// The guest's facts block. Answer: [`Answer::Facts`].
     Facts,
+    /// Let KSM look at just these ranges, which are not recycled meanwhile. What was
+    /// open before and is not named is closed first, which breaks its merges. Answer:
+    /// [`Answer::Advised`].
+    Advise(Advise),
     /// Give up all protection and forget the VM; `attach` begins anew. Answer:
     /// [`Answer::Done`].
     StandDown,
@@ -114,6 +121,16 @@ pub struct Attach {
     pub running: bool,
     /// With this line comes a descriptor of `/dev/userfaultfd` (SCM_RIGHTS).
     pub descriptor: bool,
+}
+
+/// What KSM may look at: never what is recycled, since a merged page has lost its
+/// protection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Advise {
+    /// First address in the VMM and length of each; whole pages of anonymous RAM,
+    /// sorted and apart.
+    pub open: Vec<(u64, u64)>,
 }
 
 /// What to do with huge pages that are free in part.
@@ -199,6 +216,11 @@ pub enum Answer {
     },
     /// To [`Command::Facts`].
     Facts(Facts),
+    /// To [`Command::Advise`].
+    Advised {
+        /// Open to KSM now.
+        open: Bytes,
+    },
 }
 
 /// Who the agent is.
@@ -212,6 +234,9 @@ pub struct Hello {
     pub pid: u32,
     /// What of the kernel it uses.
     pub kernel: KernelParts,
+    /// It knows [`Command::Advise`].
+    #[serde(default)]
+    pub advises: bool,
 }
 
 /// What the kernel has, and the agent therefore uses.
@@ -383,6 +408,9 @@ impl Request {
             && (a.segments.len() > SEGMENTS_MAX || a.objections.len() > OBJECTIONS_MAX)
         {
             return Err(BadLine("too many segments or objections".into()));
+        }
+        if matches!(&request.command, Command::Advise(a) if a.open.len() > SPANS_MAX) {
+            return Err(BadLine("too many ranges".into()));
         }
         Ok(request)
     }

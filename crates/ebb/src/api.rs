@@ -1,6 +1,6 @@
 //! The HTTP interface, on a Unix socket and, opt-in, on loopback. All of it reads;
-//! only `POST /v1/reclaim` and `POST /v1/look` (a tick now) ask for something, and
-//! only on the Unix socket, whose file mode says who may.
+//! only `POST /v1/reclaim`, `/v1/merge` and `/v1/look` (a tick now) ask for something,
+//! and only on the Unix socket, whose file mode says who may.
 //!
 //! The tick loop publishes, this serves; the two share one lock that is held only
 //! to swap or clone a pointer, so that no client can slow a tick.
@@ -17,7 +17,7 @@ use axum::extract::DefaultBodyLimit;
 use axum::http::{StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use ebb_core::plan::{Plan, Reclaim};
+use ebb_core::plan::{MergeWish, Plan, Reclaim};
 use ebb_core::policy::protect::{Ask, Stock, admit};
 use ebb_core::units::Bytes as Size;
 
@@ -137,19 +137,31 @@ fn asking(inbox: Inbox) -> Router {
         looker.wake();
         (StatusCode::ACCEPTED, "{}")
     };
+    let wisher = inbox.clone();
     let reclaim = |body: Bytes| async move {
-        match serde_json::from_slice::<Reclaim>(&body) {
-            Err(e) => (StatusCode::BAD_REQUEST, format!("not a reclaim request: {e}\n")),
-            Ok(r) => match inbox.send(r) {
-                true => (StatusCode::ACCEPTED, "{}".to_string()),
-                false => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".to_string()),
-            },
-        }
+        taken("a reclaim request", serde_json::from_slice(&body), |r: Reclaim| inbox.send(r))
+    };
+    let merge = |body: Bytes| async move {
+        taken("a word on merging", serde_json::from_slice(&body), |w: MergeWish| wisher.wish(w))
     };
     Router::new()
         .route("/v1/look", post(look))
         .route("/v1/reclaim", post(reclaim))
+        .route("/v1/merge", post(merge))
         .layer(DefaultBodyLimit::max(4096))
+}
+
+/// Hands over what a client sent, and tells what came of it.
+fn taken<T>(
+    what: &str,
+    read: serde_json::Result<T>,
+    send: impl FnOnce(T) -> bool,
+) -> (StatusCode, String) {
+    match read.map(send) {
+        Err(e) => (StatusCode::BAD_REQUEST, format!("not {what}: {e}\n")),
+        Ok(true) => (StatusCode::ACCEPTED, "{}".into()),
+        Ok(false) => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".into()),
+    }
 }
 
 fn router(shared: Shared) -> Router {

@@ -1,17 +1,18 @@
 //! The machine as the tick loop sees it: `LinuxHost` plus state file and signals.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ebb_core::config::Config;
+use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, OffloadOrder, Outcome, Reclaim, RecycleOrder};
+use ebb_core::plan::{Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
-use ebb_host::linux::{LinuxHost, Options, Wake as HostWake, Waker};
+use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake, Waker};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::state::StateFile;
@@ -36,6 +37,7 @@ pub struct Daemon {
 #[derive(Clone)]
 pub struct Inbox {
     requests: Arc<Mutex<Vec<Reclaim>>>,
+    wishes: Arc<Mutex<Vec<MergeWish>>>,
     waker: Waker,
 }
 
@@ -50,14 +52,28 @@ impl Inbox {
 
     /// Hands a request to the loop; `false` where too many wait.
     pub fn send(&self, request: Reclaim) -> bool {
-        let mut requests = self.requests.lock().unwrap_or_else(|e| e.into_inner());
-        if requests.len() >= REQUESTS {
+        self.put(&self.requests, request)
+    }
+
+    /// The same with a word on merging.
+    pub fn wish(&self, wish: MergeWish) -> bool {
+        self.put(&self.wishes, wish)
+    }
+
+    fn put<T>(&self, list: &Mutex<Vec<T>>, item: T) -> bool {
+        let mut list = list.lock().unwrap_or_else(|e| e.into_inner());
+        if list.len() >= REQUESTS {
             return false;
         }
-        requests.push(request);
+        list.push(item);
         self.waker.wake();
         true
     }
+}
+
+/// All that waits in a list.
+fn taken<T>(list: &Mutex<Vec<T>>) -> Vec<T> {
+    std::mem::take(&mut *list.lock().unwrap_or_else(|e| e.into_inner()))
 }
 
 /// What to look at, from the configuration.
@@ -68,15 +84,25 @@ pub fn options(config: &Config) -> Options {
         sockets: sockets.collect(),
         pool: config.pool.clone(),
         only: config.listed_only.then(|| config.vms.keys().cloned().collect()),
+        merge: (config.merge.mode != MergeMode::Off).then(|| MergeOptions {
+            note: ksm_note(&config.state_file),
+            keep_advisor: config.merge.advisor,
+            steer: config.merge.mode == MergeMode::On,
+        }),
         ..Options::default()
     }
+}
+
+/// Where what KSM's knobs were is written down: beside the state file.
+pub fn ksm_note(state_file: &str) -> PathBuf {
+    Path::new(state_file).with_file_name("ksm.json")
 }
 
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
         let host = LinuxHost::new(options(config)).context("cannot watch the host")?;
-        let inbox = Inbox { requests: Arc::default(), waker: host.waker() };
+        let inbox = Inbox { requests: Arc::default(), wishes: Arc::default(), waker: host.waker() };
         Ok(Daemon {
             inbox,
             host,
@@ -131,6 +157,17 @@ impl Daemon {
         failures
     }
 
+    /// Puts KSM's knobs back, where they were taken.
+    pub fn release_ksm(&mut self) -> Result<()> {
+        let said = self.host.release_ksm(Duration::from_secs(5));
+        said.map_err(|e| anyhow::anyhow!("KSM's settings are not put back: {e}"))
+    }
+
+    /// Lets go of all VMs; what is left is the state file.
+    pub fn into_state(self) -> Option<StateFile> {
+        self.state
+    }
+
     /// Forgets what was taken: it is given back.
     pub fn write_state(&self, owned: &Owned) -> Result<()> {
         self.state.as_ref().map_or(Ok(()), |s| s.write(owned))
@@ -182,8 +219,16 @@ impl Host for Daemon {
         self.host.offload(orders);
     }
 
+    fn merge(&mut self, plan: &MergePlan) {
+        self.host.merge(plan);
+    }
+
     fn requests(&mut self) -> Vec<Reclaim> {
-        std::mem::take(&mut *self.inbox.requests.lock().unwrap_or_else(|e| e.into_inner()))
+        taken(&self.inbox.requests)
+    }
+
+    fn wishes(&mut self) -> Vec<MergeWish> {
+        taken(&self.inbox.wishes)
     }
 
     fn wait(&mut self, until: Stamp) -> Wake {

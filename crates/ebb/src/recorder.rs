@@ -167,6 +167,7 @@ mod tests {
             number,
             sample: Sample::default(),
             requests: Vec::new(),
+            wishes: Vec::new(),
             plan: Default::default(),
             outcomes: Vec::new(),
             applied: true,

@@ -66,7 +66,7 @@ impl StateFile {
 
     /// Replaces it, durably. An empty list removes it.
     pub fn write(&self, owned: &Owned) -> Result<()> {
-        if owned.vms.is_empty() {
+        if owned.is_empty() {
             return match fs::remove_file(&self.path) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                     Err(e).with_context(|| format!("cannot remove {}", self.path.display()))
@@ -99,6 +99,7 @@ mod tests {
                 name: "a".into(),
                 baseline: Bytes::gib(1),
             }],
+            marks: Vec::new(),
         }
     }
 

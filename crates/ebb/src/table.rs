@@ -60,6 +60,12 @@ pub fn size(b: Option<Bytes>) -> String {
     b.map_or("-".into(), |b| b.to_string())
 }
 
+/// A size that may be below zero.
+pub fn signed(bytes: i64) -> String {
+    let sign = if bytes < 0 { "−" } else { "" };
+    format!("{sign}{}", Bytes(bytes.unsigned_abs()))
+}
+
 /// Time of day, UTC, of milliseconds since 1970.
 pub fn clock(wall_ms: u64) -> String {
     let s = wall_ms / 1000 % 86_400;

@@ -4,11 +4,14 @@
 //! [`HOST_FIELDS`] and [`VM_FIELDS`] name each number once (title, unit, help,
 //! metric kind) and feed the terminal table and `/metrics`.
 
+use ebb_core::config::MergeMode;
 use ebb_core::memory::{Memory, Returned};
 use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::{Action, RungName};
+use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
-    AgentSample, Ksm, Link, OffloadSample, Pool, Problem, RunState, SwapArea, VmId, VmSample,
+    AgentSample, Ksm, Link, MergeSample, OffloadSample, Pool, Problem, RunState, ScanSample,
+    SwapArea, VmId, VmSample,
 };
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
@@ -98,6 +101,9 @@ pub struct Host {
     pub pool: Option<Pool>,
     /// KSM.
     pub ksm: Option<Ksm>,
+    /// What is done about merging; absent where it is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<Merge>,
     /// Swap areas.
     pub swaps: Vec<SwapArea>,
     /// Sum of what the VMs have been promised.
@@ -116,6 +122,42 @@ pub struct Host {
     /// The ladder: what each mechanism is to bring, and has brought so far.
     #[serde(default)]
     pub ladder: Vec<Rung>,
+}
+
+/// Merging.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Merge {
+    /// How far it goes.
+    pub mode: MergeMode,
+    /// What is done now, and why.
+    pub why: String,
+    /// The scanner.
+    pub scan: ScanSample,
+    /// What merging would still save of the VMs that were scanned.
+    pub found: Bytes,
+    /// The CPU time that `ksmd` would need for it.
+    pub found_cpu_s: f64,
+}
+
+impl Merge {
+    fn new(tick: &Tick, model: &Model) -> Option<Merge> {
+        let host = model.host.merge.as_ref()?;
+        let mut found = Candidates::default();
+        let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
+        parts.for_each(|f| found.add(f));
+        Some(Merge {
+            mode: host.config.mode,
+            why: tick.plan.merge.as_ref().map(|m| m.why.clone()).unwrap_or_default(),
+            scan: host.scan.clone(),
+            found: found.saves(),
+            found_cpu_s: found.cost_s(),
+        })
+    }
+}
+
+/// What is said of merging without the numbers in it, so that it is said once.
+pub fn merge_words(why: &str) -> String {
+    why.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
 /// One mechanism.
@@ -206,6 +248,9 @@ pub struct Vm {
     /// What was paged out of it on order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
+    /// Its part in merging.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeSample>,
 }
 
 /// A decision, as `/v1/decisions` and `explain` tell it.
@@ -267,6 +312,7 @@ impl Host {
             psi_full: s.psi.map(|p| p.full.avg10),
             pool: s.pool.clone(),
             ksm: s.ksm,
+            merge: Merge::new(tick, model),
             swaps: s.swaps.clone(),
             promised: vms.iter().filter_map(|v| v.ram).sum(),
             resident: vms.iter().filter_map(|v| v.resident).sum(),
@@ -328,6 +374,7 @@ impl Vm {
             trust: m.trust.clone(),
             convergence: m.convergence,
             offload: s.offload.clone(),
+            merge: s.merge.clone(),
         }
     }
 }
@@ -466,6 +513,14 @@ fn bytes(b: Bytes) -> Option<f64> {
     Some(b.0 as f64)
 }
 
+fn ksm(s: &State, get: impl FnOnce(&Ksm) -> Option<u64>) -> Option<f64> {
+    s.host.ksm.as_ref().and_then(get).map(|n| n as f64)
+}
+
+fn pages(n: u64) -> Option<f64> {
+    bytes(Bytes::pages(n))
+}
+
 fn rung(s: &State, name: RungName) -> Option<&Rung> {
     s.host.ladder.iter().find(|r| r.name == name)
 }
@@ -576,6 +631,69 @@ pub const HOST_FIELDS: &[Field<State>] = &[
     field!("offload_came", "", Bytes, Counter, "What was paged out on order", |s| {
         came(s, RungName::Offload)
     }),
+    field!("ksm_running", "", Plain, Gauge, "1: ksmd works", |s| ksm(s, |k| {
+        Some(u64::from(k.run == 1))
+    })),
+    field!("ksm_saved", "", Bytes, Gauge, "What KSM saves, its own memory not counted", |s| {
+        ksm(s, |k| Some(k.saved().0))
+    }),
+    field!("ksm_profit", "", Bytes, Gauge, "What KSM saves less its own memory, signed", |s| {
+        s.host.ksm.and_then(|k| k.general_profit).map(|p| p as f64)
+    }),
+    field!("ksm_shared", "", Plain, Gauge, "Merged pages that are kept", |s| ksm(s, |k| Some(
+        k.pages_shared
+    ))),
+    field!("ksm_sharing", "", Plain, Gauge, "Pages that merging saves", |s| ksm(s, |k| Some(
+        k.pages_sharing
+    ))),
+    field!("ksm_unshared", "", Plain, Gauge, "Pages looked at that have no twin", |s| ksm(
+        s,
+        |k| Some(k.pages_unshared)
+    )),
+    field!("ksm_volatile", "", Plain, Gauge, "Pages that change too fast", |s| ksm(s, |k| Some(
+        k.pages_volatile
+    ))),
+    field!("ksm_zero", "", Plain, Gauge, "Pages of zeros that hold no memory", |s| ksm(s, |k| k
+        .zero_pages)),
+    field!("ksm_skipped", "", Plain, Counter, "Pages passed over by smart_scan", |s| ksm(s, |k| k
+        .pages_skipped)),
+    field!("ksm_scanned", "", Plain, Counter, "Pages that ksmd looked at", |s| ksm(s, |k| k
+        .pages_scanned)),
+    field!("ksm_scans", "", Plain, Counter, "Full scans of ksmd", |s| ksm(s, |k| Some(
+        k.full_scans
+    ))),
+    field!(
+        "ksm_chains",
+        "",
+        Plain,
+        Gauge,
+        "Contents with more copies than one page may have",
+        |s| { ksm(s, |k| Some(k.chains)) }
+    ),
+    field!("ksm_cpu", "", Seconds, Counter, "CPU time of ksmd", |s| s
+        .host
+        .ksm
+        .and_then(|k| k.cpu_ms)
+        .map(|ms| ms as f64 / 1000.0)),
+    field!(
+        "merge_found",
+        "",
+        Bytes,
+        Gauge,
+        "What merging would still save, by the last scan",
+        |s| { s.host.merge.as_ref().and_then(|m| bytes(m.found)) }
+    ),
+    field!("merge_scans", "", Plain, Counter, "Scans for equal pages", |s| s
+        .host
+        .merge
+        .as_ref()
+        .map(|m| m.scan.number as f64)),
+    field!("merge_scan_cpu", "", Seconds, Counter, "CPU time of those scans", |s| s
+        .host
+        .merge
+        .as_ref()
+        .map(|m| m.scan.cpu_s)),
+    field!("merge_came", "", Bytes, Counter, "What merging brought", |s| came(s, RungName::Merge)),
     field!("tick", "", Seconds, Gauge, "Duration of the last tick", |s| Some(
         s.daemon.tick_ms / 1000.0
     )),
@@ -649,6 +767,23 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("stuck", "", Plain, Gauge, "1: it does not follow orders", |v| Some(u8::from(
         v.convergence.state == ebb_core::model::Progress::Stuck
     ) as f64)),
+    field!("merged", "", Bytes, Gauge, "Mapped merged pages and pages of zeros", |v| {
+        v.merge.as_ref().and_then(|m| pages(m.stat.merged()))
+    }),
+    field!("merge_profit", "", Bytes, Gauge, "Its merging less KSM's memory for it, signed", |v| v
+        .merge
+        .as_ref()
+        .and_then(|m| m.stat.profit)
+        .map(|p| p as f64)),
+    field!("merge_open", "", Plain, Gauge, "1: KSM may look at it", |v| v
+        .merge
+        .as_ref()
+        .and_then(|m| m.open)
+        .map(|o| f64::from(u8::from(o)))),
+    field!("merge_found", "", Bytes, Gauge, "What merging it would still save", |v| v
+        .merge
+        .as_ref()
+        .and_then(|m| bytes(m.found?.saves()))),
     field!("paged_out", "", Bytes, Counter, "Paged out on order", |v| {
         v.offload.as_ref().and_then(|o| bytes(o.paged_out))
     }),

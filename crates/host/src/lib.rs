@@ -12,6 +12,7 @@ mod agent_link;
 pub mod balloon;
 pub mod client;
 pub mod linux;
+mod merge_link;
 pub mod probe;
 pub mod qmp;
 pub mod root;

@@ -12,11 +12,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::plan::{OffloadOrder, RecycleOrder};
-use ebb_core::sample::{HostSample, Link, Pool, Problem, Sample, VmId, VmSample};
+use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder};
+use ebb_core::sample::{
+    HostSample, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample,
+};
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
+use crate::act::mergeable::room_to_close;
+use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
 use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
@@ -39,6 +43,9 @@ const AGENTS: Duration = Duration::from_millis(20);
 /// pages that are looked at.
 const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 
+/// Who else sets KSM is looked for this often.
+const KSMTUNED_EVERY: Duration = Duration::from_secs(30);
+
 /// What the configuration says of the host's surroundings.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -56,6 +63,19 @@ pub struct Options {
     pub pool: Option<String>,
     /// Stall and window of the PSI trigger, microseconds; `None` for no trigger.
     pub psi_trigger_us: Option<(u32, u32)>,
+    /// Where merging is not off.
+    pub merge: Option<MergeOptions>,
+}
+
+/// What merging needs to know.
+#[derive(Clone, Debug)]
+pub struct MergeOptions {
+    /// Where what KSM's knobs were is written down.
+    pub note: PathBuf,
+    /// The speed of `ksmd` is left to the kernel's advisor.
+    pub keep_advisor: bool,
+    /// KSM is steered (else VMs are only scanned).
+    pub steer: bool,
 }
 
 impl Default for Options {
@@ -68,6 +88,7 @@ impl Default for Options {
             deadline: Duration::from_millis(200),
             pool: None,
             psi_trigger_us: Some((100_000, 1_000_000)),
+            merge: None,
         }
     }
 }
@@ -131,6 +152,9 @@ pub struct LinuxHost {
     notifications: Option<PressureEvents>,
     notified: Option<Instant>,
     offloader: Offloader,
+    merger: Option<Merger>,
+    /// `ksmd`, who else sets KSM, and when that was looked up.
+    ksm_tasks: Option<(Option<u32>, Option<u32>, Instant)>,
     waker: Waker,
 }
 
@@ -146,6 +170,11 @@ impl LinuxHost {
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
+            merger: options
+                .merge
+                .clone()
+                .map(|m| Merger::new(options.root.clone(), m.note, m.keep_advisor)),
+            ksm_tasks: None,
             options,
             vms: BTreeMap::new(),
             bound,
@@ -179,7 +208,8 @@ impl LinuxHost {
         self.refresh(started);
         problems.extend(self.scan_problems.iter().cloned());
         self.query(started);
-        let vms = self.sample_vms(at, wall_ms, &mut problems);
+        let mut vms = self.sample_vms(at, wall_ms, &mut problems);
+        self.sample_merging(&mut host, &mut vms, &mut problems);
         host.pool = self.sample_pool(&mut problems);
         Sample { at, wall_ms, host, vms, problems }
     }
@@ -192,6 +222,7 @@ impl LinuxHost {
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
             ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
+            scan: None,
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
@@ -204,6 +235,7 @@ impl LinuxHost {
         let root = &self.options.root;
         self.vms.retain(|id, _| is_alive(root, *id));
         self.offloader.keep(|id| self.vms.contains_key(id));
+        self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
         let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
         if due || self.vms.len() < before {
             self.scanned = Some(now);
@@ -393,6 +425,87 @@ impl LinuxHost {
         }
     }
 
+    /// Steers KSM, opens and closes VMs, has them scanned: beside the loop.
+    pub fn merge(&mut self, plan: &MergePlan) {
+        let Some(merger) = &mut self.merger else { return };
+        plan.ksmd.iter().for_each(|order| merger.order(order));
+        for order in &plan.vms {
+            let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
+            let room =
+                if order.open { Ok(()) } else { room_to_close(&self.options.root, order.vm) };
+            match room {
+                Ok(()) => vm.switch_merging(order.open),
+                Err(e) => vm.merging.refuse(e.to_string()),
+            }
+        }
+        if let Some(scan) = &plan.scan {
+            merger.scan(scan, |id| Some(self.vms.get(&id)?.process.name.clone()));
+        }
+    }
+
+    /// Puts KSM's knobs back, where they were taken.
+    pub fn release_ksm(&mut self, patience: Duration) -> Result<(), String> {
+        self.merger.as_mut().map_or(Ok(()), |m| m.release(patience))
+    }
+
+    /// What is known of merging; has looked at what is not known any more.
+    fn sample_merging(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        let merges = |k: &ebb_core::sample::Ksm| k.run != 0 || k.pages_shared > 0;
+        if self.merger.is_none() && !host.ksm.as_ref().is_some_and(merges) {
+            return;
+        }
+        let root = &self.options.root;
+        for vm in vms.iter_mut() {
+            let source = format!("/proc/{}/ksm_stat", vm.id.pid);
+            let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
+            let stat: KsmStat = stat.unwrap_or_default();
+            vm.merge = Some(MergeSample { stat, ..MergeSample::default() });
+        }
+        self.sample_ksm_tasks(host);
+        let Some(merger) = &mut self.merger else { return };
+        let (scan, knobs) = merger.sample();
+        host.scan = Some(scan);
+        problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
+        let copied = host.vmstat.and_then(|v| v.cow_ksm);
+        let steer = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        for sample in vms.iter_mut() {
+            let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
+                continue;
+            };
+            let (look, found) = merger.vm(sample.id);
+            vm.go_on_merging(look.as_ref());
+            if steer && vm.wants_look(look.as_ref(), copied) {
+                merger.look(sample.id);
+            }
+            part.found = found;
+            part.busy = vm.merging.is_busy();
+            part.error = vm.merging.error().cloned();
+            if let Some(look) = look {
+                part.open = look.open.as_ref().ok().copied();
+                part.seen = part.open.map(|_| (look.at, look.merged));
+                part.error = part.error.take().or(look.open.err());
+            }
+        }
+    }
+
+    fn sample_ksm_tasks(&mut self, host: &mut HostSample) {
+        let (Some(ksm), root) = (&mut host.ksm, &self.options.root) else { return };
+        let old = |at: &Instant| at.elapsed() >= KSMTUNED_EVERY;
+        if self.ksm_tasks.as_ref().is_none_or(|(_, _, at)| old(at)) {
+            self.ksm_tasks = Some((ksm::ksmd(root), ksm::ksmtuned(root), Instant::now()));
+        }
+        let Some((ksmd, tuned, _)) = self.ksm_tasks else { return };
+        let stat = ksmd.and_then(|pid| read_stat(root, pid).ok()?);
+        // Clock ticks are hundredths of a second on every Linux Ebb runs on.
+        ksm.cpu_ms = stat.map(|s| s.system_ticks * 10);
+        ksm.ksmtuned = tuned;
+    }
+
     fn sample_vms(
         &mut self,
         at: Stamp,
@@ -569,6 +682,7 @@ fn noted<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::plan::MergeOrder;
     use std::os::unix::net::UnixListener;
 
     fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
@@ -618,5 +732,36 @@ mod tests {
         std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
         let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
         assert_eq!(act, ActError::Gone { pid: 10 });
+    }
+
+    #[test]
+    fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let proc = dir.path().join("proc/10");
+        std::fs::create_dir_all(&proc).unwrap();
+        std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
+        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+        std::fs::write(proc.join("ksm_stat"), "ksm_merging_pages 100000\n").unwrap();
+        let meminfo = |kib: u64| {
+            let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
+            std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
+        };
+        let merge =
+            MergeOptions { note: dir.path().join("ksm.json"), keep_advisor: false, steer: true };
+        let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
+        meminfo(600_000);
+        let vm = host.sample().vms[0].id;
+        let order = |open| MergePlan {
+            vms: vec![MergeOrder { vm, name: "a".into(), open, reason: String::new() }],
+            ..MergePlan::default()
+        };
+        let mut said = |kib, open| {
+            meminfo(kib);
+            host.merge(&order(open));
+            host.sample().vms[0].merge.clone().unwrap().error.unwrap_or_default()
+        };
+        assert!(said(600_000, false).contains("breaking"), "390 MiB and what must stay free");
+        assert!(said(700_000, false).contains("no QMP connection"), "there is room");
+        assert!(said(600_000, true).contains("no QMP connection"), "opening takes none");
     }
 }

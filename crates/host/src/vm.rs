@@ -13,8 +13,10 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
 
+use crate::act::merger::Look;
 use crate::agent_link::AgentLink;
 use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::merge_link::MergeLink;
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
 
@@ -24,6 +26,11 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 const GIVE_UP: Duration = Duration::from_secs(30);
 /// Devices and RAM size are looked up this often without any event.
 const LOOK_UP: Duration = Duration::from_secs(60);
+/// A VM's mappings are looked at again after this.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
+/// And when so many merged pages were copied on the host since the last look at it
+/// (16 MiB), but not more often than this.
+const LOOK_COPIES: (u64, Duration) = (4096, Duration::from_secs(1));
 /// Most events kept between two samples; the oldest go.
 const MAX_EVENTS: usize = 64;
 
@@ -64,6 +71,10 @@ pub(crate) struct Vm {
     interval_s: u64,
     pub client: Option<Client>,
     pub agent: Option<AgentLink>,
+    /// Opening its RAM to KSM, or closing it.
+    pub merging: MergeLink,
+    /// The host's count of copied merged pages when its mappings were last looked at.
+    copied: Option<u64>,
     /// Which of several sockets comes next.
     turn: usize,
     backoff: Duration,
@@ -104,6 +115,8 @@ impl Vm {
         let pid = process.id.pid;
         Vm {
             agent: agent.map(|path| AgentLink::new(path, pid, objections)),
+            merging: MergeLink::default(),
+            copied: None,
             process,
             cgroup: None,
             interval_s,
@@ -452,7 +465,46 @@ impl Vm {
             age_ms: age_of(id),
             pinned: self.pinned(),
             offload: None,
+            merge: None,
         }
+    }
+
+    /// Opens its RAM to KSM, or closes it.
+    pub fn switch_merging(&mut self, open: bool) {
+        let mut merging = std::mem::take(&mut self.merging);
+        match self.usable() {
+            Ok(client) => {
+                merging.order(open, client);
+                client.pump();
+            }
+            Err(_) => merging.refuse("no QMP connection".into()),
+        }
+        self.merging = merging;
+    }
+
+    /// Goes on with that, where it is under way.
+    pub fn go_on_merging(&mut self, look: Option<&Look>) {
+        let client = self.client.as_mut().filter(|c| c.state() == State::Ready);
+        self.merging.go_on(client, look);
+        self.client.iter_mut().for_each(Client::pump);
+    }
+
+    /// Whether its mappings are to be looked at: never yet, because an order waits
+    /// for it, because merged pages are being copied, or because it is time.
+    pub fn wants_look(&mut self, look: Option<&Look>, copied: Option<u64>) -> bool {
+        let Some(look) = look else {
+            self.copied = copied;
+            return true;
+        };
+        let age = look.begun.elapsed();
+        let grown = copied.zip(self.copied).map_or(0, |(now, was)| now.saturating_sub(was));
+        let ordered = self.merging.waits_for_look().is_some_and(|since| look.begun < since);
+        let storm = grown >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
+        let wants = ordered || storm || age >= LOOK_EVERY;
+        if wants {
+            self.copied = copied;
+        }
+        wants
     }
 
     /// Why its memory cannot be paged out.

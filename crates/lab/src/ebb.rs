@@ -119,6 +119,12 @@ impl Daemon {
         client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
     }
 
+    /// What Prometheus would read.
+    pub fn metrics(&self) -> Result<String, LabError> {
+        let page = client::get(self.dir.join("ebb.sock"), "/metrics").map_err(failed)?;
+        Ok(String::from_utf8_lossy(&page).into_owned())
+    }
+
     /// Asks for all idle memory of all its VMs, and does not wait for it.
     pub fn reclaim(&self) -> Result<(), LabError> {
         client::post(self.dir.join("ebb.sock"), "/v1/reclaim", "{}").map_err(failed)

@@ -194,6 +194,7 @@ impl HostMemory {
             }),
             psi: Some(self.stalls.psi()),
             vmstat: Some(Vmstat {
+                cow_ksm: None,
                 swap_in_pages: self.swapped_in.0 / PAGE,
                 swap_out_pages: self.swapped_out.0 / PAGE,
                 // A fault reads ahead eight pages.

@@ -1,4 +1,4 @@
-//! RAM that is recycled is closed to KSM.
+//! RAM that is recycled is closed to KSM; what is open to KSM is not recycled.
 //!
 //! When KSM replaces a page by a merged one, or by the zero page, the new mapping
 //! has lost its userfaultfd write-protection (`mm/ksm.c`, `replace_page`; found on
@@ -8,12 +8,20 @@
 //! page 0 is alike in many VMs. So an agent takes the RAM it is given out of KSM
 //! before it protects anything. QEMU opens it by default (`mem-merge=on`).
 //!
-//! That breaks what is merged of it already, which takes memory: where it is not
-//! there, the agent stands aside.
+//! The daemon may then name ranges that are worth merging: [`Open`]. They are taken
+//! out of recycling, and only then opened; on the way back they are closed, which
+//! breaks their merges, and only then recycled again. One thread does this and the
+//! recycling, so no window is open meanwhile. `tests/model.rs` has both orders.
+//!
+//! Closing breaks what is merged already, which takes memory: where it is not
+//! there, the agent stands aside, or leaves a range as it is.
 
 use std::io;
 
-use crate::ram::{Kind, Ram};
+use ebb_core::units::Bytes;
+use ebb_core::wire::abi::{self, PAGE};
+
+use crate::ram::{Bits, Kind, Part, Ram};
 use crate::sys::{self, Range};
 
 /// What must stay free beside what breaking merges takes, pages.
@@ -21,16 +29,18 @@ const SPARE: u64 = (256 << 20) / 4096;
 
 /// Takes all of it out of KSM; the error is a reason to stand aside.
 pub fn leave_ksm(ram: &Ram) -> Result<(), String> {
-    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-    has_room(&read("/proc/self/ksm_stat"), &read("/proc/meminfo"))?;
-    keep_out(ram)
+    has_room(u64::MAX)?;
+    close(&anonymous(ram))
 }
 
-/// Once more: somebody may have opened it again. Costs microseconds where nobody
-/// has.
-pub fn keep_out(ram: &Ram) -> Result<(), String> {
-    for p in ram.pieces().iter().filter(|p| matches!(p.kind, Kind::Anonymous)) {
-        match sys::unmergeable(Range { start: p.hva, len: p.size }) {
+fn anonymous(ram: &Ram) -> Vec<Range> {
+    let pieces = ram.pieces().iter().filter(|p| matches!(p.kind, Kind::Anonymous));
+    pieces.map(|p| Range { start: p.hva, len: p.size }).collect()
+}
+
+fn close(ranges: &[Range]) -> Result<(), String> {
+    for range in ranges {
+        match sys::unmergeable(*range) {
             // A kernel without KSM does not know the advice.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
             Err(e) => return Err(format!("RAM cannot be taken out of KSM: {e}")),
@@ -40,14 +50,101 @@ pub fn keep_out(ram: &Ram) -> Result<(), String> {
     Ok(())
 }
 
+/// What is open to KSM: ranges of anonymous RAM, sorted and apart.
+#[derive(Debug, Default)]
+pub struct Open(Vec<Range>);
+
+impl Open {
+    /// Opens these ranges and no others.
+    pub fn set(&mut self, ram: &Ram, want: &[(u64, u64)]) -> Result<Bytes, String> {
+        let want = check(ram, want)?;
+        let closing = without(&self.0, &want);
+        has_room(closing.iter().map(|r| r.len / PAGE).sum())?;
+        close(&closing)?;
+        let opening = without(&want, &self.0);
+        // From here on nothing of it is recycled, whatever becomes of the advice.
+        self.0 = want;
+        opening.iter().try_for_each(|r| sys::mergeable(*r)).map_err(|e| e.to_string())?;
+        Ok(Bytes(self.0.iter().map(|r| r.len).sum()))
+    }
+
+    /// Closes the rest once more: somebody may have opened it again. Costs
+    /// microseconds where nobody has.
+    pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
+        close(&without(&anonymous(ram), &self.0))
+    }
+
+    /// Clears the bits of what is open.
+    pub fn mask(&self, part: &Part, bits: &mut Bits) {
+        let all = part.range(part.first, part.len);
+        for r in &self.0 {
+            let (from, to) = (r.start.max(all.start), end(r).min(end(&all)));
+            if from < to {
+                abi::fill(bits, part.bit(from), ((to - from) / PAGE) as usize, false);
+            }
+        }
+    }
+}
+
+fn end(r: &Range) -> u64 {
+    r.start + r.len
+}
+
+/// Ranges as they were named, if they are whole pages of anonymous RAM, sorted and
+/// apart, and the tripwire is in none.
+fn check(ram: &Ram, want: &[(u64, u64)]) -> Result<Vec<Range>, String> {
+    let anonymous = anonymous(ram);
+    let tripwire = ram.hva(0, PAGE);
+    let mut ranges: Vec<Range> = Vec::with_capacity(want.len());
+    for &(start, len) in want {
+        let stop = start.checked_add(len).ok_or("no such addresses")?;
+        let within = anonymous.iter().any(|r| r.start <= start && stop <= end(r));
+        let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
+        let wired = tripwire.is_some_and(|page| start < page + PAGE && stop > page);
+        if !within || !whole || wired || ranges.last().is_some_and(|r| start < end(r)) {
+            return Err(format!("{start:#x}+{len:#x} cannot be opened to KSM"));
+        }
+        ranges.push(Range { start, len });
+    }
+    Ok(ranges)
+}
+
+/// What of `a` is not in `b`; both sorted and apart.
+fn without(a: &[Range], b: &[Range]) -> Vec<Range> {
+    let mut left = Vec::new();
+    for range in a {
+        let mut at = range.start;
+        for hole in b.iter().filter(|h| h.start < end(range) && end(h) > range.start) {
+            if hole.start > at {
+                left.push(Range { start: at, len: hole.start - at });
+            }
+            at = at.max(end(hole));
+        }
+        if at < end(range) {
+            left.push(Range { start: at, len: end(range) - at });
+        }
+    }
+    left
+}
+
+/// Whether there is memory to break the merges of so many pages.
+fn has_room(pages: u64) -> Result<(), String> {
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    match pages {
+        0 => Ok(()),
+        _ => room(pages, &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
+    }
+}
+
 /// Whether there is memory for what is merged; unknown numbers count as 0 merged
 /// and as nothing available.
-fn has_room(ksm_stat: &str, meminfo: &str) -> Result<(), String> {
+fn room(pages: u64, ksm_stat: &str, meminfo: &str) -> Result<(), String> {
     let number = |text: &str, key: &str| {
         let line = text.lines().find_map(|l| l.strip_prefix(key));
         line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
     };
     let merged = number(ksm_stat, "ksm_merging_pages ") + number(ksm_stat, "ksm_zero_pages ");
+    let merged = merged.min(pages);
     let available = number(meminfo, "MemAvailable:") / 4;
     if merged > 0 && merged + SPARE > available {
         return Err(format!(
@@ -68,10 +165,27 @@ mod tests {
     fn merges_are_undone_only_where_there_is_room() {
         let stat = "ksm_rmap_items 9\nksm_zero_pages 50000\nksm_merging_pages 50000\n";
         let mem = |kib: u64| format!("MemTotal: 1 kB\nMemAvailable:  {kib} kB\n");
-        let why = has_room(stat, &mem(600_000)).unwrap_err();
+        let why = room(u64::MAX, stat, &mem(600_000)).unwrap_err();
         assert!(why.contains("390 MiB of this VM") && why.contains("585 MiB of avail"), "{why}");
-        assert_eq!(has_room(stat, &mem(700_000)), Ok(()));
-        assert_eq!(has_room("", &mem(0)), Ok(()), "nothing is merged");
-        assert_eq!(has_room("ksm_merging_pages 0\n", ""), Ok(()));
+        assert_eq!(room(u64::MAX, stat, &mem(700_000)), Ok(()));
+        assert_eq!(room(u64::MAX, "", &mem(0)), Ok(()), "nothing is merged");
+        assert_eq!(room(u64::MAX, "ksm_merging_pages 0\n", ""), Ok(()));
+    }
+
+    #[test]
+    fn what_is_left_without_others_is_what_it_should_be() {
+        let ranges = |list: &[(u64, u64)]| -> Vec<Range> {
+            list.iter().map(|&(start, end)| Range { start, len: end - start }).collect()
+        };
+        let left = |a: &[(u64, u64)], b: &[(u64, u64)]| -> Vec<(u64, u64)> {
+            without(&ranges(a), &ranges(b)).iter().map(|r| (r.start, end(r))).collect()
+        };
+        assert_eq!(left(&[(0, 10)], &[]), [(0, 10)]);
+        assert_eq!(left(&[(0, 10)], &[(0, 10)]), []);
+        assert_eq!(
+            left(&[(0, 10), (20, 30)], &[(2, 4), (8, 22), (29, 40)]),
+            [(0, 2), (4, 8), (22, 29)]
+        );
+        assert_eq!(left(&[(5, 6)], &[(0, 5), (6, 9)]), [(5, 6)]);
     }
 }

@@ -15,7 +15,7 @@ use ebb_core::wire::{
     Refusal, Refused, Status, clip,
 };
 
-use crate::advise;
+use crate::advise::{self, Open};
 use crate::aside;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
@@ -40,6 +40,7 @@ struct Attached {
     ram: Ram,
     tracker: Tracker,
     marks: Marks,
+    open: Open,
     pace: Pace,
     counters: Counters,
     aside_at: Instant,
@@ -84,7 +85,7 @@ impl Agent {
         vm.tracker.step(&vm.ram, &vm.guard, now);
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            let open = advise::keep_out(&vm.ram).err();
+            let open = vm.open.keep_rest_out(&vm.ram).err();
             if let Some(why) = aside::reason().or(open) {
                 self.stand_aside(&why);
             }
@@ -123,6 +124,12 @@ impl Agent {
                 vm.tracker.forget(&vm.guard, "the VM was reset");
                 Ok(Answer::Done)
             }
+            Command::Advise(want) => {
+                let vm = self.attached()?;
+                let done = vm.open.set(&vm.ram, &want.open);
+                let no = |why| refuse(Refused::System, why);
+                done.map(|open| Answer::Advised { open }).map_err(no)
+            }
             Command::StandDown => {
                 self.detach();
                 Ok(Answer::Done)
@@ -136,6 +143,7 @@ impl Agent {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
             kernel: crate::ram::kernel_parts(),
+            advises: true,
         }
     }
 
@@ -275,6 +283,7 @@ impl Attached {
             ram,
             tracker: Tracker::new(running, faults),
             marks: Marks::default(),
+            open: Open::default(),
             pace: Pace::default(),
             counters: Counters::default(),
             aside_at: Instant::now() + ASIDE_EVERY,
@@ -295,6 +304,7 @@ impl Attached {
             header: &live.header,
             layout: &live.layout,
             marks: &self.marks,
+            open: &self.open,
             pace: &mut self.pace,
             counters: &mut self.counters,
             faults,

@@ -34,11 +34,12 @@ impl Faults {
     fault!(wide, 6, "The time between reading and discarding is longer.");
     fault!(no_doubt, 7, "State, generation and tripwire are not looked at again.");
     fault!(no_turns, 8, "Discards of the VMM's own do not wait for the window.");
+    fault!(no_apart, 9, "What is open to KSM is recycled too.");
 
     /// By the names of the questions, with `+` between them.
     #[cfg(feature = "faults")]
     pub fn parse(text: &str) -> Option<Faults> {
-        const NAMES: [&str; 9] = [
+        const NAMES: [&str; 10] = [
             "no_protect",
             "no_reread",
             "no_unpopulated",
@@ -48,6 +49,7 @@ impl Faults {
             "wide",
             "no_doubt",
             "no_turns",
+            "no_apart",
         ];
         let mut bits = 0;
         for name in text.split('+').filter(|n| !n.is_empty()) {

@@ -8,8 +8,8 @@
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
 //! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`,
-//! `uffd`, `sys` (system calls), `aside` (when to leave a VM alone), `advise` (RAM
-//! is closed to KSM), `faults` (steps left out, for tests).
+//! `uffd`, `sys` (system calls), `aside` (when to leave a VM alone), `advise` (what
+//! is recycled is closed to KSM), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
 //! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not

@@ -65,7 +65,7 @@ impl Part {
     }
 
     /// Bit of an address.
-    fn bit(&self, address: u64) -> usize {
+    pub fn bit(&self, address: u64) -> usize {
         (address.wrapping_sub(self.base) / PAGE) as usize
     }
 }

@@ -23,6 +23,7 @@ use ebb_core::wire::abi::{
 };
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
+use crate::advise::Open;
 use crate::faults::Faults;
 use crate::guard::Guard;
 use crate::ram::{Bits, Kind, Part, Ram, blocks};
@@ -89,6 +90,8 @@ pub struct Recycler<'a> {
     pub layout: &'a Layout,
     /// The last mark.
     pub marks: &'a Marks,
+    /// What is open to KSM and therefore stays.
+    pub open: &'a Open,
     /// Window sizes, kept from call to call.
     pub pace: &'a mut Pace,
     /// Since attach.
@@ -196,6 +199,9 @@ impl Recycler<'_> {
         let mut mask = Box::new([0; abi::MAP_WORDS]);
         abi::fill(&mut mask[..], part.first, part.len, true);
         mask.iter_mut().zip(free).for_each(|(m, f)| *m &= f);
+        if !self.faults.no_apart() {
+            self.open.mask(part, &mut mask);
+        }
         let mut held = Box::new([0; abi::MAP_WORDS]);
         let mut huge = [0; abi::MAP_WORDS];
         let mut choice =

@@ -245,6 +245,11 @@ pub fn unmergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_UNMERGEABLE)
 }
 
+/// Lets KSM look at a range.
+pub fn mergeable(range: Range) -> Result<()> {
+    advise(range, libc::MADV_MERGEABLE)
+}
+
 fn advise(range: Range, advice: c_int) -> Result<()> {
     // SAFETY: Rust holds no reference into guest RAM, which is all that this is
     // called for; an unmapped range is an error.
@@ -426,7 +431,7 @@ impl Mapping {
 
     /// Opens it to KSM, as QEMU does with all RAM by default.
     pub fn mergeable(&self) -> Result<()> {
-        advise(Range { start: self.address, len: self.len as u64 }, libc::MADV_MERGEABLE)
+        mergeable(Range { start: self.address, len: self.len as u64 })
     }
 
     /// Where it is.

@@ -1,5 +1,5 @@
-//! RAM that an agent works on is closed to KSM, however often it is opened: a
-//! merged page has lost its write-protection.
+//! RAM that an agent recycles is closed to KSM, however often it is opened, and what
+//! it is told to open is not recycled: a merged page has lost its write-protection.
 
 mod common;
 
@@ -7,6 +7,9 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
+use ebb_core::wire::abi::PAGE;
+use ebb_core::wire::{Advise, Answer, Command, Recycle, Refusal};
+use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
 
 /// Whether any mapping within the guest's memory is marked for KSM (`mg`).
@@ -53,6 +56,75 @@ fn shared_ram_is_no_matter_of_ksm() {
     let guest = Guest::new(32, Memory::Memfd);
     let (_agent, beats) = attached(&guest, Faults::default());
     assert!(!open(&guest));
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+/// Opens these pages of a guest to KSM and no others.
+fn advise(agent: &mut Agent, guest: &Guest, spans: &[(u64, u64)]) -> Result<u64, Refusal> {
+    let address = |(page, pages): &(u64, u64)| (guest.memory.address() + page * PAGE, pages * PAGE);
+    let open = spans.iter().map(address).collect();
+    match ask(agent, Command::Advise(Advise { open }))? {
+        Answer::Advised { open } => Ok(open.0),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What of these pages is there after all that is free was recycled.
+fn left(agent: &mut Agent, guest: &Guest, first: u64, pages: u64) -> u64 {
+    recycle(agent, Recycle { budget_ms: 10_000, ..Recycle::default() }).unwrap();
+    (first..first + pages).filter(|p| guest.holds(*p, !*p)).count() as u64
+}
+
+#[test]
+fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
+    for memory in [Memory::Small, Memory::Huge] {
+        let guest = Guest::new(32, memory);
+        if guest.memory.mergeable().is_err() {
+            eprintln!("skipped: this kernel has no KSM");
+            return;
+        }
+        let (mut agent, beats) = attached(&guest, Faults::default());
+        guest.fill_and_free(1024, 4096);
+        // Two spans, one of them smaller than a huge page.
+        assert_eq!(advise(&mut agent, &guest, &[(1100, 8), (1536, 512)]).unwrap(), 520 << 12);
+        assert!(open(&guest));
+        assert_eq!(left(&mut agent, &guest, 1024, 4096), 520);
+        // It stays open, and the rest closed, when the agent looks again.
+        guest.memory.mergeable().unwrap();
+        std::thread::sleep(Duration::from_millis(1100));
+        agent.step();
+        assert!(open(&guest));
+        // Closed in part, then whole: recycled again.
+        assert_eq!(advise(&mut agent, &guest, &[(1536, 12)]).unwrap(), 12 << 12);
+        assert_eq!(left(&mut agent, &guest, 1024, 4096), 12);
+        assert_eq!(advise(&mut agent, &guest, &[]).unwrap(), 0);
+        assert!(!open(&guest));
+        assert_eq!(left(&mut agent, &guest, 1024, 4096), 0);
+        // Not the tripwire, not what is no RAM, nothing odd; and nothing is changed.
+        let bad: [&[(u64, u64)]; 4] = [&[(0, 8)], &[(8190, 8)], &[(9, 8), (12, 8)], &[(8, 0)]];
+        for spans in bad {
+            let no = advise(&mut agent, &guest, spans).unwrap_err();
+            assert!(no.text.contains("cannot be opened"), "{no:?}");
+        }
+        assert!(!open(&guest));
+        guest.stop.store(true, SeqCst);
+        beats.join().unwrap();
+    }
+}
+
+/// Left out, a page is open to both: this is what the test above would see.
+#[cfg(feature = "faults")]
+#[test]
+fn without_keeping_them_apart_what_is_open_is_recycled() {
+    let guest = Guest::new(32, Memory::Small);
+    if guest.memory.mergeable().is_err() {
+        return;
+    }
+    let (mut agent, beats) = attached(&guest, Faults::parse("no_apart").unwrap());
+    guest.fill_and_free(1024, 2048);
+    advise(&mut agent, &guest, &[(1536, 512)]).unwrap();
+    assert_eq!(left(&mut agent, &guest, 1024, 2048), 0);
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
 }

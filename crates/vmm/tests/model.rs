@@ -21,6 +21,10 @@ struct Without {
     doubt: bool,
     /// The state word is read before the bits instead of after them.
     order: bool,
+    /// What is open to KSM is not taken out of recycling.
+    apart: bool,
+    /// It is opened, or recycled again, without waiting for the other to end.
+    handover: bool,
 }
 
 /// What the world may do besides allocating and freeing.
@@ -37,6 +41,9 @@ enum World {
         shared: bool,
         turns: bool,
     },
+    /// The daemon opens the page to KSM and closes it again; KSM merges it while it is
+    /// open, and protection goes.
+    Merges,
     /// A reset: page 0 is written, then the page is used, its bit still set.
     Reset,
     /// The module leaves: the state word, then the map page is used for bits of
@@ -81,6 +88,9 @@ struct State {
     bit: bool,
     protected: bool,
     present: bool,
+    /// KSM may look at it; and it is left out of recycling.
+    open: bool,
+    apart: bool,
     /// What the page reads as; `true`: the guest's data.
     data: bool,
     wants_data: bool,
@@ -96,6 +106,8 @@ const START: State = State {
     bit: true,
     protected: false,
     present: true,
+    open: false,
+    apart: false,
     data: false,
     wants_data: false,
     running: true,
@@ -118,7 +130,7 @@ fn guest_steps(s: State, world: World, without: Without, out: &mut Vec<State>) {
                 }
                 World::Reset => out.push(State { guest: Guest::Firmware, ..s }),
                 World::Unload => out.push(State { guest: Guest::Leaving, running: false, ..s }),
-                World::Absent | World::Plain => {}
+                World::Absent | World::Plain | World::Merges => {}
             }
         }
         Guest::Reported => {
@@ -150,11 +162,33 @@ fn guest_steps(s: State, world: World, without: Without, out: &mut Vec<State>) {
     }
 }
 
+/// The agent is one thread: it opens and closes between windows, out of recycling
+/// before open, and closed before recycled. KSM does what it does at any time.
+fn merge_steps(s: State, without: Without, out: &mut Vec<State>) {
+    if s.open && s.protected {
+        out.push(State { protected: false, ..s });
+    }
+    if !without.handover && !matches!(s.host, Host::Idle) {
+        return;
+    }
+    match (s.apart, s.open) {
+        (false, false) => out.push(State { apart: true, open: without.apart, ..s }),
+        (true, false) => {
+            out.push(State { open: true, ..s });
+            out.push(State { apart: false, ..s });
+        }
+        (true, true) => out.push(State { open: false, ..s }),
+        (false, true) => {}
+    }
+}
+
 fn host_steps(s: State, without: Without, out: &mut Vec<State>) {
     let good = |s: &State| s.running && (!s.tripped || without.doubt || without.tripwire);
     let idle = State { host: Host::Idle, protected: false, ..s };
     match s.host {
-        Host::Idle if s.bit && !s.dropped => out.push(State { host: Host::Chosen, ..s }),
+        Host::Idle if s.bit && !s.dropped && (!s.apart || without.apart) => {
+            out.push(State { host: Host::Chosen, ..s });
+        }
         // The window opens only while the map is not marked as dropped.
         Host::Chosen if s.tripped && !without.tripwire && !without.doubt => {
             out.push(State { dropped: true, ..idle });
@@ -201,6 +235,9 @@ fn check(world: World, without: Without) -> (Option<Vec<State>>, usize) {
         let mut next = Vec::new();
         guest_steps(s, world, without, &mut next);
         host_steps(s, without, &mut next);
+        if world == World::Merges {
+            merge_steps(s, without, &mut next);
+        }
         // Nobody waits for ever: whatever waits, somebody else can go on.
         assert!(!next.is_empty(), "stuck: {way:?}");
         for n in next {
@@ -216,7 +253,8 @@ fn check(world: World, without: Without) -> (Option<Vec<State>>, usize) {
 fn no_interleaving_loses_a_write() {
     let shared = World::Reports { shared: true, turns: false };
     let turns = World::Reports { shared: false, turns: true };
-    for world in [World::Plain, World::Absent, shared, turns, World::Reset, World::Unload] {
+    let worlds = [World::Plain, World::Absent, shared, turns, World::Reset, World::Unload];
+    for world in worlds.into_iter().chain([World::Merges]) {
         let (lost, states) = check(world, Without::default());
         assert!(lost.is_none(), "{world:?}: {lost:#?}");
         println!("{world:?}: {states} states");
@@ -234,6 +272,8 @@ fn each_step_left_out_is_found() {
         (World::Reset, Without { tripwire: true, ..none }),
         (World::Reset, Without { doubt: true, ..none }),
         (World::Unload, Without { order: true, ..none }),
+        (World::Merges, Without { apart: true, ..none }),
+        (World::Merges, Without { handover: true, ..none }),
     ] {
         let (lost, _) = check(world, without);
         assert!(lost.is_some(), "{world:?} {without:?}: nothing was found");

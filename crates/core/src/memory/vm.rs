@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::guest::implausible;
 use crate::model::{Convergence, Progress, VmModel};
 use crate::plan::{Action, Reason};
+use crate::policy::merge::VmMerge;
 use crate::sample::{AgentSample, GuestStats, Link, VmEvent, VmId, VmSample};
 use crate::units::{Bytes, PAGE, Stamp};
 use crate::wire::AgentState;
@@ -107,6 +108,9 @@ pub struct VmMemory {
     /// What the recycler remembers.
     #[serde(default)]
     pub recycle: RecycleMemory,
+    /// What merging remembers.
+    #[serde(default)]
+    pub merge: VmMerge,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.

@@ -10,8 +10,13 @@
 //! Costs per page were measured on a 2-vCPU machine under Linux 6.18; they only
 //! order alternatives, and what `ksmd` really used decides when to stop.
 
+mod order;
+#[cfg(test)]
+mod tests;
+
 use serde::{Deserialize, Serialize};
 
+pub use self::order::{MergeMemory, Seen, VmMerge, merge, saved};
 use crate::model::Pressure;
 use crate::units::{Bytes, PAGE, Stamp};
 
@@ -318,137 +323,4 @@ fn speed(cores: f64, each_us: f64) -> (u64, u64) {
 pub fn is_storm(merged_before: u64, merged_now: u64, newly_merged: u64) -> bool {
     let broken = (merged_before + newly_merged).saturating_sub(merged_now);
     broken > LEAST.0 / PAGE && broken > merged_before / 10 && broken > newly_merged
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const PLAN: Candidates = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
-
-    fn facts(at: u64, cpu_ms: u64, scans: u64, saved: u64) -> Facts {
-        let (planned, plan) = (PLAN, 1);
-        Facts { at: Stamp(at), planned, plan, cpu_ms, scans, saved, ..Facts::default() }
-    }
-
-    fn rests(order: &Order, with: &str) -> bool {
-        matches!(order, Order::Rest { why } if why.contains(with))
-    }
-
-    #[test]
-    fn nothing_runs_before_a_scan_has_found_enough() {
-        let mut m = Memory::default();
-        let s = Settings::default();
-        let none = Facts::default();
-        assert!(rests(&govern(&none, &s, &mut m), "nothing was scanned"));
-        let little = Candidates { pages: 9000, zeros: 0, twins: 4000 };
-        let little = Facts { planned: little, ..facts(0, 0, 0, 0) };
-        assert!(rests(&govern(&little, &s, &mut m), "less than 16 MiB"));
-        let thin = Candidates { pages: 10_000_000, zeros: 0, twins: 200_000 };
-        let thin = Facts { planned: thin, ..facts(0, 0, 0, 0) };
-        assert!(rests(&govern(&thin, &s, &mut m), "less than the floor"));
-        assert!(matches!(govern(&facts(0, 0, 0, 0), &s, &mut m), Order::Run { .. }));
-    }
-
-    #[test]
-    fn a_burst_ends_when_it_no_longer_pays_and_does_not_begin_again_for_the_same_plan() {
-        let mut m = Memory::default();
-        let s = Settings::default();
-        let mut step = |f: Facts| govern(&f, &s, &mut m);
-        assert!(matches!(step(facts(0, 0, 10, 0)), Order::Run { .. }));
-        assert!(matches!(step(facts(1000, 5000, 11, 0)), Order::Run { .. }), "not seen twice yet");
-        assert!(matches!(step(facts(2000, 7000, 12, 78_000)), Order::Run { .. }));
-        let done = step(facts(3000, 9500, 13, 78_100));
-        assert!(rests(&done, "saves less than the floor now: 305 MiB saved in 9.5 s"), "{done:?}");
-        assert!(rests(&step(facts(4000, 9500, 13, 78_100)), "until the next scan"));
-        let again = Facts { plan: 2, ..facts(5000, 9500, 13, 78_100) };
-        assert!(matches!(step(again), Order::Run { .. }));
-    }
-
-    #[test]
-    fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
-        let mut m = Memory::default();
-        let s = Settings::default();
-        for n in 0..8u64 {
-            let at = n * 10_000_000;
-            let begin = Facts { plan: n + 1, ..facts(at, n * 9000, n * 9, 0) };
-            assert!(matches!(govern(&begin, &s, &mut m), Order::Run { .. }), "{n}");
-            let end = Facts { plan: n + 1, ..facts(at + 1, n * 9000 + 8000, n * 9 + 2, 0) };
-            assert!(rests(&govern(&end, &s, &mut m), "saves less"), "{n}");
-            let held = m.hold_until.unwrap().since(Stamp(at + 1));
-            assert_eq!(held, (60_000 << n).min(3_600_000));
-            let soon = Facts { plan: 99, ..facts(at + 2, n * 9000 + 8000, n * 9 + 2, 0) };
-            assert!(rests(&govern(&soon, &s, &mut m), "did not pay"));
-        }
-        let short = Facts { plan: 99, state: Pressure::Hard, ..facts(70_000_003, 71_000, 66, 0) };
-        assert!(matches!(govern(&short, &s, &mut m), Order::Run { .. }), "a short host tries");
-    }
-
-    #[test]
-    fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not() {
-        let mut m = Memory::default();
-        let s = Settings::default();
-        let mut step = |f: Facts| govern(&f, &s, &mut m);
-        step(facts(0, 0, 0, 0));
-        assert!(
-            matches!(step(facts(1, 300, 4, 18_000)), Order::Run { .. }),
-            "little CPU, much saved"
-        );
-        assert!(matches!(step(facts(2, 400, 4, 18_000)), Order::Run { .. }), "the same scan");
-        assert!(matches!(step(facts(3, 600, 5, 32_000)), Order::Run { .. }));
-        assert!(rests(&step(facts(4, 700, 6, 32_010)), "less than the floor now: 125 MiB"));
-        govern(&Facts { plan: 2, ..facts(5, 700, 6, 32_010) }, &s, &mut m);
-        let many = Facts { plan: 2, ..facts(6, 800, 70, 90_000) };
-        assert!(rests(&govern(&many, &s, &mut m), "often enough"));
-    }
-
-    #[test]
-    fn costs_and_gains_are_what_was_measured() {
-        // 2 GiB with 20 % twins: 4.6 s of CPU for plain KSM with its further scan.
-        let all = Candidates { pages: 524_288, zeros: 0, twins: 104_858 };
-        assert!((2.5..4.7).contains(&all.cost_s()), "{}", all.cost_s());
-        let dense = Candidates { pages: 104_858, ..all };
-        assert!((0.4..0.7).contains(&dense.cost_s()), "{}", dense.cost_s());
-        assert_eq!(dense.again_s(), 0.0);
-        let lonely = Candidates { pages: 1 << 20, zeros: 0, twins: 0 };
-        assert_eq!(lonely.saves(), Bytes::ZERO, "metadata is no gain");
-    }
-
-    #[test]
-    fn a_storm_is_more_breaking_than_merging() {
-        assert!(is_storm(100_000, 80_000, 1000));
-        assert!(!is_storm(100_000, 99_000, 0), "a hundredth");
-        assert!(!is_storm(1_000_000, 950_000, 0), "a twentieth");
-        assert!(!is_storm(100_000, 100_000, 15_000), "as many came");
-        assert!(!is_storm(100, 0, 0), "nothing");
-    }
-
-    proptest! {
-        #[test]
-        fn knobs_stay_responsive_and_near_the_budget(cores in 0.0f64..2.0, each in 0.05f64..100.0) {
-            let (batch, sleep) = speed(cores, each);
-            prop_assert!((BATCH_LEAST..=BATCH_MOST).contains(&batch) && sleep >= 1);
-            let busy = batch as f64 * each / 1000.0;
-            let share = busy / (busy + sleep as f64);
-            // A least sleep of 1 ms and whole milliseconds bend small numbers.
-            prop_assert!(share <= cores.clamp(0.001, 0.95) * 1.3 + 0.02, "{batch} {sleep} {share}");
-        }
-
-        #[test]
-        fn any_facts_give_an_order(
-            at in 0u64..1 << 40, cpu in 0u64..1 << 40, scans in 0u64..100, saved in any::<u64>(),
-            pages in any::<u64>(), plan in 0u64..4, steps in 1usize..5,
-        ) {
-            let mut m = Memory::default();
-            for i in 0..steps as u64 {
-                let planned = Candidates { pages, zeros: pages / 3, twins: pages / 4 };
-                let f = Facts { planned, plan: plan + i % 2, ..facts(at + i, cpu, scans * i, saved) };
-                if let Order::Run { batch, sleep_ms, .. } = govern(&f, &Settings::default(), &mut m) {
-                    prop_assert!(batch <= BATCH_MOST && sleep_ms >= 1);
-                }
-            }
-        }
-    }
 }

@@ -96,7 +96,7 @@ impl Toy {
             name: format!("vm{i}"),
             baseline: g.ram,
         };
-        Owned { vms: self.guests.iter().enumerate().map(one).collect() }
+        Owned { vms: self.guests.iter().enumerate().map(one).collect(), ..Owned::default() }
     }
 
     fn vm(&self, i: usize) -> VmSample {

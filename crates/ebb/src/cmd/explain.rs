@@ -1,11 +1,12 @@
 //! `ebb explain VM`: what is so, what was done, and why.
 
 use anyhow::{Result, bail};
+use ebb_core::sample::MergeSample;
 use serde::Serialize;
 
 use crate::client;
 use crate::cmd::status::progress;
-use crate::table::{clock, emit, emit_json};
+use crate::table::{clock, emit, emit_json, signed};
 use crate::view::{Decision, State, Vm};
 
 /// What is told of one VM.
@@ -78,6 +79,9 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
         out += &format!("  paged out {} on order{error}\n", o.paged_out);
     }
+    if let Some(m) = &vm.merge {
+        out += &format!("  merging   {}\n", merge_words(vm, m));
+    }
     let r = &vm.returned;
     out += &format!(
         "  returned  {} recycled, {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",
@@ -98,6 +102,27 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
             d.guest
         );
     }
+    out
+}
+
+fn merge_words(vm: &Vm, m: &MergeSample) -> String {
+    let open = match m.open {
+        Some(true) => "open to KSM",
+        Some(false) => "out of KSM",
+        None => "not looked at",
+    };
+    let mut out = format!(
+        "{open}, group {}; {} merged",
+        vm.group,
+        ebb_core::units::Bytes::pages(m.stat.merged())
+    );
+    if let Some(p) = m.stat.profit {
+        out += &format!(", {} profit", signed(p));
+    }
+    if let Some(f) = &m.found {
+        out += &format!("; {} more to be had for {:.1} s of CPU", f.saves(), f.cost_s());
+    }
+    m.error.iter().for_each(|e| out += &format!("; {e}"));
     out
 }
 

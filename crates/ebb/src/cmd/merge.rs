@@ -9,13 +9,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Subcommand;
-use ebb_core::config::Config;
+use ebb_core::config::{Config, MergeMode};
+use ebb_core::memory::OwnedMark;
+use ebb_core::plan::MergeWish;
 use ebb_core::policy::merge::{Candidates, Settings};
-use ebb_core::sample::Ksm;
+use ebb_core::sample::{Ksm, KsmStat};
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
 use ebb_host::act::mergeable::{self, Done};
-use ebb_host::probe::ksm::{KsmStat, read_ksm, read_ksm_stat};
+use ebb_host::probe::ksm::{ksmtuned, read_ksm, read_ksm_stat};
+use ebb_host::probe::process::read_stat;
 use ebb_host::probe::qemu::{self, QemuProcess, QmpAddress};
 use ebb_host::qmp::Client;
 use ebb_host::root::Root;
@@ -23,10 +26,14 @@ use ebb_host::scan::survey::{Estimate, Survey, survey};
 use ebb_host::scan::{Fate, Found, Limits, Options, Pages, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
-use crate::table::{emit, emit_json, table};
+use crate::client;
+use crate::table::{emit, emit_json, signed, table};
+use crate::view::State;
 
 /// How long a QMP socket may take to greet.
 const QMP: Duration = Duration::from_secs(5);
+/// How long the daemon may take to open or close VMs.
+const DONE: Duration = Duration::from_secs(20);
 
 /// What to do about merging.
 #[derive(Subcommand)]
@@ -167,10 +174,78 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
             let options = Options { threads, limits, idle: !hurry, ..Options::default() };
             report(config, &vm, full, &options, json)
         }
+        What::On { vm, .. } if steered(config)?.is_some() => tell_daemon(config, &vm, true),
         What::On { vm, across_groups } => on(config, &vm, across_groups),
-        What::Off { vm } if vm.is_empty() => off_all(),
+        What::Off { vm } if vm.is_empty() => off_all(config),
+        What::Off { vm } if steered(config)?.is_some() => tell_daemon(config, &vm, false),
         What::Off { vm } => switch(config, &vm, false),
     }
+}
+
+/// The state of a daemon that steers KSM, if one does.
+fn steered(config: &Config) -> Result<Option<State>> {
+    if !client::is_up(&config.socket) {
+        return Ok(None);
+    }
+    let state: State = client::get_json(&config.socket, "/v1/state")?;
+    let steers = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
+    Ok((steers && !state.daemon.dry_run).then_some(state))
+}
+
+/// Has the daemon do it, which would undo what others do, and waits.
+fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result<bool> {
+    let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+    let mut changed = false;
+    for name in names {
+        changed |=
+            super::explain::find(&state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
+        let wish = MergeWish { vm: Some(name.clone()), on };
+        client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+    }
+    let until = Instant::now() + DONE;
+    loop {
+        let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+        let part = |name: &String| state.vms.iter().find(|v| v.name == *name)?.merge.as_ref();
+        let left: Vec<&String> =
+            names.iter().filter(|n| part(n).is_some_and(|m| m.open != Some(on))).collect();
+        if left.is_empty() {
+            let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
+            emit(&format!("{}: {what}\n", names.join(" ")))?;
+            return Ok(changed);
+        }
+        if Instant::now() > until {
+            let why = left.iter().map(|name| {
+                let error = part(name).and_then(|m| m.error.clone());
+                format!("{name}: {}", error.unwrap_or_else(|| "the daemon does not do it".into()))
+            });
+            let merging = state.host.merge.map(|m| m.why).unwrap_or_default();
+            bail!("{} ({merging})", Vec::from_iter(why).join("; "));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Opens to KSM, or closes, what Ebb had closed or opened. What could not be done,
+/// and why; a VM that has ended is owed nothing.
+pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<String>) {
+    let (root, mut left, mut failed) = (Root::default(), Vec::new(), Vec::new());
+    for mark in marks {
+        let alive = read_stat(&root, mark.id.pid).ok().flatten();
+        if alive.is_none_or(|s| s.start != mark.id.start) {
+            continue;
+        }
+        let done =
+            qemu::inspect(&root, mark.id.pid).map_err(anyhow::Error::from).and_then(|found| {
+                let process = QemuProcess { name: mark.name.clone(), ..found.context("no QEMU")? };
+                let mut qmp = connect(config, &process)?;
+                Ok(mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
+            });
+        if let Err(e) = done {
+            left.push(mark.clone());
+            failed.push(format!("{}: {e:#}", mark.name));
+        }
+    }
+    (left, failed)
 }
 
 /// KSM has one domain: it merges whatever is open to it, so one group only may be.
@@ -259,9 +334,14 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
 }
 
 /// Stops KSM and breaks all merges.
-fn off_all() -> Result<bool> {
+fn off_all(config: &Config) -> Result<bool> {
     let root = Root::default();
-    if let Some(pid) = ksm::ksmtuned(&root) {
+    if steered(config)?.is_some() {
+        let wish = MergeWish { vm: None, on: false };
+        client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+        emit("the daemon merges nothing until `ebb merge on VM` or its restart\n")?;
+    }
+    if let Some(pid) = ksmtuned(&root) {
         emit(&format!(
             "ksmtuned (process {pid}) sets KSM too, and will start it again: systemctl stop ksmtuned\n"
         ))?;
@@ -523,10 +603,8 @@ fn notes(r: &Report) -> String {
         Some(k) => {
             let state = ["stopped", "running", "unmerging"].get(k.run as usize).unwrap_or(&"?");
             let saved = Bytes::pages(k.pages_sharing + k.zero_pages.unwrap_or(0));
-            let profit = k.general_profit.map_or(String::new(), |p| {
-                let sign = if p < 0 { "−" } else { "" };
-                format!(", {sign}{} of it profit", Bytes(p.unsigned_abs()))
-            });
+            let profit = k.general_profit;
+            let profit = profit.map_or(String::new(), |p| format!(", {} of it profit", signed(p)));
             out += &format!("KSM is {state}; it saves {saved} now{profit}\n");
         }
     }

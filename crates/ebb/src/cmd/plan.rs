@@ -81,6 +81,10 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
     for a in &plan.actions {
         out += &format!("{}: {} → {}: {}\n", a.name, a.from, a.to, a.reason);
     }
+    for m in plan.merge.iter().flat_map(|m| &m.vms) {
+        let what = if m.open { "open to KSM" } else { "out of KSM" };
+        out += &format!("{}: {what}: {}\n", m.name, m.reason);
+    }
     for o in &plan.offload {
         out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);
     }

@@ -8,8 +8,11 @@ use ebb_core::memory::{Memory, Owned};
 use ebb_core::plan::{Action, Reason};
 use ebb_core::sample::Sample;
 use ebb_core::tick::Host;
+use ebb_host::act::ksm;
+use ebb_host::root::Root;
 
-use crate::daemon::Daemon;
+use crate::cmd::merge;
+use crate::daemon::{Daemon, ksm_note};
 use crate::state::StateFile;
 use crate::table::emit;
 
@@ -17,10 +20,19 @@ use crate::table::emit;
 pub fn main(config: &Config) -> Result<bool> {
     let state = StateFile::open(&config.state_file)?;
     let owned = state.read()?;
-    if owned.vms.is_empty() {
-        emit("nothing was taken: nothing to give back\n")?;
-        return Ok(false);
+    let knobs = ksm::KsmOwner::recover(Root::default(), &ksm_note(&config.state_file))?;
+    if knobs {
+        emit("KSM is set as it was before\n")?;
     }
+    if owned.is_empty() {
+        if !knobs {
+            emit("nothing was taken: nothing to give back\n")?;
+        }
+        return Ok(knobs);
+    }
+    // Before the daemon's own connections: a QMP socket serves one client.
+    let (state_marks, marks) = merge::put_back(config, &owned.marks);
+    state.write(&Owned { marks: state_marks.clone(), ..owned.clone() })?;
     let mut daemon = Daemon::new(config, Some(state))?;
     let sample = daemon.read();
     let (actions, left) = plan(&owned, &sample);
@@ -29,8 +41,11 @@ pub fn main(config: &Config) -> Result<bool> {
     }
     let failures = daemon.give_back(&actions, Duration::from_secs(10));
     if failures.is_empty() && left.vms.is_empty() {
-        daemon.write_state(&Owned::default())?;
-        return Ok(true);
+        daemon.write_state(&Owned { marks: state_marks, ..Owned::default() })?;
+        return match marks.is_empty() {
+            true => Ok(true),
+            false => bail!("open to KSM or closed as Ebb left them: {}", marks.join("; ")),
+        };
     }
     for o in &left.vms {
         let why = sample.vms.iter().find(|v| v.id == o.id).map(|v| format!("{:?}", v.link));

@@ -6,19 +6,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ebb_core::config::Config;
+use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::Owned;
 use ebb_core::model::{Model, Pressure};
-use ebb_core::plan::LastResort;
+use ebb_core::plan::{LastResort, Plan};
 use ebb_core::policy::protect::stock;
 use ebb_core::sample::Problem;
 use ebb_core::tick::{Engine, Host, Tick, Wake, run};
+use ebb_host::act::ksm::{KsmOwner, describe};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
 
 use crate::api::{self, Shared};
-use crate::daemon::Daemon;
+use crate::cmd::merge;
+use crate::daemon::{Daemon, ksm_note};
 use crate::recorder::{self, Head};
 use crate::state::StateFile;
 use crate::view::{self, State};
@@ -30,8 +32,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Runs until a signal.
 pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
     let state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
-    let owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
+    let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
+    if let Some(state) = &state {
+        begin_merging(&config, state, &mut owned)?;
+    }
     let mut daemon = Daemon::new(&config, state)?;
     daemon.stop_on_signals()?;
     let mut engine = Engine::new(config.clone(), dry_run);
@@ -61,7 +66,7 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         });
     }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
-    let result = if dry_run { Ok(()) } else { stop(&engine, &mut daemon, &model) };
+    let result = if dry_run { Ok(()) } else { stop(&engine, daemon, &model) };
     let _ = std::fs::remove_file(&config.socket);
     result
 }
@@ -70,15 +75,45 @@ fn names(owned: &Owned) -> String {
     owned.vms.iter().map(|v| v.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
+/// Says what is taken over of KSM. Where it is not steered (any more), what an earlier
+/// daemon had changed is put back.
+fn begin_merging(config: &Config, state: &StateFile, owned: &mut Owned) -> Result<()> {
+    let root = Root::default();
+    if config.merge.mode == MergeMode::On {
+        if let Some(set) = describe(&root)? {
+            say(&format!("KSM is steered from now on and put back at the end; it was: {set}"));
+        }
+        return Ok(());
+    }
+    if KsmOwner::recover(root, &ksm_note(&config.state_file))? {
+        say("an earlier daemon had steered KSM: set as it was before");
+    }
+    if !owned.marks.is_empty() {
+        let (left, failed) = merge::put_back(config, &owned.marks);
+        owned.marks = left;
+        state.write(owned)?;
+        failed.iter().for_each(|why| say(&format!("not put back: {why}")));
+    }
+    Ok(())
+}
+
 /// Gives everything back. What could not be ordered stays written down.
-fn stop(engine: &Engine, daemon: &mut Daemon, last: &Model) -> Result<()> {
+fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
+    let owed = engine.memory.owned(last, &Plan::default());
     let actions = engine.give_back(last);
     if !actions.is_empty() {
         say(&format!("stopping: {} balloons are given back", actions.len()));
     }
-    let failures = daemon.give_back(&actions, PATIENCE);
+    let mut failures = daemon.give_back(&actions, PATIENCE);
+    let vms = if failures.is_empty() { Vec::new() } else { owed.vms };
+    failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
+    // VMs are closed and opened through the sockets that the daemon lets go of here.
+    let state = daemon.into_state();
+    let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
+    failures.extend(failed);
+    state.iter().try_for_each(|s| s.write(&Owned { vms: vms.clone(), marks: marks.clone() }))?;
     if failures.is_empty() {
-        return daemon.write_state(&Owned::default());
+        return Ok(());
     }
     anyhow::bail!(
         "not given back: {}; the next `ebb run`, or `ebb release`, tries again",
@@ -110,6 +145,7 @@ struct Observer {
     said_warnings: Vec<String>,
     said_last_resort: Vec<LastResort>,
     said_forbidden: Option<String>,
+    said_merging: String,
 }
 
 impl Observer {
@@ -140,6 +176,7 @@ impl Observer {
             said_warnings: Vec::new(),
             said_last_resort: Vec::new(),
             said_forbidden: None,
+            said_merging: String::new(),
         })
     }
 
@@ -209,6 +246,16 @@ impl Observer {
         for r in tick.plan.recycle.iter().filter(|_| self.dry_run || self.verbose) {
             let what = if r.recycle.is_some() { "recycle" } else { "look at free pages" };
             say(&format!("{}: {what}: {}{not}", r.name, r.reason));
+        }
+        for o in tick.plan.merge.iter().flat_map(|m| &m.vms) {
+            let what = if o.open { "open to KSM" } else { "out of KSM" };
+            say(&format!("{}: {what}: {}{not}", o.name, o.reason));
+        }
+        let merging = tick.plan.merge.as_ref();
+        let words = merging.map(|m| view::merge_words(&m.why)).unwrap_or_default();
+        if words != self.said_merging {
+            merging.iter().for_each(|m| say(&format!("merging: {}{not}", m.why)));
+            self.said_merging = words;
         }
         for o in &tick.plan.offload {
             say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));

@@ -5,7 +5,7 @@ use ebb_core::model::Progress;
 use ebb_core::sample::{Link, RunState};
 
 use crate::client;
-use crate::table::{emit, emit_json, size, table};
+use crate::table::{emit, emit_json, signed, size, table};
 use crate::view::{State, Unit, VM_FIELDS, Vm};
 
 /// Prints it; `true` where there are VMs.
@@ -33,6 +33,11 @@ pub fn text(state: &State) -> String {
         h.resident,
         h.promised
     );
+    if let Some(k) = h.ksm.filter(|k| k.saved().0 > 0 || h.merge.is_some()) {
+        let profit = k.general_profit.map_or(String::new(), |p| format!(", {} profit", signed(p)));
+        let merge = h.merge.as_ref().map_or(String::new(), |m| format!("; {}", m.why));
+        out += &format!("     merging saves {}{profit}{merge}\n", k.saved());
+    }
     for w in &h.warnings {
         out += &format!("     warning: {w}\n");
     }

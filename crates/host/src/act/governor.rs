@@ -7,10 +7,11 @@ use std::path::Path;
 
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
-use ebb_core::units::Stamp;
+use ebb_core::units::{PAGE, Stamp};
 
 use super::ksm::{KsmError, KsmOwner};
-use crate::probe::ksm::{read_ksm, read_pages_scanned};
+pub use crate::probe::ksm::ksmd;
+use crate::probe::ksm::read_ksm;
 use crate::probe::process::read_stat;
 use crate::root::Root;
 
@@ -68,21 +69,9 @@ impl Governor {
             plan: self.plan,
             // Clock ticks are hundredths of a second on every Linux Ebb runs on.
             cpu_ms: self.ksmd.and_then(ticks).unwrap_or(0) * 10,
-            scanned: read_pages_scanned(&self.root)?,
+            scanned: ksm.pages_scanned,
             scans: ksm.full_scans,
-            saved: ksm.pages_sharing + ksm.zero_pages.unwrap_or(0),
+            saved: ksm.saved().0 / PAGE,
         })
     }
-}
-
-/// The kernel's thread that merges.
-pub fn ksmd(root: &Root) -> Option<u32> {
-    let entries = std::fs::read_dir(root.path("/proc")).ok()?;
-    let mut pids = entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
-    pids.find(|pid| {
-        // A kernel thread has no command line, which no process can imitate.
-        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
-        let line = || root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
-        comm.is_some_and(|c| c.trim() == "ksmd") && line().is_none_or(|l| l.is_empty())
-    })
 }

@@ -211,9 +211,20 @@ impl KsmOwner {
     }
 }
 
+/// What KSM's knobs are set to, for people; `None` where there is no KSM.
+pub fn describe(root: &Root) -> Result<Option<String>, ProbeError> {
+    let mut set = Vec::new();
+    for knob in KNOBS {
+        if let Some(value) = root.read(format!("{DIR}/{knob}"))? {
+            set.push(format!("{knob}={}", value.trim()));
+        }
+    }
+    Ok((!set.is_empty()).then(|| set.join(" ")))
+}
+
 /// What merging saves now, host-wide, and would take to be broken.
 pub fn saved(ksm: &Ksm) -> Bytes {
-    Bytes::pages(ksm.pages_sharing + ksm.zero_pages.unwrap_or(0))
+    ksm.saved()
 }
 
 /// Whether so much can be broken out of merges; an error that says what is short.
@@ -245,16 +256,6 @@ pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
         return Err(failed(io::Error::other(format!("{}: {}", child.status, said.trim()))));
     }
     Ok(needed)
-}
-
-/// The pid of a `ksmtuned` that sets the same knobs, if one runs.
-pub fn ksmtuned(root: &Root) -> Option<u32> {
-    let entries = fs::read_dir(root.path("/proc")).ok()?;
-    entries.flatten().find_map(|e| {
-        let pid: u32 = e.file_name().to_str()?.parse().ok()?;
-        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten()?;
-        (comm.trim() == "ksmtuned").then_some(pid)
-    })
 }
 
 #[cfg(test)]

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
-use serde_json::json;
+use serde_json::Value;
 
 use super::ksm::{KsmError, has_room};
+use crate::merge_link::arguments;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::regions::{guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
@@ -41,6 +42,9 @@ pub enum MergeableError {
     /// QEMU said yes, and nothing changed.
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
+    /// Its mappings were not to be read when it was done.
+    #[error("whether it was done is not known: {0}")]
+    NotSeen(String),
 }
 
 /// What was done.
@@ -56,46 +60,60 @@ pub enum Done {
 
 /// Marks a VM's RAM for KSM, or takes it out and breaks its merges.
 pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, MergeableError> {
-    if marked(root, id)? == on {
+    if marks(root, id)?.open == on {
         return Ok(Done::Already);
     }
     if !on {
-        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
-        let pages = stat.merging_pages.unwrap_or(0) + stat.zero_pages.unwrap_or(0);
-        has_room(root, Bytes::pages(pages))?;
+        room_to_close(root, id)?;
     }
-    let backends = backends(qmp)?;
+    let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {
         for path in &backends {
-            let arguments = json!({ "path": path, "property": "merge", "value": value });
-            qmp.execute("qom-set", Some(arguments), PATIENCE)?;
+            qmp.execute("qom-set", Some(arguments(path, value)), PATIENCE)?;
         }
-        if marked(root, id)? == on {
+        if marks(root, id)?.open == on {
             return Ok(done);
         }
     }
     Err(MergeableError::NoEffect)
 }
 
+/// Whether the memory is there that breaking a VM's merges takes.
+pub fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
+    let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
+    Ok(has_room(root, Bytes::pages(stat.merged()))?)
+}
+
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
 const LEAST_RAM: u64 = 32 << 20;
 
-/// Whether any of its RAM proper is marked.
-fn marked(root: &Root, id: VmId) -> Result<bool, MergeableError> {
+/// What mappings say of a VM's RAM proper.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Marks {
+    /// Some of it is open to KSM.
+    pub open: bool,
+    /// Merged, zeros not counted.
+    pub merged: Bytes,
+}
+
+/// Reads them.
+pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
     let mut ram = guest_ram(&regions);
     ram.retain(|r| r.range.len >= LEAST_RAM);
     match ram.is_empty() {
         true => Err(MergeableError::NoRam),
-        false => Ok(ram.iter().any(|r| r.mergeable)),
+        false => Ok(Marks {
+            open: ram.iter().any(|r| r.mergeable),
+            merged: ram.iter().map(|r| r.ksm).sum(),
+        }),
     }
 }
 
-/// The objects that are its RAM, without those that are shared. RAM that nobody
-/// named is one too (`/objects/pc.ram`).
-fn backends(qmp: &mut Client) -> Result<Vec<String>, MergeableError> {
-    let said = qmp.execute("query-memdev", None, PATIENCE)?;
-    let of = |dev: &serde_json::Value| {
+/// Parses the answer to `query-memdev`: the objects that are its RAM, without those
+/// that are shared. RAM that nobody named is one too (`/objects/pc.ram`).
+pub fn parse_backends(said: &Value) -> Result<Vec<String>, MergeableError> {
+    let of = |dev: &Value| {
         let private = dev["share"].as_bool() != Some(true);
         private.then(|| Some(format!("/objects/{}", dev["id"].as_str()?))).flatten()
     };

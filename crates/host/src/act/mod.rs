@@ -4,4 +4,5 @@
 pub mod governor;
 pub mod ksm;
 pub mod mergeable;
+pub mod merger;
 pub mod offload;

@@ -2,12 +2,13 @@
 //! process's part of it, `/proc/PID/ksm_stat` (6.1+, `fs/proc/base.c`).
 
 use ebb_core::sample::Ksm;
+pub use ebb_core::sample::KsmStat;
 
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 
-/// Reads the directory; `None` where KSM is not built in.
+/// Reads the directory (not who else is about); `None` where KSM is not built in.
 pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
     let Some(run) = number::<u64>(root, "run")? else { return Ok(None) };
     let count = |name| number::<u64>(root, name).map(|n| n.unwrap_or(0));
@@ -20,6 +21,12 @@ pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
         full_scans: count("full_scans")?,
         zero_pages: number(root, "ksm_zero_pages")?,
         general_profit: number(root, "general_profit")?,
+        pages_scanned: read_pages_scanned(root)?,
+        pages_skipped: number(root, "pages_skipped")?,
+        chains: count("stable_node_chains")?,
+        chain_pages: count("stable_node_dups")?,
+        cpu_ms: None,
+        ksmtuned: None,
     }))
 }
 
@@ -28,19 +35,25 @@ pub fn read_pages_scanned(root: &Root) -> Result<Option<u64>, ProbeError> {
     number(root, "pages_scanned")
 }
 
-/// A process's merging; what this kernel does not tell is `None`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KsmStat {
-    /// Pages that KSM keeps in mind, 64 bytes each.
-    pub rmap_items: Option<u64>,
-    /// Pages merged with the zero page (6.6+).
-    pub zero_pages: Option<u64>,
-    /// Places that map a merged page.
-    pub merging_pages: Option<u64>,
-    /// Bytes saved less KSM's own, signed as the kernel has it.
-    pub profit: Option<i64>,
-    /// Some of its memory is marked for KSM (6.14+).
-    pub mergeable: Option<bool>,
+/// The kernel's thread that merges.
+pub fn ksmd(root: &Root) -> Option<u32> {
+    // A kernel thread has no command line, which no process can imitate.
+    let bare = |pid| root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
+    find(root, "ksmd", |pid| bare(pid).is_none_or(|line| line.is_empty()))
+}
+
+/// The pid of a `ksmtuned` that sets the same knobs, if one runs.
+pub fn ksmtuned(root: &Root) -> Option<u32> {
+    find(root, "ksmtuned", |_| true)
+}
+
+fn find(root: &Root, name: &str, also: impl Fn(u32) -> bool) -> Option<u32> {
+    let entries = std::fs::read_dir(root.path("/proc")).ok()?;
+    let mut pids = entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    pids.find(|pid| {
+        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
+        comm.is_some_and(|c| c.trim() == name) && also(*pid)
+    })
 }
 
 /// Reads `/proc/PID/ksm_stat`; `None` where the process has ended or the kernel

@@ -20,6 +20,7 @@ pub fn parse_vmstat(text: &str) -> Result<Vmstat, ParseError> {
             "pswpin" => v.swap_in_pages = value()?,
             "pswpout" => v.swap_out_pages = value()?,
             "pgmajfault" => faults = Some(value()?),
+            "cow_ksm" => v.cow_ksm = Some(value()?),
             "oom_kill" => v.oom_kills = Some(value()?),
             "workingset_refault_anon" | "workingset_refault_file" | "workingset_refault" => {
                 v.refaults = v.refaults.saturating_add(value()?);

@@ -1,0 +1,57 @@
+//! What merging is decided on: the operator's wish, KSM's counters, each VM's part.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Config, MergeConfig, MergeMode};
+use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
+
+/// The host's part; absent where merging is off.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MergeHost {
+    /// What the operator wants.
+    pub config: MergeConfig,
+    /// KSM; `None` where the kernel has none.
+    pub ksm: Option<Ksm>,
+    /// The scanner.
+    pub scan: ScanSample,
+}
+
+impl MergeHost {
+    pub(super) fn new(config: &Config, sample: &Sample) -> Option<MergeHost> {
+        (config.merge.mode != MergeMode::Off).then(|| MergeHost {
+            config: config.merge.clone(),
+            ksm: sample.host.ksm,
+            scan: sample.host.scan.clone().unwrap_or_default(),
+        })
+    }
+}
+
+/// A VM's part.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MergeVm {
+    /// What the configuration says of it.
+    pub wanted: Option<bool>,
+    /// Why it cannot be opened or closed now; `None`: it can.
+    pub fixed: Option<String>,
+    /// How long it has run, where that is known.
+    pub age_ms: Option<u64>,
+    /// What is known of it.
+    pub sample: MergeSample,
+}
+
+impl MergeVm {
+    pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
+        let settings = config.vm(&vm.name);
+        let sample = vm.merge.clone()?;
+        let fixed = match (&vm.link, &vm.run) {
+            _ if !settings.manage => Some("manage = false in the configuration".to_string()),
+            (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
+            (Link::Unknown, _) => Some("not sampled yet".into()),
+            (Link::Up, Some(RunState::Running | RunState::Paused)) => None,
+            (Link::Up, Some(RunState::Migrating)) => Some("it is being migrated or saved".into()),
+            (Link::Up, Some(RunState::Ended)) => Some("its guest has ended".into()),
+            (Link::Up, None) => Some("its run state is not known".into()),
+        };
+        Some(MergeVm { wanted: settings.merge, fixed, age_ms: vm.age_ms, sample })
+    }
+}

@@ -1,0 +1,374 @@
+//! Whom KSM may look at, when VMs are scanned, and what `ksmd` does this tick.
+//!
+//! KSM has one domain: it merges all that is open to it. So VMs of one share group
+//! only are open (unless the operator joins groups), and `ksmd` rests while any
+//! other is, or may be: who is new is looked at first. What the operator said of a
+//! VM comes before all: `merge = false` takes it out, `merge = true` opens it, and
+//! one of which nothing is said stays as QEMU was started.
+//!
+//! Whose merged pages are written soon after (a storm of copies) is taken out for a
+//! while, but only where the host has room for what is still merged of it: breaking
+//! merges takes memory, and VMs that boot have a claim on it first. Where there is no
+//! room it stays as it is, and no new burst begins.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Candidates, Facts, LEAST, Order, govern, is_storm};
+use crate::config::MergeMode;
+use crate::memory::Memory;
+use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
+use crate::plan::{MergeOrder, MergePlan, ScanOrder};
+use crate::sample::{Ksm, MergeSample};
+use crate::units::{Bytes, PAGE, Stamp};
+
+/// A VM is taken out for so long after a storm; doubled each time.
+const STORM_MS: (u64, u64) = (60_000, 3_600_000);
+/// An order that did nothing is given again after this.
+const AGAIN_MS: u64 = 30_000;
+/// So many VMs are opened or closed in a tick: QEMU does nothing else meanwhile.
+const SWITCHES: usize = 4;
+/// A VM that has run for less is still booting: its pages are not worth a look.
+const YOUNG_MS: u64 = 60_000;
+/// Scans that found next to nothing make the next one wait longer, so often doubled.
+const LEAN_MOST: u32 = 3;
+/// Most that a scan reads in a second.
+const SCAN_RATE: f64 = 2e9;
+
+/// What is remembered of merging between ticks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MergeMemory {
+    /// The governor's.
+    pub govern: super::Memory,
+    /// When a scan was ordered last.
+    pub scan: Option<Stamp>,
+    /// Scans that were finished when last looked at.
+    pub scans: u64,
+    /// Scans in a row that found next to nothing.
+    pub lean: u32,
+    /// What merging saved at the last tick, pages.
+    pub saved: u64,
+    /// The operator's last word on all VMs.
+    pub asked: Option<bool>,
+}
+
+/// The same of one VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct VmMerge {
+    /// Whether it was open before Ebb changed it: what is put back.
+    pub was: Option<bool>,
+    /// The last order, and when.
+    pub ordered: Option<(Stamp, bool)>,
+    /// The operator's last word on it.
+    pub asked: Option<bool>,
+    /// What its mappings showed as merged at the last look.
+    pub seen: Option<Seen>,
+    /// It is out until then.
+    pub storm_until: Option<Stamp>,
+    /// Storms so far.
+    pub storms: u32,
+}
+
+/// A look at a VM's mappings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Seen {
+    /// When.
+    pub at: Stamp,
+    /// Merged, pages.
+    pub merged: u64,
+    /// Its process's counter then.
+    pub counted: u64,
+    /// The host's counter of copies then.
+    pub copied: Option<u64>,
+}
+
+impl VmMerge {
+    /// Takes in a look: whether merged pages were broken by writes. A page that went
+    /// in another way (a balloon that grows) was copied for nobody.
+    pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
+        let (Some((when, merged)), Some(true)) = (vm.seen, vm.open) else {
+            return self.seen = None;
+        };
+        let counted = vm.stat.merging_pages.unwrap_or(0);
+        let now = Seen { at: when, merged: merged.0 / PAGE, counted, copied };
+        if self.seen.is_some_and(|was| was.at == when) {
+            return;
+        }
+        let Some(was) = self.seen.replace(now) else { return };
+        let newly = counted.saturating_sub(was.counted);
+        let broken = (was.merged + newly).saturating_sub(now.merged);
+        let written = match (was.copied, copied) {
+            (Some(was), Some(now)) => now.saturating_sub(was) >= broken / 2,
+            _ => true,
+        };
+        if written && is_storm(was.merged, now.merged, newly) {
+            let hold = STORM_MS.0 << self.storms.min(16);
+            self.storm_until = Some(at.plus(hold.min(STORM_MS.1)));
+            self.storms = self.storms.saturating_add(1);
+        }
+    }
+}
+
+impl MergeMemory {
+    /// Takes in what a scan found, in all.
+    pub fn observe(&mut self, scans: u64, found: &Candidates) {
+        if scans != self.scans {
+            self.scans = scans;
+            let lean = found.saves() < LEAST;
+            self.lean = if lean { (self.lean + 1).min(LEAN_MOST) } else { 0 };
+        }
+    }
+}
+
+/// What of a VM's merged pages saves one; by its own counters, since the host's
+/// also have what Ebb has nothing to do with.
+pub fn saved(vm: &MergeSample, ksm: &Ksm) -> u64 {
+    let mapped = vm.stat.merging_pages.unwrap_or(0) as f64;
+    vm.stat.zero_pages.unwrap_or(0) + (mapped * ksm.share_saved()) as u64
+}
+
+/// Why a VM is to be out.
+struct Out {
+    why: String,
+    /// `ksmd` must not work while it is in.
+    must: bool,
+}
+
+/// Decides a tick; also what is remembered of it. `None` where merging is off.
+pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)> {
+    let host = model.host.merge.as_ref()?;
+    let mut next = memory.merge;
+    let mut plan = MergePlan::default();
+    let vms: Vec<(&VmModel, &MergeVm)> =
+        model.vms.iter().filter_map(|v| Some((v, v.merge.as_ref()?))).collect();
+    let group = group(host, &vms);
+    if host.config.mode == MergeMode::On {
+        steer(model, memory, host, (&group, &vms), &mut plan, &mut next);
+    }
+    let inside = |v: &VmModel, m: &MergeVm| match host.config.mode {
+        MergeMode::On => out(v, m, memory, &group, model.at).is_none(),
+        _ => m.fixed.as_deref() != Some("manage = false in the configuration"),
+    };
+    let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| inside(v, m)).collect();
+    if let Some(reason) = due(model, host, &targets, &next) {
+        next.scan = Some(model.at);
+        plan.scan = Some(ScanOrder {
+            vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
+            cores: host.config.settings.cores,
+            bytes_per_second: SCAN_RATE,
+            reason,
+        });
+    }
+    if plan.why.is_empty() {
+        let found = all_found(vms.iter().map(|(_, m)| *m));
+        plan.why = match host.scan.number {
+            0 => "nothing was scanned yet".into(),
+            _ => format!("merging would save {}; merge.mode is not \"on\"", found.saves()),
+        };
+    }
+    Some((plan, next))
+}
+
+fn all_found<'a>(vms: impl Iterator<Item = &'a MergeVm>) -> Candidates {
+    let mut all = Candidates::default();
+    vms.filter_map(|m| m.sample.found.as_ref()).for_each(|f| all.add(f));
+    all
+}
+
+/// The one group that may be merged (`None`: all together), or why there is none.
+fn group(host: &MergeHost, vms: &[(&VmModel, &MergeVm)]) -> Result<Option<String>, String> {
+    if host.config.across_groups {
+        return Ok(None);
+    }
+    if let Some(group) = &host.config.group {
+        return Ok(Some(group.clone()));
+    }
+    let wanted = vms.iter().filter(|(_, m)| m.wanted != Some(false));
+    let groups: BTreeSet<&str> = wanted.map(|(v, _)| v.group.as_str()).collect();
+    match groups.len() {
+        0 | 1 => Ok(Some(groups.first().map_or(String::new(), |g| g.to_string()))),
+        _ => Err(format!(
+            "there are VMs of several share groups ({}) and KSM would merge them together: say \
+             which with merge.group",
+            Vec::from_iter(groups).join(", ")
+        )),
+    }
+}
+
+/// Why a VM is to be out; `None`: it may be in.
+fn out(
+    vm: &VmModel,
+    part: &MergeVm,
+    memory: &Memory,
+    group: &Result<Option<String>, String>,
+    at: Stamp,
+) -> Option<Out> {
+    let must = |why: String| Some(Out { why, must: true });
+    let remembered = memory.vm(vm.id).map(|m| m.merge).unwrap_or_default();
+    match group {
+        Err(why) => return must(why.clone()),
+        Ok(Some(group)) if *group != vm.group => {
+            return must(format!("it is of group {}, and {group} is merged here", vm.group));
+        }
+        Ok(_) => {}
+    }
+    if remembered.asked.or(memory.merge.asked) == Some(false) {
+        return must("the operator took it out".into());
+    }
+    if part.wanted == Some(false) && remembered.asked != Some(true) {
+        return must("merge = false in the configuration".into());
+    }
+    if vm.agent.is_some() {
+        return must("its RAM is recycled page by page, which merging would break".into());
+    }
+    let left = remembered.storm_until.map(|until| until.since(at)).filter(|left| *left > 0)?;
+    let why = format!("its merged pages are written: left out for {} s more", left / 1000);
+    Some(Out { why, must: false })
+}
+
+type Parties<'a> = (&'a Result<Option<String>, String>, &'a [(&'a VmModel, &'a MergeVm)]);
+
+/// Who is opened and closed, and what `ksmd` does.
+fn steer(
+    model: &Model,
+    memory: &Memory,
+    host: &MergeHost,
+    (group, vms): Parties<'_>,
+    plan: &mut MergePlan,
+    next: &mut MergeMemory,
+) {
+    let Some(ksm) = &host.ksm else {
+        return plan.why = "this kernel has no KSM (CONFIG_KSM)".into();
+    };
+    if let Err(why) = group {
+        next.govern.burst = None;
+        plan.ksmd = Some(Order::Rest { why: why.clone() });
+        return plan.why = format!("ksmd rests: {why}");
+    }
+    let mut blocked = None;
+    let mut room = model.host.headroom - model.host.promised - model.host.reserve;
+    let (mut planned, mut saved_now) = (Candidates::default(), 0);
+    for (vm, part) in vms {
+        let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
+        let remembered = memory.vm(vm.id).map(|m| m.merge).unwrap_or_default();
+        if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
+            blocked.get_or_insert_with(|| blocks(vm, part, out, open));
+        }
+        if out.is_none() && open == Some(true) {
+            part.sample.found.iter().for_each(|f| planned.add(f));
+            saved_now += saved(&part.sample, ksm);
+        }
+        if let Some(out) = &out {
+            // What is still merged of it, unless it must go whatever it takes: then
+            // who carries it out looks whether the memory is there.
+            let needed = Bytes::pages(part.sample.stat.merged());
+            if !out.must && open == Some(true) && room < needed {
+                let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);
+                blocked.get_or_insert(why);
+                continue;
+            }
+            room = room - needed;
+        }
+        if let Some(order) = switch(model.at, vm, part, &remembered, out)
+            && plan.vms.len() < SWITCHES
+        {
+            plan.vms.push(order);
+        }
+    }
+    let facts = Facts {
+        at: model.at,
+        state: model.host.state,
+        planned,
+        plan: host.scan.number,
+        cpu_ms: ksm.cpu_ms.unwrap_or(0),
+        scanned: ksm.pages_scanned,
+        scans: ksm.full_scans,
+        saved: saved_now,
+    };
+    let order = match blocked {
+        None => govern(&facts, &host.config.settings, &mut next.govern),
+        Some(why) => {
+            next.govern.burst = None;
+            Order::Rest { why }
+        }
+    };
+    plan.why = match &order {
+        Order::Run { why, .. } => format!("ksmd works: {why}"),
+        Order::Rest { why } => format!("ksmd rests: {why}"),
+    };
+    plan.ksmd = Some(order);
+}
+
+/// Why `ksmd` rests because of a VM.
+fn blocks(vm: &VmModel, part: &MergeVm, out: &Out, open: Option<bool>) -> String {
+    let name = &vm.name;
+    match (open, part.fixed.as_ref().or(part.sample.error.as_ref())) {
+        (None, Some(e)) => format!("{name} is not known to be out of KSM ({e}), but {}", out.why),
+        (None, None) => format!("{name} was not looked at yet"),
+        (_, Some(e)) => format!(
+            "{name} is open to KSM, but {}, and cannot be closed: {e}; start it with -machine \
+             mem-merge=off",
+            out.why
+        ),
+        (_, None) => format!("{name} is being closed: {}", out.why),
+    }
+}
+
+/// The order that a VM needs, if any.
+fn switch(
+    at: Stamp,
+    vm: &VmModel,
+    part: &MergeVm,
+    remembered: &VmMerge,
+    out: Option<Out>,
+) -> Option<MergeOrder> {
+    let open = part.sample.open?;
+    let (to, reason) = match out {
+        Some(out) => (false, out.why),
+        None if part.wanted == Some(true) => (true, "merge = true in the configuration".into()),
+        None if remembered.asked == Some(true) => (true, "the operator wants it in".into()),
+        None if remembered.was == Some(true) => (true, "it was in before it was taken out".into()),
+        None => return None,
+    };
+    let again = remembered.ordered.is_none_or(|(when, _)| at.since(when) >= AGAIN_MS);
+    let other = remembered.ordered.is_some_and(|(_, was)| was != to);
+    let can = part.fixed.is_none() && !part.sample.busy && vm.agent.is_none();
+    let order = MergeOrder { vm: vm.id, name: vm.name.clone(), open: to, reason };
+    (open != to && can && (again || other)).then_some(order)
+}
+
+/// Why a scan is due, if one is.
+fn due(
+    model: &Model,
+    host: &MergeHost,
+    targets: &[&(&VmModel, &MergeVm)],
+    memory: &MergeMemory,
+) -> Option<String> {
+    let idle = !host.scan.busy && memory.govern.burst.is_none();
+    if targets.is_empty() || !idle || model.host.state == Pressure::Critical {
+        return None;
+    }
+    let since = match (memory.scan, host.scan.number) {
+        (None, _) => return Some("the first scan".into()),
+        (Some(ordered), 0) => model.at.since(ordered),
+        (Some(ordered), _) => model.at.since(host.scan.at.max(ordered)),
+    };
+    let every = host.config.scan_ms;
+    let grown = |m: &MergeVm| m.age_ms.is_none_or(|age| age >= YOUNG_MS.min(every));
+    if targets.iter().any(|(_, m)| m.sample.found.is_none() && grown(m))
+        && since >= every.min(YOUNG_MS)
+    {
+        return Some("VMs that were not scanned yet".into());
+    }
+    let wait = match model.host.state {
+        Pressure::Clear => every << memory.lean,
+        _ => every / 2,
+    };
+    (since >= wait).then(|| format!("{} s after the last", since / 1000))
+}

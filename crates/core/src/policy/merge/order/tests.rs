@@ -1,0 +1,285 @@
+//! Tests of who is open to KSM and when anything is done.
+
+use super::*;
+use crate::config::Config;
+use crate::memory::Owned;
+use crate::plan::{MergeWish, Plan};
+use crate::sample::{
+    AgentSample, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId, VmSample,
+    Vmstat,
+};
+
+const ON: &str = "[merge]\nmode = \"on\"\n";
+
+/// A VM that is open to KSM and was scanned: much to be had.
+fn vm(pid: u32, name: &str) -> VmSample {
+    let merge = MergeSample {
+        open: Some(true),
+        found: Some(Candidates { pages: 100_000, zeros: 0, twins: 80_000 }),
+        ..MergeSample::default()
+    };
+    VmSample {
+        id: VmId { pid, start: 1 },
+        name: name.into(),
+        link: Link::Up,
+        run: Some(RunState::Running),
+        merge: Some(merge),
+        ..VmSample::default()
+    }
+}
+
+/// After a scan, on a host with so much room.
+fn sample(at: u64, room: Bytes, vms: Vec<VmSample>) -> Sample {
+    let memory = Meminfo { total: Bytes::gib(64), available: room, ..Meminfo::default() };
+    let scan = ScanSample { number: 1, at: Stamp(1000), ..ScanSample::default() };
+    let ksm = Ksm { pages_shared: 1000, pages_sharing: 3000, ..Ksm::default() };
+    Sample {
+        at: Stamp(at),
+        host: HostSample {
+            memory: Some(memory),
+            ksm: Some(ksm),
+            scan: Some(scan),
+            vmstat: Some(Vmstat { cow_ksm: Some(0), ..Vmstat::default() }),
+            ..HostSample::default()
+        },
+        vms,
+        ..Sample::default()
+    }
+}
+
+fn tick(config: &str, memory: &mut Memory, sample: &Sample) -> MergePlan {
+    let config = Config::parse("f", config).unwrap();
+    memory.observe(sample);
+    let model = Model::new(&config, sample, memory);
+    let (plan, _) = merge(&model, memory).expect("merging is not off");
+    memory.learn(&model, &Plan { merge: Some(plan.clone()), ..Plan::default() }, &[], true);
+    plan
+}
+
+fn once(config: &str, vms: Vec<VmSample>) -> MergePlan {
+    tick(config, &mut Memory::default(), &sample(10_000, Bytes::gib(50), vms))
+}
+
+fn runs(plan: &MergePlan) -> bool {
+    matches!(plan.ksmd, Some(Order::Run { .. }))
+}
+
+fn switched(plan: &MergePlan) -> Vec<(u32, bool)> {
+    plan.vms.iter().map(|o| (o.vm.pid, o.open)).collect()
+}
+
+fn with(mut vm: VmSample, change: impl FnOnce(&mut MergeSample)) -> VmSample {
+    change(vm.merge.as_mut().unwrap());
+    vm
+}
+
+#[test]
+fn off_is_off_and_a_report_leaves_ksm_alone() {
+    let config = Config::default();
+    let s = sample(10_000, Bytes::gib(50), vec![vm(1, "a")]);
+    let model = Model::new(&config, &s, &Memory::default());
+    assert!(merge(&model, &Memory::default()).is_none());
+    let plan = once("[merge]\nmode = \"report\"\n[vm.a]\nmerge = false\n", vec![vm(1, "a")]);
+    assert_eq!((plan.ksmd.clone(), switched(&plan)), (None, vec![]));
+    assert_eq!(plan.scan.unwrap().vms.len(), 1);
+    assert!(plan.why.contains("would save 306 MiB"), "{}", plan.why);
+}
+
+#[test]
+fn nothing_is_merged_while_a_vm_of_another_group_is_open_or_not_known() {
+    let config = format!("{ON}group = \"acme\"\n[vm.a]\ngroup = \"acme\"\n");
+    assert!(runs(&once(&config, vec![vm(1, "a")])));
+    let plan = once(&config, vec![vm(1, "a"), vm(2, "b")]);
+    assert!(!runs(&plan) && plan.why.contains("b is being closed"), "{plan:?}");
+    assert_eq!(switched(&plan), [(2, false)]);
+    let new = with(vm(2, "b"), |m| m.open = None);
+    let plan = once(&config, vec![vm(1, "a"), new]);
+    assert!(!runs(&plan) && plan.why.contains("b was not looked at yet"), "{plan:?}");
+    let closed = with(vm(2, "b"), |m| m.open = Some(false));
+    assert!(runs(&once(&config, vec![vm(1, "a"), closed])));
+    // One that cannot be closed blocks, and it is said how to start it.
+    let mut deaf = vm(2, "b");
+    deaf.link = Link::Down("no socket".into());
+    let plan = once(&config, vec![vm(1, "a"), deaf]);
+    assert!(!runs(&plan) && plan.why.contains("no socket; start it with"), "{plan:?}");
+    assert_eq!(switched(&plan), []);
+}
+
+#[test]
+fn several_groups_and_none_chosen_is_no_merging_and_nothing_is_touched() {
+    let config = format!("{ON}[vm.a]\ngroup = \"x\"\n[vm.b]\ngroup = \"y\"\n");
+    let plan = once(&config, vec![vm(1, "a"), vm(2, "b")]);
+    assert!(!runs(&plan) && plan.vms.is_empty() && plan.why.contains("(x, y)"), "{plan:?}");
+    let joined = config.replace("[vm.a]", "across_groups = true\n[vm.a]");
+    assert!(runs(&once(&joined, vec![vm(1, "a"), vm(2, "b")])));
+    // One that stays out in any case is no second group.
+    let out = config + "merge = false\n";
+    assert_eq!(switched(&once(&out, vec![vm(1, "a"), vm(2, "b")])), [(2, false)]);
+}
+
+#[test]
+fn a_vm_of_which_nothing_is_said_stays_as_it_was_started() {
+    let closed = || with(vm(2, "b"), |m| m.open = Some(false));
+    assert_eq!(switched(&once(ON, vec![vm(1, "a"), closed()])), []);
+    let config = format!("{ON}[vm.b]\nmerge = true\n");
+    assert_eq!(switched(&once(&config, vec![vm(1, "a"), closed()])), [(2, true)]);
+    let unmanaged = format!("{config}manage = false\n");
+    assert_eq!(switched(&once(&unmanaged, vec![vm(1, "a"), closed()])), []);
+    let mut moving = closed();
+    moving.run = Some(RunState::Migrating);
+    assert_eq!(switched(&once(&config, vec![moving])), []);
+    // Recycled page by page: its agent keeps it closed, and nobody else opens it.
+    let mut agent = closed();
+    agent.agent = Some(AgentSample::default());
+    assert_eq!(switched(&once(&config, vec![agent])), []);
+}
+
+#[test]
+fn the_operators_word_holds_and_what_was_changed_is_written_down() {
+    let mut memory = Memory::default();
+    let s = |at, open| {
+        sample(at, Bytes::gib(50), vec![vm(1, "a"), with(vm(2, "b"), |m| m.open = Some(open))])
+    };
+    assert_eq!(switched(&tick(ON, &mut memory, &s(10_000, true))), []);
+    memory.wish(&[MergeWish { vm: Some("b".into()), on: false }]);
+    let config = Config::parse("f", ON).unwrap();
+    memory.observe(&s(11_000, true));
+    let model = Model::new(&config, &s(11_000, true), &memory);
+    let plan = Plan { merge: merge(&model, &memory).map(|m| m.0), ..Plan::default() };
+    let owned = memory.owned(&model, &plan);
+    assert!(owned.marks.len() == 1 && owned.marks[0].open, "before it is done: {owned:?}");
+    assert_eq!(switched(&tick(ON, &mut memory, &s(11_000, true))), [(2, false)]);
+    // Not again at once, while QEMU is at it; then again.
+    assert_eq!(switched(&tick(ON, &mut memory, &s(12_000, true))), []);
+    assert_eq!(switched(&tick(ON, &mut memory, &s(42_000, true))), [(2, false)]);
+    assert!(runs(&tick(ON, &mut memory, &s(43_000, false))));
+    let model = Model::new(&config, &s(43_000, false), &memory);
+    let owned = memory.owned(&model, &Plan::default());
+    assert!(owned.marks.len() == 1 && owned.vms.is_empty() && !owned.is_empty());
+    // Another daemon takes that over, and puts it back when the word is gone.
+    let mut next = Memory::default();
+    next.adopt(&owned);
+    assert_eq!(switched(&tick(ON, &mut next, &s(50_000, false))), [(2, true)]);
+    let model = Model::new(&config, &s(51_000, true), &next);
+    assert_eq!(next.owned(&model, &Plan::default()), Owned::default());
+    // All out: nothing is merged until it is said of one.
+    memory.wish(&[MergeWish { vm: None, on: false }]);
+    assert_eq!(switched(&tick(ON, &mut memory, &s(90_000, false))), [(1, false)]);
+    memory.wish(&[MergeWish { vm: Some("b".into()), on: true }]);
+    assert_eq!(switched(&tick(ON, &mut memory, &s(91_000, false))), [(2, true)]);
+}
+
+/// A look at a VM's mappings at `at`, and how far the host's count of copies is.
+fn seen(at: u64, merged: Bytes, counted: u64, room: Bytes, copied: u64) -> Sample {
+    let part = |m: &mut MergeSample| {
+        m.seen = Some((Stamp(at), merged));
+        m.stat = KsmStat { merging_pages: Some(counted), ..KsmStat::default() };
+    };
+    let mut s = sample(at, room, vec![with(vm(1, "a"), part), vm(2, "b")]);
+    s.host.vmstat = Some(Vmstat { cow_ksm: Some(copied), ..Vmstat::default() });
+    s
+}
+
+#[test]
+fn a_vm_whose_merged_pages_are_written_is_left_out_longer_each_time() {
+    let (mut memory, room) = (Memory::default(), Bytes::gib(50));
+    let before = seen(10_000, Bytes::gib(1), 262_144, room, 0);
+    assert_eq!(switched(&tick(ON, &mut memory, &before)), []);
+    let storm = seen(20_000, Bytes::mib(600), 262_144, room, 108_000);
+    let plan = tick(ON, &mut memory, &storm);
+    assert_eq!(switched(&plan), [(1, false)], "{plan:?}");
+    assert!(plan.vms[0].reason.contains("left out for 60 s"), "{plan:?}");
+    // The others go on; it comes back when the time is over.
+    let out = |at| {
+        let mut s = seen(at, Bytes::ZERO, 0, room, 108_000);
+        s.vms[0].merge.as_mut().unwrap().open = Some(false);
+        s
+    };
+    let plan = tick(ON, &mut memory, &out(30_000));
+    assert!(runs(&plan) && plan.vms.is_empty(), "{plan:?}");
+    assert_eq!(switched(&tick(ON, &mut memory, &out(81_000))), [(1, true)]);
+    tick(ON, &mut memory, &seen(90_000, Bytes::gib(1), 262_144, room, 108_000));
+    tick(ON, &mut memory, &seen(100_000, Bytes::mib(600), 262_144, room, 216_000));
+    let until = memory.vm(VmId { pid: 1, start: 1 }).unwrap().merge.storm_until.unwrap();
+    assert_eq!(until.since(Stamp(100_000)), 120_000);
+}
+
+#[test]
+fn pages_that_a_balloon_took_are_no_storm() {
+    let (mut memory, room) = (Memory::default(), Bytes::gib(50));
+    tick(ON, &mut memory, &seen(10_000, Bytes::gib(1), 262_144, room, 50));
+    let gone = seen(20_000, Bytes::mib(600), 262_144, room, 60);
+    assert_eq!(switched(&tick(ON, &mut memory, &gone)), []);
+}
+
+#[test]
+fn nothing_is_broken_for_a_storm_where_the_memory_is_not_there_or_promised() {
+    let stormy = |room, starting: bool| {
+        let mut memory = Memory::default();
+        tick(ON, &mut memory, &seen(10_000, Bytes::gib(1), 262_144, room, 0));
+        let mut storm = seen(20_000, Bytes::mib(600), 262_144, room, 108_000);
+        if starting {
+            // Has just been started, with all of its RAM before it.
+            let mut boots = vm(3, "c");
+            boots.ram = Some(Bytes::gib(48));
+            boots.age_ms = Some(1000);
+            boots.process = Some(Default::default());
+            storm.vms.push(boots);
+        }
+        tick(ON, &mut memory, &storm)
+    };
+    assert_eq!(switched(&stormy(Bytes::gib(50), false)), [(1, false)]);
+    // A reserve of 4 GiB and a gibibyte that is merged.
+    let plan = stormy(Bytes::mib(4500), false);
+    assert!(plan.vms.is_empty() && !runs(&plan) && plan.why.contains("no room"), "{plan:?}");
+    let plan = stormy(Bytes::gib(50), true);
+    assert!(plan.vms.is_empty() && !runs(&plan) && plan.why.contains("no room"), "{plan:?}");
+}
+
+#[test]
+fn a_burst_is_judged_by_the_vms_own_counters() {
+    let mut memory = Memory::default();
+    let at = |at: u64, scans: u64, cpu_ms: u64, merged: u64, others: u64| {
+        let mut s = sample(at, Bytes::gib(50), vec![vm(1, "a")]);
+        s.vms[0].merge.as_mut().unwrap().stat.merging_pages = Some(merged);
+        let ksm = s.host.ksm.as_mut().unwrap();
+        (ksm.full_scans, ksm.cpu_ms) = (scans, Some(cpu_ms));
+        (ksm.pages_shared, ksm.pages_sharing) = (10_000 + others, 30_000 + 3 * others);
+        s
+    };
+    assert!(runs(&tick(ON, &mut memory, &at(10_000, 0, 0, 0, 0))));
+    // Somebody else's pages were merged, and none of the VM's.
+    let plan = tick(ON, &mut memory, &at(20_000, 3, 9_000, 0, 1_000_000));
+    assert!(!runs(&plan) && plan.why.contains("saves less than the floor"), "{plan:?}");
+    let mut memory = Memory::default();
+    tick(ON, &mut memory, &at(10_000, 0, 0, 0, 0));
+    assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 9_000, 200_000, 0))));
+}
+
+#[test]
+fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
+    let mut memory = Memory::default();
+    let unscanned = |at: u64, number: u64, busy: bool, found: Option<Candidates>| {
+        let mut s = sample(at, Bytes::gib(50), vec![with(vm(1, "a"), |m| m.found = found)]);
+        let ended = Stamp(at.saturating_sub(500));
+        s.host.scan = Some(ScanSample { number, busy, at: ended, ..ScanSample::default() });
+        s
+    };
+    let config = format!("{ON}scan = \"10s\"\n");
+    let mut scans = |s: &Sample| tick(&config, &mut memory, s).scan.is_some();
+    assert!(scans(&unscanned(1_000, 0, false, None)), "the first");
+    assert!(!scans(&unscanned(60_000, 0, true, None)), "one is under way");
+    let none = Candidates { pages: 1000, ..Candidates::default() };
+    assert!(!scans(&unscanned(61_000, 1, false, Some(none))), "it has just ended");
+    let mut later = unscanned(75_000, 1, false, Some(none));
+    later.host.scan.as_mut().unwrap().at = Stamp(60_500);
+    assert!(!scans(&later), "it found nothing: twice as long");
+    later.at = Stamp(81_000);
+    assert!(scans(&later));
+    let mut short = later.clone();
+    (short.at, short.host.memory.as_mut().unwrap().available) = (Stamp(999_000), Bytes::mib(10));
+    assert!(!scans(&short), "a critical host");
+    let found = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
+    let burst = unscanned(1_500_000, 2, false, Some(found));
+    assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
+}

@@ -1,0 +1,386 @@
+//! Merging beside the loop: KSM's knobs, looks at mappings, scans.
+//!
+//! What can take long never holds up a tick. One thread writes KSM's knobs (a write
+//! waits for `ksmd`'s batch) and looks into VMs' mappings (the kernel walks their
+//! page tables for it); another scans. Each tick hands over what the policy decided
+//! and takes what is there. Threads that read VMs run when nobody else wants the CPU.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_core::plan::ScanOrder;
+use ebb_core::policy::merge::{Candidates, Order};
+use ebb_core::sample::{ScanSample, VmId};
+use ebb_core::units::{Bytes, PAGE, Stamp};
+
+use super::ksm::KsmOwner;
+use super::mergeable::marks;
+use crate::linux::LinuxHost;
+use crate::root::Root;
+use crate::scan::survey::estimate;
+use crate::scan::{Fate, Found, Limits, Options, Scan, Scanner, Target};
+
+/// Jobs that may wait: a look for each of many VMs.
+const WAITING: usize = 1024;
+/// Orders are repeated after this: somebody else may set the knobs too.
+const REPEAT: Duration = Duration::from_secs(5);
+/// The scanner's table has no more than this; of what does not fit a part is read.
+const TABLE_MOST: Bytes = Bytes::mib(96);
+/// Of the table, for a page.
+const TABLE_PAGE: u64 = 16;
+
+/// What a look into a VM's mappings showed.
+#[derive(Clone, Debug)]
+pub struct Look {
+    /// When it began; what was ordered later is not in it.
+    pub begun: Instant,
+    /// The same for the sample.
+    pub at: Stamp,
+    /// Whether KSM may look at its RAM; or why that is not known.
+    pub open: Result<bool, String>,
+    /// What is merged of it, zeros not counted.
+    pub merged: Bytes,
+}
+
+#[derive(Debug)]
+enum Job {
+    Order(Order),
+    Look(VmId),
+    Release(Sender<Result<(), String>>),
+}
+
+#[derive(Debug)]
+struct ScanJob {
+    /// With name and share group.
+    vms: Vec<(VmId, String, String)>,
+    cores: f64,
+    bytes_per_second: f64,
+}
+
+#[derive(Debug, Default)]
+struct Told {
+    scan: ScanSample,
+    found: BTreeMap<VmId, Candidates>,
+    looks: BTreeMap<VmId, Look>,
+    looking: BTreeSet<VmId>,
+    knobs: Option<String>,
+}
+
+type Shared = Arc<Mutex<Told>>;
+
+fn lock(told: &Mutex<Told>) -> MutexGuard<'_, Told> {
+    told.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes orders and tells what came of them. Nothing runs before the first.
+#[derive(Debug)]
+pub struct Merger {
+    root: Root,
+    note: PathBuf,
+    keep_advisor: bool,
+    jobs: Option<SyncSender<Job>>,
+    scans: Option<SyncSender<ScanJob>>,
+    told: Shared,
+    sent: Option<(Order, Instant)>,
+}
+
+impl Merger {
+    /// `note`: where what KSM's knobs were is written down.
+    pub fn new(root: Root, note: PathBuf, keep_advisor: bool) -> Merger {
+        let (jobs, scans, told) = (None, None, Shared::default());
+        Merger { root, note, keep_advisor, jobs, scans, told, sent: None }
+    }
+
+    /// What `ksmd` is to do from now on.
+    pub fn order(&mut self, order: &Order) {
+        let same =
+            self.sent.as_ref().is_some_and(|(o, at)| alike(o, order) && at.elapsed() < REPEAT);
+        if !same && self.send(Job::Order(order.clone())) {
+            self.sent = Some((order.clone(), Instant::now()));
+        }
+    }
+
+    /// Has a VM's mappings looked at, unless that is under way.
+    pub fn look(&mut self, vm: VmId) {
+        if lock(&self.told).looking.insert(vm) && !self.send(Job::Look(vm)) {
+            lock(&self.told).looking.remove(&vm);
+        }
+    }
+
+    /// Has VMs scanned, unless a scan is under way.
+    pub fn scan(&mut self, order: &ScanOrder, name: impl Fn(VmId) -> Option<String>) {
+        let named = |(id, group): &(VmId, String)| Some((*id, name(*id)?, group.clone()));
+        let vms = order.vms.iter().filter_map(named).collect();
+        let job = ScanJob { vms, cores: order.cores, bytes_per_second: order.bytes_per_second };
+        let scans = self.scans.get_or_insert_with(|| {
+            let (send, receive) = sync_channel(1);
+            let (root, told) = (self.root.clone(), self.told.clone());
+            let _ = std::thread::Builder::new()
+                .name("merge-scan".into())
+                .spawn(move || scan(&root, &receive, &told));
+            send
+        });
+        let mut told = lock(&self.told);
+        if told.scan.busy {
+            return;
+        }
+        match scans.try_send(job) {
+            Ok(()) => told.scan.busy = true,
+            Err(e) => told.scan.error = Some(format!("cannot be ordered: {e}")),
+        }
+    }
+
+    /// What the scanner did, and what is wrong with KSM's knobs.
+    pub fn sample(&self) -> (ScanSample, Option<String>) {
+        let told = lock(&self.told);
+        (told.scan.clone(), told.knobs.clone())
+    }
+
+    /// What is known of a VM: the last look, and what the last scan found.
+    pub fn vm(&self, vm: VmId) -> (Option<Look>, Option<Candidates>) {
+        let told = lock(&self.told);
+        (told.looks.get(&vm).cloned(), told.found.get(&vm).copied())
+    }
+
+    /// Forgets VMs that are gone.
+    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
+        let mut told = lock(&self.told);
+        told.looks.retain(|id, _| alive(id));
+        told.found.retain(|id, _| alive(id));
+    }
+
+    /// Puts KSM's knobs back.
+    pub fn release(&mut self, patience: Duration) -> Result<(), String> {
+        self.sent = None;
+        if self.jobs.is_none() {
+            return Ok(());
+        }
+        let (send, receive) = channel();
+        if !self.send(Job::Release(send)) {
+            return Err("too much is under way".into());
+        }
+        receive.recv_timeout(patience).map_err(|e| format!("not done in {patience:?}: {e}"))?
+    }
+
+    fn send(&mut self, job: Job) -> bool {
+        let jobs = self.jobs.get_or_insert_with(|| {
+            let (send, receive) = sync_channel(WAITING);
+            let (root, note, told) = (self.root.clone(), self.note.clone(), self.told.clone());
+            let keep_advisor = self.keep_advisor;
+            // Without a thread the channel is closed, which sending tells.
+            let _ = std::thread::Builder::new()
+                .name("ksm".into())
+                .spawn(move || work(&root, (&note, keep_advisor), &receive, &told));
+            send
+        });
+        jobs.try_send(job).is_ok()
+    }
+}
+
+/// Whether two orders set the knobs alike.
+fn alike(a: &Order, b: &Order) -> bool {
+    match (a, b) {
+        (Order::Rest { .. }, Order::Rest { .. }) => true,
+        (Order::Run { batch: a, sleep_ms: s, .. }, Order::Run { batch: b, sleep_ms: t, .. }) => {
+            (a, s) == (b, t)
+        }
+        _ => false,
+    }
+}
+
+fn work(root: &Root, (note, keep): (&Path, bool), jobs: &Receiver<Job>, told: &Mutex<Told>) {
+    let mut owner = None;
+    while let Ok(job) = jobs.recv() {
+        match job {
+            Job::Order(order) => {
+                let done = apply(root, (note, keep), &mut owner, &order);
+                lock(told).knobs = done.err();
+            }
+            Job::Look(vm) => {
+                let look = look(root, vm);
+                let mut told = lock(told);
+                told.looking.remove(&vm);
+                told.looks.insert(vm, look);
+            }
+            Job::Release(done) => {
+                let released = owner.take().map_or(Ok(()), KsmOwner::release);
+                let _ = done.send(released.map_err(|e| e.to_string()));
+            }
+        }
+    }
+}
+
+fn apply(
+    root: &Root,
+    (note, keep): (&Path, bool),
+    owner: &mut Option<KsmOwner>,
+    order: &Order,
+) -> Result<(), String> {
+    if owner.is_none() {
+        *owner = Some(KsmOwner::take(root.clone(), note, keep).map_err(|e| e.to_string())?);
+    }
+    owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
+}
+
+fn look(root: &Root, vm: VmId) -> Look {
+    let (begun, at) = (Instant::now(), LinuxHost::now());
+    let seen = marks(root, vm).map_err(|e| e.to_string());
+    let merged = seen.as_ref().map_or(Bytes::ZERO, |m| m.merged);
+    Look { begun, at, open: seen.map(|m| m.open), merged }
+}
+
+fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>) {
+    let mut scanner = None;
+    while let Ok(job) = jobs.recv() {
+        if scanner.is_none() {
+            match Scanner::new(root.clone()) {
+                Ok(new) => scanner = Some(new),
+                Err(e) => lock(told).scan.error = Some(format!("no random bytes: {e}")),
+            }
+        }
+        if let Some(scanner) = &mut scanner {
+            carry_out(root, scanner, &job, told);
+        }
+        lock(told).scan.busy = false;
+    }
+}
+
+fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Told>) {
+    let look = |(id, name, group): &(VmId, String, String)| {
+        Found::look(root, *id, name, group).ok().flatten()
+    };
+    let found: Vec<Found> = job.vms.iter().filter_map(look).collect();
+    let held: Bytes = found.iter().map(|f| f.held).sum();
+    let targets: Vec<Target> = found.into_iter().filter_map(|f| f.target).collect();
+    let one_in = one_in(held);
+    let limits = Limits { cores: Some(job.cores), bytes_per_second: Some(job.bytes_per_second) };
+    let threads = Some(job.cores.ceil() as usize);
+    let scan = scanner.scan(&targets, &Options { threads, limits, one_in, ..Options::default() });
+    let refused = scan.vms.iter().find_map(|v| match &v.fate {
+        Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
+        _ => None,
+    });
+    let found = candidates(&scan, one_in);
+    let mut told = lock(told);
+    told.found = found;
+    told.scan = ScanSample {
+        number: told.scan.number + 1,
+        busy: true,
+        at: LinuxHost::now(),
+        seconds: scan.time.as_secs_f64(),
+        cpu_s: told.scan.cpu_s + scan.cpu.as_secs_f64(),
+        read: scan.read,
+        table: scan.table,
+        one_in,
+        error: refused,
+    };
+}
+
+/// How much of so much memory fits the table: one piece in so many.
+fn one_in(held: Bytes) -> u32 {
+    let table = held.0 / PAGE * TABLE_PAGE;
+    u32::try_from(table.div_ceil(TABLE_MOST.0)).unwrap_or(u32::MAX).max(1)
+}
+
+/// What was found of each VM. From a sample: the likely number of twins, divided as
+/// the twins that were seen.
+fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
+    let seen: u64 = scan.vms.iter().map(|v| v.twins).sum();
+    let likely = estimate(&scan.moments, one_in).likely.0 / PAGE;
+    let part = |twins: u64| (likely as f64 * twins as f64 / seen.max(1) as f64) as u64;
+    let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
+    let one = |v: &crate::scan::VmResult| match one_in {
+        1 => Candidates {
+            pages: v.pages.read,
+            zeros: v.pages.zero,
+            twins: (v.split.within + v.split.between).0 / PAGE,
+        },
+        n => Candidates {
+            pages: v.pages.read.saturating_mul(n.into()),
+            zeros: v.pages.zero.saturating_mul(n.into()),
+            twins: part(v.twins),
+        },
+    };
+    scanned.map(|v| (v.target.id, one(v))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn tree() -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        fs::create_dir_all(root.path("/sys/kernel/mm/ksm")).unwrap();
+        for (knob, value) in [("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")] {
+            fs::write(root.path(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+        }
+        (dir, root)
+    }
+
+    fn knob(root: &Root, knob: &str) -> String {
+        root.read(format!("/sys/kernel/mm/ksm/{knob}")).unwrap().unwrap().trim().to_string()
+    }
+
+    fn within<T>(mut done: impl FnMut() -> Option<T>) -> T {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(done) = done() {
+                return done;
+            }
+            assert!(Instant::now() < until, "not in 20 s");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    #[test]
+    fn orders_reach_the_knobs_and_release_puts_them_back() {
+        let (dir, root) = tree();
+        let note = dir.path().join("ksm.json");
+        let mut merger = Merger::new(root.clone(), note.clone(), false);
+        merger.order(&Order::Run { batch: 500, sleep_ms: 20, why: String::new() });
+        within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
+        assert!(note.exists(), "written down before");
+        // Somebody else sets it; the order comes again.
+        merger.sent = None;
+        fs::write(root.path("/sys/kernel/mm/ksm/run"), "1").unwrap();
+        merger.order(&Order::Rest { why: String::new() });
+        within(|| (knob(&root, "run") == "0").then_some(()));
+        merger.release(Duration::from_secs(20)).unwrap();
+        assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("1".into(), "77".into()));
+        assert!(!note.exists());
+    }
+
+    #[test]
+    fn what_cannot_be_looked_at_is_told_and_nothing_is_a_scan_too() {
+        let (dir, root) = tree();
+        let mut merger = Merger::new(root, dir.path().join("ksm.json"), false);
+        let vm = VmId { pid: 4_000_000, start: 1 };
+        merger.look(vm);
+        let look = within(|| merger.vm(vm).0);
+        assert!(look.open.unwrap_err().contains("has ended"));
+        let order = ScanOrder {
+            vms: vec![(vm, "g".into())],
+            cores: 1.0,
+            bytes_per_second: 1e9,
+            reason: String::new(),
+        };
+        merger.scan(&order, |_| Some("a".into()));
+        let scan = within(|| Some(merger.sample().0).filter(|s| s.number == 1 && !s.busy));
+        assert_eq!((scan.read, merger.vm(vm).1), (Bytes::ZERO, None));
+        merger.keep(|_| false);
+        assert!(merger.vm(vm).0.is_none());
+    }
+
+    #[test]
+    fn the_table_stays_within_its_bound() {
+        assert_eq!((one_in(Bytes::ZERO), one_in(Bytes::gib(24))), (1, 1));
+        assert_eq!(one_in(Bytes::gib(512)), 22);
+        assert!(Bytes::gib(512).0 / PAGE * TABLE_PAGE / 22 <= TABLE_MOST.0);
+    }
+}
