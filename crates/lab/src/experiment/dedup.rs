@@ -51,7 +51,7 @@ pub struct Dedup {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock [default: all]
+    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock, ebb [default: all]
     #[arg(long, value_delimiter = ',')]
     pub arms: Vec<String>,
     /// boots, mixed, clustered, scattered, random, freed, late, churn [default: all]
@@ -134,7 +134,7 @@ impl Dedup {
             let (said, _) = runner.scan()?;
             println!("             left: {left} by every page, {said} by the scanner");
         }
-        let again_s = Some(runner.again()?);
+        let again_s = runner.again()?;
         let own_memory = own_memory(&fleet.vms)?;
         Ok(Measured {
             course,

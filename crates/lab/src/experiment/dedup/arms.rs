@@ -7,7 +7,7 @@
 //! target so short that it uses it; `ksmtuned` works as that does on a host that has
 //! long been short: its most pages, its sleep, without the minutes until it gets there.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -17,7 +17,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::{read_ksm, read_pages_scanned};
+use ebb_host::probe::ksm::read_ksm;
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
@@ -25,6 +25,7 @@ use ebb_host::scan::{Found, Limits, Options, Scanner};
 
 use super::course::{Course, run_time};
 use crate::arena::Arena;
+use crate::ebb::Daemon;
 use crate::vm::Vm;
 
 const KSM: &str = "/sys/kernel/mm/ksm";
@@ -65,14 +66,16 @@ pub enum Kind {
     Advisor,
     /// `smart_scan=0`, at the budget's speed.
     KsmUnsmart,
-    /// Ebb's scanner, policy and governor; whole VMs are open to KSM.
+    /// Ebb's scanner and governor in this process; whole VMs are open to KSM.
     EbbStock,
+    /// `ebb run`, which merges by itself; whole VMs are open to KSM.
+    Ebb,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 5] =
-        [Kind::Ksm, Kind::KsmTuned, Kind::Advisor, Kind::KsmUnsmart, Kind::EbbStock];
+    pub const ALL: [Kind; 6] =
+        [Kind::Ksm, Kind::KsmTuned, Kind::Advisor, Kind::KsmUnsmart, Kind::EbbStock, Kind::Ebb];
 
     /// Its name in tables and files.
     pub fn name(self) -> &'static str {
@@ -82,6 +85,7 @@ impl Kind {
             Kind::Advisor => "advisor",
             Kind::KsmUnsmart => "ksm-unsmart",
             Kind::EbbStock => "ebb-stock",
+            Kind::Ebb => "ebb",
         }
     }
 
@@ -92,7 +96,7 @@ impl Kind {
 
     /// Whether it is KSM without Ebb.
     pub fn is_ksm(self) -> bool {
-        self != Kind::EbbStock
+        !matches!(self, Kind::EbbStock | Kind::Ebb)
     }
 
     /// Scans without gain after which it has come to its end.
@@ -133,6 +137,7 @@ pub struct Runner<'a> {
     speed: Option<Speed>,
     scanner: Option<Scanner>,
     governor: Option<Governor>,
+    daemon: Option<Running>,
     scanned: Instant,
     dir: tempfile::TempDir,
     /// Processor time beside `ksmd`.
@@ -155,6 +160,7 @@ impl<'a> Runner<'a> {
             speed: None,
             scanner,
             governor: None,
+            daemon: None,
             scanned: Instant::now(),
             dir: tempfile::tempdir()?,
             own: 0.0,
@@ -169,13 +175,19 @@ impl<'a> Runner<'a> {
 
     /// Whether this kernel has what it needs.
     pub fn is_possible(kind: Kind) -> bool {
-        kind != Kind::Advisor || std::path::Path::new(KSM).join("advisor_mode").exists()
+        kind != Kind::Advisor || Path::new(KSM).join("advisor_mode").exists()
     }
 
     /// Begins, or goes on where VMs have changed.
     pub fn begin(&mut self) -> Result<()> {
-        if self.kind == Kind::EbbStock {
-            return self.plan();
+        match self.kind {
+            Kind::EbbStock => return self.plan(),
+            Kind::Ebb => {
+                let dir = self.dir.path().join("ebb");
+                self.daemon = Some(Running::start(&dir, self.vms, self.cores, self.own)?);
+                return Ok(());
+            }
+            _ => {}
         }
         let smart = if self.kind == Kind::KsmUnsmart { "0" } else { "1" };
         set("smart_scan", smart)?;
@@ -203,6 +215,10 @@ impl<'a> Runner<'a> {
     pub fn step(&mut self, course: &Course, ideal: Bytes) -> Result<bool> {
         if let Some(speed) = &mut self.speed {
             speed.step()?;
+        }
+        if let Some(daemon) = &mut self.daemon {
+            self.own = daemon.cpu()?;
+            return daemon.is_done();
         }
         let Some(governor) = &mut self.governor else {
             return Ok(course.is_still(self.kind.still(), ideal.share(0.002)));
@@ -243,6 +259,10 @@ impl<'a> Runner<'a> {
 
     /// Ends it: `ksmd` stands still, what is merged stays so.
     pub fn end(&mut self) -> Result<()> {
+        if let Some(daemon) = self.daemon.take() {
+            self.own = daemon.cpu()?;
+            anyhow::ensure!(daemon.daemon.stop(), "ebb did not end well");
+        }
         stop()?;
         if let Some(governor) = self.governor.take() {
             governor.release()?;
@@ -253,19 +273,24 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// What it costs to look once more at memory that nobody has written.
-    pub fn again(&mut self) -> Result<f64> {
-        if self.kind == Kind::EbbStock {
-            let before = self.own;
-            self.scan()?;
-            return Ok(self.own - before);
+    /// What it costs to look once more at memory that nobody has written. The daemon
+    /// is at other things too: of it that is not told.
+    pub fn again(&mut self) -> Result<Option<f64>> {
+        match self.kind {
+            Kind::EbbStock => {
+                let before = self.own;
+                self.scan()?;
+                return Ok(Some(self.own - before));
+            }
+            Kind::Ebb => return Ok(None),
+            _ => {}
         }
         // With smart_scan a page's turn comes every ninth time.
         let scans = if self.kind == Kind::KsmUnsmart { 2 } else { 9 };
         let pid = ksmd(&Root::default()).context("no ksmd")?;
         let before = run_time(pid)?;
         self.age(scans)?;
-        Ok((run_time(pid)? - before) / scans as f64)
+        Ok(Some((run_time(pid)? - before) / scans as f64))
     }
 
     fn plan(&mut self) -> Result<()> {
@@ -308,6 +333,45 @@ impl<'a> Runner<'a> {
 
 fn has_advisor() -> bool {
     Runner::is_possible(Kind::Advisor)
+}
+
+/// A daemon that merges.
+#[derive(Debug)]
+struct Running {
+    daemon: Daemon,
+    before: f64,
+    began: Instant,
+    /// When `ksmd` was last seen at work.
+    worked: Option<Instant>,
+}
+
+impl Running {
+    fn start(dir: &Path, vms: &[Vm], cores: f64, before: f64) -> Result<Running> {
+        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
+        let config = format!(
+            "\n[merge]\nmode = \"on\"\ncpu = \"{:.0}%\"\nscan = \"{}s\"",
+            cores * 100.0,
+            SCAN_EVERY.as_secs()
+        );
+        let daemon = Daemon::start(dir, &names, &config)?;
+        Ok(Running { daemon, before, began: Instant::now(), worked: None })
+    }
+
+    fn cpu(&self) -> Result<f64> {
+        let stat = read_stat(&Root::default(), self.daemon.pid())?.context("ebb has ended")?;
+        Ok(self.before + (stat.user_ticks + stat.system_ticks) as f64 / 100.0)
+    }
+
+    /// It has worked, and then not for half the time between two scans; or not at all.
+    fn is_done(&mut self) -> Result<bool> {
+        if read_ksm(&Root::default())?.context("no KSM")?.run == 1 {
+            self.worked = Some(Instant::now());
+        }
+        Ok(match self.worked {
+            Some(last) => last.elapsed() > SCAN_EVERY / 2,
+            None => self.began.elapsed() > 2 * SCAN_EVERY,
+        })
+    }
 }
 
 /// What `ksmtuned` ends at on a host that stays short: KSM_NPAGES_MAX, and
@@ -354,7 +418,8 @@ impl Speed {
 }
 
 fn scanned() -> Result<u64> {
-    Ok(read_pages_scanned(&Root::default())?.context("no pages_scanned: Linux 6.6 has it")?)
+    let ksm = read_ksm(&Root::default())?.context("no KSM")?;
+    ksm.pages_scanned.context("no pages_scanned: Linux 6.6 has it")
 }
 
 /// Pages that take this share of the time beside the sleep.
