@@ -113,6 +113,10 @@ pub struct MergePlan {
     /// VMs to open to KSM, or to close.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vms: Vec<MergeOrder>,
+    /// VMs whose agents open the ranges to KSM that the last scan found worth it; all
+    /// other agents close theirs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranged: Vec<VmId>,
     /// VMs whose memory is to be scanned now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanOrder>,
@@ -138,6 +142,8 @@ pub struct MergeOrder {
 pub struct ScanOrder {
     /// Whose, with their share groups.
     pub vms: Vec<(VmId, String)>,
+    /// What a second of `ksmd`'s CPU must save in a range that is worth opening.
+    pub floor: Bytes,
     /// Cores that all threads together may use.
     pub cores: f64,
     /// Bytes a second that they may read.

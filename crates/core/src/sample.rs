@@ -431,6 +431,12 @@ pub struct AgentSample {
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
+    /// It can open ranges to KSM that it does not recycle.
+    #[serde(default)]
+    pub advises: bool,
+    /// So much is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open: Option<Bytes>,
 }
 
 /// State of the QMP connection.

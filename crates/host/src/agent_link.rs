@@ -15,7 +15,7 @@ use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{
-    AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Status,
+    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Status,
 };
 
 use crate::agent::{Agent, AgentError, segments};
@@ -67,10 +67,16 @@ pub(crate) struct AgentLink {
     held_at: Option<Instant>,
     status: Option<Status>,
     facts: Option<Facts>,
+    advises: bool,
+    /// What it was told to open to KSM, since it was attached; nothing at first.
+    told: Vec<(u64, u64)>,
+    open: Option<Bytes>,
+    refused: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
+    Advise,
     Hello,
     Attach,
     Status,
@@ -97,6 +103,10 @@ impl AgentLink {
             held_at: None,
             status: None,
             facts: None,
+            advises: false,
+            told: Vec::new(),
+            open: None,
+            refused: None,
         }
     }
 
@@ -238,6 +248,23 @@ impl AgentLink {
         }
     }
 
+    /// Has it open these ranges to KSM, and no others, unless it was told so last.
+    pub fn advise(&mut self, open: &[(u64, u64)]) {
+        if self.stage != Stage::Attached || !self.advises || self.told == open {
+            return;
+        }
+        self.told = open.to_vec();
+        self.send(Ask::Advise, Command::Advise(Advise { open: open.to_vec() }));
+        if let Some(agent) = self.agent.as_mut() {
+            agent.pump();
+        }
+    }
+
+    /// Why it did not do what it was told of merging.
+    pub fn refused(&self) -> Option<&String> {
+        self.refused.as_ref()
+    }
+
     /// Takes the answers that are there; whether some are still owed.
     pub fn hear(&mut self, now: Instant) -> bool {
         let Some(agent) = self.agent.as_mut() else { return false };
@@ -268,13 +295,26 @@ impl AgentLink {
 
     fn answer(&mut self, ask: Ask, answer: Result<Answer, AgentError>) {
         match (ask, answer) {
-            (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => self.stage = Stage::Met,
+            (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
+                (self.stage, self.advises) = (Stage::Met, h.advises);
+            }
             (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
                 "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
                  agent of this version",
                 h.protocol
             )),
-            (Ask::Attach, Ok(_)) => self.stage = Stage::Attached,
+            (Ask::Attach, Ok(_)) => {
+                self.stage = Stage::Attached;
+                (self.told, self.open) = (Vec::new(), Some(Bytes::ZERO));
+            }
+            (Ask::Advise, Ok(Answer::Advised { open })) => {
+                (self.open, self.refused) = (Some(open), None);
+            }
+            (Ask::Advise, Err(AgentError::Refused(_, no))) => {
+                // Told again next time.
+                self.told = vec![(0, 0)];
+                self.refused = Some(no.text);
+            }
             // It stands aside: asked for its reasons each tick all the same.
             (Ask::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {
                 self.stage = Stage::Attached;
@@ -300,6 +340,7 @@ impl AgentLink {
         self.agent = None;
         self.asked.clear();
         (self.status, self.facts, self.waits_since) = (None, None, None);
+        self.open = None;
     }
 
     /// What is known of it.
@@ -322,6 +363,8 @@ impl AgentLink {
             facts: self.facts,
             busy: self.asked.iter().any(|(ask, _)| *ask == Ask::Recycle),
             counters: status.counters,
+            advises: self.advises && self.stage == Stage::Attached,
+            open: self.open,
         }
     }
 }

@@ -438,6 +438,11 @@ impl LinuxHost {
                 Err(e) => vm.merging.refuse(e.to_string()),
             }
         }
+        for (id, vm) in &mut self.vms {
+            let Some(agent) = &mut vm.agent else { continue };
+            let open = plan.ranged.contains(id).then(|| merger.ranges(*id)).flatten();
+            agent.advise(open.as_ref().map_or(&[], |(open, _)| open));
+        }
         if let Some(scan) = &plan.scan {
             merger.scan(scan, |id| Some(self.vms.get(&id)?.process.name.clone()));
         }
@@ -469,6 +474,8 @@ impl LinuxHost {
         self.sample_ksm_tasks(host);
         let Some(merger) = &mut self.merger else { return };
         let (scan, knobs) = merger.sample();
+        let refused = scan.error.clone();
+        problems.extend(refused.map(|why| problem(None, "scan for equal pages".into(), why)));
         host.scan = Some(scan);
         problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
         let copied = host.vmstat.and_then(|v| v.cow_ksm);
@@ -482,9 +489,12 @@ impl LinuxHost {
             if steer && vm.wants_look(look.as_ref(), copied) {
                 merger.look(sample.id);
             }
-            part.found = found;
+            // By ranges, only what lies in them is to be had.
+            let ranged = vm.agent.as_ref().and_then(|_| merger.ranges(sample.id));
+            part.found = ranged.map(|(_, found)| found).or(found);
             part.busy = vm.merging.is_busy();
-            part.error = vm.merging.error().cloned();
+            part.error =
+                vm.merging.error().or(vm.agent.as_ref().and_then(|a| a.refused())).cloned();
             if let Some(look) = look {
                 part.open = look.open.as_ref().ok().copied();
                 part.seen = part.open.map(|_| (look.at, look.merged));

@@ -75,6 +75,8 @@ pub(crate) struct Vm {
     pub merging: MergeLink,
     /// The host's count of copied merged pages when its mappings were last looked at.
     copied: Option<u64>,
+    /// What its agent had opened then.
+    opened: Option<Bytes>,
     /// Which of several sockets comes next.
     turn: usize,
     backoff: Duration,
@@ -117,6 +119,7 @@ impl Vm {
             agent: agent.map(|path| AgentLink::new(path, pid, objections)),
             merging: MergeLink::default(),
             copied: None,
+            opened: None,
             process,
             cgroup: None,
             interval_s,
@@ -496,17 +499,18 @@ impl Vm {
     /// Whether its mappings are to be looked at: never yet, because an order waits
     /// for it, because merged pages are being copied, or because it is time.
     pub fn wants_look(&mut self, look: Option<&Look>, copied: Option<u64>) -> bool {
+        let opened = self.agent.as_ref().and_then(|a| a.sample().open);
         let Some(look) = look else {
-            self.copied = copied;
+            (self.copied, self.opened) = (copied, opened);
             return true;
         };
         let age = look.begun.elapsed();
         let grown = copied.zip(self.copied).map_or(0, |(now, was)| now.saturating_sub(was));
         let ordered = self.merging.waits_for_look().is_some_and(|since| look.begun < since);
         let storm = grown >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
-        let wants = ordered || storm || age >= LOOK_EVERY;
+        let wants = ordered || storm || age >= LOOK_EVERY || opened != self.opened;
         if wants {
-            self.copied = copied;
+            (self.copied, self.opened) = (copied, opened);
         }
         wants
     }

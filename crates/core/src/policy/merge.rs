@@ -11,12 +11,14 @@
 //! order alternatives, and what `ksmd` really used decides when to stop.
 
 mod order;
+mod ranges;
 #[cfg(test)]
 mod tests;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::order::{MergeMemory, Seen, VmMerge, merge, saved};
+pub use self::ranges::ranges;
 use crate::model::Pressure;
 use crate::units::{Bytes, PAGE, Stamp};
 

@@ -17,6 +17,7 @@ use crate::probe::ksm::read_ksm_stat;
 use crate::probe::regions::{guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
 use crate::root::{ProbeError, Root};
+use crate::sys::Range;
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -85,7 +86,7 @@ pub fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
 }
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
-const LEAST_RAM: u64 = 32 << 20;
+pub const LEAST_RAM: u64 = 32 << 20;
 
 /// What mappings say of a VM's RAM proper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,13 +100,25 @@ pub struct Marks {
 /// Reads them.
 pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
-    let mut ram = guest_ram(&regions);
-    ram.retain(|r| r.range.len >= LEAST_RAM);
+    let mut ram: Vec<(Range, Marks)> = Vec::new();
+    for r in guest_ram(&regions) {
+        let merged = r.ksm;
+        match ram.last_mut() {
+            // Ranges that are open are mappings of their own.
+            Some((whole, marks)) if whole.end() == r.range.start => {
+                whole.len += r.range.len;
+                marks.open |= r.mergeable;
+                marks.merged += merged;
+            }
+            _ => ram.push((r.range, Marks { open: r.mergeable, merged })),
+        }
+    }
+    ram.retain(|(range, _)| range.len >= LEAST_RAM);
     match ram.is_empty() {
         true => Err(MergeableError::NoRam),
         false => Ok(Marks {
-            open: ram.iter().any(|r| r.mergeable),
-            merged: ram.iter().map(|r| r.ksm).sum(),
+            open: ram.iter().any(|(_, marks)| marks.open),
+            merged: ram.iter().map(|(_, marks)| marks.merged).sum(),
         }),
     }
 }

@@ -12,16 +12,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ScanOrder;
-use ebb_core::policy::merge::{Candidates, Order};
+use ebb_core::policy::merge::{Candidates, Order, ranges};
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
 use super::ksm::KsmOwner;
-use super::mergeable::marks;
+use super::mergeable::{LEAST_RAM, marks};
 use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::survey::estimate;
-use crate::scan::{Fate, Found, Limits, Options, Scan, Scanner, Target};
+use crate::scan::{BLOCK, Fate, Found, Limits, Options, Scan, Scanner, Target};
+use crate::sys::Range;
 
 /// Jobs that may wait: a look for each of many VMs.
 const WAITING: usize = 1024;
@@ -56,14 +57,20 @@ enum Job {
 struct ScanJob {
     /// With name and share group.
     vms: Vec<(VmId, String, String)>,
+    floor: Bytes,
     cores: f64,
     bytes_per_second: f64,
 }
+
+/// Ranges as address and length, and what is to be had in them.
+type Worth = (Vec<(u64, u64)>, Candidates);
 
 #[derive(Debug, Default)]
 struct Told {
     scan: ScanSample,
     found: BTreeMap<VmId, Candidates>,
+    /// What is worth opening range by range, and what is to be had in that.
+    ranges: BTreeMap<VmId, Worth>,
     looks: BTreeMap<VmId, Look>,
     looking: BTreeSet<VmId>,
     knobs: Option<String>,
@@ -114,7 +121,8 @@ impl Merger {
     pub fn scan(&mut self, order: &ScanOrder, name: impl Fn(VmId) -> Option<String>) {
         let named = |(id, group): &(VmId, String)| Some((*id, name(*id)?, group.clone()));
         let vms = order.vms.iter().filter_map(named).collect();
-        let job = ScanJob { vms, cores: order.cores, bytes_per_second: order.bytes_per_second };
+        let (floor, cores) = (order.floor, order.cores);
+        let job = ScanJob { vms, floor, cores, bytes_per_second: order.bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (send, receive) = sync_channel(1);
             let (root, told) = (self.root.clone(), self.told.clone());
@@ -145,11 +153,17 @@ impl Merger {
         (told.looks.get(&vm).cloned(), told.found.get(&vm).copied())
     }
 
+    /// The ranges of a VM that are worth opening, and what is to be had in them.
+    pub fn ranges(&self, vm: VmId) -> Option<Worth> {
+        lock(&self.told).ranges.get(&vm).cloned()
+    }
+
     /// Forgets VMs that are gone.
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
         let mut told = lock(&self.told);
         told.looks.retain(|id, _| alive(id));
         told.found.retain(|id, _| alive(id));
+        told.ranges.retain(|id, _| alive(id));
     }
 
     /// Puts KSM's knobs back.
@@ -264,7 +278,11 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         _ => None,
     });
     let found = candidates(&scan, one_in);
+    let before = std::mem::take(&mut lock(told).ranges);
+    let ranges = worth_opening(&scan, &before, job.floor);
     let mut told = lock(told);
+    // A sample does not tell where twins lie.
+    told.ranges = if one_in == 1 { ranges } else { before };
     told.found = found;
     told.scan = ScanSample {
         number: told.scan.number + 1,
@@ -277,6 +295,39 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         one_in,
         error: refused,
     };
+}
+
+/// What of each VM is worth opening range by range.
+fn worth_opening(
+    scan: &Scan,
+    before: &BTreeMap<VmId, Worth>,
+    floor: Bytes,
+) -> BTreeMap<VmId, Worth> {
+    let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
+    let one = |v: &crate::scan::VmResult| {
+        let blocks: Vec<(u64, Candidates)> = v.blocks.iter().map(block).collect();
+        let open = before.get(&v.target.id).map_or(&[][..], |(open, _)| open);
+        (v.target.id, ranges(&blocks, open, &joined(&v.target.ram), BLOCK, floor))
+    };
+    scanned.map(one).collect()
+}
+
+fn block(b: crate::scan::Block) -> (u64, Candidates) {
+    let (pages, zeros, twins) = (b.read.into(), b.zeros.into(), b.twins.into());
+    (b.start, Candidates { pages, zeros, twins })
+}
+
+/// RAM proper, as the guest's mappings were before parts of them were opened.
+fn joined(ram: &[Range]) -> Vec<(u64, u64)> {
+    let mut whole: Vec<(u64, u64)> = Vec::new();
+    for r in ram {
+        match whole.last_mut() {
+            Some((start, len)) if *start + *len == r.start => *len += r.len,
+            _ => whole.push((r.start, r.len)),
+        }
+    }
+    whole.retain(|(_, len)| *len >= LEAST_RAM);
+    whole
 }
 
 /// How much of so much memory fits the table: one piece in so many.
@@ -366,6 +417,7 @@ mod tests {
         assert!(look.open.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
+            floor: Bytes::mib(1),
             cores: 1.0,
             bytes_per_second: 1e9,
             reason: String::new(),

@@ -34,7 +34,7 @@ use self::hash::Key;
 pub use self::pace::Limits;
 use self::pace::Pace;
 use self::tags::Tags;
-pub use self::tally::{Blocks, Moments, Pages, Split};
+pub use self::tally::{BLOCK, Block, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::psi;

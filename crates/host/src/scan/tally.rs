@@ -16,6 +16,8 @@ use crate::sys::Range;
 
 /// A block of [`Blocks`], as a power of two.
 const BLOCK_SHIFT: u32 = 21;
+/// The same in bytes.
+pub const BLOCK: u64 = 1 << BLOCK_SHIFT;
 
 /// What merging would save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

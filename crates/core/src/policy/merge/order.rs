@@ -23,7 +23,7 @@ use crate::config::MergeMode;
 use crate::memory::Memory;
 use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
 use crate::plan::{MergeOrder, MergePlan, ScanOrder};
-use crate::sample::{Ksm, MergeSample};
+use crate::sample::{Ksm, Link, MergeSample};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// A VM is taken out for so long after a storm; doubled each time.
@@ -160,6 +160,7 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
+            floor: host.config.settings.floor,
             cores: host.config.settings.cores,
             bytes_per_second: SCAN_RATE,
             reason,
@@ -224,7 +225,7 @@ fn out(
     if part.wanted == Some(false) && remembered.asked != Some(true) {
         return must("merge = false in the configuration".into());
     }
-    if vm.agent.is_some() {
+    if vm.agent.as_ref().is_some_and(|a| a.link != Link::Up || !a.advises) {
         return must("its RAM is recycled page by page, which merging would break".into());
     }
     let left = remembered.storm_until.map(|until| until.since(at)).filter(|left| *left > 0)?;
@@ -259,6 +260,9 @@ fn steer(
         let remembered = memory.vm(vm.id).map(|m| m.merge).unwrap_or_default();
         if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
             blocked.get_or_insert_with(|| blocks(vm, part, out, open));
+        }
+        if out.is_none() && vm.agent.is_some() {
+            plan.ranged.push(vm.id);
         }
         if out.is_none() && open == Some(true) {
             part.sample.found.iter().for_each(|f| planned.add(f));

@@ -128,10 +128,30 @@ fn a_vm_of_which_nothing_is_said_stays_as_it_was_started() {
     let mut moving = closed();
     moving.run = Some(RunState::Migrating);
     assert_eq!(switched(&once(&config, vec![moving])), []);
-    // Recycled page by page: its agent keeps it closed, and nobody else opens it.
-    let mut agent = closed();
-    agent.agent = Some(AgentSample::default());
-    assert_eq!(switched(&once(&config, vec![agent])), []);
+}
+
+#[test]
+fn a_vm_with_an_agent_is_opened_by_ranges_or_not_at_all() {
+    let config = format!("{ON}[vm.b]\nmerge = true\n");
+    let with_agent = |advises, open| {
+        let mut vm = with(vm(2, "b"), |m| m.open = Some(open));
+        vm.agent = Some(AgentSample { link: Link::Up, advises, ..AgentSample::default() });
+        vm
+    };
+    let ranged = |config: &str, vm| {
+        let plan = once(config, vec![vm]);
+        assert_eq!(switched(&plan), [], "never as a whole");
+        (plan.ranged.len(), runs(&plan))
+    };
+    assert_eq!(ranged(&config, with_agent(true, false)), (1, false), "nothing is open yet");
+    assert_eq!(ranged(&config, with_agent(true, true)), (1, true));
+    // One that cannot keep ranges apart from what it recycles.
+    assert_eq!(ranged(&config, with_agent(false, true)), (0, false));
+    let mut deaf = with_agent(true, true);
+    deaf.agent.as_mut().unwrap().link = Link::Down("gone".into());
+    assert_eq!(ranged(&config, deaf), (0, false));
+    let out = config.replace("true", "false");
+    assert_eq!(ranged(&out, with_agent(true, true)), (0, false));
 }
 
 #[test]
