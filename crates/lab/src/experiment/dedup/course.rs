@@ -49,6 +49,10 @@ impl Course {
     /// The first look at which this share of all that it merged was merged; `None`
     /// for more than all.
     pub fn reached(&self, share: f64) -> Option<Point> {
+        // Merges may be broken again: more than in the end there was is not enough.
+        if share > 1.0 {
+            return None;
+        }
         let goal = self.gained(&self.last()).0 as f64 * share;
         self.0.iter().find(|p| self.gained(p).0 as f64 >= goal).copied()
     }
