@@ -4,7 +4,8 @@
  *
  *   at once: ping  echo text=  meminfo  psi  clock  readfile path= [offset=]
  *   tasks:   write path= value=  modprobe name= [params=]  swapon dev= [size=]
- *            drop [what=]  compact  sh cmd=  kexecload kernel= initrd= append=
+ *            drop [what=]  compact  sh cmd=
+ *            kexecload kernel= initrd= append= [crash=1]
  *   final:   reboot  poweroff  kexec  sysrq c=
  *
  * /lib/modules/list holds a line per module: its name and what it needs, in
@@ -17,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <linux/kexec.h>
 #include <linux/reboot.h>
 #include <sys/reboot.h>
 #include <sys/swap.h>
@@ -380,9 +382,10 @@ int task_swapon(struct job_env *e, struct cmd *c)
 	return 0;
 }
 
-/* Puts a kernel in place for the final `kexec`. */
+/* Puts a kernel in place for the final `kexec`, or for after a panic. */
 int task_kexecload(struct job_env *e, struct cmd *c)
 {
+	unsigned long flags = cmd_u64(c, "crash", 0) ? KEXEC_FILE_ON_CRASH : 0;
 	int kernel = open(cmd_str(c, "kernel", ""), O_RDONLY | O_CLOEXEC);
 	int initrd = open(cmd_str(c, "initrd", ""), O_RDONLY | O_CLOEXEC);
 	const char *append = cmd_str(c, "append", "");
@@ -391,7 +394,8 @@ int task_kexecload(struct job_env *e, struct cmd *c)
 		return 1;
 	if (kernel < 0 || initrd < 0)
 		return fail(e, "kernel= and initrd= must be files");
-	if (syscall(SYS_kexec_file_load, kernel, initrd, strlen(append) + 1, append, 0))
+	if (syscall(SYS_kexec_file_load, kernel, initrd, strlen(append) + 1, append,
+		    flags))
 		return fail(e, strerror(errno));
 	return 0;
 }

@@ -22,8 +22,9 @@ const SLACK_MOST: f64 = 0.10;
 
 /// How each state recycles.
 struct Manner {
-    /// A page is recycled when it has been free for half to all of this, ms; two
-    /// ticks come on top, so that the clear state keeps to the ten seconds of PPR.
+    /// A page is recycled when it has been free for half to all of this, ms, to the
+    /// nearest tick; one tick comes on top, so that the clear state keeps well
+    /// within the ten seconds of PPR.
     period_ms: u64,
     /// What the guest allocates in so many seconds is left to it.
     slack_s: f64,
@@ -130,8 +131,10 @@ fn one(
         return (want >= LEAST).then(|| order(Some(job(false)), false, why)).flatten();
     }
     let half = manner.period_ms / 2;
+    // The nearest tick: one that comes a moment early would put it off by a whole one.
+    let soon = model.dt_ms.min(half) / 2;
     match m.marked.map(|at| model.at.since(at)) {
-        Some(age) if age >= half => {
+        Some(age) if age + soon >= half => {
             let why = format!("{held} free and held; {slack} left as slack; free for {age} ms");
             order((want >= LEAST).then(|| job(true)), true, why)
         }
@@ -178,8 +181,8 @@ mod tests {
     fn pages_must_have_been_free_for_a_while_and_less_long_the_shorter_the_host_is() {
         let first = ask(Pressure::Clear, 500, RecycleMemory::default()).unwrap();
         assert!(first.mark && first.recycle.is_none());
-        assert_eq!(ask(Pressure::Clear, 500, marked(3_900)), None);
-        let order = ask(Pressure::Clear, 500, marked(4_000)).unwrap();
+        assert_eq!(ask(Pressure::Clear, 500, marked(3_400)), None);
+        let order = ask(Pressure::Clear, 500, marked(3_900)).unwrap();
         assert!(order.recycle.unwrap().marked && order.mark);
         assert!(ask(Pressure::Hard, 500, marked(500)).unwrap().recycle.is_some());
         let now = ask(Pressure::Critical, 500, RecycleMemory::default()).unwrap();

@@ -31,9 +31,7 @@ impl Reset {
             Reset::Reboot => guest.vm.request("reboot", MINUTE).map(drop),
             Reset::SysrqB => guest.vm.request("sysrq c=b", MINUTE).map(drop),
             Reset::Kexec => {
-                let append = escape(guest.try_sh("cat /proc/cmdline")?.trim());
-                let load = "kexecload kernel=/kexec/vmlinuz initrd=/kexec/initramfs";
-                guest.vm.request(&format!("{load} append={append}"), MINUTE)?;
+                kexecload(guest, "")?;
                 guest.vm.request("kexec", MINUTE).map(drop)
             }
             Reset::Panic => {
@@ -42,6 +40,13 @@ impl Reset {
             }
         }
     }
+}
+
+/// Puts the guest's own kernel in place for what comes next.
+fn kexecload(guest: &Guest, more: &str) -> Result<(), VmError> {
+    let append = escape(guest.try_sh("cat /proc/cmdline")?.trim());
+    let load = "kexecload kernel=/kexec/vmlinuz initrd=/kexec/initramfs";
+    guest.vm.request(&format!("{load} append={append}{more}"), MINUTE).map(drop)
 }
 
 /// A guest that can boot itself by kexec, and boots again after a panic.
@@ -102,12 +107,50 @@ impl Boot {
 
 /// `verify` for a few seconds, without the module: what a stale map would take.
 pub fn verify_boot(guest: &Guest, seconds: u64) -> Result<u64, String> {
-    let arguments = format!("size=200000000 seconds={seconds}");
+    verify(guest, 200_000_000, seconds)
+}
+
+fn verify(guest: &Guest, size: u64, seconds: u64) -> Result<u64, String> {
+    let arguments = format!("size={size} seconds={seconds}");
     guest.vm.tool().start("w", "verify", &arguments).map_err(|e| e.to_string())?;
     let end = guest.vm.tool().wait_end("w", MINUTE).map_err(|e| guest.vm.explain(e).to_string())?;
     match end.u64("errors") {
         0 => Ok(end.u64("checks")),
         _ => Err(format!("{end:?}")),
+    }
+}
+
+/// A crash kernel starts without any word of the old one and without firmware, so
+/// for a while nobody knows that the map is dead: what it runs in was reserved at
+/// boot and never in that map.
+#[test]
+fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
+    let _arena = held();
+    for kernel in kernels() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut guest = Guest::boot(*kernel, |c| {
+            config(c, dir.path());
+            c.memory = Bytes::mib(768);
+            c.append += " crashkernel=256M";
+        });
+        let first = Boot::look(&guest).unwrap();
+        kexecload(&guest, "%20nr_cpus=1 crash=1").unwrap();
+        guest.insmod();
+        let recycling = Recycling::start(&guest.vm, &guest.socket);
+        recycling.wait_ready(&guest.vm);
+        guest.start_verify(100 << 20, "");
+        recycling.wait_more(&guest.vm, Bytes::mib(16));
+        guest.verify_on(5_000);
+        guest.vm.doom();
+        guest.vm.request("sysrq c=c", MINUTE).unwrap();
+        guest.vm.wait_ready().unwrap();
+        let dump = guest.sh("ls /proc/vmcore");
+        assert_eq!(dump.trim(), "/proc/vmcore", "{kernel}: not a crash kernel");
+        assert_eq!(Boot::look(&guest).unwrap().files, first.files, "{kernel}");
+        let checks = verify(&guest, 60 << 20, 5).unwrap_or_else(|e| panic!("{kernel}: {e}"));
+        let silent = |_: &Vm| (!recycling.is(AgentState::Ready)).then_some(());
+        guest.vm.wait_for("the old map to be dropped", MINUTE, silent).unwrap();
+        println!("{kernel}: {checks} pages checked, {:?}", recycling.seen());
     }
 }
 
