@@ -243,15 +243,16 @@ impl<'a> Runner<'a> {
     /// As long as it takes `ksmd` for so many scans, as fast as it can: the past, which
     /// is nobody's cost.
     pub fn age(&mut self, scans: u64) -> Result<()> {
-        let done = || Ok::<_, anyhow::Error>(read_ksm(&Root::default())?.context("no KSM")?);
-        let goal = done()?.full_scans + scans;
+        let done =
+            || -> Result<u64> { Ok(read_ksm(&Root::default())?.context("no KSM")?.full_scans) };
+        let goal = done()? + scans;
         set("advisor_mode", "none").or_else(|e| if has_advisor() { Err(e) } else { Ok(()) })?;
         set("smart_scan", if self.kind == Kind::KsmUnsmart { "0" } else { "1" })?;
         set("use_zero_pages", "0")?;
         set("pages_to_scan", &BATCH_MOST.to_string())?;
         set("sleep_millisecs", "1")?;
         set("run", "1")?;
-        while done()?.full_scans < goal {
+        while done()? < goal {
             std::thread::sleep(Duration::from_millis(20));
         }
         stop()
