@@ -68,7 +68,8 @@ report: target/.setup ## the figures of README and docs/experiments.md, measured
 	@$(BUILD)
 	@$(CARGO) lab overhead --json target/lab/overhead.json
 	@$(CARGO) lab demo --json target/lab/demo.json
-	@for e in mark-cost recycle fragmented paused refault; do \
+	@$(CARGO) lab dedup --json target/lab/dedup.json
+	@for e in scan corunner mark-cost recycle fragmented paused refault; do \
 	  $(CARGO) lab $$e --kernel both --json target/lab/$$e.json || exit 1; done
 
 fuzz: ## every fuzz target for a minute

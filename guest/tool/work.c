@@ -7,13 +7,16 @@
  *   cycle       size= [base= period_ms= hold_ms= jitter_ms= count=] + as hold
  *   memhog      size=
  *   faultloop   size= [seconds= | iterations=] [huge=]
- *   read        dev= size= [offset=]: into the page cache
- *   sort, verify, pieces: see their files
+ *   read        dev= size= [offset=]: into the page cache; tells the sum
+ *   sort, verify, pieces, chase: see their files
+ *
+ * What is held is compared with what was written whenever the job is poked.
  */
 #include "tool.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -125,6 +128,25 @@ static void timed(struct job_stats *s, u64 ns)
 		s->max_ns = ns;
 }
 
+/* Whether all of it is what fill_pages wrote. */
+static void check_held(struct job_env *e, const u64 *p, u64 size, const struct fill *f)
+{
+	static struct json out;
+	static u64 want[PAGE_WORDS];
+
+	for (u64 i = 0; i < size / PAGE; i++) {
+		memset(want, 0, PAGE);
+		page_fill(want, f, i);
+		if (memcmp(want, p + i * PAGE_WORDS, PAGE))
+			e->stats->errors++;
+		e->stats->checks++;
+	}
+	json_start(&out);
+	json_u64(&out, "checks", e->stats->checks);
+	json_u64(&out, "errors", e->stats->errors);
+	job_report(e, 'p', &out);
+}
+
 static int work_hold(struct job_env *e, struct cmd *c)
 {
 	static struct json out;
@@ -132,10 +154,15 @@ static int work_hold(struct job_env *e, struct cmd *c)
 	u64 size = size_arg(c, "size", 0);
 	u64 huge = cmd_u64(c, "huge", 2);
 	u64 t = now_ns();
+	sigset_t poke;
+	int signal;
 	u64 *p;
 
 	if (!args_ok(e, c))
 		return 1;
+	sigemptyset(&poke);
+	sigaddset(&poke, SIGUSR1);
+	sigprocmask(SIG_BLOCK, &poke, NULL);
 	p = map_pages(size, huge);
 	if (!p)
 		return fail(e, "mmap failed");
@@ -147,7 +174,8 @@ static int work_hold(struct job_env *e, struct cmd *c)
 	json_u64(&out, "fill_ns", e->stats->last_ns);
 	job_report(e, 'r', &out);
 	for (;;)
-		pause();
+		if (!sigwait(&poke, &signal))
+			check_held(e, p, size, &f);
 }
 
 struct cycle {
@@ -274,11 +302,11 @@ static int work_faultloop(struct job_env *e, struct cmd *c)
 static int work_read(struct job_env *e, struct cmd *c)
 {
 	static struct json out;
-	static char buf[256 << 10];
+	static u64 buf[(256 << 10) / sizeof(u64)];
 	const char *dev = cmd_str(c, "dev", "/dev/vda");
 	u64 size = size_arg(c, "size", 0);
 	u64 offset = cmd_u64(c, "offset", 0);
-	u64 t = now_ns(), done = 0;
+	u64 t = now_ns(), done = 0, sum = 0;
 	int fd;
 
 	if (!args_ok(e, c))
@@ -294,12 +322,15 @@ static int work_read(struct job_env *e, struct cmd *c)
 			return fail(e, strerror(errno));
 		if (!n)
 			break;
+		for (size_t i = 0; i < (size_t)n / sizeof(*buf); i++)
+			sum += buf[i];
 		done += (u64)n;
 		e->stats->bytes = done;
 	}
 	timed(e->stats, now_ns() - t);
 	json_start(&out);
 	json_u64(&out, "read_bytes", done);
+	json_u64(&out, "sum", sum);
 	job_report(e, 'R', &out);
 	/* The last close of a block device drops its cache: hold it open. */
 	job_report(e, 'r', &out);
@@ -319,6 +350,7 @@ const struct work *work_find(const char *kind)
 		{ "sort", work_sort },
 		{ "verify", work_verify },
 		{ "pieces", work_pieces },
+		{ "chase", work_chase },
 	};
 
 	for (size_t i = 0; i < sizeof(kinds) / sizeof(*kinds); i++)

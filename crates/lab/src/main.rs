@@ -9,11 +9,11 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
-use ebb_lab::experiment::dedup::Dedup;
+use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
-use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, trial};
+use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
@@ -37,7 +37,11 @@ enum Cmd {
     /// VMs on a host that is too small for them, without and with Ebb
     Demo(DemoArgs),
     /// What merging finds and costs, against every page read one by one
-    Dedup(DedupArgs),
+    Dedup(Dedup),
+    /// What a VM at work notices of merging beside it
+    Corunner(trial::Options),
+    /// How fast the page scanner is, beside raw hashing
+    Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
     /// How fast freed memory comes back, against raw discards and stock QEMU
@@ -125,25 +129,6 @@ struct OverheadArgs {
 }
 
 #[derive(Args)]
-struct DedupArgs {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// ksm, ksm0, ebb-stock
-    #[arg(long, value_delimiter = ',', default_value = "ksm,ksm0,ebb-stock")]
-    arms: Vec<String>,
-    /// boots, clustered, scattered, random [default: all]
-    #[arg(long, value_delimiter = ',')]
-    workloads: Vec<String>,
-    /// How many VMs
-    #[arg(long, default_value_t = 3)]
-    vms: u32,
-    /// What each holds beside what it booted with
-    #[arg(long, default_value = "256MiB")]
-    hold: Bytes,
-}
-
-#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -160,7 +145,9 @@ fn main() -> ExitCode {
         Cmd::Boot(args) => boot(&args),
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
-        Cmd::Dedup(args) => dedup(args),
+        Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
+        Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
         Cmd::Overhead(args) => overhead(&args),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {
@@ -281,12 +268,6 @@ fn demo(args: DemoArgs) -> Result<ExitCode> {
     let time = Duration::from_secs(args.seconds);
     let demo = Demo { arms: args.arms, kernel: args.kernel, time, ..Demo::default() };
     demo.run(args.json.as_deref())?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn dedup(args: DedupArgs) -> Result<ExitCode> {
-    let DedupArgs { json, arms, workloads, vms, hold } = args;
-    Dedup { arms, workloads, vms, hold }.run(json.as_deref())?;
     Ok(ExitCode::SUCCESS)
 }
 

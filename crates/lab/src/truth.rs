@@ -20,6 +20,8 @@ use crate::LabError;
 /// What there is, and what would be left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Truth {
+    /// Places in guest RAM that a frame backs, the zero page left out.
+    pub mapped: u64,
     /// Frames that guest RAM takes.
     pub frames: u64,
     /// Of those, zeros.
@@ -36,7 +38,13 @@ impl Truth {
             reader.process(*pid)?;
         }
         let distinct = reader.contents.len() as u64;
-        Ok(Truth { frames: reader.frames.len() as u64, zeros: reader.zeros, distinct })
+        let (mapped, frames) = (reader.mapped, reader.frames.len() as u64);
+        Ok(Truth { mapped, frames, zeros: reader.zeros, distinct })
+    }
+
+    /// What merging saves already, zero pages not counted.
+    pub fn merged(&self) -> Bytes {
+        Bytes::pages(self.mapped - self.frames)
     }
 
     /// What perfect merging would save now.
@@ -47,6 +55,7 @@ impl Truth {
 
 struct Reader {
     flags: File,
+    mapped: u64,
     frames: HashSet<u64>,
     contents: HashMap<(u64, u64), u32>,
     zeros: u64,
@@ -62,6 +71,7 @@ impl Reader {
         let path = "/proc/kpageflags";
         Ok(Reader {
             flags: File::open(path).map_err(LabError::file(path))?,
+            mapped: 0,
             frames: HashSet::new(),
             contents: HashMap::new(),
             zeros: 0,
@@ -81,7 +91,11 @@ impl Reader {
             for address in (region.range.start..region.range.end()).step_by(PAGE as usize) {
                 let entry = word(&map, address / PAGE).ok_or_else(gone)?;
                 let frame = entry & FRAME;
-                if entry & PRESENT == 0 || self.is_zero_page(frame) || !self.frames.insert(frame) {
+                if entry & PRESENT == 0 || self.is_zero_page(frame) {
+                    continue;
+                }
+                self.mapped += 1;
+                if !self.frames.insert(frame) {
                     continue;
                 }
                 mem.read_exact_at(&mut page, address).map_err(LabError::file("/proc/PID/mem"))?;

@@ -1,298 +1,335 @@
 //! `dedup`: what merging finds, and what it costs.
 //!
 //! VMs are filled, then paused: so the truth stays true while an arm is measured.
-//! Each arm begins with everything unmerged and ends when `ksmd` has found no more
-//! for a whole scan, or stops by itself. Arms: `ksm` (the kernel's defaults, but as
-//! many pages a batch as Ebb may use at most: the defaults' 100 would take hours),
-//! `ksm0` (the same with `smart_scan=0`), `ebb-stock` (the product's scanner, policy
-//! and governor; whole VMs open to KSM). Recall is by how many frames
-//! the VMs take less, by the ideal: frames less different contents, every page read one by one.
+//! Each arm begins with everything unmerged and ends when whole scans bring nothing
+//! more, when it stops of itself, or after [`Dedup::seconds`]. The truth is every
+//! page, read one by one (`truth.rs`); recall is the frames that the VMs take less,
+//! by the ideal: frames less different contents. Workload `late` is the exception:
+//! each arm first sees memory grow old, and only what comes afterwards counts; in
+//! `churn` guests work meanwhile, and recall is what is merged at the end by that and
+//! what could still be.
+//!
+//! Metrics end with the workload. `cpu_seconds` is processor time of `ksmd`, scanner
+//! and daemon until 99.5 % of all that the arm saves is saved, `cpu_to_end` until it
+//! ended, `cpu_to_90` and `time_to_90` until 90 % of the ideal, `rescan_cpu_seconds`
+//! of one more look at memory that nobody wrote. `saved_share` is of what the VMs
+//! held, less KSM's own memory; `cpu_share` of one core, until converged.
 //! KSM looks at every VM of the machine: for figures let no others run.
 
-use std::path::{Path, PathBuf};
+mod arms;
+pub mod corunner;
+mod course;
+mod workload;
+
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use ebb_core::model::Pressure;
-use ebb_core::policy::merge::{Candidates, Order, Settings};
-use ebb_core::sample::VmId;
+use anyhow::{Result, bail};
+use ebb_core::policy::merge::METADATA;
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::act::ksm;
-use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::read_ksm;
-use ebb_host::probe::process::read_stat;
+use ebb_host::probe::ksm::read_ksm_stat;
 use ebb_host::root::Root;
-use ebb_host::scan::{Found, Options, Scanner};
 
+use self::arms::{Kind, Runner, hold_knobs};
+use self::course::{Course, Meter};
+use self::workload::{Fleet, Workload};
 use crate::arena::{Arena, ArenaConfig};
-use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::truth::Truth;
-use crate::vm::{Vm, VmConfig};
+use crate::vm::Vm;
 
-const MINUTE: Duration = Duration::from_secs(60);
-const KSM: &str = "/sys/kernel/mm/ksm";
-/// An arm that has not ended after this is given up.
-const ARM: Duration = Duration::from_secs(600);
-/// As many as Ebb uses at most.
-const BATCH: &str = "20000";
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(50);
+/// Scans until a page that nobody writes is looked at least often: at an age of nine
+/// every ninth time.
+const OLD: u64 = 12;
 
-/// What the guests hold beside what they booted with: name and, for each guest,
-/// the arguments of the tool's `hold`.
-const WORKLOADS: [(&str, &str); 4] = [
-    ("boots", ""),
-    ("clustered", "pattern=template share=0.3 cluster=2097152 common=5"),
-    ("scattered", "pattern=template share=0.05 cluster=4096 common=5"),
-    ("random", "pattern=random"),
-];
-
-/// Sizes of a run.
-#[derive(Clone, Debug)]
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
 pub struct Dedup {
-    /// Arms to measure.
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock, ebb [default: all]
+    #[arg(long, value_delimiter = ',')]
     pub arms: Vec<String>,
-    /// Workloads to measure; all where empty.
+    /// boots, mixed, clustered, scattered, random, freed, late, churn [default: all]
+    #[arg(long, value_delimiter = ',')]
     pub workloads: Vec<String>,
-    /// How many VMs.
+    /// How many VMs
+    #[arg(long, default_value_t = 3)]
     pub vms: u32,
-    /// What each holds.
+    /// What each holds beside what it booted with
+    #[arg(long, default_value = "192MiB")]
     pub hold: Bytes,
+    /// Share of one core that each arm may use
+    #[arg(long, default_value_t = 0.5)]
+    pub cores: f64,
+    /// An arm that has not ended after so many seconds is stopped
+    #[arg(long, default_value_t = 60)]
+    pub seconds: u64,
 }
 
-/// What an arm did.
-#[derive(Clone, Copy, Debug)]
+/// How an arm did.
+#[derive(Debug)]
 struct Measured {
-    cpu_s: f64,
-    again_s: f64,
-    to_90_s: f64,
+    course: Course,
+    /// What could be saved, what was.
+    ideal: Bytes,
+    saved: Bytes,
+    /// What the VMs held before.
+    held: Bytes,
+    own_memory: Bytes,
+    again_s: Option<f64>,
 }
 
 impl Dedup {
-    /// Runs, prints, writes `json`.
-    pub fn run(&self, json: Option<&Path>) -> Result<()> {
+    /// Runs, prints, writes.
+    pub fn run(&self) -> Result<()> {
+        let arms = chosen(&self.arms, &Kind::ALL, Kind::named, "arm")?;
+        let workloads = chosen(&self.workloads, &Workload::ALL, Workload::named, "workload")?;
         let arena = Arena::enter(&ArenaConfig::default())?;
         hold_knobs(&arena)?;
-        let mut outcome = None;
-        println!(
-            "{:<10} {:<10} {:>9} {:>9} {:>7} {:>7} {:>9} {:>7}",
-            "workload", "arm", "ideal", "saved", "recall", "CPU s", "again s", "90 % s"
-        );
-        for (name, arguments) in WORKLOADS {
-            if !self.workloads.is_empty() && !self.workloads.iter().any(|w| w == name) {
-                continue;
+        let mut outcome: Option<Outcome> = None;
+        for workload in workloads {
+            let fleet = Fleet::boot(workload, self.vms, self.hold)?;
+            let vm = &fleet.vms[0];
+            let outcome =
+                outcome.get_or_insert_with(|| Outcome::new("dedup", vm.release(), vm.accel()));
+            println!("{:<12} {}", workload.name(), HEAD);
+            for arm in arms.iter().copied().filter(|a| Runner::is_possible(*a)) {
+                let measured = self.arm(workload, &fleet, arm)?;
+                measured.print(arm);
+                measured.note(arm, workload, outcome);
             }
-            let vms = self.boot(arguments)?;
-            let outcome = outcome
-                .get_or_insert_with(|| Outcome::new("dedup", vms[0].release(), vms[0].accel()));
-            self.workload(name, &vms, outcome)?;
-            for vm in &vms {
-                vm.resume()?;
-                let v = vm.tool().stop("v").map_err(|e| vm.explain(e))?;
-                if v.u64("errors") > 0 || v.u64("checks") == 0 {
-                    bail!("{}: memory changed: {:?}", vm.name(), v.0);
-                }
-            }
-        }
-        ksm::unmerge(&Root::default())?;
-        match (json, outcome) {
-            (Some(path), Some(outcome)) => Ok(outcome.write(path)?),
-            _ => Ok(()),
-        }
-    }
-
-    fn boot(&self, arguments: &str) -> Result<Vec<Vm>> {
-        let mut vms = Vec::new();
-        for n in 1..=self.vms {
-            let ram = Bytes::mib(192) + Bytes(self.hold.0 / 4 * 5);
-            let mut config = VmConfig::new(format!("dedup{n}"), ram.floor_mib());
-            // Every third guest has the other kernel: some of its pages only are alike.
-            config.kernel = if n % 3 == 0 { Kernel::V6_12 } else { Kernel::V6_1 };
-            vms.push(Vm::spawn(&config)?);
-        }
-        for (n, vm) in vms.iter_mut().enumerate() {
-            vm.wait_ready()?;
-            let tool = vm.tool();
-            tool.start_ready("v", "verify", "size=16777216 seconds=86400", MINUTE)
-                .map_err(|e| vm.explain(e))?;
-            if !arguments.is_empty() {
-                let all = format!("size={} seed={n} {arguments}", self.hold.0);
-                tool.start_ready("h", "hold", &all, 5 * MINUTE).map_err(|e| vm.explain(e))?;
-            }
-        }
-        vms.iter().try_for_each(Vm::pause)?;
-        Ok(vms)
-    }
-
-    fn workload(&self, name: &str, vms: &[Vm], outcome: &mut Outcome) -> Result<()> {
-        let root = Root::default();
-        let pids: Vec<u32> = vms.iter().map(Vm::pid).collect();
-        ksm::unmerge(&root)?;
-        let truth = Truth::of(&pids)?;
-        let ideal = truth.ideal();
-        let (found, planned) = scan(vms)?;
-        outcome.add(name, "report_error", "fraction", &[found.abs_diff(ideal).fraction_of(ideal)]);
-        for arm in &self.arms {
-            ksm::unmerge(&root)?;
-            let m = match arm.as_str() {
-                "ksm" => plain(ideal, true)?,
-                "ksm0" => plain(ideal, false)?,
-                "ebb-stock" => governed(ideal, planned)?,
-                other => bail!("no arm {other}: ksm, ksm0, ebb-stock"),
-            };
-            let left = Truth::of(&pids)?;
-            let saved = Bytes::pages(truth.frames.saturating_sub(left.frames));
-            let recall = saved.fraction_of(ideal);
-            println!(
-                "{name:<10} {arm:<10} {:>9} {:>9} {recall:>7.3} {:>7.2} {:>9.2} {:>7.1}",
-                ideal.to_string(),
-                saved.to_string(),
-                m.cpu_s,
-                m.again_s,
-                m.to_90_s
-            );
-            let key = format!("{arm}/{name}");
-            outcome.add(&key, "recall", "fraction", &[recall]);
-            outcome.add(&key, "cpu_seconds", "seconds", &[m.cpu_s]);
-            outcome.add(&key, "rescan_cpu_seconds", "seconds", &[m.again_s]);
-            if m.to_90_s.is_finite() {
-                outcome.add(&key, "time_to_90", "seconds", &[m.to_90_s]);
+            fleet.resume()?;
+            fleet.check()?;
+            compare(workload, &arms, outcome);
+            if let Some(path) = &self.json {
+                outcome.write(path)?;
             }
         }
         Ok(())
     }
-}
 
-/// Writes every knob once through the arena, so that it puts them back.
-fn hold_knobs(arena: &Arena) -> Result<()> {
-    for (knob, value) in [
-        ("run", "0"),
-        ("pages_to_scan", "100"),
-        ("sleep_millisecs", "20"),
-        ("smart_scan", "1"),
-        ("use_zero_pages", "1"),
-    ] {
-        arena.set(&PathBuf::from(format!("{KSM}/{knob}")), value)?;
+    fn arm(&self, workload: Workload, fleet: &Fleet, arm: Kind) -> Result<Measured> {
+        let mut runner = Runner::new(arm, self.cores, &fleet.vms)?;
+        fleet.pause()?;
+        ksm::unmerge(&Root::default())?;
+        match workload {
+            Workload::Late => self.late(fleet, arm, &mut runner),
+            Workload::Churn => self.churn(fleet, &mut runner),
+            _ => self.still(fleet, arm, &mut runner),
+        }
     }
-    Ok(())
+
+    /// Paused VMs, from nothing merged to the arm's end.
+    fn still(&self, fleet: &Fleet, arm: Kind, runner: &mut Runner<'_>) -> Result<Measured> {
+        let before = Truth::of(&fleet.pids())?;
+        let course = self.follow(runner, before.ideal())?;
+        let after = Truth::of(&fleet.pids())?;
+        if arm == Kind::EbbStock {
+            let left = Truth::of(&fleet.pids())?.ideal();
+            let (said, _) = runner.scan()?;
+            println!("             left: {left} by every page, {said} by the scanner");
+        }
+        let again_s = runner.again()?;
+        let own_memory = own_memory(&fleet.vms)?;
+        Ok(Measured {
+            course,
+            ideal: before.ideal(),
+            saved: Bytes::pages(before.frames.saturating_sub(after.frames)),
+            held: Bytes::pages(before.frames),
+            own_memory,
+            again_s,
+        })
+    }
+
+    /// Memory grows old, then all read the same file.
+    fn late(&self, fleet: &Fleet, arm: Kind, runner: &mut Runner<'_>) -> Result<Measured> {
+        let last = fleet.vms.len() - 1;
+        // Guests start at different times, so their pages' turns are different ones.
+        fleet.grow_old(|n| match arm.is_ksm() {
+            true => runner.age(if n < last { 2 + n as u64 } else { OLD }),
+            false if n == last => self.follow(runner, Bytes::ZERO).map(drop),
+            false => Ok(()),
+        })?;
+        fleet.read_file()?;
+        let measured = self.still(fleet, arm, runner)?;
+        fleet.forget_file()?;
+        Ok(measured)
+    }
+
+    /// VMs at work.
+    fn churn(&self, fleet: &Fleet, runner: &mut Runner<'_>) -> Result<Measured> {
+        let held = Bytes::pages(Truth::of(&fleet.pids())?.frames);
+        fleet.resume()?;
+        fleet.stir()?;
+        let meter = Meter::begin(fleet.pids())?;
+        let mut course = Course(vec![meter.look(0.0)?]);
+        runner.begin()?;
+        let until = Instant::now() + Duration::from_secs(self.seconds);
+        while Instant::now() < until {
+            runner.look_again()?;
+            runner.step(&course, Bytes::ZERO)?;
+            course.0.push(meter.look(runner.own)?);
+            std::thread::sleep(LOOK);
+        }
+        runner.end()?;
+        fleet.pause()?;
+        let after = Truth::of(&fleet.pids())?;
+        let own_memory = own_memory(&fleet.vms)?;
+        let saved = after.merged() + zeros(&fleet.vms)?;
+        fleet.resume()?;
+        fleet.calm()?;
+        fleet.pause()?;
+        let ideal = saved + after.ideal();
+        Ok(Measured { course, ideal, saved, held, own_memory, again_s: None })
+    }
+
+    /// The arm, until it ends or its time is over.
+    fn follow(&self, runner: &mut Runner<'_>, ideal: Bytes) -> Result<Course> {
+        let meter = Meter::begin(runner.pids())?;
+        let own = runner.own;
+        let mut course = Course(vec![meter.look(0.0)?]);
+        runner.begin()?;
+        let until = Instant::now() + Duration::from_secs(self.seconds);
+        let mut done = false;
+        while !done && Instant::now() < until {
+            done = runner.step(&course, ideal)?;
+            course.0.push(meter.look(runner.own - own)?);
+            std::thread::sleep(LOOK);
+        }
+        runner.end()?;
+        course.0.push(meter.look(runner.own - own)?);
+        if !runner.why.is_empty() {
+            println!("             {}", runner.why);
+        }
+        Ok(course)
+    }
 }
 
-fn set(knob: &str, value: &str) -> Result<()> {
-    let path = format!("{KSM}/{knob}");
-    std::fs::write(&path, value).context(path)
+const HEAD: &str =
+    "    ideal     saved  recall   CPU s   to end  to 90 %   90 % s    end s scans  again s  %held";
+
+impl Measured {
+    fn recall(&self) -> f64 {
+        self.saved.fraction_of(self.ideal)
+    }
+
+    /// When 90 % of the ideal were saved: what is merged and what that saves grow alike.
+    fn to_90(&self) -> Option<course::Point> {
+        self.course.reached(0.9 / self.recall().max(1e-9))
+    }
+
+    /// Of what was held, less KSM's own.
+    fn share(&self) -> f64 {
+        (self.saved.0 as f64 - self.own_memory.0 as f64) / self.held.0.max(1) as f64
+    }
+
+    fn print(&self, arm: Kind) {
+        let or_none = |v: Option<f64>| v.map_or("–".into(), |v| format!("{v:.3}"));
+        println!(
+            "{:<12} {:>9} {:>9} {:>7.3} {:>7.3} {:>8.3} {:>8} {:>8} {:>8.1} {:>5} {:>8} {:>6.1}",
+            arm.name(),
+            self.ideal.to_string(),
+            self.saved.to_string(),
+            self.recall(),
+            self.course.converged().cpu,
+            self.course.last().cpu,
+            or_none(self.to_90().map(|p| p.cpu)),
+            or_none(self.to_90().map(|p| p.at)),
+            self.course.last().at,
+            self.course.last().scans,
+            or_none(self.again_s),
+            self.share() * 100.0
+        );
+    }
+
+    fn note(&self, arm: Kind, workload: Workload, outcome: &mut Outcome) {
+        let end = self.course.converged();
+        let gib = self.saved.0 as f64 / Bytes::gib(1).0 as f64;
+        let paid = self.saved >= Bytes::mib(1);
+        let rows: [(&str, &str, Option<f64>); 11] = [
+            ("recall", "fraction", Some(self.recall())),
+            ("saved", "bytes", Some(self.saved.0 as f64)),
+            ("merged_mean", "bytes", Some(self.course.mean().0 as f64)),
+            ("saved_share", "fraction", Some(self.share())),
+            ("cpu_seconds", "seconds", Some(end.cpu)),
+            ("cpu_to_end", "seconds", Some(self.course.last().cpu)),
+            ("cpu_to_90", "seconds", self.to_90().map(|p| p.cpu)),
+            ("time_to_90", "seconds", self.to_90().map(|p| p.at)),
+            ("rescan_cpu_seconds", "seconds", self.again_s),
+            ("cpu_share", "fraction", Some(end.cpu / end.at.max(1e-9))),
+            ("cpu_per_gib", "seconds", paid.then(|| end.cpu / gib)),
+        ];
+        for (metric, unit, value) in rows {
+            let metric = format!("{metric}_{}", workload.name());
+            outcome.add(arm.name(), &metric, unit, value.as_slice());
+        }
+    }
 }
 
-/// What the scanner finds, and what that means for KSM.
-fn scan(vms: &[Vm]) -> Result<(Bytes, Candidates)> {
-    let root = Root::default();
-    let mut targets = Vec::new();
+/// Names to what they mean; all of them where there are none.
+fn chosen<T: Copy>(
+    names: &[String],
+    all: &[T],
+    named: impl Fn(&str) -> Option<T>,
+    what: &str,
+) -> Result<Vec<T>> {
+    if names.is_empty() {
+        return Ok(all.to_vec());
+    }
+    let one = |name: &String| match named(name) {
+        Some(found) => Ok(found),
+        None => bail!("no {what} “{name}”"),
+    };
+    names.iter().map(one).collect()
+}
+
+/// KSM's own memory for these VMs.
+fn own_memory(vms: &[Vm]) -> Result<Bytes> {
+    let mut items = 0;
     for vm in vms {
-        let start = read_stat(&root, vm.pid())?.context("a VM has ended")?.start;
-        let id = VmId { pid: vm.pid(), start };
-        let found = Found::look(&root, id, vm.name(), "lab")?.context("a VM has ended")?;
-        targets.push(found.target.context("a VM without RAM")?);
+        let stat = read_ksm_stat(&Root::default(), vm.pid())?.unwrap_or_default();
+        items += stat.rmap_items.unwrap_or(0);
     }
-    let options = Options { idle: false, ..Options::default() };
-    let scan = Scanner::new(root)?.scan(&targets, &options);
-    let pages = |b: Bytes| b.0 / 4096;
-    let planned = Candidates {
-        pages: scan.vms.iter().map(|v| v.pages.read).sum(),
-        zeros: pages(scan.split.zero),
-        twins: pages(scan.split.within + scan.split.between),
+    Ok(Bytes(items * METADATA))
+}
+
+/// Pages of zeros that KSM replaced by the zero page.
+fn zeros(vms: &[Vm]) -> Result<Bytes> {
+    let mut pages = 0;
+    for vm in vms {
+        let stat = read_ksm_stat(&Root::default(), vm.pid())?.unwrap_or_default();
+        pages += stat.zero_pages.unwrap_or(0);
+    }
+    Ok(Bytes::pages(pages))
+}
+
+/// Ebb by the best KSM arm of those that found as much, or nearly.
+fn compare(workload: Workload, arms: &[Kind], outcome: &Outcome) {
+    let value = |arm: Kind, metric: &str| {
+        outcome.value(arm.name(), &format!("{metric}_{}", workload.name()))
     };
-    Ok((scan.split.allowed(), planned))
-}
-
-struct Watch {
-    ksmd: u32,
-    began: Instant,
-    cpu: f64,
-    scans: u64,
-    ideal: Bytes,
-    to_90_s: f64,
-}
-
-impl Watch {
-    fn begin(ideal: Bytes) -> Result<Watch> {
-        let ksmd = ksmd(&Root::default()).context("no ksmd")?;
-        let mut watch = Watch {
-            ksmd,
-            began: Instant::now(),
-            cpu: 0.0,
-            scans: 0,
-            ideal,
-            to_90_s: f64::INFINITY,
+    let most = arms.iter().filter_map(|a| value(*a, "recall")).fold(0.0, f64::max);
+    let good = |a: &&Kind| a.is_ksm() && value(**a, "recall").is_some_and(|r| r >= 0.9 * most);
+    for ebb in arms.iter().filter(|a| !a.is_ksm()) {
+        let ratio = |metric: &str| {
+            let best = arms.iter().filter(good).filter_map(|a| value(*a, metric));
+            let best = best.fold(f64::INFINITY, f64::min);
+            let own = value(*ebb, metric).filter(|_| best.is_finite() && best > 0.0);
+            own.map_or("–".into(), |own| format!("{:.3}", own / best))
         };
-        watch.cpu = watch.cpu_s()?;
-        watch.scans = watch.look()?.1;
-        Ok(watch)
+        println!(
+            "             {} by the best KSM arm that found as much: CPU {}, to 90 % {} (CPU {}), \
+             a later look {}\n",
+            ebb.name(),
+            ratio("cpu_seconds"),
+            ratio("time_to_90"),
+            ratio("cpu_to_90"),
+            ratio("rescan_cpu_seconds")
+        );
     }
-
-    fn cpu_s(&self) -> Result<f64> {
-        let stat = read_stat(&Root::default(), self.ksmd)?.context("no ksmd")?;
-        Ok(stat.system_ticks as f64 / 100.0 - self.cpu)
-    }
-
-    /// Saved, and full scans since the beginning.
-    fn look(&mut self) -> Result<(Bytes, u64)> {
-        let now = read_ksm(&Root::default())?.context("no KSM")?;
-        let saved = ksm::saved(&now);
-        if saved >= self.ideal.share(0.9) && self.to_90_s.is_infinite() {
-            self.to_90_s = self.began.elapsed().as_secs_f64();
-        }
-        if self.began.elapsed() > ARM {
-            bail!("not done in {ARM:?}: {saved} of {} after {} scans", self.ideal, now.full_scans);
-        }
-        std::thread::sleep(Duration::from_millis(20));
-        Ok((saved, now.full_scans - self.scans))
-    }
-}
-
-/// `ksmd` until a whole scan brings nothing; then one more is measured.
-fn plain(ideal: Bytes, smart: bool) -> Result<Measured> {
-    set("smart_scan", if smart { "1" } else { "0" })?;
-    set("pages_to_scan", BATCH)?;
-    set("sleep_millisecs", "20")?;
-    let mut watch = Watch::begin(ideal)?;
-    set("run", "1")?;
-    let (mut before, mut scan) = (Bytes::ZERO, 0);
-    let cpu_s = loop {
-        let (saved, scans) = watch.look()?;
-        if scans > scan {
-            // Other VMs' pages come and go.
-            if scans >= 3 && saved <= before + ideal.share(0.002) {
-                break watch.cpu_s()?;
-            }
-            (before, scan) = (saved, scans);
-        }
-    };
-    while watch.look()?.1 < scan + 2 {}
-    let again_s = watch.cpu_s()? - cpu_s;
-    set("run", "0")?;
-    Ok(Measured { cpu_s, again_s, to_90_s: watch.to_90_s })
-}
-
-/// The product's governor until it rests, with a whole core for its budget.
-fn governed(ideal: Bytes, planned: Candidates) -> Result<Measured> {
-    let dir = tempfile::tempdir()?;
-    let settings = Settings { cores: 1.0, ..Settings::default() };
-    let state = dir.path().join("ksm.json");
-    let mut governor = Governor::take(Root::default(), &state, settings, false)?;
-    governor.plan(planned);
-    let mut watch = Watch::begin(ideal)?;
-    let why = loop {
-        match governor.step(LinuxHost::now(), Pressure::Clear)? {
-            Order::Run { .. } => drop(watch.look()?),
-            Order::Rest { why } => break why,
-        }
-    };
-    println!("           {why}");
-    let m = Measured {
-        cpu_s: watch.cpu_s()?,
-        // It rests: memory that nobody wrote is not scanned again.
-        again_s: 0.0,
-        to_90_s: watch.to_90_s,
-    };
-    governor.release()?;
-    Ok(m)
 }

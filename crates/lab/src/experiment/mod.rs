@@ -13,4 +13,5 @@ pub mod place;
 pub mod record;
 pub mod recycle;
 pub mod refault;
+pub mod scan;
 pub mod trial;

@@ -1,0 +1,300 @@
+//! What the guests hold, and how they come to hold it. What can be checked is
+//! checked at the end: pages against the rule they were written by, a file's sum.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use ebb_core::units::Bytes;
+
+use crate::image::Kernel;
+use crate::vm::{Vm, VmConfig};
+
+const MINUTE: Duration = Duration::from_secs(60);
+/// Beside what a guest holds: its kernel, and what it verifies all the time.
+const OWN: Bytes = Bytes::mib(176);
+const VERIFIED: Bytes = Bytes::mib(12);
+
+/// A workload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Workload {
+    /// Guests of one kernel that have just booted.
+    Boots,
+    /// The same, every second one with another kernel.
+    Mixed,
+    /// 30 % of what they hold is alike, in clusters of 2 MiB.
+    Clustered,
+    /// 5 %, page by page.
+    Scattered,
+    /// Nothing is alike.
+    Random,
+    /// Freed in the guest, half of it alike, still held by the host.
+    Freed,
+    /// The same file, read by all, into memory that KSM has long found to be alone.
+    Late,
+    /// Guests at work, while KSM is.
+    Churn,
+}
+
+impl Workload {
+    /// All of them.
+    pub const ALL: [Workload; 8] = [
+        Workload::Boots,
+        Workload::Mixed,
+        Workload::Clustered,
+        Workload::Scattered,
+        Workload::Random,
+        Workload::Freed,
+        Workload::Late,
+        Workload::Churn,
+    ];
+
+    /// Its name in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Workload::Boots => "boots",
+            Workload::Mixed => "mixed",
+            Workload::Clustered => "clustered",
+            Workload::Scattered => "scattered",
+            Workload::Random => "random",
+            Workload::Freed => "freed",
+            Workload::Late => "late",
+            Workload::Churn => "churn",
+        }
+    }
+
+    /// By its name.
+    pub fn named(name: &str) -> Option<Workload> {
+        Workload::ALL.into_iter().find(|w| w.name() == name)
+    }
+
+    /// The tool's arguments for what a guest holds all the time.
+    fn holds(self) -> Option<&'static str> {
+        match self {
+            Workload::Clustered | Workload::Churn => {
+                Some("pattern=template share=0.3 cluster=2097152 common=5")
+            }
+            Workload::Scattered => Some("pattern=template share=0.05 cluster=4096 common=5"),
+            Workload::Random => Some("pattern=random"),
+            _ => None,
+        }
+    }
+}
+
+/// Guests with a workload, and the file that some of them read.
+#[derive(Debug)]
+pub struct Fleet {
+    /// The VMs.
+    pub vms: Vec<Vm>,
+    workload: Workload,
+    hold: Bytes,
+    sum: u64,
+    _dir: tempfile::TempDir,
+}
+
+impl Fleet {
+    /// Boots and fills them; they run.
+    pub fn boot(workload: Workload, count: u32, hold: Bytes) -> Result<Fleet> {
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("file");
+        let sum = match workload {
+            Workload::Late => noise(&file, late(hold))?,
+            _ => 0,
+        };
+        let mut vms = Vec::new();
+        for n in 1..=count {
+            let ram = OWN + VERIFIED + Bytes(hold.0 / 8 * 9);
+            let mut config = VmConfig::new(format!("dedup{n}"), ram.floor_mib());
+            // Otherwise the first arm would split the huge pages, and the others not.
+            config.small_pages = true;
+            if workload == Workload::Mixed && n % 2 == 0 {
+                config.kernel = Kernel::V6_12;
+            }
+            if workload == Workload::Late {
+                let drive = format!("file={},if=virtio,format=raw,readonly=on", file.display());
+                config.args = vec!["-drive".into(), drive];
+            }
+            vms.push(Vm::spawn(&config)?);
+        }
+        let mut fleet = Fleet { vms, workload, hold, sum, _dir: dir };
+        for vm in &mut fleet.vms {
+            vm.wait_ready()?;
+        }
+        fleet.fill()?;
+        Ok(fleet)
+    }
+
+    fn fill(&self) -> Result<()> {
+        for (n, vm) in self.vms.iter().enumerate() {
+            // The same seed: what has been written as often is alike.
+            let verify = format!("size={} seconds=86400 seed=9", VERIFIED.0);
+            start(vm, "v", "verify", &verify)?;
+            if let Some(holds) = self.workload.holds() {
+                start(vm, "h", "hold", &format!("size={} seed={n} {holds}", self.hold.0))?;
+            }
+            if self.workload == Workload::Freed {
+                let half = self.hold.0 / 2;
+                start(vm, "a", "hold", &format!("size={half} pattern=template common=5"))?;
+                start(vm, "b", "hold", &format!("size={half} pattern=random seed={n}"))?;
+                for job in ["a", "b"] {
+                    vm.tool().stop(job).map_err(|e| vm.explain(e))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Their processes.
+    pub fn pids(&self) -> Vec<u32> {
+        self.vms.iter().map(Vm::pid).collect()
+    }
+
+    /// Stops all vCPUs.
+    pub fn pause(&self) -> Result<()> {
+        Ok(self.vms.iter().try_for_each(Vm::pause)?)
+    }
+
+    /// Lets them run.
+    pub fn resume(&self) -> Result<()> {
+        Ok(self.vms.iter().try_for_each(Vm::resume)?)
+    }
+
+    /// `late`, before: one guest after the other fills its memory with what is alone;
+    /// `after` each, with all of them paused.
+    pub fn grow_old(&self, mut after: impl FnMut(usize) -> Result<()>) -> Result<()> {
+        for (n, vm) in self.vms.iter().enumerate() {
+            vm.resume()?;
+            start(vm, "old", "hold", &format!("size={} seed={n} pattern=random", self.hold.0))?;
+            vm.pause()?;
+            after(n)?;
+        }
+        Ok(())
+    }
+
+    /// `late`: what they held is freed, and all read the same file.
+    pub fn read_file(&self) -> Result<()> {
+        self.resume()?;
+        for vm in &self.vms {
+            vm.tool().stop("old").map_err(|e| vm.explain(e))?;
+            self.read(vm, "file")?;
+        }
+        self.pause()
+    }
+
+    fn read(&self, vm: &Vm, job: &str) -> Result<()> {
+        let read = format!("dev=/dev/vda size={}", late(self.hold).0);
+        let said = vm.tool().start_ready(job, "read", &read, 2 * MINUTE);
+        let sum = said.map_err(|e| vm.explain(e))?.u64("sum");
+        match sum == self.sum {
+            true => Ok(()),
+            false => bail!("{}: the file reads as another one: {sum} for {}", vm.name(), self.sum),
+        }
+    }
+
+    /// `late`, afterwards: what is in the page cache is the file; then it is dropped.
+    pub fn forget_file(&self) -> Result<()> {
+        self.resume()?;
+        for vm in &self.vms {
+            self.read(vm, "again")?;
+            for job in ["again", "file"] {
+                vm.tool().stop(job).map_err(|e| vm.explain(e))?;
+            }
+        }
+        self.pause()
+    }
+
+    /// `churn`: memory comes and goes, some of it alike, until [`Fleet::calm`].
+    pub fn stir(&self) -> Result<()> {
+        for (n, vm) in self.vms.iter().enumerate() {
+            let cycle = format!(
+                "size={} base=4096 period_ms=6000 hold_ms=4000 pattern=template share=0.5 \
+                 cluster=262144 common=7 seed={n}",
+                self.hold.0 / 8
+            );
+            vm.tool().start("c", "cycle", &cycle).map_err(|e| vm.explain(e))?;
+        }
+        Ok(())
+    }
+
+    /// Ends that.
+    pub fn calm(&self) -> Result<()> {
+        for vm in &self.vms {
+            vm.tool().stop("c").map_err(|e| vm.explain(e))?;
+        }
+        Ok(())
+    }
+
+    /// Every guest looks whether its memory is what it wrote.
+    pub fn check(&self) -> Result<()> {
+        for vm in &self.vms {
+            let v = vm.tool().stop("v").map_err(|e| vm.explain(e))?;
+            if v.u64("errors") > 0 || v.u64("checks") == 0 {
+                bail!("{}: memory changed: {:?}", vm.name(), v.0);
+            }
+            if self.workload.holds().is_some() {
+                let tool = vm.tool();
+                tool.poke("h").map_err(|e| vm.explain(e))?;
+                let h = tool.wait_event("h", "progress", 2 * MINUTE);
+                let h = h.map_err(|e| vm.explain(e))?;
+                if h.u64("errors") > 0 || h.u64("checks") != self.hold.0 / 4096 {
+                    bail!("{}: held memory changed: {:?}", vm.name(), h.0);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The part of what is held that the file takes.
+fn late(hold: Bytes) -> Bytes {
+    Bytes(hold.0 / 8 * 5).floor_mib()
+}
+
+fn start(vm: &Vm, job: &str, kind: &str, arguments: &str) -> Result<()> {
+    let started = vm.tool().start_ready(job, kind, arguments, 5 * MINUTE);
+    started.map_err(|e| vm.explain(e))?;
+    Ok(())
+}
+
+/// A file of noise; returns the sum of its words.
+fn noise(path: &Path, size: Bytes) -> Result<u64> {
+    let mut state = 1u64;
+    let mut next = || {
+        // xorshift64: nothing compresses it, and no page is like another.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let mut file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
+    let mut sum = 0u64;
+    for _ in 0..size.0 >> 20 {
+        let words: Vec<u64> = (0..1 << 17).map(|_| next()).collect();
+        sum = words.iter().fold(sum, |sum, word| sum.wrapping_add(*word));
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        file.write_all(&bytes)?;
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_lead_back_to_workloads() {
+        assert!(Workload::ALL.into_iter().all(|w| Workload::named(w.name()) == Some(w)));
+        assert_eq!(Workload::named("none"), None);
+    }
+
+    #[test]
+    fn the_file_is_what_its_sum_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let sum = noise(&path, Bytes::mib(2)).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let words = bytes.chunks_exact(8).map(|w| u64::from_ne_bytes(w.try_into().unwrap()));
+        assert_eq!((bytes.len(), words.fold(0, u64::wrapping_add)), (2 << 20, sum));
+    }
+}
