@@ -55,6 +55,9 @@ const START_MOST_MS: u64 = 180_000;
 const GIVE_ECHO_MS: u64 = 10_000;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
+/// The same numbers are the same answer unless they are so much younger: QEMU tells
+/// their moment in whole seconds, and a look takes some time.
+const AGAIN_MS: u64 = 100;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 /// Harms that are remembered.
@@ -643,7 +646,11 @@ impl VmMemory {
     }
 
     fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
-        if self.stats.is_some_and(|(_, _, was)| same_words(&was, &now)) {
+        // Said again counts as said: what changes next has changed since then, and not
+        // since the guest was quiet.
+        let said = Stamp(at.0.saturating_sub(now.age_ms));
+        if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
+        {
             return;
         }
         let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
