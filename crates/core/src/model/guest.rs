@@ -103,7 +103,7 @@ impl GuestModel {
         let working_set = need + hot;
         // What a guest can touch before Ebb can answer. One that can deflate its
         // balloon itself waits meanwhile; one that cannot would kill processes.
-        let burst = if deflate_on_oom { ram.share(0.08) } else { ram.share(0.25) };
+        let burst = if deflate_on_oom { ram.share(0.12) } else { ram.share(0.25) };
         Some(GuestModel {
             available,
             need,
