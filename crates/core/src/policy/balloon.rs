@@ -64,7 +64,7 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     }
     if done.missing > Bytes::ZERO {
         let missing = done.missing - above;
-        done.expected = take(model, memory, missing, deferred > Bytes::ZERO, &mut verdicts);
+        done.expected = take(model, memory, missing, &mut verdicts);
     } else if host.known {
         grow(model, memory, &mut verdicts);
     }
@@ -192,7 +192,9 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     if again {
         well = vm.ceiling;
     }
-    let comfort = well.max(actual + vm.held().share(0.5).max(ram.share(0.25)));
+    let more = actual + vm.held().share(0.5).max(ram.share(0.25));
+    // What is given beyond need on a hard host is taken from others, or from it again.
+    let comfort = if model.host.state > Pressure::Soft { well } else { well.max(more) };
     Wish {
         from,
         urgent: urgent.min(vm.ceiling),
@@ -385,13 +387,13 @@ mod tests {
         for (state, to) in [
             (Pressure::Clear, 1024),
             (Pressure::Soft, 1024),
-            (Pressure::Hard, 712),
-            (Pressure::Critical, 712),
+            (Pressure::Hard, 540),
+            (Pressure::Critical, 540),
         ] {
             let mut poor = vm(1, 400, 20);
             poor.distress = "20 MiB available".into();
             let v = decide(host(state, 500, 0), vec![poor, vm(2, 1024, 900)], vec![]);
-            assert_eq!(size(&v[0]), Some(to), "{state}: all, or half of what is held");
+            assert_eq!(size(&v[0]), Some(to), "{state}: all, or its need and two buffers");
             assert!(matches!(&v[0], Verdict::Set { reason: Reason::GuestShort { .. }, .. }));
         }
         let mut poor = vm(1, 400, 20);
