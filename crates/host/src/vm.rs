@@ -396,15 +396,19 @@ impl Vm {
         }
     }
 
-    /// Has the agent asked, after QMP has told how the VM is.
+    /// Whether QEMU has said if a balloon reports free pages, or that it cannot.
+    fn known(&self) -> bool {
+        self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
+    }
+
+    /// Has the agent asked, after QMP has told how the VM is; not before it is known
+    /// who else discards its pages.
     pub fn ask_agent(&mut self, now: Instant) {
         self.take_events();
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
+        let usable = self.slow_since.is_none() && self.known();
         let Some(agent) = self.agent.as_mut() else { return };
-        // Not before it is known whether a balloon reports free pages.
-        let known = self.looked && (self.device.is_none() || self.reporting.is_some());
-        let usable = self.slow_since.is_none() && known;
         let reports = self.reporting == Some(true);
         let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
         agent.ask(now, run.as_ref(), &self.events, reports, qmp);
@@ -513,9 +517,10 @@ mod tests {
 
     use super::*;
 
-    /// A QEMU with a balloon that answers at once, but for the questions about
-    /// the balloon's properties while `held` holds answers back.
-    fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>) -> UnixStream {
+    /// A QEMU with a balloon that answers at once, but for the question whether
+    /// it reports free pages: what it says to that is held back in `held`, where
+    /// there is one, or there is no such property.
+    fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>, old: bool) -> UnixStream {
         let (mut stream, _) = listener.accept().unwrap();
         let ours = stream.try_clone().unwrap();
         std::thread::spawn(move || {
@@ -532,7 +537,12 @@ mod tests {
                     "qom-get" if line.contains(balloon::REPORTING) => json!(true),
                     _ => json!({}),
                 };
-                let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+                let error = json!({ "class": "GenericError", "desc": "Property not found" });
+                let (key, what) = match said == json!(true) && old {
+                    true => ("error", &error),
+                    false => ("return", &said),
+                };
+                let answer = json!({ key: what, "id": asked["id"] }).to_string() + "\n";
                 match held.lock().unwrap().as_mut().filter(|_| said == json!(true)) {
                     Some(held) => held.push_str(&answer),
                     None => drop(stream.write_all(answer.as_bytes())),
@@ -553,17 +563,8 @@ mod tests {
         vm.sample(Stamp(0), 0, None, &mut Vec::new())
     }
 
-    /// On a busy machine an answer can miss its tick. The agent is not told of RAM
-    /// before it is known whether the balloon reports free pages.
-    #[test]
-    fn what_a_balloon_is_asked_once_is_asked_again_until_it_is_answered() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("qmp");
-        let listener = UnixListener::bind(&path).unwrap();
-        let held = Arc::new(Mutex::new(Some(String::new())));
-        let theirs = Arc::clone(&held);
-        let peer = std::thread::spawn(move || qemu(listener, theirs));
-        let mut vm = Vm::new(
+    fn vm(path: std::path::PathBuf) -> Vm {
+        Vm::new(
             QemuProcess {
                 id: VmId { pid: std::process::id(), start: 0 },
                 name: "v".into(),
@@ -577,15 +578,44 @@ mod tests {
                 objections: Vec::new(),
             },
             1,
-        );
+        )
+    }
+
+    /// On a busy machine an answer can miss its tick. The agent is not told of RAM
+    /// before it is known whether the balloon reports free pages.
+    #[test]
+    fn what_a_balloon_is_asked_once_is_asked_again_until_it_is_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let held = Arc::new(Mutex::new(Some(String::new())));
+        let theirs = Arc::clone(&held);
+        let peer = std::thread::spawn(move || qemu(listener, theirs, false));
+        let mut vm = vm(path);
         while held.lock().unwrap().as_deref() == Some("") {
             assert_eq!(tick(&mut vm).balloon.and_then(|b| b.reporting), None);
+            assert!(!vm.known());
         }
         // Too late for the tick that asked.
         let late = held.lock().unwrap().take().unwrap();
         peer.join().unwrap().write_all(late.as_bytes()).unwrap();
         let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
-        assert_eq!(found, Some(true));
+        assert_eq!((found, vm.known()), (Some(true), true));
+    }
+
+    #[test]
+    fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let peer = std::thread::spawn(move || qemu(listener, Arc::default(), true));
+        let mut vm = vm(path);
+        let known = (0..20).any(|_| {
+            tick(&mut vm);
+            vm.device.is_some() && vm.known()
+        });
+        assert!(known && vm.reporting.is_none());
+        drop(peer.join());
     }
 
     #[test]

@@ -71,6 +71,21 @@ pub(crate) fn run(command: &mut std::process::Command) -> Result<String, LabErro
     Err(LabError::Command { command: line, message: tail(&text, 5) })
 }
 
+/// Does `work` for each item, two at a time, and panics where one did: for guests
+/// that have nothing to do with each other.
+pub fn in_pairs<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let turn = || {
+        while let Some(item) = items.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+            work(item);
+        }
+    };
+    std::thread::scope(|s| {
+        s.spawn(turn);
+        turn();
+    });
+}
+
 /// Now, milliseconds since 1970: the daemon's clock in records and decisions.
 pub(crate) fn wall_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
@@ -19,6 +20,9 @@ fn repository() -> PathBuf {
 /// `ebb.ko` for a guest kernel, stripped of debugging information; built where
 /// sources are newer. `faults`: with the switches that leave hooks out.
 pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
+    // One at a time: guests boot side by side, and `make` writes in one folder.
+    static BUILDS: Mutex<()> = Mutex::new(());
+    let _alone = BUILDS.lock().unwrap_or_else(PoisonError::into_inner);
     let headers = image.headers.as_ref().ok_or_else(|| {
         LabError::Missing("no headers of the guest kernels: cargo lab setup --headers".into())
     })?;
@@ -33,14 +37,28 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
         make.arg("EBB_FAULTS=1");
     }
     run(&mut make)?;
-    let stripped = out.join("stripped.ko");
-    run(Command::new("strip").arg("-g").arg("-o").arg(&stripped).arg(out.join("ebb.ko")))?;
+    // Replaced as a whole: somebody may be reading the last one.
+    let (new, stripped) = (out.join("stripped.new"), out.join("stripped.ko"));
+    run(Command::new("strip").arg("-g").arg("-o").arg(&new).arg(out.join("ebb.ko")))?;
+    std::fs::rename(&new, &stripped).map_err(LabError::file(&stripped))?;
     Ok(stripped)
 }
 
 /// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.
 pub fn plugin() -> Result<PathBuf, LabError> {
     crate::ebb::built("EBB_AGENT", "libebb_vmm.so", "ebb-vmm")
+}
+
+/// The agent with the switches that break it, built into a folder of its own: no
+/// agent that can lose pages comes near the real one.
+fn faulty_plugin() -> Result<PathBuf, LabError> {
+    let root = repository();
+    let out = root.join("target/faults");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut cargo = Command::new(cargo);
+    cargo.args(["build", "--release", "--quiet", "-p", "ebb-vmm", "--lib", "--features", "faults"]);
+    run(cargo.arg("--target-dir").arg(&out).current_dir(root))?;
+    Ok(out.join("release/libebb_vmm.so"))
 }
 
 /// Makes a VM ready for tier guest: the agent in QEMU, listening at the returned
@@ -51,6 +69,18 @@ pub fn prepare(config: &mut VmConfig, image: &Image, dir: &Path) -> Result<PathB
     config.args.push("-plugin".into());
     config.args.push(format!("file={},socket={}", plugin()?.display(), socket.display()));
     Ok(socket)
+}
+
+/// Gives a VM that is ready for tier guest an agent that leaves steps out, by their
+/// names in `ebb_vmm::faults`.
+pub fn leave_out(config: &mut VmConfig, faults: &str) -> Result<(), LabError> {
+    let library = faulty_plugin()?;
+    for argument in &mut config.args {
+        if let Some((_, socket)) = argument.split_once(",socket=") {
+            *argument = format!("file={},socket={socket},faults={faults}", library.display());
+        }
+    }
+    Ok(())
 }
 
 /// VMs of one kind, for experiments that compare tiers.

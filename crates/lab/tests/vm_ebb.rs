@@ -193,7 +193,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let names = ["needs", "idles"];
     let vms: Vec<Vm> = names.iter().map(|n| start_holding(n, Kernel::V6_1, &arena)).collect();
     for (seed, vm) in vms.iter().enumerate() {
-        let args = format!("size=33554432 seconds=20 seed={seed}");
+        let args = format!("size=33554432 seconds=100000 seed={seed}");
         vm.tool().start("v", "verify", &args).unwrap();
     }
     let dir = tempfile::tempdir().unwrap();
@@ -218,7 +218,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
     assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
     for vm in &vms {
-        let end = vm.tool().wait_end("v", MINUTE).unwrap();
+        let end = vm.tool().stop("v").unwrap();
         assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{}: {end:?}", vm.name());
         assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
     }
@@ -230,7 +230,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
 fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     let arena = arena(Some(TIGHT));
     let vm = start_holding("own", Kernel::V6_1, &arena);
-    let args = "size=33554432 seconds=40 seed=5";
+    let args = "size=33554432 seconds=100000 seed=5";
     vm.tool().start("v", "verify", args).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
@@ -249,8 +249,8 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     assert!(daemon.stop());
     vm.wait_for("all its memory", MINUTE, |vm| (vm.balloon().unwrap() == RAM).then_some(()))
         .unwrap();
-    let end = vm.tool().wait_end("v", MINUTE).unwrap();
-    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    let end = vm.tool().stop("v").unwrap();
+    assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{end:?}");
     check_record(dir.path());
 }
 

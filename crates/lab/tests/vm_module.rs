@@ -17,8 +17,8 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::guest::escape;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig};
+use ebb_lab::{in_pairs, tier};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const RUNNING: u64 = 2;
@@ -159,7 +159,7 @@ fn soak() -> bool {
 #[test]
 fn vm_the_module_loads_by_insmod_alone_and_leaves_no_trace() {
     let _arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         let guest = Guest::boot(kernel, false, |_| ());
         for round in 0..3 {
             let said = guest.insmod("");
@@ -176,18 +176,18 @@ fn vm_the_module_loads_by_insmod_alone_and_leaves_no_trace() {
             assert_eq!(gone.matches("No such file").count(), 2, "{gone}");
         }
         assert_eq!(guest.complaints(), "", "{kernel}");
-    }
+    });
 }
 
 #[test]
 fn vm_the_module_refuses_what_it_cannot_trust() {
     let _arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         let guest = Guest::boot(kernel, false, |c| c.append += " init_on_free=1");
         let said = guest.insmod("");
         assert!(said.contains("refused: init_on_free"), "{kernel}: {said}");
         assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
-    }
+    });
     let guest = Guest::boot(Kernel::V6_12, false, |_| ());
     assert!(guest.insmod("order=11").contains("order is at most"));
     assert!(guest.insmod("fault=1").contains("unknown parameter"));
@@ -196,12 +196,12 @@ fn vm_the_module_refuses_what_it_cannot_trust() {
 #[test]
 fn vm_no_false_bit_under_stress() {
     let _arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         stress(kernel, "rescan_ms=2000");
         if soak() {
             stress(kernel, "rescan_ms=2000 order=3");
         }
-    }
+    });
 }
 
 fn stress(kernel: Kernel, arguments: &str) {
@@ -300,19 +300,19 @@ fn vm_every_hook_left_out_is_found_by_the_audit() {
         fault(64, "drain", "fill", ALL, missed),
         fault(128, "putback", "report", ALL, missed),
     ];
-    let mut silent = Vec::new();
     for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
         let here: Vec<&Fault> = faults.iter().filter(|f| f.kernels.contains(&kernel)).collect();
-        nothing_left_out(kernel, &here, &mut silent);
-        for f in here {
-            let audit = left_out(kernel, f);
-            println!("{kernel} {} left out: {audit:?}", f.name);
-            if !(f.found)(&audit) {
-                silent.push(format!("{kernel} {} left out: {audit:?}", f.name));
+        let mut guests = vec![None];
+        guests.extend(here.iter().map(Some));
+        in_pairs(&guests, |fault| match fault {
+            None => nothing_left_out(kernel, &here),
+            Some(f) => {
+                let audit = left_out(kernel, f);
+                println!("{kernel} {} left out: {audit:?}", f.name);
+                assert!((f.found)(&audit), "{kernel} {} left out: {audit:?}", f.name);
             }
-        }
+        });
     }
-    assert!(silent.is_empty(), "{silent:#?}");
 }
 
 fn faulty(kernel: Kernel, reporting: bool, bit: u32) -> Guest {
@@ -325,15 +325,13 @@ fn faulty(kernel: Kernel, reporting: bool, bit: u32) -> Guest {
 
 /// The same module with every hook in place is innocent under every stress: what
 /// the faults show is theirs.
-fn nothing_left_out(kernel: Kernel, faults: &[&Fault], silent: &mut Vec<String>) {
+fn nothing_left_out(kernel: Kernel, faults: &[&Fault]) {
     let guest = faulty(kernel, true, 0);
     for f in faults {
         guest.stress(f.stress);
         let audit = guest.judged();
         println!("{kernel} {} in place: {audit:?}", f.name);
-        if (f.found)(&audit) || leaked(&audit) {
-            silent.push(format!("{kernel} {} in place: {audit:?}", f.name));
-        }
+        assert!(!(f.found)(&audit) && !leaked(&audit), "{kernel} {} in place: {audit:?}", f.name);
         guest.tidy();
     }
 }
@@ -431,7 +429,7 @@ fn seen_from_outside(kernel: Kernel) -> (Guest, Ram, tempfile::NamedTempFile) {
 #[test]
 fn vm_the_host_finds_believes_and_loses_the_header() {
     let _arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         let (guest, ram, _file) = seen_from_outside(kernel);
         assert!(ram.headers().is_empty());
         guest.insmod("");
@@ -500,14 +498,14 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
         guest.sh("rmmod ebb");
         assert!(ram.headers().is_empty());
         assert_eq!(ram.bytes::<776>(h), [0; 776]);
-    }
+    });
 }
 
 #[test]
 fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
     let _arena = held();
     for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
-        for (command, reason) in [("poweroff", 2), ("reboot", 2), ("sysrq c=c", 3)] {
+        in_pairs(&[("poweroff", 2), ("reboot", 2), ("sysrq c=c", 3)], |&(command, reason)| {
             let (guest, ram, _file) = seen_from_outside(kernel);
             guest.insmod("");
             // Firmware would write over what the guest left.
@@ -525,6 +523,6 @@ fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
             std::thread::sleep(Duration::from_millis(300));
             let end = (ram.u32(h + 128), ram.u32(h + 132), ram.set_bits(&map));
             assert_eq!(end, (STOPPED, reason, 0), "{kernel} {command}");
-        }
+        });
     }
 }

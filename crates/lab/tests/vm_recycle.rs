@@ -5,8 +5,6 @@
 //! are stressed (20 by default). What comes back is measured by the memory
 //! cgroup that QEMU runs in, never by what guest or agent say.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -15,8 +13,8 @@ use ebb_host::agent::{self, Agent};
 use ebb_host::qmp;
 use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
+use ebb_lab::{in_pairs, tier};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -33,25 +31,6 @@ mkdir -p /tmp/s; touch /tmp/go
 	echo 3 > /proc/sys/vm/drop_caches; sleep 0.2; done ) &
 ( while [ -f /tmp/go ]; do for i in 1 2 3 4 5 6 7 8; do ls -l /bin & done; wait; done ) &
 "#;
-
-fn here() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// The plug-in, built here, with or without the switches that break it.
-fn plugin(faults: bool) -> PathBuf {
-    let name = if faults { "vmm-faults" } else { "vmm" };
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--release", "--quiet", "-p", "ebb-vmm", "--lib", "--target-dir"]);
-    cargo.arg(&out).current_dir(here().join("../.."));
-    if faults {
-        cargo.args(["--features", "faults"]);
-    }
-    let built = cargo.output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    out.join("release/libebb_vmm.so")
-}
 
 /// A guest with the module at /ebb.ko, and its agent.
 struct Guest {
@@ -86,10 +65,12 @@ impl Guest {
             ("ebb.ko".into(), tier::module(&image, false).unwrap()),
             ("stress".into(), stress),
         ];
-        let with = if faults.is_empty() { String::new() } else { format!(",faults={faults}") };
-        let library = plugin(!faults.is_empty());
-        let argument = format!("file={},socket={}{with}", library.display(), socket.display());
+        let argument =
+            format!("file={},socket={}", tier::plugin().unwrap().display(), socket.display());
         config.args = vec!["-plugin".into(), argument];
+        if !faults.is_empty() {
+            tier::leave_out(&mut config, faults).unwrap();
+        }
         change(&mut config);
         let vm = Vm::start(&config).unwrap();
         let agent = Agent::connect(&socket).unwrap();
@@ -264,7 +245,7 @@ fn contest(guest: &mut Guest, time: Duration, stop_at_error: bool) -> u64 {
 #[test]
 fn vm_nothing_is_lost_under_stress() {
     let arena = held();
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let mut guest = Guest::boot(&arena, kernel, backing.clone(), "");
             guest.attach();
@@ -274,7 +255,7 @@ fn vm_nothing_is_lost_under_stress() {
             let said = guest.sh("dmesg | grep -E 'BUG|WARNING|Oops|ebb: ' | tail -n 3");
             assert!(!said.contains("false"), "{said}");
         }
-    }
+    });
 }
 
 #[test]
@@ -297,7 +278,7 @@ fn vm_without_protection_or_rereading_pages_are_lost() {
 fn vm_resets_during_recycling_lose_nothing() {
     let arena = held();
     let rounds = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
-    for kernel in Kernel::ALL {
+    in_pairs(&Kernel::ALL, |&kernel| {
         let mut guest = Guest::boot(&arena, kernel, Backing::Anonymous, "");
         guest.attach();
         for round in 0..rounds {
@@ -333,7 +314,7 @@ fn vm_resets_during_recycling_lose_nothing() {
         }
         let status = guest.agent.status(false, SOON).unwrap();
         assert!(status.counters.trips >= rounds / 3, "{status:?}");
-    }
+    });
 }
 
 #[test]

@@ -15,7 +15,6 @@ mod resets;
 mod soak;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, sleep};
@@ -28,7 +27,7 @@ use ebb_host::qmp;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::tier;
-use ebb_lab::vm::{Vm, VmConfig, VmError};
+use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -52,18 +51,6 @@ fn kernels() -> &'static [Kernel] {
 /// How often a turn is taken in each guest.
 fn rounds() -> u64 {
     (seconds() / 30).clamp(3, 20)
-}
-
-/// The agent with the switches that break it, built here.
-fn faulty_plugin() -> PathBuf {
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vmm-faults");
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--release", "--quiet", "-p", "ebb-vmm", "--lib"]);
-    cargo.args(["--features", "faults", "--target-dir"]).arg(&out);
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let built = cargo.current_dir(here.join("../..")).output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    out.join("release/libebb_vmm.so")
 }
 
 /// A VM with the module at /ebb.ko and the agent listening.
@@ -93,11 +80,8 @@ impl Guest {
 
     /// With steps of the defence left out, by the names in `ebb_vmm::faults`.
     fn boot_with_faults(kernel: Kernel, faults: &str, change: impl FnOnce(&mut VmConfig)) -> Guest {
-        let library = faulty_plugin();
         Guest::boot(kernel, |c| {
-            let plugin = c.args.iter_mut().find(|a| a.contains("socket=")).unwrap();
-            let (_, socket) = plugin.split_once(",socket=").unwrap();
-            *plugin = format!("file={},socket={socket},faults={faults}", library.display());
+            tier::leave_out(c, faults).unwrap();
             change(c);
         })
     }

@@ -117,13 +117,21 @@ fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
     let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
     let (resets, each) = (set.unwrap_or(Reset::ALL.len()), if set.is_some() { 3 } else { 1 });
     for kernel in kernels() {
-        storm(*kernel, resets, each);
+        storm(*kernel, Backing::Anonymous, resets, each);
+        // Shared memory is protected and discarded in other ways.
+        if set.is_some() {
+            storm(*kernel, Backing::Memfd, resets / 5, each);
+        }
     }
 }
 
-fn storm(kernel: Kernel, resets: usize, each: u64) {
+fn storm(kernel: Kernel, backing: Backing, resets: usize, each: u64) {
     let dir = tempfile::tempdir().unwrap();
-    let mut guest = Guest::boot(kernel, |c| config(c, dir.path()));
+    println!("{kernel}, {backing:?} memory:");
+    let mut guest = Guest::boot(kernel, |c| {
+        config(c, dir.path());
+        c.backing = backing;
+    });
     let first = Boot::look(&guest).unwrap();
     let recycling = Recycling::start(&guest.vm, &guest.socket);
     let (mut checks, mut kinds) = (0, Vec::new());
