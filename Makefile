@@ -55,6 +55,7 @@ soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets,
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
 	  --test vm_module --test vm_recycle --test vm_lifecycle -- --test-threads=1 --nocapture \
 	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
+	@$(CARGO) test --release --quiet -p ebb-core --test growth -- --ignored
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) bench --quiet -p ebb-core --bench tick

@@ -5,10 +5,12 @@
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
 //! daemon left. One VM's part is in `memory/vm.rs`.
 
+mod reach;
 mod vm;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::reach::{Reach, SILENT_MS};
 pub use self::vm::*;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, RungName};

@@ -142,6 +142,9 @@ pub struct VmModel {
     pub standing: Standing,
     /// Signs that the guest is short, for people; empty when it is not.
     pub distress: String,
+    /// Why it should have what it may need although it shows no need, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub unseen: String,
     /// Its share group.
     #[serde(default)]
     pub group: String,
@@ -578,6 +581,7 @@ impl VmModel {
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
+        model.unseen = m.reach.unseen(sample.at);
         model.convergence = m.convergence(sample.at, actual, model.trust.level);
         let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
         if m.start.is_some() && model.resident.is_some() {
@@ -629,6 +633,12 @@ fn standing(
     if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
             "it did not follow its last order: asked again in {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    if let Some(left) = memory.and_then(|m| m.reach.left_ms(at)) {
+        return give_only(format!(
+            "it was not heard for a while: not asked for {} s",
             left.div_ceil(1000)
         ));
     }

@@ -215,6 +215,11 @@ pub enum Reason {
         /// The signs.
         signs: String,
     },
+    /// It cannot be heard well: it has what it may need as far as the host has it.
+    Unseen {
+        /// Why.
+        why: String,
+    },
     /// The guest rebooted: a kernel that boots needs all it was promised.
     Rebooted,
     /// QEMU still shows the size from before a reboot; moving the balloon by one
@@ -243,6 +248,7 @@ impl fmt::Display for Reason {
                 write!(f, "host {state}, short of {shortage}; guest has {idle} idle")
             }
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
+            Reason::Unseen { why } => write!(f, "given while it can be reached: {why}"),
             Reason::Rebooted => f.write_str("guest rebooted: it gets all its memory to boot"),
             Reason::Refresh => f.write_str(
                 "QEMU still shows the size from before the reboot: moved by 1 MiB to hear the new one",

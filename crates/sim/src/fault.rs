@@ -36,12 +36,14 @@ pub enum Fault {
     Holds,
     /// Grants are bounded by what the host has: it is shown as empty all the time.
     Headroom,
+    /// Who was not heard for a while is left alone: the loop forgets that.
+    Reach,
     /// Need and a buffer are left: half of what guests use is shown as free.
     Need,
 }
 
 /// All of them.
-pub const FAULTS: [Fault; 10] = [
+pub const FAULTS: [Fault; 11] = [
     Fault::Floors,
     Fault::WriteDown,
     Fault::HandsOff,
@@ -51,6 +53,7 @@ pub const FAULTS: [Fault; 10] = [
     Fault::Distress,
     Fault::Holds,
     Fault::Headroom,
+    Fault::Reach,
     Fault::Need,
 ];
 
@@ -93,6 +96,8 @@ fn forget(memory: &mut Memory, fault: Option<Fault>) {
     for vm in &mut memory.vms {
         match fault {
             Some(Fault::Withdrawal) => vm.order = None,
+            // A kernel that boots is silent: the second line of defence is off as well.
+            Some(Fault::Reach | Fault::Reboots) => vm.reach = Default::default(),
             Some(Fault::Holds) => {
                 (vm.last_take, vm.last_give, vm.turned, vm.gift) = (None, None, None, None);
                 vm.peaks = Default::default();

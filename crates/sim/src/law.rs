@@ -41,6 +41,8 @@ pub enum Law {
     Relief,
     /// One that has just rebooted is not asked.
     Reboot,
+    /// One that did not answer for a while is not asked in the next minute.
+    Reach,
     /// An order that moves nothing is withdrawn, so that it does not bite later.
     Stuck,
 }
@@ -70,8 +72,14 @@ const OLD_MS: u64 = 6_000;
 const NEWS: Bytes = Bytes::mib(16);
 /// A host with more than this share free can relieve a guest at once.
 const ROOMY: f64 = 0.05;
+/// The share of its memory that a kernel keeps free: below, it swaps.
+const KERNELS: f64 = 0.03;
 /// Left alone after a reboot for so long, ms.
 const SETTLE_MS: u64 = 10_000;
+/// One that did not answer for so long, ms, is not to be asked for [`REACHED_MS`].
+const UNREACHED_MS: u64 = 10_000;
+/// See [`UNREACHED_MS`].
+const REACHED_MS: u64 = 60_000;
 /// An order that moved nothing for so long should be gone, ms.
 const UNMOVED_MS: u64 = 20_000;
 
@@ -82,6 +90,10 @@ struct Past {
     waits_since: Option<u64>,
     stalled_ms: f64,
     actual: Bytes,
+    /// Since when it does not answer.
+    mute_since: Option<u64>,
+    /// When it answered again after a while.
+    back: Option<u64>,
     /// Since when an order to shrink has moved nothing.
     unmoved_since: Option<u64>,
 }
@@ -114,6 +126,7 @@ impl Laws {
             self.check_direction(action, at);
         }
         self.check_plan(tick, at);
+        self.check_reach(world, tick, at);
         self.check_grants(world, tick, at);
         self.check_progress(world, tick, at);
     }
@@ -186,10 +199,29 @@ impl Laws {
         }
     }
 
+    /// Who could not be helped a moment ago is not made smaller.
+    fn check_reach(&mut self, world: &World, tick: &Tick, at: u64) {
+        for vm in &tick.sample.vms {
+            let Some(i) = world.index(vm.id) else { continue };
+            let answers = world.guests[i].spec.mood.answers(at);
+            let past = self.past.entry(vm.id).or_default();
+            if !answers {
+                past.mute_since = Some(past.mute_since.unwrap_or(at));
+            } else if past.mute_since.take().is_some_and(|t| at - t > UNREACHED_MS) {
+                past.back = Some(at);
+            }
+            let asked = tick.plan.actions.iter().any(|a| a.vm == vm.id && !a.gives());
+            if asked && past.back.is_some_and(|t| at - t < REACHED_MS) {
+                self.breach(Law::Reach, at, format!("{} is asked just after it was mute", vm.name));
+            }
+        }
+    }
+
     fn check_grants(&mut self, world: &World, tick: &Tick, at: u64) {
         let sakes = |a: &&Action| matches!(a.reason, Reason::HostClear { .. });
         let granted: Bytes = tick.plan.actions.iter().filter(sakes).map(|a| a.to - a.from).sum();
-        let headroom = world.host.free(&world.guests);
+        // What the kernel itself keeps free is nobody's to grant.
+        let headroom = world.host.free(&world.guests) - world.host.total.share(KERNELS);
         if granted > headroom {
             self.breach(Law::FreeBeforeGrant, at, format!("{granted} of {headroom}"));
         }

@@ -21,6 +21,7 @@ fn trial(fault: Fault) -> (Law, Vec<Setup>) {
         Fault::Distress => (Law::Relief, named("leak")),
         Fault::Holds => (Law::Turned, named("spikes")),
         Fault::Headroom => (Law::FreeBeforeGrant, named("overcommit-2.0")),
+        Fault::Reach => (Law::Reach, all_are(Mood::Flaky)),
         Fault::Need => (Law::InUse, named("overcommit-2.0")),
     }
 }

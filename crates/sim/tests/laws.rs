@@ -5,6 +5,7 @@ use ebb_core::model::Pressure;
 use ebb_core::plan::Action;
 use ebb_core::tick::{Engine, Host, Wake, run};
 use ebb_core::units::Bytes;
+use ebb_sim::mood::Mood;
 use ebb_sim::need::{Curve, Need};
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World};
@@ -155,6 +156,51 @@ fn a_stuck_guest_never_starves_the_rest() {
         let given: Bytes = world.guests.iter().map(|g| g.spec.ram - g.actual).sum();
         assert!(given > Bytes::ZERO, "seed {seed}: the others gave its share");
     }
+}
+
+#[test]
+fn who_falls_silent_is_given_what_it_may_need_and_not_asked() {
+    let mut setup = tight(5, 13, 0, 400);
+    // The host is short in the first minute only.
+    let busy = Curve::flat(Bytes::mib(300)).plus(&Curve::burst(10_000, 40_000, Bytes::mib(900)));
+    for g in &mut setup.guests {
+        (g.need, g.reporting) = (Need::of(busy.clone()), true);
+    }
+    for (g, mood) in setup.guests.iter_mut().zip([Mood::Silent, Mood::Flaky]) {
+        g.need = Need::of(Curve::flat(Bytes::mib(300)));
+        (g.mood, g.reporting, g.stale) = (mood, false, Bytes::mib(1700));
+    }
+    let mut world = World::new(&setup);
+    let mut engine = Engine::new(setup.config(), false);
+    let mut small = [false; 2];
+    run(&mut engine, &mut world, |_, tick, _| {
+        let ms = tick.sample.at.0 - 1_000_000;
+        for (i, small) in small.iter_mut().enumerate() {
+            let vm = &tick.sample.vms[i];
+            let whole = vm.balloon.as_ref().is_none_or(|b| Some(b.actual) == vm.ram);
+            *small |= ms < 60_000 && !whole;
+            assert!(whole || ms < 140_000, "{} at {ms} ms: {:?}", vm.name, vm.balloon);
+        }
+        true
+    });
+    assert_eq!(small, [true; 2], "they must have been asked before");
+}
+
+/// A claim that its own numbers contradict keeps no guest from being asked.
+#[test]
+fn who_claims_too_much_is_asked_by_what_else_it_says() {
+    let setup = scenario("one-lying").unwrap().setup(1);
+    let mut world = World::new(&setup);
+    let mut engine = Engine::new(setup.config(), false);
+    let mut taken = Bytes::ZERO;
+    run(&mut engine, &mut world, |_, tick, model| {
+        let vm = &model.vms[0];
+        taken = taken.max(vm.held());
+        assert!(vm.trust.level < 1.0 || tick.number < 2, "{:?}", vm.trust);
+        true
+    });
+    assert!(taken > world.guests[0].spec.ram.share(0.25), "{taken}");
+    assert_eq!(world.guests[0].counts.ooms, 0);
 }
 
 #[test]

@@ -173,6 +173,28 @@ fn who_was_short_soon_after_it_was_asked_is_asked_more_gently_for_a_while() {
 }
 
 #[test]
+fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
+    let mut memory = Memory::default();
+    let says = |at, available, age_ms| {
+        let mut vm = vm(1024, available, 1024);
+        if let Some(g) = vm.balloon.as_mut().and_then(|b| b.guest.as_mut()) {
+            g.age_ms = age_ms;
+        }
+        sample(at, vec![vm])
+    };
+    for at in [1_000, 2_000, 3_000, 4_000] {
+        tick(&mut memory, &says(at, 600, 0));
+    }
+    // Looked at again, but not said again.
+    tick(&mut memory, &says(4_400, 600, 400));
+    tick(&mut memory, &says(4_500, 550, 0));
+    let rate = |m: &Memory| m.vm(ID).unwrap().rates.unwrap().need / Bytes::mib(1).0 as f64;
+    assert_eq!(rate(&memory), 100.0, "50 MiB since it last said 600, half a second ago");
+    tick(&mut memory, &says(5_000, 550, 0));
+    assert_eq!(rate(&memory), 0.0, "and it has stopped");
+}
+
+#[test]
 fn convergence_tells_speed_and_time_and_who_does_not_move() {
     let mut memory = Memory::default();
     act(

@@ -6,11 +6,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::model::guest::implausible;
-use crate::model::{Convergence, Progress, VmModel};
+use super::Reach;
+use crate::model::guest::{bounded, implausible};
+use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
 use crate::policy::merge::VmMerge;
-use crate::sample::{AgentSample, GuestStats, Link, VmEvent, VmId, VmSample};
+use crate::sample::{AgentSample, GuestStats, Link, RunState, VmEvent, VmId, VmSample};
 use crate::units::{Bytes, PAGE, Stamp};
 use crate::wire::AgentState;
 
@@ -30,7 +31,7 @@ pub const STILL_MS: u64 = 5_000;
 pub const SLOW_RATE: f64 = (32 << 20) as f64;
 /// A tick that is later than this counts as so long where a guest is waited for:
 /// it was not looked at meanwhile.
-const LOOK_MS: u64 = 2_000;
+pub(super) const LOOK_MS: u64 = 2_000;
 /// What has been given and not touched counts as gone for so long.
 const GIFT_LIFE_MS: u64 = 10_000;
 /// A guest that is short so soon after it was asked was asked too much.
@@ -56,6 +57,9 @@ const START_MOST_MS: u64 = 180_000;
 const GIVE_ECHO_MS: u64 = 10_000;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
+/// The same numbers are the same answer unless they are so much younger: QEMU tells
+/// their moment in whole seconds, and a look takes some time.
+const AGAIN_MS: u64 = 100;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 /// Harms that are remembered.
@@ -142,6 +146,9 @@ pub struct VmMemory {
     /// When it was last asked after having been given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turned: Option<Stamp>,
+    /// How well it can be heard.
+    #[serde(default)]
+    pub reach: Reach,
     /// Since when it is quiet.
     #[serde(default)]
     pub cold: Cold,
@@ -455,6 +462,7 @@ impl VmMemory {
             self.forget_guest(at, wall_s);
         }
         self.follow_reboot(at, vm);
+        self.listen(at, dt_ms, vm);
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             if let Some(available) = stats.available.or(stats.free) {
                 self.peaks.update(at, actual - available);
@@ -556,6 +564,7 @@ impl VmMemory {
         self.stuck_until = None;
         self.stuck_count = 0;
         self.facts = None;
+        self.reach.forget_guest();
         self.doubt = None;
         self.hot = Hot::default();
         (self.rate, self.pace) = (0.0, 0);
@@ -591,6 +600,17 @@ impl VmMemory {
         }
     }
 
+    /// Whether it can be heard. One that is paused, being migrated or booting says
+    /// nothing for a reason.
+    fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
+        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
+        if boots || !matches!(vm.run, None | Some(RunState::Running)) {
+            return;
+        }
+        let fresh = self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS);
+        self.reach.observe(at, dt_ms, vm.link == Link::Up && fresh);
+    }
+
     fn follow_facts(&mut self, at: Stamp, vm: &VmSample) {
         let ready = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
         let facts = vm.agent.as_ref().filter(ready).and_then(|a| a.facts);
@@ -602,9 +622,16 @@ impl VmMemory {
         };
     }
 
-    /// What the guest says of itself, from the source that is fresher: the module's
-    /// facts while they move, else the balloon's statistics.
+    /// What the guest says of itself, as far as its numbers allow each other.
     pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
+        let heard = self.heard(at, vm)?;
+        let available = bounded(vm, &heard).or(heard.available);
+        Some(GuestStats { available, ..heard })
+    }
+
+    /// From the source that is fresher: the module's facts while they move, else the
+    /// balloon's statistics.
+    fn heard(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let stats = vm.balloon.as_ref().and_then(|b| b.guest);
         let Some((changed, _)) = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS) else {
             return stats;
@@ -617,12 +644,14 @@ impl VmMemory {
         facts.or(stats)
     }
 
-    /// Counts contradictions; two in a row, and the guest is not asked.
-    fn weigh_word(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) {
+    /// Counts contradictions; two in a row, and the guest is not asked. What its own
+    /// numbers put right makes it only be asked gently.
+    fn weigh_word(&mut self, at: Stamp, vm: &VmSample, words: &GuestStats) {
         // While a balloon moves, its size and the guest's word are of different moments.
-        let moving = self.order.is_some_and(|o| o.still_ms == 0);
-        match (implausible(vm, stats), self.doubt.as_mut()) {
-            (Some(_), _) if moving => {}
+        if self.order.is_some_and(|o| o.still_ms == 0) {
+            return;
+        }
+        match (implausible(vm, words), self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
                 if at.since(d.at) >= 400 {
                     d.times = d.times.saturating_add(1).min(1000);
@@ -630,9 +659,20 @@ impl VmMemory {
                 }
             }
             (Some(what), None) => self.doubt = Some(Doubt { at, times: 1, what }),
-            (None, Some(d)) if at.since(d.at) >= DOUBT_MS => self.doubt = None,
-            (None, _) => {}
+            (None, Some(d)) if d.times > 1 && at.since(d.at) < DOUBT_MS => {}
+            (None, before) => {
+                let before = before.filter(|d| d.times == 1 && at.since(d.at) < DOUBT_MS).cloned();
+                self.doubt = self.put_right(at, vm, words).or(before);
+            }
         }
+    }
+
+    /// The doubt that remains where a claim was cut down to what can be.
+    fn put_right(&self, at: Stamp, vm: &VmSample, words: &GuestStats) -> Option<Doubt> {
+        let claim = self.heard(at, vm)?.available.filter(|c| Some(*c) != words.available)?;
+        let (free, caches) = (words.free?, words.caches?);
+        let what = format!("{claim} available, but {free} free and {caches} of cache");
+        Some(Doubt { at, times: 1, what })
     }
 
     fn follow_reboot(&mut self, at: Stamp, vm: &VmSample) {
@@ -647,7 +687,11 @@ impl VmMemory {
     }
 
     fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
-        if self.stats.is_some_and(|(_, _, was)| same_words(&was, &now)) {
+        // Said again counts as said: what changes next has changed since then, and not
+        // since the guest was quiet.
+        let said = Stamp(at.0.saturating_sub(now.age_ms));
+        if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
+        {
             return;
         }
         let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };

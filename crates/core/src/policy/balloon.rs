@@ -64,7 +64,7 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     }
     if done.missing > Bytes::ZERO {
         let missing = done.missing - above;
-        done.expected = take(model, memory, missing, deferred > Bytes::ZERO, &mut verdicts);
+        done.expected = take(model, memory, missing, &mut verdicts);
     } else if host.known {
         grow(model, memory, &mut verdicts);
     }
@@ -98,7 +98,7 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if let Some(r) = m.reboot {
         return Some(after_reboot(model, vm, r, actual));
     }
-    if !vm.distress.is_empty() && actual < vm.ceiling {
+    if (!vm.distress.is_empty() || !vm.unseen.is_empty()) && actual < vm.ceiling {
         return None; // all of these together: `relieve`
     }
     if m.stalled(vm) {
@@ -129,10 +129,10 @@ fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdic
     }
 }
 
-/// Whether it is short and can be given something.
+/// Whether it is short, or cannot be seen to be, and can be given something.
 fn is_poor(vm: &VmModel) -> bool {
     matches!(vm.standing, Standing::Ready | Standing::GiveOnly(_))
-        && !vm.distress.is_empty()
+        && (!vm.distress.is_empty() || !vm.unseen.is_empty())
         && vm.actual.is_some_and(|a| a < vm.ceiling)
 }
 
@@ -159,17 +159,27 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
         Bytes(0) => String::new(),
         d => format!("; {d} more when others have freed it"),
     };
-    let signs = format!("{}{waits}", vm.distress);
+    let reason = if vm.distress.is_empty() {
+        Reason::Unseen { why: vm.unseen.clone() }
+    } else {
+        Reason::GuestShort { signs: format!("{}{waits}", vm.distress) }
+    };
     match m.order {
         // It is on its way up already, as far as it would be sent.
-        Some(o) if o.to >= to => Verdict::Hold(format!("{signs}: growing to {}", o.to)),
-        _ => Verdict::Set { to, reason: Reason::GuestShort { signs } },
+        Some(o) if o.to >= to => Verdict::Hold(format!("{reason}: growing to {}", o.to)),
+        _ => Verdict::Set { to, reason },
     }
 }
 
 /// What a guest in distress is to have.
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
+    let from = m.order.map_or(actual, |o| o.to.max(actual));
+    if vm.distress.is_empty() {
+        // It may need nothing: nobody is squeezed for it.
+        let all = vm.ceiling;
+        return Wish { from, urgent: from, well: from, comfort: all, all, left: Bytes(u64::MAX) };
+    }
     let again = m.last_give.is_some_and(|t| model.at.since(t) < GIFT_AGAIN_MS);
     let ram = vm.ram.unwrap_or(vm.ceiling);
     let mut urgent = actual + LEAST_GIFT;
@@ -182,9 +192,11 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     if again {
         well = vm.ceiling;
     }
-    let comfort = well.max(actual + vm.held().share(0.5).max(ram.share(0.25)));
+    let more = actual + vm.held().share(0.5).max(ram.share(0.25));
+    // What is given beyond need on a hard host is taken from others, or from it again.
+    let comfort = if model.host.state > Pressure::Soft { well } else { well.max(more) };
     Wish {
-        from: m.order.map_or(actual, |o| o.to.max(actual)),
+        from,
         urgent: urgent.min(vm.ceiling),
         well: well.min(vm.ceiling),
         comfort: comfort.min(vm.ceiling),
@@ -375,13 +387,13 @@ mod tests {
         for (state, to) in [
             (Pressure::Clear, 1024),
             (Pressure::Soft, 1024),
-            (Pressure::Hard, 712),
-            (Pressure::Critical, 712),
+            (Pressure::Hard, 540),
+            (Pressure::Critical, 540),
         ] {
             let mut poor = vm(1, 400, 20);
             poor.distress = "20 MiB available".into();
             let v = decide(host(state, 500, 0), vec![poor, vm(2, 1024, 900)], vec![]);
-            assert_eq!(size(&v[0]), Some(to), "{state}: all, or half of what is held");
+            assert_eq!(size(&v[0]), Some(to), "{state}: all, or its need and two buffers");
             assert!(matches!(&v[0], Verdict::Set { reason: Reason::GuestShort { .. }, .. }));
         }
         let mut poor = vm(1, 400, 20);

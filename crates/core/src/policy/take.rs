@@ -67,15 +67,15 @@ pub(super) struct Candidate {
 }
 
 /// Collects `missing` from those that have idle memory; what the host can expect
-/// of it. `deferred` wishes of others make it as urgent as a hard host.
+/// of it. On a clear host others wait for it, who have what keeps them from harm
+/// already: for their comfort it is taken as on a soft one, and nobody is turned around.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
     missing: Bytes,
-    deferred: bool,
     verdicts: &mut [Option<Verdict>],
 ) -> Bytes {
-    let state = if deferred { model.host.state.max(Pressure::Hard) } else { model.host.state };
+    let state = model.host.state.max(Pressure::Soft);
     let force = force(state);
     let mut arriving = Bytes::ZERO;
     let mut candidates = Vec::new();

@@ -4,9 +4,10 @@
 //!
 //! Some of the VMs are busy at any time, the others wait for their turn. In its
 //! turn a VM sorts in memory, as fast as it can, more in each turn than in the one
-//! before (as SPECjbb, the original's workload, adds warehouses), and then reads a
-//! file, which stays in its page cache. What is needed at one time fits the host; what the guests keep
-//! (freed pages, cache) does not. Work is fixed, so `run_time` is how long all of it
+//! before (as SPECjbb, the original's workload, adds warehouses), for about a minute,
+//! and then reads a file, which stays in its page cache. What is needed at one time
+//! fits the host beside a reserve of a fifth; what the guests keep (freed pages, cache)
+//! does not. Work is fixed, so `run_time` is how long all of it
 //! took; `throughput` is what was sorted per second of sorting, and `throughput_cpu`
 //! per second of CPU time of all QEMUs, which also pay for faults, swapping and
 //! ballooning: it says the same where other work shares the machine's CPUs.
@@ -64,11 +65,11 @@ pub struct Autoballoon {
     #[arg(long, default_value = "512MiB")]
     memory: Bytes,
     /// What all VMs together may hold
-    #[arg(long, default_value = "1100MiB")]
+    #[arg(long, default_value = "1200MiB")]
     budget: Bytes,
-    /// Swap to a file, not to zram
+    /// Swap to zram where there is some, not to a file as the original did
     #[arg(long)]
-    swap_file: bool,
+    zram: bool,
     /// What each VM holds all the time
     #[arg(long, default_value = "32MiB")]
     base: Bytes,
@@ -76,14 +77,15 @@ pub struct Autoballoon {
     /// proportion to their number
     #[arg(long, default_value = "96MiB")]
     sort: Bytes,
-    /// Sorts in one turn
-    #[arg(long, default_value_t = 1)]
+    /// Sorts in the last turn; in those before, where there is less to sort, more of
+    /// them, so that all turns are equally long
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     sorts: u32,
     /// What is read at the end of a turn, into the guest's page cache
     #[arg(long, default_value = "160MiB")]
     cache: Bytes,
     /// Turns of each VM
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     turns: u32,
     /// VMs that sort at the same time
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
@@ -132,11 +134,11 @@ impl Autoballoon {
             bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
         }
         println!(
-            "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort up to {} {} times and read {}, {} turns each",
+            "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort up to {}, {} times in the last turn, and read {}, {} turns each",
             self.vms,
             self.memory,
             self.budget,
-            if self.swap_file { "file" } else { "zram" },
+            if self.zram { "zram" } else { "file" },
             self.busy,
             self.sort,
             self.sorts,
@@ -169,7 +171,7 @@ impl Autoballoon {
     }
 
     fn one(&self, arm: &str) -> Result<(RunResult, Outcome)> {
-        let kind = if self.swap_file { SwapKind::File } else { SwapKind::Any };
+        let kind = if self.zram { SwapKind::Any } else { SwapKind::File };
         let swap = SwapConfig { size: Bytes::gib(1), kind, priority: 100 };
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(self.budget),
@@ -215,6 +217,11 @@ impl Autoballoon {
     /// How many integers of four bytes a sort of this turn (from 0) sorts.
     fn integers(&self, turn: u32) -> u64 {
         self.sort.0 / 4 * u64::from(turn + 1) / u64::from(self.turns)
+    }
+
+    /// How many sorts a turn (from 0) has: as much work in each.
+    fn sorts(&self, turn: u32) -> u32 {
+        (self.sorts * self.turns).div_ceil(turn + 1)
     }
 
     fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
@@ -380,7 +387,7 @@ impl<'a> Work<'a> {
         self.steps[n] = match step {
             Step::Sorting(which, since) if ended("sort", "exit") => {
                 self.account(n, since)?;
-                let more = which + 1 < self.plan.sorts;
+                let more = which + 1 < self.plan.sorts(turns);
                 (if more { self.sort(n, which + 1)? } else { self.read(n)? }, turns)
             }
             Step::Reading if ended("read", "ready") => (Step::Waiting, turns + 1),

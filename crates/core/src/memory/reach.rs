@@ -1,0 +1,119 @@
+//! How well a VM can be heard: whether QMP answers and its guest tells its numbers.
+//!
+//! Who is not heard cannot be helped when it needs its memory. One that fell silent
+//! is given what it may need as far as the host has it, and when it is heard again it
+//! is not asked for some time: the next silence may come while it is small.
+
+use serde::{Deserialize, Serialize};
+
+use super::LOOK_MS;
+use crate::units::Stamp;
+
+/// Silent for so long, beyond the life of its last numbers: not a hiccup.
+pub const SILENT_MS: u64 = 5_000;
+/// Not asked for so long after that, doubling up to [`PAUSE_MOST_MS`].
+const PAUSE_MS: u64 = 120_000;
+/// The longest pause.
+const PAUSE_MOST_MS: u64 = 3_600_000;
+
+/// How well it can be heard.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reach {
+    /// Its guest has spoken since it booted.
+    pub spoke: bool,
+    /// It has not been heard for so long, as far as it was listened to, milliseconds.
+    pub silent_ms: u64,
+    /// Not asked until then, because it was not heard for a while.
+    pub until: Option<Stamp>,
+    /// How often in a row.
+    pub count: u32,
+}
+
+impl Reach {
+    /// Listens for `dt_ms`. `heard`: it answers and its numbers are fresh.
+    pub(super) fn observe(&mut self, at: Stamp, dt_ms: u64, heard: bool) {
+        if !heard {
+            if self.spoke {
+                self.silent_ms += dt_ms.min(LOOK_MS);
+            }
+            return;
+        }
+        if self.silent_ms >= SILENT_MS {
+            self.until = Some(at.plus(self.pause()));
+            self.count = (self.count + 1).min(16);
+        } else if self.until.is_some_and(|t| at.since(t) >= self.pause()) {
+            (self.until, self.count) = (None, 0);
+        }
+        (self.spoke, self.silent_ms) = (true, 0);
+    }
+
+    fn pause(&self) -> u64 {
+        (PAUSE_MS << self.count.min(5)).min(PAUSE_MOST_MS)
+    }
+
+    /// Its guest reboots: that it says nothing is no silence.
+    pub(super) fn forget_guest(&mut self) {
+        (self.spoke, self.silent_ms) = (false, 0);
+    }
+
+    /// What is left of the pause, milliseconds.
+    pub fn left_ms(&self, at: Stamp) -> Option<u64> {
+        self.until.map(|t| t.since(at)).filter(|left| *left > 0)
+    }
+
+    /// Why it should have what it may need although it shows no need, for people;
+    /// empty where it can be heard.
+    pub fn unseen(&self, at: Stamp) -> String {
+        if self.silent_ms >= SILENT_MS {
+            "its guest has fallen silent: what it needs cannot be seen".into()
+        } else if self.left_ms(at).is_some() {
+            format!("it was not heard for a while, {} times lately", self.count)
+        } else {
+            String::new()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn live(reach: &mut Reach, from_s: u64, to_s: u64, heard: bool) {
+        for s in from_s..to_s {
+            reach.observe(Stamp(s * 1000), 1000, heard);
+        }
+    }
+
+    #[test]
+    fn who_was_silent_is_left_alone_twice_as_long_each_time_and_forgiven() {
+        let mut r = Reach::default();
+        live(&mut r, 0, 60, false);
+        assert_eq!((r.silent_ms, r.unseen(Stamp(60_000))), (0, String::new()), "never spoke");
+        live(&mut r, 60, 70, true);
+        live(&mut r, 70, 74, false);
+        live(&mut r, 74, 80, true);
+        assert_eq!(r.until, None, "a hiccup");
+        live(&mut r, 80, 90, false);
+        assert!(r.unseen(Stamp(90_000)).contains("silent"), "{r:?}");
+        live(&mut r, 90, 100, true);
+        assert_eq!(r.left_ms(Stamp(100_000)), Some(110_000));
+        live(&mut r, 100, 110, false);
+        live(&mut r, 110, 111, true);
+        assert_eq!((r.left_ms(Stamp(110_000)), r.count), (Some(240_000), 2));
+        live(&mut r, 111, 350, true);
+        assert!(r.unseen(Stamp(349_000)).contains("2 times"));
+        live(&mut r, 350, 2000, true);
+        assert_eq!(r, Reach { spoke: true, ..Reach::default() });
+    }
+
+    #[test]
+    fn a_loop_that_did_not_listen_has_heard_no_silence() {
+        let mut r = Reach::default();
+        r.observe(Stamp(0), 1000, true);
+        r.observe(Stamp(60_000), 60_000, false);
+        assert_eq!(r.silent_ms, LOOK_MS);
+        r.forget_guest();
+        live(&mut r, 61, 90, false);
+        assert_eq!(r.silent_ms, 0, "it boots");
+    }
+}
