@@ -11,7 +11,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use self::guest::{Around, distress, trust};
-pub use self::guest::{GuestModel, STALE_MS, Trust};
+pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};
 use crate::sample::{AgentSample, Link, Meminfo, Psi, RunState, Sample, VmId, VmSample, Vmstat};
