@@ -12,7 +12,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use self::guest::{Around, distress, trust};
-pub use self::guest::{GuestModel, STALE_MS, Trust};
+pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 pub use self::merge::{MergeHost, MergeVm};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};

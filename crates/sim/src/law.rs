@@ -66,8 +66,8 @@ impl fmt::Display for Breach {
 
 /// Breaches kept; more of them say nothing new.
 const MOST: usize = 100;
-/// Statistics older than this are not to be believed, ms (a tick beyond Ebb's mark).
-const OLD_MS: u64 = 6_000;
+/// Nothing is taken by statistics older than this, ms (a tick beyond Ebb's mark).
+const OLD_MS: u64 = 3_500;
 /// Numbers are in whole MiB here and there.
 const NEWS: Bytes = Bytes::mib(16);
 /// A host with more than this share free can relieve a guest at once.

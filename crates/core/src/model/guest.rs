@@ -17,8 +17,8 @@ use crate::wire::AgentState;
 /// Statistics older than this are not believed, milliseconds. QEMU is told to ask
 /// each second; a guest that misses four is not well.
 pub const STALE_MS: u64 = 5_000;
-/// From this age on they are believed less and less.
-const FRESH_MS: u64 = 2_500;
+/// From this age on they are believed less and less, and nothing is taken by them.
+pub const FRESH_MS: u64 = 2_500;
 
 /// A guest's own numbers, put in relation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]

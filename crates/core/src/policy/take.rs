@@ -9,7 +9,7 @@
 //! short soon after it had been asked.
 
 use crate::memory::{Memory, Peaks, VmMemory};
-use crate::model::{GuestModel, Model, Pressure, Standing, VmModel};
+use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
 use crate::policy::recycle::usable;
@@ -119,6 +119,10 @@ fn candidate(
     let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else {
         return Err("its guest's need is not known".into());
     };
+    // It may have touched gigabytes since.
+    if g.age_ms > FRESH_MS {
+        return Err(format!("its numbers are {} ms old", g.age_ms));
+    }
     if let Some(left) = m.last_give.and_then(|t| force.hold_ms.checked_sub(model.at.since(t))) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
