@@ -463,6 +463,11 @@ impl VmMemory {
         }
         self.follow_reboot(at, vm);
         self.listen(at, dt_ms, vm);
+        if let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual)
+            && now < was
+        {
+            self.shrunk = Some(at);
+        }
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             if let Some(available) = stats.available.or(stats.free) {
                 self.peaks.update(at, actual - available);
@@ -482,11 +487,6 @@ impl VmMemory {
         }
         if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
             self.recycle.observe(at, agent, p.resident());
-        }
-        if let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual)
-            && now < was
-        {
-            self.shrunk = Some(at);
         }
         self.notice_help(at, actual);
         self.follow_order(at, dt_ms, actual);
@@ -694,6 +694,7 @@ impl VmMemory {
         {
             return;
         }
+        let actual = self.paired(said, actual, &now);
         let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
         if was.refaults.is_some() != now.refaults.is_some() {
             // The other source: its counters are not these.
@@ -717,6 +718,18 @@ impl VmMemory {
             let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
             let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));
             self.hot = Hot { at, bytes: left.max(volume) };
+        }
+    }
+
+    /// The size that goes with the guest's word. Where a balloon has grown since, the
+    /// size is of now and the word of before, and their difference would be a need that
+    /// comes back as growth when the next word is heard: need is taken to be as it was.
+    fn paired(&self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
+        let Some((_, was_actual, was)) = &self.stats else { return actual };
+        let before = |n| self.shrunk.is_some_and(|t| said <= t) || n > actual;
+        match (was.available, now.available) {
+            (Some(b), Some(n)) if before(n) => *was_actual - b + n,
+            _ => actual,
         }
     }
 
