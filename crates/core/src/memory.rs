@@ -5,6 +5,7 @@
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
 //! daemon left. One VM's part is in `memory/vm.rs`.
 
+mod rates;
 mod reach;
 mod vm;
 

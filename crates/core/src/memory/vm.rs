@@ -66,9 +66,6 @@ const RATE_LIFE_MS: u64 = 5_000;
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
 const PACE_MOST: u32 = 2;
-/// Pages that a major fault of a file brings: half of the default readahead, as
-/// not all of it is used.
-const READAHEAD_PAGES: f64 = 8.0;
 
 /// What is remembered of one VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -721,16 +718,14 @@ impl VmMemory {
         }
     }
 
-    /// The size that goes with the guest's word. Where a balloon has grown since, the
-    /// size is of now and the word of before, and their difference would be a need that
-    /// comes back as growth when the next word is heard: need is taken to be as it was.
+    /// The size that goes with the guest's word. Where a balloon has grown since, the two
+    /// are of different moments, and what they differ by would look like growing need
+    /// when the next word is heard: need is taken to be as it was.
     fn paired(&self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
         let Some((_, was_actual, was)) = &self.stats else { return actual };
-        let before = |n| self.shrunk.is_some_and(|t| said <= t) || n > actual;
-        match (was.available, now.available) {
-            (Some(b), Some(n)) if before(n) => *was_actual - b + n,
-            _ => actual,
-        }
+        let (Some(b), Some(n)) = (was.available, now.available) else { return actual };
+        let before = self.shrunk.is_some_and(|t| said <= t) || n > actual;
+        if before { *was_actual - b + n } else { actual }
     }
 
     /// A balloon that shrinks although nobody told it to.
@@ -870,38 +865,4 @@ impl VmMemory {
 /// Whether the guest said nothing new (age and update time apart).
 fn same_words(a: &GuestStats, b: &GuestStats) -> bool {
     GuestStats { updated_s: 0, age_ms: 0, ..*a } == GuestStats { updated_s: 0, age_ms: 0, ..*b }
-}
-
-impl GuestRates {
-    fn between(
-        (was_at, was_actual, was): (Stamp, Bytes, &GuestStats),
-        (at, actual, now): (Stamp, Bytes, &GuestStats),
-    ) -> Option<GuestRates> {
-        let ms = at.since(was_at);
-        if ms == 0 {
-            return None;
-        }
-        let seconds = ms as f64 / 1000.0;
-        let grown = |b: Option<u64>, n: Option<u64>| match (b, n) {
-            (Some(b), Some(n)) => n.saturating_sub(b),
-            _ => 0,
-        };
-        let rate = |b, n| grown(b, n) as f64 / seconds;
-        Some(GuestRates {
-            at,
-            major_faults: rate(was.major_faults, now.major_faults),
-            swap_in: rate(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
-            alloc_stalls: rate(was.alloc_stalls, now.alloc_stalls),
-            oom_kills: grown(was.oom_kills, now.oom_kills),
-            refaults: match (was.refaults, now.refaults) {
-                (Some(_), Some(_)) => rate(was.refaults, now.refaults),
-                _ => rate(was.major_faults, now.major_faults) * READAHEAD_PAGES,
-            },
-            direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
-            need: match (was.available, now.available) {
-                (Some(b), Some(n)) => ((actual - n).0 as f64 - (was_actual - b).0 as f64) / seconds,
-                _ => 0.0,
-            },
-        })
-    }
 }

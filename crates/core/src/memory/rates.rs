@@ -1,0 +1,43 @@
+//! How fast a guest's numbers move, from two times that it spoke.
+
+use super::GuestRates;
+use crate::sample::GuestStats;
+use crate::units::{Bytes, Stamp};
+
+/// Pages that a major fault of a file brings: half of the default readahead, as
+/// not all of it is used.
+const READAHEAD_PAGES: f64 = 8.0;
+
+impl GuestRates {
+    pub(super) fn between(
+        (was_at, was_actual, was): (Stamp, Bytes, &GuestStats),
+        (at, actual, now): (Stamp, Bytes, &GuestStats),
+    ) -> Option<GuestRates> {
+        let ms = at.since(was_at);
+        if ms == 0 {
+            return None;
+        }
+        let seconds = ms as f64 / 1000.0;
+        let grown = |b: Option<u64>, n: Option<u64>| match (b, n) {
+            (Some(b), Some(n)) => n.saturating_sub(b),
+            _ => 0,
+        };
+        let rate = |b, n| grown(b, n) as f64 / seconds;
+        Some(GuestRates {
+            at,
+            major_faults: rate(was.major_faults, now.major_faults),
+            swap_in: rate(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
+            alloc_stalls: rate(was.alloc_stalls, now.alloc_stalls),
+            oom_kills: grown(was.oom_kills, now.oom_kills),
+            refaults: match (was.refaults, now.refaults) {
+                (Some(_), Some(_)) => rate(was.refaults, now.refaults),
+                _ => rate(was.major_faults, now.major_faults) * READAHEAD_PAGES,
+            },
+            direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
+            need: match (was.available, now.available) {
+                (Some(b), Some(n)) => ((actual - n).0 as f64 - (was_actual - b).0 as f64) / seconds,
+                _ => 0.0,
+            },
+        })
+    }
+}
