@@ -56,7 +56,7 @@ fn brief(error: VmError) -> String {
 /// Whether a boot went well; the error is what was lost of it.
 fn booted(guest: &mut Guest, first: &Boot) -> Result<(), String> {
     guest.vm.wait_ready().map_err(brief)?;
-    let boot = Boot::look(guest).map_err(brief)?;
+    let boot = Boot::look(guest)?;
     boot.differs(first).map_or(Ok(()), Err)?;
     verify_boot(guest, 2).map(drop)
 }
