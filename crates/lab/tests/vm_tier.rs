@@ -110,17 +110,15 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
     let much = |s: &Value| (recycled(s)? > 100 << 20).then_some(());
     daemon.wait_for("recycling that went on meanwhile", MINUTE, much).unwrap();
 
-    place.vm.tool().start_ready("h", "hold", "size=134217728", MINUTE).unwrap();
+    // Some ten MiB of it lie in lists of each CPU when the guest is stopped.
+    place.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
     let full = place.usage();
     place.vm.tool().stop("h").unwrap();
-    // What was freed last lies in lists of each CPU until the guest has run a little.
-    let shown = |s: &Value| (agent(s, "held") > 122 << 20).then_some(());
-    daemon.wait_for("what was freed in the map", MINUTE, shown).unwrap();
     place.vm.pause().unwrap();
     place
         .vm
         .wait_for("a paused guest's memory", MINUTE, |_| {
-            (place.usage() + Bytes::mib(120) < full).then_some(())
+            (place.usage() + Bytes::mib(240) < full).then_some(())
         })
         .unwrap();
     place.vm.resume().unwrap();
