@@ -212,7 +212,8 @@ fn recycle(place: &mut Place, shape: Shape, size: Bytes, bare: bool) -> Result<T
     if bare {
         place.pause(true)?;
     }
-    let mut done = place.recycle()?;
+    // What else became free lies in pieces, and is none of the shape's.
+    let mut done = place.recycle_runs(if shape == Shape::Runs { 512 } else { 1 })?;
     let fell = full - place.usage();
     if bare {
         place.pause(false)?;
