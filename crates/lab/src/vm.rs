@@ -103,8 +103,8 @@ impl Accel {
 /// Whether a boot that failed did so by QEMU's translator: its kernel died of a
 /// stale breakpoint, or never came to its first word. The latter was seen once in
 /// some two thousand boots of two translated vCPUs, before anything of ours had
-/// looked at the guest; that it is the translator's doing is likely, not proven,
-/// so [`Vm::start`] tells where the vCPUs stand.
+/// looked at the guest. That it is the translator's doing is likely, not proven:
+/// the error tells where the vCPUs stand.
 fn translator_race(accel: Accel, cpus: u32, failed: &VmError, console: &str) -> bool {
     let known = match failed {
         VmError::Lost { .. } => console.contains(TRANSLATOR_RACE),
@@ -354,7 +354,7 @@ pub struct Vm {
 impl Vm {
     /// Starts a VM and waits until its tool answers. A guest that QEMU's
     /// translator kills or stops while it boots ([`translator_race`]) is started
-    /// anew, and what is known of it is told.
+    /// anew, and that is said.
     pub fn start(config: &VmConfig) -> Result<Vm, VmError> {
         let mut tries = 1;
         loop {
@@ -365,7 +365,7 @@ impl Vm {
                 return Err(failed);
             }
             tries += 1;
-            eprintln!("{failed}\n{}\nby QEMU's translator: try {tries}", vm.stand());
+            eprintln!("{failed}\nby QEMU's translator: try {tries}");
         }
     }
 
@@ -443,8 +443,15 @@ impl Vm {
     pub fn wait_ready(&mut self) -> Result<(), VmError> {
         let begun = if self.boots == 0 { self.spawned } else { Instant::now() };
         let want = self.boots + 1;
-        self.wait_for("the guest tool to be ready", BOOT_DEADLINE, |vm| {
+        let ready = self.wait_for("the guest tool to be ready", BOOT_DEADLINE, |vm| {
             (vm.console().matches(READY).count() >= want).then_some(())
+        });
+        ready.map_err(|failed| match failed {
+            VmError::Timeout { name, what, after, console } => {
+                let console = format!("{console}\n--- its vCPUs, twice:\n{}", self.stand());
+                VmError::Timeout { name, what, after, console }
+            }
+            other => other,
         })?;
         self.boots = want;
         if self.doomed.swap(false, Relaxed) {
