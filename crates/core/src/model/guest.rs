@@ -95,8 +95,10 @@ impl GuestModel {
         let Around { ram, actual, deflate_on_oom } = *around;
         // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
         // No guest has more available than its size.
-        let available = stats.available.or(stats.free)?.min(actual);
-        let need = actual - available;
+        let said = stats.available.or(stats.free)?.min(actual);
+        // Its balloon may have moved since it spoke.
+        let need = remembered.and_then(VmMemory::need).unwrap_or(actual - said).min(actual);
+        let available = actual - need;
         let cache = stats.caches.unwrap_or_default().min(actual);
         // No more cache can be given up than is counted as available.
         let hot = remembered.map_or(Bytes::ZERO, |m| m.hot.bytes).min(cache).min(available);
