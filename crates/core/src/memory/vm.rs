@@ -62,6 +62,8 @@ const INFLATE_ECHO_MS: u64 = 2_000;
 const AGAIN_MS: u64 = 100;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
+/// See [`VmMemory::own`].
+const OWN_LIFE_MS: f64 = 600_000.0;
 /// Harms that are remembered.
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
@@ -106,6 +108,10 @@ pub struct VmMemory {
     /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,
+    /// What the host holds for its VMM itself, at least: what is resident beyond the
+    /// guest's size cannot be the guest's. Forgotten over ten minutes.
+    #[serde(default)]
+    pub own: Bytes,
     /// When its balloon was last seen to grow, whoever ordered that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Stamp>,
@@ -492,7 +498,7 @@ impl VmMemory {
         }
         self.notice_help(at, actual);
         self.follow_order(at, dt_ms, actual);
-        self.account(vm, actual);
+        self.account(dt_ms, vm, actual);
     }
 
     /// Takes in an order that QEMU took.
@@ -820,8 +826,12 @@ impl VmMemory {
         gift.bytes.min(size - host_side)
     }
 
-    fn account(&mut self, vm: &VmSample, actual: Option<Bytes>) {
+    fn account(&mut self, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
+        if let Some(size) = self.sizes.most() {
+            let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
+            self.own = (p.resident() - size).max(self.own.share(left));
+        }
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
         if let Some(was) = self.seen.replace(now) {

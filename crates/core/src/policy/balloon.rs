@@ -29,8 +29,6 @@ const GROW_HOLD_MS: u64 = 60_000;
 const REFRESH_MS: u64 = 3_000;
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.05;
-/// A guest's growing need is met so far ahead.
-const AHEAD_S: f64 = 2.0;
 /// A little beyond the mark, so that the host also leaves the state.
 const BEYOND: f64 = 0.05;
 
@@ -64,7 +62,7 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     }
     if done.missing > Bytes::ZERO {
         let missing = done.missing - above;
-        done.expected = take(model, memory, missing, &mut verdicts);
+        done.expected = take(model, memory, (missing, deferred), &mut verdicts);
     } else if host.known {
         grow(model, memory, &mut verdicts);
     }
@@ -185,8 +183,8 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     let mut urgent = actual + LEAST_GIFT;
     let mut well = urgent;
     if let Some(g) = &vm.guest {
-        let ahead = Bytes((g.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64);
-        urgent = urgent.max(g.need + g.short_mark.share(2.0) + ahead);
+        let ahead = g.soon() - g.need;
+        urgent = urgent.max(g.soon() + g.short_mark.share(2.0));
         well = urgent.max(g.working_set + g.buffer + g.buffer + ahead);
     }
     if again {
@@ -296,6 +294,7 @@ mod tests {
     fn host(state: Pressure, shortage: u64, surplus: u64) -> HostModel {
         HostModel {
             state,
+            stalled: state,
             shortage: Bytes::mib(shortage),
             surplus: Bytes::mib(surplus),
             headroom: Bytes::gib(2),
