@@ -86,8 +86,11 @@ pub(super) fn take(
     let state = model.host.state.max(Pressure::Soft);
     let none = VmMemory::default();
     let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
-    let arriving: Bytes =
-        model.vms.iter().map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a))).sum();
+    let arriving: Bytes = model
+        .vms
+        .iter()
+        .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
+        .sum();
     let mut asked: Vec<Asked> = vec![Asked::default(); model.vms.len()];
     let mut found = Bytes::ZERO;
     for rung in [Pressure::Soft, Pressure::Hard, Pressure::Critical] {
