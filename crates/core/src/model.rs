@@ -679,7 +679,7 @@ fn standing(
 }
 
 /// That a guest helped itself is news for so long.
-const HELP_LIFE_MS: u64 = 2_000;
+pub(crate) const HELP_LIFE_MS: u64 = 2_000;
 
 #[cfg(test)]
 mod tests {

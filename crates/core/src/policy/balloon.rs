@@ -9,7 +9,7 @@
 //! for the host's sake.
 
 use crate::memory::{Memory, Reboot, VmMemory};
-use crate::model::{Model, Pressure, Standing, VmModel};
+use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::give::{Grant, Wish, grant};
@@ -190,6 +190,11 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
         let ahead = g.soon() - g.need;
         urgent = urgent.max(g.soon() + g.short_mark.share(2.0));
         well = urgent.max(g.working_set + g.buffer + g.buffer + ahead);
+        // One that is short, and not only about to be, cannot wait for others.
+        let helped = m.helped_itself.is_some_and(|t| model.at.since(t) < HELP_LIFE_MS);
+        if helped || g.available < g.short_mark {
+            urgent = well;
+        }
     }
     if again {
         well = vm.ceiling;
@@ -408,8 +413,8 @@ mod tests {
 
     #[test]
     fn what_headroom_does_not_cover_waits_until_others_have_freed_it() {
-        let mut poor = vm(1, 400, 20);
-        poor.distress = "20 MiB available".into();
+        let mut poor = vm(1, 400, 50);
+        poor.distress = "50 MiB available, need grows".into();
         let at = |headroom| {
             let mut h = host(Pressure::Clear, 0, 0);
             (h.headroom, h.reserve) = (Bytes::mib(headroom), Bytes::mib(400));
@@ -418,16 +423,22 @@ mod tests {
                 Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
             balloon(&model, &Memory::default(), &[], Bytes::ZERO)
         };
-        // Urgent: need 380 and two short marks, or 64 MiB more; well: 380 and two buffers.
+        // Urgent: need 350 and two short marks, or 64 MiB more; well: 350 and two buffers.
         let none = at(0);
         assert_eq!(size(&none.verdicts[0]), Some(464), "kept from harm at once");
-        assert_eq!(none.deferred, Bytes::mib(540 - 464));
+        assert_eq!(none.deferred, Bytes::mib(510 - 464));
         let to = size(&none.verdicts[1]).unwrap();
         assert!(to < 1024, "the idle are asked though the host is clear");
         let Verdict::Set { reason: Reason::GuestShort { signs }, .. } = &none.verdicts[0] else {
             panic!("{none:?}")
         };
-        assert!(signs.contains("76 MiB more when others have freed it"), "{signs}");
+        assert!(signs.contains("46 MiB more when others have freed it"), "{signs}");
+        // One that is short already does not wait.
+        let mut short = poor.clone();
+        short.guest = vm(1, 400, 20).guest;
+        let mut h = host(Pressure::Critical, 500, 0);
+        (h.headroom, h.reserve, h.swap_left) = (Bytes::ZERO, Bytes::mib(400), Bytes::gib(1));
+        assert_eq!(size(&decide(h, vec![short], vec![])[0]), Some(540), "need and two buffers");
         // What they freed shows up as headroom: then it is granted.
         let some = at(200);
         assert_eq!(size(&some.verdicts[0]), Some(500), "200 less the mark of critical, 100");
