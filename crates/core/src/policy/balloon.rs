@@ -527,8 +527,8 @@ mod tests {
     fn what_was_wanted_lately_is_left_where_the_host_does_not_hold_it() {
         let short = host(Pressure::Hard, 800, 0);
         assert_eq!(asked_of_three(&short, 1024), 3 * 128);
-        assert_eq!(asked_of_three(&short, 500), 3 * 44, "484 are kept: no step is worth it");
-        assert_eq!(asked_of_three(&short, 560), 3 * 76);
+        assert_eq!(asked_of_three(&short, 480), 3 * 44, "484 are kept");
+        assert_eq!(asked_of_three(&short, 560), 3 * (44 + 76), "76 of it are there to be had");
     }
 
     #[test]
