@@ -588,8 +588,7 @@ mod tests {
 
     #[test]
     fn what_a_guest_needed_lately_is_left_to_it_unless_the_host_is_critical() {
-        let peaks =
-            Peaks { at: NOW, slow: Bytes::mib(800), fast: Bytes::mib(500), ..Peaks::default() };
+        let peaks = Peaks { at: NOW, slow: Bytes::mib(800), fast: Bytes::mib(500) };
         let m = VmMemory { peaks, ..remembered(1) };
         let ask = |state| {
             let v = decide(host(state, 4000, 0), vec![vm(1, 700, 400)], vec![m.clone()]);
