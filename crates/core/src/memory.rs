@@ -7,11 +7,13 @@
 
 mod rates;
 mod reach;
+mod sizes;
 mod vm;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::reach::{Reach, SILENT_MS};
+pub use self::sizes::Sizes;
 pub use self::vm::*;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, RungName};

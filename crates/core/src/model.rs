@@ -87,6 +87,9 @@ pub struct HostModel {
     pub why: String,
     /// Whether the host's memory could be read at all.
     pub known: bool,
+    /// The state that it would be in for stalls alone.
+    #[serde(default)]
+    pub stalled: Pressure,
     /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's
     /// notifications; rises at once, sinks over 15 s. It scales goal and steps.
     #[serde(default)]
@@ -131,6 +134,9 @@ pub struct VmModel {
     pub weight: f64,
     /// Resident on the host.
     pub resident: Option<Bytes>,
+    /// What of it is the VMM's own, at least.
+    #[serde(default)]
+    pub own: Bytes,
     /// In the host's swap.
     pub swap: Option<Bytes>,
     /// The agent inside the VMM.
@@ -223,6 +229,11 @@ impl fmt::Display for Progress {
 }
 
 impl VmModel {
+    /// What the host holds of its guest's memory, at most.
+    pub fn guest_held(&self) -> Option<Bytes> {
+        self.resident.map(|r| r - self.own)
+    }
+
     /// What the balloon holds of what the guest is owed.
     pub fn held(&self) -> Bytes {
         self.actual.map_or(Bytes::ZERO, |a| self.ceiling - a)
@@ -371,6 +382,16 @@ impl HostModel {
         host
     }
 
+    /// What is missing to leave a state: room to the mark it is left at. Where tasks
+    /// stall, so much does not cure it.
+    pub fn lacks(&self, state: Pressure) -> Bytes {
+        let mark = MARKS.iter().find(|m| m.0 == state).map_or(0.0, |m| m.2);
+        match self.stalled >= state {
+            true => self.shortage,
+            false => self.reserve.share(mark) - self.headroom,
+        }
+    }
+
     /// State, shortage and surplus under the tightest bound.
     fn judge(&mut self, bound: &Bound, stall: &Stall, memory: &Memory, dt_ms: u64) {
         let ratio = bound.ratio();
@@ -383,6 +404,7 @@ impl HostModel {
             level_by_marks(left.fraction_of(bound.reserve.max(Bytes(1))), memory.state)
                 .min(Pressure::Soft);
         self.state = by_room.max(by_stall).max(by_promise);
+        self.stalled = by_stall;
         let sunk = memory.urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
         self.urgency = if tight { stall.urgency() } else { 0.0 }.max(sunk);
         if self.urgency < 0.01 {
@@ -581,6 +603,7 @@ impl VmModel {
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
+        model.own = m.own;
         model.unseen = m.reach.unseen(sample.at);
         model.convergence = m.convergence(sample.at, actual, model.trust.level);
         let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
@@ -656,7 +679,7 @@ fn standing(
 }
 
 /// That a guest helped itself is news for so long.
-const HELP_LIFE_MS: u64 = 2_000;
+pub(crate) const HELP_LIFE_MS: u64 = 2_000;
 
 #[cfg(test)]
 mod tests {

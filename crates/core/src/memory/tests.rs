@@ -193,6 +193,40 @@ fn a_balloon_that_grows_is_no_guest_that_needs_memory() {
     }
 }
 
+/// One whose need grows while its balloon does: seen as it happens, not when the balloon stops.
+#[test]
+fn a_need_that_grows_behind_a_growing_balloon_is_seen() {
+    let mut memory = Memory::default();
+    let look = |at, actual, available| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 500;
+        sample(at, vec![v])
+    };
+    // 50 MiB a half second by the balloon, 60 by its programs, said half a second ago.
+    let mut need = 0;
+    for i in 0..6 {
+        let (actual, was) = (1024 - 50 * i, 1024 - 50 * i.max(1) + 50);
+        let model = tick(&mut memory, &look(1_000 + 500 * i, actual, was - 100 - 60 * i));
+        need = only(&model).guest.unwrap().need.0 >> 20;
+    }
+    assert!((350..=400).contains(&need), "{need}");
+}
+
+/// What is resident beyond its size is not the guest's.
+#[test]
+fn what_a_vmm_holds_itself_is_learnt_and_not_counted_as_its_guests() {
+    let mut memory = Memory::default();
+    let held = |m: &Model| only(m).guest_held().unwrap().0 >> 20;
+    assert_eq!(held(&tick(&mut memory, &sample(1_000, vec![vm(512, 300, 400)]))), 400);
+    // Its pages go a moment after its size.
+    assert_eq!(held(&tick(&mut memory, &sample(2_000, vec![vm(200, 50, 400)]))), 400);
+    for at in [4_000, 6_000, 8_000] {
+        tick(&mut memory, &sample(at, vec![vm(200, 50, 310)]));
+    }
+    let model = tick(&mut memory, &sample(9_000, vec![vm(512, 300, 400)]));
+    assert_eq!((only(&model).own.0 >> 20, held(&model)), (109, 290));
+}
+
 #[test]
 fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
     let mut memory = Memory::default();

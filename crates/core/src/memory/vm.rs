@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Reach;
+use super::{Reach, Sizes};
 use crate::model::guest::{bounded, implausible};
 use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
@@ -62,6 +62,8 @@ const INFLATE_ECHO_MS: u64 = 2_000;
 const AGAIN_MS: u64 = 100;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
+/// See [`VmMemory::own`].
+const OWN_LIFE_MS: f64 = 600_000.0;
 /// Harms that are remembered.
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
@@ -96,13 +98,20 @@ pub struct VmMemory {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reboot: Option<Reboot>,
     /// Its last statistics that differed from those before, when they came, and
-    /// its size then.
+    /// the size that goes with them.
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
     /// The guest's recent peaks of need, slow and fast in forgetting.
     #[serde(default)]
     pub peaks: Peaks,
+    /// The sizes it had lately.
+    #[serde(default)]
+    pub sizes: Sizes,
+    /// What the host holds for its VMM itself, at least: what is resident beyond the
+    /// guest's size cannot be the guest's. Forgotten over ten minutes.
+    #[serde(default)]
+    pub own: Bytes,
     /// When its balloon was last seen to grow, whoever ordered that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Stamp>,
@@ -465,16 +474,18 @@ impl VmMemory {
         {
             self.shrunk = Some(at);
         }
+        if let Some(actual) = actual {
+            self.sizes.see(at, actual);
+        }
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
-            if let Some(available) = stats.available.or(stats.free) {
-                self.peaks.update(at, actual - available);
-            }
             self.take_stats(at, wall_s, actual, stats);
+            if let Some(need) = self.need() {
+                self.peaks.update(at, need);
+            }
             self.weigh_word(at, vm, &stats);
         }
         if let Some(p) = vm.process {
-            let words = self.words(at, vm).and_then(|s| s.available.or(s.free));
-            let need = actual.zip(words).map_or(Bytes::ZERO, |(a, w)| a - w);
+            let need = self.need().unwrap_or_default();
             let paged_out = vm.offload.as_ref().map_or(Bytes::ZERO, |o| o.paged_out);
             let seen = (need, p.resident() + p.swap, p.swap);
             self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged_out);
@@ -487,7 +498,7 @@ impl VmMemory {
         }
         self.notice_help(at, actual);
         self.follow_order(at, dt_ms, actual);
-        self.account(vm, actual);
+        self.account(dt_ms, vm, actual);
     }
 
     /// Takes in an order that QEMU took.
@@ -561,6 +572,7 @@ impl VmMemory {
         self.stuck_until = None;
         self.stuck_count = 0;
         self.facts = None;
+        self.sizes = Sizes::default();
         self.reach.forget_guest();
         self.doubt = None;
         self.hot = Hot::default();
@@ -718,14 +730,17 @@ impl VmMemory {
         }
     }
 
-    /// The size that goes with the guest's word. Where a balloon has grown since, the two
-    /// are of different moments, and what they differ by would look like growing need
-    /// when the next word is heard: need is taken to be as it was.
+    /// What its guest needs, by its last word.
+    pub fn need(&self) -> Option<Bytes> {
+        let (_, size, words) = self.stats.as_ref()?;
+        Some(*size - words.available.or(words.free)?)
+    }
+
+    /// The size that goes with the guest's word.
     fn paired(&self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
-        let Some((_, was_actual, was)) = &self.stats else { return actual };
-        let (Some(b), Some(n)) = (was.available, now.available) else { return actual };
-        let before = self.shrunk.is_some_and(|t| said <= t) || n > actual;
-        if before { *was_actual - b + n } else { actual }
+        let available = now.available.or(now.free);
+        let need = available.and_then(|a| self.sizes.need(said, a, self.need()).map(|n| n + a));
+        need.unwrap_or(actual)
     }
 
     /// A balloon that shrinks although nobody told it to.
@@ -811,8 +826,12 @@ impl VmMemory {
         gift.bytes.min(size - host_side)
     }
 
-    fn account(&mut self, vm: &VmSample, actual: Option<Bytes>) {
+    fn account(&mut self, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
+        if let Some(size) = self.sizes.most() {
+            let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
+            self.own = (p.resident() - size).max(self.own.share(left));
+        }
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
         if let Some(was) = self.seen.replace(now) {

@@ -95,8 +95,10 @@ impl GuestModel {
         let Around { ram, actual, deflate_on_oom } = *around;
         // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
         // No guest has more available than its size.
-        let available = stats.available.or(stats.free)?.min(actual);
-        let need = actual - available;
+        let said = stats.available.or(stats.free)?.min(actual);
+        // Its balloon may have moved since it spoke.
+        let need = remembered.and_then(VmMemory::need).unwrap_or(actual - said).min(actual);
+        let available = actual - need;
         let cache = stats.caches.unwrap_or_default().min(actual);
         // No more cache can be given up than is counted as available.
         let hot = remembered.map_or(Bytes::ZERO, |m| m.hot.bytes).min(cache).min(available);
@@ -117,6 +119,17 @@ impl GuestModel {
             idle: actual - working_set,
             by_module: stats.refaults.is_some(),
         })
+    }
+}
+
+/// A guest's growing need is looked ahead for so long: statistics are late by up to
+/// one tick, and giving back takes one more.
+const AHEAD_S: f64 = 2.0;
+
+impl GuestModel {
+    /// What it will need in a moment, at the rate its need grows.
+    pub fn soon(&self) -> Bytes {
+        self.need + Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64)
     }
 }
 
@@ -201,11 +214,6 @@ const MAJOR_FAULTS_MARK: f64 = 100.0;
 const SWAP_IN_MARK: f64 = (1 << 20) as f64;
 /// Reading again what was just reclaimed, pages a second, likewise: 8 MiB/s.
 const REFAULTS_MARK: f64 = 2048.0;
-/// A guest whose available memory would reach the short mark within this time,
-/// at the rate it now falls, is short already: statistics are late by up to one
-/// tick, and giving back takes one more.
-const LOOK_AHEAD_S: f64 = 2.0;
-
 /// The signs that a guest is short; empty when it is not. While a balloon grows
 /// its own driver stalls and reclaims, which is no sign.
 pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
@@ -216,8 +224,7 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     if r.oom_kills > 0 {
         return format!("{} processes killed for lack of memory", r.oom_kills);
     }
-    let ahead = g.available.0 as f64 - r.need.max(0.0) * LOOK_AHEAD_S;
-    if ahead < g.short_mark.0 as f64 {
+    if g.need + g.available < g.soon() + g.short_mark {
         return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
     }
     // Whatever is said to be available: cache that is missed counts as available.

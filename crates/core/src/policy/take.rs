@@ -28,6 +28,7 @@ const TURN_MS: u64 = 60_000;
 /// of its recent peaks of need it keeps: one that needed memory a moment ago may
 /// need it again.
 pub(super) struct Force {
+    state: Pressure,
     step: f64,
     buffer: f64,
     hold_ms: u64,
@@ -43,7 +44,7 @@ pub(super) fn force(state: Pressure) -> Force {
         Pressure::Hard => (0.125, 0.5, 8_000, TURN_MS, (|p| p.fast) as fn(&Peaks) -> Bytes),
         Pressure::Critical => (0.25, 0.25, 4_000, 0, (|_| Bytes::ZERO) as fn(&Peaks) -> Bytes),
     };
-    Force { step, buffer, hold_ms, turn_ms, recent }
+    Force { state, step, buffer, hold_ms, turn_ms, recent }
 }
 
 /// A VM that can be asked, and for how much.
@@ -67,51 +68,103 @@ pub(super) struct Candidate {
 }
 
 /// Collects `missing` from those that have idle memory; what the host can expect
-/// of it. On a clear host others wait for it, who have what keeps them from harm
+/// of it. `deferred` of it guests wait for.
+///
+/// What nobody has wanted for a minute goes first, whatever the host's state, only faster
+/// on a shorter one. What somebody wanted a moment ago will be wanted back: on a hard
+/// and a critical host it is taken as far as it brings something now, and no more
+/// of it than leads out of that state (all that is missing where tasks really stall).
+///
+/// On a clear host others wait for it, who have what keeps them from harm
 /// already: for their comfort it is taken as on a soft one, and nobody is turned around.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
-    missing: Bytes,
+    (missing, deferred): (Bytes, Bytes),
     verdicts: &mut [Option<Verdict>],
 ) -> Bytes {
     let state = model.host.state.max(Pressure::Soft);
-    let force = force(state);
-    let mut arriving = Bytes::ZERO;
-    let mut candidates = Vec::new();
     let none = VmMemory::default();
-    for (index, vm) in model.vms.iter().enumerate() {
-        let m = memory.vm(vm.id).unwrap_or(&none);
-        arriving += vm.actual.map_or(Bytes::ZERO, |a| m.arriving(model.at, a));
+    let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
+    let arriving: Bytes = model
+        .vms
+        .iter()
+        .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
+        .sum();
+    let mut asked: Vec<Asked> = vec![Asked::default(); model.vms.len()];
+    let mut found = Bytes::ZERO;
+    for rung in [Pressure::Soft, Pressure::Hard, Pressure::Critical] {
+        if rung > state {
+            break;
+        }
+        let wanted = match rung {
+            Pressure::Soft => missing,
+            rung => missing.min(model.host.lacks(rung) + deferred),
+        };
+        let mut candidates = Vec::new();
+        for (index, vm) in model.vms.iter().enumerate() {
+            if verdicts[index].is_none() {
+                match candidate(model, vm, of(vm), index, (&force(rung), asked[index].share)) {
+                    Ok(c) => candidates.push(c),
+                    Err(why) => asked[index].why = why,
+                }
+            }
+        }
+        share_out(&mut candidates, wanted - arriving - found);
+        for c in candidates {
+            found += c.share;
+            asked[c.index].take(&c);
+        }
+    }
+    let mut expected = Bytes::ZERO;
+    for (index, a) in asked.into_iter().enumerate() {
         if verdicts[index].is_some() {
             continue;
         }
-        match candidate(model, vm, m, index, &force) {
-            Ok(c) => candidates.push(c),
-            Err(why) => verdicts[index] = Some(Verdict::Hold(why)),
-        }
-    }
-    share_out(&mut candidates, missing - arriving);
-    let mut expected = Bytes::ZERO;
-    for c in candidates {
-        let to = round_up(c.base - c.share);
-        verdicts[c.index] = Some(if c.share < Bytes::mib(1) || to >= c.base {
-            Verdict::Hold(format!("{} idle, but others cover what the host lacks", c.idle))
+        let to = round_up(a.base - a.share);
+        verdicts[index] = Some(if a.share < Bytes::mib(1) || to >= a.base {
+            Verdict::Hold(a.why)
         } else {
-            expected += (c.base - to).share(c.yields);
+            expected += a.yields;
             let shortage = model.host.shortage.max(missing);
-            Verdict::Set { to, reason: Reason::HostShort { state, shortage, idle: c.idle } }
+            Verdict::Set { to, reason: Reason::HostShort { state, shortage, idle: a.idle } }
         });
     }
     expected
 }
 
+/// What one VM is asked for, all rungs together.
+#[derive(Clone, Debug, Default)]
+struct Asked {
+    base: Bytes,
+    idle: Bytes,
+    share: Bytes,
+    /// What of it the host holds.
+    yields: Bytes,
+    /// Why it is not asked, if it is not.
+    why: String,
+}
+
+impl Asked {
+    fn take(&mut self, c: &Candidate) {
+        if c.share < Bytes::mib(1) {
+            self.why = format!("{} idle, but others cover what the host lacks", c.idle);
+            return;
+        }
+        self.base = c.base + self.share;
+        self.idle = c.idle + self.share;
+        self.share += c.share;
+        self.yields += c.share.share(c.yields);
+    }
+}
+
+/// `before`: what it is asked for already.
 fn candidate(
     model: &Model,
     vm: &VmModel,
     m: &VmMemory,
     index: usize,
-    force: &Force,
+    (force, before): (&Force, Bytes),
 ) -> Result<Candidate, String> {
     if vm.standing != Standing::Ready {
         return Err(vm.standing.why().to_string());
@@ -140,17 +193,24 @@ fn candidate(
             return Err(format!("{held} that it has freed are recycled first"));
         }
     }
-    let base = base(m, actual);
+    let start = base(m, actual);
+    let base = start - before;
     if base <= vm.floor {
         return Err(format!("it is at its floor of {}", vm.floor));
     }
-    let idle = base - keep(vm, g, m, force);
+    let keep = keep(vm, g, m, force);
+    let idle = base - keep;
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
-    let most = step(vm, m, model, force).min(idle);
-    if busy(m, actual, most) {
-        return Err(format!("it is still shrinking to {base}"));
+    let step = step(vm, m, model, &self::force(model.host.state.max(Pressure::Soft)));
+    let mut most = (step - before).min(idle);
+    if force.state > Pressure::Soft {
+        // What it may want back is left to it where taking it would bring nothing.
+        most = most.min(vm.guest_held().map_or(most, |held| held.min(base) - keep));
+    }
+    if busy(m, actual, step.min(idle)) {
+        return Err(format!("it is still shrinking to {start}"));
     }
     Ok(priced(vm, g, index, (base, idle, most)))
 }
@@ -163,7 +223,7 @@ pub(super) fn priced(
     (base, idle, most): (Bytes, Bytes, Bytes),
 ) -> Candidate {
     // What is idle but not resident brings the host nothing now: it counts a tenth.
-    let held = vm.resident.map_or(idle, |r| (r - g.working_set).min(idle));
+    let held = vm.guest_held().map_or(idle, |h| (h - g.working_set).min(idle));
     let yields = held.fraction_of(idle);
     let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
     let ram = vm.ram.unwrap_or(base).max(Bytes(1));
@@ -191,13 +251,13 @@ pub(super) fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
 }
 
 /// What a guest keeps in any case: floor, or working set and buffer, and always so
-/// much that the taking itself does not make it short. Who is trusted less keeps
+/// much that neither the taking itself nor its growing need makes it short. Who is trusted less keeps
 /// up to twice the buffer.
 pub(super) fn keep(vm: &VmModel, g: &GuestModel, m: &VmMemory, force: &Force) -> Bytes {
     let part = if g.deflate_on_oom { force.buffer } else { force.buffer.max(0.5) };
     let doubt = 2.0 - vm.trust.level.clamp(0.0, 1.0);
     let buffer = g.buffer.share(part * doubt).max(g.short_mark.share(1.5));
-    vm.floor.max(g.working_set.max((force.recent)(&m.peaks)) + buffer)
+    vm.floor.max(g.working_set.max((force.recent)(&m.peaks)).max(g.soon()) + buffer)
 }
 
 /// The largest step for one tick: larger while tasks suffer and while it follows

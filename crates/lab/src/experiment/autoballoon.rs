@@ -4,7 +4,7 @@
 //!
 //! Some of the VMs are busy at any time, the others wait for their turn. In its
 //! turn a VM sorts in memory, as fast as it can, more in each turn than in the one
-//! before (as SPECjbb, the original's workload, adds warehouses), for about a minute,
+//! before (as SPECjbb, the original's workload, adds warehouses), for some time,
 //! and then reads a file, which stays in its page cache. What is needed at one time
 //! fits the host beside a reserve of a fifth; what the guests keep (freed pages, cache)
 //! does not. Work is fixed, so `run_time` is how long all of it

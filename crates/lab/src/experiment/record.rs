@@ -8,8 +8,10 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde_json::Value;
+
+use crate::ebb;
 
 /// A turn smaller than this is none: page granularity, a driver's last pages.
 const LEAST_TURN: u64 = 4 << 20;
@@ -39,11 +41,16 @@ pub fn read(path: &Path) -> Result<Vec<Seen>> {
     Ok(ticks)
 }
 
-/// Copies the record of a daemon that ran in `dir` to `kept`, for `ebb replay`.
+/// Copies the record of a daemon that ran in `dir` to `kept`. It must replay to the
+/// same plans.
 pub fn keep(dir: &Path, kept: &Path, name: &str) -> Result<()> {
     let to = kept.join(format!("{name}.jsonl"));
     std::fs::create_dir_all(kept).with_context(|| kept.display().to_string())?;
     std::fs::copy(dir.join("record.jsonl"), &to).with_context(|| to.display().to_string())?;
+    let (code, out, err) = ebb::run(&["replay", &to.display().to_string()])?;
+    if code != 0 {
+        bail!("{} replays to other plans: {out}{err}", to.display());
+    }
     Ok(())
 }
 

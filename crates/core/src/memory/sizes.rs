@@ -1,0 +1,118 @@
+//! The sizes that a VM had lately, and what its guest's word means beside them.
+//!
+//! QEMU tells a balloon's size of this moment, and the guest's word of some moment
+//! before, up to a second or two ago. While the balloon moves the two do not belong
+//! together: one that grows would look like a need that grows, and one that shrinks
+//! like a need that falls. What a guest needs is not moved by its balloon, so it is
+//! reckoned with the size that it had when it spoke; where that is not known to the
+//! byte, as near to what it needed before as the sizes of that time allow.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Stamp};
+
+/// Older sizes go with no word that is still believed.
+const LIFE_MS: u64 = 6_000;
+/// From when a guest counts its pages to when QEMU has its word.
+const GATHER_MS: u64 = 300;
+/// No more are remembered.
+const MOST: usize = 64;
+
+/// Sizes and since when, oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sizes(Vec<(Stamp, Bytes)>);
+
+impl Sizes {
+    /// Takes in the size it has now.
+    pub(super) fn see(&mut self, at: Stamp, actual: Bytes) {
+        if self.0.last().is_none_or(|s| s.1 != actual) {
+            self.0.push((at, actual));
+        }
+        // The last one before that time still held at its begin.
+        let old = self.0.iter().filter(|s| at.since(s.0) >= LIFE_MS).count().saturating_sub(1);
+        self.0.drain(..old.max(self.0.len().saturating_sub(MOST)));
+    }
+
+    /// The least and the greatest size since a moment.
+    fn range(&self, since: Stamp) -> Option<(Bytes, Bytes)> {
+        let first = self.0.iter().rposition(|s| s.0 <= since).unwrap_or(0);
+        let sizes = || self.0.get(first..).unwrap_or_default().iter().map(|s| s.1);
+        Some((sizes().min()?, sizes().max()?))
+    }
+
+    /// The greatest size of late.
+    pub(super) fn most(&self) -> Option<Bytes> {
+        Some(self.range(Stamp(0))?.1)
+    }
+
+    /// What a guest needs that has said, at `said` or later, that so much is available
+    /// to it; `was`: what it needed before.
+    pub(super) fn need(&self, said: Stamp, available: Bytes, was: Option<Bytes>) -> Option<Bytes> {
+        let (mut low, mut high) = self.range(Stamp(said.0.saturating_sub(GATHER_MS)))?;
+        if available > high {
+            // It spoke before that.
+            (low, high) = self.range(Stamp(0))?;
+        }
+        let (low, high) = (low - available, high - available);
+        Some(was.map_or(low, |was| was.clamp(low, high)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(seen: &[(u64, u64)]) -> Sizes {
+        let mut s = Sizes::default();
+        seen.iter().for_each(|(at, mib)| s.see(Stamp(*at), Bytes::mib(*mib)));
+        s
+    }
+
+    fn need(s: &Sizes, said: u64, available: u64, was: Option<u64>) -> u64 {
+        s.need(Stamp(said), Bytes::mib(available), was.map(Bytes::mib)).unwrap().0 >> 20
+    }
+
+    #[test]
+    fn where_the_size_stands_still_need_is_what_is_not_available() {
+        let s = sizes(&[(1_000, 500), (2_000, 500)]);
+        for was in [None, Some(50), Some(400)] {
+            assert_eq!(need(&s, 1_500, 300, was), 200);
+        }
+    }
+
+    #[test]
+    fn a_balloon_that_grows_hides_no_more_of_a_growing_need_than_it_took_meanwhile() {
+        let s = sizes(&[(10_000, 500), (11_000, 450), (12_000, 400)]);
+        // Said between 11 and 12 s, at a size of 400 to 450.
+        assert_eq!(need(&s, 11_500, 300, Some(120)), 120, "nothing has changed");
+        assert_eq!(need(&s, 11_500, 200, Some(120)), 200, "80 more at least");
+        assert_eq!(need(&s, 11_500, 340, Some(120)), 110);
+        assert_eq!(need(&s, 9_000, 340, Some(120)), 120, "it may have spoken at 460");
+    }
+
+    #[test]
+    fn a_balloon_that_shrinks_is_no_need() {
+        let s = sizes(&[(10_000, 200), (11_000, 500)]);
+        assert_eq!(need(&s, 10_400, 50, Some(150)), 150);
+        assert_eq!(need(&s, 10_400, 350, Some(150)), 150, "the same, said later");
+        assert_eq!(need(&s, 11_400, 300, Some(150)), 200, "that is one");
+    }
+
+    #[test]
+    fn more_available_than_its_size_was_said_before() {
+        let s = sizes(&[(10_000, 500), (12_000, 170)]);
+        assert_eq!(need(&s, 12_500, 250, Some(110)), 110);
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut s = Sizes::default();
+        for i in 0..10_000 {
+            s.see(Stamp(i * 100), Bytes(i % 7));
+        }
+        assert!(s.0.len() <= MOST, "{}", s.0.len());
+        let mut s = Sizes::default();
+        (0..10_000).for_each(|i| s.see(Stamp(i), Bytes(i)));
+        assert_eq!(s.0.len(), MOST);
+    }
+}
