@@ -147,6 +147,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     });
     println!("{before_all:?}; {}", daemon.log());
     assert!(recall.is_some(), "{}", daemon.log());
+    looking_breaks_no_merge(dir.path(), &vms);
     let metrics = daemon.metrics().unwrap();
     for name in ["ebb_host_ksm_saved_bytes", "ebb_host_ksm_profit_bytes", "ebb_host_merge_scans"] {
         assert!(metrics.contains(name), "{metrics}");
@@ -181,6 +182,23 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
     assert!(daemon.log().contains("an earlier daemon had steered KSM"), "{}", daemon.log());
     assert!(daemon.stop());
+}
+
+/// Reading a page so that it is pinned gives its process a copy of its own: each look
+/// at merged memory would break a merge of every content.
+fn looking_breaks_no_merge(dir: &Path, vms: &[Vm]) {
+    let looks = tempfile::tempdir_in(dir).unwrap();
+    let config = config(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
+    vms.iter().for_each(|vm| vm.pause().unwrap());
+    let before = Truth::of(&pids(vms)).unwrap();
+    for _ in 0..2 {
+        report(&config, &["--full"]);
+    }
+    let after = Truth::of(&pids(vms)).unwrap();
+    vms.iter().for_each(|vm| vm.resume().unwrap());
+    println!("looked at: {before:?}, then {after:?}");
+    assert!(before.merged() > Bytes::mib(16), "something is merged: {before:?}");
+    assert!(after.frames <= before.frames + 64, "{before:?}, then {after:?}");
 }
 
 /// With the agent: what is alike is merged range by range, what is freed elsewhere is

@@ -38,7 +38,7 @@ pub use self::tally::{BLOCK, Block, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::psi;
-use crate::probe::regions::{guest_ram, read_smaps, unmergeable};
+use crate::probe::regions::{Region, guest_ram, read_smaps, unmergeable};
 use crate::root::{ProbeError, Root};
 use crate::sys::Range;
 
@@ -58,8 +58,10 @@ pub struct Target {
     pub group: String,
     /// Its RAM in that process, disjoint and sorted.
     pub ram: Vec<Range>,
-    /// KSM has merged some of it.
-    pub merged: bool,
+    /// Where KSM has merged some of it, likewise.
+    pub merged: Vec<Range>,
+    /// What of it is open to KSM, likewise.
+    pub open: Vec<Range>,
     /// Pieces not to read, disjoint and sorted: pages that the guest has free.
     pub skip: Vec<Range>,
 }
@@ -86,16 +88,19 @@ impl Found {
         group: &str,
     ) -> Result<Option<Found>, ProbeError> {
         let Some(regions) = read_smaps(root, id.pid)? else { return Ok(None) };
-        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
         let ram = guest_ram(&regions);
-        let merged = stat.merging_pages.unwrap_or(0) > 0 || ram.iter().any(|r| r.ksm > Bytes::ZERO);
-        let sum = |f: fn(&crate::probe::regions::Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
+        let merging = read_ksm_stat(root, id.pid)?.unwrap_or_default().merging_pages.unwrap_or(0) > 0;
+        // Before Linux 6.7 smaps does not tell, and all that is open may hold some.
+        let told = ram.iter().any(|r| r.ksm > Bytes::ZERO);
+        let merged = |r: &Region| r.ksm > Bytes::ZERO || merging && !told;
+        let sum = |f: fn(&Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
         let target = (!ram.is_empty()).then(|| Target {
             id,
             name: name.into(),
             group: group.into(),
-            ram: ram.iter().map(|r| r.range).collect(),
-            merged,
+            ram: joined(&ram, |_| true),
+            merged: joined(&ram, merged),
+            open: joined(&ram, |r| r.mergeable),
             skip: Vec::new(),
         });
         Ok(Some(Found {
@@ -105,6 +110,19 @@ impl Found {
             refused: unmergeable(&regions),
         }))
     }
+}
+
+/// Mappings of this kind, neighbours as one: which parts of RAM are open to KSM makes
+/// them many.
+fn joined(ram: &[&Region], of: impl Fn(&Region) -> bool) -> Vec<Range> {
+    let mut all: Vec<Range> = Vec::new();
+    for r in ram.iter().filter(|r| of(r)).map(|r| r.range) {
+        match all.last_mut() {
+            Some(last) if last.end() == r.start => last.len += r.len,
+            _ => all.push(r),
+        }
+    }
+    all
 }
 
 /// How to scan.

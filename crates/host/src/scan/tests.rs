@@ -85,7 +85,8 @@ impl Holder {
             name: format!("holder{who}"),
             group: group.into(),
             ram: vec![Range { start: at, len: PAGES * PAGE }],
-            merged: false,
+            merged: Vec::new(),
+            open: Vec::new(),
             skip: Vec::new(),
         };
         Holder { child, said, target }
@@ -208,9 +209,22 @@ fn absent_pages_are_not_read_and_not_brought_in() {
         // A page of zeros that reading had brought in would be listed now.
         let (pid, entries) = (holder.target.id.pid, Some(Listing::Entries));
         let mut walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
-        let mut runs = Vec::new();
-        walker.runs(holder.target.ram[0], &walk::Seen::default(), &mut runs).unwrap();
-        assert_eq!(runs.iter().map(|r| r.len / PAGE).sum::<u64>(), PAGES);
+        let mut runs = walk::Runs::default();
+        walker.runs(holder.target.ram[0], &[], &walk::Seen::default(), &mut runs).unwrap();
+        assert_eq!(runs.pages(), PAGES);
+    }
+}
+
+#[test]
+fn what_may_be_merged_is_read_without_pinning_and_is_the_same() {
+    let mut holder = Holder::start(0, "a");
+    let at = holder.target.ram[0].start;
+    holder.target.merged = vec![Range { start: at + 7 * PAGE, len: 900 * PAGE }];
+    for listing in [Listing::Scan, Listing::Entries] {
+        let options = Options { listing: Some(listing), ..Options::default() };
+        let scan = scanner().scan(std::slice::from_ref(&holder.target), &options);
+        assert_eq!((scan.vms[0].pages.read, scan.vms[0].pages.lost), (PAGES, 0), "{listing:?}");
+        assert_eq!(found(&scan.split), truth(&[(0, "a")]), "{listing:?}");
     }
 }
 

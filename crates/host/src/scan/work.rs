@@ -1,7 +1,9 @@
 //! The threads of a scan: windows, pieces, and what goes wrong with them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::io::{Error, Result};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -15,7 +17,7 @@ use super::pace::{Pace, thread_cpu};
 use super::table::{Filler, Table, VMS_MAX};
 use super::tags::Tags;
 use super::tally::{Blocks, Rules, Tally, VmTally};
-use super::walk::{Passed, Seen, Walker, subtract};
+use super::walk::{Passed, Runs, Seen, Walker};
 use super::{Fate, Options, Pages, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
@@ -84,7 +86,9 @@ struct Worker<'j, 'a> {
     job: &'j Job<'a>,
     filler: Filler<'j>,
     walker: Option<(usize, Walker)>,
-    runs: Vec<Range>,
+    runs: Runs,
+    /// The memory of the VM at hand, where some of it is merged.
+    memory: Option<File>,
     buffer: Vec<u8>,
     cpu: Duration,
 }
@@ -226,7 +230,8 @@ impl<'j, 'a> Worker<'j, 'a> {
             job,
             filler: job.table.filler(),
             walker: None,
-            runs: Vec::new(),
+            runs: Runs::default(),
+            memory: None,
             buffer: vec![0; PIECE],
             cpu: thread_cpu(),
         }
@@ -262,33 +267,43 @@ impl<'j, 'a> Worker<'j, 'a> {
     fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
         let (job, target) = (self.job, &self.job.targets[vm]);
         if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
-            let walker = Walker::open(job.root, target.id.pid, target.merged, job.options.listing)?;
-            self.walker = Some((vm, walker));
+            let (pid, merged) = (target.id.pid, !target.merged.is_empty());
+            self.memory = None;
+            if merged {
+                self.memory = Some(File::open(job.root.path(format!("/proc/{pid}/mem")))?);
+            }
+            self.walker = Some((vm, Walker::open(job.root, pid, merged, job.options.listing)?));
         }
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);
-        let Passed { merged } = walker.runs(window, &job.seen, &mut runs)?;
+        let Passed { merged } = walker.runs(window, &target.merged, &job.seen, &mut runs)?;
         pages.merged += merged;
-        pages.held += runs.iter().map(|r| r.len / PAGE).sum::<u64>();
-        pages.free += subtract(&mut runs, &target.skip) / PAGE;
+        pages.held += runs.pages();
+        pages.free += runs.subtract(&target.skip) / PAGE;
         if job.options.one_in > 1 {
-            runs = self.sample(vm, &runs);
+            runs = Runs { own: self.sample(vm, &runs.own), shared: self.sample(vm, &runs.shared) };
         }
-        let mut done = Ok(());
+        let done = self.read(vm, &runs.own, false, pages);
+        let done = done.and_then(|()| self.read(vm, &runs.shared, true, pages));
+        self.runs = runs;
+        done
+    }
+
+    /// Reads runs, piece by piece; `shared`: without pinning a page.
+    fn read(&mut self, vm: usize, runs: &[Range], shared: bool, pages: &mut Pages) -> Result<()> {
         let mut piece = Vec::new();
         let mut rest = runs.iter().copied().flat_map(cut);
         let mut next = rest.next();
-        while let (Some(run), Ok(())) = (next, &done) {
+        while let Some(run) = next {
             piece.push(run);
             next = rest.next();
             let size: u64 = piece.iter().map(|r| r.len).sum();
             let full = next.is_none_or(|n| size + n.len > PIECE as u64);
             if full || piece.len() == VECTOR_MAX {
-                done = self.piece(vm, &mut piece, pages);
+                self.piece(vm, &mut piece, shared, pages)?;
             }
         }
-        self.runs = runs;
-        done
+        Ok(())
     }
 
     /// The pieces of a sample, chosen by the key: no guest can tell which.
@@ -309,11 +324,21 @@ impl<'j, 'a> Worker<'j, 'a> {
     }
 
     /// Copies and notes a piece; pages that went away are passed over.
-    fn piece(&mut self, vm: usize, piece: &mut Vec<Range>, pages: &mut Pages) -> Result<()> {
+    fn piece(
+        &mut self,
+        vm: usize,
+        piece: &mut Vec<Range>,
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
         let pid = self.job.targets[vm].id.pid;
         let mut bytes = 0;
         while !piece.is_empty() {
-            let n = match read_process(pid, piece, &mut self.buffer) {
+            let copied = match self.memory.as_ref().filter(|_| shared) {
+                Some(memory) => read_gently(memory, piece, &mut self.buffer),
+                None => read_process(pid, piece, &mut self.buffer),
+            };
+            let n = match copied {
                 Ok(n) => n as u64 / PAGE * PAGE,
                 Err(e) if Errno::from_io_error(&e) == Some(Errno::FAULT) => 0,
                 Err(e) => return Err(e),
@@ -361,6 +386,26 @@ impl<'j, 'a> Worker<'j, 'a> {
             }
         }
     }
+}
+
+/// Copies from places of a process, as [`read_process`] does, through its `mem`: pages
+/// are looked at and not pinned, so what is merged stays merged.
+fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> {
+    let mut done = 0;
+    for place in places {
+        let end = done + place.len as usize;
+        while done < end {
+            let at = place.end() - (end - done) as u64;
+            match memory.read_at(&mut to[done..end], at) {
+                Ok(n) if n > 0 => done += n,
+                // Gone, or the process is: what was copied before counts.
+                Ok(_) => return Ok(done),
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::IO) => return Ok(done),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(done)
 }
 
 /// Pieces of a run that fit the buffer.
@@ -413,7 +458,8 @@ mod tests {
                 Range { start: WINDOW - PAGE, len: 2 * WINDOW },
                 Range { start: 9 * WINDOW, len: PAGE },
             ],
-            merged: false,
+            merged: Vec::new(),
+            open: Vec::new(),
             skip: Vec::new(),
         };
         let all = windows(std::slice::from_ref(&target));
