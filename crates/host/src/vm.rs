@@ -419,7 +419,7 @@ impl Vm {
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
     /// who else discards its pages.
-    pub fn ask_agent(&mut self, now: Instant) {
+    pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
@@ -427,7 +427,7 @@ impl Vm {
         let Some(agent) = self.agent.as_mut() else { return };
         let reports = self.reporting == Some(true);
         let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
-        agent.ask(now, run.as_ref(), &self.events, reports, qmp);
+        agent.ask(now, run.as_ref(), &self.events, (reports, keep_open), qmp);
     }
 
     /// Ends the tick: forgets what was not answered and tells what is known.

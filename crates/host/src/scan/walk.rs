@@ -86,6 +86,12 @@ pub struct Runs {
 }
 
 impl Runs {
+    /// Empties both.
+    pub fn clear(&mut self) {
+        self.own.clear();
+        self.shared.clear();
+    }
+
     /// Takes pieces out of both; returns how many bytes that were.
     pub fn subtract(&mut self, holes: &[Range]) -> u64 {
         subtract(&mut self.own, holes) + subtract(&mut self.shared, holes)
@@ -131,7 +137,7 @@ impl Walker {
         Ok(Walker { pagemap, flags, listing, entries: Vec::new() })
     }
 
-    /// Fills `runs` with the pages to read of a range. Nothing where the process
+    /// Adds to `runs` the pages to read of a range. Nothing where the process
     /// has ended. `merged`: where KSM has merged some, disjoint and sorted.
     pub fn runs(
         &mut self,
@@ -140,13 +146,11 @@ impl Walker {
         seen: &Seen,
         runs: &mut Runs,
     ) -> Result<Passed> {
-        runs.own.clear();
-        runs.shared.clear();
         let mut passed = Passed::default();
         match self.listing {
             Listing::Scan => {
-                pagemap_scan(self.pagemap.as_fd(), range, |run, _huge| runs.own.push(run))?;
-                let held = std::mem::take(&mut runs.own);
+                let mut held = Vec::new();
+                pagemap_scan(self.pagemap.as_fd(), range, |run, _huge| held.push(run))?;
                 for part in held.into_iter().flat_map(|run| parts(run, merged)) {
                     match part {
                         (part, true) => self.sift(part, Some(seen), runs, &mut passed)?,

@@ -18,7 +18,7 @@ use super::table::{Filler, Table, VMS_MAX};
 use super::tags::Tags;
 use super::tally::{Blocks, Rules, Tally, VmTally};
 use super::walk::{Passed, Runs, Seen, Walker};
-use super::{Fate, Options, Pages, Target, VmResult};
+use super::{Changes, Fate, Options, Pages, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
@@ -30,6 +30,8 @@ const WINDOW: u64 = 32 << 20;
 const PIECE: usize = 1 << 20;
 /// What a sample reads at a time.
 const SAMPLE: u64 = 64 << 10;
+/// What a look reads at a time.
+const GLANCE: u64 = 16 << 10;
 
 /// One scan.
 pub(super) struct Job<'a> {
@@ -150,6 +152,24 @@ impl<'a> Job<'a> {
             // Refused in some containers; the scan is then an ordinary load.
             let _ = run_when_idle();
         }
+    }
+
+    /// The pieces of a sample, chosen by the key: no guest can tell which.
+    fn sample(&self, vm: usize, runs: &[Range], size: u64) -> Vec<Range> {
+        let one_in = u64::from(self.options.one_in);
+        let place = |start: u64| (start / size).wrapping_add(self.options.salt << 48);
+        let mut chosen: Vec<Range> = Vec::new();
+        for run in runs {
+            let mut start = run.start;
+            while start < run.end() {
+                let end = ((start / size + 1) * size).min(run.end());
+                if self.key.mix(vm as u64, place(start)).is_multiple_of(one_in) {
+                    chosen.push(Range { start, len: end - start });
+                }
+                start = end;
+            }
+        }
+        chosen
     }
 
     /// Counts what was read.
@@ -276,12 +296,18 @@ impl<'j, 'a> Worker<'j, 'a> {
         }
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);
-        let Passed { merged } = walker.runs(window, &target.merged, &job.seen, &mut runs)?;
-        pages.merged += merged;
+        runs.clear();
+        let look = job.options.changes == Changes::Look;
+        let chosen = if look { job.sample(vm, &[window], GLANCE) } else { vec![window] };
+        for part in chosen {
+            let Passed { merged } = walker.runs(part, &target.merged, &job.seen, &mut runs)?;
+            pages.merged += merged;
+        }
         pages.held += runs.pages();
         pages.free += runs.subtract(&target.skip) / PAGE;
-        if job.options.one_in > 1 {
-            runs = Runs { own: self.sample(vm, &runs.own), shared: self.sample(vm, &runs.shared) };
+        if job.options.one_in > 1 && !look {
+            let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
+            runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
         }
         let done = self.read(vm, &runs.own, false, pages);
         let done = done.and_then(|()| self.read(vm, &runs.shared, true, pages));
@@ -304,23 +330,6 @@ impl<'j, 'a> Worker<'j, 'a> {
             }
         }
         Ok(())
-    }
-
-    /// The pieces of a sample, chosen by the key: no guest can tell which.
-    fn sample(&self, vm: usize, runs: &[Range]) -> Vec<Range> {
-        let one_in = u64::from(self.job.options.one_in);
-        let mut chosen: Vec<Range> = Vec::new();
-        for run in runs {
-            let mut start = run.start;
-            while start < run.end() {
-                let end = ((start / SAMPLE + 1) * SAMPLE).min(run.end());
-                if self.job.key.mix(vm as u64, start / SAMPLE).is_multiple_of(one_in) {
-                    chosen.push(Range { start, len: end - start });
-                }
-                start = end;
-            }
-        }
-        chosen
     }
 
     /// Copies and notes a piece; pages that went away are passed over.
@@ -363,7 +372,8 @@ impl<'j, 'a> Worker<'j, 'a> {
     /// Notes the first `n` bytes of the buffer, which came from these places.
     fn note(&mut self, vm: usize, places: &[Range], n: u64, pages: &mut Pages) {
         let job = self.job;
-        let tags = job.options.unchanged.then(|| job.tags.get(&job.targets[vm].id)).flatten();
+        let changes = job.options.changes;
+        let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
         let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
         let read = self.buffer[..n as usize].chunks_exact(PAGE as usize);
         for (address, bytes) in addresses.zip(read) {
@@ -374,10 +384,17 @@ impl<'j, 'a> Worker<'j, 'a> {
                 continue;
             }
             pages.read += 1;
+            if changes == Changes::Look {
+                let still = tags.is_some_and(|t| t.still(address, hash.unwrap_or(0)));
+                pages.changed += u64::from(!still);
+                continue;
+            }
             if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
                 pages.changed += 1;
-                job.blocks[vm].read(address, false);
-                continue;
+                if changes == Changes::LeaveOut {
+                    job.blocks[vm].read(address, false);
+                    continue;
+                }
             }
             job.blocks[vm].read(address, hash.is_none());
             match hash {

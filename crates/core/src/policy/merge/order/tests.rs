@@ -307,6 +307,31 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
 }
 
+#[test]
+fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
+    let none = Candidates { pages: 1000, ..Candidates::default() };
+    let ordered = |change: &dyn Fn(&mut ScanSample)| {
+        let mut s =
+            sample(900_000, Bytes::gib(50), vec![with(vm(1, "a"), |m| m.found = Some(none))]);
+        let mut scan =
+            ScanSample { number: 1, at: Stamp(1000), one_in: 1, ..ScanSample::default() };
+        change(&mut scan);
+        s.host.scan = Some(scan);
+        let mut memory = Memory::default();
+        memory.merge.scan = Some(Stamp(500));
+        tick(&format!("{ON}scan = \"10s\"\n"), &mut memory, &s).scan.map(|s| s.glance)
+    };
+    assert_eq!(ordered(&|_| ()), Some(true));
+    assert_eq!(ordered(&|s| s.changed = Some(Bytes::mib(7))), Some(true));
+    assert_eq!(ordered(&|s| s.changed = Some(Bytes::mib(9))), Some(false));
+    // At once: no need to wait for the next turn.
+    let soon = |s: &mut ScanSample| (s.at, s.changed) = (Stamp(899_000), Some(Bytes::mib(9)));
+    assert_eq!(ordered(&soon), Some(false));
+    assert_eq!(ordered(&|s| s.at = Stamp(899_000)), None);
+    assert_eq!(ordered(&|s| s.looks_since = 7), Some(false), "a look may miss what is small");
+    assert_eq!(ordered(&|s| s.one_in = 4), Some(false));
+}
+
 /// A host that only tells what was seen, and notes what was to be done.
 #[derive(Default)]
 struct Told {
