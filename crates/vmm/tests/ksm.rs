@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::abi::PAGE;
-use ebb_core::wire::{Advise, Answer, Command, Recycle, Refusal};
+use ebb_core::wire::{Advise, Answer, Attach, Command, Recycle, Refusal};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
 
@@ -120,7 +120,7 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
             advise_one(&mut agent, within(1104, 2050, vec![(96, 4)])),
             Ok((4 + 4 + 50 + 8) << 12)
         );
-        assert_eq!(advise_one(&mut agent, within(1500, 3008, vec![])), Ok(4 << 12));
+        assert_eq!(advise_one(&mut agent, within(1500, 3008, vec![])), Ok((4 + 4) << 12));
         assert_eq!(advise(&mut agent, &guest, &[]), Ok(0));
         guest.stop.store(true, SeqCst);
         beats.join().unwrap();
@@ -137,9 +137,8 @@ fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_
     let (mut agent, beats) = attached(&guest, Faults::default());
     let attach = |agent: &mut Agent, keep_open| {
         agent.detach();
-        let attach =
-            Attach { segments: guest.segments(), running: true, keep_open, ..Attach::default() };
-        ask(agent, Command::Attach(attach)).unwrap();
+        let Command::Attach(attach) = guest.attach() else { panic!() };
+        ask(agent, Command::Attach(Attach { keep_open, ..attach })).unwrap();
     };
     advise(&mut agent, &guest, &[(1100, 8), (1536, 512)]).unwrap();
     agent.detach();

@@ -279,10 +279,11 @@ fn options(job: &ScanJob) -> Options {
 fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<Told>) {
     // What was opened since may be merged by now.
     let target = |t: &Target| {
-        let ranges = lock(told).ranges.get(&t.id).map(|(open, _)| open.clone());
-        let range = |(start, len): (u64, u64)| Range { start, len };
-        let open = ranges.map(|r| r.into_iter().map(range).collect());
-        Target { merged: open.unwrap_or_else(|| t.open.clone()), ..t.clone() }
+        let mut open = t.open.clone();
+        if let Some((ranges, _)) = lock(told).ranges.get(&t.id) {
+            open.extend(ranges.iter().map(|&(start, len)| Range { start, len }));
+        }
+        Target { merged: united(open), ..t.clone() }
     };
     let targets: Vec<Target> = last.iter().map(target).collect();
     let salt = lock(told).scan.looks + 1;
@@ -295,6 +296,19 @@ fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<To
     told.changed = Some(Bytes::pages(changed * u64::from(one_in)));
     told.at = LinuxHost::now();
     told.cpu_s += scan.cpu.as_secs_f64();
+}
+
+/// All of these places, sorted and apart.
+fn united(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_by_key(|r| r.start);
+    ranges.dedup_by(|next, last| {
+        let joins = next.start <= last.end();
+        if joins {
+            last.len = last.len.max(next.end() - last.start);
+        }
+        joins
+    });
+    ranges
 }
 
 /// Scans; returns what was scanned.
@@ -450,6 +464,16 @@ mod tests {
         assert_eq!((scan.read, merger.vm(vm).1), (Bytes::ZERO, None));
         merger.keep(|_| false);
         assert!(merger.vm(vm).0.is_none());
+    }
+
+    #[test]
+    fn places_that_overlap_are_united() {
+        let ranges = |list: &[(u64, u64)]| -> Vec<Range> {
+            list.iter().map(|&(start, end)| Range { start, len: end - start }).collect()
+        };
+        let all = united(ranges(&[(5, 9), (0, 2), (1, 3), (8, 12), (9, 10), (20, 21), (12, 13)]));
+        assert_eq!(all, ranges(&[(0, 3), (5, 13), (20, 21)]));
+        assert_eq!(united(Vec::new()), []);
     }
 
     #[test]

@@ -258,8 +258,8 @@ impl Blocks {
         self.set(address, &[1]);
     }
 
-    /// The blocks of which anything was read, in the order of their addresses. The
-    /// first of a range may begin before it.
+    /// The blocks of which anything is known, in the order of their addresses. The first
+    /// of a range may begin before it.
     pub fn iter(&self) -> impl Iterator<Item = Block> + '_ {
         self.ranges.iter().flat_map(|(range, cells)| {
             let first = range.start >> BLOCK_SHIFT;
@@ -267,7 +267,7 @@ impl Blocks {
                 let bits = |kind: usize| cells.0[kind].each_ref().map(|w| w.load(Relaxed));
                 let start = (first + i as u64) << BLOCK_SHIFT;
                 let block = Block { start, read: bits(0), twins: bits(1), zeros: bits(2) };
-                (block.read != [0; WORDS]).then_some(block)
+                (block != Block { start, ..Block::default() }).then_some(block)
             })
         })
     }

@@ -353,7 +353,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                 Err(e) => return Err(e),
             };
             bytes += n;
-            self.note(vm, piece, n, pages);
+            self.note(vm, piece, n, shared, pages);
             if n < piece.iter().map(|r| r.len).sum() {
                 // The page at which it ended cannot be read.
                 drop_front(piece, n + PAGE);
@@ -370,7 +370,7 @@ impl<'j, 'a> Worker<'j, 'a> {
     }
 
     /// Notes the first `n` bytes of the buffer, which came from these places.
-    fn note(&mut self, vm: usize, places: &[Range], n: u64, pages: &mut Pages) {
+    fn note(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
         let job = self.job;
         let changes = job.options.changes;
         let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
@@ -396,7 +396,10 @@ impl<'j, 'a> Worker<'j, 'a> {
                     continue;
                 }
             }
-            job.blocks[vm].read(address, hash.is_none());
+            // What is merged already is no page of this place alone, twin or not.
+            if !shared || hash.is_none() {
+                job.blocks[vm].read(address, hash.is_none());
+            }
             match hash {
                 Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
                 None => pages.zero += 1,

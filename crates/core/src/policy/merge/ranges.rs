@@ -102,10 +102,12 @@ fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run>
     for (from, len) in ram {
         let usable = from.saturating_add(FIRST)..from.saturating_add(*len);
         let mut at = from / BLOCK * BLOCK;
+        // Whether all since the last run is open.
+        let mut gap_open = false;
         while at < usable.end {
             let known = blocks.binary_search_by_key(&at, |b| b.start);
             let block = known.map_or(Block { start: at, ..Block::default() }, |i| blocks[i]);
-            self::block(&block, &opened(at, before), &usable, &mut runs);
+            self::block(&block, &opened(at, before), &usable, (&mut runs, &mut gap_open));
             at += BLOCK;
         }
     }
@@ -124,14 +126,18 @@ fn opened(start: u64, before: &[(u64, u64)]) -> [u64; WORDS] {
     bits
 }
 
-fn block(b: &Block, open: &[u64; WORDS], usable: &Range<u64>, runs: &mut Vec<Run>) {
-    let mut gap_open = runs.last().is_some_and(|r| r.end == b.start);
+fn block(
+    b: &Block,
+    open: &[u64; WORDS],
+    usable: &Range<u64>,
+    (runs, gap_open): (&mut Vec<Run>, &mut bool),
+) {
     for i in 0..WORDS * 64 {
         let bit = |bits: &[u64; WORDS]| bits[i / 64] >> (i % 64) & 1 == 1;
         let (twin, zero, read) = (bit(&b.twins), bit(&b.zeros), bit(&b.read));
         let start = b.start + i as u64 * PAGE;
         if !usable.contains(&start) || !(twin || zero || bit(open) && !read) {
-            gap_open &= bit(open);
+            *gap_open &= bit(open);
             continue;
         }
         let one = |yes| u64::from(yes);
@@ -141,9 +147,9 @@ fn block(b: &Block, open: &[u64; WORDS], usable: &Range<u64>, runs: &mut Vec<Run
                 run.end += PAGE;
                 run.found.add(&found);
             }
-            _ => runs.push(Run { start, end: start + PAGE, found, gap_open }),
+            _ => runs.push(Run { start, end: start + PAGE, found, gap_open: *gap_open }),
         }
-        gap_open = true;
+        *gap_open = true;
     }
 }
 

@@ -408,7 +408,15 @@ impl Running {
             scanner(state).filter(|(now, _)| *now >= looks + 2)
         })?;
         let all = (self.cpu(vms)? - cpu) / began.elapsed().as_secs_f64();
-        println!("             daemon and agents at rest: {:.2} % of a core", all * 100.0);
+        let scan = &self.daemon.get("/v1/state")?["host"]["merge"]["scan"];
+        println!(
+            "             daemon and agents at rest: {:.2} % of a core; scanner {:.3} CPU s in all, {} \
+             scans, {} looks",
+            all * 100.0,
+            scan["cpu_s"].as_f64().unwrap_or_default(),
+            scan["number"],
+            scan["looks"]
+        );
         Ok((after - before) / (more - looks) as f64)
     }
 

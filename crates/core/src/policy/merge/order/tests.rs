@@ -276,7 +276,7 @@ fn a_burst_is_judged_by_the_vms_own_counters() {
     assert!(!runs(&plan) && plan.why.contains("saves less than the floor"), "{plan:?}");
     let mut memory = Memory::default();
     tick(ON, &mut memory, &at(10_000, 0, 0, 0, 0));
-    assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 9_000, 200_000, 0))));
+    assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 3_000, 60_000, 0))));
 }
 
 #[test]
