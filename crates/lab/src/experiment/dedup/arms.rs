@@ -26,7 +26,7 @@ use ebb_host::scan::{Found, Limits, Options, Scanner};
 use serde_json::Value;
 
 use super::course::{Course, run_time};
-use crate::arena::Arena;
+use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
 use crate::vm::Vm;
 
@@ -137,7 +137,7 @@ pub fn hold_knobs(arena: &Arena) -> Result<()> {
 
 fn set(knob: &str, value: &str) -> Result<()> {
     let path = format!("{KSM}/{knob}");
-    std::fs::write(&path, value).context(path)
+    steadily(|| std::fs::write(&path, value)).context(path)
 }
 
 /// Stops `ksmd`; what is merged stays so.
@@ -246,7 +246,7 @@ impl<'a> Runner<'a> {
         let Some(governor) = &mut self.governor else {
             return Ok(course.is_still(self.kind.still(), ideal.share(0.002)));
         };
-        match governor.step(LinuxHost::now(), Pressure::Clear)? {
+        match steadily(|| governor.step(LinuxHost::now(), Pressure::Clear))? {
             Order::Run { .. } => Ok(false),
             Order::Rest { why } => {
                 self.why = why;
@@ -295,7 +295,7 @@ impl<'a> Runner<'a> {
         }
         stop()?;
         if let Some(governor) = self.governor.take() {
-            governor.release()?;
+            steadily(|| governor.release())?;
         }
         match has_advisor() {
             true => set("advisor_mode", "none"),
