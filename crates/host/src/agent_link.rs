@@ -276,6 +276,11 @@ impl AgentLink {
         self.open.unwrap_or_default()
     }
 
+    /// Whether it has just been met.
+    pub fn is_new(&self) -> bool {
+        self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Attaching)
+    }
+
     /// Whether its last answer lets something follow at once.
     pub fn goes_on(&self) -> bool {
         let idle = self.agent.is_some() && self.asked.is_empty();

@@ -393,10 +393,12 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
-        let deadline = deadline.min(Instant::now() + AGENTS);
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
-            self.hear_agents(deadline);
+            let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
+            // To be handed its RAM takes one longer, and much waits for that.
+            let patience = if new { self.options.deadline } else { AGENTS };
+            self.hear_agents(deadline.min(Instant::now() + patience));
             if !self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::goes_on) {
                 break;
             }

@@ -253,6 +253,20 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
     }
     assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
+    // At the daemon's end what is merged stays so, and the next one goes on with it.
+    vms.iter().for_each(|vm| vm.pause().unwrap());
+    let before = Truth::of(&pids(&vms)).unwrap();
+    assert!(daemon.stop());
+    let after = Truth::of(&pids(&vms)).unwrap();
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    daemon
+        .wait_for("ranges again", MINUTE, |state| all(state, &|v| number(&v["agent"]["open"]) > 0))
+        .unwrap();
+    let again = Truth::of(&pids(&vms)).unwrap();
+    println!("{before:?}, its end: {after:?}, the next: {again:?}");
+    for later in [after, again] {
+        assert!(later.merged() >= before.merged().share(0.99), "{before:?}, then {later:?}");
+    }
     assert!(daemon.stop());
 }
 

@@ -146,6 +146,11 @@ impl Dedup {
             println!("             left: {left} by every page, {said} by the scanner");
         }
         let again_s = runner.again()?;
+        runner.end()?;
+        let lost = Truth::of(&fleet.pids())?.frames.saturating_sub(after.frames);
+        if Bytes::pages(lost) >= Bytes::mib(1) {
+            println!("             lost again until its end: {}", Bytes::pages(lost));
+        }
         let own_memory = own_memory(&fleet.vms)?;
         Ok(Measured {
             course,
@@ -163,7 +168,10 @@ impl Dedup {
         // Guests start at different times, so their pages' turns are different ones.
         fleet.grow_old(|n| match arm.is_ksm() {
             true => runner.age(if n < last { 2 + n as u64 } else { OLD }),
-            false if n == last => self.follow(runner, Bytes::ZERO).map(drop),
+            false if n == last => {
+                self.follow(runner, Bytes::ZERO)?;
+                runner.end()
+            }
             false => Ok(()),
         })?;
         fleet.read_file()?;
@@ -177,7 +185,6 @@ impl Dedup {
         let held = Bytes::pages(Truth::of(&fleet.pids())?.frames);
         fleet.resume()?;
         fleet.stir()?;
-        runner.paused = false;
         let meter = Meter::begin(fleet.pids())?;
         let mut course = Course(vec![meter.look(0.0)?]);
         runner.begin()?;
@@ -200,7 +207,7 @@ impl Dedup {
         Ok(Measured { course, ideal, saved, held, own_memory, again_s: None })
     }
 
-    /// The arm, until it ends or its time is over.
+    /// The arm, until it ends or its time is over. A daemon is not ended.
     fn follow(&self, runner: &mut Runner<'_>, ideal: Bytes) -> Result<Course> {
         let meter = Meter::begin(runner.pids())?;
         let own = runner.own;
@@ -214,7 +221,9 @@ impl Dedup {
             std::thread::sleep(LOOK);
         }
         course.0.push(meter.look(runner.own - own)?);
-        runner.end()?;
+        if !runner.goes_on() {
+            runner.end()?;
+        }
         if !runner.why.is_empty() {
             println!("             {}", runner.why);
         }

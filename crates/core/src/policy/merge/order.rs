@@ -363,8 +363,13 @@ fn due(
     if targets.is_empty() || !idle || model.host.state == Pressure::Critical {
         return None;
     }
+    let met = |v: &VmModel| v.agent.as_ref().is_none_or(|a| a.link != Link::Unknown);
     let since = match (memory.scan, scan.number) {
-        (None, _) => return Some(("the first scan".into(), false)),
+        // One that is left out of the first waits long for the next.
+        (None, _) => {
+            let all = model.vms.iter().all(met);
+            return all.then(|| ("the first scan".into(), false));
+        }
         (Some(ordered), 0) => model.at.since(ordered),
         (Some(ordered), _) => model.at.since(scan.at.max(ordered)),
     };

@@ -157,10 +157,6 @@ pub struct Runner<'a> {
     daemon: Option<Running>,
     scanned: Instant,
     dir: tempfile::TempDir,
-    /// The VMs stand still.
-    pub paused: bool,
-    /// What a later look of the daemon's scanner cost.
-    again: Option<f64>,
     /// Processor time beside `ksmd`.
     pub own: f64,
     /// What it said last.
@@ -184,8 +180,6 @@ impl<'a> Runner<'a> {
             daemon: None,
             scanned: Instant::now(),
             dir: tempfile::tempdir()?,
-            paused: true,
-            again: None,
             own: 0.0,
             why: String::new(),
         })
@@ -281,16 +275,17 @@ impl<'a> Runner<'a> {
         stop()
     }
 
+    /// Whether it works on by itself until it is ended.
+    pub fn goes_on(&self) -> bool {
+        self.daemon.is_some()
+    }
+
     /// Ends it: `ksmd` stands still, what is merged stays so.
     pub fn end(&mut self) -> Result<()> {
         if let Some(daemon) = self.daemon.take() {
             if std::env::var_os("EBB_LAB_TELL").is_some() {
                 println!("{}", daemon.daemon.log());
             }
-            self.again = match self.paused {
-                true => Some(daemon.look_again(self.vms)?),
-                false => None,
-            };
             anyhow::ensure!(daemon.daemon.stop(), "ebb did not end well");
         }
         stop()?;
@@ -311,7 +306,10 @@ impl<'a> Runner<'a> {
                 self.scan()?;
                 return Ok(Some(self.own - before));
             }
-            Kind::Ebb | Kind::EbbGuest => return Ok(self.again),
+            Kind::Ebb | Kind::EbbGuest => {
+                let daemon = self.daemon.as_ref().context("it has ended")?;
+                return daemon.look_again(self.vms).map(Some);
+            }
             _ => {}
         }
         // With smart_scan a page's turn comes every ninth time.

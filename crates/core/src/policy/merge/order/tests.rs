@@ -308,6 +308,18 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
 }
 
 #[test]
+fn the_first_scan_waits_for_agents_that_are_being_met() {
+    let with_agent = |link| {
+        let mut vm = with(vm(2, "b"), |m| (m.open, m.found) = (Some(false), None));
+        vm.agent = Some(AgentSample { link, advises: true, ..AgentSample::default() });
+        once(ON, vec![with(self::vm(1, "a"), |m| m.found = None), vm]).scan.map(|s| s.vms.len())
+    };
+    assert_eq!(with_agent(Link::Unknown), None);
+    assert_eq!(with_agent(Link::Up), Some(2));
+    assert_eq!(with_agent(Link::Down("gone".into())), Some(1));
+}
+
+#[test]
 fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
     let none = Candidates { pages: 1000, ..Candidates::default() };
     let ordered = |change: &dyn Fn(&mut ScanSample)| {
