@@ -63,7 +63,7 @@ impl Daemon {
         let text = format!(
             "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n\
              [host]\nvms = \"listed\"\n{config}\n"
-        ) + &vms.iter().map(|v| format!("[vm.{v}]\n")).collect::<String>();
+        ) + &vms.iter().map(|v| format!("[vm.\"{v}\"]\n")).collect::<String>();
         std::fs::write(&file, text).map_err(LabError::file(&file))?;
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")

@@ -13,6 +13,7 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::image::Kernel;
+use ebb_lab::in_pairs;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -93,18 +94,19 @@ fn check_record(dir: &Path) {
 
 #[test]
 fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
-    for kernel in Kernel::ALL {
-        let arena = arena(None);
-        let vm = Vm::start(&config("rep", kernel, true, &arena)).unwrap();
+    let arena = arena(None);
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let name = &format!("rep-{kernel}");
+        let vm = Vm::start(&config(name, kernel, true, &arena)).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(dir.path(), &["rep"], "").unwrap();
-        assert_eq!(daemon.vm("rep").unwrap()["reporting"], true);
+        let daemon = Daemon::start(dir.path(), &[name], "").unwrap();
+        assert_eq!(daemon.vm(name).unwrap()["reporting"], true);
         vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
         let held = vm.resident();
         // A peak between two ticks cannot be accounted for.
         daemon
             .wait_for("a tick that sees it all", MINUTE, |s| {
-                (bytes(vm_state(s, "rep"), "resident") + (8 << 20) >= held.0).then_some(())
+                (bytes(vm_state(s, name), "resident") + (8 << 20) >= held.0).then_some(())
             })
             .unwrap();
         vm.tool().stop("h").unwrap();
@@ -112,15 +114,15 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
         vm.wait_for("reporting", MINUTE, |vm| (vm.resident() < goal).then_some(())).unwrap();
         daemon
             .wait_for("accounted bytes", MINUTE, |s| {
-                let r = &vm_state(s, "rep")["returned"];
+                let r = &vm_state(s, name)["returned"];
                 (bytes(r, "reporting") >= 190 << 20).then_some(())
             })
             .unwrap();
-        let state = daemon.vm("rep").unwrap();
+        let state = daemon.vm(name).unwrap();
         assert_eq!(bytes(&state, "actual"), RAM.0, "a clear host takes nothing: {state}");
         assert!(daemon.stop());
         check_record(dir.path());
-    }
+    });
 }
 
 #[test]

@@ -58,11 +58,17 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     }
     let end = vm.tool().wait_end("v", MINUTE).unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
-    let much = |s: &Value| {
-        let counters = &s["vms"][0]["agent"]["counters"];
-        (counters["recycled"].as_u64()? > 50 << 20).then(|| counters.to_string())
-    };
-    println!("{}", daemon.wait_for("what was recycled", MINUTE, much).unwrap());
+    // How much it freed meanwhile is the machine's doing: this is more than enough.
+    let state = || daemon.get("/v1/state").unwrap();
+    let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64().unwrap();
+    let until = Instant::now() + MINUTE;
+    while recycled(&state()) <= 50 << 20 {
+        assert!(Instant::now() < until, "{:#}", state());
+        vm.tool().start_ready("h", "hold", "size=100000000", MINUTE).unwrap();
+        vm.tool().stop("h").unwrap();
+        daemon.reclaim().unwrap();
+        std::thread::sleep(Duration::from_millis(500));
+    }
     assert!(daemon.stop());
     vm.request("ping", MINUTE).unwrap();
 }

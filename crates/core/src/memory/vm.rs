@@ -312,8 +312,8 @@ impl Peaks {
 pub struct RecycleMemory {
     /// When free pages were last remembered by the agent.
     pub marked: Option<Stamp>,
-    /// The guest allocates so many bytes a second, averaged over three seconds:
-    /// shorter than pages must have been free, so that one burst that is over
+    /// The guest allocates so many bytes a second, averaged over two seconds: a
+    /// quarter of what pages must have been free, so that one burst that is over
     /// does not hold back what it freed.
     pub alloc_rate: f64,
     /// Its allocations and the recycled bytes a tick ago.
@@ -351,7 +351,7 @@ impl RecycleMemory {
             self.was.replace((at, allocated, recycled))
         {
             let seconds = (at.since(was_at) as f64 / 1000.0).max(0.001);
-            let weight = (seconds / 3.0).min(1.0);
+            let weight = (seconds / 2.0).min(1.0);
             let rate = (allocated - was_allocated).0 as f64 / seconds;
             self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
             self.watch(at, recycled - was_recycled, resident);

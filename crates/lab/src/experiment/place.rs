@@ -163,8 +163,14 @@ impl Place {
 
     /// Everything that is free, in one call.
     pub fn recycle(&mut self) -> Result<Recycled> {
+        self.recycle_runs(1)
+    }
+
+    /// The same of what lies in runs of so many pages.
+    pub fn recycle_runs(&mut self, min_run_pages: u32) -> Result<Recycled> {
         let want = Recycle {
             budget_ms: 10_000,
+            min_run_pages,
             huge: HugePages::Split,
             split_min_pages: 1,
             ..Recycle::default()
