@@ -513,7 +513,7 @@ impl LinuxHost {
             };
             let (look, found) = merger.vm(sample.id);
             vm.go_on_merging(look.as_ref());
-            if steer && vm.wants_look(look.as_ref(), copied) {
+            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages) {
                 merger.look(sample.id);
             }
             // By ranges, only what lies in them is to be had.
