@@ -142,8 +142,9 @@ pub struct MergeOrder {
 pub struct ScanOrder {
     /// Whose, with their share groups.
     pub vms: Vec<(VmId, String)>,
-    /// What a second of `ksmd`'s CPU must save in a range that is worth opening.
-    pub floor: Bytes,
+    /// Only look at a few pages, whether they are as the last scan saw them.
+    #[serde(default)]
+    pub glance: bool,
     /// Cores that all threads together may use.
     pub cores: f64,
     /// Bytes a second that they may read.

@@ -223,7 +223,7 @@ pub struct ScanSample {
     pub at: Stamp,
     /// How long it took, pauses included.
     pub seconds: f64,
-    /// CPU time of all of them.
+    /// CPU time of all of them, and of all looks.
     pub cpu_s: f64,
     /// Memory read by the last one.
     pub read: Bytes,
@@ -231,6 +231,15 @@ pub struct ScanSample {
     pub table: Bytes,
     /// It read one piece in so many.
     pub one_in: u32,
+    /// Looks at a few pages, to see whether they are as the last scan saw them.
+    #[serde(default)]
+    pub looks: u64,
+    /// Of those, since the last scan.
+    #[serde(default)]
+    pub looks_since: u32,
+    /// What has changed since the last scan, as the last look estimates it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed: Option<Bytes>,
     /// Why there was none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

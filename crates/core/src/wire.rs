@@ -21,7 +21,7 @@ pub mod abi;
 use serde::{Deserialize, Serialize};
 
 use self::abi::Facts;
-use crate::units::Bytes;
+use crate::units::{Bytes, PAGE};
 
 /// Version of this protocol; the agent says which it speaks.
 pub const PROTOCOL: u32 = 1;
@@ -29,9 +29,8 @@ pub const PROTOCOL: u32 = 1;
 pub const LINE_MAX: usize = 16 << 10;
 /// Most pieces of RAM: a VM has one or two, and one for each DIMM.
 pub const SEGMENTS_MAX: usize = 64;
-/// Most ranges open to KSM: each may cost the VMM two mappings more, of the 65,530
-/// that Linux gives it.
-pub const SPANS_MAX: usize = 256;
+/// Most ranges in one [`Advise`]: a line holds no more of ten digits each.
+pub const SPANS_MAX: usize = 640;
 /// Most reasons to stand aside in one request, and characters of each.
 pub const OBJECTIONS_MAX: usize = 16;
 /// The objection to VMs whose QEMU discards pages on the guest's word too (free
@@ -87,9 +86,9 @@ pub enum Command {
     ResetSeen,
     /// The guest's facts block. Answer: [`Answer::Facts`].
     Facts,
-    /// Let KSM look at just these ranges, which are not recycled meanwhile. What was
-    /// open before and is not named is closed first, which breaks its merges. Answer:
-    /// [`Answer::Advised`].
+    /// Let KSM look at just these ranges of a stretch, which are not recycled meanwhile.
+    /// What was open there before and is not named is closed first, which breaks its
+    /// merges. Answer: [`Answer::Advised`].
     Advise(Advise),
     /// Give up all protection and forget the VM; `attach` begins anew. Answer:
     /// [`Answer::Done`].
@@ -119,6 +118,8 @@ pub struct Attach {
     pub objections: Vec<String>,
     /// Whether the vCPUs run.
     pub running: bool,
+    /// What this agent has opened to KSM before stays open: it will be advised on.
+    pub keep_open: bool,
     /// With this line comes a descriptor of `/dev/userfaultfd` (SCM_RIGHTS).
     pub descriptor: bool,
 }
@@ -128,9 +129,57 @@ pub struct Attach {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Advise {
-    /// First address in the VMM and length of each; whole pages of anonymous RAM,
-    /// sorted and apart.
+    /// The stretch: first address in the VMM, and the first after it.
+    pub within: (u64, u64),
+    /// Pages that stay closed, and then pages that are open, from the beginning of the
+    /// stretch on; all in anonymous RAM.
     pub open: Vec<(u64, u64)>,
+}
+
+impl Advise {
+    /// All that is to be open, as address and length, sorted and apart, in as many
+    /// requests as that takes.
+    pub fn all(open: &[(u64, u64)]) -> Vec<Advise> {
+        let mut from = 0;
+        let mut parts: Vec<&[(u64, u64)]> = open.chunks(SPANS_MAX).collect();
+        if parts.is_empty() {
+            parts.push(&[]);
+        }
+        let last = parts.len() - 1;
+        let part = |(i, part): (usize, &&[(u64, u64)])| {
+            let to = match part.last() {
+                Some((start, len)) if i < last => start.saturating_add(*len),
+                _ => u64::MAX / PAGE * PAGE,
+            };
+            let mut at = from;
+            let relative = |(start, len): &(u64, u64)| {
+                let gap = start.saturating_sub(at) / PAGE;
+                at = start.saturating_add(*len);
+                (gap, len / PAGE)
+            };
+            let advise = Advise { within: (from, to), open: part.iter().map(relative).collect() };
+            from = to;
+            advise
+        };
+        parts.iter().enumerate().map(part).collect()
+    }
+
+    /// As address and length; `None` where it goes beyond all addresses or the stretch,
+    /// or names nothing between two.
+    pub fn ranges(&self) -> Option<Vec<(u64, u64)>> {
+        let (mut at, to) = self.within;
+        let mut ranges = Vec::with_capacity(self.open.len());
+        for (i, (gap, pages)) in self.open.iter().enumerate() {
+            let start = at.checked_add(gap.checked_mul(PAGE)?)?;
+            let len = pages.checked_mul(PAGE)?;
+            at = start.checked_add(len)?;
+            if at > to || len == 0 || (*gap == 0 && i > 0) {
+                return None;
+            }
+            ranges.push((start, len));
+        }
+        Some(ranges)
+    }
 }
 
 /// What to do with huge pages that are free in part.
@@ -514,8 +563,11 @@ mod tests {
             segments: vec![segment; SEGMENTS_MAX],
             objections: vec!["x".repeat(TEXT_MAX); OBJECTIONS_MAX],
             running: true,
+            keep_open: true,
             descriptor: true,
         };
+        let most = u64::from(u32::MAX);
+        let advise = Advise { within: (0, u64::MAX), open: vec![(most, most); SPANS_MAX] };
         for command in [
             Command::Hello,
             Command::Attach(full),
@@ -525,7 +577,7 @@ mod tests {
             Command::RunState { running: false },
             Command::ResetSeen,
             Command::Facts,
-            Command::Advise(Advise { open: vec![(u64::MAX, u64::MAX); SPANS_MAX] }),
+            Command::Advise(advise),
             Command::StandDown,
         ] {
             let request = Request { id: u64::MAX, command };
@@ -564,7 +616,7 @@ mod tests {
     fn more_than_the_limits_is_refused() {
         let segment = Segment { gpa: 0, size: 1, hva: 0 };
         let many = Attach { segments: vec![segment; SEGMENTS_MAX + 1], ..Attach::default() };
-        let spans = Advise { open: vec![(0, 1); SPANS_MAX + 1] };
+        let spans = Advise { open: vec![(0, 1); SPANS_MAX + 1], ..Advise::default() };
         for command in [Command::Attach(many), Command::Advise(spans)] {
             let line = Request { id: 1, command }.line();
             assert!(Request::parse(&line[..line.len() - 1]).is_err());
@@ -576,6 +628,38 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn what_is_to_be_open_survives_its_requests(
+            list in prop::collection::vec((1u64..99, 1u64..99), 0..2000),
+        ) {
+            let mut at = 0x7f00_0000_0000;
+            let open: Vec<(u64, u64)> = list.iter().map(|(gap, pages)| {
+                let start = at + gap * PAGE;
+                at = start + pages * PAGE;
+                (start, pages * PAGE)
+            }).collect();
+            let all = Advise::all(&open);
+            prop_assert_eq!(all.len(), open.len().div_ceil(SPANS_MAX).max(1));
+            // The stretches are all there is, and no place is in two.
+            prop_assert_eq!((all[0].within.0, all[all.len() - 1].within.1 > at), (0, true));
+            prop_assert!(all.windows(2).all(|w| w[0].within.1 == w[1].within.0));
+            let found: Vec<_> = all.iter().flat_map(|a| a.ranges().unwrap()).collect();
+            prop_assert_eq!(found, open);
+        }
+
+        #[test]
+        fn any_numbers_are_ranges_of_the_stretch_or_refused(
+            within in any::<(u64, u64)>(), open in prop::collection::vec(any::<(u64, u64)>(), 0..4),
+            small in prop::collection::vec((0u64..9, 0u64..9), 0..9),
+        ) {
+            for open in [open, small] {
+                let advise = Advise { within, open };
+                for (start, len) in advise.ranges().unwrap_or_default() {
+                    prop_assert!(start >= within.0 && start + len <= within.1 && len > 0);
+                }
+            }
+        }
+
         #[test]
         fn any_bytes_are_a_line_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             let _ = Request::parse(&bytes);

@@ -29,8 +29,9 @@ use serde_json::json;
 
 use crate::qmp::{self, QmpError};
 
-/// Requests without an answer; the agent does one at a time.
-pub const MAX_PENDING: usize = 16;
+/// Requests without an answer; the agent does one at a time. What is to be open to KSM
+/// may take seven.
+pub const MAX_PENDING: usize = 32;
 /// Bytes not yet written.
 const MAX_OUTBOX: usize = 256 << 10;
 

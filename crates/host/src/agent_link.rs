@@ -68,8 +68,11 @@ pub(crate) struct AgentLink {
     status: Option<Status>,
     facts: Option<Facts>,
     advises: bool,
-    /// What it was told to open to KSM, since it was attached; nothing at first.
-    told: Vec<(u64, u64)>,
+    /// What was open to KSM may stay so when it is attached.
+    keep_open: bool,
+    /// What it was told to open to KSM since it was attached; `None`: what is open is
+    /// not known.
+    told: Option<Vec<(u64, u64)>>,
     open: Option<Bytes>,
     refused: Option<String>,
 }
@@ -104,7 +107,8 @@ impl AgentLink {
             status: None,
             facts: None,
             advises: false,
-            told: Vec::new(),
+            keep_open: false,
+            told: None,
             open: None,
             refused: None,
         }
@@ -121,9 +125,10 @@ impl AgentLink {
         now: Instant,
         run: Option<&RunState>,
         events: &[VmEvent],
-        reports: bool,
+        (reports, keep_open): (bool, bool),
         qmp: Option<&mut Client>,
     ) {
+        self.keep_open = keep_open;
         self.connect(now);
         // What came since the last tick: orders that are done make room for questions.
         self.hear(now);
@@ -186,7 +191,8 @@ impl AgentLink {
             objections.push(OTHERS_DISCARD.into());
         }
         let device = File::options().read(true).write(true).open(USERFAULTFD).ok();
-        let attach = Attach { segments, objections, running, descriptor: device.is_some() };
+        let (descriptor, keep_open) = (device.is_some(), self.keep_open);
+        let attach = Attach { segments, objections, running, keep_open, descriptor };
         self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
         self.stage = Stage::Attaching;
     }
@@ -248,16 +254,37 @@ impl AgentLink {
         }
     }
 
-    /// Has it open these ranges to KSM, and no others, unless it was told so last.
-    pub fn advise(&mut self, open: &[(u64, u64)]) {
-        if self.stage != Stage::Attached || !self.advises || self.told == open {
-            return;
+    /// Has it open these ranges to KSM, and no others, unless it was told so last;
+    /// whether it was told now.
+    pub fn advise(&mut self, open: &[(u64, u64)]) -> bool {
+        let same = self.told.as_ref().is_some_and(|told| told == open);
+        if self.stage != Stage::Attached || !self.advises || same {
+            return false;
         }
-        self.told = open.to_vec();
-        self.send(Ask::Advise, Command::Advise(Advise { open: open.to_vec() }));
+        self.told = Some(open.to_vec());
+        for part in Advise::all(open) {
+            self.send(Ask::Advise, Command::Advise(part));
+        }
         if let Some(agent) = self.agent.as_mut() {
             agent.pump();
         }
+        true
+    }
+
+    /// What it says is open to KSM.
+    pub fn open(&self) -> Bytes {
+        self.open.unwrap_or_default()
+    }
+
+    /// Whether it has just been met.
+    pub fn is_new(&self) -> bool {
+        self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Attaching)
+    }
+
+    /// Whether its last answer lets something follow at once.
+    pub fn goes_on(&self) -> bool {
+        let idle = self.agent.is_some() && self.asked.is_empty();
+        idle && (self.stage == Stage::Met || self.stage == Stage::Attached && self.status.is_none())
     }
 
     /// Why it did not do what it was told of merging.
@@ -305,14 +332,15 @@ impl AgentLink {
             )),
             (Ask::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
-                (self.told, self.open) = (Vec::new(), Some(Bytes::ZERO));
+                self.told = (!self.keep_open).then(Vec::new);
+                self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (Ask::Advise, Ok(Answer::Advised { open })) => {
                 (self.open, self.refused) = (Some(open), None);
             }
             (Ask::Advise, Err(AgentError::Refused(_, no))) => {
                 // Told again next time.
-                self.told = vec![(0, 0)];
+                self.told = None;
                 self.refused = Some(no.text);
             }
             // It stands aside: asked for its reasons each tick all the same.

@@ -22,9 +22,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
+use crate::agent_link::AgentLink;
 use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
-use crate::probe::process::{read_stat, read_status};
+use crate::probe::process::{read_run_time, read_stat, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{self, QemuProcess, QmpAddress, Scanner};
 use crate::probe::vmpressure::PressureEvents;
@@ -129,6 +130,12 @@ pub enum Wake {
 pub struct Waker(Arc<OwnedFd>);
 
 impl Waker {
+    /// Fails where there is no file descriptor left.
+    pub fn new() -> std::io::Result<Waker> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Waker(Arc::new(fd)))
+    }
+
     /// Wakes; never blocks.
     pub fn wake(&self) {
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
@@ -163,17 +170,17 @@ impl LinuxHost {
     /// only where the system has no file descriptor left.
     pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
         options.stats_interval_s = options.stats_interval_s.max(1);
-        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let waker = Waker::new()?;
+        let merger = options.merge.as_ref().map(|m| {
+            Merger::new(options.root.clone(), m.note.clone(), m.keep_advisor, waker.clone())
+        });
         let bound = vec![None; options.sockets.len()];
         Ok(LinuxHost {
             trigger: None,
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
-            merger: options
-                .merge
-                .clone()
-                .map(|m| Merger::new(options.root.clone(), m.note, m.keep_advisor)),
+            merger,
             ksm_tasks: None,
             options,
             vms: BTreeMap::new(),
@@ -183,7 +190,7 @@ impl LinuxHost {
             scan_problems: Vec::new(),
             hierarchy: None,
             pool: None,
-            waker: Waker(Arc::new(waker)),
+            waker,
         })
     }
 
@@ -382,10 +389,23 @@ impl LinuxHost {
         self.query_agents(started, deadline);
     }
 
-    /// The agents answer in microseconds, unless they are at work.
+    /// The agents answer in microseconds, unless they are at work. One that was just
+    /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
-        self.vms.values_mut().for_each(|vm| vm.ask_agent(started));
-        let deadline = deadline.min(Instant::now() + AGENTS);
+        let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        for _ in 0..3 {
+            self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
+            let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
+            // To be handed its RAM takes one longer, and much waits for that.
+            let patience = if new { self.options.deadline } else { AGENTS };
+            self.hear_agents(deadline.min(Instant::now() + patience));
+            if !self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::goes_on) {
+                break;
+            }
+        }
+    }
+
+    fn hear_agents(&mut self, deadline: Instant) {
         loop {
             let now = Instant::now();
             let mut owed = false;
@@ -440,8 +460,15 @@ impl LinuxHost {
         }
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
-            let open = plan.ranged.contains(id).then(|| merger.ranges(*id)).flatten();
-            agent.advise(open.as_ref().map_or(&[], |(open, _)| open));
+            let told = match plan.ranged.contains(id) {
+                // Before the first scan what is open stays so.
+                true => merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open)),
+                false => agent.advise(&[]),
+            };
+            if told {
+                // The answer is there in a moment, and something follows from it.
+                self.waker.wake();
+            }
         }
         if let Some(scan) = &plan.scan {
             merger.scan(scan, |id| Some(self.vms.get(&id)?.process.name.clone()));
@@ -486,7 +513,7 @@ impl LinuxHost {
             };
             let (look, found) = merger.vm(sample.id);
             vm.go_on_merging(look.as_ref());
-            if steer && vm.wants_look(look.as_ref(), copied) {
+            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages) {
                 merger.look(sample.id);
             }
             // By ranges, only what lies in them is to be had.
@@ -496,7 +523,10 @@ impl LinuxHost {
             part.error =
                 vm.merging.error().or(vm.agent.as_ref().and_then(|a| a.refused())).cloned();
             if let Some(look) = look {
-                part.open = look.open.as_ref().ok().copied();
+                // Who says that it has opened something has, whatever was seen before that;
+                // that nothing is open is believed when it is seen.
+                let says = vm.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
+                part.open = look.open.as_ref().ok().map(|open| *open || says);
                 part.seen = part.open.map(|_| (look.at, look.merged));
                 part.error = part.error.take().or(look.open.err());
             }
@@ -510,9 +540,8 @@ impl LinuxHost {
             self.ksm_tasks = Some((ksm::ksmd(root), ksm::ksmtuned(root), Instant::now()));
         }
         let Some((ksmd, tuned, _)) = self.ksm_tasks else { return };
-        let stat = ksmd.and_then(|pid| read_stat(root, pid).ok()?);
-        // Clock ticks are hundredths of a second on every Linux Ebb runs on.
-        ksm.cpu_ms = stat.map(|s| s.system_ticks * 10);
+        let ran = ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
+        ksm.cpu_ms = ran.map(|t| t.as_millis() as u64);
         ksm.ksmtuned = tuned;
     }
 

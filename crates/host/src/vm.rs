@@ -75,6 +75,8 @@ pub(crate) struct Vm {
     pub merging: MergeLink,
     /// The host's count of copied merged pages when its mappings were last looked at.
     copied: Option<u64>,
+    /// What KSM counted as merged of it then, pages.
+    merged: Option<u64>,
     /// What its agent had opened then.
     opened: Option<Bytes>,
     /// Which of several sockets comes next.
@@ -119,6 +121,7 @@ impl Vm {
             agent: agent.map(|path| AgentLink::new(path, pid, objections)),
             merging: MergeLink::default(),
             copied: None,
+            merged: None,
             opened: None,
             process,
             cgroup: None,
@@ -419,7 +422,7 @@ impl Vm {
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
     /// who else discards its pages.
-    pub fn ask_agent(&mut self, now: Instant) {
+    pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
@@ -427,7 +430,7 @@ impl Vm {
         let Some(agent) = self.agent.as_mut() else { return };
         let reports = self.reporting == Some(true);
         let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
-        agent.ask(now, run.as_ref(), &self.events, reports, qmp);
+        agent.ask(now, run.as_ref(), &self.events, (reports, keep_open), qmp);
     }
 
     /// Ends the tick: forgets what was not answered and tells what is known.
@@ -497,20 +500,28 @@ impl Vm {
     }
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
-    /// for it, because merged pages are being copied, or because it is time.
-    pub fn wants_look(&mut self, look: Option<&Look>, copied: Option<u64>) -> bool {
+    /// for it, because pages are being merged or merged pages copied, or because it is time.
+    pub fn wants_look(
+        &mut self,
+        look: Option<&Look>,
+        copied: Option<u64>,
+        merged: Option<u64>,
+    ) -> bool {
         let opened = self.agent.as_ref().and_then(|a| a.sample().open);
         let Some(look) = look else {
-            (self.copied, self.opened) = (copied, opened);
+            (self.copied, self.opened, self.merged) = (copied, opened, merged);
             return true;
         };
         let age = look.begun.elapsed();
         let grown = copied.zip(self.copied).map_or(0, |(now, was)| now.saturating_sub(was));
         let ordered = self.merging.waits_for_look().is_some_and(|since| look.begun < since);
         let storm = grown >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
-        let wants = ordered || storm || age >= LOOK_EVERY || opened != self.opened;
+        // What is lost later is lost of what was seen merged.
+        let more = merged.zip(self.merged).map_or(0, |(now, was)| now.saturating_sub(was));
+        let more = more >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
+        let wants = ordered || storm || more || age >= LOOK_EVERY || opened != self.opened;
         if wants {
-            (self.copied, self.opened) = (copied, opened);
+            (self.copied, self.opened, self.merged) = (copied, opened, merged);
         }
         wants
     }

@@ -358,11 +358,23 @@ fn hold(places: &Places) -> Result<(File, Journal), LabError> {
 
 type Shared = Arc<Mutex<Journal>>;
 
+/// What a signal is to undo.
+static HELD: Mutex<Option<Weak<Mutex<Journal>>>> = Mutex::new(None);
+
+/// Changes something that the journal has already. A signal undoes what is in the journal
+/// before that or after it, and nothing is changed any more once it has begun to. Not for
+/// what notes something itself.
+pub fn steadily<T>(change: impl FnOnce() -> T) -> T {
+    let journal =
+        HELD.lock().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(Weak::upgrade);
+    let _journal = journal.as_ref().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner));
+    change()
+}
+
 /// SIGINT and SIGTERM: undo what is held, then end as if by the signal. One
 /// thread for the whole process: a handler, once in place, stays.
 fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
     use signal_hook::consts::{SIGINT, SIGTERM};
-    static HELD: Mutex<Option<Weak<Mutex<Journal>>>> = Mutex::new(None);
     let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
     if held.replace(Arc::downgrade(journal)).is_some() {
         return Ok(());

@@ -147,6 +147,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     });
     println!("{before_all:?}; {}", daemon.log());
     assert!(recall.is_some(), "{}", daemon.log());
+    looking_breaks_no_merge(dir.path(), &vms);
     let metrics = daemon.metrics().unwrap();
     for name in ["ebb_host_ksm_saved_bytes", "ebb_host_ksm_profit_bytes", "ebb_host_merge_scans"] {
         assert!(metrics.contains(name), "{metrics}");
@@ -183,6 +184,23 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert!(daemon.stop());
 }
 
+/// Reading a page so that it is pinned gives its process a copy of its own: each look
+/// at merged memory would break a merge of every content.
+fn looking_breaks_no_merge(dir: &Path, vms: &[Vm]) {
+    let looks = tempfile::tempdir_in(dir).unwrap();
+    let config = config(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
+    vms.iter().for_each(|vm| vm.pause().unwrap());
+    let before = Truth::of(&pids(vms)).unwrap();
+    for _ in 0..2 {
+        report(&config, &["--full"]);
+    }
+    let after = Truth::of(&pids(vms)).unwrap();
+    vms.iter().for_each(|vm| vm.resume().unwrap());
+    println!("looked at: {before:?}, then {after:?}");
+    assert!(before.merged() > Bytes::mib(16), "something is merged: {before:?}");
+    assert!(after.frames <= before.frames + 64, "{before:?}, then {after:?}");
+}
+
 /// With the agent: what is alike is merged range by range, what is freed elsewhere is
 /// recycled page by page, and nobody loses anything.
 #[test]
@@ -202,6 +220,19 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
             merged(state).iter().all(|pages| *pages > 6000).then_some(())
         })
         .unwrap();
+    // Scans of what is merged close none of it: neither would its merges survive that.
+    let full = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
+    let (first, scans) = (truth(&vms), full(&daemon.get("/v1/state").unwrap()).unwrap());
+    daemon
+        .wait_for("two more scans", 3 * MINUTE, |state| {
+            let rests = state["host"]["ksm"]["run"] == 0;
+            full(state).filter(|n| rests && *n >= scans + 2)
+        })
+        .unwrap();
+    let later = truth(&vms);
+    println!("{first:?}, two scans later {later:?}");
+    assert!(first.merged() > Bytes::mib(16), "{first:?}");
+    assert!(later.merged() >= first.merged().share(0.9), "{first:?}, then {later:?}");
     let before: Vec<u64> = recycled(&daemon.get("/v1/state").unwrap());
     for vm in &vms {
         let free = "size=50331648 seed=5 pattern=random";
@@ -222,6 +253,20 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
     }
     assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
+    // At the daemon's end what is merged stays so, and the next one goes on with it.
+    vms.iter().for_each(|vm| vm.pause().unwrap());
+    let before = Truth::of(&pids(&vms)).unwrap();
+    assert!(daemon.stop());
+    let after = Truth::of(&pids(&vms)).unwrap();
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    daemon
+        .wait_for("ranges again", MINUTE, |state| all(state, &|v| number(&v["agent"]["open"]) > 0))
+        .unwrap();
+    let again = Truth::of(&pids(&vms)).unwrap();
+    println!("{before:?}, its end: {after:?}, the next: {again:?}");
+    for later in [after, again] {
+        assert!(later.merged() >= before.merged().share(0.99), "{before:?}, then {later:?}");
+    }
     assert!(daemon.stop());
 }
 

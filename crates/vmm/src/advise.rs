@@ -19,6 +19,7 @@
 use std::io;
 
 use ebb_core::units::Bytes;
+use ebb_core::wire::Advise;
 use ebb_core::wire::abi::{self, PAGE};
 
 use crate::ram::{Bits, Kind, Part, Ram};
@@ -27,10 +28,11 @@ use crate::sys::{self, Range};
 /// What must stay free beside what breaking merges takes, pages.
 const SPARE: u64 = (256 << 20) / 4096;
 
-/// Takes all of it out of KSM; the error is a reason to stand aside.
-pub fn leave_ksm(ram: &Ram) -> Result<(), String> {
+/// Takes all of it out of KSM but what is to stay open; the error is a reason to stand
+/// aside.
+pub fn leave_ksm(ram: &Ram, open: &Open) -> Result<(), String> {
     has_room(u64::MAX)?;
-    close(&anonymous(ram))
+    open.keep_rest_out(ram)
 }
 
 fn anonymous(ram: &Ram) -> Vec<Range> {
@@ -55,9 +57,22 @@ fn close(ranges: &[Range]) -> Result<(), String> {
 pub struct Open(Vec<Range>);
 
 impl Open {
-    /// Opens these ranges and no others.
-    pub fn set(&mut self, ram: &Ram, want: &[(u64, u64)]) -> Result<Bytes, String> {
-        let want = check(ram, want)?;
+    /// What of this may stay open where RAM is now that; the rest is forgotten.
+    pub fn still(self, ram: &Ram) -> Open {
+        let good = |r: &&Range| check(ram, &[(r.start, r.len)]).is_ok();
+        Open(self.0.iter().filter(good).copied().collect())
+    }
+
+    /// Opens these ranges of a stretch and no others there.
+    pub fn set(&mut self, ram: &Ram, advise: &Advise) -> Result<Bytes, String> {
+        let named = advise.ranges().ok_or("this cannot be opened to KSM: no such ranges")?;
+        let mut want = check(ram, &named)?;
+        let (from, to) = advise.within;
+        let stretch = [Range { start: from, len: to.saturating_sub(from) }];
+        let rest = without(&self.0, &stretch);
+        let before: Vec<Range> = rest.iter().filter(|r| r.start < from).copied().collect();
+        want.splice(0..0, before);
+        want.extend(rest.iter().filter(|r| r.start >= to));
         let closing = without(&self.0, &want);
         has_room(closing.iter().map(|r| r.len / PAGE).sum())?;
         close(&closing)?;
@@ -77,7 +92,8 @@ impl Open {
     /// Clears the bits of what is open.
     pub fn mask(&self, part: &Part, bits: &mut Bits) {
         let all = part.range(part.first, part.len);
-        for r in &self.0 {
+        let first = self.0.partition_point(|r| end(r) <= all.start);
+        for r in self.0[first..].iter().take_while(|r| r.start < end(&all)) {
             let (from, to) = (r.start.max(all.start), end(r).min(end(&all)));
             if from < to {
                 abi::fill(bits, part.bit(from), ((to - from) / PAGE) as usize, false);
@@ -114,7 +130,8 @@ fn without(a: &[Range], b: &[Range]) -> Vec<Range> {
     let mut left = Vec::new();
     for range in a {
         let mut at = range.start;
-        for hole in b.iter().filter(|h| h.start < end(range) && end(h) > range.start) {
+        let first = b.partition_point(|h| end(h) <= range.start);
+        for hole in b[first..].iter().take_while(|h| h.start < end(range)) {
             if hole.start > at {
                 left.push(Range { start: at, len: hole.start - at });
             }

@@ -50,6 +50,8 @@ struct Attached {
 #[derive(Default)]
 pub struct Agent {
     vm: Option<Attached>,
+    /// What was open to KSM when the VM was let go of: it is still, and merged.
+    kept: Open,
     aside: Option<String>,
     faults: Faults,
 }
@@ -61,13 +63,21 @@ fn refuse(kind: Refused, text: impl AsRef<str>) -> Refusal {
 impl Agent {
     /// Knows of no RAM.
     pub fn new(faults: Faults) -> Agent {
-        Agent { vm: None, aside: None, faults }
+        Agent { faults, ..Agent::default() }
     }
 
     /// Lifts all protection and forgets the VM.
     pub fn detach(&mut self) {
-        self.vm = None;
+        self.let_go();
         self.aside = None;
+    }
+
+    /// What is merged stays so.
+    fn let_go(&mut self) {
+        if let Some(vm) = &mut self.vm {
+            self.kept = std::mem::take(&mut vm.open);
+        }
+        self.vm = None;
     }
 
     /// How soon [`Agent::step`] has something to do; `None`: nothing ever.
@@ -93,7 +103,7 @@ impl Agent {
     }
 
     fn stand_aside(&mut self, why: &str) {
-        self.vm = None;
+        self.let_go();
         self.aside = Some(clip(why));
     }
 
@@ -126,7 +136,7 @@ impl Agent {
             }
             Command::Advise(want) => {
                 let vm = self.attached()?;
-                let done = vm.open.set(&vm.ram, &want.open);
+                let done = vm.open.set(&vm.ram, want);
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }
@@ -174,7 +184,11 @@ impl Agent {
             let objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
             if objections.is_empty() { Ok(ram) } else { Err(objections.join("; ")) }
         });
-        let made = ram.and_then(|ram| Attached::new(ram, attach.running, device, self.faults));
+        let kept = std::mem::take(&mut self.kept);
+        let made = ram.and_then(|ram| {
+            let open = if attach.keep_open { kept.still(&ram) } else { Open::default() };
+            Attached::new(ram, open, attach.running, device, self.faults)
+        });
         match made {
             Ok(vm) => {
                 self.vm = Some(vm);
@@ -251,12 +265,13 @@ impl Agent {
 impl Attached {
     fn new(
         ram: Ram,
+        open: Open,
         running: bool,
         device: Option<OwnedFd>,
         faults: Faults,
     ) -> Result<Attached, String> {
         // Before anything is protected: merging would lift the protection.
-        advise::leave_ksm(&ram)?;
+        advise::leave_ksm(&ram, &open)?;
         let device = device.as_ref().map(AsFd::as_fd);
         let uffd = Uffd::open(device, !faults.no_unpopulated()).map_err(|e| e.to_string())?;
         for p in ram.pieces() {
@@ -283,7 +298,7 @@ impl Attached {
             ram,
             tracker: Tracker::new(running, faults),
             marks: Marks::default(),
-            open: Open::default(),
+            open,
             pace: Pace::default(),
             counters: Counters::default(),
             aside_at: Instant::now() + ASIDE_EVERY,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::abi::PAGE;
-use ebb_core::wire::{Advise, Answer, Command, Recycle, Refusal};
+use ebb_core::wire::{Advise, Answer, Attach, Command, Recycle, Refusal};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
 
@@ -63,8 +63,12 @@ fn shared_ram_is_no_matter_of_ksm() {
 /// Opens these pages of a guest to KSM and no others.
 fn advise(agent: &mut Agent, guest: &Guest, spans: &[(u64, u64)]) -> Result<u64, Refusal> {
     let address = |(page, pages): &(u64, u64)| (guest.memory.address() + page * PAGE, pages * PAGE);
-    let open = spans.iter().map(address).collect();
-    match ask(agent, Command::Advise(Advise { open }))? {
+    let open: Vec<_> = spans.iter().map(address).collect();
+    Advise::all(&open).into_iter().map(|a| advise_one(agent, a)).last().unwrap()
+}
+
+fn advise_one(agent: &mut Agent, advise: Advise) -> Result<u64, Refusal> {
+    match ask(agent, Command::Advise(advise))? {
         Answer::Advised { open } => Ok(open.0),
         other => panic!("{other:?}"),
     }
@@ -102,15 +106,51 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
         assert!(!open(&guest));
         assert_eq!(left(&mut agent, &guest, 1024, 4096), 0);
         // Not the tripwire, not what is no RAM, nothing odd; and nothing is changed.
-        let bad: [&[(u64, u64)]; 4] = [&[(0, 8)], &[(8190, 8)], &[(9, 8), (12, 8)], &[(8, 0)]];
+        let bad: [&[(u64, u64)]; 4] = [&[(0, 8)], &[(8190, 8)], &[(9, 8), (17, 8)], &[(8, 0)]];
         for spans in bad {
             let no = advise(&mut agent, &guest, spans).unwrap_err();
             assert!(no.text.contains("cannot be opened"), "{no:?}");
         }
         assert!(!open(&guest));
+        // Stretch by stretch: what lies in others stays as it is.
+        advise(&mut agent, &guest, &[(1100, 8), (2000, 100), (3000, 8)]).unwrap();
+        let at = |page: u64| guest.memory.address() + page * PAGE;
+        let within = |from, to, open| Advise { within: (at(from), at(to)), open };
+        assert_eq!(
+            advise_one(&mut agent, within(1104, 2050, vec![(96, 4)])),
+            Ok((4 + 4 + 50 + 8) << 12)
+        );
+        assert_eq!(advise_one(&mut agent, within(1500, 3008, vec![])), Ok((4 + 4) << 12));
+        assert_eq!(advise(&mut agent, &guest, &[]), Ok(0));
         guest.stop.store(true, SeqCst);
         beats.join().unwrap();
     }
+}
+
+#[test]
+fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_merge() {
+    let guest = Guest::new(32, Memory::Small);
+    if guest.memory.mergeable().is_err() {
+        eprintln!("skipped: this kernel has no KSM");
+        return;
+    }
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    let attach = |agent: &mut Agent, keep_open| {
+        agent.detach();
+        let Command::Attach(attach) = guest.attach() else { panic!() };
+        ask(agent, Command::Attach(Attach { keep_open, ..attach })).unwrap();
+    };
+    advise(&mut agent, &guest, &[(1100, 8), (1536, 512)]).unwrap();
+    agent.detach();
+    assert!(open(&guest), "merged stays merged");
+    attach(&mut agent, true);
+    assert!(open(&guest));
+    // It is known what is: the rest is recycled, this is not, and it can be closed.
+    assert_eq!(advise(&mut agent, &guest, &[(1536, 512)]).unwrap(), 512 << 12);
+    attach(&mut agent, false);
+    assert!(!open(&guest));
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
 }
 
 /// Left out, a page is open to both: this is what the test above would see.

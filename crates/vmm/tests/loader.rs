@@ -81,7 +81,7 @@ fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -
     assert_eq!(standin.says().0, "loaded");
     let segments = vec![Segment { gpa: 0, size: SIZE, hva: standin.says().1 }];
     let objections = vec![OTHERS_DISCARD.to_string()];
-    let attach = Attach { segments, objections, running: true, descriptor: false };
+    let attach = Attach { segments, objections, running: true, ..Attach::default() };
     let outcome = ask(&socket, Command::Attach(attach));
     drop(standin);
     let _ = std::fs::remove_file(&socket);

@@ -18,7 +18,7 @@ mod tests;
 use serde::{Deserialize, Serialize};
 
 pub use self::order::{MergeMemory, Seen, VmMerge, merge, saved};
-pub use self::ranges::ranges;
+pub use self::ranges::{Block, RANGES_MAX, WORDS, ranges};
 use crate::model::Pressure;
 use crate::units::{Bytes, PAGE, Stamp};
 
@@ -31,7 +31,7 @@ const MERGE_US: f64 = 3.6;
 /// To replace a page of zeros.
 const ZERO_US: f64 = 2.5;
 /// Scans until everything is merged that can be: a page must be unchanged in two.
-const SCANS: f64 = 2.0;
+const SCANS: f64 = SCANS_LEAST as f64;
 /// KSM's own memory for each page that it looks at.
 pub const METADATA: u64 = 64;
 
@@ -44,13 +44,16 @@ const BATCH_LEAST: u64 = 100;
 const SLEEP_MS: u64 = 20;
 /// Less than this is not worth a burst.
 const LEAST: Bytes = Bytes::mib(16);
-/// A burst is judged after so many seconds of CPU, again and again.
+/// A burst is judged after so many seconds of CPU, again and again, also within a scan.
 const JUDGE_CPU_MS: u64 = 2_000;
-/// From so many full scans on a burst is judged after each, however little CPU it
-/// took: by then everything was seen often enough to be merged.
-const SCANS_JUDGED: u64 = 4;
+/// Nothing is merged before all was seen twice.
+const SCANS_LEAST: u64 = 2;
 /// A burst ends after so many in any case.
 const SCANS_MOST: u64 = 64;
+/// Of what was planned: so much merged is all of it, guests being alive.
+const ALL: f64 = 0.99;
+/// And a whole scan that brings less than this was the last.
+const LITTLE: f64 = 0.01;
 /// After a burst that did not pay; doubled each time.
 const HOLD_MS: (u64, u64) = (60_000, 3_600_000);
 
@@ -161,8 +164,49 @@ pub struct Burst {
     pub plan: u64,
     /// Facts when it began.
     pub began: Facts,
-    /// Facts when it was judged last.
-    pub judged: Facts,
+    /// Facts when it was judged last; `None`: not all was seen twice yet.
+    pub judged: Option<Facts>,
+    /// The least that was saved since it began. KSM's counters keep what guests broke by
+    /// writing until `ksmd` comes by again, so they fall while pages are merged.
+    pub least: u64,
+    /// Facts at the last tick, and what a page cost then, µs.
+    pub last: (Facts, f64),
+}
+
+impl Burst {
+    fn begin(facts: &Facts) -> Burst {
+        let (began, last) = (*facts, (*facts, FIRST_LOOK_US));
+        Burst { plan: facts.plan, began, judged: None, least: facts.saved, last }
+    }
+
+    /// What it saved, at least.
+    fn gained(&self, facts: &Facts) -> Bytes {
+        Bytes::pages(facts.saved.saturating_sub(self.least))
+    }
+
+    fn scans(&self, facts: &Facts) -> u64 {
+        facts.scans.saturating_sub(self.began.scans)
+    }
+
+    fn cpu_s(&self, facts: &Facts) -> f64 {
+        facts.cpu_ms.saturating_sub(self.began.cpu_ms) as f64 / 1000.0
+    }
+
+    /// Takes in a tick.
+    fn look(&mut self, facts: &Facts) {
+        self.least = self.least.min(facts.saved);
+        let (last, each) = self.last;
+        let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
+        let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
+        if pages >= 2_000 && cpu_ms >= 10 {
+            let now = (cpu_ms as f64 * 1000.0 / pages as f64).clamp(0.05, 100.0);
+            self.last = (*facts, now);
+        } else if facts.scanned.is_none() {
+            self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
+        } else {
+            self.last = (last, each);
+        }
+    }
 }
 
 /// What `ksmd` is to do.
@@ -175,6 +219,13 @@ pub enum Order {
         batch: u64,
         /// `sleep_millisecs`.
         sleep_ms: u64,
+        /// Share of a core that this is for: whoever sees sooner what a page costs
+        /// may correct the speed ([`speed`]).
+        #[serde(default)]
+        cores: f64,
+        /// Until so many full scans since boot are done, then rest and look again.
+        #[serde(default = "for_ever")]
+        scans: u64,
         /// Why.
         why: String,
     },
@@ -183,6 +234,10 @@ pub enum Order {
         /// Why.
         why: String,
     },
+}
+
+fn for_ever() -> u64 {
+    u64::MAX
 }
 
 /// How much dearer memory is in this state: the budget grows, the floor falls.
@@ -199,7 +254,8 @@ fn worth(state: Pressure) -> f64 {
 pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order {
     let worth = worth(facts.state);
     let floor = settings.floor.share(1.0 / worth);
-    if let Some(burst) = memory.burst {
+    if let Some(mut burst) = memory.burst {
+        burst.look(facts);
         return match verdict(facts, &burst, floor) {
             Some(why) => end(facts, floor, memory, &burst, why),
             None => run(facts, settings.cores * worth, memory, burst),
@@ -208,8 +264,7 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order 
     if let Some(why) = idle(facts, floor, memory) {
         return Order::Rest { why };
     }
-    let burst = Burst { plan: facts.plan, began: *facts, judged: *facts };
-    run(facts, settings.cores * worth, memory, burst)
+    run(facts, settings.cores * worth, memory, Burst::begin(facts))
 }
 
 /// Why no burst is to begin.
@@ -238,29 +293,40 @@ fn idle(facts: &Facts, floor: Bytes, memory: &Memory) -> Option<String> {
 
 /// Why a burst is to end, if it is.
 fn verdict(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static str> {
-    let scans = facts.scans.saturating_sub(burst.began.scans);
+    let scans = burst.scans(facts);
     if scans >= SCANS_MOST {
         return Some("all of it was scanned often enough");
     }
-    if !is_due(facts, burst) {
+    let planned = Bytes::pages(facts.planned.zeros.saturating_add(facts.planned.twins));
+    if scans >= SCANS_LEAST && burst.gained(facts) >= planned.share(ALL) {
+        return Some("all that was found is merged");
+    }
+    let judged = match burst.judged {
+        Some(judged) => judged,
+        // More than a tick ago: what it has done so far counts as a whole.
+        None if scans > SCANS_LEAST => Facts { saved: burst.least, ..burst.began },
+        None => return None,
+    };
+    if !is_due(facts, &judged) {
         return None;
     }
-    let used_ms = facts.cpu_ms.saturating_sub(burst.judged.cpu_ms).max(1);
-    let saved = Bytes::pages(facts.saved.saturating_sub(burst.judged.saved));
-    (saved < floor.share(used_ms as f64 / 1000.0)).then_some("it saves less than the floor now")
+    let used_ms = facts.cpu_ms.saturating_sub(judged.cpu_ms).max(1);
+    let saved = Bytes::pages(facts.saved.saturating_sub(judged.saved));
+    if saved < floor.share(used_ms as f64 / 1000.0) {
+        return Some("it saves less than the floor now");
+    }
+    let whole = facts.scans > judged.scans;
+    (whole && saved < planned.share(LITTLE)).then_some("a whole scan brought next to nothing")
 }
 
-/// Whether a burst is to be judged now. Nothing is merged before all was seen twice.
-fn is_due(facts: &Facts, burst: &Burst) -> bool {
-    let scans = facts.scans.saturating_sub(burst.began.scans);
-    let used_ms = facts.cpu_ms.saturating_sub(burst.judged.cpu_ms);
-    let scanned = scans >= SCANS_JUDGED && facts.scans > burst.judged.scans;
-    scans >= SCANS as u64 && (used_ms >= JUDGE_CPU_MS || scanned)
+/// Whether a burst that was judged then is to be judged again.
+fn is_due(facts: &Facts, judged: &Facts) -> bool {
+    let used_ms = facts.cpu_ms.saturating_sub(judged.cpu_ms);
+    used_ms >= JUDGE_CPU_MS || facts.scans > judged.scans
 }
 
 fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &str) -> Order {
-    let saved = Bytes::pages(facts.saved.saturating_sub(burst.began.saved));
-    let cpu_s = facts.cpu_ms.saturating_sub(burst.began.cpu_ms) as f64 / 1000.0;
+    let (saved, cpu_s) = (burst.gained(facts), burst.cpu_s(facts));
     memory.burst = None;
     memory.done = burst.plan;
     memory.unpaid = if saved < floor.share(cpu_s) { memory.unpaid + 1 } else { 0 };
@@ -272,12 +338,12 @@ fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &st
 }
 
 fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Order {
-    if is_due(facts, &burst) {
-        burst.judged = *facts;
+    let scans = burst.scans(facts);
+    if scans >= SCANS_LEAST && burst.judged.is_none_or(|judged| is_due(facts, &judged)) {
+        burst.judged = Some(*facts);
     }
     memory.burst = Some(burst);
-    let each_us = page_us(facts, &burst.began);
-    let (batch, sleep_ms) = speed(cores, each_us);
+    let (batch, sleep_ms) = speed(cores, burst.last.1);
     let planned = facts.planned;
     let why = format!(
         "{} planned for {:.1} s of CPU, within {:.0} % of a core",
@@ -285,24 +351,15 @@ fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Orde
         planned.cost_s(),
         cores.min(1.0) * 100.0
     );
-    Order::Run { batch, sleep_ms, why }
-}
-
-/// What a page cost `ksmd` in this burst, µs; what pages cost on average until
-/// enough was seen.
-fn page_us(facts: &Facts, began: &Facts) -> f64 {
-    let pages = facts.scanned.zip(began.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
-    let cpu_ms = facts.cpu_ms.saturating_sub(began.cpu_ms);
-    match (pages, cpu_ms) {
-        (10_000.., 100..) => (cpu_ms as f64 * 1000.0 / pages as f64).clamp(0.05, 100.0),
-        _ => (ALONE_US + MERGE_US) / 2.0,
-    }
+    // After the second it is judged whether another is worth it, and so on.
+    let more = SCANS_LEAST.saturating_sub(scans).max(1);
+    Order::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }
 }
 
 /// Batch and sleep that use this share of a core: as many pages as fit beside a
 /// short sleep; a longer sleep where that would be too few, and the longest batch
 /// with the shortest sleep where even that is too slow.
-fn speed(cores: f64, each_us: f64) -> (u64, u64) {
+pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
     let share = cores.clamp(0.001, 0.95);
     let busy_ms = |sleep: u64| sleep as f64 * share / (1.0 - share);
     let pages = (busy_ms(SLEEP_MS) * 1000.0 / each_us) as u64;

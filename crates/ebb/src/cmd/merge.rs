@@ -505,11 +505,7 @@ fn cost(vms: &[VmResult]) -> Cost {
     let floor = Settings::default().floor;
     let (mut all, mut steered) = (Candidates::default(), Candidates::default());
     for block in vms.iter().flat_map(|v| v.blocks.iter()) {
-        let here = Candidates {
-            pages: u64::from(block.read),
-            zeros: u64::from(block.zeros),
-            twins: u64::from(block.twins),
-        };
+        let here = block.found();
         all.add(&here);
         if here.pays(floor) {
             steered.add(&here);

@@ -12,7 +12,7 @@ use ebb_core::units::{PAGE, Stamp};
 use super::ksm::{KsmError, KsmOwner};
 pub use crate::probe::ksm::ksmd;
 use crate::probe::ksm::read_ksm;
-use crate::probe::process::read_stat;
+use crate::probe::process::read_run_time;
 use crate::root::Root;
 
 /// `ksmd` under a budget.
@@ -61,14 +61,13 @@ impl Governor {
 
     fn facts(&self, at: Stamp, state: Pressure) -> Result<Facts, KsmError> {
         let ksm = read_ksm(&self.root)?.ok_or(KsmError::None)?;
-        let ticks = |pid| Some(read_stat(&self.root, pid).ok()??.system_ticks);
+        let ran = self.ksmd.and_then(|pid| read_run_time(&self.root, pid).ok()?);
         Ok(Facts {
             at,
             state,
             planned: self.planned,
             plan: self.plan,
-            // Clock ticks are hundredths of a second on every Linux Ebb runs on.
-            cpu_ms: self.ksmd.and_then(ticks).unwrap_or(0) * 10,
+            cpu_ms: ran.map_or(0, |t| t.as_millis() as u64),
             scanned: ksm.pages_scanned,
             scans: ksm.full_scans,
             saved: ksm.saved().0 / PAGE,

@@ -133,10 +133,17 @@ impl KsmOwner {
         self.set("use_zero_pages", "1")?;
         if !self.keep_advisor {
             self.set("advisor_mode", "none")?;
+        }
+        self.speed(*batch, *sleep_ms)?;
+        self.set("run", "1")
+    }
+
+    /// How fast `ksmd` works; the operator's advisor decides on the batch itself.
+    pub fn speed(&self, batch: u64, sleep_ms: u64) -> Result<(), KsmError> {
+        if !self.keep_advisor {
             self.set("pages_to_scan", &batch.to_string())?;
         }
-        self.set("sleep_millisecs", &(*sleep_ms).max(1).to_string())?;
-        self.set("run", "1")
+        self.set("sleep_millisecs", &sleep_ms.max(1).to_string())
     }
 
     /// Puts everything back. What was merged stays merged, as `run=0` has it.
@@ -289,7 +296,7 @@ mod tests {
     }
 
     fn order(batch: u64) -> Order {
-        Order::Run { batch, sleep_ms: 20, why: String::new() }
+        Order::Run { batch, sleep_ms: 20, cores: 0.5, scans: u64::MAX, why: String::new() }
     }
 
     #[test]

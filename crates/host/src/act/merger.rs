@@ -6,22 +6,22 @@
 //! and takes what is there. Threads that read VMs run when nobody else wants the CPU.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ScanOrder;
-use ebb_core::policy::merge::{Candidates, Order, ranges};
+use ebb_core::policy::merge::{Block, Candidates, Order, ranges};
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
-use super::ksm::KsmOwner;
+use super::keeper::Keeper;
 use super::mergeable::{LEAST_RAM, marks};
-use crate::linux::LinuxHost;
+use crate::linux::{LinuxHost, Waker};
 use crate::root::Root;
 use crate::scan::survey::estimate;
-use crate::scan::{BLOCK, Fate, Found, Limits, Options, Scan, Scanner, Target};
+use crate::scan::{Changes, Fate, Found, Limits, Options, Scan, Scanner, Target};
 use crate::sys::Range;
 
 /// Jobs that may wait: a look for each of many VMs.
@@ -30,6 +30,8 @@ const WAITING: usize = 1024;
 const REPEAT: Duration = Duration::from_secs(5);
 /// The scanner's table has no more than this; of what does not fit a part is read.
 const TABLE_MOST: Bytes = Bytes::mib(96);
+/// A look reads one piece of 16 KiB in so many: 16 MiB that have changed are four of them.
+const GLANCE_ONE_IN: u32 = 256;
 /// Of the table, for a page.
 const TABLE_PAGE: u64 = 16;
 
@@ -57,7 +59,7 @@ enum Job {
 struct ScanJob {
     /// With name and share group.
     vms: Vec<(VmId, String, String)>,
-    floor: Bytes,
+    glance: bool,
     cores: f64,
     bytes_per_second: f64,
 }
@@ -88,6 +90,7 @@ pub struct Merger {
     root: Root,
     note: PathBuf,
     keep_advisor: bool,
+    wake: Waker,
     jobs: Option<SyncSender<Job>>,
     scans: Option<SyncSender<ScanJob>>,
     told: Shared,
@@ -95,10 +98,11 @@ pub struct Merger {
 }
 
 impl Merger {
-    /// `note`: where what KSM's knobs were is written down.
-    pub fn new(root: Root, note: PathBuf, keep_advisor: bool) -> Merger {
+    /// `note`: where what KSM's knobs were is written down. `wake` is used when something
+    /// has come to its end.
+    pub fn new(root: Root, note: PathBuf, keep_advisor: bool, wake: Waker) -> Merger {
         let (jobs, scans, told) = (None, None, Shared::default());
-        Merger { root, note, keep_advisor, jobs, scans, told, sent: None }
+        Merger { root, note, keep_advisor, wake, jobs, scans, told, sent: None }
     }
 
     /// What `ksmd` is to do from now on.
@@ -121,14 +125,14 @@ impl Merger {
     pub fn scan(&mut self, order: &ScanOrder, name: impl Fn(VmId) -> Option<String>) {
         let named = |(id, group): &(VmId, String)| Some((*id, name(*id)?, group.clone()));
         let vms = order.vms.iter().filter_map(named).collect();
-        let (floor, cores) = (order.floor, order.cores);
-        let job = ScanJob { vms, floor, cores, bytes_per_second: order.bytes_per_second };
+        let (glance, cores) = (order.glance, order.cores);
+        let job = ScanJob { vms, glance, cores, bytes_per_second: order.bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (send, receive) = sync_channel(1);
-            let (root, told) = (self.root.clone(), self.told.clone());
+            let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
             let _ = std::thread::Builder::new()
                 .name("merge-scan".into())
-                .spawn(move || scan(&root, &receive, &told));
+                .spawn(move || scan(&root, &receive, &told, &wake));
             send
         });
         let mut told = lock(&self.told);
@@ -182,61 +186,59 @@ impl Merger {
     fn send(&mut self, job: Job) -> bool {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (send, receive) = sync_channel(WAITING);
-            let (root, note, told) = (self.root.clone(), self.note.clone(), self.told.clone());
-            let keep_advisor = self.keep_advisor;
+            let (note, told) = (self.note.clone(), self.told.clone());
+            let keeper = Keeper::new(self.root.clone(), note, self.keep_advisor, self.wake.clone());
             // Without a thread the channel is closed, which sending tells.
             let _ = std::thread::Builder::new()
                 .name("ksm".into())
-                .spawn(move || work(&root, (&note, keep_advisor), &receive, &told));
+                .spawn(move || work(keeper, &receive, &told));
             send
         });
         jobs.try_send(job).is_ok()
     }
 }
 
-/// Whether two orders set the knobs alike.
+/// Whether two orders are the same. How fast is `ksmd`'s keeper's own affair.
 fn alike(a: &Order, b: &Order) -> bool {
     match (a, b) {
         (Order::Rest { .. }, Order::Rest { .. }) => true,
-        (Order::Run { batch: a, sleep_ms: s, .. }, Order::Run { batch: b, sleep_ms: t, .. }) => {
-            (a, s) == (b, t)
+        (Order::Run { cores: a, scans: n, .. }, Order::Run { cores: b, scans: m, .. }) => {
+            (a, n) == (b, m)
         }
         _ => false,
     }
 }
 
-fn work(root: &Root, (note, keep): (&Path, bool), jobs: &Receiver<Job>, told: &Mutex<Told>) {
-    let mut owner = None;
-    while let Ok(job) = jobs.recv() {
+fn work(mut keeper: Keeper, jobs: &Receiver<Job>, told: &Mutex<Told>) {
+    loop {
+        let job = match keeper.pause() {
+            None => jobs.recv().ok(),
+            Some(pause) => match jobs.recv_timeout(pause) {
+                Ok(job) => Some(job),
+                Err(RecvTimeoutError::Disconnected) => None,
+                Err(RecvTimeoutError::Timeout) => {
+                    keeper.keep().err().into_iter().for_each(|e| lock(told).knobs = Some(e));
+                    continue;
+                }
+            },
+        };
+        let Some(job) = job else { return };
         match job {
             Job::Order(order) => {
-                let done = apply(root, (note, keep), &mut owner, &order);
+                let done = keeper.order(&order);
                 lock(told).knobs = done.err();
             }
             Job::Look(vm) => {
-                let look = look(root, vm);
+                let look = look(keeper.root(), vm);
                 let mut told = lock(told);
                 told.looking.remove(&vm);
                 told.looks.insert(vm, look);
             }
             Job::Release(done) => {
-                let released = owner.take().map_or(Ok(()), KsmOwner::release);
-                let _ = done.send(released.map_err(|e| e.to_string()));
+                let _ = done.send(keeper.release());
             }
         }
     }
-}
-
-fn apply(
-    root: &Root,
-    (note, keep): (&Path, bool),
-    owner: &mut Option<KsmOwner>,
-    order: &Order,
-) -> Result<(), String> {
-    if owner.is_none() {
-        *owner = Some(KsmOwner::take(root.clone(), note, keep).map_err(|e| e.to_string())?);
-    }
-    owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
 }
 
 fn look(root: &Root, vm: VmId) -> Look {
@@ -246,8 +248,9 @@ fn look(root: &Root, vm: VmId) -> Look {
     Look { begun, at, open: seen.map(|m| m.open), merged }
 }
 
-fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>) {
+fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker) {
     let mut scanner = None;
+    let mut last: Vec<Target> = Vec::new();
     while let Ok(job) = jobs.recv() {
         if scanner.is_none() {
             match Scanner::new(root.clone()) {
@@ -256,13 +259,60 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>) {
             }
         }
         if let Some(scanner) = &mut scanner {
-            carry_out(root, scanner, &job, told);
+            match job.glance {
+                true => glance(scanner, &last, &job, told),
+                false => last = carry_out(root, scanner, &job, told),
+            }
         }
         lock(told).scan.busy = false;
+        wake.wake();
     }
 }
 
-fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Told>) {
+fn options(job: &ScanJob) -> Options {
+    let limits = Limits { cores: Some(job.cores), bytes_per_second: Some(job.bytes_per_second) };
+    Options { threads: Some(job.cores.ceil() as usize), limits, ..Options::default() }
+}
+
+/// Looks whether pages are as the last scan saw them; what it found of where they are
+/// is used again, since to read that costs more than the look.
+fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<Told>) {
+    // What was opened since may be merged by now.
+    let target = |t: &Target| {
+        let mut open = t.open.clone();
+        if let Some((ranges, _)) = lock(told).ranges.get(&t.id) {
+            open.extend(ranges.iter().map(|&(start, len)| Range { start, len }));
+        }
+        Target { merged: united(open), ..t.clone() }
+    };
+    let targets: Vec<Target> = last.iter().map(target).collect();
+    let salt = lock(told).scan.looks + 1;
+    let (one_in, changes, threads) = (GLANCE_ONE_IN, Changes::Look, Some(1));
+    let scan = scanner.scan(&targets, &Options { threads, one_in, salt, changes, ..options(job) });
+    let changed: u64 = scan.vms.iter().map(|v| v.pages.changed).sum();
+    let told = &mut lock(told).scan;
+    told.looks = salt;
+    told.looks_since += 1;
+    told.changed = Some(Bytes::pages(changed * u64::from(one_in)));
+    told.at = LinuxHost::now();
+    told.cpu_s += scan.cpu.as_secs_f64();
+}
+
+/// All of these places, sorted and apart.
+fn united(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_by_key(|r| r.start);
+    ranges.dedup_by(|next, last| {
+        let joins = next.start <= last.end();
+        if joins {
+            last.len = last.len.max(next.end() - last.start);
+        }
+        joins
+    });
+    ranges
+}
+
+/// Scans; returns what was scanned.
+fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Told>) -> Vec<Target> {
     let look = |(id, name, group): &(VmId, String, String)| {
         Found::look(root, *id, name, group).ok().flatten()
     };
@@ -270,19 +320,18 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
     let held: Bytes = found.iter().map(|f| f.held).sum();
     let targets: Vec<Target> = found.into_iter().filter_map(|f| f.target).collect();
     let one_in = one_in(held);
-    let limits = Limits { cores: Some(job.cores), bytes_per_second: Some(job.bytes_per_second) };
-    let threads = Some(job.cores.ceil() as usize);
-    let scan = scanner.scan(&targets, &Options { threads, limits, one_in, ..Options::default() });
+    let changes = if one_in == 1 { Changes::Note } else { Changes::Ignore };
+    let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job) });
     let refused = scan.vms.iter().find_map(|v| match &v.fate {
         Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
         _ => None,
     });
     let found = candidates(&scan, one_in);
-    let before = std::mem::take(&mut lock(told).ranges);
-    let ranges = worth_opening(&scan, &before, job.floor);
     let mut told = lock(told);
     // A sample does not tell where twins lie.
-    told.ranges = if one_in == 1 { ranges } else { before };
+    if one_in == 1 {
+        told.ranges = worth_opening(&scan);
+    }
     told.found = found;
     told.scan = ScanSample {
         number: told.scan.number + 1,
@@ -293,41 +342,27 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         read: scan.read,
         table: scan.table,
         one_in,
+        looks: told.scan.looks,
+        looks_since: 0,
+        changed: None,
         error: refused,
     };
+    targets
 }
 
 /// What of each VM is worth opening range by range.
-fn worth_opening(
-    scan: &Scan,
-    before: &BTreeMap<VmId, Worth>,
-    floor: Bytes,
-) -> BTreeMap<VmId, Worth> {
+fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
+    let pair = |r: &Range| (r.start, r.len);
     let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
     let one = |v: &crate::scan::VmResult| {
-        let blocks: Vec<(u64, Candidates)> = v.blocks.iter().map(block).collect();
-        let open = before.get(&v.target.id).map_or(&[][..], |(open, _)| open);
-        (v.target.id, ranges(&blocks, open, &joined(&v.target.ram), BLOCK, floor))
+        let blocks: Vec<Block> = v.blocks.iter().collect();
+        let open: Vec<(u64, u64)> = v.target.open.iter().map(pair).collect();
+        let ram = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).map(pair);
+        let goes = (v.split.within + v.split.between).0 / PAGE;
+        let goes = goes as f64 / v.twins.max(1) as f64;
+        (v.target.id, ranges(&blocks, &open, &ram.collect::<Vec<_>>(), goes))
     };
     scanned.map(one).collect()
-}
-
-fn block(b: crate::scan::Block) -> (u64, Candidates) {
-    let (pages, zeros, twins) = (b.read.into(), b.zeros.into(), b.twins.into());
-    (b.start, Candidates { pages, zeros, twins })
-}
-
-/// RAM proper, as the guest's mappings were before parts of them were opened.
-fn joined(ram: &[Range]) -> Vec<(u64, u64)> {
-    let mut whole: Vec<(u64, u64)> = Vec::new();
-    for r in ram {
-        match whole.last_mut() {
-            Some((start, len)) if *start + *len == r.start => *len += r.len,
-            _ => whole.push((r.start, r.len)),
-        }
-    }
-    whole.retain(|(_, len)| *len >= LEAST_RAM);
-    whole
 }
 
 /// How much of so much memory fits the table: one piece in so many.
@@ -393,8 +428,9 @@ mod tests {
     fn orders_reach_the_knobs_and_release_puts_them_back() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut merger = Merger::new(root.clone(), note.clone(), false);
-        merger.order(&Order::Run { batch: 500, sleep_ms: 20, why: String::new() });
+        let mut merger = Merger::new(root.clone(), note.clone(), false, Waker::new().unwrap());
+        let why = String::new();
+        merger.order(&Order::Run { batch: 500, sleep_ms: 20, cores: 0.1, scans: u64::MAX, why });
         within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
         assert!(note.exists(), "written down before");
         // Somebody else sets it; the order comes again.
@@ -410,14 +446,15 @@ mod tests {
     #[test]
     fn what_cannot_be_looked_at_is_told_and_nothing_is_a_scan_too() {
         let (dir, root) = tree();
-        let mut merger = Merger::new(root, dir.path().join("ksm.json"), false);
+        let mut merger =
+            Merger::new(root, dir.path().join("ksm.json"), false, Waker::new().unwrap());
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
         let look = within(|| merger.vm(vm).0);
         assert!(look.open.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
-            floor: Bytes::mib(1),
+            glance: false,
             cores: 1.0,
             bytes_per_second: 1e9,
             reason: String::new(),
@@ -427,6 +464,16 @@ mod tests {
         assert_eq!((scan.read, merger.vm(vm).1), (Bytes::ZERO, None));
         merger.keep(|_| false);
         assert!(merger.vm(vm).0.is_none());
+    }
+
+    #[test]
+    fn places_that_overlap_are_united() {
+        let ranges = |list: &[(u64, u64)]| -> Vec<Range> {
+            list.iter().map(|&(start, end)| Range { start, len: end - start }).collect()
+        };
+        let all = united(ranges(&[(5, 9), (0, 2), (1, 3), (8, 12), (9, 10), (20, 21), (12, 13)]));
+        assert_eq!(all, ranges(&[(0, 3), (5, 13), (20, 21)]));
+        assert_eq!(united(Vec::new()), []);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! puts back what it changed. `unsafe` where a system call has no safe wrapper.
 
 pub mod governor;
+pub mod keeper;
 pub mod ksm;
 pub mod mergeable;
 pub mod merger;

@@ -35,6 +35,11 @@ pub fn read_pages_scanned(root: &Root) -> Result<Option<u64>, ProbeError> {
     number(root, "pages_scanned")
 }
 
+/// Times that `ksmd` looked at all of it since boot.
+pub fn read_full_scans(root: &Root) -> Result<Option<u64>, ProbeError> {
+    number(root, "full_scans")
+}
+
 /// The kernel's thread that merges.
 pub fn ksmd(root: &Root) -> Option<u32> {
     // A kernel thread has no command line, which no process can imitate.

@@ -1,11 +1,13 @@
 //! What a process holds: `/proc/PID/{stat,status,smaps_rollup}` (Linux
 //! `fs/proc/array.c`, `fs/proc/task_mmu.c`). A process that has ended is `None`.
 
+use std::time::Duration;
+
 use ebb_core::sample::ProcessMemory;
 use ebb_core::units::Bytes;
 
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 /// The fields in use of `/proc/PID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +45,15 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
         user_ticks: number(14, "utime")?,
         system_ticks: number(15, "stime")?,
         start: number(22, "starttime")?,
+    })
+}
+
+/// How long a task has run, to the nanosecond: `/proc/PID/schedstat`. Of a process with
+/// several threads that is its first; `None` where the kernel does not count it.
+pub fn read_run_time(root: &Root, task: u32) -> Result<Option<Duration>, ProbeError> {
+    root.parse(format!("/proc/{task}/schedstat"), |text| {
+        let ns = text.split_ascii_whitespace().next().unwrap_or_default();
+        parse_number(ns).map(Duration::from_nanos)
     })
 }
 

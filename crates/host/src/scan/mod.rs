@@ -34,11 +34,11 @@ use self::hash::Key;
 pub use self::pace::Limits;
 use self::pace::Pace;
 use self::tags::Tags;
-pub use self::tally::{BLOCK, Block, Blocks, Moments, Pages, Split};
+pub use self::tally::{BLOCK, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::psi;
-use crate::probe::regions::{guest_ram, read_smaps, unmergeable};
+use crate::probe::regions::{Region, guest_ram, read_smaps, unmergeable};
 use crate::root::{ProbeError, Root};
 use crate::sys::Range;
 
@@ -58,8 +58,10 @@ pub struct Target {
     pub group: String,
     /// Its RAM in that process, disjoint and sorted.
     pub ram: Vec<Range>,
-    /// KSM has merged some of it.
-    pub merged: bool,
+    /// Where KSM has merged some of it, likewise.
+    pub merged: Vec<Range>,
+    /// What of it is open to KSM, likewise.
+    pub open: Vec<Range>,
     /// Pieces not to read, disjoint and sorted: pages that the guest has free.
     pub skip: Vec<Range>,
 }
@@ -86,16 +88,20 @@ impl Found {
         group: &str,
     ) -> Result<Option<Found>, ProbeError> {
         let Some(regions) = read_smaps(root, id.pid)? else { return Ok(None) };
-        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
         let ram = guest_ram(&regions);
-        let merged = stat.merging_pages.unwrap_or(0) > 0 || ram.iter().any(|r| r.ksm > Bytes::ZERO);
-        let sum = |f: fn(&crate::probe::regions::Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
+        let merging =
+            read_ksm_stat(root, id.pid)?.unwrap_or_default().merging_pages.unwrap_or(0) > 0;
+        // Before Linux 6.7 smaps does not tell, and all that is open may hold some.
+        let told = ram.iter().any(|r| r.ksm > Bytes::ZERO);
+        let merged = |r: &Region| r.ksm > Bytes::ZERO || merging && !told;
+        let sum = |f: fn(&Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
         let target = (!ram.is_empty()).then(|| Target {
             id,
             name: name.into(),
             group: group.into(),
-            ram: ram.iter().map(|r| r.range).collect(),
-            merged,
+            ram: joined(&ram, |_| true),
+            merged: joined(&ram, merged),
+            open: joined(&ram, |r| r.mergeable),
             skip: Vec::new(),
         });
         Ok(Some(Found {
@@ -107,6 +113,34 @@ impl Found {
     }
 }
 
+/// Mappings of this kind, neighbours as one: which parts of RAM are open to KSM makes
+/// them many.
+fn joined(ram: &[&Region], of: impl Fn(&Region) -> bool) -> Vec<Range> {
+    let mut all: Vec<Range> = Vec::new();
+    for r in ram.iter().filter(|r| of(r)).map(|r| r.range) {
+        match all.last_mut() {
+            Some(last) if last.end() == r.start => last.len += r.len,
+            _ => all.push(r),
+        }
+    }
+    all
+}
+
+/// What a scan does about pages that are not as they were.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Changes {
+    /// Nothing: what they were is neither known nor noted.
+    #[default]
+    Ignore,
+    /// Notes what they are, for later scans; all count.
+    Note,
+    /// The same, and counts only pages that are as they were.
+    LeaveOut,
+    /// Tells only how many have changed since that was noted; counts and notes nothing.
+    /// Its pieces are of 16 KiB, and others are not even listed.
+    Look,
+}
+
 /// How to scan.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -114,14 +148,16 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Read one 64 KiB piece in so many, chosen at random; 1 reads all.
     pub one_in: u32,
+    /// Other pieces for each number.
+    pub salt: u64,
     /// Speed.
     pub limits: Limits,
     /// Run only when nobody else wants the CPU.
     pub idle: bool,
     /// Keep pages of different share groups apart, as merging does.
     pub separate: bool,
-    /// Count only pages that are as they were in this scanner's last scan.
-    pub unchanged: bool,
+    /// What is done about pages that are not as this scanner saw them last.
+    pub changes: Changes,
     /// Pause while tasks stall for memory for more than this share of time.
     pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
@@ -133,10 +169,11 @@ impl Default for Options {
         Options {
             threads: None,
             one_in: 1,
+            salt: 0,
             limits: Limits::default(),
             idle: true,
             separate: false,
-            unchanged: false,
+            changes: Changes::Ignore,
             pause_above: Some(0.1),
             listing: None,
         }
@@ -217,7 +254,7 @@ impl Scanner {
         let started = Instant::now();
         let threads = options.threads.unwrap_or_else(|| idle_cores(&self.root));
         let threads = threads.clamp(1, THREADS_MAX);
-        if options.unchanged {
+        if matches!(options.changes, Changes::Note | Changes::LeaveOut) {
             let ids: Vec<VmId> = targets.iter().map(|t| t.id).collect();
             self.tags.retain(|id, _| ids.contains(id));
             for t in targets {

@@ -30,8 +30,17 @@ impl Tags {
         }
     }
 
-    /// Notes a page's hash; whether it is what it was.
+    /// Whether a page's hash is what it was; where it is not, it is noted.
     pub fn same(&self, address: u64, hash: u128) -> bool {
+        self.compare(address, hash, true)
+    }
+
+    /// Whether a page's hash is what was noted.
+    pub fn still(&self, address: u64, hash: u128) -> bool {
+        self.compare(address, hash, false)
+    }
+
+    fn compare(&self, address: u64, hash: u128, note: bool) -> bool {
         let within = |r: &Range| r.start <= address && address < r.end();
         let Some((range, tags)) = self.ranges.iter().find(|(r, _)| within(r)) else {
             return false;
@@ -39,7 +48,7 @@ impl Tags {
         let tag = ((hash >> 8) as u32).max(1);
         let cell = &tags[((address - range.start) / PAGE) as usize];
         let old = cell.load(Relaxed);
-        if old != tag {
+        if old != tag && note {
             cell.store(tag, Relaxed);
         }
         old == tag
@@ -64,6 +73,7 @@ mod tests {
         for page in [0x10_0000, 0x10_7000, 0x40_0000] {
             assert!(!tags.same(page, 5 << 8), "never seen");
             assert!(tags.same(page, 5 << 8), "seen");
+            assert!(!tags.still(page, 4 << 8) && tags.still(page, 5 << 8), "not noted");
             assert!(!tags.same(page, 6 << 8), "changed");
         }
         assert!(!tags.same(0x10_8000, 1) && !tags.same(0x10_8000, 1), "not RAM");

@@ -5,8 +5,9 @@
 //! What several VMs save together is divided among them equally, so that the parts
 //! add up to the whole.
 
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use ebb_core::policy::merge::{Block, WORDS};
 use ebb_core::units::{Bytes, PAGE};
 use serde::Serialize;
 
@@ -208,31 +209,22 @@ impl Tally {
     }
 }
 
-/// What a block of 2 MiB holds, in pages: at most 512 of each.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Block {
-    /// Address of its first byte; the first of a range may begin earlier.
-    pub start: u64,
-    /// Read.
-    pub read: u32,
-    /// Of those, with a twin in the group.
-    pub twins: u32,
-    /// Zeros.
-    pub zeros: u32,
-}
+/// A block while it is counted: pages that were read, that have a twin, that are zeros.
+#[derive(Debug, Default)]
+struct Cells([[AtomicU64; WORDS]; 3]);
 
-/// A VM's RAM in blocks of 2 MiB: 4 bytes each.
+/// A VM's RAM in blocks of 2 MiB, page by page: 3 bits each.
 #[derive(Debug, Default)]
 pub struct Blocks {
-    ranges: Vec<(Range, Vec<AtomicU32>)>,
+    ranges: Vec<(Range, Vec<Cells>)>,
 }
 
 impl Clone for Blocks {
     fn clone(&self) -> Blocks {
-        let copy = |cells: &Vec<AtomicU32>| {
-            cells.iter().map(|c| AtomicU32::new(c.load(Relaxed))).collect::<Vec<_>>()
-        };
-        Blocks { ranges: self.ranges.iter().map(|(r, cells)| (*r, copy(cells))).collect() }
+        let word = |w: &AtomicU64| AtomicU64::new(w.load(Relaxed));
+        let copy = |c: &Cells| Cells(c.0.each_ref().map(|bits| bits.each_ref().map(word)));
+        let copies = |(r, cells): &(Range, Vec<Cells>)| (*r, cells.iter().map(copy).collect());
+        Blocks { ranges: self.ranges.iter().map(copies).collect() }
     }
 }
 
@@ -241,42 +233,41 @@ impl Blocks {
     pub(super) fn new(ram: &[Range]) -> Blocks {
         let cells = |r: &Range| {
             let n = ((r.end() - 1) >> BLOCK_SHIFT) - (r.start >> BLOCK_SHIFT) + 1;
-            (0..n).map(|_| AtomicU32::new(0)).collect()
+            (0..n).map(|_| Cells::default()).collect()
         };
         let ram = ram.iter().filter(|r| r.len > 0);
         Blocks { ranges: ram.map(|r| (*r, cells(r))).collect() }
     }
 
-    /// Ten bits each: read, twins, zeros.
-    fn add(&self, address: u64, what: u32) {
+    fn set(&self, address: u64, what: &[usize]) {
         let within = |r: &Range| r.start <= address && address < r.end();
         if let Some((range, cells)) = self.ranges.iter().find(|(r, _)| within(r)) {
             let i = (address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT);
-            cells[i as usize].fetch_add(what, Relaxed);
+            let page = (address % BLOCK / PAGE) as usize;
+            for kind in what {
+                cells[i as usize].0[*kind][page / 64].fetch_or(1 << (page % 64), Relaxed);
+            }
         }
     }
 
     pub(super) fn read(&self, address: u64, zero: bool) {
-        self.add(address, if zero { 1 | 1 << 20 } else { 1 });
+        self.set(address, if zero { &[0, 2] } else { &[0] });
     }
 
     fn twin(&self, address: u64) {
-        self.add(address, 1 << 10);
+        self.set(address, &[1]);
     }
 
-    /// The blocks of which anything was read, in the order of their addresses.
+    /// The blocks of which anything is known, in the order of their addresses. The first
+    /// of a range may begin before it.
     pub fn iter(&self) -> impl Iterator<Item = Block> + '_ {
         self.ranges.iter().flat_map(|(range, cells)| {
             let first = range.start >> BLOCK_SHIFT;
-            cells.iter().enumerate().filter_map(move |(i, cell)| {
-                let v = cell.load(Relaxed);
+            cells.iter().enumerate().filter_map(move |(i, cells)| {
+                let bits = |kind: usize| cells.0[kind].each_ref().map(|w| w.load(Relaxed));
                 let start = (first + i as u64) << BLOCK_SHIFT;
-                (v != 0).then_some(Block {
-                    start,
-                    read: v & 0x3ff,
-                    twins: v >> 10 & 0x3ff,
-                    zeros: v >> 20 & 0x3ff,
-                })
+                let block = Block { start, read: bits(0), twins: bits(1), zeros: bits(2) };
+                (block != Block { start, ..Block::default() }).then_some(block)
             })
         })
     }
@@ -334,7 +325,7 @@ mod tests {
         assert_eq!(t.vms[0].split(7).zero, Bytes::pages(7));
         assert_eq!((t.moments.pages, t.moments.distinct, t.moments.single), (9.0, 3.0, 1.0));
         assert_eq!(t.moments.pairs, 15.0 + 1.0);
-        let found: Vec<(u64, u32)> = blocks[0].iter().map(|b| (b.start, b.twins)).collect();
+        let found: Vec<(u64, u64)> = blocks[0].iter().map(|b| (b.start, b.found().twins)).collect();
         assert_eq!(found, [(0, 2), (2 << 20, 1)]);
     }
 

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 
+use ebb_core::policy::merge::Candidates;
+
 use super::*;
 use crate::probe::process::read_stat;
 
@@ -85,7 +87,8 @@ impl Holder {
             name: format!("holder{who}"),
             group: group.into(),
             ram: vec![Range { start: at, len: PAGES * PAGE }],
-            merged: false,
+            merged: Vec::new(),
+            open: Vec::new(),
             skip: Vec::new(),
         };
         Holder { child, said, target }
@@ -187,13 +190,12 @@ fn twins_are_where_the_blocks_say() {
     let scan = scanner().scan(&targets(&holders), &Options::default());
     for vm in &scan.vms {
         let blocks: Vec<_> = vm.blocks.iter().collect();
-        let sum = |f: fn(&tally::Block) -> u32| blocks.iter().map(f).sum::<u32>();
-        assert_eq!(sum(|b| b.read), PAGES as u32);
-        assert_eq!(sum(|b| b.zeros) as u64, vm.pages.zero);
-        assert_eq!(sum(|b| b.twins) as u64, vm.twins);
+        let mut sum = Candidates::default();
+        blocks.iter().for_each(|b| sum.add(&b.found()));
+        assert_eq!((sum.pages, sum.zeros, sum.twins), (PAGES, vm.pages.zero, vm.twins));
         // Half of all pages, by `content`.
         assert_eq!(vm.twins, PAGES / 2);
-        assert!(blocks.iter().all(|b| b.read <= 512 && b.start % (2 << 20) == 0));
+        assert!(blocks.iter().all(|b| b.start % BLOCK == 0));
     }
 }
 
@@ -208,9 +210,22 @@ fn absent_pages_are_not_read_and_not_brought_in() {
         // A page of zeros that reading had brought in would be listed now.
         let (pid, entries) = (holder.target.id.pid, Some(Listing::Entries));
         let mut walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
-        let mut runs = Vec::new();
-        walker.runs(holder.target.ram[0], &walk::Seen::default(), &mut runs).unwrap();
-        assert_eq!(runs.iter().map(|r| r.len / PAGE).sum::<u64>(), PAGES);
+        let mut runs = walk::Runs::default();
+        walker.runs(holder.target.ram[0], &[], &walk::Seen::default(), &mut runs).unwrap();
+        assert_eq!(runs.pages(), PAGES);
+    }
+}
+
+#[test]
+fn what_may_be_merged_is_read_without_pinning_and_is_the_same() {
+    let mut holder = Holder::start(0, "a");
+    let at = holder.target.ram[0].start;
+    holder.target.merged = vec![Range { start: at + 7 * PAGE, len: 900 * PAGE }];
+    for listing in [Listing::Scan, Listing::Entries] {
+        let options = Options { listing: Some(listing), ..Options::default() };
+        let scan = scanner().scan(std::slice::from_ref(&holder.target), &options);
+        assert_eq!((scan.vms[0].pages.read, scan.vms[0].pages.lost), (PAGES, 0), "{listing:?}");
+        assert_eq!(found(&scan.split), truth(&[(0, "a")]), "{listing:?}");
     }
 }
 
@@ -228,7 +243,7 @@ fn pages_that_the_guest_has_free_are_not_read() {
 fn only_what_did_not_change_counts_from_the_second_scan_on() {
     let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let mut scanner = scanner();
-    let options = Options { unchanged: true, ..Options::default() };
+    let options = Options { changes: Changes::LeaveOut, ..Options::default() };
     let first = scanner.scan(&targets(&holders), &options);
     assert_eq!(first.split, Split::default());
     assert_eq!(first.vms[0].pages.changed, PAGES, "all of it is new");
@@ -241,6 +256,42 @@ fn only_what_did_not_change_counts_from_the_second_scan_on() {
     assert_eq!(third.vms[1].pages.changed, PAGES / 4);
     assert!(third.split.between < second.split.between);
     assert_eq!(third.kept, Bytes(2 * 4 * PAGES), "four bytes a page");
+}
+
+#[test]
+fn a_look_at_a_few_pages_tells_how_much_has_changed_since_the_last_scan() {
+    let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let mut scanner = scanner();
+    let all = targets(&holders);
+    let noted = scanner.scan(&all, &Options { changes: Changes::Note, ..Options::default() });
+    assert_eq!(found(&noted.split), truth(&[(0, "a"), (1, "a")]), "all of it counts");
+    let mut look = |salt| {
+        let options = Options {
+            changes: Changes::Look,
+            one_in: 4,
+            salt,
+            threads: Some(1),
+            ..Options::default()
+        };
+        let scan = scanner.scan(&all, &options);
+        assert_eq!(scan.split, Split::default(), "nothing is counted");
+        (scan.vms[0].pages, scan.vms[1].pages)
+    };
+    let mut read = 0;
+    for salt in 0..20 {
+        let (a, b) = look(salt);
+        assert_eq!((a.changed, b.changed), (0, 0));
+        read += a.read;
+    }
+    // 20 × 1024 pieces of four pages, of which a quarter: 5120 ± 62, each time others.
+    assert!((4800..5450).contains(&(read / 4)), "{read}");
+    holders[1].write_again();
+    let looks: Vec<_> = (0..20).map(&mut look).collect();
+    assert!(looks.iter().all(|(a, _)| a.changed == 0));
+    let (changed, read) = looks.iter().fold((0, 0), |(c, r), (_, b)| (c + b.changed, r + b.read));
+    // A look changes nothing of what is known: a quarter, each time.
+    let share = changed as f64 / read as f64;
+    assert!((0.22..0.28).contains(&share), "{share}");
 }
 
 #[test]

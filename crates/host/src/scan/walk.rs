@@ -75,14 +75,47 @@ pub struct Passed {
     pub merged: u64,
 }
 
+/// The pages to read of a range.
+#[derive(Debug, Default)]
+pub struct Runs {
+    /// Of the process alone.
+    pub own: Vec<Range>,
+    /// That others may map too: to be read without pinning them, which would give the
+    /// process a copy of its own (Linux 5.19 on, `mm/gup.c`, `gup_must_unshare`).
+    pub shared: Vec<Range>,
+}
+
+impl Runs {
+    /// Empties both.
+    pub fn clear(&mut self) {
+        self.own.clear();
+        self.shared.clear();
+    }
+
+    /// Takes pieces out of both; returns how many bytes that were.
+    pub fn subtract(&mut self, holes: &[Range]) -> u64 {
+        subtract(&mut self.own, holes) + subtract(&mut self.shared, holes)
+    }
+
+    /// How many pages.
+    pub fn pages(&self) -> u64 {
+        self.own.iter().chain(&self.shared).map(|r| r.len / PAGE).sum()
+    }
+}
+
+fn push_page(runs: &mut Vec<Range>, start: u64) {
+    match runs.last_mut() {
+        Some(last) if last.end() == start => last.len += PAGE,
+        _ => runs.push(Range { start, len: PAGE }),
+    }
+}
+
 /// Lists the pages of one process.
 #[derive(Debug)]
 pub struct Walker {
     pagemap: File,
     flags: Option<File>,
     listing: Listing,
-    /// Some of its pages are merged.
-    merged: bool,
     entries: Vec<u8>,
 }
 
@@ -101,35 +134,46 @@ impl Walker {
         let flags = (merged || listing == Listing::Entries)
             .then(|| File::open(root.path("/proc/kpageflags")).ok())
             .flatten();
-        Ok(Walker { pagemap, flags, listing, merged, entries: Vec::new() })
+        Ok(Walker { pagemap, flags, listing, entries: Vec::new() })
     }
 
-    /// Fills `runs` with the pages to read of a range. Nothing where the process
-    /// has ended.
-    pub fn runs(&mut self, range: Range, seen: &Seen, runs: &mut Vec<Range>) -> Result<Passed> {
-        runs.clear();
+    /// Adds to `runs` the pages to read of a range. Nothing where the process
+    /// has ended. `merged`: where KSM has merged some, disjoint and sorted.
+    pub fn runs(
+        &mut self,
+        range: Range,
+        merged: &[Range],
+        seen: &Seen,
+        runs: &mut Runs,
+    ) -> Result<Passed> {
         let mut passed = Passed::default();
         match self.listing {
             Listing::Scan => {
-                pagemap_scan(self.pagemap.as_fd(), range, |run, _huge| runs.push(run))?;
-                if self.merged {
-                    let held = std::mem::take(runs);
-                    for run in held {
-                        self.sift(run, seen, runs, &mut passed)?;
+                let mut held = Vec::new();
+                pagemap_scan(self.pagemap.as_fd(), range, |run, _huge| held.push(run))?;
+                for part in held.into_iter().flat_map(|run| parts(run, merged)) {
+                    match part {
+                        (part, true) => self.sift(part, Some(seen), runs, &mut passed)?,
+                        (part, false) => runs.own.push(part),
                     }
                 }
             }
-            Listing::Entries => self.sift(range, seen, runs, &mut passed)?,
+            Listing::Entries => {
+                for (part, merged) in parts(range, merged) {
+                    self.sift(part, merged.then_some(seen), runs, &mut passed)?;
+                }
+            }
         }
         Ok(passed)
     }
 
-    /// Adds to `runs` what the pagemap says is to be read of a range.
+    /// Adds to `runs` what the pagemap says is to be read of a range; `seen`: some of
+    /// it is merged.
     fn sift(
         &mut self,
         range: Range,
-        seen: &Seen,
-        runs: &mut Vec<Range>,
+        seen: Option<&Seen>,
+        runs: &mut Runs,
         passed: &mut Passed,
     ) -> Result<()> {
         self.entries.resize((range.len / PAGE * 8) as usize, 0);
@@ -139,16 +183,16 @@ impl Walker {
             if entry & (PRESENT | SWAPPED | FILE) != PRESENT {
                 continue;
             }
-            // Where frame numbers are hidden each of its mappings counts as a page.
-            let pfn = entry & PFN;
-            if pfn != 0 && self.merged && self.is_shared(entry, pfn) && !seen.first(pfn) {
-                passed.merged += 1;
-                continue;
-            }
             let start = range.start + i as u64 * PAGE;
-            match runs.last_mut() {
-                Some(last) if last.end() == start => last.len += PAGE,
-                _ => runs.push(Range { start, len: PAGE }),
+            let pfn = entry & PFN;
+            match seen {
+                // Where frame numbers are hidden each of its mappings counts as a page.
+                Some(_) if pfn == 0 => push_page(&mut runs.shared, start),
+                Some(seen) if self.is_shared(entry, pfn) => match seen.first(pfn) {
+                    true => push_page(&mut runs.shared, start),
+                    false => passed.merged += 1,
+                },
+                _ => push_page(&mut runs.own, start),
             }
         }
         Ok(())
@@ -176,6 +220,25 @@ fn word(file: &File, index: u64) -> Option<u64> {
     let mut word = [0; 8];
     file.read_exact_at(&mut word, index * 8).ok()?;
     Some(u64::from_ne_bytes(word))
+}
+
+/// A run cut where `ranges` (sorted, disjoint) begin and end, and which parts are in one.
+fn parts(run: Range, ranges: &[Range]) -> Vec<(Range, bool)> {
+    let mut parts = Vec::new();
+    let mut start = run.start;
+    let first = ranges.partition_point(|r| r.end() <= run.start);
+    for r in ranges[first..].iter().take_while(|r| r.start < run.end()) {
+        if r.start > start {
+            parts.push((Range { start, len: r.start - start }, false));
+        }
+        let (from, end) = (start.max(r.start), r.end().min(run.end()));
+        parts.push((Range { start: from, len: end - from }, true));
+        start = end;
+    }
+    if start < run.end() {
+        parts.push((Range { start, len: run.end() - start }, false));
+    }
+    parts
 }
 
 /// Takes `holes` (sorted, disjoint) out of `runs` (sorted, disjoint); returns how
@@ -237,6 +300,21 @@ mod tests {
             let want: Vec<u64> = before.iter().copied().filter(|p| !out.contains(p)).collect();
             prop_assert_eq!(taken, (before.len() - want.len()) as u64 * PAGE);
             prop_assert_eq!(pages(&runs), want);
+        }
+
+        #[test]
+        fn a_run_is_cut_into_what_is_in_a_range_and_what_is_not(
+            start in 0u64..40, len in 1u64..60,
+            ranges in prop::collection::vec((0u64..5, 1u64..8), 0..20),
+        ) {
+            let (run, ranges) = (Range { start: start * PAGE, len: len * PAGE }, disjoint(&ranges));
+            let cut = parts(run, &ranges);
+            let all: Vec<Range> = cut.iter().map(|c| c.0).collect();
+            prop_assert_eq!(pages(&all), pages(&[run]));
+            let within = pages(&ranges);
+            for (part, merged) in cut {
+                prop_assert!(pages(&[part]).iter().all(|p| within.contains(p) == merged));
+            }
         }
     }
 }

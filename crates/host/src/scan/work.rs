@@ -1,7 +1,9 @@
 //! The threads of a scan: windows, pieces, and what goes wrong with them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::io::{Error, Result};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -15,8 +17,8 @@ use super::pace::{Pace, thread_cpu};
 use super::table::{Filler, Table, VMS_MAX};
 use super::tags::Tags;
 use super::tally::{Blocks, Rules, Tally, VmTally};
-use super::walk::{Passed, Seen, Walker, subtract};
-use super::{Fate, Options, Pages, Target, VmResult};
+use super::walk::{Passed, Runs, Seen, Walker};
+use super::{Changes, Fate, Options, Pages, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
@@ -28,6 +30,8 @@ const WINDOW: u64 = 32 << 20;
 const PIECE: usize = 1 << 20;
 /// What a sample reads at a time.
 const SAMPLE: u64 = 64 << 10;
+/// What a look reads at a time.
+const GLANCE: u64 = 16 << 10;
 
 /// One scan.
 pub(super) struct Job<'a> {
@@ -84,7 +88,9 @@ struct Worker<'j, 'a> {
     job: &'j Job<'a>,
     filler: Filler<'j>,
     walker: Option<(usize, Walker)>,
-    runs: Vec<Range>,
+    runs: Runs,
+    /// The memory of the VM at hand, where some of it is merged.
+    memory: Option<File>,
     buffer: Vec<u8>,
     cpu: Duration,
 }
@@ -146,6 +152,24 @@ impl<'a> Job<'a> {
             // Refused in some containers; the scan is then an ordinary load.
             let _ = run_when_idle();
         }
+    }
+
+    /// The pieces of a sample, chosen by the key: no guest can tell which.
+    fn sample(&self, vm: usize, runs: &[Range], size: u64) -> Vec<Range> {
+        let one_in = u64::from(self.options.one_in);
+        let place = |start: u64| (start / size).wrapping_add(self.options.salt << 48);
+        let mut chosen: Vec<Range> = Vec::new();
+        for run in runs {
+            let mut start = run.start;
+            while start < run.end() {
+                let end = ((start / size + 1) * size).min(run.end());
+                if self.key.mix(vm as u64, place(start)).is_multiple_of(one_in) {
+                    chosen.push(Range { start, len: end - start });
+                }
+                start = end;
+            }
+        }
+        chosen
     }
 
     /// Counts what was read.
@@ -226,7 +250,8 @@ impl<'j, 'a> Worker<'j, 'a> {
             job,
             filler: job.table.filler(),
             walker: None,
-            runs: Vec::new(),
+            runs: Runs::default(),
+            memory: None,
             buffer: vec![0; PIECE],
             cpu: thread_cpu(),
         }
@@ -262,64 +287,73 @@ impl<'j, 'a> Worker<'j, 'a> {
     fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
         let (job, target) = (self.job, &self.job.targets[vm]);
         if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
-            let walker = Walker::open(job.root, target.id.pid, target.merged, job.options.listing)?;
-            self.walker = Some((vm, walker));
+            let (pid, merged) = (target.id.pid, !target.merged.is_empty());
+            self.memory = None;
+            if merged {
+                self.memory = Some(File::open(job.root.path(format!("/proc/{pid}/mem")))?);
+            }
+            self.walker = Some((vm, Walker::open(job.root, pid, merged, job.options.listing)?));
         }
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);
-        let Passed { merged } = walker.runs(window, &job.seen, &mut runs)?;
-        pages.merged += merged;
-        pages.held += runs.iter().map(|r| r.len / PAGE).sum::<u64>();
-        pages.free += subtract(&mut runs, &target.skip) / PAGE;
-        if job.options.one_in > 1 {
-            runs = self.sample(vm, &runs);
+        runs.clear();
+        let look = job.options.changes == Changes::Look;
+        let chosen = if look { job.sample(vm, &[window], GLANCE) } else { vec![window] };
+        for part in chosen {
+            let Passed { merged } = walker.runs(part, &target.merged, &job.seen, &mut runs)?;
+            pages.merged += merged;
         }
-        let mut done = Ok(());
+        pages.held += runs.pages();
+        pages.free += runs.subtract(&target.skip) / PAGE;
+        if job.options.one_in > 1 && !look {
+            let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
+            runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
+        }
+        let done = self.read(vm, &runs.own, false, pages);
+        let done = done.and_then(|()| self.read(vm, &runs.shared, true, pages));
+        self.runs = runs;
+        done
+    }
+
+    /// Reads runs, piece by piece; `shared`: without pinning a page.
+    fn read(&mut self, vm: usize, runs: &[Range], shared: bool, pages: &mut Pages) -> Result<()> {
         let mut piece = Vec::new();
         let mut rest = runs.iter().copied().flat_map(cut);
         let mut next = rest.next();
-        while let (Some(run), Ok(())) = (next, &done) {
+        while let Some(run) = next {
             piece.push(run);
             next = rest.next();
             let size: u64 = piece.iter().map(|r| r.len).sum();
             let full = next.is_none_or(|n| size + n.len > PIECE as u64);
             if full || piece.len() == VECTOR_MAX {
-                done = self.piece(vm, &mut piece, pages);
+                self.piece(vm, &mut piece, shared, pages)?;
             }
         }
-        self.runs = runs;
-        done
-    }
-
-    /// The pieces of a sample, chosen by the key: no guest can tell which.
-    fn sample(&self, vm: usize, runs: &[Range]) -> Vec<Range> {
-        let one_in = u64::from(self.job.options.one_in);
-        let mut chosen: Vec<Range> = Vec::new();
-        for run in runs {
-            let mut start = run.start;
-            while start < run.end() {
-                let end = ((start / SAMPLE + 1) * SAMPLE).min(run.end());
-                if self.job.key.mix(vm as u64, start / SAMPLE).is_multiple_of(one_in) {
-                    chosen.push(Range { start, len: end - start });
-                }
-                start = end;
-            }
-        }
-        chosen
+        Ok(())
     }
 
     /// Copies and notes a piece; pages that went away are passed over.
-    fn piece(&mut self, vm: usize, piece: &mut Vec<Range>, pages: &mut Pages) -> Result<()> {
+    fn piece(
+        &mut self,
+        vm: usize,
+        piece: &mut Vec<Range>,
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
         let pid = self.job.targets[vm].id.pid;
         let mut bytes = 0;
         while !piece.is_empty() {
-            let n = match read_process(pid, piece, &mut self.buffer) {
+            let copied = match self.memory.as_ref().filter(|_| shared) {
+                Some(memory) => read_gently(memory, piece, &mut self.buffer),
+                None => read_process(pid, piece, &mut self.buffer),
+            };
+            let n = match copied {
                 Ok(n) => n as u64 / PAGE * PAGE,
                 Err(e) if Errno::from_io_error(&e) == Some(Errno::FAULT) => 0,
                 Err(e) => return Err(e),
             };
             bytes += n;
-            self.note(vm, piece, n, pages);
+            self.note(vm, piece, n, shared, pages);
             if n < piece.iter().map(|r| r.len).sum() {
                 // The page at which it ended cannot be read.
                 drop_front(piece, n + PAGE);
@@ -336,9 +370,10 @@ impl<'j, 'a> Worker<'j, 'a> {
     }
 
     /// Notes the first `n` bytes of the buffer, which came from these places.
-    fn note(&mut self, vm: usize, places: &[Range], n: u64, pages: &mut Pages) {
+    fn note(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
         let job = self.job;
-        let tags = job.options.unchanged.then(|| job.tags.get(&job.targets[vm].id)).flatten();
+        let changes = job.options.changes;
+        let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
         let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
         let read = self.buffer[..n as usize].chunks_exact(PAGE as usize);
         for (address, bytes) in addresses.zip(read) {
@@ -349,18 +384,48 @@ impl<'j, 'a> Worker<'j, 'a> {
                 continue;
             }
             pages.read += 1;
-            if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
-                pages.changed += 1;
-                job.blocks[vm].read(address, false);
+            if changes == Changes::Look {
+                let still = tags.is_some_and(|t| t.still(address, hash.unwrap_or(0)));
+                pages.changed += u64::from(!still);
                 continue;
             }
-            job.blocks[vm].read(address, hash.is_none());
+            if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
+                pages.changed += 1;
+                if changes == Changes::LeaveOut {
+                    job.blocks[vm].read(address, false);
+                    continue;
+                }
+            }
+            // What is merged already is no page of this place alone, twin or not.
+            if !shared || hash.is_none() {
+                job.blocks[vm].read(address, hash.is_none());
+            }
             match hash {
                 Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
                 None => pages.zero += 1,
             }
         }
     }
+}
+
+/// Copies from places of a process, as [`read_process`] does, through its `mem`: pages
+/// are looked at and not pinned, so what is merged stays merged.
+fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> {
+    let mut done = 0;
+    for place in places {
+        let end = done + place.len as usize;
+        while done < end {
+            let at = place.end() - (end - done) as u64;
+            match memory.read_at(&mut to[done..end], at) {
+                Ok(n) if n > 0 => done += n,
+                // Gone, or the process is: what was copied before counts.
+                Ok(_) => return Ok(done),
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::IO) => return Ok(done),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(done)
 }
 
 /// Pieces of a run that fit the buffer.
@@ -413,7 +478,8 @@ mod tests {
                 Range { start: WINDOW - PAGE, len: 2 * WINDOW },
                 Range { start: 9 * WINDOW, len: PAGE },
             ],
-            merged: false,
+            merged: Vec::new(),
+            open: Vec::new(),
             skip: Vec::new(),
         };
         let all = windows(std::slice::from_ref(&target));

@@ -51,7 +51,7 @@ pub struct Dedup {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock, ebb [default: all]
+    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock, ebb, ebb-guest [default: all]
     #[arg(long, value_delimiter = ',')]
     pub arms: Vec<String>,
     /// boots, mixed, clustered, scattered, random, freed, late, churn [default: all]
@@ -63,6 +63,9 @@ pub struct Dedup {
     /// What each holds beside what it booted with
     #[arg(long, default_value = "192MiB")]
     pub hold: Bytes,
+    /// Of that, the part that is alike in `clustered`
+    #[arg(long, default_value_t = 0.3)]
+    pub share: f64,
     /// Share of one core that each arm may use
     #[arg(long, default_value_t = 0.5)]
     pub cores: f64,
@@ -93,18 +96,26 @@ impl Dedup {
         hold_knobs(&arena)?;
         let mut outcome: Option<Outcome> = None;
         for workload in workloads {
-            let fleet = Fleet::boot(workload, self.vms, self.hold)?;
-            let vm = &fleet.vms[0];
-            let outcome =
-                outcome.get_or_insert_with(|| Outcome::new("dedup", vm.release(), vm.accel()));
-            println!("{:<12} {}", workload.name(), HEAD);
-            for arm in arms.iter().copied().filter(|a| Runner::is_possible(*a)) {
-                let measured = self.arm(workload, &fleet, arm)?;
-                measured.print(arm);
-                measured.note(arm, workload, outcome);
+            let possible = || arms.iter().copied().filter(|a| Runner::is_possible(*a));
+            for agents in [false, true] {
+                let arms: Vec<Kind> = possible().filter(|a| a.has_agent() == agents).collect();
+                if arms.is_empty() {
+                    continue;
+                }
+                let fleet = Fleet::boot(workload, self.vms, self.hold, self.share, agents)?;
+                let vm = &fleet.vms[0];
+                let outcome =
+                    outcome.get_or_insert_with(|| Outcome::new("dedup", vm.release(), vm.accel()));
+                println!("{:<12} {}", workload.name(), HEAD);
+                for arm in arms {
+                    let measured = self.arm(workload, &fleet, arm)?;
+                    measured.print(arm);
+                    measured.note(arm, workload, outcome);
+                }
+                fleet.resume()?;
+                fleet.check()?;
             }
-            fleet.resume()?;
-            fleet.check()?;
+            let Some(outcome) = &mut outcome else { continue };
             compare(workload, &arms, outcome);
             if let Some(path) = &self.json {
                 outcome.write(path)?;
@@ -135,6 +146,11 @@ impl Dedup {
             println!("             left: {left} by every page, {said} by the scanner");
         }
         let again_s = runner.again()?;
+        runner.end()?;
+        let lost = Truth::of(&fleet.pids())?.frames.saturating_sub(after.frames);
+        if Bytes::pages(lost) >= Bytes::mib(1) {
+            println!("             lost again until its end: {}", Bytes::pages(lost));
+        }
         let own_memory = own_memory(&fleet.vms)?;
         Ok(Measured {
             course,
@@ -152,7 +168,10 @@ impl Dedup {
         // Guests start at different times, so their pages' turns are different ones.
         fleet.grow_old(|n| match arm.is_ksm() {
             true => runner.age(if n < last { 2 + n as u64 } else { OLD }),
-            false if n == last => self.follow(runner, Bytes::ZERO).map(drop),
+            false if n == last => {
+                self.follow(runner, Bytes::ZERO)?;
+                runner.end()
+            }
             false => Ok(()),
         })?;
         fleet.read_file()?;
@@ -188,7 +207,7 @@ impl Dedup {
         Ok(Measured { course, ideal, saved, held, own_memory, again_s: None })
     }
 
-    /// The arm, until it ends or its time is over.
+    /// The arm, until it ends or its time is over. A daemon is not ended.
     fn follow(&self, runner: &mut Runner<'_>, ideal: Bytes) -> Result<Course> {
         let meter = Meter::begin(runner.pids())?;
         let own = runner.own;
@@ -201,8 +220,10 @@ impl Dedup {
             course.0.push(meter.look(runner.own - own)?);
             std::thread::sleep(LOOK);
         }
-        runner.end()?;
         course.0.push(meter.look(runner.own - own)?);
+        if !runner.goes_on() {
+            runner.end()?;
+        }
         if !runner.why.is_empty() {
             println!("             {}", runner.why);
         }

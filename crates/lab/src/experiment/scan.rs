@@ -19,7 +19,7 @@ use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
 use ebb_host::scan::hash::Key;
 use ebb_host::scan::pace::thread_cpu;
-use ebb_host::scan::{Found, Options, Scan, Scanner, Target};
+use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target};
 
 use super::place::Memory;
 use super::trial::Trial;
@@ -63,7 +63,8 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
                     raw[i].push(hash(noise, threads)?);
                 }
                 if trial.wants("ebb-stock") {
-                    own[i].push(scan(&mut Scanner::new(Root::default())?, &target, threads, false));
+                    let scanner = &mut Scanner::new(Root::default())?;
+                    own[i].push(scan(scanner, &target, threads, Changes::Ignore));
                 }
             }
         }
@@ -99,8 +100,8 @@ fn target(vm: &Vm) -> Result<Target> {
     found.target.context("a VM without RAM")
 }
 
-fn scan(scanner: &mut Scanner, target: &Target, threads: usize, unchanged: bool) -> Scan {
-    let options = Options { threads: Some(threads), idle: false, unchanged, ..Options::default() };
+fn scan(scanner: &mut Scanner, target: &Target, threads: usize, changes: Changes) -> Scan {
+    let options = Options { threads: Some(threads), idle: false, changes, ..Options::default() };
     scanner.scan(std::slice::from_ref(target), &options)
 }
 
@@ -170,10 +171,10 @@ fn details(
     let of_read = |s: &Scan, b: Bytes| b.0 as f64 / s.read.0 as f64;
     let reading = |s: &Scan| s.read.0 as f64 / s.cpu_reading.as_secs_f64().max(1e-9);
     let mut scanner = Scanner::new(Root::default())?;
-    let first = scan(&mut scanner, target, 1, true);
+    let first = scan(&mut scanner, target, 1, Changes::LeaveOut);
     let mut again = Vec::new();
     for _ in 0..trial.rounds(3) {
-        let s = scan(&mut scanner, target, 1, true);
+        let s = scan(&mut scanner, target, 1, Changes::LeaveOut);
         again.push(s.cpu.as_secs_f64() / (s.read.0 / PAGE) as f64);
     }
     let mut add = |metric: &str, unit: &str, values: &[f64]| {

@@ -36,6 +36,10 @@ const SWITCHES: usize = 4;
 const YOUNG_MS: u64 = 60_000;
 /// Scans that found next to nothing make the next one wait longer, so often doubled.
 const LEAN_MOST: u32 = 3;
+/// After so many looks at a few pages all is scanned again, whatever they saw.
+const LOOKS_MOST: u32 = 7;
+/// A look that finds so much changed has all scanned again.
+const CHANGED: Bytes = Bytes::mib(8);
 /// Most that a scan reads in a second.
 const SCAN_RATE: f64 = 2e9;
 
@@ -156,11 +160,11 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
         _ => m.managed,
     };
     let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| inside(v, m)).collect();
-    if let Some(reason) = due(model, host, &targets, &next) {
+    if let Some((reason, glance)) = due(model, host, &targets, &next) {
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
-            floor: host.config.settings.floor,
+            glance,
             cores: host.config.settings.cores,
             bytes_per_second: SCAN_RATE,
             reason,
@@ -347,32 +351,42 @@ fn switch(
     (open != to && can && (again || other)).then_some(order)
 }
 
-/// Why a scan is due, if one is.
+/// Why a scan is due, if one is; and whether a look at a few pages will do.
 fn due(
     model: &Model,
     host: &MergeHost,
     targets: &[&(&VmModel, &MergeVm)],
     memory: &MergeMemory,
-) -> Option<String> {
-    let idle = !host.scan.busy && memory.govern.burst.is_none();
+) -> Option<(String, bool)> {
+    let (scan, every) = (&host.scan, host.config.scan_ms);
+    let idle = !scan.busy && memory.govern.burst.is_none();
     if targets.is_empty() || !idle || model.host.state == Pressure::Critical {
         return None;
     }
-    let since = match (memory.scan, host.scan.number) {
-        (None, _) => return Some("the first scan".into()),
+    let met = |v: &VmModel| v.agent.as_ref().is_none_or(|a| a.link != Link::Unknown);
+    let since = match (memory.scan, scan.number) {
+        // One that is left out of the first waits long for the next.
+        (None, _) => {
+            let all = model.vms.iter().all(met);
+            return all.then(|| ("the first scan".into(), false));
+        }
         (Some(ordered), 0) => model.at.since(ordered),
-        (Some(ordered), _) => model.at.since(host.scan.at.max(ordered)),
+        (Some(ordered), _) => model.at.since(scan.at.max(ordered)),
     };
-    let every = host.config.scan_ms;
     let grown = |m: &MergeVm| m.age_ms.is_none_or(|age| age >= YOUNG_MS.min(every));
     if targets.iter().any(|(_, m)| m.sample.found.is_none() && grown(m))
         && since >= every.min(YOUNG_MS)
     {
-        return Some("VMs that were not scanned yet".into());
+        return Some(("VMs that were not scanned yet".into(), false));
+    }
+    if let Some(changed) = scan.changed.filter(|changed| *changed >= CHANGED) {
+        return Some((format!("some {changed} have changed since the last"), false));
     }
     let wait = match model.host.state {
         Pressure::Clear => every << memory.lean,
         _ => every / 2,
     };
-    (since >= wait).then(|| format!("{} s after the last", since / 1000))
+    // Of a sample there is nothing to compare with.
+    let glance = scan.number > 0 && scan.one_in == 1 && scan.looks_since < LOOKS_MOST;
+    (since >= wait).then(|| (format!("{} s after the last", since / 1000), glance))
 }

@@ -1,75 +1,171 @@
 //! Which ranges of a VM are worth opening to KSM, where its agent can open ranges.
 //!
-//! The scan of pages without a twin is what KSM costs, so blocks of 2 MiB are chosen
-//! in which enough is to be had for that. A block that is open stays so: what is
-//! merged in it is not read by a scan any more, and closing it would break that. It
-//! is closed when a scan reads nearly all of it again and finds little. Each range may
-//! cost the VMM two mappings, so they are few: those that bring most.
+//! The scan of pages without a twin is what KSM costs, so just those pages are open
+//! that have one, or are zeros. Each range costs the VMM two mappings, some 500 bytes,
+//! and microseconds to make: so what lies close together is opened with what lies
+//! between, closer or less close, until there are few enough.
+//!
+//! A page that is open stays so: what is merged is not read by a scan, and closing it
+//! would break that. It is closed when a scan reads it and finds it alone.
+
+use std::ops::Range;
 
 use super::Candidates;
-use crate::units::Bytes;
-use crate::wire::SPANS_MAX;
+use crate::units::{Bytes, PAGE};
 
-/// Of the 512 pages of a block that is open: so many read means that little of it is
-/// merged.
-const UNMERGED: u64 = 448;
-/// What was chosen pays so much less before it is closed.
-const LEAVE: f64 = 0.5;
+/// Most ranges of a VM: Linux gives a process 65,530 mappings, and who checks that
+/// nothing else is open asks once for each.
+pub const RANGES_MAX: usize = 4096;
+/// Pages without a twin that are opened rather than one range more: KSM's own memory
+/// for them is less than that for its mappings.
+const GAP: u64 = 4;
+/// The same where they are open already: to close them and perhaps open them again
+/// costs more.
+const GAP_OPEN: u64 = 32;
+/// Never open, at the beginning of RAM: guest page 0 tells of resets, and is alike in
+/// many VMs.
+const FIRST: u64 = 16 * PAGE;
+/// Words of 64 pages in a block.
+pub const WORDS: usize = 8;
+/// Bytes of a block.
+const BLOCK: u64 = WORDS as u64 * 64 * PAGE;
 
-/// Blocks by their first address, with what a scan found in each.
-pub type Blocks<'a> = &'a [(u64, Candidates)];
+/// What a scan found in 2 MiB, page by page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Block {
+    /// Address of its first page; a multiple of its size.
+    pub start: u64,
+    /// Pages that were read.
+    pub read: [u64; WORDS],
+    /// Of those, with a twin in the group.
+    pub twins: [u64; WORDS],
+    /// Zeros.
+    pub zeros: [u64; WORDS],
+}
+
+impl Block {
+    /// How many of each.
+    pub fn found(&self) -> Candidates {
+        let count = |bits: &[u64; WORDS]| bits.iter().map(|w| u64::from(w.count_ones())).sum();
+        Candidates {
+            pages: count(&self.read),
+            zeros: count(&self.zeros),
+            twins: count(&self.twins),
+        }
+    }
+}
+
+/// A range, and what a scan found in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Run {
+    start: u64,
+    end: u64,
+    found: Candidates,
+    /// All of the gap before it is open.
+    gap_open: bool,
+}
 
 /// The ranges to open, as address and length, sorted and apart; and what is to be had
-/// in them. `before`: what is open now. `ram`: where blocks may be opened.
+/// in them. `before`: what is open now, likewise. `ram`: where ranges may be opened.
+/// `goes`: the part of the pages with a twin that goes; one of each content stays.
 pub fn ranges(
-    blocks: Blocks<'_>,
+    blocks: &[Block],
     before: &[(u64, u64)],
     ram: &[(u64, u64)],
-    block: u64,
-    floor: Bytes,
+    goes: f64,
 ) -> (Vec<(u64, u64)>, Candidates) {
-    let inside = |start: u64| {
-        ram.iter().any(|(from, len)| {
-            // Never the first: guest page 0 tells of resets, and is alike in many VMs.
-            start >= from.saturating_add(block) && start + block <= from + len
-        })
-    };
-    let open = |start: u64| before.iter().any(|(from, len)| *from <= start && start < from + len);
-    let stays = |c: &Candidates| c.pages < UNMERGED || c.pays(floor.share(LEAVE));
-    let mut chosen: Vec<(u64, Candidates)> = Vec::new();
-    for (start, found) in blocks.iter().filter(|(start, _)| inside(*start)) {
-        if if open(*start) { stays(found) } else { found.pays(floor) } {
-            chosen.push((*start, *found));
-        }
+    let mut runs = runs(blocks, before, ram);
+    let mut gap = GAP;
+    while runs.len() > RANGES_MAX && gap < BLOCK / PAGE {
+        gap *= 2;
+        join(&mut runs, gap);
     }
-    // All merged: nothing of it was read.
-    for (from, len) in before {
-        let starts = (*from..from + len).step_by(block as usize);
-        let unread = |s: &u64| inside(*s) && !blocks.iter().any(|(b, _)| b == s);
-        chosen.extend(starts.filter(unread).map(|s| (s, Candidates::default())));
-    }
-    chosen.sort_by_key(|(start, _)| *start);
-    chosen.dedup_by_key(|(start, _)| *start);
-    let mut runs: Vec<(u64, u64, Candidates)> = Vec::new();
-    for (start, found) in chosen {
-        match runs.last_mut() {
-            Some((from, len, all)) if *from + *len == start => {
-                *len += block;
-                all.add(&found);
-            }
-            _ => runs.push((start, block, found)),
-        }
-    }
-    if runs.len() > SPANS_MAX {
-        // What is open counts as if it brought all that it holds.
-        let worth = |r: &(u64, u64, Candidates)| if open(r.0) { Bytes(r.1) } else { r.2.saves() };
+    if runs.len() > RANGES_MAX {
+        // What is open and was not read is merged: it counts as if it all went.
+        let worth = |r: &Run| {
+            let read = Bytes::pages(r.found.pages);
+            r.found.saves() + (Bytes(r.end - r.start) - read)
+        };
         runs.sort_by_key(|r| std::cmp::Reverse(worth(r)));
-        runs.truncate(SPANS_MAX);
-        runs.sort_by_key(|r| r.0);
+        runs.truncate(RANGES_MAX);
+        runs.sort_by_key(|r| r.start);
     }
     let mut all = Candidates::default();
-    runs.iter().for_each(|(_, _, found)| all.add(found));
-    (runs.into_iter().map(|(start, len, _)| (start, len)).collect(), all)
+    runs.iter().for_each(|r| all.add(&r.found));
+    all.twins = (all.twins as f64 * goes.clamp(0.0, 1.0)) as u64;
+    (runs.into_iter().map(|r| (r.start, r.end - r.start)).collect(), all)
+}
+
+/// Pages that are to be open, those close together as one.
+fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run> {
+    let mut runs = Vec::new();
+    for (from, len) in ram {
+        let usable = from.saturating_add(FIRST)..from.saturating_add(*len);
+        let mut at = from / BLOCK * BLOCK;
+        // Whether all since the last run is open.
+        let mut gap_open = false;
+        while at < usable.end {
+            let known = blocks.binary_search_by_key(&at, |b| b.start);
+            let block = known.map_or(Block { start: at, ..Block::default() }, |i| blocks[i]);
+            self::block(&block, &opened(at, before), &usable, (&mut runs, &mut gap_open));
+            at += BLOCK;
+        }
+    }
+    join(&mut runs, GAP);
+    runs
+}
+
+/// Which pages of a block are open now.
+fn opened(start: u64, before: &[(u64, u64)]) -> [u64; WORDS] {
+    let mut bits = [0; WORDS];
+    let first = before.partition_point(|(from, len)| from + len <= start);
+    for (from, len) in before[first..].iter().take_while(|(from, _)| *from < start + BLOCK) {
+        let page = |at: u64| (at.clamp(start, start + BLOCK) - start) / PAGE;
+        (page(*from)..page(from + len)).for_each(|p| bits[p as usize / 64] |= 1 << (p % 64));
+    }
+    bits
+}
+
+fn block(
+    b: &Block,
+    open: &[u64; WORDS],
+    usable: &Range<u64>,
+    (runs, gap_open): (&mut Vec<Run>, &mut bool),
+) {
+    for i in 0..WORDS * 64 {
+        let bit = |bits: &[u64; WORDS]| bits[i / 64] >> (i % 64) & 1 == 1;
+        let (twin, zero, read) = (bit(&b.twins), bit(&b.zeros), bit(&b.read));
+        let start = b.start + i as u64 * PAGE;
+        if !usable.contains(&start) || !(twin || zero || bit(open) && !read) {
+            *gap_open &= bit(open);
+            continue;
+        }
+        let one = |yes| u64::from(yes);
+        let found = Candidates { pages: one(read), zeros: one(zero), twins: one(twin) };
+        match runs.last_mut() {
+            Some(run) if run.end == start => {
+                run.end += PAGE;
+                run.found.add(&found);
+            }
+            _ => runs.push(Run { start, end: start + PAGE, found, gap_open: *gap_open }),
+        }
+        *gap_open = true;
+    }
+}
+
+/// Joins runs no further apart than so many pages.
+fn join(runs: &mut Vec<Run>, gap: u64) {
+    runs.dedup_by(|next, run| {
+        let between = (next.start - run.end) / PAGE;
+        let near = between <= gap || between <= GAP_OPEN && next.gap_open;
+        if near {
+            run.found.add(&next.found);
+            // Alone, or not in memory: counted as the former.
+            run.found.pages += between;
+            run.end = next.end;
+        }
+        near
+    });
 }
 
 #[cfg(test)]
@@ -78,62 +174,112 @@ mod tests {
 
     use super::*;
 
-    const B: u64 = 2 << 20;
-    const FLOOR: Bytes = Bytes::mib(32);
+    const B: u64 = BLOCK;
     const RAM: [(u64, u64); 1] = [(0, 1000 * B)];
 
-    fn block(n: u64, pages: u64, twins: u64) -> (u64, Candidates) {
-        (n * B, Candidates { pages, zeros: 0, twins })
+    /// All of a block was read; these pages have twins.
+    fn block(n: u64, twins: impl IntoIterator<Item = u64>) -> Block {
+        let mut b = Block { start: n * B, read: [u64::MAX; WORDS], ..Block::default() };
+        twins.into_iter().for_each(|p| b.twins[p as usize / 64] |= 1 << (p % 64));
+        b
+    }
+
+    fn pages(list: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        list.iter().map(|(start, len)| (start / PAGE, len / PAGE)).collect()
     }
 
     #[test]
-    fn dense_blocks_are_joined_and_thin_ones_and_the_first_left_out() {
-        let blocks = [block(0, 512, 512), block(3, 512, 300), block(4, 512, 500), block(6, 512, 5)];
-        let (open, found) = ranges(&blocks, &[], &RAM, B, FLOOR);
-        assert_eq!(open, [(3 * B, 2 * B)]);
-        assert_eq!((found.pages, found.twins), (1024, 800));
+    fn pages_with_twins_are_opened_and_the_first_of_all_are_not() {
+        let blocks = [block(0, 0..40), block(3, 500..512), block(4, (0..10).chain([12, 40]))];
+        let (open, found) = ranges(&blocks, &[], &RAM, 0.5);
+        // What is two pages apart is opened with those.
+        assert_eq!(pages(&open), [(16, 24), (3 * 512 + 500, 12 + 13), (4 * 512 + 40, 1)]);
+        assert_eq!((found.pages, found.twins), (24 + 12 + 13 + 1, 24));
         // Only where the agent has it.
-        let (open, _) = ranges(&blocks, &[], &[(2 * B, 2 * B)], B, FLOOR);
-        assert_eq!(open, [(3 * B, B)]);
+        let (open, _) = ranges(&blocks, &[], &[(2 * B, 2 * B)], 1.0);
+        assert_eq!(pages(&open), [(3 * 512 + 500, 12)]);
+        let zeros = Block { zeros: [1, 0, 0, 0, 0, 0, 0, 0], ..block(7, []) };
+        let (open, found) = ranges(&[zeros], &[], &RAM, 0.0);
+        assert_eq!((pages(&open), found.zeros), (vec![(7 * 512, 1)], 1));
     }
 
     #[test]
-    fn what_is_open_stays_while_it_is_merged_and_goes_when_it_was_all_rewritten() {
-        let before = [(3 * B, 4 * B)];
-        // 3 was merged whole, 4 in part, 5 is just above half of what pays, 6 is new.
-        let blocks = [block(4, 100, 0), block(5, 512, 30), block(6, 512, 2)];
-        assert_eq!(ranges(&blocks, &before, &RAM, B, FLOOR).0, [(3 * B, 3 * B)]);
-        assert_eq!(ranges(&blocks, &[], &RAM, B, FLOOR).0, [], "none of it would be chosen now");
-        assert_eq!(ranges(&[], &before, &RAM, B, FLOOR).0, before);
+    fn what_is_open_stays_while_it_is_merged_and_goes_when_it_is_read_and_alone() {
+        let before = [(3 * B, 2 * B)];
+        // 3 was not read at all; of 4 the first half was.
+        let half =
+            Block { read: [u64::MAX, u64::MAX, u64::MAX, u64::MAX, 0, 0, 0, 0], ..block(4, []) };
+        assert_eq!(
+            pages(&ranges(&[half], &before, &RAM, 1.0).0),
+            [(3 * 512, 512), (4 * 512 + 256, 256)]
+        );
+        assert_eq!(ranges(&[half], &[], &RAM, 1.0).0, [], "none of it would be chosen now");
+        assert_eq!(ranges(&[], &before, &RAM, 1.0).0, before);
+        // A few that are alone again are not worth two mappings.
+        let few = Block { read: [0xff_ffff, 0, 0, 0, 0, 0, 0, 0], ..block(4, []) };
+        assert_eq!(ranges(&[few], &before, &RAM, 1.0).0, before);
+        // Across blocks too.
+        let end = Block { read: [0, 0, 0, 0, 0, 0, 0, u64::MAX << 54], ..block(3, []) };
+        assert_eq!(ranges(&[end], &before, &RAM, 1.0).0, before);
     }
 
     #[test]
-    fn beyond_the_budget_those_that_bring_most_are_kept() {
-        let blocks: Vec<_> = (1..600).map(|n| block(2 * n, 512, 100 + n % 400)).collect();
-        let ram = [(0, 4000 * B)];
-        let (open, found) = ranges(&blocks, &[], &ram, B, FLOOR);
-        assert_eq!(open.len(), SPANS_MAX);
-        assert!(open.is_sorted() && found.twins > 250 * SPANS_MAX as u64, "{found:?}");
-        let kept = [(2 * B, B)];
-        assert!(ranges(&blocks, &kept, &ram, B, FLOOR).0.contains(&kept[0]), "open, and little");
+    fn beyond_the_budget_what_is_close_is_joined_and_then_those_that_bring_most_are_kept() {
+        let blocks: Vec<Block> = (1..900).map(|n| block(n, (0..512).step_by(20))).collect();
+        let (open, found) = ranges(&blocks, &[], &RAM, 1.0);
+        assert!(open.len() <= RANGES_MAX && !open.is_empty(), "{}", open.len());
+        assert_eq!(found.twins, 899 * 26, "nothing is lost by joining");
+        let far: Vec<Block> = (1..20_000).map(|n| block(2 * n, 0..1 + n % 400)).collect();
+        let kept = [(2 * B, PAGE)];
+        let ram = [(0, 40_001 * B)];
+        let (open, found) = ranges(&far, &kept, &ram, 1.0);
+        assert_eq!(open.len(), RANGES_MAX);
+        assert!(open.is_sorted() && found.twins > 300 * RANGES_MAX as u64, "{found:?}");
     }
 
     proptest! {
         #[test]
         fn any_blocks_give_ranges_that_are_sorted_apart_and_inside(
-            list in prop::collection::vec((0u64..80, 0u64..600, 0u64..600), 0..80),
+            list in prop::collection::vec((0u64..80, any::<[u64; 3]>()), 0..80),
             before in prop::collection::vec((0u64..80, 1u64..4), 0..8),
         ) {
-            let mut blocks: Vec<_> = list.iter().map(|(n, p, t)| block(*n, *p, *t)).collect();
-            blocks.sort_by_key(|b| b.0);
-            let before: Vec<_> = before.iter().map(|(n, l)| (n * B, l * B)).collect();
+            let make = |(n, [a, b, c]): &(u64, [u64; 3])| Block {
+                start: n * B,
+                read: [*a | *b, *a | *c, *c, *a, *b, 0, u64::MAX, *a],
+                twins: [*b, *c & *a, 0, *a, 0, 0, *c & *b, *a],
+                zeros: [*a & !*b, 0, *c, 0, *b, 0, 0, 0],
+            };
+            let mut blocks: Vec<Block> = list.iter().map(make).collect();
+            blocks.sort_by_key(|b| b.start);
+            blocks.dedup_by_key(|b| b.start);
+            let mut at = 0;
+            let before: Vec<_> = before.iter().map(|(gap, l)| {
+                let start = at + (gap + 1) * PAGE * 37;
+                at = start + l * PAGE * 50;
+                (start, l * PAGE * 50)
+            }).collect();
             let ram = [(0, 40 * B), (50 * B, 20 * B)];
-            let (open, _) = ranges(&blocks, &before, &ram, B, FLOOR);
-            prop_assert!(open.len() <= SPANS_MAX);
+            let (open, found) = ranges(&blocks, &before, &ram, 1.0);
+            prop_assert!(open.len() <= RANGES_MAX);
             prop_assert!(open.windows(2).all(|w| w[0].0 + w[0].1 < w[1].0));
-            for (start, len) in open {
-                prop_assert!(ram.iter().any(|(f, l)| start > *f && start + len <= f + l));
+            let inside = |at: u64| open.iter().any(|(f, l)| *f <= at && at < f + l);
+            for (start, len) in &open {
+                prop_assert!(ram.iter().any(|(f, l)| *start > *f && start + len <= f + l));
             }
+            // Every page that brings something, and is not one of the first, is open.
+            let mut twins = 0;
+            for b in &blocks {
+                let usable = |p: &usize| {
+                    let at = b.start + *p as u64 * PAGE;
+                    ram.iter().any(|(f, l)| at >= f + FIRST && at < f + l)
+                };
+                let twin = |p: &usize| b.twins[p / 64] >> (p % 64) & 1 == 1;
+                for p in (0..512usize).filter(usable).filter(twin) {
+                    twins += 1;
+                    prop_assert!(inside(b.start + p as u64 * PAGE));
+                }
+            }
+            prop_assert_eq!(found.twins, twins);
         }
     }
 }

@@ -53,11 +53,11 @@ fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
         let at = n * 10_000_000;
         let begin = Facts { plan: n + 1, ..facts(at, n * 9000, n * 9, 0) };
         assert!(matches!(govern(&begin, &s, &mut m), Order::Run { .. }), "{n}");
-        let end = Facts { plan: n + 1, ..facts(at + 1, n * 9000 + 8000, n * 9 + 2, 0) };
+        let end = Facts { plan: n + 1, ..facts(at + 1, n * 9000 + 8000, n * 9 + 3, 0) };
         assert!(rests(&govern(&end, &s, &mut m), "saves less"), "{n}");
         let held = m.hold_until.unwrap().since(Stamp(at + 1));
         assert_eq!(held, (60_000 << n).min(3_600_000));
-        let soon = Facts { plan: 99, ..facts(at + 2, n * 9000 + 8000, n * 9 + 2, 0) };
+        let soon = Facts { plan: 99, ..facts(at + 2, n * 9000 + 8000, n * 9 + 3, 0) };
         assert!(rests(&govern(&soon, &s, &mut m), "did not pay"));
     }
     let short = Facts { plan: 99, state: Pressure::Hard, ..facts(70_000_003, 71_000, 66, 0) };
@@ -77,6 +77,43 @@ fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not(
     govern(&Facts { plan: 2, ..facts(5, 700, 6, 32_010) }, &s, &mut m);
     let many = Facts { plan: 2, ..facts(6, 800, 70, 90_000) };
     assert!(rests(&govern(&many, &s, &mut m), "often enough"));
+}
+
+#[test]
+fn a_burst_ends_at_once_when_all_that_was_found_is_merged() {
+    let mut m = Memory::default();
+    let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
+    let Order::Run { scans, .. } = step(facts(0, 0, 7, 5_000)) else { panic!() };
+    assert_eq!(scans, 9, "two scans, then it is judged");
+    assert!(rests(&step(facts(1, 900, 9, 85_000)), "all that was found is merged: 312 MiB"));
+    assert!(m.unpaid == 0 && m.hold_until.is_none());
+}
+
+#[test]
+fn counters_that_fall_because_guests_wrote_end_no_burst() {
+    let mut m = Memory::default();
+    let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
+    step(facts(0, 0, 0, 90_000));
+    // What was broken long ago leaves the counters while the rest is merged.
+    assert!(matches!(step(facts(1, 1500, 1, 30_000)), Order::Run { scans: 2, .. }));
+    assert!(matches!(step(facts(2, 4000, 2, 60_000)), Order::Run { scans: 3, .. }));
+    assert!(matches!(step(facts(3, 5000, 3, 100_000)), Order::Run { scans: 4, .. }));
+    assert!(rests(&step(facts(4, 5200, 4, 110_500)), "all that was found is merged: 314 MiB"));
+}
+
+#[test]
+fn the_speed_follows_what_pages_cost_of_late() {
+    let mut m = Memory::default();
+    let s = Settings { cores: 0.5, ..Settings::default() };
+    let mut batch = |f: Facts| match govern(&f, &s, &mut m) {
+        Order::Run { batch, cores, .. } => (batch, cores),
+        Order::Rest { why } => panic!("{why}"),
+    };
+    let at = |cpu, scanned| Facts { scanned: Some(scanned), ..facts(cpu, cpu, 0, 0) };
+    assert_eq!(batch(at(0, 0)), (20_000, 0.5), "first looks are cheap");
+    assert_eq!(batch(at(600, 100_000)).0, 3333, "6 µs a page");
+    assert_eq!(batch(at(605, 100_100)).0, 3333, "too little to tell");
+    assert_eq!(batch(at(700, 200_000)).0, 20_000);
 }
 
 #[test]

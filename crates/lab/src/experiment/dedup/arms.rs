@@ -23,8 +23,10 @@ use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
 use ebb_host::scan::{Found, Limits, Options, Scanner};
 
+use serde_json::Value;
+
 use super::course::{Course, run_time};
-use crate::arena::Arena;
+use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
 use crate::vm::Vm;
 
@@ -70,12 +72,21 @@ pub enum Kind {
     EbbStock,
     /// `ebb run`, which merges by itself; whole VMs are open to KSM.
     Ebb,
+    /// The same with the agent in the VMM and the module in the guest: range by range.
+    EbbGuest,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 6] =
-        [Kind::Ksm, Kind::KsmTuned, Kind::Advisor, Kind::KsmUnsmart, Kind::EbbStock, Kind::Ebb];
+    pub const ALL: [Kind; 7] = [
+        Kind::Ksm,
+        Kind::KsmTuned,
+        Kind::Advisor,
+        Kind::KsmUnsmart,
+        Kind::EbbStock,
+        Kind::Ebb,
+        Kind::EbbGuest,
+    ];
 
     /// Its name in tables and files.
     pub fn name(self) -> &'static str {
@@ -86,6 +97,7 @@ impl Kind {
             Kind::KsmUnsmart => "ksm-unsmart",
             Kind::EbbStock => "ebb-stock",
             Kind::Ebb => "ebb",
+            Kind::EbbGuest => "ebb-guest",
         }
     }
 
@@ -96,7 +108,12 @@ impl Kind {
 
     /// Whether it is KSM without Ebb.
     pub fn is_ksm(self) -> bool {
-        !matches!(self, Kind::EbbStock | Kind::Ebb)
+        !matches!(self, Kind::EbbStock | Kind::Ebb | Kind::EbbGuest)
+    }
+
+    /// Whether its VMs have agent and module.
+    pub fn has_agent(self) -> bool {
+        self == Kind::EbbGuest
     }
 
     /// Scans without gain after which it has come to its end.
@@ -120,7 +137,7 @@ pub fn hold_knobs(arena: &Arena) -> Result<()> {
 
 fn set(knob: &str, value: &str) -> Result<()> {
     let path = format!("{KSM}/{knob}");
-    std::fs::write(&path, value).context(path)
+    steadily(|| std::fs::write(&path, value)).context(path)
 }
 
 /// Stops `ksmd`; what is merged stays so.
@@ -182,7 +199,7 @@ impl<'a> Runner<'a> {
     pub fn begin(&mut self) -> Result<()> {
         match self.kind {
             Kind::EbbStock => return self.plan(),
-            Kind::Ebb => {
+            Kind::Ebb | Kind::EbbGuest => {
                 let dir = self.dir.path().join("ebb");
                 self.daemon = Some(Running::start(&dir, self.vms, self.cores, self.own)?);
                 return Ok(());
@@ -217,13 +234,13 @@ impl<'a> Runner<'a> {
             speed.step()?;
         }
         if let Some(daemon) = &mut self.daemon {
-            self.own = daemon.cpu()?;
+            self.own = daemon.cpu(self.vms)?;
             return daemon.is_done();
         }
         let Some(governor) = &mut self.governor else {
             return Ok(course.is_still(self.kind.still(), ideal.share(0.002)));
         };
-        match governor.step(LinuxHost::now(), Pressure::Clear)? {
+        match steadily(|| governor.step(LinuxHost::now(), Pressure::Clear))? {
             Order::Run { .. } => Ok(false),
             Order::Rest { why } => {
                 self.why = why;
@@ -258,15 +275,22 @@ impl<'a> Runner<'a> {
         stop()
     }
 
+    /// Whether it works on by itself until it is ended.
+    pub fn goes_on(&self) -> bool {
+        self.daemon.is_some()
+    }
+
     /// Ends it: `ksmd` stands still, what is merged stays so.
     pub fn end(&mut self) -> Result<()> {
         if let Some(daemon) = self.daemon.take() {
-            self.own = daemon.cpu()?;
+            if std::env::var_os("EBB_LAB_TELL").is_some() {
+                println!("{}", daemon.daemon.log());
+            }
             anyhow::ensure!(daemon.daemon.stop(), "ebb did not end well");
         }
         stop()?;
         if let Some(governor) = self.governor.take() {
-            governor.release()?;
+            steadily(|| governor.release())?;
         }
         match has_advisor() {
             true => set("advisor_mode", "none"),
@@ -274,8 +298,7 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// What it costs to look once more at memory that nobody has written. The daemon
-    /// is at other things too: of it that is not told.
+    /// What it costs to look once more at memory that nobody has written.
     pub fn again(&mut self) -> Result<Option<f64>> {
         match self.kind {
             Kind::EbbStock => {
@@ -283,7 +306,10 @@ impl<'a> Runner<'a> {
                 self.scan()?;
                 return Ok(Some(self.own - before));
             }
-            Kind::Ebb => return Ok(None),
+            Kind::Ebb | Kind::EbbGuest => {
+                let daemon = self.daemon.as_ref().context("it has ended")?;
+                return daemon.look_again(self.vms).map(Some);
+            }
             _ => {}
         }
         // With smart_scan a page's turn comes every ninth time.
@@ -354,13 +380,42 @@ impl Running {
             cores * 100.0,
             SCAN_EVERY.as_secs()
         );
+        let agents = agents(vms)?;
         let daemon = Daemon::start(dir, &names, &config)?;
-        Ok(Running { daemon, before, began: Instant::now(), worked: None })
+        Ok(Running { daemon, before: before - agents, began: Instant::now(), worked: None })
     }
 
-    fn cpu(&self) -> Result<f64> {
+    fn cpu(&self, vms: &[Vm]) -> Result<f64> {
         let stat = read_stat(&Root::default(), self.daemon.pid())?.context("ebb has ended")?;
-        Ok(self.before + (stat.user_ticks + stat.system_ticks) as f64 / 100.0)
+        let own = (stat.user_ticks + stat.system_ticks) as f64 / 100.0;
+        Ok(self.before + own + agents(vms)?)
+    }
+
+    /// What each later look of the scanner costs, over two of them.
+    fn look_again(&self, vms: &[Vm]) -> Result<f64> {
+        let scanner = |state: &Value| {
+            let scan = &state["host"]["merge"]["scan"];
+            let looks = scan["looks"].as_u64()? + scan["number"].as_u64()?;
+            let rests = state["host"]["ksm"]["run"] == 0 && scan["busy"] == false;
+            rests.then_some((looks, scan["cpu_s"].as_f64()?))
+        };
+        let patience = 4 * SCAN_EVERY;
+        let (cpu, began) = (self.cpu(vms)?, Instant::now());
+        let (looks, before) = self.daemon.wait_for("rest", patience, scanner)?;
+        let (more, after) = self.daemon.wait_for("later looks", patience, |state| {
+            scanner(state).filter(|(now, _)| *now >= looks + 2)
+        })?;
+        let all = (self.cpu(vms)? - cpu) / began.elapsed().as_secs_f64();
+        let scan = &self.daemon.get("/v1/state")?["host"]["merge"]["scan"];
+        println!(
+            "             daemon and agents at rest: {:.2} % of a core; scanner {:.3} CPU s in all, {} \
+             scans, {} looks",
+            all * 100.0,
+            scan["cpu_s"].as_f64().unwrap_or_default(),
+            scan["number"],
+            scan["looks"]
+        );
+        Ok((after - before) / (more - looks) as f64)
     }
 
     /// It has worked, and then not for half the time between two scans; or not at all.
@@ -373,6 +428,21 @@ impl Running {
             None => self.began.elapsed() > 2 * SCAN_EVERY,
         })
     }
+}
+
+/// Processor time of the agents in these VMs.
+fn agents(vms: &[Vm]) -> Result<f64> {
+    let mut all = 0.0;
+    for vm in vms {
+        for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))?.flatten() {
+            let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            let id = task.file_name().to_str().and_then(|id| id.parse().ok());
+            if let Some(id) = id.filter(|_| name.starts_with("ebb")) {
+                all += run_time(id)?;
+            }
+        }
+    }
+    Ok(all)
 }
 
 /// What `ksmtuned` ends at on a host that stays short: KSM_NPAGES_MAX, and

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 use ebb_host::act::governor::ksmd;
 use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
+use ebb_host::probe::process::read_run_time;
 use ebb_host::root::Root;
 
 /// An arm has come to its end where it has this share of what it saves in the end.
@@ -123,12 +124,10 @@ fn merged(pid: u32) -> Result<Bytes> {
     Ok(Bytes::kib(kib) + Bytes::pages(stat.zero_pages.unwrap_or(0)))
 }
 
-/// How long a task has run, to the nanosecond.
+/// How long a task has run, seconds.
 pub fn run_time(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/schedstat");
-    let text = std::fs::read_to_string(&path).context(path.clone())?;
-    let ns = text.split_whitespace().next().and_then(|n| n.parse::<u64>().ok());
-    Ok(ns.context(path)? as f64 / 1e9)
+    let time = read_run_time(&Root::default(), pid)?;
+    Ok(time.with_context(|| format!("no schedstat of task {pid}"))?.as_secs_f64())
 }
 
 #[cfg(test)]

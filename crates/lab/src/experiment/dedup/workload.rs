@@ -8,7 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
-use crate::image::Kernel;
+use crate::image::{Cache, Image, Kernel};
+use crate::tier;
 use crate::vm::{Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -70,13 +71,14 @@ impl Workload {
     }
 
     /// The tool's arguments for what a guest holds all the time.
-    fn holds(self) -> Option<&'static str> {
+    fn holds(self, share: f64) -> Option<String> {
+        let alike = |share: f64, cluster: u64| {
+            Some(format!("pattern=template share={share} cluster={cluster} common=5"))
+        };
         match self {
-            Workload::Clustered | Workload::Churn => {
-                Some("pattern=template share=0.3 cluster=2097152 common=5")
-            }
-            Workload::Scattered => Some("pattern=template share=0.05 cluster=4096 common=5"),
-            Workload::Random => Some("pattern=random"),
+            Workload::Clustered | Workload::Churn => alike(share, 2 << 20),
+            Workload::Scattered => alike(0.05, 4096),
+            Workload::Random => Some("pattern=random".into()),
             _ => None,
         }
     }
@@ -89,13 +91,20 @@ pub struct Fleet {
     pub vms: Vec<Vm>,
     workload: Workload,
     hold: Bytes,
+    share: f64,
     sum: u64,
     _dir: tempfile::TempDir,
 }
 
 impl Fleet {
     /// Boots and fills them; they run.
-    pub fn boot(workload: Workload, count: u32, hold: Bytes) -> Result<Fleet> {
+    pub fn boot(
+        workload: Workload,
+        count: u32,
+        hold: Bytes,
+        share: f64,
+        agents: bool,
+    ) -> Result<Fleet> {
         let dir = tempfile::tempdir()?;
         let file = dir.path().join("file");
         let sum = match workload {
@@ -115,11 +124,18 @@ impl Fleet {
                 let drive = format!("file={},if=virtio,format=raw,readonly=on", file.display());
                 config.args = vec!["-drive".into(), drive];
             }
+            if agents {
+                let image = Image::get(&Cache::from_env(), config.kernel)?;
+                tier::prepare(&mut config, &image, dir.path())?;
+            }
             vms.push(Vm::spawn(&config)?);
         }
-        let mut fleet = Fleet { vms, workload, hold, sum, _dir: dir };
+        let mut fleet = Fleet { vms, workload, hold, share, sum, _dir: dir };
         for vm in &mut fleet.vms {
             vm.wait_ready()?;
+            if agents {
+                vm.tool().sh("insmod /ebb.ko", MINUTE)?;
+            }
         }
         fleet.fill()?;
         Ok(fleet)
@@ -130,7 +146,7 @@ impl Fleet {
             // The same seed: what has been written as often is alike.
             let verify = format!("size={} seconds=86400 seed=9", VERIFIED.0);
             start(vm, "v", "verify", &verify)?;
-            if let Some(holds) = self.workload.holds() {
+            if let Some(holds) = self.workload.holds(self.share) {
                 start(vm, "h", "hold", &format!("size={} seed={n} {holds}", self.hold.0))?;
             }
             if self.workload == Workload::Freed {
@@ -232,7 +248,7 @@ impl Fleet {
             if v.u64("errors") > 0 || v.u64("checks") == 0 {
                 bail!("{}: memory changed: {:?}", vm.name(), v.0);
             }
-            if self.workload.holds().is_some() {
+            if self.workload.holds(self.share).is_some() {
                 let tool = vm.tool();
                 tool.poke("h").map_err(|e| vm.explain(e))?;
                 let h = tool.wait_event("h", "progress", 2 * MINUTE);

@@ -276,7 +276,7 @@ fn a_burst_is_judged_by_the_vms_own_counters() {
     assert!(!runs(&plan) && plan.why.contains("saves less than the floor"), "{plan:?}");
     let mut memory = Memory::default();
     tick(ON, &mut memory, &at(10_000, 0, 0, 0, 0));
-    assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 9_000, 200_000, 0))));
+    assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 3_000, 60_000, 0))));
 }
 
 #[test]
@@ -305,6 +305,43 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     let found = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
     let burst = unscanned(1_500_000, 2, false, Some(found));
     assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
+}
+
+#[test]
+fn the_first_scan_waits_for_agents_that_are_being_met() {
+    let with_agent = |link| {
+        let mut vm = with(vm(2, "b"), |m| (m.open, m.found) = (Some(false), None));
+        vm.agent = Some(AgentSample { link, advises: true, ..AgentSample::default() });
+        once(ON, vec![with(self::vm(1, "a"), |m| m.found = None), vm]).scan.map(|s| s.vms.len())
+    };
+    assert_eq!(with_agent(Link::Unknown), None);
+    assert_eq!(with_agent(Link::Up), Some(2));
+    assert_eq!(with_agent(Link::Down("gone".into())), Some(1));
+}
+
+#[test]
+fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
+    let none = Candidates { pages: 1000, ..Candidates::default() };
+    let ordered = |change: &dyn Fn(&mut ScanSample)| {
+        let mut s =
+            sample(900_000, Bytes::gib(50), vec![with(vm(1, "a"), |m| m.found = Some(none))]);
+        let mut scan =
+            ScanSample { number: 1, at: Stamp(1000), one_in: 1, ..ScanSample::default() };
+        change(&mut scan);
+        s.host.scan = Some(scan);
+        let mut memory = Memory::default();
+        memory.merge.scan = Some(Stamp(500));
+        tick(&format!("{ON}scan = \"10s\"\n"), &mut memory, &s).scan.map(|s| s.glance)
+    };
+    assert_eq!(ordered(&|_| ()), Some(true));
+    assert_eq!(ordered(&|s| s.changed = Some(Bytes::mib(7))), Some(true));
+    assert_eq!(ordered(&|s| s.changed = Some(Bytes::mib(9))), Some(false));
+    // At once: no need to wait for the next turn.
+    let soon = |s: &mut ScanSample| (s.at, s.changed) = (Stamp(899_000), Some(Bytes::mib(9)));
+    assert_eq!(ordered(&soon), Some(false));
+    assert_eq!(ordered(&|s| s.at = Stamp(899_000)), None);
+    assert_eq!(ordered(&|s| s.looks_since = 7), Some(false), "a look may miss what is small");
+    assert_eq!(ordered(&|s| s.one_in = 4), Some(false));
 }
 
 /// A host that only tells what was seen, and notes what was to be done.

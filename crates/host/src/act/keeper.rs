@@ -1,0 +1,225 @@
+//! KSM in its thread: orders become knobs, and while `ksmd` works it is kept to its
+//! share of a core and stopped at the scan that was ordered as its last.
+//!
+//! A tick is too long for both. What a page costs `ksmd` changes by a factor of ten
+//! from one scan to the next, and a small VM is scanned many times in a second.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use ebb_core::policy::merge::{Order, speed};
+
+use super::ksm::KsmOwner;
+use crate::linux::Waker;
+use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
+use crate::probe::process::read_run_time;
+use crate::root::Root;
+
+/// Between two looks whether the last scan is done.
+const PAUSE: Duration = Duration::from_millis(10);
+/// Between two looks at what a page costs.
+const PACE: Duration = Duration::from_millis(100);
+/// Fewer pages tell nothing.
+const PAGES: u64 = 1000;
+
+/// The knobs, and what is under way.
+#[derive(Debug)]
+pub struct Keeper {
+    root: Root,
+    note: PathBuf,
+    keep_advisor: bool,
+    wake: Waker,
+    owner: Option<KsmOwner>,
+    burst: Option<Burst>,
+}
+
+#[derive(Debug)]
+struct Burst {
+    cores: f64,
+    scans: u64,
+    ksmd: Option<u32>,
+    speed: (u64, u64),
+    /// When, CPU time of `ksmd`, and pages that it had looked at.
+    seen: Option<(Instant, Duration, u64)>,
+}
+
+impl Keeper {
+    /// Takes nothing yet; see [`KsmOwner::take`].
+    pub fn new(root: Root, note: PathBuf, keep_advisor: bool, wake: Waker) -> Keeper {
+        Keeper { root, note, keep_advisor, wake, owner: None, burst: None }
+    }
+
+    /// The tree.
+    pub fn root(&self) -> &Root {
+        &self.root
+    }
+
+    /// Does what is ordered.
+    pub fn order(&mut self, order: &Order) -> Result<(), String> {
+        self.burst = None;
+        let Order::Run { batch, sleep_ms, cores, scans, .. } = order else {
+            return self.apply(order);
+        };
+        if self.scans()? >= *scans {
+            // Ordered again by a tick that has not seen the end.
+            self.wake.wake();
+            return self.rest();
+        }
+        self.apply(order)?;
+        let (ksmd, speed) = (ksmd(&self.root), (*batch, *sleep_ms));
+        self.burst = Some(Burst { cores: *cores, scans: *scans, ksmd, speed, seen: None });
+        Ok(())
+    }
+
+    fn apply(&mut self, order: &Order) -> Result<(), String> {
+        if self.owner.is_none() {
+            let taken = KsmOwner::take(self.root.clone(), &self.note, self.keep_advisor);
+            self.owner = Some(taken.map_err(|e| e.to_string())?);
+        }
+        self.owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
+    }
+
+    fn rest(&mut self) -> Result<(), String> {
+        self.apply(&Order::Rest { why: String::new() })
+    }
+
+    fn scans(&self) -> Result<u64, String> {
+        read_full_scans(&self.root).map(Option::unwrap_or_default).map_err(|e| e.to_string())
+    }
+
+    /// How soon [`Keeper::keep`] is to be called; `None`: nothing is under way.
+    pub fn pause(&self) -> Option<Duration> {
+        self.burst.is_some().then_some(PAUSE)
+    }
+
+    /// Looks how far `ksmd` is.
+    pub fn keep(&mut self) -> Result<(), String> {
+        let scans = self.scans()?;
+        let Some(burst) = &mut self.burst else { return Ok(()) };
+        if scans >= burst.scans {
+            self.burst = None;
+            let done = self.rest();
+            self.wake.wake();
+            return done;
+        }
+        let due = burst.seen.is_none_or(|(at, ..)| at.elapsed() >= PACE);
+        let new = if due { burst.pace(&self.root) } else { None };
+        match (new, &self.owner) {
+            (Some((batch, sleep_ms)), Some(owner)) => {
+                owner.speed(batch, sleep_ms).map_err(|e| e.to_string())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts the knobs back.
+    pub fn release(&mut self) -> Result<(), String> {
+        self.burst = None;
+        self.owner.take().map_or(Ok(()), KsmOwner::release).map_err(|e| e.to_string())
+    }
+}
+
+impl Burst {
+    /// The speed by what pages cost since the last look, where it is another one.
+    fn pace(&mut self, root: &Root) -> Option<(u64, u64)> {
+        let cpu = read_run_time(root, self.ksmd?).ok()??;
+        let scanned = read_pages_scanned(root).ok()??;
+        let Some((_, before, pages)) = self.seen else {
+            self.seen = Some((Instant::now(), cpu, scanned));
+            return None;
+        };
+        let pages = scanned.saturating_sub(pages);
+        if pages < PAGES {
+            return None;
+        }
+        self.seen = Some((Instant::now(), cpu, scanned));
+        let each_us = cpu.saturating_sub(before).as_secs_f64() * 1e6 / pages as f64;
+        let new = speed(self.cores, each_us.clamp(0.05, 100.0));
+        let other = new.1 != self.speed.1 || new.0.abs_diff(self.speed.0) > self.speed.0 / 10;
+        other.then(|| {
+            self.speed = new;
+            new
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn tree() -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        fs::create_dir_all(root.path("/proc/77")).unwrap();
+        fs::create_dir_all(root.path("/sys/kernel/mm/ksm")).unwrap();
+        fs::write(root.path("/proc/77/comm"), "ksmd\n").unwrap();
+        for (knob, value) in [("run", "0"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")] {
+            set(&root, knob, value);
+        }
+        worked(&root, 5, 0, 0);
+        (dir, root)
+    }
+
+    fn set(root: &Root, knob: &str, value: &str) {
+        fs::write(root.path(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+    }
+
+    fn knob(root: &Root, knob: &str) -> String {
+        root.read(format!("/sys/kernel/mm/ksm/{knob}")).unwrap().unwrap().trim().to_string()
+    }
+
+    /// What `ksmd` has done since boot.
+    fn worked(root: &Root, scans: u64, pages: u64, cpu_ms: u64) {
+        set(root, "full_scans", &scans.to_string());
+        set(root, "pages_scanned", &pages.to_string());
+        fs::write(root.path("/proc/77/schedstat"), format!("{} 0 9\n", cpu_ms * 1_000_000))
+            .unwrap();
+    }
+
+    fn run(scans: u64) -> Order {
+        Order::Run { batch: 20_000, sleep_ms: 20, cores: 0.5, scans, why: String::new() }
+    }
+
+    #[test]
+    fn ksmd_stops_at_the_scan_that_was_ordered_and_a_late_order_does_not_start_it() {
+        let (dir, root) = tree();
+        let note = dir.path().join("ksm.json");
+        let mut keeper = Keeper::new(root.clone(), note, false, Waker::new().unwrap());
+        keeper.order(&run(7)).unwrap();
+        assert!(keeper.pause().is_some());
+        worked(&root, 6, 1000, 10);
+        keeper.keep().unwrap();
+        assert_eq!(knob(&root, "run"), "1");
+        worked(&root, 7, 2000, 20);
+        keeper.keep().unwrap();
+        assert_eq!((knob(&root, "run"), keeper.pause()), ("0".into(), None));
+        keeper.order(&run(7)).unwrap();
+        assert_eq!((knob(&root, "run"), keeper.pause()), ("0".into(), None));
+        keeper.order(&run(8)).unwrap();
+        assert_eq!(knob(&root, "run"), "1");
+        keeper.release().unwrap();
+        assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("0".into(), "77".into()));
+    }
+
+    #[test]
+    fn ksmd_is_kept_to_its_share_when_pages_become_dearer() {
+        let (dir, root) = tree();
+        let note = dir.path().join("ksm.json");
+        let mut keeper = Keeper::new(root.clone(), note, false, Waker::new().unwrap());
+        keeper.order(&run(u64::MAX)).unwrap();
+        assert_eq!(knob(&root, "pages_to_scan"), "20000");
+        keeper.keep().unwrap();
+        let mut after = |pages, cpu_ms| {
+            worked(&root, 5, pages, cpu_ms);
+            std::thread::sleep(PACE);
+            keeper.keep().unwrap();
+            knob(&root, "pages_to_scan")
+        };
+        assert_eq!(after(100_000, 500), "4000", "5 µs a page, 20 ms of work beside 20 of sleep");
+        assert_eq!(after(100_500, 900), "4000", "too few to tell");
+        assert_eq!(after(200_000, 1000), "4000", "the same");
+        assert_eq!(after(300_000, 1100), "20000");
+    }
+}
