@@ -89,6 +89,11 @@ impl Open {
         close(&without(&anonymous(ram), &self.0))
     }
 
+    /// Nothing is open.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Clears the bits of what is open.
     pub fn mask(&self, part: &Part, bits: &mut Bits) {
         let all = part.range(part.first, part.len);

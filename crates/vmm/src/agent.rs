@@ -92,7 +92,7 @@ impl Agent {
             return self.stand_aside("the thread that reads faults has ended");
         }
         let now = Instant::now();
-        vm.tracker.step(&vm.ram, &vm.guard, now);
+        vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), now);
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let open = vm.open.keep_rest_out(&vm.ram).err();
@@ -125,7 +125,7 @@ impl Agent {
             Command::RunState { running } => {
                 let vm = self.attached()?;
                 // What beat until now counts; what did not does not.
-                vm.tracker.step(&vm.ram, &vm.guard, Instant::now());
+                vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), Instant::now());
                 vm.tracker.run_state(*running);
                 Ok(Answer::Done)
             }

@@ -23,7 +23,7 @@ use ebb_core::wire::{AgentState, Module};
 use crate::faults::Faults;
 use crate::guard::Guard;
 use crate::ram::{Bits, Ram};
-use crate::sys;
+use crate::sys::{self, Range};
 
 /// Between two searches of the first 16 MiB: about a millisecond of work.
 const SEARCH_EVERY: Duration = Duration::from_millis(250);
@@ -151,8 +151,9 @@ impl Tracker {
         }
     }
 
-    /// Looks, and goes on to the next state where it can.
-    pub fn step(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
+    /// Looks, and goes on to the next state where it can. `gently`: some of RAM may be
+    /// merged, and is to stay so.
+    pub fn step(&mut self, ram: &Ram, guard: &Guard, gently: bool, now: Instant) {
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
         if relied && guard.tripped() && !self.faults.no_doubt() {
@@ -161,7 +162,7 @@ impl Tracker {
         match &mut self.at {
             At::Searching { next } if next.is_none_or(|n| now >= n) => {
                 *next = Some(now + SEARCH_EVERY);
-                let (found, why) = search(ram);
+                let (found, why) = search(ram, gently);
                 self.why = why.or(self.why.take());
                 if !found.is_empty() {
                     self.at = At::Checking { since: now, found };
@@ -282,10 +283,10 @@ fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
 
 /// All headers that are whole, among the held ones of the first pages, and why
 /// the last one that was not is none.
-fn search(ram: &Ram) -> (Vec<Candidate>, Option<String>) {
+fn search(ram: &Ram, gently: bool) -> (Vec<Candidate>, Option<String>) {
     let mut found = Vec::new();
     let mut why = None;
-    for gpa in magic_pages(ram) {
+    for gpa in magic_pages(ram, gently) {
         let mut bytes = [0u8; HEADER_BYTES];
         match ram.read(gpa, &mut bytes).map(|()| Header::parse(&bytes, gpa)) {
             Some(Ok(header)) => {
@@ -301,7 +302,7 @@ fn search(ram: &Ram) -> (Vec<Candidate>, Option<String>) {
 
 /// Addresses of the first pages that are held (reading others would make them
 /// so) and begin with the magic; at most [`CANDIDATES_MAX`].
-fn magic_pages(ram: &Ram) -> Vec<u64> {
+fn magic_pages(ram: &Ram, gently: bool) -> Vec<u64> {
     let mut held: Bits = [0; abi::MAP_WORDS];
     let mut huge: Bits = [0; abi::MAP_WORDS];
     let Some(mut part) = ram.parts(0).next() else { return Vec::new() };
@@ -315,13 +316,9 @@ fn magic_pages(ram: &Ram) -> Vec<u64> {
         .collect();
     let mut found = Vec::new();
     for chunk in pages.chunks(256) {
-        let mut starts = [0u8; 16 * 256];
-        let places: Vec<(u64, usize)> =
-            chunk.iter().map(|p| (part.range(*p as usize, 1).start, 16)).collect();
-        if sys::copy_from(&places, &mut starts).is_err() {
-            continue;
-        }
-        let magic = starts.chunks_exact(16).zip(chunk).filter(|(s, _)| **s == abi::MAGIC);
+        let places: Vec<Range> = chunk.iter().map(|p| part.range(*p as usize, 1)).collect();
+        let Ok(starts) = ram.starts::<16>(&places, gently) else { continue };
+        let magic = starts.iter().zip(chunk).filter(|(s, _)| **s == abi::MAGIC);
         found.extend(magic.map(|(_, p)| p * PAGE));
     }
     found.truncate(CANDIDATES_MAX);
