@@ -140,12 +140,15 @@ fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_
         let Command::Attach(attach) = guest.attach() else { panic!() };
         ask(agent, Command::Attach(Attach { keep_open, ..attach })).unwrap();
     };
+    guest.fill_and_free(1024, 4096);
     advise(&mut agent, &guest, &[(1100, 8), (1536, 512)]).unwrap();
     agent.detach();
     assert!(open(&guest), "merged stays merged");
     attach(&mut agent, true);
     assert!(open(&guest));
     // It is known what is: the rest is recycled, this is not, and it can be closed.
+    assert!(ready(&mut agent, Duration::from_secs(10)));
+    assert_eq!(left(&mut agent, &guest, 1024, 4096), 520);
     assert_eq!(advise(&mut agent, &guest, &[(1536, 512)]).unwrap(), 512 << 12);
     attach(&mut agent, false);
     assert!(!open(&guest));

@@ -199,7 +199,7 @@ impl Burst {
         let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
         let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
         if pages >= 2_000 && cpu_ms >= 10 {
-            let now = (cpu_ms as f64 * 1000.0 / pages as f64).clamp(0.05, 100.0);
+            let now = cpu_ms as f64 * 1000.0 / pages as f64;
             self.last = (*facts, now);
         } else if facts.scanned.is_none() {
             self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
@@ -360,7 +360,7 @@ fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Orde
 /// short sleep; a longer sleep where that would be too few, and the longest batch
 /// with the shortest sleep where even that is too slow.
 pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
-    let share = cores.clamp(0.001, 0.95);
+    let (share, each_us) = (cores.clamp(0.001, 0.95), each_us.clamp(0.05, 100.0));
     let busy_ms = |sleep: u64| sleep as f64 * share / (1.0 - share);
     let pages = (busy_ms(SLEEP_MS) * 1000.0 / each_us) as u64;
     if pages < BATCH_LEAST {

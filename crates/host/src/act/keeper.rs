@@ -134,7 +134,7 @@ impl Burst {
         }
         self.seen = Some((Instant::now(), cpu, scanned));
         let each_us = cpu.saturating_sub(before).as_secs_f64() * 1e6 / pages as f64;
-        let new = speed(self.cores, each_us.clamp(0.05, 100.0));
+        let new = speed(self.cores, each_us);
         let other = new.1 != self.speed.1 || new.0.abs_diff(self.speed.0) > self.speed.0 / 10;
         other.then(|| {
             self.speed = new;
@@ -147,27 +147,20 @@ impl Burst {
 mod tests {
     use std::fs;
 
+    use super::super::ksm::{self, tests::knob};
     use super::*;
 
     fn tree() -> (tempfile::TempDir, Root) {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let knobs = [("run", "0"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")];
+        let (dir, root) = ksm::tests::tree(&knobs);
         fs::create_dir_all(root.path("/proc/77")).unwrap();
-        fs::create_dir_all(root.path("/sys/kernel/mm/ksm")).unwrap();
         fs::write(root.path("/proc/77/comm"), "ksmd\n").unwrap();
-        for (knob, value) in [("run", "0"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")] {
-            set(&root, knob, value);
-        }
         worked(&root, 5, 0, 0);
         (dir, root)
     }
 
     fn set(root: &Root, knob: &str, value: &str) {
         fs::write(root.path(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
-    }
-
-    fn knob(root: &Root, knob: &str) -> String {
-        root.read(format!("/sys/kernel/mm/ksm/{knob}")).unwrap().unwrap().trim().to_string()
     }
 
     /// What `ksmd` has done since boot.

@@ -266,11 +266,11 @@ pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// A tree with these knobs; what stands for sysfs keeps what is written.
-    fn tree(knobs: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
+    pub(in crate::act) fn tree(knobs: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
         fs::create_dir_all(root.path(DIR)).unwrap();
@@ -278,6 +278,11 @@ mod tests {
             fs::write(root.path(format!("{DIR}/{name}")), format!("{value}\n")).unwrap();
         }
         (dir, root)
+    }
+
+    /// One of them.
+    pub(in crate::act) fn knob(root: &Root, knob: &str) -> String {
+        root.read(format!("{DIR}/{knob}")).unwrap().unwrap().trim().to_string()
     }
 
     const USUAL: [(&str, &str); 6] = [

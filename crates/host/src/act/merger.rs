@@ -397,20 +397,11 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
 mod tests {
     use std::fs;
 
+    use super::super::ksm::{self, tests::knob};
     use super::*;
 
     fn tree() -> (tempfile::TempDir, Root) {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        fs::create_dir_all(root.path("/sys/kernel/mm/ksm")).unwrap();
-        for (knob, value) in [("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")] {
-            fs::write(root.path(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
-        }
-        (dir, root)
-    }
-
-    fn knob(root: &Root, knob: &str) -> String {
-        root.read(format!("/sys/kernel/mm/ksm/{knob}")).unwrap().unwrap().trim().to_string()
+        ksm::tests::tree(&[("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")])
     }
 
     fn within<T>(mut done: impl FnMut() -> Option<T>) -> T {

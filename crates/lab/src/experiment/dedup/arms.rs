@@ -283,9 +283,6 @@ impl<'a> Runner<'a> {
     /// Ends it: `ksmd` stands still, what is merged stays so.
     pub fn end(&mut self) -> Result<()> {
         if let Some(daemon) = self.daemon.take() {
-            if std::env::var_os("EBB_LAB_TELL").is_some() {
-                println!("{}", daemon.daemon.log());
-            }
             anyhow::ensure!(daemon.daemon.stop(), "ebb did not end well");
         }
         stop()?;
