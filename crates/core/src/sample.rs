@@ -518,8 +518,7 @@ pub struct BalloonSample {
 pub struct GuestStats {
     /// `last-update`: seconds since 1970 on the host's clock.
     pub updated_s: u64,
-    /// How old they are, milliseconds: from `updated_s`, or from when they last
-    /// changed, whichever is younger. QEMU rounds to whole seconds.
+    /// How old they are at most, milliseconds: see [`Heard`].
     pub age_ms: u64,
     /// `stat-total-memory`.
     pub total: Option<Bytes>,
@@ -550,6 +549,37 @@ pub struct GuestStats {
     /// (`workingset_refault_anon` + `_file`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refaults: Option<u64>,
+}
+
+/// When a guest's last words came, as far as that can be known: QEMU tells it in
+/// whole seconds, but words that differ from those seen before came after that look.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heard {
+    seen: Option<(GuestStats, Stamp)>,
+    /// The last words came after this.
+    after: Option<Stamp>,
+}
+
+impl Heard {
+    /// QEMU showed these words (whose age is not known yet) at `at` or later.
+    pub fn see(&mut self, at: Stamp, words: GuestStats) {
+        self.after = match self.seen {
+            Some((old, _)) if old == words => self.after,
+            Some((_, seen)) => Some(seen),
+            None => None,
+        };
+        self.seen = Some((words, at));
+    }
+
+    /// How old the words seen last are at most, milliseconds: by the wall clock (not
+    /// where that was set back to before they came), or by when others were seen,
+    /// whichever is younger.
+    pub fn age_ms(&self, at: Stamp, wall_ms: u64) -> u64 {
+        let Some((words, _)) = self.seen else { return 0 };
+        let updated_ms = words.updated_s.saturating_mul(1000);
+        let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
+        by_wall.into_iter().chain(self.after.map(|t| at.since(t))).min().unwrap_or(0)
+    }
 }
 
 impl GuestStats {

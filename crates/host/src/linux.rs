@@ -608,9 +608,10 @@ impl LinuxHost {
     /// Has QEMU ask these guests for statistics now rather than at the next
     /// interval. The answers are in a later sample.
     pub fn kick_stats(&mut self, vms: &[VmId]) {
+        let at = LinuxHost::now();
         for id in vms {
             if let Some(vm) = self.vms.get_mut(id) {
-                vm.kick();
+                vm.kick(at);
             }
         }
     }

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{
-    BalloonSample, GuestStats, Link, Problem, ProcessMemory, RunState, VmEvent, VmId, VmSample,
+    BalloonSample, GuestStats, Heard, Link, Problem, ProcessMemory, RunState, VmEvent, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
@@ -41,6 +41,8 @@ enum Ask {
     Migrate,
     Balloon,
     Stats,
+    /// The statistics just before it is asked out of turn.
+    StatsBefore,
     MemorySize,
     Folder(usize),
     Reporting,
@@ -101,8 +103,10 @@ pub(crate) struct Vm {
     /// Its size at the last sample, and what it was told last.
     actual: Option<Bytes>,
     pub ordered: Option<Bytes>,
-    /// Last statistics, when they were last seen, and not after when they came.
-    stats: Option<(GuestStats, Stamp, Option<Stamp>)>,
+    /// When the guest's last words came.
+    heard: Heard,
+    /// When it was last asked out of turn.
+    kicked: Stamp,
     events: Vec<VmEvent>,
     asked: Vec<(Ask, u64)>,
     answers: Answers,
@@ -143,7 +147,8 @@ impl Vm {
             looked: false,
             actual: None,
             ordered: None,
-            stats: None,
+            heard: Heard::default(),
+            kicked: Stamp(0),
             events: Vec::new(),
             asked: Vec::new(),
             answers: Answers::default(),
@@ -333,7 +338,7 @@ impl Vm {
         self.ready = true;
         self.backoff = BACKOFF.0;
         self.looked = false;
-        (self.device, self.stats) = (None, None);
+        (self.device, self.heard) = (None, Heard::default());
         (self.reporting, self.deflate_on_oom) = (None, None);
         self.owed.clear();
         self.events.push(VmEvent::Connected);
@@ -358,6 +363,11 @@ impl Vm {
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
                 self.answers.problems.extend(problems);
             }
+            Ask::StatsBefore => {
+                if let (Some(words), _) = balloon::parse_guest_stats(value, self.ram) {
+                    self.heard.see(self.kicked, words);
+                }
+            }
             Ask::Folder(i) => {
                 let found = balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
@@ -373,10 +383,16 @@ impl Vm {
         }
     }
 
-    /// Asks QEMU to ask the guest now: switching the timer off and on does.
-    pub fn kick(&mut self) {
+    /// Asks QEMU to ask the guest now: switching the timer off and on does. What the
+    /// guest has said before is looked at, so that its answer can be told from that.
+    pub fn kick(&mut self, at: Stamp) {
         let (Some(device), interval) = (self.device.clone(), self.interval_s) else { return };
-        let Ok(client) = self.usable() else { return };
+        if self.usable().is_err() {
+            return;
+        }
+        self.kicked = at;
+        self.get(Ask::StatsBefore, balloon::STATS);
+        let Some(client) = &mut self.client else { return };
         for seconds in [0, interval] {
             let set = balloon::set(&device, balloon::INTERVAL, json!(seconds));
             if let Ok(id) = client.send("qom-set", Some(set)) {
@@ -393,7 +409,7 @@ impl Vm {
                 self.looked_up = None;
             }
             if event.name == "RESET" {
-                self.stats = None;
+                self.heard = Heard::default();
             }
             self.events.extend(balloon::parse_event(&event));
         }
@@ -541,14 +557,8 @@ impl Vm {
             self.ordered = None;
         }
         let guest = self.answers.guest.take().map(|new| {
-            // They changed after they were last seen the same.
-            let came = match &self.stats {
-                Some((old, _, came)) if *old == new => *came,
-                Some((_, seen, _)) => Some(*seen),
-                None => None,
-            };
-            self.stats = Some((new, at, came));
-            let age_ms = age_ms(wall_ms, new.updated_s, came.map(|c| at.since(c)));
+            self.heard.see(at, new);
+            let age_ms = self.heard.age_ms(at, wall_ms);
             GuestStats { age_ms, ..new }
         });
         let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
@@ -566,14 +576,6 @@ fn age_of(id: VmId) -> Option<u64> {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let now_ms = t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000;
     now_ms.checked_sub(id.start.checked_mul(10)?)
-}
-
-/// How old statistics are, milliseconds: by the wall clock (not where that was
-/// set back to before they came) or since they changed, whichever is younger.
-fn age_ms(wall_ms: u64, updated_s: u64, since_change: Option<u64>) -> u64 {
-    let updated_ms = updated_s.saturating_mul(1000);
-    let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
-    by_wall.into_iter().chain(since_change).min().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -683,13 +685,5 @@ mod tests {
         });
         assert!(known && vm.reporting.is_none());
         drop(peer.join());
-    }
-
-    #[test]
-    fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
-        assert_eq!(age_ms(10_000, 7, None), 3000);
-        assert_eq!(age_ms(10_000, 7, Some(60_000)), 3000);
-        assert_eq!(age_ms(9_000_000, 7, Some(2_000)), 2000, "clock set ahead");
-        assert_eq!(age_ms(10_000, 900, Some(40_000)), 40_000, "clock set back");
     }
 }

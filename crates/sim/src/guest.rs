@@ -42,7 +42,7 @@ const OOM_AFTER_MS: u64 = 1_000;
 /// A killed program is back after this, ms.
 const RESTART_MS: u64 = 10_000;
 /// A kernel boots for so long before its balloon driver is up, ms.
-const BOOT_MS: u64 = 8_000;
+pub const BOOT_MS: u64 = 8_000;
 /// Cache never shrinks below this.
 const LEAST_CACHE: Bytes = Bytes::mib(8);
 

@@ -155,9 +155,10 @@ impl Laws {
         if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
             self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
         }
-        // It was looked at this very moment.
-        if to + NEWS < g.used() && g.spec.mood != Mood::Lying {
-            self.breach(Law::InUse, at, format!("{name} to {to}, it uses {}", g.used()));
+        // What it took since it spoke nobody could know.
+        let used = g.used().min(world.said_used(i).unwrap_or_default());
+        if to + NEWS < used && g.spec.mood != Mood::Lying {
+            self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));
         }
         if world.age_ms(i).is_none_or(|age| age > OLD_MS) {
             self.breach(Law::OldNumbers, at, format!("{name} to {to} on old numbers"));

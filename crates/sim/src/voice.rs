@@ -1,13 +1,28 @@
 //! What a guest tells and what the host sees of it.
+//!
+//! QEMU asks each guest in a rhythm of its own and shows the answer until the next:
+//! words are up to a second old (as Ebb sets it: two) when somebody looks, while the
+//! size of the balloon, which QEMU knows itself, is of that very moment. Ebb's daemon
+//! has guests asked shortly before each fast look; most of them answer in time. The
+//! moment of an answer is told in whole seconds, so what is known of its age is as
+//! little as on a real host.
 
 use ebb_core::sample::{
-    AgentSample, BalloonSample, GuestStats, Link, ProcessMemory, RunState, VmEvent, VmId, VmSample,
+    AgentSample, BalloonSample, GuestStats, Heard, Link, ProcessMemory, RunState, VmEvent, VmId, VmSample,
 };
-use ebb_core::units::{Bytes, PAGE};
+use ebb_core::units::{Bytes, PAGE, Stamp};
 use ebb_core::wire::{AgentState, Counters};
 
-use crate::guest::Guest;
+use crate::guest::{BOOT_MS, Guest};
 use crate::mood::Mood;
+use crate::world::EPOCH_MS;
+
+/// QEMU asks a guest for its numbers so often where nobody sets it otherwise, ms.
+pub const ASKED_EVERY_MS: u64 = 1_000;
+/// One guest in so many does not answer at once when it is asked out of turn, ...
+const LATE_ONE_IN: u32 = 10;
+/// ... but within this, ms.
+const LATE_MS: u64 = 1_000;
 
 /// A guest, as seen from outside: its name, its last words, its events.
 #[derive(Clone, Debug)]
@@ -16,16 +31,39 @@ pub struct Voice {
     pub id: VmId,
     /// Name.
     pub name: String,
-    said: Option<(u64, GuestStats)>,
+    said: Option<Said>,
+    /// What the host knows of when they came.
+    heard: Heard,
+    rhythm: fastrand::Rng,
+    /// When QEMU asks next, ms into the run.
+    asked_ms: u64,
+    /// The kernel that it asked last.
+    kernel: u64,
+    /// The last one whose boot the host has heard of.
     boots: u64,
     migrating: bool,
     connected: bool,
 }
 
+/// A guest's last words.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    /// When, ms into the run.
+    at_ms: u64,
+    words: GuestStats,
+    /// What it used then in truth.
+    used: Bytes,
+}
+
 impl Voice {
     /// One that nobody has heard yet.
     pub fn new(index: u32, seed: u64) -> Voice {
+        let mut rhythm = fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32) ^ 0xa5ced);
         Voice {
+            asked_ms: rhythm.u64(0..ASKED_EVERY_MS),
+            heard: Heard::default(),
+            rhythm,
+            kernel: 0,
             id: VmId { pid: 1000 + index, start: seed },
             name: name(index),
             said: None,
@@ -37,16 +75,47 @@ impl Voice {
 
     /// When it last told its numbers, ms into the run.
     pub fn said_ms(&self) -> Option<u64> {
-        self.said.map(|s| s.0)
+        self.said.map(|s| s.at_ms)
     }
 
-    /// The guest answers the host's question for its numbers, which are as old as
-    /// the question then.
-    fn ask(&mut self, g: &Guest, at_ms: u64) {
-        let boots = g.spec.mood == Mood::Rebooting && at_ms < g.booted_ms + 8_000;
-        if g.spec.mood.speaks(at_ms) && !(boots && g.boots > 0) {
-            self.said = Some((at_ms, words(g)));
+    /// What it used when it last told its numbers.
+    pub fn said_used(&self) -> Option<Bytes> {
+        self.said.map(|s| s.used)
+    }
+
+    /// Time has passed: QEMU asks the guest, each `every_ms`.
+    pub fn listen(&mut self, g: &Guest, at_ms: u64, every_ms: u64) {
+        if std::mem::replace(&mut self.kernel, g.boots) != g.boots {
+            self.said = None;
         }
+        if at_ms < self.asked_ms {
+            return;
+        }
+        self.asked_ms += (at_ms - self.asked_ms) / every_ms * every_ms + every_ms;
+        let boots = g.boots > 0 && at_ms < g.booted_ms + BOOT_MS;
+        if g.power && g.spec.mood.speaks(at_ms) && !boots {
+            // QEMU tells the moment in whole seconds.
+            let words = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..words(g) };
+            self.said = Some(Said { at_ms, words, used: g.used() });
+        }
+    }
+
+    /// QEMU is told to ask now and to begin its rhythm anew.
+    pub fn ask(&mut self, g: &Guest, (at, at_ms): (Stamp, u64), every_ms: u64) {
+        if !g.spec.mood.answers(at_ms) {
+            return;
+        }
+        self.see(at);
+        let late = self.rhythm.u32(0..LATE_ONE_IN) == 0;
+        self.asked_ms = at_ms + if late { self.rhythm.u64(1..LATE_MS) } else { 0 };
+        self.listen(g, at_ms, every_ms);
+    }
+
+    /// The host looks at what the guest has said.
+    fn see(&mut self, at: Stamp) -> Option<GuestStats> {
+        let words = self.said?.words;
+        self.heard.see(at, words);
+        Some(words)
     }
 
     /// What the host sees now. `wall_ms` is the same moment as people count it.
@@ -59,21 +128,18 @@ impl Voice {
             }
             if std::mem::replace(&mut self.boots, g.boots) != g.boots {
                 events.push(VmEvent::Reset);
-                self.said = None;
+                self.heard = Heard::default();
             }
             let migrates = g.spec.mood.migrates(at_ms);
             if std::mem::replace(&mut self.migrating, migrates) != migrates {
                 events.push(VmEvent::Migration);
             }
-            self.ask(g, at_ms);
         } else {
             self.connected = false;
         }
-        let guest = self.said.map(|(said_ms, stats)| {
-            let age_ms = at_ms - said_ms;
-            // QEMU tells the moment in whole seconds.
-            GuestStats { updated_s: (wall_ms - age_ms) / 1000, age_ms, ..stats }
-        });
+        let at = Stamp(wall_ms);
+        let guest = answers.then(|| self.see(at)).flatten();
+        let guest = guest.map(|g| GuestStats { age_ms: self.heard.age_ms(at, wall_ms), ..g });
         let run = if self.migrating { RunState::Migrating } else { RunState::Running };
         VmSample {
             id: self.id,

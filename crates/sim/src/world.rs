@@ -17,12 +17,18 @@ use crate::guest::{Guest, Spec};
 use crate::host::HostMemory;
 use crate::mood::Mood;
 use crate::score::{Gauge, Score};
-use crate::voice::{self, Voice};
+use crate::voice::{self, ASKED_EVERY_MS, Voice};
 
 /// The monotonic clock when a run starts, ms: moments before it can be told.
-const EPOCH_MS: u64 = 1_000_000;
+pub(crate) const EPOCH_MS: u64 = 1_000_000;
 /// The longest step.
 const STEP_MS: u64 = 100;
+
+/// Looks that follow so soon are fast ones, which the daemon has guests asked before,
+/// so long before; otherwise it has QEMU ask them so often. All ms.
+const FAST_MS: u64 = 500;
+const KICK_AHEAD_MS: u64 = 80;
+const EBB_ASKS_MS: u64 = 2_000;
 
 /// A moment to measure from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -106,12 +112,15 @@ pub struct World {
     pub cannot_remember: bool,
     /// What was written down last.
     pub remembered: Owned,
+    /// QEMU asks guests for their numbers so often, ms.
+    pub asked_every_ms: u64,
     voices: Vec<Voice>,
     watches: Vec<Watch>,
     orders: u64,
     run_ms: u64,
     at_ms: u64,
     turn: usize,
+    looked_ms: u64,
 }
 
 impl World {
@@ -139,10 +148,12 @@ impl World {
             outside: Duration::ZERO,
             cannot_remember: false,
             remembered: Owned::default(),
+            asked_every_ms: ASKED_EVERY_MS,
             orders: 0,
             run_ms: setup.run_ms,
             at_ms: 0,
             turn: 0,
+            looked_ms: 0,
         }
     }
 
@@ -176,6 +187,9 @@ impl World {
             self.guests[(i + self.turn) % n].live(at, dt, &mut room);
         }
         self.host.settle(&mut self.guests, &room, dt);
+        for (g, voice) in self.guests.iter().zip(&mut self.voices) {
+            voice.listen(g, at, self.asked_every_ms);
+        }
         let on = self.guests.iter().filter(|g| g.power);
         self.host.stalled(dt, on.map(|g| g.waited_for_host));
         if self.host.must_kill()
@@ -196,6 +210,7 @@ impl World {
     pub fn look(&mut self) -> Sample {
         let wall_ms = EPOCH_MS + self.at_ms;
         let at = self.at_ms;
+        self.looked_ms = at;
         let seen = self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power);
         Sample {
             at: Stamp(EPOCH_MS + self.at_ms),
@@ -215,6 +230,11 @@ impl World {
     /// How old a guest's numbers truly are, ms; `None`: it never told any.
     pub fn age_ms(&self, guest: usize) -> Option<u64> {
         self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
+    }
+
+    /// What a guest used when it last told its numbers.
+    pub fn said_used(&self, guest: usize) -> Option<Bytes> {
+        self.voices.get(guest)?.said_used()
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made
@@ -343,8 +363,18 @@ impl Host for World {
         self.outside += started.elapsed();
     }
 
+    /// As the daemon does: guests are asked right before a fast look.
     fn wait(&mut self, until: Stamp) -> Wake {
-        self.pass(until.0.saturating_sub(EPOCH_MS + self.at_ms).max(1));
+        let until_ms = until.0.saturating_sub(EPOCH_MS).max(self.at_ms + 1);
+        self.asked_every_ms = EBB_ASKS_MS;
+        if until_ms - self.looked_ms <= FAST_MS {
+            self.pass(until_ms.saturating_sub(self.at_ms + KICK_AHEAD_MS));
+            let now = (self.now(), self.at_ms);
+            for (g, voice) in self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power) {
+                voice.ask(g, now, EBB_ASKS_MS);
+            }
+        }
+        self.pass(until_ms - self.at_ms);
         if self.over() { Wake::Stop } else { Wake::Timer }
     }
 }
