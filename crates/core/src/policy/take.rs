@@ -15,8 +15,12 @@ use crate::policy::Verdict;
 use crate::policy::recycle::usable;
 use crate::units::Bytes;
 
-/// Shrinks below this are left for a larger one.
+/// Steps and gifts are at least so large.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
+/// Shrinks below this share of RAM, or below [`LEAST_STEP`], wait for a larger one
+/// unless the host is critical: a trickle brings little, and each of them may be
+/// turned around.
+const LEAST_SHRINK: f64 = 0.015;
 /// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
 /// One that was turned around is not turned again within this time unless the
@@ -57,6 +61,8 @@ pub(super) struct Candidate {
     pub idle: Bytes,
     /// At most this now.
     pub most: Bytes,
+    /// Less than this is not worth an order.
+    pub least: Bytes,
     /// What of each byte taken the host really holds, 0 to 1.
     pub yields: f64,
     /// What it pays for a share: see the top.
@@ -111,6 +117,12 @@ pub(super) fn take(
             }
         }
         share_out(&mut candidates, wanted - arriving - found);
+        if state < Pressure::Critical {
+            candidates.iter_mut().filter(|c| asked[c.index].share > Bytes::ZERO).for_each(|c| {
+                c.least = Bytes::ZERO;
+            });
+            lump(&mut candidates);
+        }
         for c in candidates {
             found += c.share;
             asked[c.index].take(&c);
@@ -233,6 +245,7 @@ pub(super) fn priced(
         base,
         idle,
         most,
+        least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
         yields,
         price: (g.working_set.0 as f64 + IDLE_COST * taxed) / shares,
         slope: shares / IDLE_COST,
@@ -291,6 +304,20 @@ pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
     }
     for c in candidates.iter_mut() {
         c.share = part(c, high);
+    }
+}
+
+/// Makes few large shares of many small ones: who was to give most gives first, and at
+/// least what is worth an order, until all that was found is covered.
+fn lump(candidates: &mut [Candidate]) {
+    let mut left: Bytes = candidates.iter().map(|c| c.share).sum();
+    let mut order: Vec<usize> = (0..candidates.len()).collect();
+    order.sort_by_key(|i| (std::cmp::Reverse(candidates[*i].share), *i));
+    for i in order {
+        let c = &mut candidates[i];
+        let small = c.most < c.least || left < c.least.share(0.5);
+        c.share = if small { Bytes::ZERO } else { c.share.max(c.least) };
+        left = left - c.share;
     }
 }
 
@@ -357,6 +384,22 @@ mod tests {
         let untouched = priced(&vm, &g, 0, sizes);
         assert_eq!((held.yields, untouched.yields), (1.0, 0.0));
         assert!(held.price > 4.0 * untouched.price);
+    }
+
+    #[test]
+    fn many_small_shares_become_few_that_are_worth_an_order() {
+        let lumped = |mut all: Vec<Candidate>, missing| {
+            share_out(&mut all, Bytes::mib(missing));
+            lump(&mut all);
+            all.iter().map(|c| (c.share.0 + (1 << 19)) >> 20).collect::<Vec<u64>>()
+        };
+        let alike = || (0..8).map(|_| candidate(1.0, 100, 400, 400)).collect::<Vec<_>>();
+        assert_eq!(lumped(alike(), 800), [100; 8]);
+        assert_eq!(lumped(alike(), 40), [16, 16, 0, 0, 0, 0, 0, 0], "half of one is not enough");
+        assert_eq!(lumped(alike(), 4), [0; 8]);
+        let mut tail = alike();
+        tail[0] = candidate(1.0, 490, 10, 10);
+        assert_eq!(lumped(tail, 5000)[..2], [0, 400], "its last few MiB are left to it");
     }
 
     proptest! {
