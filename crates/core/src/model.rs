@@ -169,6 +169,10 @@ pub struct VmModel {
     /// Given to it lately and not touched yet.
     #[serde(default)]
     pub outstanding: Bytes,
+    /// Its balloon can bring nothing: there is none, no driver in the guest, or it does
+    /// not follow. It runs and answers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub beyond_balloon: bool,
     /// Why it cannot be paged out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
@@ -595,8 +599,12 @@ impl VmModel {
         }
         model.trust = trust(model.guest.as_ref(), remembered);
         model.standing = standing(settings.manage, vm, &model, remembered, sample.at);
+        model.beyond_balloon = settings.manage && beyond_balloon(vm, remembered, sample.at);
         let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
         model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
+        if !model.distress.is_empty() && model.guest.is_some_and(|g| g.by_module) {
+            model.distress += ", by its module's facts";
+        }
         let Some(m) = remembered else { return model };
         if model.distress.is_empty()
             && m.helped_itself.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS)
@@ -678,6 +686,15 @@ fn standing(
     Standing::Ready
 }
 
+/// Whether a VM that could be acted upon has no balloon that brings anything.
+fn beyond_balloon(vm: &VmSample, memory: Option<&VmMemory>, at: Stamp) -> bool {
+    let boots = memory
+        .is_some_and(|m| m.reboot.is_some() || m.settle_until.is_some_and(|settled| settled > at));
+    let stuck = memory.and_then(|m| m.stuck_until).is_some_and(|until| until > at);
+    let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
+    vm.link == Link::Up && vm.run == Some(RunState::Running) && !boots && (deaf || stuck)
+}
+
 /// That a guest helped itself is news for so long.
 pub(crate) const HELP_LIFE_MS: u64 = 2_000;
 
@@ -702,6 +719,32 @@ mod tests {
     fn state(sample: &Sample, before: Pressure) -> Pressure {
         let memory = Memory { state: before, at: Some(Stamp(4_000)), ..Memory::default() };
         Model::new(&Config::default(), sample, &memory).host.state
+    }
+
+    #[test]
+    fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing() {
+        let balloon = |guest| Some(BalloonSample { guest, ..BalloonSample::default() });
+        let runs = |balloon| VmSample {
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon,
+            ..VmSample::default()
+        };
+        let now = Stamp(100_000);
+        let well = runs(balloon(Some(Default::default())));
+        assert!(!beyond_balloon(&well, None, now));
+        assert!(
+            beyond_balloon(&runs(None), None, now)
+                && beyond_balloon(&runs(balloon(None)), None, now)
+        );
+        let until = |ms| Some(now.plus(ms));
+        let stuck = VmMemory { stuck_until: until(1), ..VmMemory::default() };
+        assert!(beyond_balloon(&well, Some(&stuck), now));
+        let boots = VmMemory { settle_until: until(1), ..VmMemory::default() };
+        assert!(!beyond_balloon(&runs(None), Some(&boots), now));
+        let migrates = VmSample { run: Some(RunState::Migrating), ..runs(None) };
+        let silent = VmSample { link: Link::Slow("x".into()), ..runs(None) };
+        assert!(!beyond_balloon(&migrates, None, now) && !beyond_balloon(&silent, None, now));
     }
 
     #[test]

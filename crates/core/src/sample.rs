@@ -604,3 +604,40 @@ impl GuestStats {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(updated_s: u64, free: u64) -> GuestStats {
+        GuestStats { updated_s, free: Some(Bytes(free)), ..GuestStats::default() }
+    }
+
+    /// Looks at `(at, words)` one after the other; the age of the last at `wall_ms`.
+    fn age(looks: &[(u64, GuestStats)], wall_ms: u64) -> u64 {
+        let mut heard = Heard::default();
+        looks.iter().for_each(|(at, words)| heard.see(Stamp(*at), *words));
+        heard.age_ms(Stamp(looks[looks.len() - 1].0), wall_ms)
+    }
+
+    #[test]
+    fn words_that_differ_from_those_seen_just_before_came_after_that() {
+        let (old, new) = (words(7, 1), words(7, 2));
+        assert_eq!(age(&[(10_000, new)], 7_900), 900, "QEMU's clock alone");
+        assert_eq!(age(&[(10_000, old), (10_500, new)], 7_900), 500);
+        // Seen once more when the guest was asked out of turn.
+        assert_eq!(age(&[(10_000, old), (10_420, old), (10_500, new)], 7_900), 80);
+        assert_eq!(age(&[(10_000, old), (10_420, new), (10_500, new)], 7_900), 500, "came before");
+        assert_eq!(age(&[(10_000, old), (10_420, new), (10_500, new)], 7_100), 100);
+    }
+
+    #[test]
+    fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
+        let (old, new) = (words(7, 1), words(7, 2));
+        assert_eq!(age(&[(0, new)], 10_000), 3000);
+        assert_eq!(age(&[(0, old), (60_000, new)], 10_000), 3000);
+        assert_eq!(age(&[(0, old), (2_000, new)], 9_000_000), 2000, "clock set ahead");
+        let ahead = words(900, 2);
+        assert_eq!(age(&[(0, old), (40_000, ahead)], 10_000), 40_000, "clock set back");
+    }
+}

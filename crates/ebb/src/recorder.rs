@@ -84,13 +84,12 @@ impl Recorder {
         }
     }
 
-    /// Adds a tick.
-    pub fn tick(&mut self, tick: &Tick) {
-        let text = line(tick);
+    /// Adds a tick, as its [`line`].
+    pub fn tick(&mut self, text: &[u8]) {
         self.bytes += text.len();
         self.ticks += 1;
         if let Some(segment) = self.segments.back_mut() {
-            segment.extend_from_slice(&text);
+            segment.extend_from_slice(text);
         }
     }
 

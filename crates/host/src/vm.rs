@@ -8,7 +8,8 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{
-    BalloonSample, GuestStats, Heard, Link, Problem, ProcessMemory, RunState, VmEvent, VmId, VmSample,
+    BalloonSample, GuestStats, Heard, Link, Problem, ProcessMemory, RunState, VmEvent, VmId,
+    VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};

@@ -87,7 +87,7 @@ pub fn in_pairs<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
 }
 
 /// Now, milliseconds since 1970: the daemon's clock in records and decisions.
-pub(crate) fn wall_ms() -> u64 {
+pub fn wall_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |d| d.as_millis() as u64)
 }

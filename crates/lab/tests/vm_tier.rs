@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::experiment::demo::write_noise;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::tier;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::wall_ms;
 use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -20,9 +22,14 @@ struct Place {
 }
 
 impl Place {
-    /// A guest with module and agent, in a cgroup of its own.
+    /// A guest with module and agent, in a cgroup of its own with room.
     fn boot(kernel: Kernel) -> Place {
-        let budget = Some(Bytes::gib(2));
+        Place::within(kernel, Bytes::gib(2), None)
+    }
+
+    /// The same within a budget, with a disk that is full of noise.
+    fn within(kernel: Kernel, budget: Bytes, disk: Option<Bytes>) -> Place {
+        let budget = Some(budget);
         let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
@@ -30,6 +37,12 @@ impl Place {
         (config.kernel, config.cpus) = (kernel, 2);
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+        if let Some(size) = disk {
+            let path = dir.path().join("disk");
+            write_noise(&path, size).unwrap();
+            config.disks = vec![path];
+            config.args.push("-snapshot".into());
+        }
         tier::prepare(&mut config, &image, dir.path()).unwrap();
         let vm = Vm::start(&config).unwrap();
         let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
@@ -144,5 +157,55 @@ fn vm_reboots_drop_the_map_and_a_new_module_is_found_again() {
     place.vm.tool().start("w", "verify", "size=50000000 seconds=5").unwrap();
     assert_eq!(place.vm.tool().wait_end("w", MINUTE).unwrap().u64("errors"), 0);
     let daemon = place.daemon("");
+    assert!(daemon.stop());
+}
+
+/// Times that tasks of the guest went into direct reclaim since it booted.
+fn direct_reclaim(vm: &Vm) -> u64 {
+    let said = vm.tool().sh("grep ^allocstall /proc/vmstat", MINUTE).unwrap();
+    said.lines().filter_map(|l| l.split(' ').nth(1)?.trim().parse::<u64>().ok()).sum()
+}
+
+/// A guest made small on a short host, its free memory full of cache, bursts: it runs
+/// into direct reclaim, and is given memory by what its module says, with the next
+/// look. What it wrote is read again and compared, before and after.
+#[test]
+fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
+    let place = Place::within(Kernel::V6_12, Bytes::mib(800), Some(Bytes::mib(160)));
+    let tool = place.vm.tool();
+    tool.start_ready("base", "hold", "size=134217728", MINUTE).unwrap();
+    tool.start_ready("fill", "hold", "size=268435456", MINUTE).unwrap();
+    tool.stop("fill").unwrap();
+    let daemon = place.daemon("reserve = \"400MiB\"");
+    let small = |s: &Value| s["vms"][0]["actual"].as_u64().filter(|a| *a < 480 << 20);
+    let actual = daemon.wait_for("a small guest", 3 * MINUTE, small).unwrap();
+    tool.start_ready("read", "read", "size=167772160", MINUTE).unwrap();
+
+    let (before, began_ms) = (direct_reclaim(&place.vm), wall_ms());
+    tool.start("v", "verify", "size=230000000 seconds=10 threads=2").unwrap();
+    let gift = daemon
+        .wait_for("gift", MINUTE, |_| {
+            let decisions = daemon.get("/v1/decisions").ok()?;
+            decisions.as_array()?.iter().find_map(|d| {
+                let short = d["action"]["reason"]["rule"] == "guest_short";
+                (short && d["wall_ms"].as_u64()? >= began_ms).then(|| d.clone())
+            })
+        })
+        .unwrap();
+    let end = tool.wait_end("v", 3 * MINUTE).unwrap();
+    let stalls = direct_reclaim(&place.vm) - before;
+    let signs = gift["action"]["reason"]["signs"].as_str().unwrap();
+    let after_ms = gift["wall_ms"].as_u64().unwrap() - began_ms;
+    println!("{after_ms} ms after the burst began: {gift}; {stalls} times in direct reclaim");
+    assert!(signs.contains("by its module's facts"), "{gift}");
+    assert!(gift["action"]["to"].as_u64().unwrap() > actual, "{gift}");
+    assert!(stalls > 0, "the burst must be one that its kernel has to reclaim for");
+    // It touches memory for a while before it is short: a tick and a half after that.
+    assert!(after_ms < 5_000, "{gift}");
+    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    tool.poke("base").unwrap();
+    let held = tool.wait_event("base", "progress", MINUTE).unwrap();
+    assert_eq!(held.u64("errors"), 0, "{held:?}");
+    assert!(held.u64("checks") > 0, "{held:?}");
     assert!(daemon.stop());
 }

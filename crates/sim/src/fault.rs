@@ -6,7 +6,7 @@
 
 use ebb_core::config::{Amount, Config};
 use ebb_core::memory::{Memory, Owned};
-use ebb_core::plan::{Action, Outcome, RecycleOrder};
+use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
@@ -193,6 +193,10 @@ impl Host for Faulty {
 
     fn recycle(&mut self, orders: &[RecycleOrder]) {
         self.world.recycle(orders);
+    }
+
+    fn offload(&mut self, orders: &[OffloadOrder]) {
+        self.world.offload(orders);
     }
 
     fn wait(&mut self, until: Stamp) -> Wake {

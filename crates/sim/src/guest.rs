@@ -121,6 +121,8 @@ pub struct Counts {
     pub allocated: Bytes,
     /// Recycled by the agent since the run began.
     pub recycled: Bytes,
+    /// Paged out by the host on order since the run began.
+    pub paged_out: Bytes,
 }
 
 /// One guest.
@@ -156,6 +158,10 @@ pub struct Guest {
     pub stale: Bytes,
     /// Swapped out on the host.
     pub out: Bytes,
+    /// Of these, hot pages that were paged out by mistake: read back at once.
+    astray: Bytes,
+    /// What is ordered to be paged out.
+    pub paging: Bytes,
     /// What of the stale pages was free at the agent's last mark and since.
     pub marked: Option<Bytes>,
     /// Counters.
@@ -192,6 +198,8 @@ impl Guest {
             known_files: Bytes::ZERO,
             stale: Bytes::ZERO,
             out: Bytes::ZERO,
+            astray: Bytes::ZERO,
+            paging: Bytes::ZERO,
             marked: None,
             counts: Counts::default(),
             waited_for_host: 0.0,
@@ -232,6 +240,8 @@ impl Guest {
         self.known_files = Bytes::ZERO;
         self.stale = Bytes::ZERO;
         self.out = Bytes::ZERO;
+        self.astray = Bytes::ZERO;
+        self.paging = Bytes::ZERO;
         self.marked = None;
         self.in_vain_ms = 0;
     }
@@ -312,6 +322,19 @@ impl Guest {
         self.counts.host_swap_out += bytes;
     }
 
+    /// The host pages some of it out on order. Every second VMM has a cgroup of its
+    /// own, where the kernel chooses what is cold and errs in `misjudged` of it; of the
+    /// others RAM is walked in turn, hot or not.
+    pub fn page_out(&mut self, bytes: Bytes, misjudged: f64) {
+        let [stale, idle, hot] = self.by_coldness();
+        let blind = if self.index.is_multiple_of(2) { misjudged } else { 1.0 };
+        let bytes = bytes.min(self.resident());
+        self.astray += bytes.share(blind * hot.fraction_of(stale + idle + hot)).min(hot);
+        self.swap_out(bytes);
+        self.paging = self.paging - bytes;
+        self.counts.paged_out += bytes;
+    }
+
     /// An order; QEMU tells the driver even where the size is the same.
     pub fn order(&mut self, to: Bytes) {
         self.target = to.min(self.spec.ram);
@@ -389,6 +412,7 @@ impl Guest {
             host_swap_in: kept.host_swap_in,
             host_swap_out: kept.host_swap_out,
             recycled: kept.recycled,
+            paged_out: kept.paged_out,
             ..Counts::default()
         };
     }
@@ -413,12 +437,14 @@ impl Guest {
     /// Hot pages that are swapped out come back in, on the host and in the guest.
     fn touch_hot(&mut self, time: &mut Time, room: &mut Room) {
         let idle = self.touched() - self.hot();
-        let missing = self.out - idle;
+        self.astray = self.astray.min(self.out).min(self.hot());
+        let missing = (self.out - idle).max(self.astray);
         if missing > Bytes::ZERO && self.spec.mood != Mood::Pinned {
             let bytes = missing.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
             let got = room.take(bytes, time);
             room.can_swap_in = room.can_swap_in - got;
             self.out = self.out - got;
+            self.astray = self.astray - got;
             self.counts.host_swap_in += got;
             time.wait_for_host(got, SWAP_IN_RATE);
             if got < missing {

@@ -16,6 +16,8 @@ const OWN_SHARE: f64 = 0.02;
 /// The kernel does not know what is hot: of what it swaps out, so much is taken
 /// from hot and idle pages alike.
 const MISJUDGED: f64 = 0.1;
+/// Paging out on order, of all guests, bytes a second: one thread does it.
+const PAGE_OUT_RATE: f64 = 250e6;
 /// The swap device, either way, bytes a second.
 const DEVICE_RATE: f64 = SWAP_OUT_RATE;
 
@@ -102,6 +104,7 @@ impl HostMemory {
     /// marks ask for, keeps the counters.
     pub fn settle(&mut self, guests: &mut [Guest], room: &Room, dt_ms: u64) {
         self.swap_out(guests, room.wanted_out);
+        self.page_out(guests, room, dt_ms);
         let free = self.free(guests);
         let low = free < self.total.share(LOW_MARK);
         let lacking = self.total.share(HIGH_MARK) - free;
@@ -118,6 +121,17 @@ impl HostMemory {
         }
         let nothing_left = room.refused > Bytes::ZERO && self.swap_free(guests) == Bytes::ZERO;
         self.in_vain_ms = if nothing_left { self.in_vain_ms + dt_ms } else { 0 };
+    }
+
+    /// Carries out what is ordered to be paged out, one guest after the other.
+    fn page_out(&self, guests: &mut [Guest], room: &Room, dt_ms: u64) {
+        let rate = Bytes((PAGE_OUT_RATE * dt_ms as f64 / 1000.0) as u64);
+        let mut left = rate.min(room.can_swap_out).min(self.swap_free(guests));
+        for g in guests.iter_mut().filter(|g| g.paging > Bytes::ZERO) {
+            let bytes = g.paging.min(left);
+            left = left - bytes;
+            g.page_out(bytes, MISJUDGED);
+        }
     }
 
     /// Whether the host itself must kill: nothing could be had for a while.

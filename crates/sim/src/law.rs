@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use ebb_core::config::Config;
-use ebb_core::model::Pressure;
+use ebb_core::model::{Pressure, default_reserve};
 use ebb_core::plan::{Action, Reason};
 use ebb_core::sample::VmId;
 use ebb_core::tick::Tick;
@@ -45,6 +45,9 @@ pub enum Law {
     Reach,
     /// An order that moves nothing is withdrawn, so that it does not bite later.
     Stuck,
+    /// Only a short host pages out: not more than its swap holds, and of each guest
+    /// that runs half of what it has at most.
+    PagedOut,
 }
 
 /// A law that was broken.
@@ -126,6 +129,7 @@ impl Laws {
             self.check_direction(action, at);
         }
         self.check_plan(tick, at);
+        self.check_offload(world, tick, at);
         self.check_reach(world, tick, at);
         self.check_grants(world, tick, at);
         self.check_progress(world, tick, at);
@@ -138,7 +142,7 @@ impl Laws {
         };
         let g = &world.guests[i];
         let (name, to) = (&action.name, action.to);
-        if !g.spec.mood.answers(at) || g.spec.mood.migrates(at) {
+        if !g.spec.mood.answers(at) || g.spec.mood.migrates(at) || g.spec.mood == Mood::Bare {
             self.breach(Law::HandsOff, at, format!("{name} is ordered and must not be"));
         }
         if to > g.spec.ram {
@@ -196,6 +200,40 @@ impl Laws {
             let held = tick.plan.held.iter().any(|h| h.vm == vm.id);
             if !forbidden && held == ids.binary_search(&vm.id).is_ok() {
                 self.breach(Law::Plan, at, format!("{} is not in the plan once", vm.name));
+            }
+        }
+    }
+
+    /// Looked at just after the orders were given, and before they are carried out.
+    fn check_offload(&mut self, world: &World, tick: &Tick, at: u64) {
+        let orders = &tick.plan.offload;
+        let total = world.host.total;
+        if !orders.is_empty() && world.host.free(&world.guests) > default_reserve(total).share(2.0)
+        {
+            self.breach(Law::PagedOut, at, "the host has enough".into());
+        }
+        let out: Bytes = world.guests.iter().map(|g| g.out).sum();
+        if out + orders.iter().map(|o| o.bytes).sum() > world.host.swap {
+            self.breach(Law::PagedOut, at, "more than the host's swap holds".into());
+        }
+        for order in orders {
+            let name = &order.name;
+            let Some(i) = world.index(order.vm) else {
+                self.breach(Law::HandsOff, at, format!("{name} does not exist"));
+                continue;
+            };
+            let g = &world.guests[i];
+            let mood = g.spec.mood;
+            if !mood.answers(at) || mood.migrates(at) || mood == Mood::Pinned {
+                self.breach(Law::HandsOff, at, format!("{name} is paged out and must not be"));
+            }
+            let kept = (g.resident() + g.out).share(0.5);
+            if g.resident() + NEWS < kept + order.bytes {
+                self.breach(
+                    Law::PagedOut,
+                    at,
+                    format!("{} of {name}, {} in DRAM", order.bytes, g.resident()),
+                );
             }
         }
     }

@@ -27,9 +27,11 @@ pub enum Mood {
     Pinned,
     /// QMP answers nothing every other minute.
     Flaky,
+    /// Has no balloon.
+    Bare,
 }
 
-/// All moods but the first.
+/// What odd company there is among guests with a balloon.
 pub const ODD: [Mood; 9] = [
     Mood::Slow,
     Mood::Stuck,
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_holds_every_mood_but_the_ideal_one_and_none_twice() {
+    fn odd_company_holds_no_mood_twice_and_not_the_ideal_one() {
         let all: std::collections::HashSet<Mood> = ODD.into_iter().collect();
         assert_eq!((all.len(), all.contains(&Mood::Ideal)), (ODD.len(), false));
     }

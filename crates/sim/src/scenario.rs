@@ -45,7 +45,7 @@ const NEED_MOST: f64 = 0.82;
 const RUN_MS: u64 = 600_000;
 
 /// All scenarios.
-pub const SCENARIOS: [Scenario; 18] = [
+pub const SCENARIOS: [Scenario; 19] = [
     Scenario { name: "idle-giver", about: "an idle guest must give 8 GiB", make: idle_giver },
     Scenario {
         name: "burst-headroom",
@@ -116,6 +116,11 @@ pub const SCENARIOS: [Scenario; 18] = [
         about: "half of the guests have module and agent",
         make: tier_guest,
     },
+    Scenario {
+        name: "no-balloon",
+        about: "half of the guests have no balloon or a stuck one, and cold memory",
+        make: no_balloon,
+    },
 ];
 
 /// The scenario of this name.
@@ -124,7 +129,8 @@ pub fn scenario(name: &str) -> Option<&'static Scenario> {
 }
 
 fn setup(host: Bytes, run_ms: u64, guests: Vec<Spec>) -> Setup {
-    Setup { host, swap: host.share(0.5), run_ms, seed: 0, guests, probes: Vec::new() }
+    let swap = host.share(0.5);
+    Setup { host, swap, run_ms, seed: 0, guests, probes: Vec::new(), offload: true }
 }
 
 /// What guests differ in whatever they do.
@@ -350,6 +356,21 @@ fn tier_guest(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(2);
     let mut guests: Vec<Spec> = (0..14).map(|_| phased(rng, ram, 0.8)).collect();
     guests.iter_mut().step_by(2).for_each(|g| g.agent = true);
+    setup(Bytes::gib(15), RUN_MS, guests)
+}
+
+fn no_balloon(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let mut guests: Vec<Spec> = (0..6).map(|_| phased(rng, ram, 0.7)).collect();
+    for i in 0..6 {
+        // Much of what it has it looks at no more, or has freed long ago.
+        let mut need = Need::of(Curve::flat(jitter(rng, ram.share(0.35))));
+        need.hot_share = 0.2 + rng.f64() * 0.3;
+        let mut cold = vary(rng, Spec::new(ram, need));
+        (cold.stale, cold.reporting) = (ram.share(0.3 + rng.f64() * 0.3), false);
+        cold.mood = if i % 3 == 2 { Mood::Stuck } else { Mood::Bare };
+        guests.push(cold);
+    }
     setup(Bytes::gib(15), RUN_MS, guests)
 }
 

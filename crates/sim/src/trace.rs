@@ -70,7 +70,9 @@ impl Trace {
         let told = self.vms.into_values().filter(|r| !r.anon.is_empty());
         let guests: Vec<Spec> = told.map(|r| r.spec(end)).collect();
         let host = host.unwrap_or(self.host);
-        let setup = Setup { host, swap: self.swap, run_ms: end, seed, guests, probes: Vec::new() };
+        let probes = Vec::new();
+        let swap = self.swap;
+        let setup = Setup { host, swap, run_ms: end, seed, guests, probes, offload: true };
         (!setup.guests.is_empty() && host > Bytes::ZERO).then_some(setup)
     }
 }

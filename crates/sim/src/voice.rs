@@ -8,9 +8,11 @@
 //! little as on a real host.
 
 use ebb_core::sample::{
-    AgentSample, BalloonSample, GuestStats, Heard, Link, ProcessMemory, RunState, VmEvent, VmId, VmSample,
+    AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, ProcessMemory, RunState,
+    VmEvent, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, PAGE, Stamp};
+use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Counters};
 
 use crate::guest::{BOOT_MS, Guest};
@@ -152,13 +154,18 @@ impl Voice {
             }),
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },
             run: answers.then_some(run),
-            balloon: answers.then_some(BalloonSample {
+            balloon: (answers && g.spec.mood != Mood::Bare).then_some(BalloonSample {
                 actual: g.actual,
                 reporting: Some(g.spec.reporting),
                 deflate_on_oom: Some(g.spec.deflate_on_oom),
                 guest,
             }),
-            agent: g.spec.agent.then(|| agent(g)),
+            agent: g.spec.agent.then(|| agent(g, wall_ms)),
+            offload: (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {
+                paged_out: g.counts.paged_out,
+                busy: g.paging > Bytes::ZERO,
+                error: None,
+            }),
             events,
             ..VmSample::default()
         }
@@ -194,8 +201,26 @@ fn words(g: &Guest) -> GuestStats {
     }
 }
 
-fn agent(g: &Guest) -> AgentSample {
+/// The agent reads map and facts at this very moment.
+fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
+    let c = &g.counts;
+    let facts = Facts {
+        time_ns: wall_ms * 1_000_000,
+        total: g.actual.0 / PAGE,
+        free: g.free().0 / PAGE,
+        available: truly_available(g).0 / PAGE,
+        cached: g.cache().0 / PAGE,
+        alloc_stall: c.alloc_stalls,
+        scan_direct: c.direct_reclaim,
+        refault_file: c.refaults,
+        oom_kill: c.kills,
+        major_fault: c.refaults / 8,
+        swap_in: c.swap_in.0 / PAGE,
+        swap_out: c.swap_out.0 / PAGE,
+        ..Facts::default()
+    };
     AgentSample {
+        facts: Some(facts),
         link: Link::Up,
         state: AgentState::Ready,
         free: Some(g.free()),

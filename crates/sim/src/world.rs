@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::{Config, VmSettings};
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, Outcome, RecycleOrder};
+use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
@@ -81,12 +81,14 @@ pub struct Setup {
     pub guests: Vec<Spec>,
     /// What is to be measured beside the usual.
     pub probes: Vec<Probe>,
+    /// Ebb may page out cold memory.
+    pub offload: bool,
 }
 
 impl Setup {
     /// Ebb's configuration for it; the floors are also those of the rivals.
     pub fn config(&self) -> Config {
-        let mut config = Config::default();
+        let mut config = Config { offload: Some(self.offload), ..Config::default() };
         for (i, spec) in self.guests.iter().enumerate() {
             if spec.weight != 1.0 {
                 let settings = VmSettings { weight: spec.weight, ..config.defaults.clone() };
@@ -265,6 +267,9 @@ impl World {
     pub fn order(&mut self, id: VmId, to: Bytes) -> Result<(), String> {
         let at = self.at_ms;
         let Some(i) = self.index(id) else { return Err("it is gone".into()) };
+        if self.guests[i].spec.mood == Mood::Bare {
+            return Err("it has no balloon".into());
+        }
         if !self.guests[i].spec.mood.answers(at) {
             return Err("no answer for 200 ms".into());
         }
@@ -361,6 +366,14 @@ impl Host for World {
             }
         }
         self.outside += started.elapsed();
+    }
+
+    fn offload(&mut self, orders: &[OffloadOrder]) {
+        for order in orders {
+            if let Some(i) = self.index(order.vm) {
+                self.guests[i].paging += order.bytes;
+            }
+        }
     }
 
     /// As the daemon does: guests are asked right before a fast look.

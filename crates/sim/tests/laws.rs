@@ -229,6 +229,33 @@ fn agents_recycle_what_guests_free_and_nobody_is_harmed_by_it() {
     }
 }
 
+/// Where balloons bring nothing, cold memory goes to swap before anybody has to wait
+/// for that; and where they do, paging out harms nobody.
+#[test]
+fn paging_out_spares_guests_the_wait_where_ballooning_is_not_possible() {
+    let stall = |name: &str, offload| -> (f64, u64, Bytes) {
+        let runs = (0..10).map(|seed| {
+            let setup = Setup { offload, ..scenario(name).unwrap().setup(seed) };
+            let mut paged = Bytes::ZERO;
+            let outcome = Contestant::Ebb.run_seen(&setup, &mut |world| {
+                paged = world.guests.iter().map(|g| g.counts.paged_out).sum();
+            });
+            assert!(outcome.broken.is_empty(), "{name} seed {seed}: {}", outcome.broken[0]);
+            (outcome.score.stall_s, outcome.score.vms - outcome.score.held, paged)
+        });
+        runs.fold(Default::default(), |a, b| (a.0 + b.0, a.1 + b.1, a.2 + b.2))
+    };
+    for name in ["no-balloon", "one-stuck", "overcommit-2.0"] {
+        let (with, without) = (stall(name, true), stall(name, false));
+        println!("{name}: {with:?} with paging out, {without:?} without");
+        assert_eq!(without.2, Bytes::ZERO);
+        assert!(with.1 <= without.1 && with.0 <= without.0 * 1.1 + 1.0, "{name}");
+        if name == "no-balloon" {
+            assert!(with.2 > Bytes::gib(1) && with.0 < without.0 * 0.8);
+        }
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_run() {
     for s in &SCENARIOS {
@@ -248,6 +275,7 @@ fn memory_promised_but_never_touched_costs_the_host_nothing() {
         seed: 1,
         guests,
         probes: Vec::new(),
+        offload: true,
     };
     let outcome = Contestant::Ebb.run(&setup);
     assert_eq!((outcome.score.orders, outcome.score.held), (0, 4));

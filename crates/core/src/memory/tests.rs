@@ -6,8 +6,8 @@ use crate::config::Config;
 use crate::model::{Progress, Standing, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::{
-    BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, VmPressure,
-    VmSample,
+    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState,
+    VmPressure, VmSample,
 };
 
 const ID: VmId = VmId { pid: 7, start: 9 };
@@ -403,4 +403,29 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
     assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
     let offloaded = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap();
     assert_eq!(offloaded.came, Bytes::mib(100));
+}
+
+#[test]
+fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
+    let mut memory = Memory::default();
+    let mut look = |at: u64, stalls: u64, agent: bool| {
+        let facts = crate::wire::abi::Facts {
+            time_ns: at * 1_000_000,
+            total: 512 << 8,
+            free: 50 << 8,
+            available: 100 << 8,
+            alloc_stall: stalls,
+            ..Default::default()
+        };
+        let state = crate::wire::AgentState::Ready;
+        let facts = Some(facts);
+        let agent =
+            agent.then(|| AgentSample { link: Link::Up, state, facts, ..AgentSample::default() });
+        // The balloon's say the same all the time.
+        let model = tick(&mut memory, &sample(at, vec![VmSample { agent, ..vm(512, 100, 500) }]));
+        only(&model).distress.clone()
+    };
+    assert_eq!([look(1_000, 7, true), look(1_500, 7, true)], ["", ""]);
+    assert_eq!(look(2_000, 9, true), "4 allocation stalls a second, by its module's facts");
+    assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
 }

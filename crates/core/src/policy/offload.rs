@@ -7,8 +7,9 @@
 //! stood still, it read nothing back) or is paused; those idle longest go first. A
 //! running VM keeps at least half of its memory in DRAM. What its guest has freed
 //! is never paged out: a VM whose map is known is recycled first. One that reads
-//! back what was paged out is left alone for a growing time. Never: pinned memory,
-//! VMs that migrate, guests in distress.
+//! back what was paged out is left alone for a growing time. Who has no
+//! balloon, or one that does not follow, is paged out like the others: it can give in no
+//! other way. Never: pinned memory, VMs that migrate, guests in distress.
 
 use crate::memory::{Memory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
@@ -84,7 +85,7 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
 /// touched.
 fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     let paused = vm.paused;
-    let reachable = vm.standing == Standing::Ready || paused;
+    let reachable = vm.standing == Standing::Ready || vm.beyond_balloon || paused;
     if !reachable || vm.pinned.is_some() || !vm.distress.is_empty() {
         return None;
     }
@@ -210,6 +211,18 @@ mod tests {
         let (mut v, m) = cold();
         v.swap = Some(Bytes::mib(1100));
         refused((v, m));
+    }
+
+    #[test]
+    fn who_cannot_be_ballooned_is_paged_out_and_who_must_be_left_alone_is_not() {
+        let off = Standing::Off("it has no virtio balloon that answers".into());
+        let with = |beyond_balloon, quiet_s| {
+            let vm = VmModel { standing: off.clone(), beyond_balloon, ..vm(1) };
+            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, quiet_s))])
+        };
+        assert_eq!(with(true, 100), [(1, 99)]);
+        assert_eq!(with(true, 30), [], "not quiet for long enough");
+        assert_eq!(with(false, 100), []);
     }
 
     #[test]

@@ -240,7 +240,7 @@ mod tests {
         let mut recorder = Recorder::default();
         recorder.head(&Head::new(&config, &Memory::default()));
         run(&mut engine, &mut world, |_, tick, _| {
-            recorder.tick(tick);
+            recorder.tick(&recorder::line(tick));
             true
         });
         recorder.dump()

@@ -115,7 +115,7 @@ mod tests {
             if recorder.wants_head() {
                 recorder.head(&Head::new(&config, &before));
             }
-            recorder.tick(tick);
+            recorder.tick(&recorder::line(tick));
             before = engine.memory.clone();
             true
         });

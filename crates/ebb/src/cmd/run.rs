@@ -187,14 +187,15 @@ impl Observer {
         let state = State::new(tick, model, &engine.memory, self.daemon(tick));
         let decisions = view::decisions(tick, model);
         let stock = stock(model, &engine.memory);
-        self.record(head.as_ref(), tick);
+        let text = recorder::line(tick);
+        self.record(head.as_ref(), tick.number, &text);
         self.log(&state, &decisions);
         self.log_beside(tick);
         let mut published = self.shared.lock();
         if let Some(head) = &head {
             published.recorder.head(head);
         }
-        published.recorder.tick(tick);
+        published.recorder.tick(&text);
         published.state = Arc::new(state);
         published.plan = Arc::new(tick.plan.clone());
         published.stock = Arc::new(stock);
@@ -224,13 +225,13 @@ impl Observer {
         }
     }
 
-    fn record(&mut self, head: Option<&Head>, tick: &Tick) {
+    fn record(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {
         let Some(file) = self.file.as_mut() else { return };
         let mut write = || -> std::io::Result<()> {
-            if let Some(head) = head.filter(|_| tick.number == 1) {
+            if let Some(head) = head.filter(|_| number == 1) {
                 file.write_all(&recorder::line(head))?;
             }
-            file.write_all(&recorder::line(tick))?;
+            file.write_all(tick)?;
             file.flush()
         };
         if let Err(e) = write() {

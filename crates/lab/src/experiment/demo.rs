@@ -208,7 +208,8 @@ impl Demo {
 }
 
 /// A file of noise: nothing that zram could make small.
-pub(super) fn write_noise(path: &Path, size: Bytes) -> Result<()> {
+/// Fills a file with what cannot be compressed or merged.
+pub fn write_noise(path: &Path, size: Bytes) -> Result<()> {
     let mut noise = std::fs::File::open("/dev/urandom")?.take(size.0);
     std::io::copy(&mut noise, &mut std::fs::File::create(path)?)?;
     Ok(())
