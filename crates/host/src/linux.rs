@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder};
 use ebb_core::sample::{
-    HostSample, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample,
+    HostSample, Ksm, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
@@ -43,6 +43,10 @@ const AGENTS: Duration = Duration::from_millis(20);
 /// Notifications of reclaim end a sleep at most so often: they come for every 512
 /// pages that are looked at.
 const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
+
+/// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
+/// and one of each VM, for people only.
+const OTHERS_KSM_EVERY: Duration = Duration::from_secs(10);
 
 /// Who else sets KSM is looked for this often.
 const KSMTUNED_EVERY: Duration = Duration::from_secs(30);
@@ -162,6 +166,8 @@ pub struct LinuxHost {
     merger: Option<Merger>,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_tasks: Option<(Option<u32>, Option<u32>, Instant)>,
+    /// What others merged when that was last read, and when.
+    others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     waker: Waker,
 }
 
@@ -182,6 +188,7 @@ impl LinuxHost {
             offloader: Offloader::new(options.root.clone()),
             merger,
             ksm_tasks: None,
+            others_ksm: None,
             options,
             vms: BTreeMap::new(),
             bound,
@@ -228,7 +235,7 @@ impl LinuxHost {
             psi: noted(problems, psi::MEMORY, psi::read_psi(root, psi::MEMORY)),
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
-            ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
+            ksm: None,
             scan: None,
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
@@ -487,18 +494,10 @@ impl LinuxHost {
         vms: &mut [VmSample],
         problems: &mut Vec<Problem>,
     ) {
-        let merges = |k: &ebb_core::sample::Ksm| k.run != 0 || k.pages_shared > 0;
-        if self.merger.is_none() && !host.ksm.as_ref().is_some_and(merges) {
-            return;
+        if self.merger.is_none() {
+            return self.sample_others_merging(host, vms, problems);
         }
-        let root = &self.options.root;
-        for vm in vms.iter_mut() {
-            let source = format!("/proc/{}/ksm_stat", vm.id.pid);
-            let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
-            let stat: KsmStat = stat.unwrap_or_default();
-            vm.merge = Some(MergeSample { stat, ..MergeSample::default() });
-        }
-        self.sample_ksm_tasks(host);
+        self.sample_ksm(host, vms, problems);
         let Some(merger) = &mut self.merger else { return };
         let (scan, knobs) = merger.sample();
         let refused = scan.error.clone();
@@ -531,6 +530,51 @@ impl LinuxHost {
                 part.error = part.error.take().or(look.open.err());
             }
         }
+    }
+
+    /// What is merged where Ebb has no part in it: read now and then, and shown until
+    /// it is read again.
+    fn sample_others_merging(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        if let Some((_, ksm, stats)) =
+            self.others_ksm.as_ref().filter(|o| o.0.elapsed() < OTHERS_KSM_EVERY)
+        {
+            host.ksm = *ksm;
+            for vm in vms.iter_mut() {
+                let stat = stats.get(&vm.id).copied();
+                vm.merge = stat.map(|stat| MergeSample { stat, ..MergeSample::default() });
+            }
+            return;
+        }
+        self.sample_ksm(host, vms, problems);
+        let stats = vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?.stat))).collect();
+        self.others_ksm = Some((Instant::now(), host.ksm, stats));
+    }
+
+    /// Reads KSM's counters, and those of each VM where anything is merged at all.
+    fn sample_ksm(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        let root = &self.options.root;
+        host.ksm = noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root));
+        let merges = host.ksm.is_some_and(|k| k.run != 0 || k.pages_shared > 0);
+        if self.merger.is_none() && !merges {
+            return;
+        }
+        for vm in vms.iter_mut() {
+            let source = format!("/proc/{}/ksm_stat", vm.id.pid);
+            let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
+            let stat: KsmStat = stat.unwrap_or_default();
+            vm.merge = Some(MergeSample { stat, ..MergeSample::default() });
+        }
+        self.sample_ksm_tasks(host);
     }
 
     fn sample_ksm_tasks(&mut self, host: &mut HostSample) {
@@ -738,6 +782,24 @@ mod tests {
         assert_eq!((sample.host, sample.vms), (HostSample::default(), vec![]));
         let sources: Vec<&str> = sample.problems.iter().map(|p| p.source.as_str()).collect();
         assert_eq!(sources, ["/x"]);
+    }
+
+    #[test]
+    fn what_others_merge_is_read_now_and_then_and_shown_all_the_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let ksm = dir.path().join("sys/kernel/mm/ksm");
+        std::fs::create_dir_all(dir.path().join("proc")).unwrap();
+        std::fs::create_dir_all(&ksm).unwrap();
+        let shared = |n: u64| {
+            std::fs::write(ksm.join("run"), "1\n").unwrap();
+            std::fs::write(ksm.join("pages_shared"), format!("{n}\n")).unwrap();
+        };
+        let mut host = host(dir.path(), Options::default());
+        let mut seen = || host.sample().host.ksm.map(|k| k.pages_shared);
+        shared(5);
+        assert_eq!(seen(), Some(5));
+        shared(6);
+        assert_eq!(seen(), Some(5));
     }
 
     #[test]

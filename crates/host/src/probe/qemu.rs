@@ -103,12 +103,19 @@ pub fn discover(root: &Root) -> Result<Scan, ProbeError> {
 
 /// Scans `/proc` again and again. Reading a command line takes the process's
 /// mmap lock, which on a host short of memory may be held for long; so each is
-/// read once, and again only when `stat` (no lock) shows another program.
+/// read once, and again only when `stat` (no lock) shows another program. Most
+/// processes are no VMs and stay what they are: of those only the name is read, as
+/// `stat` costs several times as much, but for every [`THOROUGH`]th scan, which
+/// also finds a VM with the pid and the name of a process that has ended.
 #[derive(Debug, Default)]
 pub struct Scanner {
     seen: HashMap<u32, Seen>,
     hugetlbfs: Option<Vec<String>>,
+    scans: u32,
 }
+
+/// See [`Scanner`].
+const THOROUGH: u32 = 15;
 
 #[derive(Debug)]
 struct Seen {
@@ -125,6 +132,7 @@ impl Scanner {
         let error = |error| ProbeError::Io { path: path.clone(), error };
         let mut scan = Scan::default();
         let mut seen = HashMap::new();
+        self.scans = (self.scans + 1) % THOROUGH;
         for entry in std::fs::read_dir(&path).map_err(error)? {
             let Ok(entry) = entry else { continue };
             let pid = entry.file_name().to_str().and_then(|n| n.parse().ok());
@@ -141,7 +149,18 @@ impl Scanner {
         Ok(scan)
     }
 
+    /// Whether a process has the name that it had when it was seen to be no VM.
+    fn is_still_none(&self, root: &Root, pid: u32) -> bool {
+        let none = |s: &&Seen| s.qemu.is_none() && !is_qemu(&s.comm);
+        let Some(known) = self.seen.get(&pid).filter(none) else { return false };
+        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
+        self.scans != 0 && comm.is_some_and(|c| c.trim_end_matches('\n') == known.comm)
+    }
+
     fn look(&mut self, root: &Root, pid: u32) -> Result<Option<Seen>, ProbeError> {
+        if self.is_still_none(root, pid) {
+            return Ok(self.seen.remove(&pid));
+        }
         let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else { return Ok(None) };
         if matches!(state, 'Z' | 'X') {
             return Ok(None);
@@ -674,6 +693,31 @@ mod tests {
         assert_eq!(found[0].id, VmId { pid: 10, start: 500 });
         assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
         assert!(found[0].hugepages);
+    }
+
+    #[test]
+    fn of_what_is_no_vm_only_the_name_is_read_again_but_now_and_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let proc = dir.path().join("proc/10");
+        std::fs::create_dir_all(&proc).unwrap();
+        let become_ = |comm: &str, start: u64, line: &str| {
+            let stat = format!("10 ({comm}) S{} {start} 0", " 0".repeat(18));
+            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
+            std::fs::write(proc.join("stat"), stat).unwrap();
+            std::fs::write(proc.join("cmdline"), line).unwrap();
+        };
+        let mut scanner = Scanner::default();
+        let mut found = || scanner.scan(&root).unwrap().found.len();
+        become_("sh", 5, "sh\0");
+        assert_eq!(found(), 0);
+        become_("sh", 6, "kvm\0-name\0a\0");
+        let scans = (0..THOROUGH).take_while(|_| found() == 0).count();
+        assert!((1..THOROUGH as usize).contains(&scans), "{scans}");
+        become_("sh", 7, "sh\0");
+        assert_eq!(found(), 0, "a VM's stat is read each time");
+        become_("kvm", 7, "kvm\0-name\0a\0");
+        assert_eq!(found(), 1, "another name is looked at at once");
     }
 
     #[test]
