@@ -16,7 +16,7 @@ pub use self::reach::{Reach, SILENT_MS};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
 use crate::model::{Model, Pressure};
-use crate::plan::{MergeWish, Outcome, Plan, RungName};
+use crate::plan::{MergeWish, Outcome, Plan, Rung, RungName};
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
@@ -44,6 +44,9 @@ pub struct Memory {
     /// What each rung of the ladder was expected to bring, and brought.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<Tally>,
+    /// Since when something has been missing that no rung above paging out brings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beyond_since: Option<Stamp>,
     /// The last notification of cgroup v1, and the state it stands for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notified: Option<(Stamp, Pressure)>,
@@ -222,6 +225,7 @@ impl Memory {
     /// forgotten, what is owed is not.
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
+        self.beyond_since = None;
         self.merge = MergeMemory { asked: self.merge.asked, ..MergeMemory::default() };
         self.state_since = now;
         for vm in &mut self.vms {
@@ -255,6 +259,9 @@ impl Memory {
         }
         self.vmstat = model.host.vmstat;
         self.urgency = model.host.urgency;
+        let beyond = |r: &Rung| r.name == RungName::Offload && r.missing > Bytes::ZERO;
+        let beyond = plan.rungs.iter().any(beyond);
+        self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));
         if !applied {
             return;
         }

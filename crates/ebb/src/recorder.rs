@@ -185,7 +185,7 @@ mod tests {
             if r.wants_head() {
                 r.head(&head());
             }
-            r.tick(&tick(n));
+            r.tick(&line(&tick(n)));
         }
         let dump = r.dump();
         assert!(dump.len() <= MOST + SEGMENT + 1000, "{}", dump.len());

@@ -371,7 +371,7 @@ fn no_balloon(rng: &mut fastrand::Rng) -> Setup {
         cold.mood = if i % 3 == 2 { Mood::Stuck } else { Mood::Bare };
         guests.push(cold);
     }
-    setup(Bytes::gib(15), RUN_MS, guests)
+    setup(Bytes::gib(12), RUN_MS, guests)
 }
 
 /// Many guests of one size, for scale: one in `odd_one_in` is not ideal (0: all are).

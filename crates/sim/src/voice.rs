@@ -167,6 +167,7 @@ impl Voice {
                 error: None,
             }),
             events,
+            pinned: (g.spec.mood == Mood::Pinned).then(|| "a VFIO device pins it".into()),
             ..VmSample::default()
         }
     }

@@ -1,9 +1,9 @@
 //! Offload: cold memory goes to the host's swap on purpose, before the kernel has
 //! to choose in a hurry.
 //!
-//! The last rung that does anything: only while the host is hard or critical, only
-//! for what recycling and ballooning do not bring, only where there is swap with
-//! room. Cold is a VM that has been quiet for a minute (its need and residency
+//! The last rung that does anything: only while the host is critical, or hard and tasks
+//! stall, only for what recycling and ballooning have not brought for ten seconds, only
+//! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need and residency
 //! stood still, it read nothing back) or is paused; those idle longest go first. A
 //! running VM keeps at least half of its memory in DRAM. What its guest has freed
 //! is never paged out: a VM whose map is known is recycled first. One that reads
@@ -19,7 +19,10 @@ use crate::sample::AgentSample;
 use crate::units::Bytes;
 
 /// A running VM is cold when it has been quiet for so long.
-const QUIET_MS: u64 = 60_000;
+const QUIET_MS: u64 = 120_000;
+/// So long something must have been missing that no rung above brings: balloons move
+/// in seconds, and what was paged out in vain is read back while somebody waits.
+const PATIENCE_MS: u64 = 10_000;
 /// What a running VM keeps in DRAM of all it holds.
 const KEPT: f64 = 0.5;
 /// A paused one keeps so much: QEMU itself lives there too.
@@ -46,6 +49,13 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
     let pace = pace(model.host.state);
     if pace == Bytes::ZERO || missing < LEAST {
         return (Vec::new(), "only for what is missing on a hard host".into());
+    }
+    if model.host.state < Pressure::Critical && model.host.stalled < Pressure::Soft {
+        return (Vec::new(), "only on a critical host, or where tasks stall".into());
+    }
+    let since = memory.beyond_since.map_or(0, |t| model.at.since(t));
+    if since < PATIENCE_MS {
+        return (Vec::new(), "what is missing may come from the rungs above".into());
     }
     let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
     let mut left = missing.min(room).min(pace.share(seconds));
@@ -147,17 +157,20 @@ mod tests {
         missing: u64,
         vms: Vec<(VmModel, VmMemory)>,
     ) -> Vec<(u32, u64)> {
-        let host = HostModel { state, offload_room: room.map(Bytes::mib), ..HostModel::default() };
+        let offload_room = room.map(Bytes::mib);
+        let stalled = state.min(Pressure::Soft);
+        let host = HostModel { state, stalled, offload_room, ..HostModel::default() };
         let (vms, remembered) = vms.into_iter().unzip();
         let model = Model { at: NOW, dt_ms: 1000, host, vms };
-        let memory = Memory { vms: remembered, ..Memory::default() };
+        let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
+        let memory = Memory { vms: remembered, beyond_since, ..Memory::default() };
         let (orders, _) = offload(&model, &memory, Bytes::mib(missing));
         orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect()
     }
 
     #[test]
     fn only_a_hard_host_with_room_in_its_swap_pages_out() {
-        let one = || vec![(vm(1), quiet_for(1, 100))];
+        let one = || vec![(vm(1), quiet_for(1, 200))];
         assert_eq!(ask(Pressure::Hard, Some(1000), 500, one()), [(1, 64)]);
         assert_eq!(ask(Pressure::Critical, Some(1000), 500, one()), [(1, 256)]);
         assert_eq!(ask(Pressure::Critical, Some(40), 500, one()), [(1, 40)]);
@@ -174,23 +187,43 @@ mod tests {
     }
 
     #[test]
+    fn what_balloons_may_bring_in_a_moment_is_waited_for() {
+        let ask = |state, stalled, since_ms: Option<u64>| {
+            let offload_room = Some(Bytes::gib(1));
+            let host = HostModel { state, stalled, offload_room, ..HostModel::default() };
+            let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1)] };
+            let beyond_since = since_ms.map(|ms| Stamp(NOW.0 - ms));
+            let vms = vec![quiet_for(1, 200)];
+            offload(&model, &Memory { vms, beyond_since, ..Memory::default() }, Bytes::mib(99))
+                .0
+                .len()
+        };
+        let (clear, soft) = (Pressure::Clear, Pressure::Soft);
+        assert_eq!(ask(Pressure::Critical, clear, Some(PATIENCE_MS)), 1);
+        assert_eq!(ask(Pressure::Critical, clear, Some(PATIENCE_MS - 1)), 0);
+        assert_eq!(ask(Pressure::Critical, clear, None), 0);
+        assert_eq!(ask(Pressure::Hard, soft, Some(PATIENCE_MS)), 1);
+        assert_eq!(ask(Pressure::Hard, clear, Some(PATIENCE_MS)), 0, "nobody stalls");
+    }
+
+    #[test]
     fn those_idle_longest_go_first_and_paused_ones_before_them() {
         let mut paused = vm(3);
         paused.paused = true;
         paused.standing = Standing::GiveOnly("paused".into());
         paused.resident = Some(Bytes::mib(100));
         let vms = vec![
-            (vm(1), quiet_for(1, 70)),
+            (vm(1), quiet_for(1, 140)),
             (vm(2), quiet_for(2, 700)),
             (paused, quiet_for(3, 0)),
-            (vm(4), quiet_for(4, 10)),
+            (vm(4), quiet_for(4, 100)),
         ];
         assert_eq!(ask(Pressure::Critical, Some(9000), 600, vms), [(3, 90), (2, 166)]);
     }
 
     #[test]
     fn hands_off_where_it_would_do_harm() {
-        let cold = || (vm(1), quiet_for(1, 100));
+        let cold = || (vm(1), quiet_for(1, 200));
         let refused =
             |(vm, m)| assert_eq!(ask(Pressure::Critical, Some(999), 99, vec![(vm, m)]), []);
         let (mut v, m) = cold();
@@ -220,9 +253,9 @@ mod tests {
             let vm = VmModel { standing: off.clone(), beyond_balloon, ..vm(1) };
             ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, quiet_s))])
         };
-        assert_eq!(with(true, 100), [(1, 99)]);
-        assert_eq!(with(true, 30), [], "not quiet for long enough");
-        assert_eq!(with(false, 100), []);
+        assert_eq!(with(true, 200), [(1, 99)]);
+        assert_eq!(with(true, 100), [], "not quiet for long enough");
+        assert_eq!(with(false, 200), []);
     }
 
     #[test]
@@ -235,7 +268,7 @@ mod tests {
         };
         let with = |held| {
             let vm = VmModel { agent: Some(agent(held)), ..vm(1) };
-            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, 100))])
+            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, 200))])
         };
         assert_eq!(with(100), []);
         assert_eq!(with(2), [(1, 99)]);
