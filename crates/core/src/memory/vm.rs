@@ -317,7 +317,7 @@ pub struct Peaks {
 const BRIEF_MS: u64 = 2_000;
 
 impl Peaks {
-    pub(super) fn update(&mut self, at: Stamp, need: Bytes) {
+    pub(crate) fn update(&mut self, at: Stamp, need: Bytes) {
         let ms = at.since(self.at) as f64;
         let sink = |peak: Bytes, over_ms: f64| {
             (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
