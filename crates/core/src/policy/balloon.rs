@@ -370,7 +370,11 @@ mod tests {
             [size(&v[0]), size(&v[1]), size(&v[2])]
         };
         assert_eq!(ask(40), [Some(984), None, None]);
-        assert_eq!(ask(60), [Some(1024 - 51), None, Some(1024 - 8)], "a step is 5 % a second");
+        assert_eq!(
+            ask(60),
+            [Some(1024 - 51), None, Some(1024 - 16)],
+            "5 % a second, 16 MiB at least"
+        );
         assert_eq!(ask(500)[1], Some(1024 - 20), "has hardly anything idle");
     }
 
@@ -606,12 +610,14 @@ mod tests {
         let mut ask = |ms: u64, need: u64, stalled| {
             peaks.update(Stamp(NOW.0 - 5_000 + ms), Bytes::mib(need));
             let m = VmMemory { peaks, ..remembered(1) };
-            let host = HostModel { stalled, ..host(Pressure::Critical, 4000, 0) };
+            let (headroom, reserve) = (Bytes::ZERO, Bytes::gib(8));
+            let host =
+                HostModel { stalled, headroom, reserve, ..host(Pressure::Critical, 4000, 0) };
             size(&decide(host, vec![vm(1, 1000, 1000 - need)], vec![m])[0])
         };
         let (calm, hard) = (Pressure::Soft, Pressure::Hard);
         assert_eq!(ask(0, 940, calm), None, "what it has it needs");
-        assert_eq!(ask(1_900, 300, calm), None, "two seconds ago it needed 940");
+        assert_eq!(ask(1_900, 300, calm), Some(879), "what a hard host takes at most");
         assert_eq!(ask(1_900, 300, hard), Some(1000 - 256));
         assert_eq!(ask(2_000, 300, calm), Some(1000 - 256));
         assert_eq!(ask(2_500, 900, calm), None, "and again");

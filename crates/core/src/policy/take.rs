@@ -404,7 +404,7 @@ mod tests {
         };
         let alike = || (0..8).map(|_| candidate(1.0, 100, 400, 400)).collect::<Vec<_>>();
         assert_eq!(lumped(alike(), 800), [100; 8]);
-        assert_eq!(lumped(alike(), 40), [16, 16, 0, 0, 0, 0, 0, 0], "half of one is not enough");
+        assert_eq!(lumped(alike(), 38), [16, 16, 0, 0, 0, 0, 0, 0], "half of one is not enough");
         assert_eq!(lumped(alike(), 4), [0; 8]);
         let mut tail = alike();
         tail[0] = candidate(1.0, 490, 10, 10);
