@@ -74,6 +74,9 @@ pub struct MergeConfig {
     pub scan_ms: u64,
     /// The speed of `ksmd` is left to the kernel's advisor.
     pub advisor: bool,
+    /// Pages of zeros of VMs that are not merged may be looked for and let go of.
+    #[serde(default)]
+    pub zeros: bool,
 }
 
 impl Default for MergeConfig {
@@ -85,6 +88,7 @@ impl Default for MergeConfig {
             settings: Settings::default(),
             scan_ms: 600_000,
             advisor: false,
+            zeros: false,
         }
     }
 }
@@ -108,6 +112,13 @@ pub struct VmSettings {
     /// Whether it is open to KSM; `None`: as QEMU was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<bool>,
+    /// Whether its pages of zeros may be let go of, where that is done.
+    #[serde(default = "yes")]
+    pub zeros: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// A size, or a share of the VM's RAM.
@@ -153,6 +164,7 @@ impl Default for VmSettings {
             group: "default".into(),
             qmp: None,
             merge: None,
+            zeros: true,
         }
     }
 }
@@ -281,6 +293,7 @@ struct RawMerge {
     floor: Option<Bytes>,
     scan: Option<Spanned<String>>,
     advisor: Option<bool>,
+    zeros: Option<bool>,
 }
 
 #[derive(Deserialize, Default)]
@@ -293,6 +306,7 @@ struct RawVm {
     group: Option<Spanned<String>>,
     qmp: Option<Spanned<String>>,
     merge: Option<bool>,
+    zeros: Option<bool>,
 }
 
 /// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
@@ -405,6 +419,7 @@ impl Checker<'_> {
             group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
             merge: raw.merge.or(base.merge),
+            zeros: raw.zeros.unwrap_or(base.zeros),
         };
         let crossed = match (settings.min, settings.max) {
             (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
@@ -459,6 +474,7 @@ impl Checker<'_> {
             settings: Settings { cores, floor: raw.floor.unwrap_or(base.settings.floor) },
             scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
             advisor: raw.advisor.unwrap_or(base.advisor),
+            zeros: raw.zeros.unwrap_or(base.zeros),
         })
     }
 

@@ -9,12 +9,14 @@ mod rates;
 mod reach;
 mod sizes;
 mod vm;
+mod zeros;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::reach::{Reach, SILENT_MS};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
+pub use self::zeros::ZeroMemory;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, RungName};
 use crate::policy::merge::{self, Candidates, MergeMemory};
@@ -172,9 +174,11 @@ impl Memory {
             let recycled = m.returned.recycled - was.recycled;
             let ballooned = m.returned.balloon - was.balloon;
             let paged = m.cold.paged_out - paged;
+            let zeros = m.returned.zeros - was.zeros;
             self.tally(RungName::Recycle, |t| t.came += recycled);
             self.tally(RungName::Balloon, |t| t.came += ballooned);
             self.tally(RungName::Offload, |t| t.came += paged);
+            self.tally(RungName::Zeros, |t| t.came += zeros);
         }
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();

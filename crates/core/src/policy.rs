@@ -11,6 +11,7 @@ pub mod offload;
 pub mod protect;
 pub mod recycle;
 mod take;
+pub mod zeros;
 
 use crate::memory::Memory;
 use crate::model::{Model, Standing, VmModel};
@@ -44,6 +45,10 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     plan.merge = merge::merge(model, memory).map(|(merge, _)| merge);
     let merging = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
 
+    // So do pages of zeros: what they bring is seen when it has come.
+    let (orders, letting_go) = zeros::zeros(model, memory, requests);
+    plan.zeros = orders;
+
     let ballooned = balloon::balloon(model, memory, requests, freed);
     let (missing, expected) = (ballooned.missing, ballooned.expected);
     let waiting = match ballooned.deferred {
@@ -62,6 +67,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
 
     ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
     ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merging);
+    ladder.rung(RungName::Zeros, missing - freed, Bytes::ZERO, letting_go);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
     ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));

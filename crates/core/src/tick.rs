@@ -11,7 +11,7 @@ use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
 use crate::plan::{
     Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reason, Reclaim,
-    RecycleOrder, RungName,
+    RecycleOrder, RungName, ZeroOrder,
 };
 use crate::policy::decide;
 use crate::sample::Sample;
@@ -39,6 +39,8 @@ pub trait Host {
     /// Has cold memory paged out, beside the loop; later samples tell what came of
     /// it. Hosts without swap need not care.
     fn offload(&mut self, _orders: &[OffloadOrder]) {}
+    /// Has pages of zeros looked for and let go of, beside the loop, likewise.
+    fn zeros(&mut self, _orders: &[ZeroOrder]) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -93,6 +95,7 @@ const LOOK_MOST_MS: u64 = 3_000;
 fn only_gives(plan: &mut Plan) {
     plan.actions.retain(Action::gives);
     plan.offload.clear();
+    plan.zeros.clear();
     if let Some(merge) = &mut plan.merge {
         merge.vms.clear();
     }
@@ -173,6 +176,9 @@ impl Engine {
             }
             if !plan.offload.is_empty() {
                 host.offload(&plan.offload);
+            }
+            if !plan.zeros.is_empty() {
+                host.zeros(&plan.zeros);
             }
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }

@@ -241,7 +241,7 @@ fn for_ever() -> u64 {
 }
 
 /// How much dearer memory is in this state: the budget grows, the floor falls.
-fn worth(state: Pressure) -> f64 {
+pub(super) fn worth(state: Pressure) -> f64 {
     match state {
         Pressure::Clear => 1.0,
         Pressure::Soft => 2.0,
