@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder};
+use ebb_core::plan::{
+    Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, ZeroOrder,
+};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
@@ -89,6 +91,7 @@ pub fn options(config: &Config) -> Options {
             keep_advisor: config.merge.advisor,
             steer: config.merge.mode == MergeMode::On,
         }),
+        zeros: config.merge.zeros,
         ..Options::default()
     }
 }
@@ -217,6 +220,10 @@ impl Host for Daemon {
 
     fn offload(&mut self, orders: &[OffloadOrder]) {
         self.host.offload(orders);
+    }
+
+    fn zeros(&mut self, orders: &[ZeroOrder]) {
+        self.host.zeros(orders);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

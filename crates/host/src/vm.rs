@@ -475,6 +475,7 @@ impl Vm {
             age_ms: age_of(id),
             pinned: self.pinned(),
             offload: None,
+            zeros: None,
             merge: None,
         }
     }

@@ -85,6 +85,9 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
         let what = if m.open { "open to KSM" } else { "out of KSM" };
         out += &format!("{}: {what}: {}\n", m.name, m.reason);
     }
+    for o in &plan.zeros {
+        out += &format!("{}: look for zeros in {}: {}\n", o.name, o.read, o.reason);
+    }
     for o in &plan.offload {
         out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);
     }
