@@ -74,6 +74,9 @@ pub struct MergeConfig {
     pub scan_ms: u64,
     /// The speed of `ksmd` is left to the kernel's advisor.
     pub advisor: bool,
+    /// khugepaged is kept from undoing merges while KSM is steered.
+    #[serde(default)]
+    pub hold_khugepaged: bool,
     /// Pages of zeros of VMs that are not merged may be looked for and let go of.
     #[serde(default)]
     pub zeros: bool,
@@ -88,6 +91,7 @@ impl Default for MergeConfig {
             settings: Settings::default(),
             scan_ms: 600_000,
             advisor: false,
+            hold_khugepaged: false,
             zeros: false,
         }
     }
@@ -293,6 +297,7 @@ struct RawMerge {
     floor: Option<Bytes>,
     scan: Option<Spanned<String>>,
     advisor: Option<bool>,
+    hold_khugepaged: Option<bool>,
     zeros: Option<bool>,
 }
 
@@ -474,6 +479,7 @@ impl Checker<'_> {
             settings: Settings { cores, floor: raw.floor.unwrap_or(base.settings.floor) },
             scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
             advisor: raw.advisor.unwrap_or(base.advisor),
+            hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
             zeros: raw.zeros.unwrap_or(base.zeros),
         })
     }
@@ -582,6 +588,14 @@ mod tests {
         assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
         assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
         assert_eq!((c.vm("a").merge, c.vm("b").merge), (Some(false), Some(true)));
+        assert!(!c.merge.zeros && !c.merge.hold_khugepaged);
+        let text = "[merge]\nzeros = true\nhold_khugepaged = true\n[vm.a]\nzeros = false\n";
+        let c = Config::parse("f", text).unwrap();
+        assert_eq!(
+            (c.merge.mode, c.merge.zeros, c.merge.hold_khugepaged),
+            (MergeMode::Off, true, true)
+        );
+        assert_eq!((c.vm("a").zeros, c.vm("b").zeros), (false, true));
     }
 
     #[test]

@@ -19,6 +19,7 @@ pub use self::vm::*;
 pub use self::zeros::ZeroMemory;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, RungName};
+use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
@@ -250,8 +251,8 @@ impl Memory {
     }
 
     /// Takes in what was decided and what became of it.
-    pub fn learn(&mut self, model: &Model, plan: &Plan, outcomes: &[Outcome], applied: bool) {
-        let merging = merge::merge(model, self).map(|(_, next)| next).filter(|_| applied);
+    pub fn learn(&mut self, model: &Model, decided: &Decided, outcomes: &[Outcome], applied: bool) {
+        let plan = &decided.plan;
         let first = self.at.replace(model.at).is_none();
         if model.host.state != self.state || first {
             self.state = model.host.state;
@@ -265,7 +266,7 @@ impl Memory {
         for rung in &plan.rungs {
             self.tally(rung.name, |t| t.expected += rung.expected);
         }
-        self.merge = merging.unwrap_or(self.merge);
+        self.merge = decided.merging.unwrap_or(self.merge);
         for order in plan.merge.iter().flat_map(|m| &m.vms) {
             let m = &mut self.vm_mut(order.vm).merge;
             m.ordered = Some((model.at, order.open));

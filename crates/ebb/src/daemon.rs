@@ -14,6 +14,7 @@ use ebb_core::plan::{
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
+use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake, Waker};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
@@ -88,7 +89,10 @@ pub fn options(config: &Config) -> Options {
         only: config.listed_only.then(|| config.vms.keys().cloned().collect()),
         merge: (config.merge.mode != MergeMode::Off).then(|| MergeOptions {
             note: ksm_note(&config.state_file),
-            keep_advisor: config.merge.advisor,
+            manners: Manners {
+                keep_advisor: config.merge.advisor,
+                hold_khugepaged: config.merge.hold_khugepaged,
+            },
             steer: config.merge.mode == MergeMode::On,
         }),
         zeros: config.merge.zeros,

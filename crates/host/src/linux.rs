@@ -19,6 +19,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
+use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
@@ -76,8 +77,8 @@ pub struct Options {
 pub struct MergeOptions {
     /// Where what KSM's knobs were is written down.
     pub note: PathBuf,
-    /// The speed of `ksmd` is left to the kernel's advisor.
-    pub keep_advisor: bool,
+    /// What is left alone of what moves pages, and what is not.
+    pub manners: Manners,
     /// KSM is steered (else VMs are only scanned).
     pub steer: bool,
 }
@@ -177,9 +178,10 @@ impl LinuxHost {
     pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
-        let merger = options.merge.as_ref().map(|m| {
-            Merger::new(options.root.clone(), m.note.clone(), m.keep_advisor, waker.clone())
-        });
+        let merger = options
+            .merge
+            .as_ref()
+            .map(|m| Merger::new(options.root.clone(), m.note.clone(), m.manners, waker.clone()));
         let bound = vec![None; options.sockets.len()];
         Ok(LinuxHost {
             trigger: None,
@@ -802,8 +804,11 @@ mod tests {
             let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
             std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
         };
-        let merge =
-            MergeOptions { note: dir.path().join("ksm.json"), keep_advisor: false, steer: true };
+        let merge = MergeOptions {
+            note: dir.path().join("ksm.json"),
+            manners: Manners::default(),
+            steer: true,
+        };
         let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
         meminfo(600_000);
         let vm = host.sample().vms[0].id;

@@ -2,6 +2,8 @@
 //! that merges, lets go of a guest that writes, and puts back what it changed. What
 //! guests hold is what they wrote. KSM is the whole machine's: the arena holds it.
 
+mod orders;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
