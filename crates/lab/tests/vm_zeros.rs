@@ -99,14 +99,14 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
 /// On a short host, by splitting huge pages: no swap is needed.
 #[test]
 fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
-    let budget = Some(Bytes::mib(640));
+    let budget = Some(Bytes::mib(560));
     let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
     let vms = boot(&["zeros"], false, &arena);
     let usage = || arena.cgroup().unwrap().usage();
     let (before, huge) = (usage(), in_huge_pages(&vms[0]));
     assert!(huge >= Bytes::mib(128), "of its RAM only {huge} is in huge pages");
     let dir = tempfile::tempdir().unwrap();
-    let short = "reserve = \"300MiB\"\n[merge]\nzeros = true\n";
+    let short = "reserve = \"280MiB\"\n[merge]\nzeros = true\n";
     let daemon = Daemon::start(dir.path(), &["zeros"], short).unwrap();
     let began = Instant::now();
     let done = |state: &Value| (zeros(state, 0, "freed") >= Bytes::mib(100)).then(|| state.clone());

@@ -60,7 +60,7 @@ fn text(a: &Admission) -> String {
 }
 
 fn ladder(plan: &Plan, totals: &[Rung]) -> String {
-    if plan.rungs.is_empty() && plan.actions.is_empty() {
+    if plan.rungs.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
         return "nothing is missing, nothing is done\n".into();
     }
     let rows: Vec<Vec<String>> = totals
