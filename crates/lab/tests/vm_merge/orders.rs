@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use ebb_core::units::PAGE;
 use ebb_host::probe::ksm::{KsmStat, read_ksm, read_ksm_stat};
+use ebb_lab::ebb::binary;
 use ebb_lab::setup;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -46,6 +47,25 @@ fn all_is_there(vms: &[Vm]) {
     }
 }
 
+/// `ebb merge off` where the kernel says that so much is available; whether it was done.
+fn off_on_a_host_with(available: Bytes, dir: &Path, config: &str) -> (bool, String) {
+    let real = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = |l: &str| match l.starts_with("MemAvailable:") {
+        true => format!("MemAvailable: {} kB\n", available.0 >> 10),
+        false => format!("{l}\n"),
+    };
+    let told = dir.join("meminfo");
+    std::fs::write(&told, real.lines().map(line).collect::<String>()).unwrap();
+    let out = Command::new("unshare")
+        .args(["-m", "sh", "-c", "mount --bind \"$0\" /proc/meminfo && exec \"$@\""])
+        .arg(told)
+        .arg(binary().unwrap())
+        .args(["merge", "off", "--config", config])
+        .output()
+        .unwrap();
+    (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
+}
+
 /// Without a daemon: KSM works as somebody has set it.
 #[test]
 fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
@@ -69,6 +89,9 @@ fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
     wait("merging again", || merged(&vms[0]) > 8000);
 
     let before = sharing();
+    let (done, said) = off_on_a_host_with(Bytes::mib(280), dir.path(), &config);
+    assert!(!done && said.contains("and 256 MiB must stay free, but 280 MiB"), "{said}");
+    assert!(sharing() > before / 2 && knob("run") == "1", "nothing is broken: {}", sharing());
     let said = ebb(&["merge", "off"], &config);
     println!("off: {before} pages saved, then {}; {said}", sharing());
     assert!(before > 4000 && sharing() == 0 && knob("run") == "2");
