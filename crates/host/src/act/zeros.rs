@@ -12,8 +12,8 @@
 //!
 //! A guest may write in between. The kernel looks at the contents itself, in both ways
 //! when the page is not mapped any more, so nothing is lost: at worst a page that is
-//! zeros no longer is really written to swap. What is merged already and what is not
-//! the process's alone is left out: to copy it would break the merge.
+//! zeros no longer is really written to swap. What is merged already is left out: to copy
+//! it would break the merge.
 #![cfg_attr(test, allow(unsafe_code))]
 
 use std::fs::File;
