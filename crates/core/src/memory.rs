@@ -239,6 +239,7 @@ impl Memory {
                 seen: vm.seen,
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
+                zeros: ZeroMemory { rest_until: None, ..vm.zeros },
                 merge: merge::VmMerge {
                     was: vm.merge.was,
                     asked: vm.merge.asked,

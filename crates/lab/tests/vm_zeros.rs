@@ -87,6 +87,8 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
     let config = daemon.config();
     let explain = run(&["explain", name, "--config", config.to_str().unwrap()]).unwrap().1;
     assert!(explain.contains("let go of, in"), "{explain}");
+    let status = run(&["status", "--config", config.to_str().unwrap()]).unwrap().1;
+    assert!(status.contains("zeros let go of without merging: "), "{status}");
     let metrics = daemon.metrics().unwrap();
     assert!(metrics.contains(&format!("ebb_vm_zeros_freed_bytes_total{{vm=\"{name}\"}}")));
     assert!(metrics.contains("ebb_host_zeros_came_bytes_total"), "{metrics}");

@@ -848,13 +848,14 @@ impl VmMemory {
             if let (Some(w), Some(n)) = (was.actual, now.actual) {
                 self.returned.given_back += n - w;
             }
-            let mut left = was.resident - now.resident;
+            let (zeros, fell) = self.zeros.divide(at, vm, was.resident - now.resident);
+            self.returned.zeros += zeros;
+            let mut left = fell;
             let mut part = |most: Bytes| {
                 let took = left.min(most);
                 left = left - took;
                 took
             };
-            self.returned.zeros += part(self.zeros.observe(vm.zeros.as_ref(), at));
             self.returned.swap += part(now.swap - was.swap);
             self.returned.recycled += part(now.recycled - was.recycled);
             self.returned.balloon += part(inflated);

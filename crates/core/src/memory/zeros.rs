@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::sample::ZeroSample;
+use crate::sample::{VmSample, ZeroSample};
 use crate::units::{Bytes, Stamp};
 
 /// All of a VM is looked through no more often than this; doubled each time that it
@@ -22,6 +22,8 @@ pub struct ZeroMemory {
     pub freed: Bytes,
     /// Rounds, what they had let go of and what was read when the last one ended.
     pub round: (u64, Bytes, Bytes),
+    /// Residency fell by so much while an order was carried out.
+    pub waiting: Bytes,
     /// Left alone until then.
     pub rest_until: Option<Stamp>,
     /// Rounds in a row that brought next to nothing.
@@ -29,8 +31,20 @@ pub struct ZeroMemory {
 }
 
 impl ZeroMemory {
+    /// Takes in a tick in which residency fell by so much. Returns what of that were zeros
+    /// that were let go of, and what is left for other causes: while an order is carried
+    /// out it is not known yet, and waits for its end.
+    pub(super) fn divide(&mut self, at: Stamp, vm: &VmSample, fell: Bytes) -> (Bytes, Bytes) {
+        let gained = self.observe(vm.zeros.as_ref(), at);
+        self.waiting += fell;
+        if vm.zeros.as_ref().is_some_and(|z| z.busy) {
+            return (gained, Bytes::ZERO);
+        }
+        (gained, std::mem::take(&mut self.waiting) - gained)
+    }
+
     /// Takes in a tick; returns what was let go of since the last.
-    pub(super) fn observe(&mut self, sample: Option<&ZeroSample>, at: Stamp) -> Bytes {
+    fn observe(&mut self, sample: Option<&ZeroSample>, at: Stamp) -> Bytes {
         let Some(now) = sample else { return Bytes::ZERO };
         let gained = now.freed - self.freed;
         self.freed = now.freed;
@@ -87,5 +101,22 @@ mod tests {
         assert_eq!(m.rest_until, Some(Stamp(121_000)));
         m.observe(Some(&sample), Stamp(100_000));
         assert_eq!(m.rest_until, Some(Stamp(121_000)), "once for each time that it was tried");
+    }
+
+    #[test]
+    fn what_fell_while_zeros_went_is_put_down_to_them_at_the_end() {
+        let mut m = ZeroMemory::default();
+        let mut look = |busy, freed, fell| {
+            let freed = Bytes::mib(freed);
+            let zeros = Some(ZeroSample { busy, freed, ..ZeroSample::default() });
+            let vm = VmSample { zeros, ..VmSample::default() };
+            let (zeros, other) = m.divide(Stamp(0), &vm, Bytes::mib(fell));
+            (zeros.0 >> 20, other.0 >> 20)
+        };
+        assert_eq!(look(false, 0, 5), (0, 5));
+        assert_eq!(look(true, 0, 60), (0, 0));
+        assert_eq!(look(true, 0, 30), (0, 0));
+        assert_eq!(look(false, 80, 4), (80, 14));
+        assert_eq!(look(false, 80, 1), (0, 1));
     }
 }
