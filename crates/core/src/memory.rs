@@ -273,6 +273,10 @@ impl Memory {
             m.ordered = Some((model.at, order.open));
             m.was.get_or_insert(!order.open);
         }
+        for order in &plan.torn {
+            let m = self.vm_mut(order.vm);
+            m.torn = m.returned.balloon;
+        }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);
             m.recycle.marked = order.mark.then_some(model.at);

@@ -188,6 +188,9 @@ pub struct VmModel {
     /// What came of letting go of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
+    /// What came of splitting its torn huge pages; `None`: they are to be left alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<crate::sample::TornSample>,
 }
 
 /// How far a VM is with what it was told.
@@ -594,6 +597,7 @@ impl VmModel {
             merge: MergeVm::new(config, vm),
             zeros_stay: zeros::stay(config, vm).unwrap_or_default(),
             zeros: vm.zeros.clone(),
+            torn: merge::advisable(config, vm).then(|| vm.torn.clone().unwrap_or_default()),
             ..VmModel::default()
         };
         let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {

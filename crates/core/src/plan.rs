@@ -26,6 +26,9 @@ pub struct Plan {
     /// Pages of zeros that are to be let go of.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zeros: Vec<ZeroOrder>,
+    /// Torn huge pages to split.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub torn: Vec<TornOrder>,
     /// Merging; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergePlan>,
@@ -126,6 +129,19 @@ pub struct ZeroOrder {
     pub split: Option<u64>,
     /// So much may go to places in swap.
     pub swap: Bytes,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// Has huge pages of one VM split of which a balloon took a part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TornOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// For so long at most, from where the last order ended.
+    pub ms: u64,
     /// Why, for people.
     pub reason: String,
 }

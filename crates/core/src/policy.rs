@@ -11,6 +11,7 @@ pub mod offload;
 pub mod protect;
 pub mod recycle;
 mod take;
+pub mod torn;
 pub mod zeros;
 
 use self::merge::MergeMemory;
@@ -57,6 +58,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
 
     // So do pages of zeros: what they bring is seen when it has come.
+    plan.torn = torn::torn(model, memory);
     let (orders, letting_go) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 

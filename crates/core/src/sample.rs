@@ -377,6 +377,9 @@ pub struct VmSample {
     /// Its pages of zeros; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroSample>,
+    /// Its torn huge pages; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<TornSample>,
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
@@ -417,6 +420,23 @@ pub struct ZeroSample {
     pub freed: Bytes,
     /// So often all of its memory was gone through.
     pub rounds: u64,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Huge pages of a VM that a balloon had torn and that were split, since the daemon's
+/// start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TornSample {
+    /// Huge pages.
+    pub split: u64,
+    /// What of them nobody mapped: it is the host's again.
+    pub freed: Bytes,
+    /// The last order did not come to the end of RAM.
+    pub more: bool,
     /// An order is being carried out.
     pub busy: bool,
     /// What was wrong with the last order.

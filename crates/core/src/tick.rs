@@ -11,7 +11,7 @@ use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
 use crate::plan::{
     Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reason, Reclaim,
-    RecycleOrder, RungName, ZeroOrder,
+    RecycleOrder, RungName, TornOrder, ZeroOrder,
 };
 use crate::policy::{Decided, decide};
 use crate::sample::Sample;
@@ -41,6 +41,8 @@ pub trait Host {
     fn offload(&mut self, _orders: &[OffloadOrder]) {}
     /// Has pages of zeros looked for and let go of, beside the loop, likewise.
     fn zeros(&mut self, _orders: &[ZeroOrder]) {}
+    /// Has torn huge pages split, beside the loop, likewise.
+    fn torn(&mut self, _orders: &[TornOrder]) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -179,6 +181,9 @@ impl Engine {
             }
             if !plan.zeros.is_empty() {
                 host.zeros(&plan.zeros);
+            }
+            if !plan.torn.is_empty() {
+                host.torn(&plan.torn);
             }
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }

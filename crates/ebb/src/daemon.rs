@@ -9,7 +9,8 @@ use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::Owned;
 use ebb_core::plan::{
-    Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, ZeroOrder,
+    Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, TornOrder,
+    ZeroOrder,
 };
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
@@ -228,6 +229,10 @@ impl Host for Daemon {
 
     fn zeros(&mut self, orders: &[ZeroOrder]) {
         self.host.zeros(orders);
+    }
+
+    fn torn(&mut self, orders: &[TornOrder]) {
+        self.host.torn(orders);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

@@ -11,7 +11,7 @@ use ebb_core::plan::{Action, RungName};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
     AgentSample, Ksm, Link, MergeSample, OffloadSample, Pool, Problem, RunState, ScanSample,
-    SwapArea, VmId, VmSample, ZeroSample,
+    SwapArea, TornSample, VmId, VmSample, ZeroSample,
 };
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
@@ -248,6 +248,9 @@ pub struct Vm {
     /// What was paged out of it on order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
+    /// Its huge pages that a balloon had torn and that were split.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<TornSample>,
     /// Its pages of zeros that were let go of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroSample>,
@@ -380,6 +383,7 @@ impl Vm {
             trust: m.trust.clone(),
             convergence: m.convergence,
             offload: s.offload.clone(),
+            torn: s.torn.clone(),
             zeros: s.zeros.clone(),
             zeros_stay: tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default(),
             merge: s.merge.clone(),
@@ -797,6 +801,12 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
         .and_then(|m| bytes(m.found?.saves()))),
     field!("paged_out", "", Bytes, Counter, "Paged out on order", |v| {
         v.offload.as_ref().and_then(|o| bytes(o.paged_out))
+    }),
+    field!("torn_split", "", Plain, Counter, "Huge pages split that a balloon had torn", |v| {
+        v.torn.as_ref().map(|t| t.split as f64)
+    }),
+    field!("torn_freed", "", Bytes, Counter, "What that freed", |v| {
+        v.torn.as_ref().and_then(|t| bytes(t.freed))
     }),
     field!("zeros_read", "", Bytes, Counter, "Looked through for zeros", |v| {
         v.zeros.as_ref().and_then(|z| bytes(z.read))

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, ZeroOrder};
+use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
     HostSample, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
 };
@@ -23,6 +23,7 @@ use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
+use crate::act::torn::Splitter;
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::balloon;
@@ -164,6 +165,7 @@ pub struct LinuxHost {
     notifications: Option<PressureEvents>,
     notified: Option<Instant>,
     offloader: Offloader,
+    splitter: Splitter,
     /// Where that is wanted, with what this kernel can do.
     zeros: Option<(ZeroWays, ZeroFinder)>,
     merger: Option<Merger>,
@@ -188,6 +190,7 @@ impl LinuxHost {
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
+            splitter: Splitter::new(options.root.clone()),
             zeros: options
                 .zeros
                 .then(|| (zeros::ways(&options.root), ZeroFinder::new(options.root.clone()))),
@@ -254,6 +257,7 @@ impl LinuxHost {
         let root = &self.options.root;
         self.vms.retain(|id, _| is_alive(root, *id));
         self.offloader.keep(|id| self.vms.contains_key(id));
+        self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
         self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
         let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
@@ -463,6 +467,11 @@ impl LinuxHost {
         self.zeros.iter_mut().for_each(|(_, z)| orders.iter().for_each(|o| z.order(o)));
     }
 
+    /// Has torn huge pages split, likewise.
+    pub fn torn(&mut self, orders: &[TornOrder]) {
+        orders.iter().for_each(|o| self.splitter.order(o));
+    }
+
     /// Steers KSM, opens and closes VMs, has them scanned: beside the loop.
     pub fn merge(&mut self, plan: &MergePlan) {
         let Some(merger) = &mut self.merger else { return };
@@ -575,6 +584,7 @@ impl LinuxHost {
             let memory = noted(problems, &source, read_status(root, id.pid));
             let mut sample = vm.sample(at, wall_ms, memory, problems);
             sample.offload = self.offloader.sample(*id);
+            sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
             sample
         };

@@ -476,6 +476,7 @@ impl Vm {
             pinned: self.pinned(),
             offload: None,
             zeros: None,
+            torn: None,
             merge: None,
         }
     }

@@ -124,6 +124,9 @@ pub struct VmMemory {
     /// What letting go of zeros remembers.
     #[serde(default)]
     pub zeros: ZeroMemory,
+    /// What the balloon had taken when torn huge pages were last ordered to be split.
+    #[serde(default)]
+    pub torn: Bytes,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.

@@ -51,6 +51,11 @@ impl MergeVm {
     }
 }
 
+/// Whether the kernel may be advised about a VM's RAM.
+pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
+    vm.pinned.is_none() && untouchable(config.vm(&vm.name), vm).is_none()
+}
+
 /// Why nothing may be done to a VM's RAM now, whatever its guest says.
 pub(super) fn untouchable(settings: &VmSettings, vm: &VmSample) -> Option<String> {
     match (&vm.link, &vm.run) {

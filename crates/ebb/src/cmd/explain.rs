@@ -79,6 +79,10 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
         out += &format!("  paged out {} on order{error}\n", o.paged_out);
     }
+    if let Some(t) = &vm.torn {
+        let error = t.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
+        out += &format!("  torn      {} huge pages split, {} freed{error}\n", t.split, t.freed);
+    }
     if let Some(words) = zero_words(vm) {
         out += &format!("  zeros     {words}\n");
     }

@@ -88,6 +88,9 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
     for o in &plan.zeros {
         out += &format!("{}: look for zeros in {}: {}\n", o.name, o.read, o.reason);
     }
+    for o in &plan.torn {
+        out += &format!("{}: split torn huge pages: {}\n", o.name, o.reason);
+    }
     for o in &plan.offload {
         out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);
     }

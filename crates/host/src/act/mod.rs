@@ -9,4 +9,5 @@ pub mod mergeable;
 pub mod merger;
 pub mod offload;
 mod process;
+pub mod torn;
 pub mod zeros;
