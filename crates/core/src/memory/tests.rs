@@ -57,7 +57,7 @@ fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) 
     let plan = Plan { actions: action.into_iter().collect(), ..Plan::default() };
     let outcomes: Vec<Outcome> =
         plan.actions.iter().map(|a| Outcome { vm: a.vm, error: None }).collect();
-    memory.learn(&model, &plan, &outcomes, true);
+    memory.learn(&model, &decided(&plan), &outcomes, true);
     model
 }
 
@@ -320,10 +320,10 @@ fn an_order_that_failed_is_not_remembered_as_given() {
     };
     let plan = Plan { actions: vec![action], ..Plan::default() };
     for outcomes in [vec![], vec![Outcome { vm: ID, error: Some("gone".into()) }]] {
-        memory.learn(&model, &plan, &outcomes, true);
+        memory.learn(&model, &decided(&plan), &outcomes, true);
         assert!(memory.vms[0].order.is_none() && memory.vms[0].last_take.is_none());
     }
-    memory.learn(&model, &plan, &[Outcome { vm: ID, error: None }], false);
+    memory.learn(&model, &decided(&plan), &[Outcome { vm: ID, error: None }], false);
     assert!(memory.vms[0].order.is_none(), "a dry run has given none");
 }
 
@@ -428,4 +428,9 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     assert_eq!([look(1_000, 7, true), look(1_500, 7, true)], ["", ""]);
     assert_eq!(look(2_000, 9, true), "4 allocation stalls a second, by its module's facts");
     assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
+}
+
+/// A plan in which nothing is merged.
+fn decided(plan: &Plan) -> crate::policy::Decided {
+    crate::policy::Decided { plan: plan.clone(), merging: None }
 }
