@@ -229,10 +229,9 @@ fn agents_recycle_what_guests_free_and_nobody_is_harmed_by_it() {
     }
 }
 
-/// Where balloons bring nothing, cold memory goes to swap before anybody has to wait
-/// for that; and where they do, paging out harms nobody.
+/// It does not pay either: guests wait longer with it (docs/experiments-ballooning.md).
 #[test]
-fn paging_out_spares_guests_the_wait_where_ballooning_is_not_possible() {
+fn paging_out_breaks_no_law_and_harms_no_guest() {
     let stall = |name: &str, offload| -> (f64, u64, Bytes) {
         let runs = (0..10).map(|seed| {
             let setup = Setup { offload, ..scenario(name).unwrap().setup(seed) };
@@ -249,7 +248,7 @@ fn paging_out_spares_guests_the_wait_where_ballooning_is_not_possible() {
         let (with, without) = (stall(name, true), stall(name, false));
         println!("{name}: {with:?} with paging out, {without:?} without");
         assert_eq!(without.2, Bytes::ZERO);
-        assert!(with.1 <= without.1 && with.0 <= without.0 * 1.1 + 1.0, "{name}");
+        assert!(with.1 <= without.1, "{name}");
         if name == "no-balloon" {
             assert!(with.2 > Bytes::gib(1));
         }
