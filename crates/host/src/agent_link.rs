@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::RecycleOrder;
@@ -20,6 +21,7 @@ use ebb_core::wire::{
 
 use crate::agent::{Agent, AgentError, segments};
 use crate::qmp::Client;
+use crate::scan::agents::HashLink;
 
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
 /// such a one sees the faults that KVM takes.
@@ -68,6 +70,9 @@ pub(crate) struct AgentLink {
     status: Option<Status>,
     facts: Option<Facts>,
     advises: bool,
+    /// It can hash pages for a scan; and where it is asked to.
+    hashes: bool,
+    scanner: Option<Arc<HashLink>>,
     /// What was open to KSM may stay so when it is attached.
     keep_open: bool,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
@@ -107,6 +112,8 @@ impl AgentLink {
             status: None,
             facts: None,
             advises: false,
+            hashes: false,
+            scanner: None,
             keep_open: false,
             told: None,
             open: None,
@@ -194,7 +201,7 @@ impl AgentLink {
         let (descriptor, keep_open) = (device.is_some(), self.keep_open);
         let attach = Attach { segments, objections, running, keep_open, descriptor };
         self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
-        self.stage = Stage::Attaching;
+        (self.stage, self.scanner) = (Stage::Attaching, None);
     }
 
     fn relay(&mut self, now: Instant, run: Option<&RunState>, events: &[VmEvent]) {
@@ -271,6 +278,21 @@ impl AgentLink {
         true
     }
 
+    /// Where a scan asks it for hashes of pages, if it can do that. What it does not take
+    /// on shows there.
+    pub fn scanner(&mut self) -> Option<Arc<HashLink>> {
+        if self.stage != Stage::Attached || !self.hashes {
+            return None;
+        }
+        if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
+            let (ours, theirs) = HashLink::pair().ok()?;
+            self.send_with(Ask::Other, Command::Hashes, Some(theirs));
+            self.agent.as_mut()?.pump();
+            self.scanner = Some(Arc::new(ours));
+        }
+        self.scanner.clone()
+    }
+
     /// What it says is open to KSM.
     pub fn open(&self) -> Bytes {
         self.open.unwrap_or_default()
@@ -323,7 +345,7 @@ impl AgentLink {
     fn answer(&mut self, ask: Ask, answer: Result<Answer, AgentError>) {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
-                (self.stage, self.advises) = (Stage::Met, h.advises);
+                (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
             }
             (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
                 "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
@@ -368,7 +390,7 @@ impl AgentLink {
         self.agent = None;
         self.asked.clear();
         (self.status, self.facts, self.waits_since) = (None, None, None);
-        self.open = None;
+        (self.open, self.scanner) = (None, None);
     }
 
     /// What is known of it.

@@ -471,7 +471,11 @@ impl LinuxHost {
             }
         }
         if let Some(scan) = &plan.scan {
-            merger.scan(scan, |id| Some(self.vms.get(&id)?.process.name.clone()));
+            merger.scan(scan, |id| {
+                let vm = self.vms.get_mut(&id)?;
+                let agent = vm.agent.as_mut().and_then(AgentLink::scanner);
+                Some((vm.process.name.clone(), agent))
+            });
         }
     }
 

@@ -19,6 +19,7 @@ use crate::advise::{self, Open};
 use crate::aside;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
+use crate::hasher::Hasher;
 use crate::ram::Ram;
 use crate::recycle::{Marks, Pace, Recycler};
 use crate::sys::Range;
@@ -37,7 +38,8 @@ struct Attached {
     watch: Watch,
     _turns: Option<Turns>,
     guard: Arc<Guard>,
-    ram: Ram,
+    ram: Arc<Ram>,
+    hasher: Option<Hasher>,
     tracker: Tracker,
     marks: Marks,
     open: Open,
@@ -93,6 +95,7 @@ impl Agent {
         }
         let now = Instant::now();
         vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), now);
+        vm.tell_map();
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let open = vm.open.keep_rest_out(&vm.ram).err();
@@ -140,6 +143,17 @@ impl Agent {
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }
+            Command::Hashes => {
+                let faults = self.faults;
+                let vm = self.attached()?;
+                let no = |why: String| refuse(Refused::System, why);
+                let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
+                let (ram, guard) = (Arc::clone(&vm.ram), Arc::clone(&vm.guard));
+                vm.hasher = None;
+                vm.hasher = Some(Hasher::start(socket, ram, guard, faults).map_err(no)?);
+                vm.tell_map();
+                Ok(Answer::Done)
+            }
             Command::StandDown => {
                 self.detach();
                 Ok(Answer::Done)
@@ -154,6 +168,7 @@ impl Agent {
             pid: std::process::id(),
             kernel: crate::ram::kernel_parts(),
             advises: true,
+            hashes: crate::ram::kernel_parts().pagemap_scan,
         }
     }
 
@@ -295,7 +310,8 @@ impl Attached {
             watch,
             _turns: turns,
             guard,
-            ram,
+            ram: Arc::new(ram),
+            hasher: None,
             tracker: Tracker::new(running, faults),
             marks: Marks::default(),
             open,
@@ -303,6 +319,12 @@ impl Attached {
             counters: Counters::default(),
             aside_at: Instant::now() + ASIDE_EVERY,
         })
+    }
+
+    /// The scanner's thread leaves out what the map calls free.
+    fn tell_map(&self) {
+        let pages = self.tracker.ready().map_or(&[][..], |live| &live.layout.pages);
+        self.hasher.iter().for_each(|h| h.tell_map(pages));
     }
 
     fn not_ready(&self) -> Refusal {
