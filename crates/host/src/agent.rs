@@ -345,9 +345,14 @@ impl Agent {
         }
     }
 
-    /// Has it hash pages for a scan; who asks it does so at what is returned.
-    pub fn hashes(&mut self, timeout: Duration) -> Result<HashLink, AgentError> {
-        let pair = HashLink::pair();
+    /// Has it hash pages of the RAM it was handed for a scan; who asks it does so at what is
+    /// returned.
+    pub fn hashes(
+        &mut self,
+        segments: &[Segment],
+        timeout: Duration,
+    ) -> Result<HashLink, AgentError> {
+        let pair = HashLink::pair(segments);
         let (ours, theirs) =
             pair.map_err(|e| AgentError::Io(self.named(), "socketpair", e.to_string()))?;
         let id = self.send_with(Command::Hashes, Some(theirs))?;

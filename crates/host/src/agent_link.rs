@@ -16,7 +16,7 @@ use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{
-    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Status,
+    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
 };
 
 use crate::agent::{Agent, AgentError, segments};
@@ -73,6 +73,8 @@ pub(crate) struct AgentLink {
     /// It can hash pages for a scan; and where it is asked to.
     hashes: bool,
     scanner: Option<Arc<HashLink>>,
+    /// What it was handed.
+    segments: Vec<Segment>,
     /// What was open to KSM may stay so when it is attached.
     keep_open: bool,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
@@ -114,6 +116,7 @@ impl AgentLink {
             advises: false,
             hashes: false,
             scanner: None,
+            segments: Vec::new(),
             keep_open: false,
             told: None,
             open: None,
@@ -193,6 +196,7 @@ impl AgentLink {
         };
         self.running = Some(running);
         self.reports = reports;
+        self.segments = segments.clone();
         let mut objections = self.objections.clone();
         if reports {
             objections.push(OTHERS_DISCARD.into());
@@ -285,7 +289,7 @@ impl AgentLink {
             return None;
         }
         if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
-            let (ours, theirs) = HashLink::pair().ok()?;
+            let (ours, theirs) = HashLink::pair(&self.segments).ok()?;
             self.send_with(Ask::Other, Command::Hashes, Some(theirs));
             self.agent.as_mut()?.pump();
             self.scanner = Some(Arc::new(ours));

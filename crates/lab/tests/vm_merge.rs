@@ -242,7 +242,8 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     println!("{first:?}, two scans later {later:?}");
     let state = daemon.get("/v1/state").unwrap();
     let scan = &state["host"]["merge"]["scan"];
-    assert!(bytes(&scan["read"]) > Bytes::mib(64) && scan["read"] == scan["by_agents"], "{scan}");
+    let (read, by_agents) = (bytes(&scan["read"]), bytes(&scan["by_agents"]));
+    assert!(read > Bytes::mib(64) && by_agents > read.share(0.8), "{scan}");
     assert!(first.merged() > Bytes::mib(16), "{first:?}");
     assert!(later.merged() >= first.merged().share(0.9), "{first:?}, then {later:?}");
     let before: Vec<u64> = recycled(&daemon.get("/v1/state").unwrap());
@@ -295,7 +296,7 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
         let segments = agent::segments(&mut qmp, MINUTE).unwrap();
         let attach = Attach { segments: segments.clone(), keep_open: true, ..Attach::default() };
         agent.attach(attach, None, MINUTE).unwrap();
-        let link = agent.hashes(MINUTE).unwrap();
+        let link = agent.hashes(&segments, MINUTE).unwrap();
         let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();
         let pagemap = File::open(format!("/proc/{}/pagemap", vm.pid())).unwrap();
         let mut compared = 0;

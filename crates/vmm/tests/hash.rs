@@ -23,7 +23,7 @@ use ebb_vmm::faults::Faults;
 const KEY: [u8; SECRET] = [3; SECRET];
 
 fn link(agent: &mut Agent) -> HashLink {
-    let (ours, theirs) = HashLink::pair().unwrap();
+    let (ours, theirs) = HashLink::pair(&[]).unwrap();
     agent.execute(&Command::Hashes, Some(theirs), &mut || false).unwrap();
     ours
 }

@@ -11,10 +11,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_core::wire::Segment;
 use ebb_core::wire::hashes::{Ask, Told};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+use crate::sys::Range;
 
 /// Milliseconds of work, by a thread that runs when nobody else wants the CPU.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -22,16 +25,26 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// One VM's agent, as a scan uses it; for one question at a time.
 #[derive(Debug)]
 pub struct HashLink {
+    /// What it has of the VM's RAM: more is not asked of it.
+    ram: Vec<Range>,
     socket: Mutex<OwnedFd>,
     failure: Mutex<Option<String>>,
 }
 
 impl HashLink {
-    /// And the end that is for the agent.
-    pub fn pair() -> Result<(HashLink, OwnedFd)> {
+    /// And the end that is for the agent, which was handed this RAM.
+    pub fn pair(segments: &[Segment]) -> Result<(HashLink, OwnedFd)> {
+        let mut ram: Vec<Range> =
+            segments.iter().map(|s| Range { start: s.hva, len: s.size }).collect();
+        ram.sort_by_key(|r| r.start);
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::STREAM);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
-        Ok((HashLink { socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
+        Ok((HashLink { ram, socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
+    }
+
+    /// What can be asked for; each question is about one of these.
+    pub fn ram(&self) -> &[Range] {
+        &self.ram
     }
 
     /// Why it is over, if it is.
@@ -116,7 +129,7 @@ mod tests {
     use super::*;
 
     fn told_by(answer: impl FnOnce(&mut UnixStream) + Send + 'static) -> (HashLink, Result<Told>) {
-        let (link, theirs) = HashLink::pair().unwrap();
+        let (link, theirs) = HashLink::pair(&[]).unwrap();
         let peer = std::thread::spawn(move || {
             let mut socket = UnixStream::from(theirs);
             let mut asked = [0; Ask::HEAD + 16];

@@ -19,7 +19,7 @@ use super::pace::{Pace, thread_cpu};
 use super::table::{Filler, Table, VMS_MAX};
 use super::tags::Tags;
 use super::tally::{Blocks, Rules, Tally, VmTally};
-use super::walk::{Passed, Runs, Seen, Walker, subtract};
+use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
@@ -132,9 +132,9 @@ impl<'a> Job<'a> {
             blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
             windows: targets
                 .iter()
-                .map(|t| match options.changes {
-                    Changes::Look if agents.contains_key(&t.id) => Windows::of(t, GLANCE_WINDOW),
-                    _ => Windows::of(t, WINDOW),
+                .map(|t| match (agents.get(&t.id), options.changes) {
+                    (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
+                    (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), WINDOW),
                 })
                 .collect(),
             threads: AtomicUsize::new(0),
@@ -201,10 +201,11 @@ impl<'a> Job<'a> {
         (first..window.end()).step_by(stretch as usize).filter_map(piece).collect()
     }
 
-    /// The agent that hashes a VM's pages, if it does.
-    fn agent(&self, vm: usize) -> Option<&'a HashLink> {
+    /// The agent that hashes pages of a window, if one does.
+    fn agent(&self, vm: usize, window: Range) -> Option<&'a HashLink> {
         let agent = self.agents.get(&self.targets[vm].id)?;
-        agent.failure().is_none().then_some(agent)
+        let has = |r: &Range| r.start <= window.start && window.end() <= r.end();
+        (agent.ram().iter().any(has) && agent.failure().is_none()).then_some(agent)
     }
 
     /// Bytes that agents have read.
@@ -275,9 +276,10 @@ struct Windows {
 }
 
 impl Windows {
-    fn of(target: &Target, size: u64) -> Windows {
+    /// None is partly in one of these ranges.
+    fn of(target: &Target, ranges: &[Range], size: u64) -> Windows {
         let mut all = Vec::new();
-        for range in &target.ram {
+        for (range, _) in target.ram.iter().flat_map(|r| parts(*r, ranges)) {
             let mut start = range.start;
             while start < range.end() {
                 // Aligned, so that no block and no huge page is cut.
@@ -342,7 +344,7 @@ impl<'j, 'a> Worker<'j, 'a> {
     fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
         let (job, target) = (self.job, &self.job.targets[vm]);
         let look = job.options.changes == Changes::Look;
-        if look && let Some(agent) = job.agent(vm) {
+        if look && let Some(agent) = job.agent(vm, window) {
             // It lists pages itself, and pins none.
             let mut pieces = job.glances(vm, window);
             subtract(&mut pieces, &target.skip);
@@ -371,15 +373,23 @@ impl<'j, 'a> Worker<'j, 'a> {
             let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
             runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
         }
-        let done = self.read(vm, &runs.own, false, pages);
-        let done = done.and_then(|()| self.read(vm, &runs.shared, true, pages));
+        let agent = job.agent(vm, window);
+        let done = self.read(vm, agent, &runs.own, false, pages);
+        let done = done.and_then(|()| self.read(vm, agent, &runs.shared, true, pages));
         self.runs = runs;
         done
     }
 
     /// Reads runs, or has them read; `shared`: without pinning a page.
-    fn read(&mut self, vm: usize, runs: &[Range], shared: bool, pages: &mut Pages) -> Result<()> {
-        let rest = match self.job.agent(vm) {
+    fn read(
+        &mut self,
+        vm: usize,
+        agent: Option<&HashLink>,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        let rest = match agent {
             Some(agent) => self.ask(vm, agent, runs, shared, pages)?,
             None => runs.to_vec(),
         };
@@ -620,14 +630,14 @@ mod tests {
             open: Vec::new(),
             skip: Vec::new(),
         };
-        let windows = Windows::of(&target, WINDOW);
+        let windows = Windows::of(&target, &[], WINDOW);
         let all: Vec<Range> = std::iter::from_fn(|| windows.take()).collect();
         assert_eq!(all.iter().map(|w| w.len).sum::<u64>(), 2 * WINDOW + PAGE);
         assert_eq!(all.len(), 4);
         assert!(all[..3].windows(2).all(|w| w[0].end() == w[1].start));
         assert_eq!(all[1].start % WINDOW, 0);
         target.ram.clear();
-        assert!(Windows::of(&target, WINDOW).take().is_none());
+        assert!(Windows::of(&target, &[], WINDOW).take().is_none());
     }
 
     #[test]
