@@ -2,7 +2,7 @@
 //!
 //! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
 //! page than for the hashing. In here our own page tables lead there: pages that are in
-//! memory are copied a quarter of a MiB at a time and hashed. A thread of its own, which
+//! memory are copied 128 KiB at a time and hashed. A thread of its own, which
 //! runs when nobody else wants the CPU, on a socket that the daemon handed over; when
 //! that is closed the thread ends.
 //!
@@ -33,8 +33,8 @@ use crate::ram::{Bits, Ram};
 use crate::recycle::cpu_ns;
 use crate::sys::{self, Mapping, Range, VECTOR_MAX};
 
-/// What is copied at a time: fits the second-level cache.
-const PIECE: u64 = 256 << 10;
+/// What is copied at a time: with what is fetched meanwhile it fits the second-level cache.
+const PIECE: u64 = 128 << 10;
 /// The buffer is one huge page, where the kernel has one: see [`sys::copy_as_is`].
 const BUFFER: usize = 2 << 20;
 /// Without a question for so long the buffer is given back.
@@ -161,24 +161,18 @@ impl Served {
             }
         }
         drop(free);
-        let mut piece = Vec::new();
-        let mut size = 0;
-        for run in runs.into_iter().flat_map(cut) {
-            if size + run.len > PIECE || piece.len() == VECTOR_MAX {
-                self.hash(&piece, &key, &mut told.pages);
-                piece.clear();
-                size = 0;
-            }
-            size += run.len;
-            piece.push(run);
+        let pieces = pieces(runs);
+        for (i, piece) in pieces.iter().enumerate() {
+            let next = pieces.get(i + 1).map_or(&[][..], |p| p);
+            self.hash(piece, next, &key, &mut told.pages);
         }
-        self.hash(&piece, &key, &mut told.pages);
         told.cpu_ns = cpu_ns().saturating_sub(begun);
         Some(told)
     }
 
-    /// What cannot be read (it went away meanwhile) ends a piece early.
-    fn hash(&mut self, piece: &[Range], key: &Key, pages: &mut Vec<(u64, u128)>) {
+    /// What cannot be read (it went away meanwhile) ends a piece early. The `next` piece is
+    /// fetched from memory while this one is hashed.
+    fn hash(&mut self, piece: &[Range], next: &[Range], key: &Key, pages: &mut Vec<(u64, u128)>) {
         let open = |_: &u32| self.guard.is_open();
         (0..WINDOWS.0).take_while(open).for_each(|_| std::thread::sleep(WINDOWS.1));
         if self.buffer.is_none() {
@@ -188,9 +182,11 @@ impl Served {
         }
         let Some(buffer) = self.buffer.as_mut().map(Mapping::bytes_mut) else { return };
         let copied = sys::copy_as_is(piece, buffer).unwrap_or(0);
-        let numbers = piece.iter().flat_map(|r| r.start / PAGE..(r.start + r.len) / PAGE);
-        let bytes = buffer[..copied].chunks_exact(PAGE as usize);
-        pages.extend(numbers.zip(bytes).map(|(n, bytes)| (n, key.page(bytes).unwrap_or(0))));
+        let mut next = numbers(next);
+        for (number, bytes) in numbers(piece).zip(buffer[..copied].chunks_exact(PAGE as usize)) {
+            next.next().into_iter().for_each(|n| sys::fetch(n * PAGE));
+            pages.push((number, key.page(bytes).unwrap_or(0)));
+        }
     }
 }
 
@@ -239,10 +235,29 @@ impl Free<'_> {
     }
 }
 
-/// Parts of a run that fit the buffer.
-fn cut(run: Range) -> impl Iterator<Item = Range> {
-    let parts = (run.start..run.start + run.len).step_by(PIECE as usize);
-    parts.map(move |start| Range { start, len: PIECE.min(run.start + run.len - start) })
+/// Numbers of the pages of runs.
+fn numbers(runs: &[Range]) -> impl Iterator<Item = u64> {
+    runs.iter().flat_map(|r| r.start / PAGE..(r.start + r.len) / PAGE)
+}
+
+/// Runs, as many as are copied at a time.
+fn pieces(runs: Vec<Range>) -> Vec<Vec<Range>> {
+    let mut pieces = vec![Vec::new()];
+    let mut size = 0;
+    for mut run in runs {
+        while run.len > 0 {
+            let last = pieces.last().map_or(0, Vec::len);
+            if size == PIECE || last == VECTOR_MAX {
+                pieces.push(Vec::new());
+                size = 0;
+            }
+            let len = run.len.min(PIECE - size);
+            pieces.iter_mut().last().into_iter().for_each(|p| p.push(Range { len, ..run }));
+            size += len;
+            run = Range { start: run.start + len, len: run.len - len };
+        }
+    }
+    pieces
 }
 
 fn wait(socket: &OwnedFd, what: PollFlags, patience: Option<Duration>) -> bool {

@@ -215,6 +215,9 @@ impl<'a> Job<'a> {
 
     /// Counts what was read.
     pub fn count(&self, threads: usize) -> Tally {
+        if self.options.changes == Changes::Look {
+            return Tally::new(self.targets.len());
+        }
         let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
         let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
         let next = AtomicUsize::new(0);
