@@ -229,7 +229,9 @@ pub fn pagemap_scan(
         end: u64,
         categories: u64,
     }
-    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    // A few pages are no more regions: the kernel's buffer is as small then.
+    let most = REGIONS.min((range.len / 4096) as usize).max(1);
+    let mut regions = vec![Region { start: 0, end: 0, categories: 0 }; most];
     let (mut start, end) = (range.start, range.start + range.len);
     while start < end {
         let vec = regions.as_mut_ptr() as u64;
@@ -242,20 +244,20 @@ pub fn pagemap_scan(
             end,
             0,
             vec,
-            REGIONS as u64,
+            most as u64,
             0,
             PAGE_IS_PFNZERO,
             PAGE_IS_PFNZERO,
             any,
             PAGE_IS_HUGE,
         ];
-        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(REGIONS);
+        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(most);
         for r in &regions[..n] {
             let len = r.end.saturating_sub(r.start);
             each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
         }
-        match n {
-            REGIONS if regions[n - 1].end > start => start = regions[n - 1].end,
+        match regions[..n].last() {
+            Some(last) if n == most && last.end > start => start = last.end,
             _ => break,
         }
     }
