@@ -81,6 +81,12 @@ static inline void count_cleared(unsigned long n)
 	this_cpu_add(ebb.counts->cleared, n);
 }
 
+/* One page, and every page is recorded: nearly all that comes, so the short way. */
+static inline bool single(unsigned int order)
+{
+	return likely(!(order | ebb.order));
+}
+
 /* Whole blocks of the smallest recorded order: what is torn open is cleared. */
 static inline unsigned long widen(unsigned long *pfn, unsigned int order)
 {
@@ -90,24 +96,43 @@ static inline unsigned long widen(unsigned long *pfn, unsigned int order)
 	return 1ul << order;
 }
 
-static inline void clear(struct page *page, unsigned int order)
+static noinline void clear_block(unsigned long pfn, unsigned int order)
 {
-	unsigned long pfn = page_to_pfn(page);
 	unsigned long n = widen(&pfn, order);
 
 	count_cleared(ebb_map_clear(&ebb.map, pfn, n));
 }
 
-static void on_drain(void *data, struct page *page, unsigned int order)
+static inline void clear(struct page *page, unsigned int order)
 {
-	unsigned long pfn = page_to_pfn(page), n;
+	unsigned long pfn = page_to_pfn(page);
 
-	if (!READ_ONCE(ebb.recording))
-		return;
+	if (single(order))
+		count_cleared(ebb_map_clear_one(&ebb.map, pfn));
+	else
+		clear_block(pfn, order);
+}
+
+static noinline void set_block(unsigned long pfn, unsigned int order)
+{
+	unsigned long n;
+
 	if (order < ebb.order && !ebb_in_buddy(pfn, ebb.order))
 		return;
 	n = widen(&pfn, order);
 	count_set(ebb_map_set(&ebb.map, pfn, n));
+}
+
+static void on_drain(void *data, struct page *page, unsigned int order)
+{
+	unsigned long pfn = page_to_pfn(page);
+
+	if (!READ_ONCE(ebb.recording))
+		return;
+	if (single(order))
+		count_set(ebb_map_set_one(&ebb.map, pfn));
+	else
+		set_block(pfn, order);
 }
 
 static void on_zone_locked(void *data, struct page *page, unsigned int order)

@@ -16,28 +16,18 @@
 #include "map.h"
 
 #ifdef __KERNEL__
-#include <linux/atomic.h>
-#include <linux/bitops.h>
 #include <linux/errno.h>
 #include <linux/kernel.h>
 #include <linux/string.h>
 
 #define load(p)		READ_ONCE(*(p))
 #define store(p, v)	WRITE_ONCE(*(p), v)
-#define fetch_or(p, v)	((__u64)atomic64_fetch_or((s64)(v), (atomic64_t *)(p)))
-#define fetch_and(p, v)	((__u64)atomic64_fetch_and((s64)(v), (atomic64_t *)(p)))
-#define bit_set(p, b)	test_and_set_bit(b, (unsigned long *)(p))
-#define bit_clear(p, b)	test_and_clear_bit(b, (unsigned long *)(p))
 #define full_barrier()	smp_mb()
 #define weight(v)	hweight64(v)
 #else
 #include <errno.h>
 
 #define load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
-#define fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
-#define fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
-#define bit_set(p, b)	((fetch_or(p, 1ull << (b)) >> (b)) & 1)
-#define bit_clear(p, b)	((fetch_and(p, ~(1ull << (b))) >> (b)) & 1)
 #ifdef __SANITIZE_THREAD__	/* it knows no fences */
 #define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
 #define full_barrier()	((void)0)
@@ -94,8 +84,8 @@ static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, uns
 			if (p.word)
 				were = change_words(p.word, len / EBB_WORD_PFNS, to);
 		} else if (p.word) {
-			were = weight((to ? fetch_or(p.word, p.mask) :
-				       fetch_and(p.word, ~p.mask)) & p.mask);
+			were = weight((to ? ebb_fetch_or(p.word, p.mask) :
+				       ebb_fetch_and(p.word, ~p.mask)) & p.mask);
 		}
 		if (p.word)
 			changed += to ? len - were : were;
@@ -108,11 +98,8 @@ static inline unsigned long change_run(struct ebb_map *m, unsigned long pfn, uns
 /* Sets a run; returns how many bits were not set before. */
 unsigned long ebb_map_set(struct ebb_map *m, unsigned long pfn, unsigned long n)
 {
-	if (n == 1) {
-		__u64 *word = ebb_map_word(m, pfn);
-
-		return word && !bit_set(word, pfn % EBB_WORD_PFNS);
-	}
+	if (n == 1)
+		return ebb_map_set_one(m, pfn);
 	return change_run(m, pfn, n, true);
 }
 
@@ -121,11 +108,8 @@ unsigned long ebb_map_clear(struct ebb_map *m, unsigned long pfn, unsigned long 
 {
 	unsigned long changed;
 
-	if (n == 1) {
-		__u64 *word = ebb_map_word(m, pfn);
-
-		return word && bit_clear(word, pfn % EBB_WORD_PFNS);
-	}
+	if (n == 1)
+		return ebb_map_clear_one(m, pfn);
 	changed = change_run(m, pfn, n, false);
 	if (n >= EBB_WORD_PFNS)
 		full_barrier();		/* shorter ones were atomic throughout */

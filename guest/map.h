@@ -7,11 +7,23 @@
 #define EBB_MAP_H
 
 #ifdef __KERNEL__
+#include <linux/atomic.h>
+#include <linux/bitops.h>
 #include <linux/types.h>
+
+#define ebb_fetch_or(p, v)	((__u64)atomic64_fetch_or((s64)(v), (atomic64_t *)(p)))
+#define ebb_fetch_and(p, v)	((__u64)atomic64_fetch_and((s64)(v), (atomic64_t *)(p)))
+#define ebb_bit_set(p, b)	test_and_set_bit(b, (unsigned long *)(p))
+#define ebb_bit_clear(p, b)	test_and_clear_bit(b, (unsigned long *)(p))
 #else
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#define ebb_fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
+#define ebb_fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
+#define ebb_bit_set(p, b)	(ebb_fetch_or(&(p)[(b) / 64], 1ull << (b) % 64) >> (b) % 64 & 1)
+#define ebb_bit_clear(p, b)	(ebb_fetch_and(&(p)[(b) / 64], ~(1ull << (b) % 64)) >> (b) % 64 & 1)
 #endif
 #include "ebb_abi.h"
 
@@ -23,11 +35,18 @@ struct ebb_map {
 	unsigned long pages;	/* length of that table */
 };
 
+/* The map page that has a page's bit; NULL: it is not covered. */
+static inline __u64 *ebb_map_page(const struct ebb_map *m, unsigned long pfn)
+{
+	unsigned long at = pfn / EBB_MAP_PFNS;
+
+	return at < m->pages ? __atomic_load_n(&m->page[at], __ATOMIC_ACQUIRE) : NULL;
+}
+
 /* The word of a page's bit; NULL: it is not covered. */
 static inline __u64 *ebb_map_word(const struct ebb_map *m, unsigned long pfn)
 {
-	unsigned long at = pfn / EBB_MAP_PFNS;
-	__u64 *page = at < m->pages ? __atomic_load_n(&m->page[at], __ATOMIC_ACQUIRE) : NULL;
+	__u64 *page = ebb_map_page(m, pfn);
 
 	return page ? page + pfn / EBB_WORD_PFNS % EBB_PAGE_WORDS : NULL;
 }
@@ -38,6 +57,24 @@ static inline bool ebb_map_test(const struct ebb_map *m, unsigned long pfn)
 	const __u64 *word = ebb_map_word(m, pfn);
 
 	return word && (__atomic_load_n(word, __ATOMIC_RELAXED) >> pfn % EBB_WORD_PFNS & 1);
+}
+
+/*
+ * Sets or clears one page's bit; true if that changed it.  Here, since this is what
+ * most allocations and frees come to.
+ */
+static inline bool ebb_map_set_one(struct ebb_map *m, unsigned long pfn)
+{
+	__u64 *page = ebb_map_page(m, pfn);
+
+	return page && !ebb_bit_set(page, pfn % EBB_MAP_PFNS);
+}
+
+static inline bool ebb_map_clear_one(struct ebb_map *m, unsigned long pfn)
+{
+	__u64 *page = ebb_map_page(m, pfn);
+
+	return page && ebb_bit_clear(page, pfn % EBB_MAP_PFNS);
 }
 
 unsigned long ebb_map_set(struct ebb_map *m, unsigned long pfn, unsigned long n);

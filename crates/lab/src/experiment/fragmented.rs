@@ -5,8 +5,9 @@
 //! every second page. Metric `residual` (pieces of 1 MiB; with `_4k`: of 4 KiB;
 //! with `_thp`: huge pages behind the guest's RAM): share of what was freed that
 //! the host holds in the end, by its memory cgroup. Arms: `ebb-guest` (asked with
-//! `ebb reclaim`'s request until nothing more comes), `reporting` (until nothing
-//! came for 20 s).
+//! `ebb reclaim`'s request, ten times), `reporting` (until nothing came for 20 s),
+//! `ebb-stock` (reporting, and after it Ebb's balloon, asked as often: what reporting
+//! leaves behind).
 
 use std::time::{Duration, Instant};
 
@@ -17,11 +18,12 @@ use super::place::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
+use crate::ebb::Daemon;
 use crate::result::Outcome;
 use crate::vm::Balloon;
 
 /// All arms.
-pub const ARMS: [&str; 2] = ["ebb-guest", "reporting"];
+pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "ebb-stock"];
 /// The recycler is asked once a second, so often.
 const ASKED: u32 = 10;
 
@@ -51,12 +53,13 @@ fn one(
     let freed = trial.size(600);
     let place = Place::boot(arena, trial.kernel, memory, arm == "ebb-guest", |c| {
         c.memory = (freed + freed + Bytes::mib(400)).floor_mib();
-        c.balloon = Some(Balloon { reporting: arm == "reporting", deflate_on_oom: false });
+        let stock = arm == "ebb-stock";
+        c.balloon = Some(Balloon { reporting: arm == "reporting" || stock, deflate_on_oom: stock });
     })?;
     let daemon = match arm {
         "ebb-guest" => {
             place.insmod()?;
-            Some(place.daemon()?)
+            Some(place.daemon("guest")?)
         }
         _ => None,
     };
@@ -77,15 +80,15 @@ fn one(
             place.free_pieces("p")?;
             let begun = Instant::now();
             match &daemon {
-                Some(daemon) => {
-                    for _ in 0..ASKED {
-                        daemon.reclaim()?;
-                        std::thread::sleep(Duration::from_secs(1));
-                    }
-                }
+                Some(daemon) => ask(daemon)?,
                 None => drop(place::watch(place.cgroup(), begun, full, freed, MINUTE)),
             }
+            let ballooning = (arm == "ebb-stock").then(|| place.daemon("stock")).transpose()?;
+            ballooning.as_ref().map(ask).transpose()?;
             let back = full - place.usage();
+            if let Some(daemon) = ballooning {
+                daemon.stop();
+            }
             let share = 1.0 - back.fraction_of(freed);
             println!(
                 "  {arm}, {}, pieces of {}: {back} of {freed} came back in {:.0?}",
@@ -101,6 +104,14 @@ fn one(
     }
     if let Some(daemon) = daemon {
         daemon.stop();
+    }
+    Ok(())
+}
+
+fn ask(daemon: &Daemon) -> Result<()> {
+    for _ in 0..ASKED {
+        daemon.reclaim()?;
+        std::thread::sleep(Duration::from_secs(1));
     }
     Ok(())
 }

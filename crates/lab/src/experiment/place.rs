@@ -245,11 +245,10 @@ impl Place {
         tool.wait_event(job, "progress", MINUTE).map(drop).map_err(|e| self.vm.explain(e).into())
     }
 
-    /// `ebb run` for this VM, once it is in tier guest.
-    pub fn daemon(&self) -> Result<Daemon> {
+    /// `ebb run` for this VM, once it is in this tier.
+    pub fn daemon(&self, tier: &str) -> Result<Daemon> {
         let daemon = Daemon::start(self.dir.path(), &[self.vm.name()], "")?;
-        daemon
-            .wait_for("tier guest", MINUTE, |s| (s["vms"][0]["tier"] == "guest").then_some(()))?;
+        daemon.wait_for(tier, MINUTE, |s| (s["vms"][0]["tier"] == tier).then_some(()))?;
         Ok(daemon)
     }
 

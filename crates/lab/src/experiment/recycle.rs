@@ -251,7 +251,7 @@ fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
 fn latency(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
     let place = Place::boot(arena, trial.kernel, Memory::Small, true, |_| ())?;
     place.insmod()?;
-    let daemon = place.daemon()?;
+    let daemon = place.daemon("guest")?;
     let size = trial.size(256);
     for (asked, metric) in [(true, "free_to_host_95"), (false, "free_to_host_95_unasked")] {
         let mut times = Vec::new();

@@ -134,7 +134,7 @@ fn turn(place: &Place, arm: &str, pages: Pages) -> Result<(f64, f64)> {
     if arm != "plain" {
         place.insmod()?;
     }
-    let daemon = if arm == "ebb-guest" { Some(place.daemon()?) } else { None };
+    let daemon = if arm == "ebb-guest" { Some(place.daemon("guest")?) } else { None };
     // The translator's work, and what loading the module set off, are not measured.
     faultloop(place, pages, "seconds=1")?;
     let before = processor_time(place)?;

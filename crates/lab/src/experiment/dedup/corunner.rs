@@ -4,10 +4,15 @@
 //! `chase`); two others hold memory of which half is alike, and stand still. In turns
 //! nothing is merged (`plain`), `ksmd` works by the kernel's defaults (`ksm`), or Ebb's
 //! governor has it work (`ebb-stock`), both with the share of a core that Ebb has by
-//! default; everything is unmerged before each turn. `p50` and `p99` are times of
+//! default; everything is unmerged before each turn. `spin` is the control: a thread that
+//! only counts, without memory, for as long and as often as the governor has `ksmd` work, so
+//! what a VM notices of any work on the processor beside it. `p50` and `p99` are times of
 //! 2,048 steps by the guest's own clock, medians of all turns; the `_ratio`s are of each
 //! turn to `plain` of the same round. `ksmd_share` is what `ksmd` used meanwhile.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -25,10 +30,12 @@ use crate::result::Outcome;
 use crate::vm::{Vm, VmConfig};
 
 /// All arms.
-pub const ARMS: [&str; 3] = ["plain", "ksm", "ebb-stock"];
+pub const ARMS: [&str; 4] = ["plain", "ksm", "ebb-stock", "spin"];
 const MINUTE: Duration = Duration::from_secs(60);
 /// One turn: about as long as a burst takes at the default budget.
 const TURN: Duration = Duration::from_secs(8);
+/// Between two pulses of `spin`, as between two batches of the governor.
+const SPIN_SLEEP: Duration = Duration::from_millis(20);
 const CHASE: &str = "size=67108864";
 const KEYS: [(&str, &str); 2] = [("p50_ns", "p50"), ("p99_ns", "p99")];
 
@@ -45,7 +52,9 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     for _ in 0..trial.rounds(5) {
         for (arm, done) in turns.iter_mut().filter(|(arm, _)| trial.wants(arm)) {
             ksm::unmerge(&Root::default())?;
+            let spinning = (*arm == "spin").then(Spin::start);
             done.push(turn(co, &vms, Kind::named(arm))?);
+            drop(spinning);
         }
     }
     let stat = co.tool().stop("c").map_err(|e| co.explain(e))?;
@@ -77,6 +86,40 @@ fn boot(trial: &Trial) -> Result<Vec<Vm>> {
         }
     }
     Ok(vms)
+}
+
+/// Work beside the VM that touches no memory, until dropped.
+struct Spin {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Spin {
+    fn start() -> Spin {
+        let end = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&end);
+        let share = Settings::default().cores;
+        let pulse = SPIN_SLEEP.mul_f64(share / (1.0 - share));
+        let thread = std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                let begun = Instant::now();
+                while begun.elapsed() < pulse {
+                    std::hint::spin_loop();
+                }
+                std::thread::sleep(SPIN_SLEEP);
+            }
+        });
+        Spin { end, thread: Some(thread) }
+    }
+}
+
+impl Drop for Spin {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 fn turn(co: &Vm, vms: &[Vm], kind: Option<Kind>) -> Result<Turn> {
