@@ -6,6 +6,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -40,6 +41,7 @@ struct Attached {
     guard: Arc<Guard>,
     ram: Arc<Ram>,
     hasher: Option<Hasher>,
+    recycling: Arc<AtomicBool>,
     tracker: Tracker,
     marks: Marks,
     open: Open,
@@ -148,9 +150,10 @@ impl Agent {
                 let vm = self.attached()?;
                 let no = |why: String| refuse(Refused::System, why);
                 let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
-                let (ram, guard) = (Arc::clone(&vm.ram), Arc::clone(&vm.guard));
+                // Not the guard: its userfaultfd must end when the VM is let go of.
+                let (ram, recycling) = (Arc::clone(&vm.ram), Arc::clone(&vm.recycling));
                 vm.hasher = None;
-                vm.hasher = Some(Hasher::start(socket, ram, guard, faults).map_err(no)?);
+                vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);
                 vm.tell_map();
                 Ok(Answer::Done)
             }
@@ -242,7 +245,11 @@ impl Agent {
         self.step();
         let faults = self.faults;
         let vm = self.attached()?;
-        let done = vm.recycler(faults)?.run(want, interrupt);
+        let recycling = Arc::clone(&vm.recycling);
+        let mut recycler = vm.recycler(faults)?;
+        recycling.store(true, SeqCst);
+        let done = recycler.run(want, interrupt);
+        recycling.store(false, SeqCst);
         // A map that fell into doubt is dropped now, not at the next call.
         self.step();
         Ok(Answer::Recycled(done))
@@ -312,6 +319,7 @@ impl Attached {
             guard,
             ram: Arc::new(ram),
             hasher: None,
+            recycling: Arc::default(),
             tracker: Tracker::new(running, faults),
             marks: Marks::default(),
             open,

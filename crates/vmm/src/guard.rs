@@ -80,11 +80,6 @@ impl Guard {
         window
     }
 
-    /// Whether a window is open right now.
-    pub fn is_open(&self) -> bool {
-        matches!(self.window.try_lock(), Err(std::sync::TryLockError::WouldBlock))
-    }
-
     /// Protects page 0, at this address. What tripped before is forgotten.
     pub fn arm(&self, page: u64) -> std::io::Result<()> {
         let _window = self.open();

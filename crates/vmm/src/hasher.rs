@@ -9,15 +9,15 @@
 //! It only looks. What is absent, in swap or of zeros by the page table is passed over
 //! (`PAGEMAP_SCAN`), and so is what the guest's map calls free: that is the recycler's.
 //! Shared RAM is refused: KSM does not merge it, and to read a hole would fill it. A
-//! merged page is read as it is, and stays merged. The thread holds no lock that
-//! anybody waits for; while a window of protection is open it begins nothing. One that
-//! opens meanwhile is not in its way: reading neither waits for write-protection nor
-//! lifts it.
+//! merged page is read as it is, and stays merged. The thread holds nothing that anybody
+//! waits for: it may not run for a long time. While the recycler is at
+//! work it waits, ten milliseconds a piece at most; what it reads nevertheless is not in
+//! the way, since reading neither waits for write-protection nor lifts it.
 
 use std::io::Result;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::hash::Key;
@@ -28,7 +28,6 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
 
 use crate::faults::Faults;
-use crate::guard::Guard;
 use crate::ram::{Bits, Ram};
 use crate::recycle::cpu_ns;
 use crate::sys::{self, Mapping, Range, VECTOR_MAX};
@@ -41,8 +40,8 @@ const BUFFER: usize = 2 << 20;
 const IDLE: Duration = Duration::from_secs(1);
 /// A question that has begun must come to its end in this time, and an answer be taken.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often, and how long each time, an open window is waited for.
-const WINDOWS: (u32, Duration) = (50, Duration::from_micros(200));
+/// How often, and how long each time, recycling is waited for.
+const WAITS: (u32, Duration) = (50, Duration::from_micros(200));
 /// Threads that may be there at once: each ends a piece after its socket does.
 const THREADS: usize = 4;
 
@@ -50,10 +49,6 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 
 /// The pages of the guest's map, as far as it is known.
 type Map = Arc<Mutex<Vec<MapPage>>>;
-
-fn lock(map: &Map) -> MutexGuard<'_, Vec<MapPage>> {
-    map.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A thread that answers the scanner; it ends soon after this is dropped.
 #[derive(Debug)]
@@ -67,7 +62,7 @@ impl Hasher {
     pub fn start(
         socket: OwnedFd,
         ram: Arc<Ram>,
-        guard: Arc<Guard>,
+        recycling: Arc<AtomicBool>,
         faults: Faults,
     ) -> std::result::Result<Hasher, String> {
         let domain = sockopt::socket_domain(&socket);
@@ -80,7 +75,7 @@ impl Hasher {
             return Err("the threads of earlier scans are still there".into());
         }
         let map = Map::default();
-        let served = Served { map: Arc::clone(&map), ram, guard, faults, buffer: None };
+        let served = Served { map: Arc::clone(&map), ram, recycling, faults, buffer: None };
         let spawn = || -> Result<OwnedFd> {
             let theirs = socket.try_clone()?;
             std::thread::Builder::new().name("ebb-hash".into()).spawn(move || {
@@ -103,10 +98,12 @@ impl Hasher {
         }
     }
 
-    /// The guest's map is there; empty: it is not known.
+    /// The guest's map is there; empty: it is not known. Told again and again, so that
+    /// nobody waits where the thread reads it just now.
     pub fn tell_map(&self, pages: &[MapPage]) {
-        let mut map = lock(&self.map);
-        if *map != pages {
+        if let Ok(mut map) = self.map.try_lock()
+            && *map != pages
+        {
             *map = pages.to_vec();
         }
     }
@@ -122,12 +119,16 @@ impl Drop for Hasher {
 struct Served {
     map: Map,
     ram: Arc<Ram>,
-    guard: Arc<Guard>,
+    recycling: Arc<AtomicBool>,
     faults: Faults,
     buffer: Option<Mapping>,
 }
 
 impl Served {
+    fn pages(&self) -> Vec<MapPage> {
+        self.map.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Until the socket ends, or something comes that is no question.
     fn serve(mut self, socket: &OwnedFd) {
         loop {
@@ -148,7 +149,7 @@ impl Served {
     /// `None`: some of it is not RAM that can be merged.
     fn answer(&mut self, ask: &Ask) -> Option<Told> {
         let (begun, key) = (cpu_ns(), Key::new(ask.secret));
-        let mut free = Free { ram: &self.ram, pages: lock(&self.map).clone(), last: None };
+        let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
         let mut runs = Vec::new();
         let mut told = Told::default();
         for &(start, len) in &ask.ranges {
@@ -173,8 +174,8 @@ impl Served {
     /// What cannot be read (it went away meanwhile) ends a piece early. The `next` piece is
     /// fetched from memory while this one is hashed.
     fn hash(&mut self, piece: &[Range], next: &[Range], key: &Key, pages: &mut Vec<(u64, u128)>) {
-        let open = |_: &u32| self.guard.is_open();
-        (0..WINDOWS.0).take_while(open).for_each(|_| std::thread::sleep(WINDOWS.1));
+        let busy = |_: &u32| self.recycling.load(SeqCst);
+        (0..WAITS.0).take_while(busy).for_each(|_| std::thread::sleep(WAITS.1));
         if self.buffer.is_none() {
             let new = Mapping::anonymous(BUFFER).ok();
             new.iter().for_each(|b| drop(b.huge(true)));
@@ -252,7 +253,7 @@ fn pieces(runs: Vec<Range>) -> Vec<Vec<Range>> {
                 size = 0;
             }
             let len = run.len.min(PIECE - size);
-            pieces.iter_mut().last().into_iter().for_each(|p| p.push(Range { len, ..run }));
+            pieces.last_mut().into_iter().for_each(|p| p.push(Range { len, ..run }));
             size += len;
             run = Range { start: run.start + len, len: run.len - len };
         }
