@@ -7,12 +7,11 @@ CARGO ?= cargo
 # All of it at once: with fewer packages others' features, and a second build.
 BUILD := $(CARGO) build --release --quiet
 # VM tests share one machine: no two at once. Those of a guest's life that take
-# minutes are left to `make soak`, which runs them all, on both kernels; so is the
-# daemon's merging, where a scan now and then finds nothing more to do too early.
+# minutes are left to `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
-  vm_a_crash_kernel vm_the_daemon_merges
+  vm_a_crash_kernel
 VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 

@@ -74,6 +74,12 @@ pub struct MergeConfig {
     pub scan_ms: u64,
     /// The speed of `ksmd` is left to the kernel's advisor.
     pub advisor: bool,
+    /// khugepaged is kept from undoing merges while KSM is steered.
+    #[serde(default)]
+    pub hold_khugepaged: bool,
+    /// Pages of zeros of VMs that are not merged may be looked for and let go of.
+    #[serde(default)]
+    pub zeros: bool,
 }
 
 impl Default for MergeConfig {
@@ -85,6 +91,8 @@ impl Default for MergeConfig {
             settings: Settings::default(),
             scan_ms: 600_000,
             advisor: false,
+            hold_khugepaged: false,
+            zeros: false,
         }
     }
 }
@@ -108,6 +116,13 @@ pub struct VmSettings {
     /// Whether it is open to KSM; `None`: as QEMU was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<bool>,
+    /// Whether its pages of zeros may be let go of, where that is done.
+    #[serde(default = "yes")]
+    pub zeros: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// A size, or a share of the VM's RAM.
@@ -153,6 +168,7 @@ impl Default for VmSettings {
             group: "default".into(),
             qmp: None,
             merge: None,
+            zeros: true,
         }
     }
 }
@@ -281,6 +297,8 @@ struct RawMerge {
     floor: Option<Bytes>,
     scan: Option<Spanned<String>>,
     advisor: Option<bool>,
+    hold_khugepaged: Option<bool>,
+    zeros: Option<bool>,
 }
 
 #[derive(Deserialize, Default)]
@@ -293,6 +311,7 @@ struct RawVm {
     group: Option<Spanned<String>>,
     qmp: Option<Spanned<String>>,
     merge: Option<bool>,
+    zeros: Option<bool>,
 }
 
 /// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
@@ -405,6 +424,7 @@ impl Checker<'_> {
             group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
             merge: raw.merge.or(base.merge),
+            zeros: raw.zeros.unwrap_or(base.zeros),
         };
         let crossed = match (settings.min, settings.max) {
             (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
@@ -459,6 +479,8 @@ impl Checker<'_> {
             settings: Settings { cores, floor: raw.floor.unwrap_or(base.settings.floor) },
             scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
             advisor: raw.advisor.unwrap_or(base.advisor),
+            hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
+            zeros: raw.zeros.unwrap_or(base.zeros),
         })
     }
 
@@ -566,6 +588,14 @@ mod tests {
         assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
         assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
         assert_eq!((c.vm("a").merge, c.vm("b").merge), (Some(false), Some(true)));
+        assert!(!c.merge.zeros && !c.merge.hold_khugepaged);
+        let text = "[merge]\nzeros = true\nhold_khugepaged = true\n[vm.a]\nzeros = false\n";
+        let c = Config::parse("f", text).unwrap();
+        assert_eq!(
+            (c.merge.mode, c.merge.zeros, c.merge.hold_khugepaged),
+            (MergeMode::Off, true, true)
+        );
+        assert_eq!((c.vm("a").zeros, c.vm("b").zeros), (false, true));
     }
 
     #[test]

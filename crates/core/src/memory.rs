@@ -9,14 +9,17 @@ mod rates;
 mod reach;
 mod sizes;
 mod vm;
+mod zeros;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::reach::{Reach, SILENT_MS};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
+pub use self::zeros::ZeroMemory;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, RungName};
+use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
@@ -172,9 +175,11 @@ impl Memory {
             let recycled = m.returned.recycled - was.recycled;
             let ballooned = m.returned.balloon - was.balloon;
             let paged = m.cold.paged_out - paged;
+            let zeros = m.returned.zeros - was.zeros;
             self.tally(RungName::Recycle, |t| t.came += recycled);
             self.tally(RungName::Balloon, |t| t.came += ballooned);
             self.tally(RungName::Offload, |t| t.came += paged);
+            self.tally(RungName::Zeros, |t| t.came += zeros);
         }
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
@@ -234,6 +239,7 @@ impl Memory {
                 seen: vm.seen,
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
+                zeros: ZeroMemory { rest_until: None, ..vm.zeros },
                 merge: merge::VmMerge {
                     was: vm.merge.was,
                     asked: vm.merge.asked,
@@ -246,8 +252,8 @@ impl Memory {
     }
 
     /// Takes in what was decided and what became of it.
-    pub fn learn(&mut self, model: &Model, plan: &Plan, outcomes: &[Outcome], applied: bool) {
-        let merging = merge::merge(model, self).map(|(_, next)| next).filter(|_| applied);
+    pub fn learn(&mut self, model: &Model, decided: &Decided, outcomes: &[Outcome], applied: bool) {
+        let plan = &decided.plan;
         let first = self.at.replace(model.at).is_none();
         if model.host.state != self.state || first {
             self.state = model.host.state;
@@ -261,11 +267,15 @@ impl Memory {
         for rung in &plan.rungs {
             self.tally(rung.name, |t| t.expected += rung.expected);
         }
-        self.merge = merging.unwrap_or(self.merge);
+        self.merge = decided.merging.unwrap_or(self.merge);
         for order in plan.merge.iter().flat_map(|m| &m.vms) {
             let m = &mut self.vm_mut(order.vm).merge;
             m.ordered = Some((model.at, order.open));
             m.was.get_or_insert(!order.open);
+        }
+        for order in &plan.torn {
+            let m = self.vm_mut(order.vm);
+            m.torn = m.returned.balloon;
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);

@@ -6,6 +6,7 @@
 
 pub(crate) mod guest;
 mod merge;
+mod zeros;
 
 use std::fmt;
 
@@ -110,6 +111,9 @@ pub struct HostModel {
     /// What in the configuration cannot work out, for people.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
+    /// How pages of zeros can be let go of; `None` where that is not wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<crate::sample::ZeroWays>,
     /// What merging is decided on; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeHost>,
@@ -178,6 +182,15 @@ pub struct VmModel {
     /// Its part in merging.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeVm>,
+    /// Why its pages of zeros are left where they are; empty: they need not be.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub zeros_stay: String,
+    /// What came of letting go of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<crate::sample::ZeroSample>,
+    /// What came of splitting its torn huge pages; `None`: they are to be left alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<crate::sample::TornSample>,
 }
 
 /// How far a VM is with what it was told.
@@ -360,6 +373,7 @@ impl HostModel {
             swap_left: sample.host.memory.map_or(Bytes::ZERO, swap_left),
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
+            zeros: sample.host.zeros.filter(|_| config.merge.zeros),
             ..HostModel::default()
         };
         let bounds = bounds(config, sample);
@@ -581,6 +595,9 @@ impl VmModel {
             swap: vm.process.map(|p| p.swap),
             agent: vm.agent.clone(),
             merge: MergeVm::new(config, vm),
+            zeros_stay: zeros::stay(config, vm).unwrap_or_default(),
+            zeros: vm.zeros.clone(),
+            torn: merge::advisable(config, vm).then(|| vm.torn.clone().unwrap_or_default()),
             ..VmModel::default()
         };
         let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {

@@ -23,6 +23,12 @@ pub struct Plan {
     /// Cold memory to page out to the host's swap.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offload: Vec<OffloadOrder>,
+    /// Pages of zeros that are to be let go of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zeros: Vec<ZeroOrder>,
+    /// Torn huge pages to split.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub torn: Vec<TornOrder>,
     /// Merging; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergePlan>,
@@ -47,6 +53,8 @@ pub enum RungName {
     Recycle,
     /// Pages that are the same.
     Merge,
+    /// Pages of zeros of VMs that are not merged.
+    Zeros,
     /// Memory that is idle in a guest, or its page cache.
     Balloon,
     /// Cold memory, to the host's swap.
@@ -57,9 +65,10 @@ pub enum RungName {
 
 impl RungName {
     /// All, in order.
-    pub const ALL: [RungName; 5] = [
+    pub const ALL: [RungName; 6] = [
         RungName::Recycle,
         RungName::Merge,
+        RungName::Zeros,
         RungName::Balloon,
         RungName::Offload,
         RungName::Protect,
@@ -71,6 +80,7 @@ impl fmt::Display for RungName {
         f.pad(match self {
             RungName::Recycle => "recycle",
             RungName::Merge => "merge",
+            RungName::Zeros => "zeros",
             RungName::Balloon => "balloon",
             RungName::Offload => "offload",
             RungName::Protect => "protect",
@@ -100,6 +110,38 @@ pub struct OffloadOrder {
     pub name: String,
     /// At most so much.
     pub bytes: Bytes,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// Has pages of zeros of one VM looked for and let go of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ZeroOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// In so much of its memory, from where the last order ended.
+    pub read: Bytes,
+    /// For so long at most.
+    pub ms: u64,
+    /// A huge page is split where so many of its 512 pages are zeros.
+    pub split: Option<u64>,
+    /// So much may go to places in swap.
+    pub swap: Bytes,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// Has huge pages of one VM split of which a balloon took a part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TornOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// For so long at most, from where the last order ended.
+    pub ms: u64,
     /// Why, for people.
     pub reason: String,
 }

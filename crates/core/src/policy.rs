@@ -11,7 +11,10 @@ pub mod offload;
 pub mod protect;
 pub mod recycle;
 mod take;
+pub mod torn;
+pub mod zeros;
 
+use self::merge::MergeMemory;
 use crate::memory::Memory;
 use crate::model::{Model, Standing, VmModel};
 use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Rung, RungName};
@@ -31,9 +34,18 @@ pub enum Verdict {
     Hold(String),
 }
 
+/// What was decided, and what is to be remembered of that once it is applied.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Decided {
+    /// What to do.
+    pub plan: Plan,
+    /// Merging's memory; `None` where that is off.
+    pub merging: Option<MergeMemory>,
+}
+
 /// Decides one tick. Same input, same plan. The rungs of the ladder in their
 /// order; each is told what those above it are expected to bring.
-pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Plan {
+pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Decided {
     let mut plan = Plan::default();
     let mut ladder = Ladder::default();
 
@@ -41,8 +53,14 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let freed = recycled(model, &recycle);
 
     // Merging goes on beside the rest and is slow: no rung below waits for it.
-    plan.merge = merge::merge(model, memory).map(|(merge, _)| merge);
-    let merging = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
+    let (merge, merging) = merge::merge(model, memory).unzip();
+    plan.merge = merge;
+    let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
+
+    // So do pages of zeros: what they bring is seen when it has come.
+    plan.torn = torn::torn(model, memory);
+    let (orders, letting_go) = zeros::zeros(model, memory, requests);
+    plan.zeros = orders;
 
     let ballooned = balloon::balloon(model, memory, requests, freed);
     let (missing, expected) = (ballooned.missing, ballooned.expected);
@@ -61,7 +79,8 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
 
     ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
-    ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merging);
+    ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merge_words);
+    ladder.rung(RungName::Zeros, missing - freed, Bytes::ZERO, letting_go);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
     ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
@@ -78,7 +97,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     }
     // Giving back never waits for taking.
     plan.actions.sort_by_key(|a| !a.gives());
-    plan
+    Decided { plan, merging }
 }
 
 #[derive(Default)]

@@ -58,6 +58,9 @@ pub struct HostSample {
     /// The daemon's scanner of equal pages, where merging is not off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanSample>,
+    /// How pages of zeros can be let go of here; `None` where that is not wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<ZeroWays>,
     /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
     /// counts as used in MemAvailable though most of it can be had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -374,6 +377,12 @@ pub struct VmSample {
     /// What was offloaded of it; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
+    /// Its pages of zeros; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<ZeroSample>,
+    /// Its torn huge pages; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<TornSample>,
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
@@ -385,6 +394,52 @@ pub struct VmSample {
 pub struct OffloadSample {
     /// Gone to swap while orders were carried out, by the process's own counters.
     pub paged_out: Bytes,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// How this kernel lets go of pages of zeros of a process without merging them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZeroWays {
+    /// A huge page that is split drops those in it (6.12+).
+    pub split: bool,
+    /// A page that is paged out and is zeros takes a place in swap and writes nothing
+    /// there (6.12+).
+    pub pageout: bool,
+}
+
+/// Pages of zeros of a VM that the host was let go of without its help, since the
+/// daemon's start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZeroSample {
+    /// Memory that was looked through.
+    pub read: Bytes,
+    /// Pages of zeros in it that there was a way to let go of.
+    pub chosen: Bytes,
+    /// What left DRAM meanwhile, by the process's own counters.
+    pub freed: Bytes,
+    /// So often all of its memory was gone through.
+    pub rounds: u64,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Huge pages of a VM that a balloon had torn and that were split, since the daemon's
+/// start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TornSample {
+    /// Huge pages.
+    pub split: u64,
+    /// What of them nobody mapped: it is the host's again.
+    pub freed: Bytes,
+    /// The last order did not come to the end of RAM.
+    pub more: bool,
     /// An order is being carried out.
     pub busy: bool,
     /// What was wrong with the last order.

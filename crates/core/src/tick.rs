@@ -11,9 +11,9 @@ use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
 use crate::plan::{
     Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reason, Reclaim,
-    RecycleOrder, RungName,
+    RecycleOrder, RungName, TornOrder, ZeroOrder,
 };
-use crate::policy::decide;
+use crate::policy::{Decided, decide};
 use crate::sample::Sample;
 use crate::units::Stamp;
 
@@ -39,6 +39,10 @@ pub trait Host {
     /// Has cold memory paged out, beside the loop; later samples tell what came of
     /// it. Hosts without swap need not care.
     fn offload(&mut self, _orders: &[OffloadOrder]) {}
+    /// Has pages of zeros looked for and let go of, beside the loop, likewise.
+    fn zeros(&mut self, _orders: &[ZeroOrder]) {}
+    /// Has torn huge pages split, beside the loop, likewise.
+    fn torn(&mut self, _orders: &[TornOrder]) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -93,6 +97,7 @@ const LOOK_MOST_MS: u64 = 3_000;
 fn only_gives(plan: &mut Plan) {
     plan.actions.retain(Action::gives);
     plan.offload.clear();
+    plan.zeros.clear();
     if let Some(merge) = &mut plan.merge {
         merge.vms.clear();
     }
@@ -144,7 +149,7 @@ impl Engine {
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read();
         let said = (host.requests(), host.wishes());
-        let (model, mut plan) = self.think(&sample, &said);
+        let (model, Decided { mut plan, merging }) = self.think(&sample, &said);
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
@@ -174,16 +179,23 @@ impl Engine {
             if !plan.offload.is_empty() {
                 host.offload(&plan.offload);
             }
+            if !plan.zeros.is_empty() {
+                host.zeros(&plan.zeros);
+            }
+            if !plan.torn.is_empty() {
+                host.torn(&plan.torn);
+            }
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }
-        let tick = self.finish(&model, (sample, said), plan, outcomes, forbidden);
+        let tick =
+            self.finish(&model, (sample, said), Decided { plan, merging }, outcomes, forbidden);
         (tick, model)
     }
 
     /// Replays a recorded tick: the same sample and outcomes, a fresh decision.
     pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
         let said = (recorded.requests.clone(), recorded.wishes.clone());
-        let (model, mut plan) = self.think(&recorded.sample, &said);
+        let (model, Decided { mut plan, merging }) = self.think(&recorded.sample, &said);
         if recorded.forbidden.is_some() {
             only_gives(&mut plan);
         }
@@ -192,28 +204,29 @@ impl Engine {
         let outcomes = recorded.outcomes.clone();
         let forbidden = recorded.forbidden.clone();
         let input = (recorded.sample.clone(), said);
-        let tick = self.finish(&model, input, plan, outcomes, forbidden);
+        let tick = self.finish(&model, input, Decided { plan, merging }, outcomes, forbidden);
         (tick, model)
     }
 
-    fn think(&mut self, sample: &Sample, (requests, wishes): &Said) -> (Model, Plan) {
+    fn think(&mut self, sample: &Sample, (requests, wishes): &Said) -> (Model, Decided) {
         self.memory.observe(sample);
         self.memory.wish(wishes);
         let model = Model::new(&self.config, sample, &self.memory);
-        let plan = decide(&model, &self.memory, requests, &self.limits);
-        (model, plan)
+        let decided = decide(&model, &self.memory, requests, &self.limits);
+        (model, decided)
     }
 
     fn finish(
         &mut self,
         model: &Model,
         (sample, (requests, wishes)): (Sample, Said),
-        plan: Plan,
+        decided: Decided,
         outcomes: Vec<Outcome>,
         forbidden: Option<String>,
     ) -> Tick {
         let applied = !self.dry_run;
-        self.memory.learn(model, &plan, &outcomes, applied);
+        self.memory.learn(model, &decided, &outcomes, applied);
+        let plan = decided.plan;
         self.number += 1;
         Tick { number: self.number, sample, requests, wishes, plan, outcomes, applied, forbidden }
     }

@@ -8,10 +8,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::Owned;
-use ebb_core::plan::{Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder};
+use ebb_core::plan::{
+    Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, TornOrder,
+    ZeroOrder,
+};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
+use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake, Waker};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
@@ -86,9 +90,13 @@ pub fn options(config: &Config) -> Options {
         only: config.listed_only.then(|| config.vms.keys().cloned().collect()),
         merge: (config.merge.mode != MergeMode::Off).then(|| MergeOptions {
             note: ksm_note(&config.state_file),
-            keep_advisor: config.merge.advisor,
+            manners: Manners {
+                keep_advisor: config.merge.advisor,
+                hold_khugepaged: config.merge.hold_khugepaged,
+            },
             steer: config.merge.mode == MergeMode::On,
         }),
+        zeros: config.merge.zeros,
         ..Options::default()
     }
 }
@@ -217,6 +225,14 @@ impl Host for Daemon {
 
     fn offload(&mut self, orders: &[OffloadOrder]) {
         self.host.offload(orders);
+    }
+
+    fn zeros(&mut self, orders: &[ZeroOrder]) {
+        self.host.zeros(orders);
+    }
+
+    fn torn(&mut self, orders: &[TornOrder]) {
+        self.host.torn(orders);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

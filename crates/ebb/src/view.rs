@@ -11,7 +11,7 @@ use ebb_core::plan::{Action, RungName};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
     AgentSample, Ksm, Link, MergeSample, OffloadSample, Pool, Problem, RunState, ScanSample,
-    SwapArea, VmId, VmSample,
+    SwapArea, TornSample, VmId, VmSample, ZeroSample,
 };
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
@@ -248,6 +248,15 @@ pub struct Vm {
     /// What was paged out of it on order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
+    /// Its huge pages that a balloon had torn and that were split.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torn: Option<TornSample>,
+    /// Its pages of zeros that were let go of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<ZeroSample>,
+    /// Why they are not; empty where they may be, or nobody wants it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub zeros_stay: String,
     /// Its part in merging.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
@@ -374,6 +383,9 @@ impl Vm {
             trust: m.trust.clone(),
             convergence: m.convergence,
             offload: s.offload.clone(),
+            torn: s.torn.clone(),
+            zeros: s.zeros.clone(),
+            zeros_stay: tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default(),
             merge: s.merge.clone(),
         }
     }
@@ -693,6 +705,9 @@ pub const HOST_FIELDS: &[Field<State>] = &[
         .merge
         .as_ref()
         .map(|m| m.scan.cpu_s)),
+    field!("zeros_came", "", Bytes, Counter, "What letting go of zeros brought", |s| {
+        came(s, RungName::Zeros)
+    }),
     field!("merge_came", "", Bytes, Counter, "What merging brought", |s| came(s, RungName::Merge)),
     field!("tick", "", Seconds, Gauge, "Duration of the last tick", |s| Some(
         s.daemon.tick_ms / 1000.0
@@ -787,6 +802,18 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("paged_out", "", Bytes, Counter, "Paged out on order", |v| {
         v.offload.as_ref().and_then(|o| bytes(o.paged_out))
     }),
+    field!("torn_split", "", Plain, Counter, "Huge pages split that a balloon had torn", |v| {
+        v.torn.as_ref().map(|t| t.split as f64)
+    }),
+    field!("torn_freed", "", Bytes, Counter, "What that freed", |v| {
+        v.torn.as_ref().and_then(|t| bytes(t.freed))
+    }),
+    field!("zeros_read", "", Bytes, Counter, "Looked through for zeros", |v| {
+        v.zeros.as_ref().and_then(|z| bytes(z.read))
+    }),
+    field!("zeros_freed", "", Bytes, Counter, "Zeros that were let go of", |v| {
+        v.zeros.as_ref().and_then(|z| bytes(z.freed))
+    }),
     field!("stats_age", "", Seconds, Gauge, "Age of the guest's statistics", |v| v
         .stats_age_ms
         .map(|a| a as f64 / 1000.0)),
@@ -804,6 +831,9 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
         bytes(v.returned.reporting)
     }),
     field!("returned_swap", "", Bytes, Counter, "Went to swap", |v| bytes(v.returned.swap)),
+    field!("returned_zeros", "", Bytes, Counter, "Was zeros, let go of on order", |v| bytes(
+        v.returned.zeros
+    )),
     field!("returned_other", "", Bytes, Counter, "Came back in another way", |v| bytes(
         v.returned.other
     )),

@@ -12,16 +12,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder};
+use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
-    HostSample, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample,
+    HostSample, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
+use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
+use crate::act::torn::Splitter;
+use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
@@ -66,6 +69,8 @@ pub struct Options {
     pub psi_trigger_us: Option<(u32, u32)>,
     /// Where merging is not off.
     pub merge: Option<MergeOptions>,
+    /// Pages of zeros may be looked for and let go of.
+    pub zeros: bool,
 }
 
 /// What merging needs to know.
@@ -73,8 +78,8 @@ pub struct Options {
 pub struct MergeOptions {
     /// Where what KSM's knobs were is written down.
     pub note: PathBuf,
-    /// The speed of `ksmd` is left to the kernel's advisor.
-    pub keep_advisor: bool,
+    /// What is left alone of what moves pages, and what is not.
+    pub manners: Manners,
     /// KSM is steered (else VMs are only scanned).
     pub steer: bool,
 }
@@ -90,6 +95,7 @@ impl Default for Options {
             pool: None,
             psi_trigger_us: Some((100_000, 1_000_000)),
             merge: None,
+            zeros: false,
         }
     }
 }
@@ -159,6 +165,9 @@ pub struct LinuxHost {
     notifications: Option<PressureEvents>,
     notified: Option<Instant>,
     offloader: Offloader,
+    splitter: Splitter,
+    /// Where that is wanted, with what this kernel can do.
+    zeros: Option<(ZeroWays, ZeroFinder)>,
     merger: Option<Merger>,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_tasks: Option<(Option<u32>, Option<u32>, Instant)>,
@@ -171,15 +180,20 @@ impl LinuxHost {
     pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
-        let merger = options.merge.as_ref().map(|m| {
-            Merger::new(options.root.clone(), m.note.clone(), m.keep_advisor, waker.clone())
-        });
+        let merger = options
+            .merge
+            .as_ref()
+            .map(|m| Merger::new(options.root.clone(), m.note.clone(), m.manners, waker.clone()));
         let bound = vec![None; options.sockets.len()];
         Ok(LinuxHost {
             trigger: None,
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
+            splitter: Splitter::new(options.root.clone()),
+            zeros: options
+                .zeros
+                .then(|| (zeros::ways(&options.root), ZeroFinder::new(options.root.clone()))),
             merger,
             ksm_tasks: None,
             options,
@@ -230,6 +244,7 @@ impl LinuxHost {
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
             ksm: noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root)),
             scan: None,
+            zeros: self.zeros.as_ref().map(|(ways, _)| *ways),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
@@ -242,6 +257,8 @@ impl LinuxHost {
         let root = &self.options.root;
         self.vms.retain(|id, _| is_alive(root, *id));
         self.offloader.keep(|id| self.vms.contains_key(id));
+        self.splitter.keep(|id| self.vms.contains_key(id));
+        self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
         self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
         let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
         if due || self.vms.len() < before {
@@ -445,6 +462,16 @@ impl LinuxHost {
         }
     }
 
+    /// Has pages of zeros looked for and let go of, likewise.
+    pub fn zeros(&mut self, orders: &[ZeroOrder]) {
+        self.zeros.iter_mut().for_each(|(_, z)| orders.iter().for_each(|o| z.order(o)));
+    }
+
+    /// Has torn huge pages split, likewise.
+    pub fn torn(&mut self, orders: &[TornOrder]) {
+        orders.iter().for_each(|o| self.splitter.order(o));
+    }
+
     /// Steers KSM, opens and closes VMs, has them scanned: beside the loop.
     pub fn merge(&mut self, plan: &MergePlan) {
         let Some(merger) = &mut self.merger else { return };
@@ -562,6 +589,8 @@ impl LinuxHost {
             let memory = noted(problems, &source, read_status(root, id.pid));
             let mut sample = vm.sample(at, wall_ms, memory, problems);
             sample.offload = self.offloader.sample(*id);
+            sample.torn = self.splitter.sample(*id);
+            sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
             sample
         };
         self.vms.iter_mut().map(one).collect()
@@ -790,8 +819,11 @@ mod tests {
             let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
             std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
         };
-        let merge =
-            MergeOptions { note: dir.path().join("ksm.json"), keep_advisor: false, steer: true };
+        let merge = MergeOptions {
+            note: dir.path().join("ksm.json"),
+            manners: Manners::default(),
+            steer: true,
+        };
         let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
         meminfo(600_000);
         let vm = host.sample().vms[0].id;

@@ -13,6 +13,8 @@ use rustix::io::Errno;
 /// Most bytes read of one file. The longest in use, mountinfo on a container
 /// host, has some 100 KB.
 pub const MAX_FILE: u64 = 1 << 20;
+/// Room for most of them, so that one look and one at the end do.
+const USUAL: usize = 8 << 10;
 
 /// What a text was not.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -105,7 +107,7 @@ impl Root {
     /// process has ended, or the kernel has it switched off (`psi=0`).
     pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Result<Option<Vec<u8>>, ProbeError> {
         let path = self.path(absolute);
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(USUAL);
         match File::open(&path).and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
             Ok(n) if n as u64 > MAX_FILE => Err(ProbeError::TooLong { path }),
             Ok(_) => Ok(Some(bytes)),

@@ -475,6 +475,8 @@ impl Vm {
             age_ms: age_of(id),
             pinned: self.pinned(),
             offload: None,
+            zeros: None,
+            torn: None,
             merge: None,
         }
     }

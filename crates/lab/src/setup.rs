@@ -203,6 +203,17 @@ fn fetch_kernel(
     fs::rename(&temp, &link).map_err(LabError::file(&link))
 }
 
+/// A package's files, unpacked into the cache and not installed: nothing of it runs.
+pub fn package(cache: &Cache, name: &str) -> Result<PathBuf, LabError> {
+    let dir = cache.path("packages").join(name);
+    let names = [name.to_string()];
+    let machine = Apt { options: Vec::new() };
+    if !dir.is_dir() && unpack_into(&machine, &names, &dir).is_err() {
+        unpack_into(&Apt::own(cache, &mut |_| ())?, &names, &dir)?;
+    }
+    Ok(dir)
+}
+
 /// Downloads packages and unpacks them; the directory appears whole.
 fn unpack_into(apt: &Apt, packages: &[String], dir: &Path) -> Result<(), LabError> {
     let parent = dir.parent().unwrap_or(Path::new("."));

@@ -57,7 +57,7 @@ fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) 
     let plan = Plan { actions: action.into_iter().collect(), ..Plan::default() };
     let outcomes: Vec<Outcome> =
         plan.actions.iter().map(|a| Outcome { vm: a.vm, error: None }).collect();
-    memory.learn(&model, &plan, &outcomes, true);
+    memory.learn(&model, &decided(&plan), &outcomes, true);
     model
 }
 
@@ -320,10 +320,10 @@ fn an_order_that_failed_is_not_remembered_as_given() {
     };
     let plan = Plan { actions: vec![action], ..Plan::default() };
     for outcomes in [vec![], vec![Outcome { vm: ID, error: Some("gone".into()) }]] {
-        memory.learn(&model, &plan, &outcomes, true);
+        memory.learn(&model, &decided(&plan), &outcomes, true);
         assert!(memory.vms[0].order.is_none() && memory.vms[0].last_take.is_none());
     }
-    memory.learn(&model, &plan, &[Outcome { vm: ID, error: None }], false);
+    memory.learn(&model, &decided(&plan), &[Outcome { vm: ID, error: None }], false);
     assert!(memory.vms[0].order.is_none(), "a dry run has given none");
 }
 
@@ -403,4 +403,9 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
     assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
     let offloaded = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap();
     assert_eq!(offloaded.came, Bytes::mib(100));
+}
+
+/// A plan in which nothing is merged.
+fn decided(plan: &Plan) -> crate::policy::Decided {
+    crate::policy::Decided { plan: plan.clone(), merging: None }
 }

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Reach, Sizes};
+use super::{Reach, Sizes, ZeroMemory};
 use crate::model::guest::{bounded, implausible};
 use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
@@ -121,6 +121,12 @@ pub struct VmMemory {
     /// What merging remembers.
     #[serde(default)]
     pub merge: VmMerge,
+    /// What letting go of zeros remembers.
+    #[serde(default)]
+    pub zeros: ZeroMemory,
+    /// What the balloon had taken when torn huge pages were last ordered to be split.
+    #[serde(default)]
+    pub torn: Bytes,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
@@ -436,6 +442,9 @@ pub struct Returned {
     pub balloon: Bytes,
     /// Went to swap.
     pub swap: Bytes,
+    /// Was zeros, and let go of on order.
+    #[serde(default)]
+    pub zeros: Bytes,
     /// The agent recycled it, page by page, as it counts itself.
     #[serde(default)]
     pub recycled: Bytes,
@@ -498,7 +507,7 @@ impl VmMemory {
         }
         self.notice_help(at, actual);
         self.follow_order(at, dt_ms, actual);
-        self.account(dt_ms, vm, actual);
+        self.account(at, dt_ms, vm, actual);
     }
 
     /// Takes in an order that QEMU took.
@@ -826,7 +835,7 @@ impl VmMemory {
         gift.bytes.min(size - host_side)
     }
 
-    fn account(&mut self, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
+    fn account(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
         if let Some(size) = self.sizes.most() {
             let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
@@ -842,7 +851,9 @@ impl VmMemory {
             if let (Some(w), Some(n)) = (was.actual, now.actual) {
                 self.returned.given_back += n - w;
             }
-            let mut left = was.resident - now.resident;
+            let (zeros, fell) = self.zeros.divide(at, vm, was.resident - now.resident);
+            self.returned.zeros += zeros;
+            let mut left = fell;
             let mut part = |most: Bytes| {
                 let took = left.min(most);
                 left = left - took;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, MergeConfig, MergeMode};
+use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
 /// The host's part; absent where merging is off.
@@ -45,16 +45,26 @@ impl MergeVm {
     pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
         let settings = config.vm(&vm.name);
         let sample = vm.merge.clone()?;
-        let fixed = match (&vm.link, &vm.run) {
-            _ if !settings.manage => Some("manage = false in the configuration".to_string()),
-            (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
-            (Link::Unknown, _) => Some("not sampled yet".into()),
-            (Link::Up, Some(RunState::Running | RunState::Paused)) => None,
-            (Link::Up, Some(RunState::Migrating)) => Some("it is being migrated or saved".into()),
-            (Link::Up, Some(RunState::Ended)) => Some("its guest has ended".into()),
-            (Link::Up, None) => Some("its run state is not known".into()),
-        };
+        let fixed = untouchable(settings, vm);
         let (wanted, managed) = (settings.merge, settings.manage);
         Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
+    }
+}
+
+/// Whether the kernel may be advised about a VM's RAM.
+pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
+    vm.pinned.is_none() && untouchable(config.vm(&vm.name), vm).is_none()
+}
+
+/// Why nothing may be done to a VM's RAM now, whatever its guest says.
+pub(super) fn untouchable(settings: &VmSettings, vm: &VmSample) -> Option<String> {
+    match (&vm.link, &vm.run) {
+        _ if !settings.manage => Some("manage = false in the configuration".to_string()),
+        (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
+        (Link::Unknown, _) => Some("not sampled yet".into()),
+        (Link::Up, Some(RunState::Running | RunState::Paused)) => None,
+        (Link::Up, Some(RunState::Migrating)) => Some("it is being migrated or saved".into()),
+        (Link::Up, Some(RunState::Ended)) => Some("its guest has ended".into()),
+        (Link::Up, None) => Some("its run state is not known".into()),
     }
 }

@@ -15,6 +15,8 @@ mod ranges;
 #[cfg(test)]
 mod tests;
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 pub use self::order::{MergeMemory, Seen, VmMerge, merge, saved};
@@ -46,6 +48,10 @@ const SLEEP_MS: u64 = 20;
 const LEAST: Bytes = Bytes::mib(16);
 /// A burst is judged after so many seconds of CPU, again and again, also within a scan.
 const JUDGE_CPU_MS: u64 = 2_000;
+/// What a page costs is told from so many of them, and from so much CPU time.
+const JUDGED_PAGES: u64 = 1_000;
+/// See [`JUDGED_PAGES`].
+const JUDGED_US: u128 = 10_000;
 /// Nothing is merged before all was seen twice.
 const SCANS_LEAST: u64 = 2;
 /// A burst ends after so many in any case.
@@ -198,8 +204,7 @@ impl Burst {
         let (last, each) = self.last;
         let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
         let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
-        if pages >= 2_000 && cpu_ms >= 10 {
-            let now = cpu_ms as f64 * 1000.0 / pages as f64;
+        if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages) {
             self.last = (*facts, now);
         } else if facts.scanned.is_none() {
             self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
@@ -241,7 +246,7 @@ fn for_ever() -> u64 {
 }
 
 /// How much dearer memory is in this state: the budget grows, the floor falls.
-fn worth(state: Pressure) -> f64 {
+pub(super) fn worth(state: Pressure) -> f64 {
     match state {
         Pressure::Clear => 1.0,
         Pressure::Soft => 2.0,
@@ -354,6 +359,13 @@ fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Orde
     // After the second it is judged whether another is worth it, and so on.
     let more = SCANS_LEAST.saturating_sub(scans).max(1);
     Order::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }
+}
+
+/// What a page cost `ksmd`, microseconds; `None`: too few pages to tell, or so little
+/// time that counters in milliseconds are too coarse.
+pub fn each_us(cpu: Duration, pages: u64) -> Option<f64> {
+    let enough = pages >= JUDGED_PAGES && cpu.as_micros() >= JUDGED_US;
+    enough.then(|| cpu.as_micros() as f64 / pages as f64)
 }
 
 /// Batch and sleep that use this share of a core: as many pages as fit beside a

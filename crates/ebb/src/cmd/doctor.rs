@@ -5,10 +5,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use ebb_core::config::Config;
+use ebb_core::config::{Config, MergeMode};
 use ebb_core::sample::{AgentSample, HostSample, Link, Sample, VmSample};
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
+use ebb_host::act::zeros;
 use ebb_host::linux::LinuxHost;
 use ebb_host::probe::process::read_smaps_rollup;
 use ebb_host::probe::qemu::{self, QemuProcess};
@@ -84,7 +85,9 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
         look(config)?
     };
-    checks.extend(host_checks(&sample.host, &root));
+    checks.extend(host_checks(&sample.host));
+    checks.extend(khugepaged_checks(&sample.host, config, &root));
+    checks.extend(zeros_check(config, &root));
     if sample.vms.is_empty() {
         let advice = "start a VM with a QMP socket: -qmp unix:/run/NAME.qmp,server=on,wait=off";
         checks.push(check("host", "VMs", Verdict::Missing, "no QEMU process was found", advice));
@@ -151,7 +154,7 @@ fn sample_of(state: &State, root: &Root) -> Result<Sample> {
     })
 }
 
-fn host_checks(host: &HostSample, root: &Root) -> Vec<Check> {
+fn host_checks(host: &HostSample) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, verdict, found: String, advice: &str| {
         checks.push(check("host", what, verdict, found, advice));
@@ -214,16 +217,58 @@ fn host_checks(host: &HostSample, root: &Root) -> Vec<Check> {
             "",
         );
     }
-    let none = "/sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none";
-    if let Ok(Some(text)) = root.read(none) {
-        let holes: u64 = text.trim().parse().unwrap_or(0);
-        if holes > 0 {
-            let advice =
-                "khugepaged refills pages that guests gave back; with 0 in that file it does not";
-            add("khugepaged", Verdict::Note, format!("max_ptes_none is {holes}"), advice);
-        }
+    checks
+}
+
+/// What the kernel's maker of huge pages undoes. Ebb changes it only where it is told to
+/// (`merge.hold_khugepaged`): fewer huge pages make guests slower.
+fn khugepaged_checks(host: &HostSample, config: &Config, root: &Root) -> Vec<Check> {
+    const DIR: &str = "/sys/kernel/mm/transparent_hugepage";
+    let read = |file: &str| root.read(format!("{DIR}/{file}")).ok().flatten();
+    let number = |file: &str| read(&format!("khugepaged/{file}"))?.trim().parse::<u64>().ok();
+    if read("enabled").is_none_or(|t| t.contains("[never]")) {
+        return Vec::new();
+    }
+    let pages = number("pages_to_scan").unwrap_or(0);
+    let seconds = number("scan_sleep_millisecs").unwrap_or(0) as f64 / 1000.0;
+    let pace = format!("it looks at {} every {seconds} s", Bytes::pages(pages));
+    let mut checks = Vec::new();
+    let mut add = |found: String, advice: &str| {
+        checks.push(check("host", "khugepaged", Verdict::Note, found, advice));
+    };
+    if let Some(holes) = number("max_ptes_none").filter(|n| *n > 0) {
+        add(
+            format!("max_ptes_none is {holes}; {pace}"),
+            "it fills up to so many of 512 pages that guests gave back, or that are zeros and \
+             were let go of, with memory again: 0 in khugepaged/max_ptes_none, and it does not",
+        );
+    }
+    let merges = host.ksm.is_some_and(|k| k.run == 1 || k.pages_shared > 0)
+        || config.merge.mode == MergeMode::On;
+    if let Some(shared) = number("max_ptes_shared").filter(|n| *n > 0 && merges) {
+        let held = config.merge.mode == MergeMode::On && config.merge.hold_khugepaged;
+        let advice = match held {
+            true => "merge.hold_khugepaged: the daemon sets it to 0 while it merges",
+            false => {
+                "it copies up to so many merged pages of 512 into a huge page, which undoes their \
+                 merges: 0 in khugepaged/max_ptes_shared, or merge.hold_khugepaged = true"
+            }
+        };
+        add(format!("max_ptes_shared is {shared}; {pace}"), advice);
     }
     checks
+}
+
+/// Whether pages of zeros can be let go of, where that is wanted.
+fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
+    let ways = config.merge.zeros.then(|| zeros::ways(root))?;
+    let (verdict, found, advice) = match (ways.split, ways.pageout) {
+        (true, true) => (Verdict::Good, "by splitting huge pages, others through swap", ""),
+        (true, false) => (Verdict::Note, "only in huge pages", "others need Linux 6.12"),
+        (false, true) => (Verdict::Note, "only through swap", "others need huge pages"),
+        (false, false) => (Verdict::Missing, "not in this kernel", "needs Linux 6.12"),
+    };
+    Some(check("host", "zeros without merging", verdict, found, advice))
 }
 
 fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
@@ -393,5 +438,43 @@ mod tests {
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+
+    #[test]
+    fn what_khugepaged_undoes_is_said_where_it_can() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |file: &str, text: &str| {
+            let path = root.path(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let said = |text: &str| -> Vec<String> {
+            let config = Config::parse("f", text).unwrap();
+            let checks = khugepaged_checks(&HostSample::default(), &config, &root);
+            checks.into_iter().map(|c| format!("{}: {}", c.found, c.advice)).collect()
+        };
+        assert_eq!(said(""), [""; 0], "no huge pages in this kernel");
+        write("enabled", "always [madvise] never\n");
+        for (file, text) in [
+            ("max_ptes_none", "511\n"),
+            ("max_ptes_shared", "256\n"),
+            ("pages_to_scan", "4096\n"),
+            ("scan_sleep_millisecs", "10000\n"),
+        ] {
+            write(&format!("khugepaged/{file}"), text);
+        }
+        let off = said("");
+        assert!(off.len() == 1 && off[0].contains("511; it looks at 16 MiB every 10 s"), "{off:?}");
+        let on = said("[merge]\nmode = \"on\"\n");
+        assert!(on.len() == 2 && on[1].contains("hold_khugepaged = true"), "{on:?}");
+        let held = said("[merge]\nmode = \"on\"\nhold_khugepaged = true\n");
+        assert!(held[1].contains("the daemon sets it to 0"), "{held:?}");
+        write("khugepaged/max_ptes_none", "0\n");
+        write("khugepaged/max_ptes_shared", "0\n");
+        assert_eq!(said("[merge]\nmode = \"on\"\n"), [""; 0]);
+        write("enabled", "always madvise [never]\n");
+        write("khugepaged/max_ptes_none", "511\n");
+        assert_eq!(said(""), [""; 0]);
     }
 }

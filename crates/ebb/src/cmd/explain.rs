@@ -79,13 +79,20 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
         out += &format!("  paged out {} on order{error}\n", o.paged_out);
     }
+    if let Some(t) = &vm.torn {
+        let error = t.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
+        out += &format!("  torn      {} huge pages split, {} freed{error}\n", t.split, t.freed);
+    }
+    if let Some(words) = zero_words(vm) {
+        out += &format!("  zeros     {words}\n");
+    }
     if let Some(m) = &vm.merge {
         out += &format!("  merging   {}\n", merge_words(vm, m));
     }
     let r = &vm.returned;
     out += &format!(
-        "  returned  {} recycled, {} by balloon, {} by free page reporting, {} to swap, {} otherwise; {} given back\n",
-        r.recycled, r.balloon, r.reporting, r.swap, r.other, r.given_back
+        "  returned  {} recycled, {} by balloon, {} by free page reporting, {} zeros, {} to swap, {} otherwise; {} given back\n",
+        r.recycled, r.balloon, r.reporting, r.zeros, r.swap, r.other, r.given_back
     );
     if decisions.is_empty() {
         out += "  no orders yet\n";
@@ -103,6 +110,19 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         );
     }
     out
+}
+
+/// What became of its pages of zeros, or why nothing does.
+fn zero_words(vm: &Vm) -> Option<String> {
+    let done = vm.zeros.as_ref().map(|z| {
+        let error = z.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
+        format!("{} let go of, in {} looked through{error}", z.freed, z.read)
+    });
+    let stay = (!vm.zeros_stay.is_empty()).then(|| format!("stay: {}", vm.zeros_stay));
+    match (done, stay) {
+        (Some(done), Some(stay)) => Some(format!("{done}; {stay}")),
+        (done, stay) => done.or(stay),
+    }
 }
 
 fn merge_words(vm: &Vm, m: &MergeSample) -> String {

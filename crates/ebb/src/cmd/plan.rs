@@ -60,7 +60,7 @@ fn text(a: &Admission) -> String {
 }
 
 fn ladder(plan: &Plan, totals: &[Rung]) -> String {
-    if plan.rungs.is_empty() && plan.actions.is_empty() {
+    if plan.rungs.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
         return "nothing is missing, nothing is done\n".into();
     }
     let rows: Vec<Vec<String>> = totals
@@ -84,6 +84,12 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
     for m in plan.merge.iter().flat_map(|m| &m.vms) {
         let what = if m.open { "open to KSM" } else { "out of KSM" };
         out += &format!("{}: {what}: {}\n", m.name, m.reason);
+    }
+    for o in &plan.zeros {
+        out += &format!("{}: look for zeros in {}: {}\n", o.name, o.read, o.reason);
+    }
+    for o in &plan.torn {
+        out += &format!("{}: split torn huge pages: {}\n", o.name, o.reason);
     }
     for o in &plan.offload {
         out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use ebb_core::model::Progress;
+use ebb_core::plan::RungName;
 use ebb_core::sample::{Link, RunState};
 
 use crate::client;
@@ -37,6 +38,10 @@ pub fn text(state: &State) -> String {
         let profit = k.general_profit.map_or(String::new(), |p| format!(", {} profit", signed(p)));
         let merge = h.merge.as_ref().map_or(String::new(), |m| format!("; {}", m.why));
         out += &format!("     merging saves {}{profit}{merge}\n", k.saved());
+    }
+    let zeros = h.ladder.iter().find(|r| r.name == RungName::Zeros).filter(|r| r.came_total.0 > 0);
+    if let Some(zeros) = zeros {
+        out += &format!("     zeros let go of without merging: {}\n", zeros.came_total);
     }
     for w in &h.warnings {
         out += &format!("     warning: {w}\n");

@@ -9,7 +9,7 @@ use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
 
-use super::ksm::{KsmError, KsmOwner};
+use super::ksm::{KsmError, KsmOwner, Manners};
 pub use crate::probe::ksm::ksmd;
 use crate::probe::ksm::read_ksm;
 use crate::probe::process::read_run_time;
@@ -35,7 +35,8 @@ impl Governor {
         settings: Settings,
         keep_advisor: bool,
     ) -> Result<Governor, KsmError> {
-        let owner = KsmOwner::take(root.clone(), state, keep_advisor)?;
+        let owner =
+            KsmOwner::take(root.clone(), state, Manners { keep_advisor, ..Manners::default() })?;
         let (memory, planned) = (Memory::default(), Candidates::default());
         Ok(Governor { ksmd: ksmd(&root), root, owner, settings, memory, planned, plan: 0 })
     }

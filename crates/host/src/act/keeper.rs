@@ -7,9 +7,9 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::policy::merge::{Order, speed};
+use ebb_core::policy::merge::{Order, each_us, speed};
 
-use super::ksm::KsmOwner;
+use super::ksm::{KsmOwner, Manners};
 use crate::linux::Waker;
 use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
 use crate::probe::process::read_run_time;
@@ -19,15 +19,13 @@ use crate::root::Root;
 const PAUSE: Duration = Duration::from_millis(10);
 /// Between two looks at what a page costs.
 const PACE: Duration = Duration::from_millis(100);
-/// Fewer pages tell nothing.
-const PAGES: u64 = 1000;
 
 /// The knobs, and what is under way.
 #[derive(Debug)]
 pub struct Keeper {
     root: Root,
     note: PathBuf,
-    keep_advisor: bool,
+    manners: Manners,
     wake: Waker,
     owner: Option<KsmOwner>,
     burst: Option<Burst>,
@@ -45,8 +43,8 @@ struct Burst {
 
 impl Keeper {
     /// Takes nothing yet; see [`KsmOwner::take`].
-    pub fn new(root: Root, note: PathBuf, keep_advisor: bool, wake: Waker) -> Keeper {
-        Keeper { root, note, keep_advisor, wake, owner: None, burst: None }
+    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> Keeper {
+        Keeper { root, note, manners, wake, owner: None, burst: None }
     }
 
     /// The tree.
@@ -73,7 +71,7 @@ impl Keeper {
 
     fn apply(&mut self, order: &Order) -> Result<(), String> {
         if self.owner.is_none() {
-            let taken = KsmOwner::take(self.root.clone(), &self.note, self.keep_advisor);
+            let taken = KsmOwner::take(self.root.clone(), &self.note, self.manners);
             self.owner = Some(taken.map_err(|e| e.to_string())?);
         }
         self.owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
@@ -128,13 +126,9 @@ impl Burst {
             self.seen = Some((Instant::now(), cpu, scanned));
             return None;
         };
-        let pages = scanned.saturating_sub(pages);
-        if pages < PAGES {
-            return None;
-        }
+        let each = each_us(cpu.saturating_sub(before), scanned.saturating_sub(pages))?;
         self.seen = Some((Instant::now(), cpu, scanned));
-        let each_us = cpu.saturating_sub(before).as_secs_f64() * 1e6 / pages as f64;
-        let new = speed(self.cores, each_us);
+        let new = speed(self.cores, each);
         let other = new.1 != self.speed.1 || new.0.abs_diff(self.speed.0) > self.speed.0 / 10;
         other.then(|| {
             self.speed = new;
@@ -179,7 +173,7 @@ mod tests {
     fn ksmd_stops_at_the_scan_that_was_ordered_and_a_late_order_does_not_start_it() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut keeper = Keeper::new(root.clone(), note, false, Waker::new().unwrap());
+        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
         keeper.order(&run(7)).unwrap();
         assert!(keeper.pause().is_some());
         worked(&root, 6, 1000, 10);
@@ -200,7 +194,7 @@ mod tests {
     fn ksmd_is_kept_to_its_share_when_pages_become_dearer() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut keeper = Keeper::new(root.clone(), note, false, Waker::new().unwrap());
+        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
         keeper.order(&run(u64::MAX)).unwrap();
         assert_eq!(knob(&root, "pages_to_scan"), "20000");
         keeper.keep().unwrap();

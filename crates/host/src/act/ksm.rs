@@ -27,6 +27,12 @@ const DIR: &str = "/sys/kernel/mm/ksm";
 /// stops `ksmd` or takes the advisor's hands off comes first.
 const KNOBS: [&str; 6] =
     ["run", "advisor_mode", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
+/// What khugepaged may put into a huge page, seen from there: how many merged pages of
+/// 512, and how many that are holes or the zero page.
+const KHUGEPAGED: [&str; 2] = [
+    "../transparent_hugepage/khugepaged/max_ptes_shared",
+    "../transparent_hugepage/khugepaged/max_ptes_none",
+];
 /// What must stay free beside what breaking merges takes.
 const SPARE: Bytes = Bytes::mib(256);
 
@@ -69,14 +75,22 @@ pub enum KsmError {
     },
 }
 
+/// What else there is that moves pages about.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Manners {
+    /// The operator prefers the kernel's advisor: `ksmd`'s speed is left to it.
+    pub keep_advisor: bool,
+    /// khugepaged is kept from copying what is merged, or is a hole, into huge pages.
+    pub hold_khugepaged: bool,
+}
+
 /// KSM's knobs in Ebb's hands. [`KsmOwner::release`] puts them back.
 #[derive(Debug)]
 pub struct KsmOwner {
     root: Root,
     state: PathBuf,
     saved: BTreeMap<String, String>,
-    /// The operator prefers the kernel's advisor: speed is left to it.
-    keep_advisor: bool,
+    manners: Manners,
     /// Knobs that this kernel has not.
     missing: Vec<&'static str>,
 }
@@ -84,16 +98,17 @@ pub struct KsmOwner {
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
-    pub fn take(root: Root, state: &Path, keep_advisor: bool) -> Result<KsmOwner, KsmError> {
+    pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
         let mut owner = KsmOwner {
             root,
             state: state.into(),
             saved: BTreeMap::new(),
-            keep_advisor,
+            manners,
             missing: Vec::new(),
         };
         let mut found = BTreeMap::new();
-        for knob in KNOBS {
+        let held: &[&'static str] = if manners.hold_khugepaged { &KHUGEPAGED } else { &[] };
+        for &knob in KNOBS.iter().chain(held) {
             match owner.read(knob)? {
                 Some(value) => drop(found.insert(knob.to_string(), value)),
                 None => owner.missing.push(knob),
@@ -103,6 +118,14 @@ impl KsmOwner {
             return Err(KsmError::None);
         }
         owner.saved = match owner.written()? {
+            // What an earlier one had not taken is as it was.
+            Some(mut saved) if found.keys().any(|knob| !saved.contains_key(knob)) => {
+                found.into_iter().for_each(|(knob, value)| {
+                    saved.entry(knob).or_insert(value);
+                });
+                owner.write_down(&saved)?;
+                saved
+            }
             Some(saved) => saved,
             None => {
                 owner.write_down(&found)?;
@@ -117,7 +140,7 @@ impl KsmOwner {
         if !state.exists() {
             return Ok(false);
         }
-        KsmOwner::take(root, state, false)?.release().map(|()| true)
+        KsmOwner::take(root, state, Manners::default())?.release().map(|()| true)
     }
 
     /// Knobs that this kernel lacks: Ebb does without them.
@@ -131,7 +154,10 @@ impl KsmOwner {
         // With it a late twin of an aged page is never found.
         self.set("smart_scan", "0")?;
         self.set("use_zero_pages", "1")?;
-        if !self.keep_advisor {
+        if self.manners.hold_khugepaged {
+            KHUGEPAGED.iter().try_for_each(|knob| self.set(knob, "0"))?;
+        }
+        if !self.manners.keep_advisor {
             self.set("advisor_mode", "none")?;
         }
         self.speed(*batch, *sleep_ms)?;
@@ -140,7 +166,7 @@ impl KsmOwner {
 
     /// How fast `ksmd` works; the operator's advisor decides on the batch itself.
     pub fn speed(&self, batch: u64, sleep_ms: u64) -> Result<(), KsmError> {
-        if !self.keep_advisor {
+        if !self.manners.keep_advisor {
             self.set("pages_to_scan", &batch.to_string())?;
         }
         self.set("sleep_millisecs", &sleep_ms.max(1).to_string())
@@ -148,7 +174,7 @@ impl KsmOwner {
 
     /// Puts everything back. What was merged stays merged, as `run=0` has it.
     pub fn release(self) -> Result<(), KsmError> {
-        for knob in KNOBS {
+        for knob in KNOBS.into_iter().chain(KHUGEPAGED) {
             let Some(value) = self.saved.get(knob) else { continue };
             // Somebody had broken all merges: `run` still says so, but to write it
             // would break those that there are now.
@@ -309,7 +335,7 @@ pub(super) mod tests {
         let (dir, root) = tree(&USUAL);
         let state = dir.path().join("ebb/ksm.json");
         let before = values(&root);
-        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         assert_eq!(values(&root), before, "taking changes nothing");
         owner.apply(&order(1500)).unwrap();
         assert_eq!(values(&root), ["1", "[none] scan-time", "1500", "20", "0", "1"]);
@@ -325,10 +351,10 @@ pub(super) mod tests {
     fn after_a_crash_the_first_values_come_back_not_ours() {
         let (dir, root) = tree(&USUAL);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         owner.apply(&order(9)).unwrap();
         drop(owner);
-        let second = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let second = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         second.apply(&order(10)).unwrap();
         drop(second);
         assert!(KsmOwner::recover(root.clone(), &state).unwrap());
@@ -341,14 +367,14 @@ pub(super) mod tests {
         let (dir, root) =
             tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         assert_eq!(owner.missing(), ["advisor_mode", "smart_scan", "use_zero_pages"]);
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "7", "20"]);
         owner.release().unwrap();
         assert_eq!(values(&root), ["0", "100", "20"]);
         let (dir, root) = tree(&[]);
-        let none = KsmOwner::take(root, &dir.path().join("s"), false).unwrap_err();
+        let none = KsmOwner::take(root, &dir.path().join("s"), Manners::default()).unwrap_err();
         assert!(matches!(none, KsmError::None), "{none}");
     }
 
@@ -357,11 +383,16 @@ pub(super) mod tests {
         let (dir, root) =
             tree(&[("run", "0"), ("advisor_mode", "none [scan-time]"), ("pages_to_scan", "500")]);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, true).unwrap();
+        let owner = KsmOwner::take(
+            root.clone(),
+            &state,
+            Manners { keep_advisor: true, ..Manners::default() },
+        )
+        .unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none [scan-time]", "500"]);
         owner.release().unwrap();
-        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none", "7"]);
         owner.release().unwrap();
@@ -372,7 +403,7 @@ pub(super) mod tests {
     fn broken_merges_are_not_broken_again_by_putting_back() {
         let (dir, root) = tree(&[("run", "2")]);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, false).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
         owner.apply(&order(7)).unwrap();
         owner.release().unwrap();
         assert_eq!(values(&root), ["0"]);
@@ -384,7 +415,8 @@ pub(super) mod tests {
         let state = dir.path().join("ksm.json");
         for text in ["{", "{}", "[]"] {
             fs::write(&state, text).unwrap();
-            let error = KsmOwner::take(root.clone(), &state, false).unwrap_err().to_string();
+            let error =
+                KsmOwner::take(root.clone(), &state, Manners::default()).unwrap_err().to_string();
             assert!(error.contains("is damaged") && error.contains("remove the file"), "{error}");
             assert!(state.exists());
         }
@@ -407,5 +439,42 @@ pub(super) mod tests {
         meminfo(700_000);
         assert_eq!(unmerge(&root).unwrap(), Bytes::pages(100_005));
         assert_eq!(values(&root), ["2"]);
+    }
+
+    #[test]
+    fn khugepaged_is_held_only_where_that_is_wanted_and_let_go_again() {
+        let (dir, root) = tree(&[("run", "0"), ("pages_to_scan", "100"), ("smart_scan", "1")]);
+        let huge = root.path("/sys/kernel/mm/transparent_hugepage/khugepaged");
+        fs::create_dir_all(&huge).unwrap();
+        let write = |knob: &str, value: &str| fs::write(huge.join(knob), value).unwrap();
+        let set = || {
+            let read = |knob| fs::read_to_string(huge.join(knob)).unwrap().trim().to_string();
+            (read("max_ptes_shared"), read("max_ptes_none"))
+        };
+        let were = ("256".to_string(), "511".to_string());
+        write("max_ptes_shared", "256\n");
+        write("max_ptes_none", "511\n");
+        let state = dir.path().join("ksm.json");
+        let run =
+            Order::Run { batch: 9, sleep_ms: 9, cores: 0.1, scans: u64::MAX, why: String::new() };
+        let take = |hold_khugepaged| {
+            let manners = Manners { hold_khugepaged, ..Manners::default() };
+            let owner = KsmOwner::take(root.clone(), &state, manners).unwrap();
+            owner.apply(&run).unwrap();
+            owner
+        };
+        // The first ends as in a crash; the next one wants more than it had taken.
+        drop(take(false));
+        assert_eq!(set(), were);
+        let owner = take(true);
+        assert_eq!(set(), ("0".into(), "0".into()));
+        drop(owner);
+        assert!(KsmOwner::recover(root.clone(), &state).unwrap());
+        assert_eq!(set(), were);
+        // What is not ours is not put back either.
+        let owner = take(false);
+        write("max_ptes_none", "64\n");
+        owner.release().unwrap();
+        assert_eq!(set(), ("256".into(), "64".into()));
     }
 }

@@ -17,6 +17,7 @@ use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
 use super::keeper::Keeper;
+use super::ksm::Manners;
 use super::mergeable::{LEAST_RAM, marks};
 use crate::linux::{LinuxHost, Waker};
 use crate::root::Root;
@@ -92,7 +93,7 @@ fn lock(told: &Mutex<Told>) -> MutexGuard<'_, Told> {
 pub struct Merger {
     root: Root,
     note: PathBuf,
-    keep_advisor: bool,
+    manners: Manners,
     wake: Waker,
     jobs: Option<SyncSender<Job>>,
     scans: Option<SyncSender<ScanJob>>,
@@ -103,9 +104,9 @@ pub struct Merger {
 impl Merger {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
-    pub fn new(root: Root, note: PathBuf, keep_advisor: bool, wake: Waker) -> Merger {
+    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> Merger {
         let (jobs, scans, told) = (None, None, Shared::default());
-        Merger { root, note, keep_advisor, wake, jobs, scans, told, sent: None }
+        Merger { root, note, manners, wake, jobs, scans, told, sent: None }
     }
 
     /// What `ksmd` is to do from now on.
@@ -200,7 +201,7 @@ impl Merger {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (send, receive) = sync_channel(WAITING);
             let (note, told) = (self.note.clone(), self.told.clone());
-            let keeper = Keeper::new(self.root.clone(), note, self.keep_advisor, self.wake.clone());
+            let keeper = Keeper::new(self.root.clone(), note, self.manners, self.wake.clone());
             // Without a thread the channel is closed, which sending tells.
             let _ = std::thread::Builder::new()
                 .name("ksm".into())
@@ -437,7 +438,8 @@ mod tests {
     fn orders_reach_the_knobs_and_release_puts_them_back() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut merger = Merger::new(root.clone(), note.clone(), false, Waker::new().unwrap());
+        let mut merger =
+            Merger::new(root.clone(), note.clone(), Manners::default(), Waker::new().unwrap());
         let why = String::new();
         merger.order(&Order::Run { batch: 500, sleep_ms: 20, cores: 0.1, scans: u64::MAX, why });
         within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
@@ -455,8 +457,12 @@ mod tests {
     #[test]
     fn what_cannot_be_looked_at_is_told_and_nothing_is_a_scan_too() {
         let (dir, root) = tree();
-        let mut merger =
-            Merger::new(root, dir.path().join("ksm.json"), false, Waker::new().unwrap());
+        let mut merger = Merger::new(
+            root,
+            dir.path().join("ksm.json"),
+            Manners::default(),
+            Waker::new().unwrap(),
+        );
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
         let look = within(|| merger.vm(vm).0);

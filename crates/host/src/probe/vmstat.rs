@@ -9,6 +9,12 @@ pub fn read_vmstat(root: &Root) -> Result<Option<Vmstat>, ProbeError> {
     root.parse("/proc/vmstat", parse_vmstat)
 }
 
+/// Whether a page of zeros that is paged out is only noted (6.12+, which counts them).
+pub fn zeros_are_not_written(root: &Root) -> bool {
+    let text = root.read("/proc/vmstat").ok().flatten();
+    text.is_some_and(|t| t.lines().any(|l| l.starts_with("swpout_zero ")))
+}
+
 /// Parses it. Refaults are `workingset_refault_anon` + `_file` (5.9+), or the
 /// one `workingset_refault` of older kernels.
 pub fn parse_vmstat(text: &str) -> Result<Vmstat, ParseError> {

@@ -6,6 +6,7 @@ use super::*;
 use crate::config::Config;
 use crate::memory::Owned;
 use crate::plan::{MergeWish, Plan};
+use crate::policy::Decided;
 use crate::sample::{
     AgentSample, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId, VmSample,
     Vmstat,
@@ -54,8 +55,9 @@ fn tick(config: &str, memory: &mut Memory, sample: &Sample) -> MergePlan {
     let config = Config::parse("f", config).unwrap();
     memory.observe(sample);
     let model = Model::new(&config, sample, memory);
-    let (plan, _) = merge(&model, memory).expect("merging is not off");
-    memory.learn(&model, &Plan { merge: Some(plan.clone()), ..Plan::default() }, &[], true);
+    let (plan, next) = merge(&model, memory).expect("merging is not off");
+    let all = Plan { merge: Some(plan.clone()), ..Plan::default() };
+    memory.learn(&model, &Decided { plan: all, merging: Some(next) }, &[], true);
     plan
 }
 

@@ -2,6 +2,8 @@
 //! that merges, lets go of a guest that writes, and puts back what it changed. What
 //! guests hold is what they wrote. KSM is the whole machine's: the arena holds it.
 
+mod orders;
+
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -12,7 +14,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Attach;
 use ebb_core::wire::hashes::Ask;
-use ebb_host::act::mergeable::marks;
+use ebb_host::act::mergeable::{Marks, marks};
 use ebb_host::agent::{self, Agent};
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
@@ -351,10 +353,14 @@ fn truth(vms: &[Vm]) -> Truth {
     truth
 }
 
-/// Whether KSM may look at a VM's RAM.
-fn open(vm: &Vm) -> bool {
+/// What a VM's mappings show: whether it is open to KSM, and what is merged of it now.
+fn mapped(vm: &Vm) -> Marks {
     let start = read_stat(&Root::default(), vm.pid()).unwrap().unwrap().start;
-    marks(&Root::default(), VmId { pid: vm.pid(), start }).unwrap().open
+    marks(&Root::default(), VmId { pid: vm.pid(), start }).unwrap()
+}
+
+fn open(vm: &Vm) -> bool {
+    mapped(vm).open
 }
 
 fn pids(vms: &[Vm]) -> Vec<u32> {

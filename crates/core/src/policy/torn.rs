@@ -1,0 +1,116 @@
+//! Torn huge pages: what balloons gave up of them is the host's only when they are split.
+//!
+//! A balloon gives up pages of 4 KiB, each wherever the guest had one. Where the host
+//! holds guest RAM in huge pages, one of which only a part was given up stays whole: the
+//! process holds less, the host has nothing more. The kernel splits such pages when it
+//! is out of memory itself, which is what ballooning is there to prevent. So they are
+//! split when a balloon has taken enough, and when it has come to rest.
+//!
+//! Splitting moves and frees nothing that is mapped; the guest's speed went with the
+//! tearing. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
+
+use crate::memory::Memory;
+use crate::model::{Model, VmModel};
+use crate::plan::TornOrder;
+use crate::units::Bytes;
+
+/// While a balloon grows, its VM's page tables are looked through each time that it took
+/// so much more, or so large a share of RAM.
+const STEP: (Bytes, f64) = (Bytes::mib(32), 1.0 / 16.0);
+/// And when it has come to rest, for so much.
+const LEAST: Bytes = Bytes::mib(4);
+/// At rest: it did not grow for so long.
+const REST_MS: u64 = 3_000;
+/// An order takes so long; what is left is ordered again.
+const MS: u64 = 500;
+
+/// Whose torn pages are to be split now.
+pub fn torn(model: &Model, memory: &Memory) -> Vec<TornOrder> {
+    model.vms.iter().filter_map(|vm| order(model, memory, vm)).collect()
+}
+
+fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<TornOrder> {
+    let (done, m) = (vm.torn.as_ref()?, memory.vm(vm.id)?);
+    if done.busy {
+        return None;
+    }
+    let taken = m.returned.balloon - m.torn;
+    let step = STEP.0.max(vm.ram.unwrap_or_default().share(STEP.1));
+    let rests = m.shrunk.is_none_or(|at| model.at.since(at) >= REST_MS);
+    let reason = if taken >= step || taken >= LEAST && rests {
+        format!("its balloon took {taken}")
+    } else if done.more {
+        "what the last order did not come to".into()
+    } else {
+        return None;
+    };
+    Some(TornOrder { vm: vm.id, name: vm.name.clone(), ms: MS, reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::memory::{Returned, VmMemory};
+    use crate::sample::{HostSample, Link, RunState, Sample, TornSample, VmId, VmSample};
+    use crate::units::Stamp;
+
+    const NOW: Stamp = Stamp(1_000_000);
+    const ID: VmId = VmId { pid: 1, start: 1 };
+
+    fn vm() -> VmSample {
+        VmSample {
+            id: ID,
+            name: "vm".into(),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            ram: Some(Bytes::gib(1)),
+            ..VmSample::default()
+        }
+    }
+
+    fn taken(mib: u64, told: u64, shrunk_ms_ago: u64) -> VmMemory {
+        let returned = Returned { balloon: Bytes::mib(mib), ..Returned::default() };
+        let shrunk = Some(Stamp(NOW.0 - shrunk_ms_ago));
+        VmMemory { id: ID, returned, torn: Bytes::mib(told), shrunk, ..VmMemory::default() }
+    }
+
+    fn orders(config: &str, vm: VmSample, m: VmMemory) -> Vec<String> {
+        let host = HostSample::default();
+        let sample = Sample { at: NOW, host, vms: vec![vm], ..Sample::default() };
+        let config = Config::parse("f", config).unwrap();
+        let model = Model::new(&config, &sample, &Memory::default());
+        let memory = Memory { vms: vec![m], ..Memory::default() };
+        torn(&model, &memory).into_iter().map(|o| o.reason).collect()
+    }
+
+    #[test]
+    fn when_a_balloon_took_enough_and_when_it_has_come_to_rest() {
+        let n = |m| orders("", vm(), m).len();
+        assert_eq!((n(taken(0, 0, 60_000)), n(taken(3, 0, 60_000))), (0, 0));
+        assert_eq!((n(taken(63, 0, 100)), n(taken(64, 0, 100))), (0, 1), "a sixteenth of 1 GiB");
+        assert_eq!((n(taken(500, 500, 100)), n(taken(500, 430, 100))), (0, 1), "since the last");
+        assert_eq!((n(taken(10, 0, 2_900)), n(taken(10, 0, 3_000))), (0, 1));
+        let with = |torn| VmSample { torn: Some(torn), ..vm() };
+        let busy = with(TornSample { busy: true, more: true, ..TornSample::default() });
+        assert!(orders("", busy, taken(100, 0, 100)).is_empty());
+        let more = with(TornSample { more: true, ..TornSample::default() });
+        assert_eq!(orders("", more, taken(0, 0, 100)), ["what the last order did not come to"]);
+    }
+
+    #[test]
+    fn hands_off_where_it_would_do_harm() {
+        let with = |change: fn(&mut VmSample)| {
+            let mut vm = vm();
+            change(&mut vm);
+            orders("", vm, taken(100, 0, 100)).len()
+        };
+        assert_eq!(with(|_| ()), 1);
+        assert_eq!(with(|v| v.pinned = Some("VFIO".into())), 0);
+        assert_eq!(with(|v| v.run = Some(RunState::Migrating)), 0);
+        assert_eq!(with(|v| v.run = None), 0);
+        assert_eq!(with(|v| v.link = Link::Down("gone".into())), 0);
+        assert_eq!(with(|v| v.run = Some(RunState::Paused)), 1);
+        assert!(orders("[vm.vm]\nmanage = false\n", vm(), taken(100, 0, 100)).is_empty());
+    }
+}

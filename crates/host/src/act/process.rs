@@ -1,0 +1,114 @@
+//! A VM's process, held by a descriptor: what it holds, and advice about its memory.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use ebb_core::sample::{ProcessMemory, VmId};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::probe::process::{read_stat, read_status};
+use crate::root::Root;
+use crate::sys::{Range, VECTOR_MAX};
+
+/// What the kernel is told about memory. None of it changes data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Advice {
+    /// Not used soon. Of a huge page that is named in part, it splits the whole.
+    Cold,
+    /// Not used soon: to swap with it.
+    PageOut,
+}
+
+/// The process: its pid cannot become another's meanwhile.
+pub(super) struct Process<'a> {
+    root: &'a Root,
+    id: VmId,
+    pidfd: OwnedFd,
+}
+
+impl Process<'_> {
+    pub fn open(root: &Root, id: VmId) -> Result<Process<'_>, String> {
+        let pid = i32::try_from(id.pid).ok().and_then(Pid::from_raw).ok_or("not a pid")?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| format!("pidfd: {e}"))?;
+        // Looked at after the descriptor is held: this is the one it holds.
+        match read_stat(root, id.pid) {
+            Ok(Some(stat)) if stat.start == id.start => Ok(Process { root, id, pidfd }),
+            _ => Err("the process has ended".into()),
+        }
+    }
+
+    pub fn memory(&self) -> Result<ProcessMemory, String> {
+        let read = read_status(self.root, self.id.pid).map_err(|e| e.to_string())?;
+        read.ok_or_else(|| "the process has ended".into())
+    }
+
+    /// Tells it of these places. One that was unmapped meanwhile, or is of a kind of which
+    /// nothing can be said, is passed over.
+    pub fn advise(&self, places: &[Range], advice: Advice) -> Result<(), String> {
+        let mut left = places;
+        while !left.is_empty() {
+            let now = &left[..left.len().min(VECTOR_MAX)];
+            let done = match self.call(now, advice) {
+                Ok(bytes) => told(now, bytes),
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ENOMEM | libc::EINVAL)) => 1,
+                Err(e) => {
+                    return Err(format!(
+                        "process_madvise: {e}: run Ebb as root, Linux 5.10 or later"
+                    ));
+                }
+            };
+            left = &left[done..];
+        }
+        Ok(())
+    }
+
+    fn call(&self, places: &[Range], advice: Advice) -> std::io::Result<u64> {
+        let part = |r: &Range| libc::iovec {
+            iov_base: r.start as *mut libc::c_void,
+            iov_len: r.len as usize,
+        };
+        let parts: Vec<libc::iovec> = places.iter().map(part).collect();
+        let advice = match advice {
+            Advice::Cold => libc::MADV_COLD,
+            Advice::PageOut => libc::MADV_PAGEOUT,
+        };
+        // SAFETY: `parts` outlives the call; the addresses in it are another process's
+        // and are never dereferenced here. Neither advice changes data.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_process_madvise,
+                self.pidfd.as_raw_fd(),
+                parts.as_ptr(),
+                parts.len(),
+                advice,
+                0u32,
+            )
+        };
+        if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(done as u64) }
+    }
+}
+
+/// How many of these places so many bytes are; one that it ended in or at, unless it
+/// was the end, cannot be told of and counts as told.
+fn told(places: &[Range], mut bytes: u64) -> usize {
+    for (i, place) in places.iter().enumerate() {
+        if bytes < place.len {
+            return i + 1;
+        }
+        bytes -= place.len;
+    }
+    places.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_told_of_is_passed_over_and_nothing_else() {
+        let places = [1, 2, 3].map(|n| Range { start: n << 20, len: n * 4096 });
+        for (bytes, count) in [(0, 1), (4096, 2), (8192, 2), (12_288, 3), (24_576, 3)] {
+            assert_eq!(told(&places, bytes), count, "{bytes}");
+        }
+    }
+}

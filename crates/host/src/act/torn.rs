@@ -1,0 +1,295 @@
+//! Splits huge pages of which a balloon took a part, so that the host has that part.
+//!
+//! Page tables tell which: of a huge page's 512 frames some are mapped no more
+//! (`/proc/PID/pagemap`), and they are of a huge page still (`/proc/kpageflags`). The
+//! kernel is told that one page that is mapped is cold (MADV_COLD), for which it splits
+//! the huge page and frees what nobody maps. Contents are neither read nor changed.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use ebb_core::plan::TornOrder;
+use ebb_core::sample::{TornSample, VmId};
+use ebb_core::units::{Bytes, PAGE};
+
+use super::errands::{Errands, Told};
+use super::process::{Advice, Process};
+use crate::probe::regions::{guest_ram, read_smaps};
+use crate::root::{Root, is_absent};
+use crate::sys::Range;
+
+const HUGE: u64 = 2 << 20;
+const PAGES: usize = (HUGE / PAGE) as usize;
+/// Told of at a time.
+const BATCH: usize = 32;
+/// A huge page that lacks fewer pages is left: to split it takes as long as for many.
+const LEAST: usize = 16;
+/// Frames of so many huge pages are looked up where one was.
+const LOOKUPS: usize = 4;
+/// How many huge pages of the host are torn, from Linux 6.12 on.
+const PARTIAL: &str =
+    "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
+
+/// Bits of `/proc/PID/pagemap` (Documentation/admin-guide/mm/pagemap.rst).
+const PRESENT: u64 = 1 << 63;
+const FRAME: u64 = (1 << 55) - 1;
+/// Bits of `/proc/kpageflags`.
+const FLAG_HUGETLB: u64 = 1 << 17;
+const FLAG_THP: u64 = 1 << 22;
+const FLAG_ZERO: u64 = 1 << 24;
+const FLAGS_NOT: u64 = FLAG_HUGETLB | FLAG_ZERO;
+
+/// What an order came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Done {
+    split: u64,
+    freed: Bytes,
+    /// It did not come to the end of RAM.
+    more: bool,
+}
+
+impl Told for TornSample {
+    type Done = Done;
+
+    fn busy(&mut self) {
+        self.busy = true;
+    }
+
+    fn over(&mut self, done: Result<Done, String>) {
+        (self.busy, self.more) = (false, false);
+        if let Ok(d) = &done {
+            self.split += d.split;
+            self.freed += d.freed;
+            self.more = d.more;
+        }
+        self.error = done.err();
+    }
+}
+
+/// Takes orders and tells what came of them.
+#[derive(Debug)]
+pub struct Splitter {
+    /// With the address where the last order ended.
+    errands: Errands<TornOrder, TornSample, u64>,
+}
+
+impl Splitter {
+    /// Nothing runs before the first order.
+    pub fn new(root: Root) -> Splitter {
+        Splitter { errands: Errands::new(root, "torn", carry_out) }
+    }
+
+    /// Has a VM's torn huge pages split, after what was ordered before.
+    pub fn order(&mut self, order: &TornOrder) {
+        self.errands.order(order.vm, order.clone());
+    }
+
+    /// What is known of a VM's orders.
+    pub fn sample(&self, vm: VmId) -> Option<TornSample> {
+        self.errands.sample(vm)
+    }
+
+    /// Forgets VMs that are gone.
+    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
+        self.errands.keep(alive);
+    }
+}
+
+fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Result<Done, String> {
+    let mut done = Done::default();
+    if none_is_torn(root) {
+        return Ok(done);
+    }
+    let process = Process::open(root, vm)?;
+    let regions = read_smaps(root, vm.pid).map_err(|e| e.to_string())?;
+    let regions = regions.ok_or("the process has ended")?;
+    let ram: Vec<Range> = guest_ram(&regions).iter().map(|r| r.range).collect();
+    let tables = Tables::open(root, vm.pid).map_err(|e| e.to_string())?;
+    let until = Instant::now() + Duration::from_millis(order.ms);
+    let mut torn: Vec<Torn> = Vec::new();
+    for block in blocks(&ram, *cursor) {
+        if Instant::now() >= until {
+            done.more = true;
+            break;
+        }
+        torn.extend(tables.torn(block).map_err(|e| e.to_string())?);
+        if torn.len() >= BATCH {
+            split(&process, &tables, &mut torn, &mut done)?;
+        }
+        *cursor = block + HUGE;
+    }
+    split(&process, &tables, &mut torn, &mut done)?;
+    if !done.more {
+        *cursor = 0;
+    }
+    Ok(done)
+}
+
+/// Where the kernel counts them and says so, nobody needs to look.
+fn none_is_torn(root: &Root) -> bool {
+    std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0")
+}
+
+/// Whole huge pages' places from here on.
+fn blocks(ram: &[Range], from: u64) -> impl Iterator<Item = u64> + '_ {
+    ram.iter().flat_map(move |r| {
+        let first = r.start.max(from).next_multiple_of(HUGE);
+        (first..r.end()).step_by(HUGE as usize).take_while(|b| b + HUGE <= r.end())
+    })
+}
+
+fn split(
+    process: &Process<'_>,
+    tables: &Tables,
+    torn: &mut Vec<Torn>,
+    done: &mut Done,
+) -> Result<(), String> {
+    let places: Vec<Range> = torn.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
+    process.advise(&places, Advice::Cold)?;
+    for t in torn.drain(..) {
+        // What is still a huge page was not split: somebody held it.
+        if tables.flags(t.frame).is_ok_and(|flags| flags & FLAG_THP == 0) {
+            done.split += 1;
+            done.freed += Bytes::pages(t.missing as u64);
+        }
+    }
+    Ok(())
+}
+
+/// A huge page of which a part is mapped: where, by which frame, and what is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Torn {
+    place: u64,
+    frame: u64,
+    missing: usize,
+}
+
+/// What the kernel tells of page tables and frames.
+struct Tables {
+    pagemap: File,
+    flags: File,
+}
+
+impl Tables {
+    fn open(root: &Root, pid: u32) -> io::Result<Tables> {
+        let open = |path: String| {
+            File::open(root.path(&path))
+                .map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))
+        };
+        Ok(Tables {
+            pagemap: open(format!("/proc/{pid}/pagemap"))?,
+            flags: open("/proc/kpageflags".into())?,
+        })
+    }
+
+    fn torn(&self, block: u64) -> io::Result<Vec<Torn>> {
+        let mut entries = [0; PAGES * 8];
+        match self.pagemap.read_exact_at(&mut entries, block / PAGE * 8) {
+            Ok(()) => {}
+            // Unmapped meanwhile, or the process has ended.
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof || is_absent(&e) => {
+                return Ok(Vec::new());
+            }
+            Err(e) => return Err(e),
+        }
+        Ok(torn(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
+    }
+
+    fn flags(&self, frame: u64) -> io::Result<u64> {
+        let mut word = [0; 8];
+        self.flags.read_exact_at(&mut word, frame * 8)?;
+        Ok(u64::from_ne_bytes(word))
+    }
+}
+
+/// The torn huge pages of a place, by its 512 entries and what is known of frames.
+fn torn(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Vec<Torn> {
+    // By the huge page that a frame would be of.
+    let huge = |frame: u64| frame / PAGES as u64;
+    let mut mapped: Vec<Torn> = Vec::new();
+    for (n, entry) in entries.chunks_exact(8).enumerate() {
+        let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
+        let frame = entry & FRAME;
+        if entry & PRESENT == 0 || frame == 0 {
+            continue;
+        }
+        match mapped.iter_mut().rev().find(|t| huge(t.frame) == huge(frame)) {
+            Some(t) => t.missing -= 1,
+            None => {
+                let place = block + n as u64 * PAGE;
+                mapped.push(Torn { place, frame, missing: PAGES - 1 });
+            }
+        }
+    }
+    // A huge page has more frames here than what lies in between by chance.
+    mapped.sort_by_key(|t| t.missing);
+    mapped.truncate(LOOKUPS);
+    let is_huge = |t: &Torn| flags(t.frame) & (FLAG_THP | FLAGS_NOT) == FLAG_THP;
+    mapped.retain(|t| t.missing >= LEAST && is_huge(t));
+    mapped
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn entries(of: impl Fn(usize) -> Option<u64>) -> [u8; PAGES * 8] {
+        let mut all = [0; PAGES * 8];
+        for (n, eight) in all.chunks_exact_mut(8).enumerate() {
+            let entry = of(n).map_or(0, |frame| PRESENT | frame);
+            eight.copy_from_slice(&entry.to_ne_bytes());
+        }
+        all
+    }
+
+    #[test]
+    fn a_huge_page_is_torn_when_some_of_its_frames_are_mapped_no_more() {
+        let block = 7 * HUGE;
+        let thp = |frame: u64| if frame / 512 == 9 { FLAG_THP } else { 0 };
+        let own = |n: usize| Some(9 * 512 + n as u64);
+        assert_eq!(torn(block, &entries(own), thp), [], "whole");
+        assert_eq!(torn(block, &entries(|n| own(n).filter(|_| n > 3)), thp), [], "hardly torn");
+        let half = |n: usize| own(n).filter(|_| n % 2 == 1);
+        let found = Torn { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
+        assert_eq!(torn(block, &entries(half), thp), [found]);
+        assert_eq!(torn(block, &entries(half), |_| 0), [], "small pages with holes between");
+        assert_eq!(torn(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
+        assert_eq!(torn(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
+        // The guest has used the holes again: small pages lie in them.
+        let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
+        assert_eq!(torn(block, &entries(mixed), thp), [found]);
+        assert_eq!(torn(block, &entries(|_| None), thp), []);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_page_tables_say_one_mapped_page_of_each_is_named(
+            words in prop::collection::vec(any::<u64>(), PAGES), few in any::<bool>(),
+        ) {
+            let words: Vec<u64> = words.iter().map(|w| if few { w & (PRESENT | 0xfff) } else { *w }).collect();
+            let mut all = [0; PAGES * 8];
+            all.chunks_exact_mut(8).zip(&words).for_each(|(e, w)| e.copy_from_slice(&w.to_ne_bytes()));
+            let found = torn(HUGE, &all, |_| FLAG_THP);
+            prop_assert!(found.len() <= LOOKUPS);
+            for t in found {
+                let word = words[((t.place - HUGE) / PAGE) as usize];
+                prop_assert!(word & PRESENT != 0 && word & FRAME == t.frame);
+                prop_assert!((LEAST..PAGES).contains(&t.missing));
+            }
+        }
+    }
+
+    #[test]
+    fn only_whole_huge_pages_places_are_looked_at_and_on_from_the_last() {
+        let ram = [
+            Range { start: HUGE - PAGE, len: 2 * HUGE + PAGE },
+            Range { start: 9 * HUGE, len: HUGE },
+        ];
+        let all = |from| blocks(&ram, from).map(|b| b / HUGE).collect::<Vec<_>>();
+        assert_eq!((all(0), all(2 * HUGE), all(10 * HUGE)), (vec![1, 2, 9], vec![2, 9], vec![]));
+    }
+}

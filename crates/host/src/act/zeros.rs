@@ -1,0 +1,404 @@
+//! Lets go of pages of zeros of a process, without its help and without merging.
+//!
+//! RAM is gone through in pieces, each order going on where the one before ended. Of
+//! each piece the pages in memory are copied out and looked at, and at once the kernel
+//! is told of those that were zeros, and of no other:
+//!
+//! - in a huge page with many of them it is told that one is cold (MADV_COLD). It
+//!   splits a huge page that is named in part, and from Linux 6.12 on maps the zero
+//!   page where a part is zeros (`mm/migrate.c`, `try_to_map_unused_to_zeropage`).
+//! - others are paged out (MADV_PAGEOUT). From 6.12 on a page of zeros takes a place in
+//!   swap and a bit, and nothing is written (`mm/page_io.c`, `swap_writeout`).
+//!
+//! A guest may write in between. The kernel looks at the contents itself, in both ways
+//! when the page is not mapped any more, so nothing is lost: at worst a page that is
+//! zeros no longer is really written to swap. What is merged already is left out: to copy
+//! it would break the merge.
+#![cfg_attr(test, allow(unsafe_code))]
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use ebb_core::plan::ZeroOrder;
+use ebb_core::sample::{VmId, ZeroSample, ZeroWays};
+use ebb_core::units::{Bytes, PAGE};
+use rustix::io::Errno;
+
+use super::errands::{Errands, Told};
+use super::process::{Advice, Process};
+use crate::probe::vmstat::zeros_are_not_written;
+use crate::root::{Root, is_absent};
+use crate::scan::Found;
+use crate::scan::walk::subtract;
+use crate::sys::{Range, VECTOR_MAX, pagemap_scan, read_process};
+
+/// A huge page; also what is copied at a time.
+const HUGE: u64 = 2 << 20;
+/// What is listed at a time: its pages are looked at right afterwards.
+const WINDOW: u64 = 32 << 20;
+const PAGES: usize = (HUGE / PAGE) as usize;
+
+/// What this kernel can do.
+pub fn ways(root: &Root) -> ZeroWays {
+    // Came with the splitting that maps the zero page.
+    let split = root.path("/sys/kernel/mm/transparent_hugepage/shrink_underused").exists();
+    ZeroWays { split, pageout: zeros_are_not_written(root) }
+}
+
+/// What an order came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Done {
+    read: Bytes,
+    chosen: Bytes,
+    freed: Bytes,
+    /// It came to the end of RAM.
+    round: bool,
+}
+
+impl Told for ZeroSample {
+    type Done = Done;
+
+    fn busy(&mut self) {
+        self.busy = true;
+    }
+
+    fn over(&mut self, done: Result<Done, String>) {
+        self.busy = false;
+        if let Ok(d) = &done {
+            self.read += d.read;
+            self.chosen += d.chosen;
+            self.freed += d.freed;
+            self.rounds += u64::from(d.round);
+        }
+        self.error = done.err();
+    }
+}
+
+/// Takes orders and tells what came of them.
+#[derive(Debug)]
+pub struct ZeroFinder {
+    /// With the address where the last order ended.
+    errands: Errands<ZeroOrder, ZeroSample, u64>,
+}
+
+impl ZeroFinder {
+    /// Nothing runs before the first order.
+    pub fn new(root: Root) -> ZeroFinder {
+        ZeroFinder { errands: Errands::new(root, "zeros", carry_out) }
+    }
+
+    /// Has a VM's memory gone through, after what was ordered before.
+    pub fn order(&mut self, order: &ZeroOrder) {
+        self.errands.order(order.vm, order.clone());
+    }
+
+    /// What is known of a VM's orders.
+    pub fn sample(&self, vm: VmId) -> Option<ZeroSample> {
+        self.errands.sample(vm)
+    }
+
+    /// Forgets VMs that are gone.
+    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
+        self.errands.keep(alive);
+    }
+}
+
+fn carry_out(root: &Root, vm: VmId, order: &ZeroOrder, cursor: &mut u64) -> Result<Done, String> {
+    let process = Process::open(root, vm)?;
+    let found = Found::look(root, vm, &order.name, "").map_err(|e| e.to_string())?;
+    let found = found.ok_or("the process has ended")?;
+    let target = found.target.ok_or("it has no RAM of its own: huge or shared pages")?;
+    let mut ram = target.ram;
+    subtract(&mut ram, &target.merged);
+    let before = process.memory()?.resident();
+    let mut look = Look::open(root, vm.pid, order)?;
+    let until = Instant::now() + Duration::from_millis(order.ms);
+    let mut round = true;
+    for window in windows(&ram, *cursor) {
+        if look.done.read >= order.read || Instant::now() >= until {
+            round = false;
+            break;
+        }
+        look.window(window, &process)?;
+        *cursor = window.end();
+    }
+    if round {
+        *cursor = 0;
+    }
+    let freed = before - process.memory()?.resident();
+    Ok(Done { freed: freed.min(look.done.chosen), round, ..look.done })
+}
+
+/// The rest of RAM from here on, in windows that cut no huge page.
+fn windows(ram: &[Range], from: u64) -> Vec<Range> {
+    let mut windows = Vec::new();
+    for range in ram.iter().filter(|r| r.end() > from) {
+        let mut start = range.start.max(from);
+        while start < range.end() {
+            let end = ((start / WINDOW + 1) * WINDOW).min(range.end());
+            windows.push(Range { start, len: end - start });
+            start = end;
+        }
+    }
+    windows
+}
+
+/// One order at work.
+struct Look<'a> {
+    pid: u32,
+    pagemap: File,
+    order: &'a ZeroOrder,
+    buffer: Vec<u8>,
+    done: Done,
+    swap: Bytes,
+}
+
+impl Look<'_> {
+    fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<Look<'a>, String> {
+        let path = root.path(format!("/proc/{pid}/pagemap"));
+        let pagemap = File::open(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let (buffer, done) = (vec![0; HUGE as usize], Done::default());
+        Ok(Look { pid, pagemap, order, buffer, done, swap: order.swap })
+    }
+
+    fn window(&mut self, window: Range, process: &Process<'_>) -> Result<(), String> {
+        let (mut small, mut huge) = (Vec::new(), Vec::new());
+        let each = |run: Range, is_huge| if is_huge { huge.push(run) } else { small.push(run) };
+        pagemap_scan(self.pagemap.as_fd(), window, each).map_err(|e| match e {
+            e if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
+                "this kernel cannot list pages (Linux 6.7 or later can)".into()
+            }
+            e => format!("its pages cannot be listed: {e}"),
+        })?;
+        if self.order.split.is_some() {
+            for block in huge.into_iter().flat_map(cut) {
+                self.piece(&[block], true, process)?;
+            }
+        }
+        let mut piece: Vec<Range> = Vec::new();
+        for run in small.into_iter().flat_map(cut) {
+            if self.swap < Bytes(HUGE) {
+                break;
+            }
+            let size: u64 = piece.iter().map(|r| r.len).sum();
+            if size + run.len > HUGE || piece.len() == VECTOR_MAX {
+                self.piece(&piece, false, process)?;
+                piece.clear();
+            }
+            piece.push(run);
+        }
+        self.piece(&piece, false, process)
+    }
+
+    /// Looks at a piece, of huge pages or of others, and does what is to be done.
+    fn piece(&mut self, piece: &[Range], huge: bool, process: &Process<'_>) -> Result<(), String> {
+        let read = match read_process(self.pid, piece, &mut self.buffer) {
+            Ok(n) => n,
+            // Gone, or its first page is.
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::FAULT) || is_absent(&e) => 0,
+            Err(e) => return Err(format!("process {} cannot be read: {e}", self.pid)),
+        };
+        self.done.read += Bytes(read as u64);
+        let zero: Vec<bool> =
+            self.buffer[..read].chunks_exact(PAGE as usize).map(is_zero).collect();
+        let places: Vec<u64> =
+            piece.iter().flat_map(|r| (r.start..r.end()).step_by(PAGE as usize)).collect();
+        let split = self.order.split.filter(|_| huge);
+        let (advice, chosen) = choose(&places, &zero, split);
+        if chosen.is_empty() {
+            return Ok(());
+        }
+        let zeros = zero.iter().filter(|z| **z).count() as u64;
+        self.done.chosen += Bytes::pages(zeros);
+        if advice == Advice::PageOut {
+            self.swap = self.swap - Bytes::pages(zeros);
+        }
+        process.advise(&chosen, advice)
+    }
+}
+
+fn cut(run: Range) -> impl Iterator<Item = Range> {
+    let first = (run.start / HUGE + 1) * HUGE;
+    let starts = std::iter::once(run.start).chain((first..run.end()).step_by(HUGE as usize));
+    starts.map(move |start| {
+        let end = ((start / HUGE + 1) * HUGE).min(run.end());
+        Range { start, len: end - start }
+    })
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    // By words of 16 bytes, which compilers turn into the widest there are; most pages
+    // end it at the first.
+    page.chunks_exact(128).all(|part| part.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+/// What the kernel is told of pages at these places, by whether each was zeros: never
+/// of one that was not. `split`: they are a huge page, worth it from so many on.
+fn choose(places: &[u64], zero: &[bool], split: Option<u64>) -> (Advice, Vec<Range>) {
+    let zeros = places.iter().zip(zero).filter(|(_, zero)| **zero).map(|(place, _)| *place);
+    let Some(least) = split else {
+        let mut runs: Vec<Range> = Vec::new();
+        for start in zeros {
+            match runs.last_mut() {
+                Some(last) if last.end() == start => last.len += PAGE,
+                _ => runs.push(Range { start, len: PAGE }),
+            }
+        }
+        return (Advice::PageOut, runs);
+    };
+    // All of them, and it would not be split.
+    let worth = zero.len() == PAGES && zeros.clone().count() as u64 >= least.max(1);
+    let one = zeros.take(usize::from(worth)).map(|start| Range { start, len: PAGE });
+    (Advice::Cold, one.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::probe::process::read_stat;
+    use crate::probe::regions::{Region, read_smaps};
+
+    proptest! {
+        #[test]
+        fn only_pages_that_were_zeros_are_told_of(
+            zero in prop::collection::vec(any::<bool>(), 0..600),
+            huge in any::<bool>(), least in 0u64..600, from in 0u64..100,
+        ) {
+            let places: Vec<u64> = (from..).map(|n| n * PAGE).take(zero.len()).collect();
+            let (advice, chosen) = choose(&places, &zero, huge.then_some(least));
+            let told: Vec<u64> =
+                chosen.iter().flat_map(|r| (r.start..r.end()).step_by(PAGE as usize)).collect();
+            let all: Vec<u64> =
+                places.iter().zip(&zero).filter(|(_, z)| **z).map(|(p, _)| *p).collect();
+            prop_assert!(told.iter().all(|p| all.contains(p)));
+            prop_assert_eq!(advice == Advice::Cold, huge);
+            match huge {
+                false => prop_assert_eq!(told, all),
+                true => {
+                    let worth = zero.len() == PAGES && all.len() as u64 >= least.max(1);
+                    prop_assert_eq!(told.len(), usize::from(worth));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_is_zeros_when_each_of_its_bytes_is() {
+        let mut page = vec![0; PAGE as usize];
+        assert!(is_zero(&page));
+        for at in [0, 1, 127, 128, 2049, 4095] {
+            page[at] = 1;
+            assert!(!is_zero(&page), "{at}");
+            page[at] = 0;
+        }
+    }
+
+    #[test]
+    fn windows_go_on_where_the_last_order_ended_and_cut_no_huge_page() {
+        let ram = [Range { start: HUGE, len: 2 * WINDOW }, Range { start: 9 * WINDOW, len: PAGE }];
+        let all = windows(&ram, 0);
+        assert_eq!(all.len(), 4);
+        assert_eq!(all.iter().map(|w| w.len).sum::<u64>(), 2 * WINDOW + PAGE);
+        assert!(all[1..].iter().all(|w| w.start % WINDOW == 0));
+        assert_eq!(windows(&ram, all[0].end()), all[1..]);
+        assert_eq!(windows(&ram, 10 * WINDOW), []);
+        let cuts: Vec<u64> =
+            cut(Range { start: HUGE - PAGE, len: HUGE + 2 * PAGE }).map(|r| r.len).collect();
+        assert_eq!(cuts, [PAGE, HUGE, PAGE]);
+    }
+
+    /// Memory of this very process. Needs nothing but the right to ask (PAGEMAP_SCAN's
+    /// kernel, and no seccomp in the way); without it nothing is shown and it says so.
+    #[test]
+    fn zeros_of_huge_pages_go_and_everything_reads_as_before() {
+        const BLOCKS: usize = 32;
+        let root = Root::default();
+        if !ways(&root).split {
+            return eprintln!("not tried: a kernel before 6.12");
+        }
+        let mut memory = Huge::new(BLOCKS);
+        // Of every second huge page a twentieth is left; the others are full.
+        for (n, page) in memory.pages().enumerate() {
+            let full = n / PAGES % 2 == 1 || n % 20 == 0;
+            page.fill(if full { (n % 250) as u8 + 1 } else { 0 });
+        }
+        let huge = memory.in_huge_pages();
+        if huge < Bytes::mib(60) {
+            return eprintln!("not tried: only {huge} in huge pages");
+        }
+        let id = std::process::id();
+        let vm = VmId { pid: id, start: read_stat(&root, id).unwrap().unwrap().start };
+        let order = ZeroOrder {
+            vm,
+            name: String::new(),
+            read: Bytes(u64::MAX),
+            ms: 60_000,
+            split: Some(256),
+            swap: Bytes::ZERO,
+            reason: String::new(),
+        };
+        let process = Process::open(&root, vm).unwrap();
+        let mut look = Look::open(&root, id, &order).unwrap();
+        let before = memory.resident();
+        windows(&[memory.range], 0).into_iter().for_each(|w| look.window(w, &process).unwrap());
+        let (after, whole) = (memory.resident(), memory.in_huge_pages());
+        println!("{:?}; resident {before} → {after}; {huge} → {whole} in huge pages", look.done);
+        assert_eq!(look.done.read, Bytes(BLOCKS as u64 * HUGE));
+        assert!(look.done.chosen >= Bytes::mib(30), "{:?}", look.done);
+        assert!(before - after >= Bytes::mib(28), "{before} → {after}");
+        // Who holds no zeros is not split.
+        assert!(whole >= Bytes::mib(30), "{whole}");
+        for (n, page) in memory.pages().enumerate() {
+            let full = n / PAGES % 2 == 1 || n % 20 == 0;
+            let want = if full { (n % 250) as u8 + 1 } else { 0 };
+            assert!(page.iter().all(|b| *b == want), "page {n}");
+        }
+    }
+
+    /// Memory in huge pages, as far as there are any.
+    struct Huge {
+        range: Range,
+    }
+
+    impl Huge {
+        fn new(blocks: usize) -> Huge {
+            let len = (blocks + 1) * HUGE as usize;
+            let (read, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE);
+            // SAFETY: a new mapping, at no address that we ask for.
+            let new = unsafe {
+                libc::mmap(std::ptr::null_mut(), len, read, how | libc::MAP_ANONYMOUS, -1, 0)
+            };
+            assert_ne!(new, libc::MAP_FAILED);
+            // SAFETY: all of it is the mapping just made.
+            unsafe { libc::madvise(new, len, libc::MADV_HUGEPAGE) };
+            // Its last huge page is left over, and it is never unmapped.
+            let start = (new as u64).next_multiple_of(HUGE);
+            Huge { range: Range { start, len: blocks as u64 * HUGE } }
+        }
+
+        fn pages(&mut self) -> std::slice::ChunksExactMut<'_, u8> {
+            let (start, len) = (self.range.start as *mut u8, self.range.len as usize);
+            // SAFETY: mapped for good, and only `self` names it.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(start, len) };
+            bytes.chunks_exact_mut(PAGE as usize)
+        }
+
+        fn sum(&self, of: fn(&Region) -> Bytes) -> Bytes {
+            let all = read_smaps(&Root::default(), std::process::id()).unwrap().unwrap();
+            let end = self.range.end();
+            let ours = |r: &&Region| r.range.start < end && r.range.end() > self.range.start;
+            all.iter().filter(ours).map(of).sum()
+        }
+
+        fn resident(&self) -> Bytes {
+            self.sum(|r| r.resident)
+        }
+
+        fn in_huge_pages(&self) -> Bytes {
+            self.sum(|r| r.huge)
+        }
+    }
+}

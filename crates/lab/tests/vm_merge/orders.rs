@@ -1,0 +1,197 @@
+//! What an operator orders, and who else sets KSM: out and in again, all broken, released
+//! after a crash, and taken over from the `ksmtuned` that distributions have.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use ebb_core::units::PAGE;
+use ebb_host::probe::ksm::{KsmStat, read_ksm, read_ksm_stat};
+use ebb_lab::ebb::binary;
+use ebb_lab::setup;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::*;
+
+fn stat(vm: &Vm) -> KsmStat {
+    read_ksm_stat(&Root::default(), vm.pid()).unwrap().unwrap()
+}
+
+/// What KSM saves, host-wide, of pages that are not zeros.
+fn sharing() -> u64 {
+    read_ksm(&Root::default()).unwrap().unwrap().pages_sharing
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + 2 * MINUTE;
+    while !done() {
+        assert!(Instant::now() < until, "{what}: not in two minutes");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// `ebb` with these arguments; it does what it is told.
+fn ebb(args: &[&str], config: &str) -> String {
+    let (code, out, err) = run(&[args, &["--config", config]].concat()).unwrap();
+    assert_eq!(code, 0, "ebb {args:?}: {out}{err}");
+    out + &err
+}
+
+fn all_is_there(vms: &[Vm]) {
+    for vm in vms {
+        vm.tool().poke("h").unwrap();
+        let held = vm.tool().wait_event("h", "progress", 2 * MINUTE).unwrap();
+        let live = vm.tool().stop("v").unwrap();
+        for said in [&held, &live] {
+            assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
+        }
+    }
+}
+
+/// `ebb merge off` where the kernel says that so much is available; whether it was done.
+fn off_on_a_host_with(available: Bytes, dir: &Path, config: &str) -> (bool, String) {
+    let real = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = |l: &str| match l.starts_with("MemAvailable:") {
+        true => format!("MemAvailable: {} kB\n", available.0 >> 10),
+        false => format!("{l}\n"),
+    };
+    let told = dir.join("meminfo");
+    std::fs::write(&told, real.lines().map(line).collect::<String>()).unwrap();
+    let out = Command::new("unshare")
+        .args(["-m", "sh", "-c", "mount --bind \"$0\" /proc/meminfo && exec \"$@\""])
+        .arg(told)
+        .arg(binary().unwrap())
+        .args(["merge", "off", "--config", config])
+        .output()
+        .unwrap();
+    (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
+}
+
+/// Without a daemon: KSM works as somebody has set it.
+#[test]
+fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
+    let arena = held();
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    for (knob, value) in KNOBS.iter().zip(["1", "20000", "10", "0", "1"]) {
+        arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a")]);
+    // The process's own counters keep what was broken until ksmd comes by again.
+    let merged = |vm: &Vm| mapped(vm).merged.0 / PAGE;
+    wait("merging", || vms.iter().all(|vm| merged(vm) > 8000));
+
+    ebb(&["merge", "off", "mg1"], &config);
+    println!("off mg1: {:?}, {:?}", mapped(&vms[0]), mapped(&vms[1]));
+    assert!(!open(&vms[0]) && open(&vms[1]));
+    assert!(merged(&vms[0]) == 0 && merged(&vms[1]) > 1000);
+    ebb(&["merge", "on", "mg1"], &config);
+    assert!(open(&vms[0]));
+    wait("merging again", || merged(&vms[0]) > 8000);
+
+    let before = sharing();
+    let (done, said) = off_on_a_host_with(Bytes::mib(280), dir.path(), &config);
+    assert!(!done && said.contains("and 256 MiB must stay free, but 280 MiB"), "{said}");
+    assert!(sharing() > before / 2 && knob("run") == "1", "nothing is broken: {}", sharing());
+    let said = ebb(&["merge", "off"], &config);
+    println!("off: {before} pages saved, then {}; {said}", sharing());
+    assert!(before > 4000 && sharing() == 0 && knob("run") == "2");
+    assert!(vms.iter().all(|vm| merged(vm) == 0), "{:?}, {:?}", stat(&vms[0]), stat(&vms[1]));
+    all_is_there(&vms);
+}
+
+/// A daemon that is gone for good: what it changed is put back without it, and what was
+/// merged stays so.
+#[test]
+fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
+    let _arena = held();
+    let before = knobs();
+    let dir = tempfile::tempdir().unwrap();
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let config = daemon.config().to_str().unwrap().to_string();
+    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then_some(());
+    daemon.wait_for("merging", MINUTE, many).unwrap();
+    ebb(&["merge", "off", "mg2"], &config);
+    let closed = |s: &Value| (s["vms"][1]["merge"]["open"] == false).then_some(());
+    daemon.wait_for("mg2 to be out", MINUTE, closed).unwrap();
+    assert!(!open(&vms[1]) && open(&vms[0]));
+    daemon.crash();
+    let kept = stat(&vms[0]);
+    assert!(knobs() != before && dir.path().join("ksm.json").exists());
+    let said = ebb(&["release"], &config);
+    println!("{said}; {kept:?}, then {:?}", stat(&vms[0]));
+    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
+    assert!(vms.iter().all(open), "as QEMU was started");
+    assert!(stat(&vms[0]).merged() >= kept.merged() * 9 / 10 && kept.merged() > 1000);
+    all_is_there(&vms);
+}
+
+/// Debian's, unpacked and run as it is: it reads its settings from the environment.
+struct Ksmtuned(Pid);
+
+impl Ksmtuned {
+    const PAGES: &str = "333";
+
+    fn start(dir: &Path) -> Ksmtuned {
+        let package = setup::package(&Cache::from_env(), "ksmtuned").unwrap();
+        let pid = dir.join("ksmtuned.pid");
+        let settings = [
+            ("KSM_MONITOR_INTERVAL", "1"),
+            // Every host is one that is short.
+            ("KSM_THRES_COEF", "100"),
+            ("KSM_NPAGES_MIN", Ksmtuned::PAGES),
+            ("KSM_NPAGES_MAX", Ksmtuned::PAGES),
+        ];
+        let status = Command::new(package.join("usr/sbin/ksmtuned"))
+            .envs(settings)
+            .env("PIDFILE", &pid)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        assert!(status.unwrap().success());
+        let pid = std::fs::read_to_string(pid).unwrap();
+        Ksmtuned(Pid::from_raw(pid.trim().parse().unwrap()).unwrap())
+    }
+}
+
+impl Drop for Ksmtuned {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::KILL);
+    }
+}
+
+#[test]
+fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
+    let _arena = held();
+    let dir = tempfile::tempdir().unwrap();
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let tuned = Ksmtuned::start(dir.path());
+    wait("ksmtuned", || knob("pages_to_scan") == Ksmtuned::PAGES && knob("run") == "1");
+    let before = knobs();
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then(|| s.clone());
+    let state = daemon.wait_for("merging", MINUTE, many).unwrap();
+    let pid = tuned.0.as_raw_nonzero().get();
+    let warned = |s: &Value| s["host"]["warnings"].to_string().contains(&format!("process {pid})"));
+    assert!(warned(&state), "{:#}", state["host"]["warnings"]);
+    // It goes on writing each second, and between bursts ksmd rests all the same.
+    let mut back = 0;
+    wait("three times that it is set back", || {
+        let theirs = || knob("run") == "1" && knob("pages_to_scan") == Ksmtuned::PAGES;
+        if theirs() {
+            wait("its settings to be set back", || !theirs());
+            back += 1;
+        }
+        back == 3
+    });
+    drop(tuned);
+    let rests = |s: &Value| {
+        let idle = s["host"]["merge"]["why"].as_str().is_some_and(|w| w.starts_with("ksmd rests"));
+        (idle && s["host"]["ksm"]["run"] == 0).then_some(())
+    };
+    daemon.wait_for("rest", MINUTE, rests).unwrap();
+    assert!(daemon.stop());
+    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
+    all_is_there(&vms);
+}
