@@ -5,6 +5,7 @@
 //! code therefore runs in the daemon, in the simulator and in replay.
 
 pub mod config;
+pub mod hash;
 pub mod memory;
 pub mod model;
 pub mod plan;

@@ -230,6 +230,9 @@ pub struct ScanSample {
     pub cpu_s: f64,
     /// Memory read by the last one.
     pub read: Bytes,
+    /// Of that, by the VMs' own agents.
+    #[serde(default)]
+    pub by_agents: Bytes,
     /// Its table at its largest.
     pub table: Bytes,
     /// It read one piece in so many.

@@ -17,6 +17,7 @@
 //! guest shows.
 
 pub mod abi;
+pub mod hashes;
 
 use serde::{Deserialize, Serialize};
 
@@ -90,6 +91,9 @@ pub enum Command {
     /// What was open there before and is not named is closed first, which breaks its
     /// merges. Answer: [`Answer::Advised`].
     Advise(Advise),
+    /// With this line comes a socket on which the scanner asks for [`hashes`], until it is
+    /// closed or the VM is forgotten. Answer: [`Answer::Done`].
+    Hashes,
     /// Give up all protection and forget the VM; `attach` begins anew. Answer:
     /// [`Answer::Done`].
     StandDown,
@@ -286,6 +290,9 @@ pub struct Hello {
     /// It knows [`Command::Advise`].
     #[serde(default)]
     pub advises: bool,
+    /// It knows [`Command::Hashes`], and can do it on this kernel.
+    #[serde(default)]
+    pub hashes: bool,
 }
 
 /// What the kernel has, and the agent therefore uses.
@@ -578,6 +585,7 @@ mod tests {
             Command::ResetSeen,
             Command::Facts,
             Command::Advise(advise),
+            Command::Hashes,
             Command::StandDown,
         ] {
             let request = Request { id: u64::MAX, command };

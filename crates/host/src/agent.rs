@@ -28,6 +28,7 @@ use rustix::net::{
 use serde_json::json;
 
 use crate::qmp::{self, QmpError};
+use crate::scan::agents::HashLink;
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -342,6 +343,20 @@ impl Agent {
             Answer::Facts(facts) => Ok(facts),
             other => Err(self.unexpected(&other)),
         }
+    }
+
+    /// Has it hash pages of the RAM it was handed for a scan; who asks it does so at what is
+    /// returned.
+    pub fn hashes(
+        &mut self,
+        segments: &[Segment],
+        timeout: Duration,
+    ) -> Result<HashLink, AgentError> {
+        let pair = HashLink::pair(segments);
+        let (ours, theirs) =
+            pair.map_err(|e| AgentError::Io(self.named(), "socketpair", e.to_string()))?;
+        let id = self.send_with(Command::Hashes, Some(theirs))?;
+        self.wait(id, timeout).map(|_| ours)
     }
 
     /// Relays that the vCPUs run, or not.

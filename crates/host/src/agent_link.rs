@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::RecycleOrder;
@@ -15,11 +16,12 @@ use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{
-    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Status,
+    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
 };
 
 use crate::agent::{Agent, AgentError, segments};
 use crate::qmp::Client;
+use crate::scan::agents::HashLink;
 
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
 /// such a one sees the faults that KVM takes.
@@ -68,6 +70,11 @@ pub(crate) struct AgentLink {
     status: Option<Status>,
     facts: Option<Facts>,
     advises: bool,
+    /// It can hash pages for a scan; and where it is asked to.
+    hashes: bool,
+    scanner: Option<Arc<HashLink>>,
+    /// What it was handed.
+    segments: Vec<Segment>,
     /// What was open to KSM may stay so when it is attached.
     keep_open: bool,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
@@ -107,6 +114,9 @@ impl AgentLink {
             status: None,
             facts: None,
             advises: false,
+            hashes: false,
+            scanner: None,
+            segments: Vec::new(),
             keep_open: false,
             told: None,
             open: None,
@@ -186,6 +196,7 @@ impl AgentLink {
         };
         self.running = Some(running);
         self.reports = reports;
+        self.segments = segments.clone();
         let mut objections = self.objections.clone();
         if reports {
             objections.push(OTHERS_DISCARD.into());
@@ -194,7 +205,7 @@ impl AgentLink {
         let (descriptor, keep_open) = (device.is_some(), self.keep_open);
         let attach = Attach { segments, objections, running, keep_open, descriptor };
         self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
-        self.stage = Stage::Attaching;
+        (self.stage, self.scanner) = (Stage::Attaching, None);
     }
 
     fn relay(&mut self, now: Instant, run: Option<&RunState>, events: &[VmEvent]) {
@@ -271,6 +282,21 @@ impl AgentLink {
         true
     }
 
+    /// Where a scan asks it for hashes of pages, if it can do that. What it does not take
+    /// on shows there.
+    pub fn scanner(&mut self) -> Option<Arc<HashLink>> {
+        if self.stage != Stage::Attached || !self.hashes {
+            return None;
+        }
+        if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
+            let (ours, theirs) = HashLink::pair(&self.segments).ok()?;
+            self.send_with(Ask::Other, Command::Hashes, Some(theirs));
+            self.agent.as_mut()?.pump();
+            self.scanner = Some(Arc::new(ours));
+        }
+        self.scanner.clone()
+    }
+
     /// What it says is open to KSM.
     pub fn open(&self) -> Bytes {
         self.open.unwrap_or_default()
@@ -323,7 +349,7 @@ impl AgentLink {
     fn answer(&mut self, ask: Ask, answer: Result<Answer, AgentError>) {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
-                (self.stage, self.advises) = (Stage::Met, h.advises);
+                (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
             }
             (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
                 "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
@@ -368,7 +394,7 @@ impl AgentLink {
         self.agent = None;
         self.asked.clear();
         (self.status, self.facts, self.waits_since) = (None, None, None);
-        self.open = None;
+        (self.open, self.scanner) = (None, None);
     }
 
     /// What is known of it.

@@ -505,7 +505,11 @@ impl LinuxHost {
             }
         }
         if let Some(scan) = &plan.scan {
-            merger.scan(scan, |id| Some(self.vms.get(&id)?.process.name.clone()));
+            merger.scan(scan, |id| {
+                let vm = self.vms.get_mut(&id)?;
+                let agent = vm.agent.as_mut().and_then(AgentLink::scanner);
+                Some((vm.process.name.clone(), agent))
+            });
         }
     }
 
@@ -532,6 +536,7 @@ impl LinuxHost {
         host.scan = Some(scan);
         problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
         let copied = host.vmstat.and_then(|v| v.cow_ksm);
+        let working = host.ksm.as_ref().is_some_and(|k| k.run != 0);
         let steer = self.options.merge.as_ref().is_some_and(|m| m.steer);
         for sample in vms.iter_mut() {
             let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
@@ -539,7 +544,7 @@ impl LinuxHost {
             };
             let (look, found) = merger.vm(sample.id);
             vm.go_on_merging(look.as_ref());
-            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages) {
+            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages, working) {
                 merger.look(sample.id);
             }
             // By ranges, only what lies in them is to be had.

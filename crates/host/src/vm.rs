@@ -519,12 +519,14 @@ impl Vm {
     }
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
-    /// for it, because pages are being merged or merged pages copied, or because it is time.
+    /// for it, because pages were merged or merged pages copied, or because it is time.
+    /// `working`: `ksmd` is at it. A look at a VM with thousands of ranges takes 40 ms.
     pub fn wants_look(
         &mut self,
         look: Option<&Look>,
         copied: Option<u64>,
         merged: Option<u64>,
+        working: bool,
     ) -> bool {
         let opened = self.agent.as_ref().and_then(|a| a.sample().open);
         let Some(look) = look else {
@@ -537,7 +539,9 @@ impl Vm {
         let storm = grown >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
         // What is lost later is lost of what was seen merged.
         let more = merged.zip(self.merged).map_or(0, |(now, was)| now.saturating_sub(was));
-        let more = more >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
+        // While there is more to come, when it has doubled.
+        let least = if working { self.merged.unwrap_or(0) } else { 0 };
+        let more = more >= LOOK_COPIES.0.max(least) && age >= LOOK_COPIES.1;
         let wants = ordered || storm || more || age >= LOOK_EVERY || opened != self.opened;
         if wants {
             (self.copied, self.opened, self.merged) = (copied, opened, merged);

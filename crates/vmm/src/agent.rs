@@ -6,6 +6,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -19,6 +20,7 @@ use crate::advise::{self, Open};
 use crate::aside;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
+use crate::hasher::Hasher;
 use crate::ram::Ram;
 use crate::recycle::{Marks, Pace, Recycler};
 use crate::sys::Range;
@@ -37,7 +39,9 @@ struct Attached {
     watch: Watch,
     _turns: Option<Turns>,
     guard: Arc<Guard>,
-    ram: Ram,
+    ram: Arc<Ram>,
+    hasher: Option<Hasher>,
+    recycling: Arc<AtomicBool>,
     tracker: Tracker,
     marks: Marks,
     open: Open,
@@ -93,6 +97,7 @@ impl Agent {
         }
         let now = Instant::now();
         vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), now);
+        vm.tell_map();
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let open = vm.open.keep_rest_out(&vm.ram).err();
@@ -140,6 +145,18 @@ impl Agent {
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }
+            Command::Hashes => {
+                let faults = self.faults;
+                let vm = self.attached()?;
+                let no = |why: String| refuse(Refused::System, why);
+                let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
+                // Not the guard: its userfaultfd must end when the VM is let go of.
+                let (ram, recycling) = (Arc::clone(&vm.ram), Arc::clone(&vm.recycling));
+                vm.hasher = None;
+                vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);
+                vm.tell_map();
+                Ok(Answer::Done)
+            }
             Command::StandDown => {
                 self.detach();
                 Ok(Answer::Done)
@@ -154,6 +171,7 @@ impl Agent {
             pid: std::process::id(),
             kernel: crate::ram::kernel_parts(),
             advises: true,
+            hashes: crate::ram::kernel_parts().pagemap_scan,
         }
     }
 
@@ -227,7 +245,11 @@ impl Agent {
         self.step();
         let faults = self.faults;
         let vm = self.attached()?;
-        let done = vm.recycler(faults)?.run(want, interrupt);
+        let recycling = Arc::clone(&vm.recycling);
+        let mut recycler = vm.recycler(faults)?;
+        recycling.store(true, SeqCst);
+        let done = recycler.run(want, interrupt);
+        recycling.store(false, SeqCst);
         // A map that fell into doubt is dropped now, not at the next call.
         self.step();
         Ok(Answer::Recycled(done))
@@ -295,7 +317,9 @@ impl Attached {
             watch,
             _turns: turns,
             guard,
-            ram,
+            ram: Arc::new(ram),
+            hasher: None,
+            recycling: Arc::default(),
             tracker: Tracker::new(running, faults),
             marks: Marks::default(),
             open,
@@ -303,6 +327,12 @@ impl Attached {
             counters: Counters::default(),
             aside_at: Instant::now() + ASIDE_EVERY,
         })
+    }
+
+    /// The scanner's thread leaves out what the map calls free.
+    fn tell_map(&self) {
+        let pages = self.tracker.ready().map_or(&[][..], |live| &live.layout.pages);
+        self.hasher.iter().for_each(|h| h.tell_map(pages));
     }
 
     fn not_ready(&self) -> Refusal {

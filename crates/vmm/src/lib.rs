@@ -8,7 +8,7 @@
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
 //! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`,
-//! `uffd`, `sys` (system calls), `aside` (when to leave a VM alone), `advise` (what
+//! `uffd`, `sys` (system calls), `hasher` (what pages hold, for the scanner of merging), `aside` (when to leave a VM alone), `advise` (what
 //! is recycled is closed to KSM), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
@@ -28,6 +28,7 @@ pub mod agent;
 pub mod aside;
 pub mod faults;
 pub mod guard;
+pub mod hasher;
 pub mod ram;
 pub mod recycle;
 pub mod server;

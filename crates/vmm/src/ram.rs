@@ -180,7 +180,7 @@ impl Ram {
     pub fn held(&self, part: &Part, held: &mut Bits, huge: &mut Bits) -> io::Result<()> {
         let range = part.range(part.first, part.len);
         if let (Kind::Anonymous, Some(pagemap)) = (&self.pieces[part.piece].kind, &self.pagemap) {
-            return sys::pagemap_scan(pagemap.as_fd(), range, |r, is_huge| {
+            return sys::pagemap_scan(pagemap.as_fd(), range, true, |r, is_huge| {
                 let (first, len) = (part.bit(r.start), (r.len / PAGE) as usize);
                 abi::fill(held, first, len, true);
                 if is_huge {
@@ -207,6 +207,22 @@ impl Ram {
             }
         }
         Ok(())
+    }
+
+    /// The stretches of a range that are in memory, if all of it is anonymous RAM and this
+    /// kernel can tell.
+    pub fn present(&self, range: Range) -> Option<Vec<Range>> {
+        let piece = self.piece_of(range)?;
+        let pagemap = self.pagemap.as_ref().filter(|_| matches!(piece.kind, Kind::Anonymous))?;
+        let mut found = Vec::new();
+        sys::pagemap_scan(pagemap.as_fd(), range, false, |r, _| found.push(r)).ok()?;
+        Some(found)
+    }
+
+    /// The piece in which all of a range lies.
+    pub fn piece_of(&self, range: Range) -> Option<&Piece> {
+        let end = range.start.checked_add(range.len)?;
+        self.pieces.iter().find(|p| p.hva <= range.start && end <= p.hva + p.size)
     }
 
     /// Gives ranges of a piece back. `true`: all of it, and for anonymous memory
@@ -241,7 +257,7 @@ fn pagemap() -> Option<File> {
     let page = sys::Mapping::anonymous(PAGE as usize).ok()?;
     let range = Range { start: page.address(), len: PAGE };
     let file = File::open("/proc/self/pagemap").ok()?;
-    sys::pagemap_scan(file.as_fd(), range, |_, _| ()).ok().map(|()| file)
+    sys::pagemap_scan(file.as_fd(), range, true, |_, _| ()).ok().map(|()| file)
 }
 
 /// Calls `each` with the stretches of a file that hold data, in memory or in swap,

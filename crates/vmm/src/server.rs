@@ -98,7 +98,7 @@ pub struct Session {
     arrived: Arrived,
 }
 
-/// Descriptors that came since the last `attach`; one is meant for the next.
+/// Descriptors that came since the last request that takes one; one is meant for the next.
 #[derive(Debug, Default)]
 enum Arrived {
     #[default]
@@ -133,7 +133,7 @@ impl Session {
         fed.is_ok()
     }
 
-    /// A descriptor came. More than one before an `attach` are closed.
+    /// A descriptor came. More than one before a request that takes one are closed.
     pub fn arrive(&mut self, fd: OwnedFd) {
         self.arrived = match self.arrived {
             Arrived::None => Arrived::One(fd),
@@ -148,12 +148,12 @@ impl Session {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Outcome {
         let descriptor = match (command, &self.arrived) {
-            (Command::Attach(_), Arrived::Many) => {
+            (Command::Attach(_) | Command::Hashes, Arrived::Many) => {
                 self.arrived = Arrived::None;
                 agent.detach();
-                return no("several descriptors came, an attach takes one: all were closed");
+                return no("several descriptors came, one is taken: all were closed");
             }
-            (Command::Attach(_), _) => match std::mem::take(&mut self.arrived) {
+            (Command::Attach(_) | Command::Hashes, _) => match std::mem::take(&mut self.arrived) {
                 Arrived::One(fd) => Some(fd),
                 Arrived::None | Arrived::Many => None,
             },

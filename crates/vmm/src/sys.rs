@@ -170,11 +170,56 @@ pub fn store_u64(address: u64, value: u64) {
     }
 }
 
-/// Calls `each` with every stretch of a range that is held (in memory or in
-/// swap, not the zero page), and whether huge pages map it.
+/// Copies from several places of our own memory, in their order, into one buffer; returns
+/// bytes copied from the front, which end at the first place that cannot be read.
+///
+/// The kernel follows our page tables, as our own loads would: nothing is pinned, which
+/// would break merges, and what is not mapped is no fault of ours. What it pins is `to`,
+/// and that costs little where that is a huge page.
+pub fn copy_as_is(places: &[Range], to: &mut [u8]) -> Result<usize> {
+    let total: u64 = places.iter().map(|p| p.len).sum();
+    if total > to.len() as u64 || places.len() > VECTOR_MAX {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
+    }
+    let from = |p: &Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
+    let from: Vec<iovec> = places.iter().map(from).collect();
+    let to = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total as usize };
+    // SAFETY: `to` is exclusively ours and long enough; the other places are only read, by
+    // the kernel, which checks every address.
+    let n = unsafe {
+        libc::process_vm_writev(libc::getpid(), from.as_ptr(), from.len() as c_ulong, &to, 1, 0)
+    };
+    check(n as c_long)
+}
+
+/// Has the processor fetch a page into its cache, if it likes: a hint, and no more than
+/// that where nothing is mapped.
+pub fn fetch(address: u64) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (address..address.saturating_add(4096)).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing that a program can see, and never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line as *const i8) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// This thread runs only when nobody else wants the CPU.
+pub fn run_when_idle() -> Result<()> {
+    // SAFETY: plain numbers; all of it zero is a valid value, and the one asked for.
+    let param = unsafe { std::mem::zeroed::<libc::sched_param>() };
+    // SAFETY: `param` is read during the call; 0 is this thread.
+    let done = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &param) };
+    check(c_long::from(done)).map(drop)
+}
+
+/// Calls `each` with every stretch of a range that is held (in memory, not the zero page,
+/// or in swap if `swapped`), and whether huge pages map it.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     range: Range,
+    swapped: bool,
     mut each: impl FnMut(Range, bool),
 ) -> Result<()> {
     #[repr(C)]
@@ -184,11 +229,13 @@ pub fn pagemap_scan(
         end: u64,
         categories: u64,
     }
-    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    // A few pages are no more regions: the kernel's buffer is as small then.
+    let most = REGIONS.min((range.len / 4096) as usize).max(1);
+    let mut regions = vec![Region { start: 0, end: 0, categories: 0 }; most];
     let (mut start, end) = (range.start, range.start + range.len);
     while start < end {
         let vec = regions.as_mut_ptr() as u64;
-        let any = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
+        let any = if swapped { PAGE_IS_PRESENT | PAGE_IS_SWAPPED } else { PAGE_IS_PRESENT };
         // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
         let mut arg: [u64; 12] = [
             96,
@@ -197,20 +244,20 @@ pub fn pagemap_scan(
             end,
             0,
             vec,
-            REGIONS as u64,
+            most as u64,
             0,
             PAGE_IS_PFNZERO,
             PAGE_IS_PFNZERO,
             any,
             PAGE_IS_HUGE,
         ];
-        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(REGIONS);
+        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(most);
         for r in &regions[..n] {
             let len = r.end.saturating_sub(r.start);
             each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
         }
-        match n {
-            REGIONS if regions[n - 1].end > start => start = regions[n - 1].end,
+        match regions[..n].last() {
+            Some(last) if n == most && last.end > start => start = last.end,
             _ => break,
         }
     }

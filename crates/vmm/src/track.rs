@@ -27,6 +27,8 @@ use crate::sys::{self, Range};
 
 /// Between two searches of the first 16 MiB: about a millisecond of work.
 const SEARCH_EVERY: Duration = Duration::from_millis(250);
+/// The same while the vCPUs stand still: nothing that is found could prove itself.
+const SEARCH_PAUSED: Duration = Duration::from_secs(5);
 /// How long a candidate may take to beat twice, and to answer; ten times the
 /// module's own limits, for guests that hardly run.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -88,10 +90,14 @@ impl Tracker {
     /// Whether the vCPUs run, as the daemon knows.
     pub fn run_state(&mut self, running: bool) {
         self.running = running;
-        if let At::Ready(live) = &mut self.at {
-            live.beat_at = Instant::now();
-            // Silence was the pause; the tripwire has been watching.
-            live.silent &= running;
+        match &mut self.at {
+            At::Ready(live) => {
+                live.beat_at = Instant::now();
+                // Silence was the pause; the tripwire has been watching.
+                live.silent &= running;
+            }
+            At::Searching { next } => *next = None,
+            At::Checking { .. } | At::Challenged { .. } => {}
         }
     }
 
@@ -161,7 +167,7 @@ impl Tracker {
         }
         match &mut self.at {
             At::Searching { next } if next.is_none_or(|n| now >= n) => {
-                *next = Some(now + SEARCH_EVERY);
+                *next = Some(now + if self.running { SEARCH_EVERY } else { SEARCH_PAUSED });
                 let (found, why) = search(ram, gently);
                 self.why = why.or(self.why.take());
                 if !found.is_empty() {

@@ -5,7 +5,7 @@
 //! page tables for it); another scans. Each tick hands over what the policy decided
 //! and takes what is there. Threads that read VMs run when nobody else wants the CPU.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +21,7 @@ use super::ksm::Manners;
 use super::mergeable::{LEAST_RAM, marks};
 use crate::linux::{LinuxHost, Waker};
 use crate::root::Root;
+use crate::scan::agents::HashLink;
 use crate::scan::survey::estimate;
 use crate::scan::{Changes, Fate, Found, Limits, Options, Scan, Scanner, Target};
 use crate::sys::Range;
@@ -60,6 +61,8 @@ enum Job {
 struct ScanJob {
     /// With name and share group.
     vms: Vec<(VmId, String, String)>,
+    /// Those that hash their VM's pages.
+    agents: HashMap<VmId, Arc<HashLink>>,
     glance: bool,
     cores: f64,
     bytes_per_second: f64,
@@ -122,12 +125,22 @@ impl Merger {
         }
     }
 
-    /// Has VMs scanned, unless a scan is under way.
-    pub fn scan(&mut self, order: &ScanOrder, name: impl Fn(VmId) -> Option<String>) {
-        let named = |(id, group): &(VmId, String)| Some((*id, name(*id)?, group.clone()));
-        let vms = order.vms.iter().filter_map(named).collect();
+    /// Has VMs scanned, unless a scan is under way; `known`: a VM's name, and its agent if
+    /// that hashes pages.
+    pub fn scan(
+        &mut self,
+        order: &ScanOrder,
+        mut known: impl FnMut(VmId) -> Option<(String, Option<Arc<HashLink>>)>,
+    ) {
+        let (mut vms, mut agents) = (Vec::new(), HashMap::new());
+        for (id, group) in &order.vms {
+            let Some((name, agent)) = known(*id) else { continue };
+            vms.push((*id, name, group.clone()));
+            agents.extend(agent.map(|a| (*id, a)));
+        }
         let (glance, cores) = (order.glance, order.cores);
-        let job = ScanJob { vms, glance, cores, bytes_per_second: order.bytes_per_second };
+        let bytes_per_second = order.bytes_per_second;
+        let job = ScanJob { vms, agents, glance, cores, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (send, receive) = sync_channel(1);
             let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
@@ -260,6 +273,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
             }
         }
         if let Some(scanner) = &mut scanner {
+            scanner.use_agents(job.agents.clone());
             match job.glance {
                 true => glance(scanner, &last, &job, told),
                 false => last = carry_out(root, scanner, &job, told),
@@ -325,7 +339,10 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
     let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job) });
     let refused = scan.vms.iter().find_map(|v| match &v.fate {
         Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
-        _ => None,
+        _ => {
+            let why = job.agents.get(&v.target.id).and_then(|a| a.failure())?;
+            Some(format!("{}: {why}: read from outside", v.target.name))
+        }
     });
     let found = candidates(&scan, one_in);
     let mut told = lock(told);
@@ -341,6 +358,7 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         seconds: scan.time.as_secs_f64(),
         cpu_s: told.scan.cpu_s + scan.cpu.as_secs_f64(),
         read: scan.read,
+        by_agents: scan.by_agents,
         table: scan.table,
         one_in,
         looks: told.scan.looks,
@@ -456,7 +474,7 @@ mod tests {
             bytes_per_second: 1e9,
             reason: String::new(),
         };
-        merger.scan(&order, |_| Some("a".into()));
+        merger.scan(&order, |_| Some(("a".into(), None)));
         let scan = within(|| Some(merger.sample().0).filter(|s| s.number == 1 && !s.busy));
         assert_eq!((scan.read, merger.vm(vm).1), (Bytes::ZERO, None));
         merger.keep(|_| false);

@@ -2,8 +2,8 @@
 //!
 //! A scan goes over the RAM of many VMs with many threads. Each takes a window of
 //! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
-//! in pieces of 1 MiB (`process_vm_readv`), and notes a keyed hash of each (`hash`)
-//! in a table of 16 bytes a page (`table`). Then equal pages are counted: zeros,
+//! in pieces of 1 MiB (`process_vm_readv`), or has the VM's agent do that (`agents`),
+//! and notes a keyed hash of each (`ebb_core::hash`) in a table of 16 bytes a page (`table`). Then equal pages are counted: zeros,
 //! twins within a VM, between VMs of a share group, between groups (`tally`).
 //! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
 //! notices nothing but its host's CPUs: threads run when nobody else wants to
@@ -14,7 +14,7 @@
 //! a hash that matches nothing. A scanner that is kept compares with its last scan
 //! and can leave out what changed since (4 bytes a page more).
 
-pub mod hash;
+pub mod agents;
 pub mod pace;
 pub mod survey;
 pub mod table;
@@ -24,13 +24,16 @@ pub mod walk;
 mod work;
 
 use std::collections::HashMap;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_core::hash::{Key, SECRET};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
-use self::hash::Key;
+use self::agents::HashLink;
 pub use self::pace::Limits;
 use self::pace::Pace;
 use self::tags::Tags;
@@ -221,7 +224,7 @@ pub struct Scan {
     pub time: Duration,
     /// Of that, paused because the host was short.
     pub paused: Duration,
-    /// CPU time of all threads.
+    /// CPU time of all threads, and of agents for them.
     pub cpu: Duration,
     /// Of that, for reading and hashing.
     pub cpu_reading: Duration,
@@ -229,6 +232,8 @@ pub struct Scan {
     pub threads: usize,
     /// Memory read.
     pub read: Bytes,
+    /// Of that, by the VMs' own agents.
+    pub by_agents: Bytes,
     /// The table at its largest.
     pub table: Bytes,
     /// Kept between scans.
@@ -241,12 +246,18 @@ pub struct Scanner {
     root: Root,
     key: Key,
     tags: HashMap<VmId, Tags>,
+    agents: HashMap<VmId, Arc<HashLink>>,
 }
 
 impl Scanner {
     /// With a key of its own.
     pub fn new(root: Root) -> io::Result<Scanner> {
-        Ok(Scanner { root, key: Key::random()?, tags: HashMap::new() })
+        Ok(Scanner { root, key: random_key()?, tags: HashMap::new(), agents: HashMap::new() })
+    }
+
+    /// From now on these agents hash the pages of their VMs. They are told the key.
+    pub fn use_agents(&mut self, agents: HashMap<VmId, Arc<HashLink>>) {
+        self.agents = agents;
     }
 
     /// Scans these VMs.
@@ -263,10 +274,11 @@ impl Scanner {
             }
         }
         let pace = Pace::new(options.limits);
-        let job = work::Job::new(&self.root, &self.key, &self.tags, targets, options, &pace);
+        let job = work::Job::new(self, targets, options, &pace);
         let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
         job.read(threads, watch);
         let (table, cpu_reading) = (job.table_bytes(), pace.cpu());
+        let by_agents = job.by_agents();
         let tally = job.count(threads);
         let kept: u64 = self.tags.values().map(Tags::bytes).sum();
         Scan {
@@ -279,6 +291,7 @@ impl Scanner {
             cpu_reading,
             threads,
             read: Bytes(pace.bytes()),
+            by_agents: Bytes(by_agents),
             table: Bytes(table),
             kept: Bytes(kept),
         }
@@ -305,6 +318,13 @@ impl Scanner {
         }
         pace.pause(false);
     }
+}
+
+/// A key that was never used before.
+pub fn random_key() -> io::Result<Key> {
+    let mut secret = [0; SECRET];
+    File::open("/dev/urandom")?.read_exact(&mut secret)?;
+    Ok(Key::new(secret))
 }
 
 /// Cores that nobody has used of late: all less the load average of the last

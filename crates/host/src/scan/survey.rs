@@ -108,6 +108,7 @@ fn joined(mut sample: Scan, deep: Scan, whole: &[bool]) -> Scan {
         cpu_reading: sample.cpu_reading + deep.cpu_reading,
         threads: deep.threads,
         read: sample.read + deep.read,
+        by_agents: sample.by_agents + deep.by_agents,
         table: sample.table.max(deep.table),
         kept: deep.kept,
     }

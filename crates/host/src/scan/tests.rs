@@ -1,5 +1,7 @@
 //! The scanner against memory whose contents are known: processes of our own.
 
+mod agents;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};

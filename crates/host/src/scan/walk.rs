@@ -223,7 +223,7 @@ fn word(file: &File, index: u64) -> Option<u64> {
 }
 
 /// A run cut where `ranges` (sorted, disjoint) begin and end, and which parts are in one.
-fn parts(run: Range, ranges: &[Range]) -> Vec<(Range, bool)> {
+pub fn parts(run: Range, ranges: &[Range]) -> Vec<(Range, bool)> {
     let mut parts = Vec::new();
     let mut start = run.start;
     let first = ranges.partition_point(|r| r.end() <= run.start);

@@ -5,20 +5,22 @@ use std::fs::File;
 use std::io::{Error, Result};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use ebb_core::hash::Key;
 use ebb_core::sample::VmId;
 use ebb_core::units::PAGE;
+use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
 
-use super::hash::Key;
+use super::agents::HashLink;
 use super::pace::{Pace, thread_cpu};
 use super::table::{Filler, Table, VMS_MAX};
 use super::tags::Tags;
 use super::tally::{Blocks, Rules, Tally, VmTally};
-use super::walk::{Passed, Runs, Seen, Walker};
-use super::{Changes, Fate, Options, Pages, Target, VmResult};
+use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
+use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
@@ -32,12 +34,16 @@ const PIECE: usize = 1 << 20;
 const SAMPLE: u64 = 64 << 10;
 /// What a look reads at a time.
 const GLANCE: u64 = 16 << 10;
+/// What a thread takes at a time of a look with an agent: a few hundred pieces.
+const GLANCE_WINDOW: u64 = 1 << 30;
 
 /// One scan.
 pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
     tags: &'a HashMap<VmId, Tags>,
+    agents: &'a HashMap<VmId, Arc<HashLink>>,
+    by_agents: AtomicU64,
     targets: &'a [Target],
     options: &'a Options,
     pace: &'a Pace,
@@ -45,8 +51,9 @@ pub(super) struct Job<'a> {
     groups: Vec<usize>,
     masks: Vec<u128>,
     blocks: Vec<Blocks>,
-    windows: Vec<(usize, Range)>,
-    next: AtomicUsize,
+    windows: Vec<Windows>,
+    /// Threads so far: each begins with a VM of its own.
+    threads: AtomicUsize,
     table: Table,
     seen: Seen,
 }
@@ -97,13 +104,12 @@ struct Worker<'j, 'a> {
 
 impl<'a> Job<'a> {
     pub fn new(
-        root: &'a Root,
-        key: &'a Key,
-        tags: &'a HashMap<VmId, Tags>,
+        scanner: &'a Scanner,
         targets: &'a [Target],
         options: &'a Options,
         pace: &'a Pace,
     ) -> Job<'a> {
+        let Scanner { root, key, tags, agents } = scanner;
         let targets = &targets[..targets.len().min(VMS_MAX)];
         let mut numbers = BTreeMap::new();
         let mut number = |name: &'a str| {
@@ -115,6 +121,8 @@ impl<'a> Job<'a> {
             root,
             key,
             tags,
+            agents,
+            by_agents: AtomicU64::new(0),
             targets,
             options,
             pace,
@@ -122,8 +130,14 @@ impl<'a> Job<'a> {
             groups: targets.iter().map(|t| number(&t.group)).collect(),
             masks: targets.iter().map(mask).collect(),
             blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
-            windows: windows(targets),
-            next: AtomicUsize::new(0),
+            windows: targets
+                .iter()
+                .map(|t| match (agents.get(&t.id), options.changes) {
+                    (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
+                    (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), WINDOW),
+                })
+                .collect(),
+            threads: AtomicUsize::new(0),
             table: Table::default(),
             seen: Seen::default(),
         }
@@ -172,8 +186,38 @@ impl<'a> Job<'a> {
         chosen
     }
 
+    /// The pieces of a look: one of each stretch, so that all of a stretch cannot change
+    /// unseen.
+    fn glances(&self, vm: usize, window: Range) -> Vec<Range> {
+        let stretch = GLANCE * u64::from(self.options.one_in);
+        let piece = |start: u64| {
+            let place = (start / stretch).wrapping_add(self.options.salt << 48);
+            let chosen = self.key.mix(vm as u64, place) % u64::from(self.options.one_in);
+            let from = (start + chosen * GLANCE).max(window.start);
+            let end = (start + (chosen + 1) * GLANCE).min(window.end());
+            (from < end).then(|| Range { start: from, len: end - from })
+        };
+        let first = window.start / stretch * stretch;
+        (first..window.end()).step_by(stretch as usize).filter_map(piece).collect()
+    }
+
+    /// The agent that hashes pages of a window, if one does.
+    fn agent(&self, vm: usize, window: Range) -> Option<&'a HashLink> {
+        let agent = self.agents.get(&self.targets[vm].id)?;
+        let has = |r: &Range| r.start <= window.start && window.end() <= r.end();
+        (agent.ram().iter().any(has) && agent.failure().is_none()).then_some(agent)
+    }
+
+    /// Bytes that agents have read.
+    pub fn by_agents(&self) -> u64 {
+        self.by_agents.load(Relaxed)
+    }
+
     /// Counts what was read.
     pub fn count(&self, threads: usize) -> Tally {
+        if self.options.changes == Changes::Look {
+            return Tally::new(self.targets.len());
+        }
         let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
         let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
         let next = AtomicUsize::new(0);
@@ -228,20 +272,31 @@ impl<'a> Job<'a> {
     }
 }
 
-fn windows(targets: &[Target]) -> Vec<(usize, Range)> {
-    let mut windows = Vec::new();
-    for (vm, target) in targets.iter().enumerate() {
-        for range in &target.ram {
+/// What of a VM is still to be done.
+struct Windows {
+    all: Vec<Range>,
+    next: AtomicUsize,
+}
+
+impl Windows {
+    /// None is partly in one of these ranges.
+    fn of(target: &Target, ranges: &[Range], size: u64) -> Windows {
+        let mut all = Vec::new();
+        for (range, _) in target.ram.iter().flat_map(|r| parts(*r, ranges)) {
             let mut start = range.start;
             while start < range.end() {
                 // Aligned, so that no block and no huge page is cut.
-                let end = ((start / WINDOW + 1) * WINDOW).min(range.end());
-                windows.push((vm, Range { start, len: end - start }));
+                let end = ((start / size + 1) * size).min(range.end());
+                all.push(Range { start, len: end - start });
                 start = end;
             }
         }
+        Windows { all, next: AtomicUsize::new(0) }
     }
-    windows
+
+    fn take(&self) -> Option<Range> {
+        self.all.get(self.next.fetch_add(1, Relaxed)).copied()
+    }
 }
 
 impl<'j, 'a> Worker<'j, 'a> {
@@ -259,21 +314,26 @@ impl<'j, 'a> Worker<'j, 'a> {
 
     fn work(mut self) {
         let job = self.job;
-        while let Some((vm, window)) = job.windows.get(job.next.fetch_add(1, Relaxed)) {
-            if job.vms[*vm].over.load(Relaxed) {
-                continue;
-            }
-            let mut pages = Pages::default();
-            if let Err(e) = self.window(*vm, *window, &mut pages) {
-                job.vms[*vm].end(fate_of(&e, &job.targets[*vm]));
-            }
-            if !self.is_alive(*vm) {
-                // What was read last may be another process's.
-                job.vms[*vm].end(Fate::Ended);
-            }
-            job.vms[*vm].add(&pages);
-            if job.pace.is_stopped() {
-                return;
+        let first = job.threads.fetch_add(1, Relaxed);
+        // An agent does one window at a time: where there are several VMs nobody waits.
+        for i in 0..job.targets.len() {
+            let vm = (first + i) % job.targets.len();
+            while let Some(window) = job.windows[vm].take() {
+                if job.vms[vm].over.load(Relaxed) {
+                    break;
+                }
+                let mut pages = Pages::default();
+                if let Err(e) = self.window(vm, window, &mut pages) {
+                    job.vms[vm].end(fate_of(&e, &job.targets[vm]));
+                }
+                if !self.is_alive(vm) {
+                    // What was read last may be another process's.
+                    job.vms[vm].end(Fate::Ended);
+                }
+                job.vms[vm].add(&pages);
+                if job.pace.is_stopped() {
+                    return;
+                }
             }
         }
     }
@@ -286,6 +346,14 @@ impl<'j, 'a> Worker<'j, 'a> {
 
     fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
         let (job, target) = (self.job, &self.job.targets[vm]);
+        let look = job.options.changes == Changes::Look;
+        if look && let Some(agent) = job.agent(vm, window) {
+            // It lists pages itself, and pins none.
+            let mut pieces = job.glances(vm, window);
+            subtract(&mut pieces, &target.skip);
+            // What it leaves out when it fails others will look at.
+            return self.ask(vm, agent, &pieces, false, pages).map(drop);
+        }
         if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
             let (pid, merged) = (target.id.pid, !target.merged.is_empty());
             self.memory = None;
@@ -297,8 +365,7 @@ impl<'j, 'a> Worker<'j, 'a> {
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);
         runs.clear();
-        let look = job.options.changes == Changes::Look;
-        let chosen = if look { job.sample(vm, &[window], GLANCE) } else { vec![window] };
+        let chosen = if look { job.glances(vm, window) } else { vec![window] };
         for part in chosen {
             let Passed { merged } = walker.runs(part, &target.merged, &job.seen, &mut runs)?;
             pages.merged += merged;
@@ -309,14 +376,81 @@ impl<'j, 'a> Worker<'j, 'a> {
             let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
             runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
         }
-        let done = self.read(vm, &runs.own, false, pages);
-        let done = done.and_then(|()| self.read(vm, &runs.shared, true, pages));
+        let agent = job.agent(vm, window);
+        let done = self.read(vm, agent, &runs.own, false, pages);
+        let done = done.and_then(|()| self.read(vm, agent, &runs.shared, true, pages));
         self.runs = runs;
         done
     }
 
+    /// Reads runs, or has them read; `shared`: without pinning a page.
+    fn read(
+        &mut self,
+        vm: usize,
+        agent: Option<&HashLink>,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        let rest = match agent {
+            Some(agent) => self.ask(vm, agent, runs, shared, pages)?,
+            None => runs.to_vec(),
+        };
+        self.read_from_outside(vm, &rest, shared, pages)
+    }
+
+    /// Has the agent hash runs, and notes them. What is left when it fails is returned.
+    fn ask(
+        &mut self,
+        vm: usize,
+        agent: &HashLink,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<Vec<Range>> {
+        let job = self.job;
+        let mut rest = runs;
+        while !rest.is_empty() {
+            let mut size = 0;
+            let fits = |r: &&Range| {
+                size += r.len;
+                size <= PAGES_MAX * PAGE
+            };
+            let count = rest.iter().take(RANGES_MAX).take_while(fits).count();
+            let (now, after) = rest.split_at(count);
+            let ranges: Vec<(u64, u64)> = now.iter().map(|r| (r.start, r.len)).collect();
+            let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), ranges }) else {
+                return Ok(rest.to_vec());
+            };
+            rest = after;
+            let asked: u64 = now.iter().map(|r| r.len / PAGE).sum();
+            if job.options.changes == Changes::Look {
+                pages.held += told.held;
+            } else {
+                // Not in memory any more.
+                pages.lost += asked - told.held;
+            }
+            let read = told.pages.len() as u64;
+            pages.free += told.free;
+            pages.lost += told.held - told.free - read;
+            for (number, hash) in told.pages {
+                let hash = Some(hash).filter(|hash| *hash != 0);
+                self.note(vm, number * PAGE, hash, shared, pages);
+            }
+            job.by_agents.fetch_add(read * PAGE, Relaxed);
+            self.account(read * PAGE, Duration::from_nanos(told.cpu_ns));
+        }
+        Ok(Vec::new())
+    }
+
     /// Reads runs, piece by piece; `shared`: without pinning a page.
-    fn read(&mut self, vm: usize, runs: &[Range], shared: bool, pages: &mut Pages) -> Result<()> {
+    fn read_from_outside(
+        &mut self,
+        vm: usize,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
         let mut piece = Vec::new();
         let mut rest = runs.iter().copied().flat_map(cut);
         let mut next = rest.next();
@@ -353,7 +487,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                 Err(e) => return Err(e),
             };
             bytes += n;
-            self.note(vm, piece, n, shared, pages);
+            self.note_all(vm, piece, n, shared, pages);
             if n < piece.iter().map(|r| r.len).sum() {
                 // The page at which it ended cannot be read.
                 drop_front(piece, n + PAGE);
@@ -362,48 +496,65 @@ impl<'j, 'a> Worker<'j, 'a> {
                 piece.clear();
             }
         }
-        let cpu = thread_cpu();
-        let used = cpu.saturating_sub(self.cpu);
-        self.cpu = cpu;
-        self.job.pace.used(bytes, used);
+        self.account(bytes, Duration::ZERO);
         Ok(())
     }
 
+    /// Bytes that were read; `others`: processor time beside this thread's.
+    fn account(&mut self, bytes: u64, others: Duration) {
+        let cpu = thread_cpu();
+        let used = cpu.saturating_sub(self.cpu);
+        self.cpu = cpu;
+        self.job.pace.used(bytes, used + others);
+    }
+
     /// Notes the first `n` bytes of the buffer, which came from these places.
-    fn note(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
-        let job = self.job;
-        let changes = job.options.changes;
-        let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
+    fn note_all(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
         let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
-        let read = self.buffer[..n as usize].chunks_exact(PAGE as usize);
-        for (address, bytes) in addresses.zip(read) {
-            let hash = job.key.page(bytes);
+        let count = (n / PAGE) as usize;
+        for (i, address) in addresses.take(count).enumerate() {
+            let page = i * PAGE as usize..(i + 1) * PAGE as usize;
+            let hash = self.job.key.page(&self.buffer[page]);
             if hash.is_none() && self.walker.as_ref().is_some_and(|(_, w)| w.holds_nothing(address))
             {
                 pages.held -= 1;
                 continue;
             }
-            pages.read += 1;
-            if changes == Changes::Look {
-                let still = tags.is_some_and(|t| t.still(address, hash.unwrap_or(0)));
-                pages.changed += u64::from(!still);
-                continue;
+            self.note(vm, address, hash, shared, pages);
+        }
+    }
+
+    /// Notes a page; `None`: it is of zeros.
+    fn note(
+        &mut self,
+        vm: usize,
+        address: u64,
+        hash: Option<u128>,
+        shared: bool,
+        pages: &mut Pages,
+    ) {
+        let job = self.job;
+        let changes = job.options.changes;
+        let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
+        pages.read += 1;
+        if changes == Changes::Look {
+            let still = tags.is_some_and(|t| t.still(address, hash.unwrap_or(0)));
+            pages.changed += u64::from(!still);
+            return;
+        }
+        if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
+            pages.changed += 1;
+            if changes == Changes::LeaveOut {
+                return job.blocks[vm].read(address, false);
             }
-            if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
-                pages.changed += 1;
-                if changes == Changes::LeaveOut {
-                    job.blocks[vm].read(address, false);
-                    continue;
-                }
-            }
-            // What is merged already is no page of this place alone, twin or not.
-            if !shared || hash.is_none() {
-                job.blocks[vm].read(address, hash.is_none());
-            }
-            match hash {
-                Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
-                None => pages.zero += 1,
-            }
+        }
+        // What is merged already is no page of this place alone, twin or not.
+        if !shared || hash.is_none() {
+            job.blocks[vm].read(address, hash.is_none());
+        }
+        match hash {
+            Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
+            None => pages.zero += 1,
         }
     }
 }
@@ -482,13 +633,14 @@ mod tests {
             open: Vec::new(),
             skip: Vec::new(),
         };
-        let all = windows(std::slice::from_ref(&target));
-        assert_eq!(all.iter().map(|w| w.1.len).sum::<u64>(), 2 * WINDOW + PAGE);
+        let windows = Windows::of(&target, &[], WINDOW);
+        let all: Vec<Range> = std::iter::from_fn(|| windows.take()).collect();
+        assert_eq!(all.iter().map(|w| w.len).sum::<u64>(), 2 * WINDOW + PAGE);
         assert_eq!(all.len(), 4);
-        assert!(all[..3].windows(2).all(|w| w[0].1.end() == w[1].1.start));
-        assert_eq!(all[1].1.start % WINDOW, 0);
+        assert!(all[..3].windows(2).all(|w| w[0].end() == w[1].start));
+        assert_eq!(all[1].start % WINDOW, 0);
         target.ram.clear();
-        assert!(windows(&[target]).is_empty());
+        assert!(Windows::of(&target, &[], WINDOW).take().is_none());
     }
 
     #[test]

@@ -5,30 +5,41 @@
 //! what no scanner that hashes can beat. `rate` is bytes by the clock with one thread,
 //! `rate_two` with two, `scaling` their ratio; `rate_cpu` is bytes by a second of
 //! processor time of all threads, counting included, and `rate_reading` without that.
+//! In arm `ebb-guest` the agents hash; there are two VMs then, and two threads read one
+//! each, since an agent has one thread. `look_page` is processor time of one later look
+//! at a few pages, for each page that is held.
 //! `rescan_page` is processor time a page of a scan that compares with the last one;
 //! `metadata` and `metadata_kept` are what the table takes of what was read, and
 //! with what a scanner keeps until its next scan.
 //! Metrics end with `_thp` where the VM has huge pages, else its pages are of 4 KiB.
 
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
+use ebb_core::wire::Attach;
+use ebb_host::agent::{self, Agent};
 use ebb_host::probe::process::read_stat;
+use ebb_host::qmp;
 use ebb_host::root::Root;
-use ebb_host::scan::hash::Key;
+use ebb_host::scan::agents::HashLink;
 use ebb_host::scan::pace::thread_cpu;
-use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target};
+use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key};
 
 use super::place::Memory;
 use super::trial::Trial;
 use crate::arena::{Arena, ArenaConfig};
+use crate::image::{Cache, Image};
 use crate::result::Outcome;
+use crate::tier;
 use crate::vm::{Vm, VmConfig};
 
 /// All arms.
-pub const ARMS: [&str; 2] = ["raw", "ebb-stock"];
+pub const ARMS: [&str; 3] = ["raw", "ebb-stock", "ebb-guest"];
 const MINUTE: Duration = Duration::from_secs(60);
 /// What a guest takes beside what it holds.
 const OWN: Bytes = Bytes::mib(192);
@@ -51,58 +62,103 @@ impl Pass {
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let _arena = Arena::enter(&ArenaConfig::default())?;
     for memory in [Memory::Small, Memory::Huge] {
-        let vm = boot(trial, memory)?;
-        let target = target(&vm)?;
         let suffix = memory.suffix();
+        let dir = tempfile::tempdir()?;
+        let guest = trial.wants("ebb-guest");
+        let vms: Vec<Held> = (0..if guest { 2 } else { 1 })
+            .map(|n| Held::boot(trial, memory, n, guest.then_some(dir.path())))
+            .collect::<Result<_>>()?;
+        let targets: Vec<Target> = vms.iter().map(Held::target).collect::<Result<_>>()?;
+        let agents = vms.iter().zip(&targets).filter_map(|(vm, t)| {
+            let (_, link) = vm.agent.as_ref()?;
+            Some((t.id, Arc::clone(link)))
+        });
+        let agents: HashMap<VmId, Arc<HashLink>> = agents.collect();
         let noise = trial.wants("raw").then(|| noise(trial.size(1024)));
         let mut raw = [Vec::new(), Vec::new()];
         let mut own = [Vec::new(), Vec::new()];
+        let mut theirs = [Vec::new(), Vec::new()];
         for _ in 0..trial.rounds(7) {
             for (i, threads) in [1, 2].into_iter().enumerate() {
                 if let Some(noise) = &noise {
                     raw[i].push(hash(noise, threads)?);
                 }
+                let scanner = &mut Scanner::new(Root::default())?;
                 if trial.wants("ebb-stock") {
-                    let scanner = &mut Scanner::new(Root::default())?;
-                    own[i].push(scan(scanner, &target, threads, Changes::Ignore));
+                    own[i].push(scan(scanner, &targets[..1], threads, Changes::Ignore));
+                }
+                if guest {
+                    scanner.use_agents(agents.clone());
+                    let done = scan(scanner, &targets[..threads], threads, Changes::Ignore);
+                    let (by, all) = (done.by_agents, done.read);
+                    let why = agents.values().find_map(|a| a.failure());
+                    ensure!(by >= all.share(0.9), "agents hash {by} of {all}: {why:?}");
+                    theirs[i].push(done);
                 }
             }
         }
         let passes = |scans: &[Scan]| scans.iter().map(pass).collect::<Vec<_>>();
         rates(outcome, "raw", suffix, &raw[0], &raw[1]);
-        rates(outcome, "ebb-stock", suffix, &passes(&own[0]), &passes(&own[1]));
-        if trial.wants("ebb-stock") {
-            details(trial, outcome, suffix, &own[0], &target)?;
+        let none = HashMap::new();
+        for (arm, scans, agents) in [("ebb-stock", &own, &none), ("ebb-guest", &theirs, &agents)] {
+            if trial.wants(arm) {
+                rates(outcome, arm, suffix, &passes(&scans[0]), &passes(&scans[1]));
+                details(trial, outcome, (arm, suffix), &scans[0], &targets[..1], agents)?;
+                verdict(outcome, arm, memory);
+            }
         }
-        verdict(outcome, memory);
     }
     Ok(())
 }
 
-fn boot(trial: &Trial, memory: Memory) -> Result<Vm> {
-    let size = trial.size(1024);
-    let name = format!("scan-{}", std::process::id());
-    let mut config = VmConfig::new(name, OWN + Bytes(size.0 / 16 * 17).floor_mib());
-    config.kernel = trial.kernel;
-    config.small_pages = memory == Memory::Small;
-    let vm = Vm::start(&config)?;
-    let hold = format!("size={}", size.0);
-    vm.tool().start_ready("h", "hold", &hold, 5 * MINUTE).map_err(|e| vm.explain(e))?;
-    vm.pause()?;
-    Ok(vm)
+/// A VM that stands still, full of noise.
+struct Held {
+    vm: Vm,
+    agent: Option<(Agent, Arc<HashLink>)>,
 }
 
-fn target(vm: &Vm) -> Result<Target> {
-    let root = Root::default();
-    let start = read_stat(&root, vm.pid())?.context("the VM has ended")?.start;
-    let id = VmId { pid: vm.pid(), start };
-    let found = Found::look(&root, id, vm.name(), "lab")?.context("the VM has ended")?;
-    found.target.context("a VM without RAM")
+impl Held {
+    /// With agent and module where there is a place for its socket.
+    fn boot(trial: &Trial, memory: Memory, n: usize, agent: Option<&Path>) -> Result<Held> {
+        let size = trial.size(1024);
+        let name = format!("scan{n}-{}", std::process::id());
+        let mut config = VmConfig::new(name, OWN + Bytes(size.0 / 16 * 17).floor_mib());
+        config.kernel = trial.kernel;
+        config.small_pages = memory == Memory::Small;
+        let image = Image::get(&Cache::from_env(), config.kernel)?;
+        let socket = agent.map(|dir| tier::prepare(&mut config, &image, dir)).transpose()?;
+        let vm = Vm::start(&config)?;
+        if agent.is_some() {
+            vm.tool().sh("insmod /ebb.ko", MINUTE)?;
+        }
+        let hold = format!("size={} seed={n}", size.0);
+        vm.tool().start_ready("h", "hold", &hold, 5 * MINUTE).map_err(|e| vm.explain(e))?;
+        vm.pause()?;
+        let hashes = |socket: PathBuf| -> Result<(Agent, Arc<HashLink>)> {
+            let mut agent = Agent::connect(socket)?;
+            let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE)?;
+            let segments = agent::segments(&mut qmp, MINUTE)?;
+            let attach = Attach { segments: segments.clone(), ..Attach::default() };
+            agent.attach(attach, None, MINUTE)?;
+            let link = agent.hashes(&segments, MINUTE)?;
+            Ok((agent, Arc::new(link)))
+        };
+        let agent = socket.map(hashes).transpose()?;
+        Ok(Held { vm, agent })
+    }
+
+    fn target(&self) -> Result<Target> {
+        let (root, vm) = (Root::default(), &self.vm);
+        let start = read_stat(&root, vm.pid())?.context("the VM has ended")?.start;
+        let id = VmId { pid: vm.pid(), start };
+        let found = Found::look(&root, id, vm.name(), "lab")?.context("the VM has ended")?;
+        found.target.context("a VM without RAM")
+    }
 }
 
-fn scan(scanner: &mut Scanner, target: &Target, threads: usize, changes: Changes) -> Scan {
+fn scan(scanner: &mut Scanner, targets: &[Target], threads: usize, changes: Changes) -> Scan {
     let options = Options { threads: Some(threads), idle: false, changes, ..Options::default() };
-    scanner.scan(std::slice::from_ref(target), &options)
+    scanner.scan(targets, &options)
 }
 
 fn pass(scan: &Scan) -> Pass {
@@ -127,7 +183,7 @@ fn noise(size: Bytes) -> Vec<u8> {
 
 /// Every page of it, in this process.
 fn hash(bytes: &[u8], threads: usize) -> Result<Pass> {
-    let key = Key::random()?;
+    let key = random_key()?;
     let begun = Instant::now();
     let part = bytes.len() / threads / PAGE as usize * PAGE as usize;
     let cpu: Duration = std::thread::scope(|s| {
@@ -164,35 +220,55 @@ fn rates(outcome: &mut Outcome, arm: &str, suffix: &str, one: &[Pass], two: &[Pa
 fn details(
     trial: &Trial,
     outcome: &mut Outcome,
-    suffix: &str,
+    (arm, suffix): (&str, &str),
     scans: &[Scan],
-    target: &Target,
+    targets: &[Target],
+    agents: &HashMap<VmId, Arc<HashLink>>,
 ) -> Result<()> {
     let of_read = |s: &Scan, b: Bytes| b.0 as f64 / s.read.0 as f64;
     let reading = |s: &Scan| s.read.0 as f64 / s.cpu_reading.as_secs_f64().max(1e-9);
     let mut scanner = Scanner::new(Root::default())?;
-    let first = scan(&mut scanner, target, 1, Changes::LeaveOut);
-    let mut again = Vec::new();
-    for _ in 0..trial.rounds(3) {
-        let s = scan(&mut scanner, target, 1, Changes::LeaveOut);
-        again.push(s.cpu.as_secs_f64() / (s.read.0 / PAGE) as f64);
+    scanner.use_agents(agents.clone());
+    let first = scan(&mut scanner, targets, 1, Changes::LeaveOut);
+    let held = (first.read.0 / PAGE) as f64;
+    let (mut again, mut looks) = (Vec::new(), Vec::new());
+    for salt in 1..=trial.rounds(5) as u64 {
+        let s = scan(&mut scanner, targets, 1, Changes::LeaveOut);
+        again.push(s.cpu.as_secs_f64() / held);
+        let options = Options {
+            threads: Some(1),
+            idle: false,
+            changes: Changes::Look,
+            one_in: 256,
+            salt,
+            ..Options::default()
+        };
+        let look = scanner.scan(targets, &options);
+        let changed: u64 = look.vms.iter().map(|v| v.pages.changed).sum();
+        ensure!(look.read > Bytes::ZERO && changed == 0, "{changed} pages of a paused VM changed");
+        looks.push(look.cpu.as_secs_f64() / held);
     }
     let mut add = |metric: &str, unit: &str, values: &[f64]| {
-        outcome.add_median("ebb-stock", &format!("{metric}{suffix}"), unit, values);
+        outcome.add_median(arm, &format!("{metric}{suffix}"), unit, values);
     };
     add("rate_reading", "bytes_per_second", &scans.iter().map(reading).collect::<Vec<_>>());
     add("rescan_page", "seconds", &again);
+    add("look_page", "seconds", &looks);
     add("metadata", "fraction", &scans.iter().map(|s| of_read(s, s.table)).collect::<Vec<_>>());
     add("metadata_kept", "fraction", &[of_read(&first, first.table + first.kept)]);
     Ok(())
 }
 
-fn verdict(outcome: &Outcome, memory: Memory) {
+fn verdict(outcome: &Outcome, arm: &str, memory: Memory) {
     let value =
         |arm: &str, metric: &str| outcome.value(arm, &format!("{metric}{}", memory.suffix()));
     for metric in ["rate", "rate_cpu", "rate_two"] {
-        if let (Some(own), Some(raw)) = (value("ebb-stock", metric), value("raw", metric)) {
-            println!("  {}: {metric} is {:.0} % of raw hashing", memory.name(), own / raw * 100.0);
+        if let (Some(own), Some(raw)) = (value(arm, metric), value("raw", metric)) {
+            println!(
+                "  {}: {arm}: {metric} is {:.0} % of raw hashing",
+                memory.name(),
+                own / raw * 100.0
+            );
         }
     }
 }

@@ -4,14 +4,23 @@
 
 mod orders;
 
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
+use ebb_core::wire::Attach;
+use ebb_core::wire::hashes::Ask;
 use ebb_host::act::mergeable::{Marks, marks};
+use ebb_host::agent::{self, Agent};
 use ebb_host::probe::process::read_stat;
+use ebb_host::qmp;
 use ebb_host::root::Root;
+use ebb_host::scan::random_key;
+use ebb_host::sys::{Range, pagemap_scan};
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{Daemon, run};
 use ebb_lab::image::{Cache, Image, Kernel};
@@ -233,6 +242,10 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         .unwrap();
     let later = truth(&vms);
     println!("{first:?}, two scans later {later:?}");
+    let state = daemon.get("/v1/state").unwrap();
+    let scan = &state["host"]["merge"]["scan"];
+    let (read, by_agents) = (bytes(&scan["read"]), bytes(&scan["by_agents"]));
+    assert!(read > Bytes::mib(64) && by_agents > read.share(0.8), "{scan}");
     assert!(first.merged() > Bytes::mib(16), "{first:?}");
     assert!(later.merged() >= first.merged().share(0.9), "{first:?}, then {later:?}");
     let before: Vec<u64> = recycled(&daemon.get("/v1/state").unwrap());
@@ -270,6 +283,51 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         assert!(later.merged() >= before.merged().share(0.99), "{before:?}, then {later:?}");
     }
     assert!(daemon.stop());
+    what_agents_tell_is_what_is_there(agents.path(), &vms);
+}
+
+/// Hashes by the agents of paused VMs, some of whose pages are merged, against every page
+/// read from outside; and that it leaves everything as it was.
+fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
+    vms.iter().for_each(|vm| vm.pause().unwrap());
+    let before = Truth::of(&pids(vms)).unwrap();
+    let key = random_key().unwrap();
+    for vm in vms {
+        let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
+        let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
+        let segments = agent::segments(&mut qmp, MINUTE).unwrap();
+        let attach = Attach { segments: segments.clone(), keep_open: true, ..Attach::default() };
+        agent.attach(attach, None, MINUTE).unwrap();
+        let link = agent.hashes(&segments, MINUTE).unwrap();
+        let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();
+        let pagemap = File::open(format!("/proc/{}/pagemap", vm.pid())).unwrap();
+        let mut compared = 0;
+        for s in &segments {
+            for start in (s.hva..s.hva + s.size).step_by(32 << 20) {
+                let range = Range { start, len: (s.hva + s.size - start).min(32 << 20) };
+                let mut present = Vec::new();
+                let pages = |r: Range| r.start / 4096..r.end() / 4096;
+                pagemap_scan(pagemap.as_fd(), range, |r, _| present.extend(pages(r))).unwrap();
+                let ranges = vec![(range.start, range.len)];
+                let told = link.ask(&Ask { secret: *key.secret(), ranges }).unwrap();
+                assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
+                let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();
+                assert_eq!(numbers, present, "{}", vm.name());
+                for (number, hash) in told.pages {
+                    let mut page = [0; 4096];
+                    memory.read_exact_at(&mut page, number * 4096).unwrap();
+                    assert_eq!(hash, key.page(&page).unwrap_or(0), "{}: {number:#x}", vm.name());
+                    compared += 1;
+                }
+            }
+        }
+        println!("{}: {compared} pages hashed as from outside", vm.name());
+        assert!(compared > 20_000, "{compared}");
+    }
+    let after = Truth::of(&pids(vms)).unwrap();
+    println!("hashed by agents: {before:?}, then {after:?}");
+    assert!(before.merged() > Bytes::mib(16), "{before:?}");
+    assert_eq!(before, after);
 }
 
 /// What agents have given back of each VM, bytes.

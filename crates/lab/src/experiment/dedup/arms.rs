@@ -234,7 +234,9 @@ impl<'a> Runner<'a> {
             speed.step()?;
         }
         if let Some(daemon) = &mut self.daemon {
-            self.own = daemon.cpu(self.vms)?;
+            let (own, agents) = daemon.cpu(self.vms)?;
+            self.own = daemon.before + own + agents;
+            self.why = format!("beside ksmd: daemon {own:.3}, agents {agents:.3} CPU s");
             return daemon.is_done();
         }
         let Some(governor) = &mut self.governor else {
@@ -363,7 +365,10 @@ fn has_advisor() -> bool {
 #[derive(Debug)]
 struct Running {
     daemon: Daemon,
+    /// Processor time of an earlier daemon and the agents then.
     before: f64,
+    /// Of the agents, until it began.
+    agents: f64,
     began: Instant,
     /// When `ksmd` was last seen at work.
     worked: Option<Instant>,
@@ -379,13 +384,14 @@ impl Running {
         );
         let agents = agents(vms)?;
         let daemon = Daemon::start(dir, &names, &config)?;
-        Ok(Running { daemon, before: before - agents, began: Instant::now(), worked: None })
+        Ok(Running { daemon, before, agents, began: Instant::now(), worked: None })
     }
 
-    fn cpu(&self, vms: &[Vm]) -> Result<f64> {
+    /// Its processor time, and that of the agents.
+    fn cpu(&self, vms: &[Vm]) -> Result<(f64, f64)> {
         let stat = read_stat(&Root::default(), self.daemon.pid())?.context("ebb has ended")?;
         let own = (stat.user_ticks + stat.system_ticks) as f64 / 100.0;
-        Ok(self.before + own + agents(vms)?)
+        Ok((own, agents(vms)? - self.agents))
     }
 
     /// What each later look of the scanner costs, over two of them.
@@ -397,12 +403,13 @@ impl Running {
             rests.then_some((looks, scan["cpu_s"].as_f64()?))
         };
         let patience = 4 * SCAN_EVERY;
-        let (cpu, began) = (self.cpu(vms)?, Instant::now());
+        let all = |(own, agents): (f64, f64)| own + agents;
+        let (cpu, began) = (all(self.cpu(vms)?), Instant::now());
         let (looks, before) = self.daemon.wait_for("rest", patience, scanner)?;
         let (more, after) = self.daemon.wait_for("later looks", patience, |state| {
             scanner(state).filter(|(now, _)| *now >= looks + 2)
         })?;
-        let all = (self.cpu(vms)? - cpu) / began.elapsed().as_secs_f64();
+        let all = (all(self.cpu(vms)?) - cpu) / began.elapsed().as_secs_f64();
         let scan = &self.daemon.get("/v1/state")?["host"]["merge"]["scan"];
         println!(
             "             daemon and agents at rest: {:.2} % of a core; scanner {:.3} CPU s in all, {} \

@@ -1,21 +1,20 @@
-//! What stands for a page's content: 128 bits under a key that nobody knows.
+//! What stands for a page's content: 128 bits under a key that no guest knows.
 //!
 //! XXH3 with a random secret. It is no cryptographic hash: a guest that could
 //! learn the key could forge pages that look alike here. It cannot, and the worst
 //! of a forgery would be a wrong estimate and some of ksmd's time: KSM compares
-//! byte for byte before it merges. The key is made anew by every process and
-//! never leaves it, so no content can be recognised from an old table.
+//! byte for byte before it merges. The key is made anew by every scanner, so no
+//! content can be recognised from an old table; agents are told it, and hash the
+//! pages of their own VMs with it. What that means is in docs/merging.md.
 
-use std::fs::File;
-use std::io::{Read, Result};
-
-use ebb_core::units::PAGE;
 use xxhash_rust::xxh3::xxh3_128_with_secret;
 
-/// Bytes of the secret: XXH3's own size.
-const SECRET: usize = 192;
+use crate::units::PAGE;
 
-/// The key of this process's hashes.
+/// Bytes of the secret: XXH3's own size.
+pub const SECRET: usize = 192;
+
+/// The key of a scanner's hashes.
 #[derive(Clone)]
 pub struct Key {
     secret: [u8; SECRET],
@@ -23,16 +22,15 @@ pub struct Key {
 }
 
 impl Key {
-    /// A random one.
-    pub fn random() -> Result<Key> {
-        let mut secret = [0; SECRET];
-        File::open("/dev/urandom")?.read_exact(&mut secret)?;
-        Ok(Key::from_secret(secret))
-    }
-
-    fn from_secret(secret: [u8; SECRET]) -> Key {
+    /// From random bytes.
+    pub fn new(secret: [u8; SECRET]) -> Key {
         let zero = xxh3_128_with_secret(&[0; PAGE as usize], &secret);
         Key { secret, zero }
+    }
+
+    /// What it was made from.
+    pub fn secret(&self) -> &[u8; SECRET] {
+        &self.secret
     }
 
     /// The hash of a page's bytes; `None` for a page of zeros.
@@ -65,9 +63,13 @@ impl std::fmt::Debug for Key {
 mod tests {
     use super::*;
 
+    fn key(seed: u8) -> Key {
+        Key::new(std::array::from_fn(|i| (i as u8).wrapping_mul(37) ^ seed))
+    }
+
     #[test]
     fn one_bit_anywhere_makes_another_page_and_zeros_are_known() {
-        let key = Key::random().unwrap();
+        let key = key(1);
         let mut page = vec![0u8; PAGE as usize];
         assert_eq!(key.page(&page), None);
         let mut seen = std::collections::HashSet::new();
@@ -80,7 +82,7 @@ mod tests {
 
     #[test]
     fn two_keys_agree_on_nothing_and_a_key_is_not_printed() {
-        let (a, b) = (Key::random().unwrap(), Key::random().unwrap());
+        let (a, b) = (key(1), key(2));
         let page = [7u8; PAGE as usize];
         assert_ne!(a.page(&page), b.page(&page));
         assert_ne!(a.group("x"), a.group("y"));

@@ -1,0 +1,240 @@
+//! Hashes of pages, asked of the agent by the daemon's scanner.
+//!
+//! On a socket of their own, which the daemon hands over with
+//! [`Command::Hashes`](super::Command::Hashes): a scan is in nobody's way there, and
+//! what is sent is numbers, little-endian. One question, one answer:
+//!
+//! ```text
+//! → magic u32, ranges u32, secret 192 bytes, then of each range: address u64, bytes u64
+//! ← magic u32, pages u32, held u64, free u64, ns u64, then of each page: number u64, hash u128
+//! ```
+//!
+//! Both sides take the other's numbers for hostile: whoever breaks a rule is hung up on.
+
+use crate::hash::SECRET;
+use crate::units::PAGE;
+
+/// Most ranges of one question: every second page of 32 MiB.
+pub const RANGES_MAX: usize = 4096;
+/// Most pages of one question, 64 MiB: a few milliseconds of work, and 384 KiB to tell.
+pub const PAGES_MAX: u64 = 16384;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"EbH1");
+const RANGE: usize = 16;
+const RECORD: usize = 24;
+
+/// Which pages to hash, and how.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Ask {
+    /// Of the scanner's key.
+    pub secret: [u8; SECRET],
+    /// Address and bytes; whole pages, sorted, apart.
+    pub ranges: Vec<(u64, u64)>,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Told {
+    /// Pages of the ranges that are in memory, the zero page not counted.
+    pub held: u64,
+    /// Of those, free by the guest's map, and left out.
+    pub free: u64,
+    /// Processor time of it.
+    pub cpu_ns: u64,
+    /// Number (address by size) and hash of each page that was read, by number; 0 stands
+    /// for a page of zeros.
+    pub pages: Vec<(u64, u128)>,
+}
+
+impl Ask {
+    /// Bytes before the ranges.
+    pub const HEAD: usize = 8 + SECRET;
+
+    /// As it is sent.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(Ask::HEAD + self.ranges.len() * RANGE);
+        bytes.extend(MAGIC.to_le_bytes());
+        bytes.extend((self.ranges.len() as u32).to_le_bytes());
+        bytes.extend(self.secret);
+        for (start, len) in &self.ranges {
+            bytes.extend(start.to_le_bytes());
+            bytes.extend(len.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// How many bytes follow a head; `None`: it is none.
+    pub fn rest(head: &[u8; Ask::HEAD]) -> Option<usize> {
+        rest(head, RANGES_MAX, RANGE)
+    }
+
+    /// From a head and what follows it, if all of it keeps to the rules.
+    pub fn parse(head: &[u8; Ask::HEAD], rest: &[u8]) -> Option<Ask> {
+        if Ask::rest(head)? != rest.len() {
+            return None;
+        }
+        let mut secret = [0; SECRET];
+        secret.copy_from_slice(&head[8..]);
+        let ranges: Vec<(u64, u64)> =
+            rest.chunks_exact(RANGE).map(|r| (number(r), number(&r[8..]))).collect();
+        let (mut at, mut pages) = (0, 0u64);
+        for &(start, len) in &ranges {
+            let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
+            if !whole || start < at {
+                return None;
+            }
+            at = start.checked_add(len)?;
+            pages = pages.saturating_add(len / PAGE);
+        }
+        (pages <= PAGES_MAX).then_some(Ask { secret, ranges })
+    }
+}
+
+impl std::fmt::Debug for Ask {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ask({} ranges)", self.ranges.len())
+    }
+}
+
+impl Told {
+    /// Bytes before the pages.
+    pub const HEAD: usize = 32;
+
+    /// As it is sent.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(Told::HEAD + self.pages.len() * RECORD);
+        bytes.extend(MAGIC.to_le_bytes());
+        bytes.extend((self.pages.len() as u32).to_le_bytes());
+        for n in [self.held, self.free, self.cpu_ns] {
+            bytes.extend(n.to_le_bytes());
+        }
+        for (number, hash) in &self.pages {
+            bytes.extend(number.to_le_bytes());
+            bytes.extend(hash.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// How many bytes follow a head; `None`: it is none.
+    pub fn rest(head: &[u8; Told::HEAD]) -> Option<usize> {
+        rest(head, PAGES_MAX as usize, RECORD)
+    }
+
+    /// The same, if it can be the answer to a question about these ranges.
+    pub fn parse(head: &[u8; Told::HEAD], rest: &[u8], ranges: &[(u64, u64)]) -> Option<Told> {
+        if Told::rest(head)? != rest.len() {
+            return None;
+        }
+        let [held, free, cpu_ns] = [8, 16, 24].map(|at| number(&head[at..]));
+        let hash = |r: &[u8]| (u128::from(number(&r[16..])) << 64) | u128::from(number(&r[8..]));
+        let pages: Vec<(u64, u128)> =
+            rest.chunks_exact(RECORD).map(|r| (number(r), hash(r))).collect();
+        let asked: u64 = ranges.iter().map(|r| r.1 / PAGE).sum();
+        let mut ranges = ranges.iter().map(|r| r.0 / PAGE..(r.0 + r.1) / PAGE);
+        let mut range = ranges.next();
+        let mut next = 0;
+        for (number, _) in &pages {
+            while range.as_ref().is_some_and(|r| *number >= r.end) {
+                range = ranges.next();
+            }
+            if *number < next || !range.as_ref().is_some_and(|r| r.contains(number)) {
+                return None;
+            }
+            next = number + 1;
+        }
+        let sums = held <= asked && free <= held && pages.len() as u64 <= held - free;
+        sums.then_some(Told { held, free, cpu_ns, pages })
+    }
+}
+
+fn rest(head: &[u8], most: usize, each: usize) -> Option<usize> {
+    let word = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
+    let count = word(4)? as usize;
+    (word(0)? == MAGIC && count <= most).then_some(count * each)
+}
+
+/// The first eight bytes; there always are as many.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.first_chunk().map_or(0, |b| u64::from_le_bytes(*b))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ask(ranges: &[(u64, u64)]) -> Option<Ask> {
+        let bytes = Ask { secret: [7; SECRET], ranges: ranges.to_vec() }.encode();
+        let (head, rest) = bytes.split_first_chunk()?;
+        Ask::parse(head, rest)
+    }
+
+    fn told(told: &Told, ranges: &[(u64, u64)]) -> Option<Told> {
+        let bytes = told.encode();
+        let (head, rest) = bytes.split_first_chunk()?;
+        Told::parse(head, rest, ranges)
+    }
+
+    #[test]
+    fn questions_and_answers_survive_the_way() {
+        let ranges = [(PAGE, 2 * PAGE), (3 * PAGE, PAGE), (1 << 40, PAGE)];
+        assert_eq!(ask(&ranges), Some(Ask { secret: [7; SECRET], ranges: ranges.to_vec() }));
+        let pages = vec![(1, 5), (2, 0), (3, u128::MAX - 1), ((1 << 40) / PAGE, 1 << 64)];
+        let whole = Told { held: 4, free: 0, cpu_ns: u64::MAX, pages };
+        assert_eq!(told(&whole, &ranges), Some(whole));
+        let most = [(0, PAGES_MAX * PAGE)];
+        let pages = (0..PAGES_MAX).map(|p| (p, 1)).collect();
+        let most_told = Told { held: PAGES_MAX, pages, ..Told::default() };
+        assert!(ask(&most).is_some() && told(&most_told, &most).is_some());
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_refused() {
+        for ranges in [
+            vec![(1, PAGE)],
+            vec![(0, 1)],
+            vec![(0, 0)],
+            vec![(PAGE, PAGE), (0, PAGE)],
+            vec![(0, 2 * PAGE), (PAGE, PAGE)],
+            vec![(u64::MAX / PAGE * PAGE, 2 * PAGE)],
+            vec![(0, (PAGES_MAX + 1) * PAGE)],
+            (0..=RANGES_MAX as u64).map(|i| (2 * i * PAGE, PAGE)).collect(),
+        ] {
+            assert_eq!(ask(&ranges), None, "{:?}", &ranges[..1]);
+        }
+        let ranges = [(PAGE, PAGE), (3 * PAGE, PAGE)];
+        for (held, free, pages) in [
+            (3, 0, vec![]),
+            (1, 2, vec![]),
+            (2, 1, vec![(1, 1), (3, 1)]),
+            (2, 0, vec![(0, 1)]),
+            (2, 0, vec![(2, 1)]),
+            (2, 0, vec![(4, 1)]),
+            (2, 0, vec![(3, 1), (1, 1)]),
+            (2, 0, vec![(1, 1), (1, 1)]),
+            (1, 0, vec![(1, 1), (3, 1)]),
+        ] {
+            assert_eq!(told(&Told { held, free, cpu_ns: 0, pages }, &ranges), None);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(
+            bytes in prop::collection::vec(any::<u8>(), 0..600), right in any::<bool>(),
+        ) {
+            let mut bytes = bytes;
+            if right && bytes.len() >= 8 {
+                bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+                bytes[5..8].fill(0);
+            }
+            if let Some((head, rest)) = bytes.split_first_chunk() {
+                let _ = Ask::parse(head, rest);
+            }
+            if let Some((head, rest)) = bytes.split_first_chunk() {
+                let _ = Told::parse(head, rest, &[(0, 64 * PAGE)]);
+            }
+        }
+    }
+}

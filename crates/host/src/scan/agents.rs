@@ -1,0 +1,165 @@
+//! The agents' part of a scan: who is inside a VMM hashes its pages for less than it
+//! costs to read them from outside.
+//!
+//! The other end may be a guest that took over its VMM. What it says is bounded and
+//! taken for its own VM's pages alone ([`ebb_core::wire::hashes`]); wrong hashes have
+//! ranges of that VM opened to KSM in vain. One that breaks the protocol, or is silent
+//! for too long, is left alone from then on, and its VM read from outside.
+
+use std::io::{Error, ErrorKind, Result};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_core::wire::Segment;
+use ebb_core::wire::hashes::{Ask, Told};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+use crate::sys::Range;
+
+/// Milliseconds of work, by a thread that runs when nobody else wants the CPU.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// One VM's agent, as a scan uses it; for one question at a time.
+#[derive(Debug)]
+pub struct HashLink {
+    /// What it has of the VM's RAM: more is not asked of it.
+    ram: Vec<Range>,
+    socket: Mutex<OwnedFd>,
+    failure: Mutex<Option<String>>,
+}
+
+impl HashLink {
+    /// And the end that is for the agent, which was handed this RAM.
+    pub fn pair(segments: &[Segment]) -> Result<(HashLink, OwnedFd)> {
+        let mut ram: Vec<Range> =
+            segments.iter().map(|s| Range { start: s.hva, len: s.size }).collect();
+        ram.sort_by_key(|r| r.start);
+        let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::STREAM);
+        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
+        Ok((HashLink { ram, socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
+    }
+
+    /// What can be asked for; each question is about one of these.
+    pub fn ram(&self) -> &[Range] {
+        &self.ram
+    }
+
+    /// Why it is over, if it is.
+    pub fn failure(&self) -> Option<String> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Asks. After an error nothing more is to be had of it.
+    pub fn ask(&self, ask: &Ask) -> Result<Told> {
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(why) = self.failure() {
+            return Err(Error::other(why));
+        }
+        let begun = Instant::now();
+        let told = exchange(&socket, ask, begun + PATIENCE).map(|told| {
+            // It cannot have used more.
+            let most = begun.elapsed().as_nanos() as u64;
+            Told { cpu_ns: told.cpu_ns.min(most), ..told }
+        });
+        if let Err(e) = &told {
+            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+            *failure = Some(format!("its agent does not hash pages: {e}"));
+        }
+        told
+    }
+}
+
+fn exchange(socket: &OwnedFd, ask: &Ask, until: Instant) -> Result<Told> {
+    let (bytes, mut sent) = (ask.encode(), 0);
+    while sent < bytes.len() {
+        wait(socket, PollFlags::OUT, until)?;
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        sent += again(rustix::net::send(socket, &bytes[sent..], flags))?.unwrap_or(0);
+    }
+    let mut head = [0; Told::HEAD];
+    fill(socket, &mut head, until)?;
+    let garbage = || Error::new(ErrorKind::InvalidData, "not the protocol");
+    let mut rest = vec![0; Told::rest(&head).ok_or_else(garbage)?];
+    fill(socket, &mut rest, until)?;
+    Told::parse(&head, &rest, &ask.ranges).ok_or_else(garbage)
+}
+
+fn fill(socket: &OwnedFd, mut to: &mut [u8], until: Instant) -> Result<()> {
+    while !to.is_empty() {
+        wait(socket, PollFlags::IN, until)?;
+        match again(rustix::net::recv(socket, &mut *to, RecvFlags::DONTWAIT))? {
+            Some((0, _)) => return Err(Error::new(ErrorKind::UnexpectedEof, "it hung up")),
+            Some((n, _)) => to = &mut to[n..],
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+fn again<T>(done: rustix::io::Result<T>) -> Result<Option<T>> {
+    match done {
+        Ok(done) => Ok(Some(done)),
+        Err(Errno::INTR | Errno::AGAIN) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn wait(socket: &OwnedFd, what: PollFlags, until: Instant) -> Result<()> {
+    let late = || Error::new(ErrorKind::TimedOut, "no answer for too long");
+    let left = until.checked_duration_since(Instant::now()).ok_or_else(late)?;
+    let left = left.try_into().map_err(|_| late())?;
+    match poll(&mut [PollFd::from_borrowed_fd(socket.as_fd(), what)], Some(&left)) {
+        Ok(0) => Err(late()),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use ebb_core::hash::SECRET;
+    use ebb_core::units::PAGE;
+
+    use super::*;
+
+    fn told_by(answer: impl FnOnce(&mut UnixStream) + Send + 'static) -> (HashLink, Result<Told>) {
+        let (link, theirs) = HashLink::pair(&[]).unwrap();
+        let peer = std::thread::spawn(move || {
+            let mut socket = UnixStream::from(theirs);
+            let mut asked = [0; Ask::HEAD + 16];
+            socket.read_exact(&mut asked).unwrap();
+            answer(&mut socket);
+        });
+        let told = link.ask(&Ask { secret: [0; SECRET], ranges: vec![(PAGE, PAGE)] });
+        peer.join().unwrap();
+        (link, told)
+    }
+
+    #[test]
+    fn an_answer_is_taken_and_costs_no_more_than_it_took() {
+        let told = Told { held: 1, free: 0, cpu_ns: u64::MAX, pages: vec![(1, 7)] };
+        let (link, got) = told_by(move |s| s.write_all(&told.encode()).unwrap());
+        let got = got.unwrap();
+        assert_eq!((got.pages, link.failure()), (vec![(1, 7)], None));
+        assert!(got.cpu_ns < 10_000_000_000);
+    }
+
+    #[test]
+    fn who_breaks_the_protocol_or_hangs_up_is_asked_no_more() {
+        let other = Told { held: 1, pages: vec![(2, 7)], ..Told::default() };
+        let answers: [Vec<u8>; 4] =
+            [other.encode(), vec![], vec![0; 64], Told::default().encode()[..9].into()];
+        for bytes in answers {
+            let (link, got) = told_by(move |s| s.write_all(&bytes).unwrap());
+            assert!(got.is_err() && link.failure().unwrap().contains("does not hash"));
+            let again = link.ask(&Ask { secret: [0; SECRET], ranges: vec![] });
+            assert!(again.is_err());
+        }
+    }
+}

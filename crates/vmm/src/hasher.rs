@@ -1,0 +1,309 @@
+//! What the VM's pages hold, told to the scanner of merging as keyed hashes.
+//!
+//! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
+//! page than for the hashing. In here our own page tables lead there: pages that are in
+//! memory are copied 128 KiB at a time and hashed. A thread of its own, which
+//! runs when nobody else wants the CPU, on a socket that the daemon handed over; when
+//! that is closed the thread ends.
+//!
+//! It only looks. What is absent, in swap or of zeros by the page table is passed over
+//! (`PAGEMAP_SCAN`), and so is what the guest's map calls free: that is the recycler's.
+//! Shared RAM is refused: KSM does not merge it, and to read a hole would fill it. A
+//! merged page is read as it is, and stays merged. The thread holds nothing that anybody
+//! waits for: it may not run for a long time. While the recycler is at
+//! work it waits, ten milliseconds a piece at most; what it reads nevertheless is not in
+//! the way, since reading neither waits for write-protection nor lifts it.
+
+use std::io::Result;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ebb_core::hash::Key;
+use ebb_core::wire::abi::{MAP_PFNS, MapPage, PAGE};
+use ebb_core::wire::hashes::{Ask, Told};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
+
+use crate::faults::Faults;
+use crate::ram::{Bits, Ram};
+use crate::recycle::cpu_ns;
+use crate::sys::{self, Mapping, Range, VECTOR_MAX};
+
+/// What is copied at a time: with what is fetched meanwhile it fits the second-level cache.
+const PIECE: u64 = 128 << 10;
+/// The buffer is one huge page, where the kernel has one: see [`sys::copy_as_is`].
+const BUFFER: usize = 2 << 20;
+/// Without a question for so long the buffer is given back.
+const IDLE: Duration = Duration::from_secs(1);
+/// A question that has begun must come to its end in this time, and an answer be taken.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often, and how long each time, recycling is waited for.
+const WAITS: (u32, Duration) = (50, Duration::from_micros(200));
+/// Threads that may be there at once: each ends a piece after its socket does.
+const THREADS: usize = 4;
+
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+
+/// The pages of the guest's map, as far as it is known.
+type Map = Arc<Mutex<Vec<MapPage>>>;
+
+/// A thread that answers the scanner; it ends soon after this is dropped.
+#[derive(Debug)]
+pub struct Hasher {
+    socket: OwnedFd,
+    map: Map,
+}
+
+impl Hasher {
+    /// Answers on this socket. The error is for the daemon.
+    pub fn start(
+        socket: OwnedFd,
+        ram: Arc<Ram>,
+        recycling: Arc<AtomicBool>,
+        faults: Faults,
+    ) -> std::result::Result<Hasher, String> {
+        let domain = sockopt::socket_domain(&socket);
+        let kind = sockopt::socket_type(&socket);
+        if domain != Ok(AddressFamily::UNIX) || kind != Ok(SocketType::STREAM) {
+            return Err("what came is not the socket that was to come".into());
+        }
+        if RUNNING.fetch_add(1, SeqCst) >= THREADS {
+            RUNNING.fetch_sub(1, SeqCst);
+            return Err("the threads of earlier scans are still there".into());
+        }
+        let map = Map::default();
+        let served = Served { map: Arc::clone(&map), ram, recycling, faults, buffer: None };
+        let spawn = || -> Result<OwnedFd> {
+            let theirs = socket.try_clone()?;
+            std::thread::Builder::new().name("ebb-hash".into()).spawn(move || {
+                sys::block_signals();
+                // Refused in some sandboxes: then it is a thread like others.
+                let _ = sys::run_when_idle();
+                let serve = std::panic::AssertUnwindSafe(|| served.serve(&theirs));
+                let _ = std::panic::catch_unwind(serve);
+                let _ = rustix::net::shutdown(&theirs, Shutdown::Both);
+                RUNNING.fetch_sub(1, SeqCst);
+            })?;
+            Ok(socket)
+        };
+        match spawn() {
+            Ok(socket) => Ok(Hasher { socket, map }),
+            Err(e) => {
+                RUNNING.fetch_sub(1, SeqCst);
+                Err(format!("cannot start a thread for it: {e}"))
+            }
+        }
+    }
+
+    /// The guest's map is there; empty: it is not known. Told again and again, so that
+    /// nobody waits where the thread reads it just now.
+    pub fn tell_map(&self, pages: &[MapPage]) {
+        if let Ok(mut map) = self.map.try_lock()
+            && *map != pages
+        {
+            *map = pages.to_vec();
+        }
+    }
+}
+
+impl Drop for Hasher {
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+/// What the thread works with.
+struct Served {
+    map: Map,
+    ram: Arc<Ram>,
+    recycling: Arc<AtomicBool>,
+    faults: Faults,
+    buffer: Option<Mapping>,
+}
+
+impl Served {
+    fn pages(&self) -> Vec<MapPage> {
+        self.map.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Until the socket ends, or something comes that is no question.
+    fn serve(mut self, socket: &OwnedFd) {
+        loop {
+            if !wait(socket, PollFlags::IN, Some(IDLE)) {
+                self.buffer = None;
+                if !wait(socket, PollFlags::IN, None) {
+                    return;
+                }
+            }
+            let Some(ask) = receive(socket) else { return };
+            let Some(told) = self.answer(&ask) else { return };
+            if !send(socket, &told.encode()) {
+                return;
+            }
+        }
+    }
+
+    /// `None`: some of it is not RAM that can be merged.
+    fn answer(&mut self, ask: &Ask) -> Option<Told> {
+        let (begun, key) = (cpu_ns(), Key::new(ask.secret));
+        let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
+        let mut runs = Vec::new();
+        let mut told = Told::default();
+        for &(start, len) in &ask.ranges {
+            let range = Range { start, len };
+            let present = self.ram.present(range)?;
+            let present = if self.faults.any_page() { vec![range] } else { present };
+            for run in present {
+                told.held += run.len / PAGE;
+                told.free += free.leave_out(run, &mut runs);
+            }
+        }
+        drop(free);
+        let pieces = pieces(runs);
+        for (i, piece) in pieces.iter().enumerate() {
+            let next = pieces.get(i + 1).map_or(&[][..], |p| p);
+            self.hash(piece, next, &key, &mut told.pages);
+        }
+        told.cpu_ns = cpu_ns().saturating_sub(begun);
+        Some(told)
+    }
+
+    /// What cannot be read (it went away meanwhile) ends a piece early. The `next` piece is
+    /// fetched from memory while this one is hashed.
+    fn hash(&mut self, piece: &[Range], next: &[Range], key: &Key, pages: &mut Vec<(u64, u128)>) {
+        let busy = |_: &u32| self.recycling.load(SeqCst);
+        (0..WAITS.0).take_while(busy).for_each(|_| std::thread::sleep(WAITS.1));
+        if self.buffer.is_none() {
+            let new = Mapping::anonymous(BUFFER).ok();
+            new.iter().for_each(|b| drop(b.huge(true)));
+            self.buffer = new;
+        }
+        let Some(buffer) = self.buffer.as_mut().map(Mapping::bytes_mut) else { return };
+        let copied = sys::copy_as_is(piece, buffer).unwrap_or(0);
+        let mut next = numbers(next);
+        for (number, bytes) in numbers(piece).zip(buffer[..copied].chunks_exact(PAGE as usize)) {
+            next.next().into_iter().for_each(|n| sys::fetch(n * PAGE));
+            pages.push((number, key.page(bytes).unwrap_or(0)));
+        }
+    }
+}
+
+/// Which pages the guest's map calls free.
+struct Free<'a> {
+    ram: &'a Ram,
+    pages: Vec<MapPage>,
+    /// Bits that were read last, and the first page that they are about.
+    last: Option<(u64, Box<Bits>)>,
+}
+
+impl Free<'_> {
+    /// Adds what is not free of a run in memory to `runs`; returns how many pages are.
+    fn leave_out(&mut self, run: Range, runs: &mut Vec<Range>) -> u64 {
+        let Some(piece) = self.ram.piece_of(run).filter(|_| !self.pages.is_empty()) else {
+            runs.push(run);
+            return 0;
+        };
+        let (first, shift) = ((run.start - piece.hva + piece.gpa) / PAGE, run.start);
+        let mut free = 0;
+        let mut kept: Option<Range> = None;
+        for i in 0..run.len / PAGE {
+            if self.is_free(first + i) {
+                free += 1;
+                runs.extend(kept.take());
+                continue;
+            }
+            match &mut kept {
+                Some(kept) => kept.len += PAGE,
+                None => kept = Some(Range { start: shift + i * PAGE, len: PAGE }),
+            }
+        }
+        runs.extend(kept);
+        free
+    }
+
+    fn is_free(&mut self, pfn: u64) -> bool {
+        let first = pfn / MAP_PFNS * MAP_PFNS;
+        if self.last.as_ref().is_none_or(|(of, _)| *of != first) {
+            let known = self.pages.binary_search_by_key(&first, |p| p.pfn).ok();
+            let bits = known.and_then(|i| self.ram.bits(self.pages[i].gpa));
+            self.last = Some((first, Box::new(bits.unwrap_or([0; _]))));
+        }
+        let at = (pfn - first) as usize;
+        self.last.as_ref().is_some_and(|(_, bits)| bits[at / 64] >> (at % 64) & 1 == 1)
+    }
+}
+
+/// Numbers of the pages of runs.
+fn numbers(runs: &[Range]) -> impl Iterator<Item = u64> {
+    runs.iter().flat_map(|r| r.start / PAGE..(r.start + r.len) / PAGE)
+}
+
+/// Runs, as many as are copied at a time.
+fn pieces(runs: Vec<Range>) -> Vec<Vec<Range>> {
+    let mut pieces = vec![Vec::new()];
+    let mut size = 0;
+    for mut run in runs {
+        while run.len > 0 {
+            let last = pieces.last().map_or(0, Vec::len);
+            if size == PIECE || last == VECTOR_MAX {
+                pieces.push(Vec::new());
+                size = 0;
+            }
+            let len = run.len.min(PIECE - size);
+            pieces.last_mut().into_iter().for_each(|p| p.push(Range { len, ..run }));
+            size += len;
+            run = Range { start: run.start + len, len: run.len - len };
+        }
+    }
+    pieces
+}
+
+fn wait(socket: &OwnedFd, what: PollFlags, patience: Option<Duration>) -> bool {
+    let patience = patience.and_then(|p| Timespec::try_from(p).ok());
+    loop {
+        let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), what)];
+        match poll(&mut fds, patience.as_ref()) {
+            Err(Errno::INTR) => {}
+            done => return done.is_ok_and(|n| n > 0),
+        }
+    }
+}
+
+fn receive(socket: &OwnedFd) -> Option<Ask> {
+    let mut head = [0; Ask::HEAD];
+    fill(socket, &mut head)?;
+    let mut rest = vec![0; Ask::rest(&head)?];
+    fill(socket, &mut rest)?;
+    Ask::parse(&head, &rest)
+}
+
+fn fill(socket: &OwnedFd, mut to: &mut [u8]) -> Option<()> {
+    while !to.is_empty() {
+        if !wait(socket, PollFlags::IN, Some(PATIENCE)) {
+            return None;
+        }
+        match rustix::net::recv(socket, &mut *to, RecvFlags::DONTWAIT) {
+            Ok((0, _)) => return None,
+            Ok((n, _)) => to = &mut to[n..],
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(_) => return None,
+        }
+    }
+    Some(())
+}
+
+fn send(socket: &OwnedFd, mut bytes: &[u8]) -> bool {
+    while !bytes.is_empty() {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::send(socket, bytes, flags) {
+            Ok(n) => bytes = &bytes[n..],
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) if wait(socket, PollFlags::OUT, Some(PATIENCE)) => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}

@@ -1,0 +1,182 @@
+//! What the agent tells the scanner of merging: hashes of the pages that are in memory
+//! and not free, and nothing is changed by telling.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use common::*;
+use ebb_core::hash::{Key, SECRET};
+use ebb_core::wire::abi::PAGE;
+use ebb_core::wire::hashes::{Ask, Told};
+use ebb_core::wire::{Command, HugePages, Recycle};
+use ebb_host::scan::agents::HashLink;
+use ebb_host::sys::{Range, pagemap_scan};
+use ebb_vmm::agent::Agent;
+use ebb_vmm::faults::Faults;
+
+const KEY: [u8; SECRET] = [3; SECRET];
+
+fn link(agent: &mut Agent) -> HashLink {
+    let (ours, theirs) = HashLink::pair(&[]).unwrap();
+    agent.execute(&Command::Hashes, Some(theirs), &mut || false).unwrap();
+    ours
+}
+
+/// Asks for pages of the guest, by number.
+fn told(link: &HashLink, guest: &Guest, spans: &[(u64, u64)]) -> std::io::Result<Told> {
+    let at = |(first, pages): &(u64, u64)| (guest.memory.address() + first * PAGE, pages * PAGE);
+    link.ask(&Ask { secret: KEY, ranges: spans.iter().map(at).collect() })
+}
+
+/// By the number of the page in the guest.
+fn pages(told: Told, guest: &Guest) -> BTreeMap<u64, u128> {
+    let first = guest.memory.address() / PAGE;
+    told.pages.into_iter().map(|(number, hash)| (number - first, hash)).collect()
+}
+
+/// The pages that are in memory, the zero page not counted.
+fn present(guest: &Guest) -> Vec<u64> {
+    let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
+    let all = Range { start: guest.memory.address(), len: guest.pages * PAGE };
+    let mut pages = Vec::new();
+    let page = |at: u64| (at - all.start) / PAGE;
+    pagemap_scan(pagemap.as_fd(), all, |r, _| pages.extend(page(r.start)..page(r.end()))).unwrap();
+    pages
+}
+
+/// Places that have an entry in the page table at all.
+fn mapped(guest: &Guest) -> usize {
+    let file = std::fs::File::open("/proc/self/pagemap").unwrap();
+    let mut entries = vec![0; guest.pages as usize * 8];
+    file.read_exact_at(&mut entries, guest.memory.address() / PAGE * 8).unwrap();
+    let entry = |e: &[u8]| u64::from_ne_bytes(e.try_into().unwrap());
+    entries.chunks_exact(8).filter(|e| entry(e) >> 63 == 1).count()
+}
+
+#[test]
+fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
+    for memory in [Memory::Small, Memory::Huge] {
+        let guest = Guest::new(32, memory);
+        let (mut agent, beats) = attached(&guest, Faults::default());
+        let link = link(&mut agent);
+        (2048..3000).for_each(|p| guest.write(p, p));
+        (2560..2570).for_each(|p| guest.write(p, 7));
+        (2600..2610).for_each(|p| guest.write(p, 0));
+        (2100..2200).for_each(|p| guest.set(p, true));
+        // What is free is left out as soon as the thread was told of the map.
+        agent.step();
+        let (before, entries) = (present(&guest), mapped(&guest));
+        let all = told(&link, &guest, &[(512, 8192 - 512)]).unwrap();
+        let held = before.iter().filter(|p| **p >= 512).count() as u64;
+        assert_eq!((all.held, all.free), (held, 100), "{memory:?}");
+        assert!(all.cpu_ns > 0);
+        let found = pages(all, &guest);
+        let key = Key::new(KEY);
+        for page in before.iter().filter(|p| **p >= 512) {
+            let words = guest.memory.words();
+            let words = &words[(page * 512) as usize..][..512];
+            let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(SeqCst).to_ne_bytes()).collect();
+            let want = (!(2100..2200).contains(page)).then(|| key.page(&bytes).unwrap_or(0));
+            assert_eq!(found.get(page).copied(), want, "{memory:?}: page {page}");
+        }
+        assert!(found.values().filter(|h| **h == 0).count() >= 10, "zeros are told as such");
+        assert_eq!((found[&2560], found[&2561]), (found[&2565], found[&2565]));
+        assert_eq!((present(&guest), mapped(&guest)), (before, entries), "{memory:?}");
+        // Only the pages that were asked for.
+        let some = told(&link, &guest, &[(2048, 3), (2560, 1)]).unwrap();
+        assert_eq!(pages(some, &guest).into_keys().collect::<Vec<_>>(), [2048, 2049, 2050, 2560]);
+        guest.stop.store(true, SeqCst);
+        beats.join().unwrap();
+    }
+}
+
+#[test]
+fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
+    let guest = Guest::new(32, Memory::Memfd);
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    let link = link(&mut agent);
+    let before = guest.resident();
+    assert!(told(&link, &guest, &[(0, 4096)]).is_err());
+    assert_eq!(guest.resident(), before);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+
+    let guest = Guest::new(32, Memory::Small);
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    for spans in [[(8000, 400)], [(1 << 20, 1)]] {
+        let link = self::link(&mut agent);
+        assert!(told(&link, &guest, &spans).is_err());
+        assert!(link.failure().is_some());
+    }
+    // A new socket is a new beginning, and one that is none is refused.
+    let again = self::link(&mut agent);
+    assert!(told(&again, &guest, &[(0, 512)]).is_ok());
+    let file = std::fs::File::open("/dev/null").unwrap();
+    assert!(agent.execute(&Command::Hashes, Some(file.into()), &mut || false).is_err());
+    assert!(agent.execute(&Command::Hashes, None, &mut || false).is_err());
+    let last = self::link(&mut agent);
+    agent.detach();
+    assert!(told(&last, &guest, &[(0, 512)]).is_err(), "it goes with the daemon");
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+/// While pages are hashed without a pause nothing is lost, and recycling goes on.
+#[test]
+fn hashing_beside_recycling_loses_nothing() {
+    for memory in [Memory::Small, Memory::Huge] {
+        let guest = Guest::new(64, memory);
+        let (mut agent, beats) = attached(&guest, Faults::default());
+        let link = link(&mut agent);
+        let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
+        let scans = {
+            let guest = Arc::clone(&guest);
+            std::thread::spawn(move || {
+                let mut scans = 0u64;
+                while !guest.stop.load(SeqCst) {
+                    // A piece of memory: the thread runs when nobody else wants to.
+                    told(&link, &guest, &[(scans * 64 % guest.pages, 64)]).unwrap();
+                    scans += 1;
+                }
+                scans
+            })
+        };
+        let until = Instant::now() + Duration::from_secs(4);
+        while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
+            let huge = HugePages::Split;
+            let _ = recycle(&mut agent, Recycle { huge, split_min_pages: 8, ..Recycle::default() });
+        }
+        guest.stop.store(true, SeqCst);
+        threads.into_iter().for_each(|t| t.join().unwrap());
+        let scans = scans.join().unwrap();
+        let counters = status(&mut agent, false).counters;
+        beats.join().unwrap();
+        let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
+        println!(
+            "{memory:?}: {made} allocations, {lost} lost, {scans} pieces hashed, {counters:?}"
+        );
+        assert_eq!(lost, 0, "{memory:?}");
+        assert!(scans > 10 && counters.recycled.0 > 1 << 22, "{memory:?}: {scans} {counters:?}");
+    }
+}
+
+/// Left out, absent pages are read, which brings them in: what the first test would see.
+#[cfg(feature = "faults")]
+#[test]
+fn without_asking_what_is_there_pages_are_brought_in() {
+    let guest = Guest::new(32, Memory::Small);
+    let (mut agent, beats) = attached(&guest, Faults::parse("any_page").unwrap());
+    let link = link(&mut agent);
+    let entries = mapped(&guest);
+    let all = told(&link, &guest, &[(4096, 512)]).unwrap();
+    assert_eq!(all.pages.len(), 512);
+    assert_eq!(mapped(&guest), entries + 512);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
