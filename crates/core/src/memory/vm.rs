@@ -310,28 +310,15 @@ pub struct Peaks {
     pub slow: Bytes,
     /// Forgets over ten seconds.
     pub fast: Bytes,
-    /// Kept for two seconds, then forgotten at once: who frees all that it had may be
-    /// between two pieces of work.
-    #[serde(default)]
-    pub brief: Bytes,
-    /// When it was that much.
-    #[serde(default)]
-    pub brief_at: Stamp,
 }
 
-/// See [`Peaks::brief`].
-const BRIEF_MS: u64 = 2_000;
-
 impl Peaks {
-    pub(crate) fn update(&mut self, at: Stamp, need: Bytes) {
+    pub(super) fn update(&mut self, at: Stamp, need: Bytes) {
         let ms = at.since(self.at) as f64;
         let sink = |peak: Bytes, over_ms: f64| {
             (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
         };
-        let kept = need < self.brief && at.since(self.brief_at) < BRIEF_MS;
-        let (brief, brief_at) = if kept { (self.brief, self.brief_at) } else { (need, at) };
-        let (slow, fast) = (sink(self.slow, 60_000.0), sink(self.fast, 10_000.0));
-        *self = Peaks { at, slow, fast, brief, brief_at };
+        *self = Peaks { at, slow: sink(self.slow, 60_000.0), fast: sink(self.fast, 10_000.0) };
     }
 }
 

@@ -592,8 +592,7 @@ mod tests {
 
     #[test]
     fn what_a_guest_needed_lately_is_left_to_it_unless_the_host_is_critical() {
-        let peaks =
-            Peaks { at: NOW, slow: Bytes::mib(800), fast: Bytes::mib(500), ..Peaks::default() };
+        let peaks = Peaks { at: NOW, slow: Bytes::mib(800), fast: Bytes::mib(500) };
         let m = VmMemory { peaks, ..remembered(1) };
         let ask = |state| {
             let v = decide(host(state, 4000, 0), vec![vm(1, 700, 400)], vec![m.clone()]);
@@ -602,24 +601,6 @@ mod tests {
         assert_eq!(ask(Pressure::Soft), None, "800 MiB within the last minute");
         assert_eq!(ask(Pressure::Hard), Some(700 - 128), "500 MiB within ten seconds, and buffer");
         assert_eq!(ask(Pressure::Critical), Some(700 - 256));
-    }
-
-    #[test]
-    fn who_frees_all_for_a_moment_keeps_it_unless_tasks_stall() {
-        let mut peaks = Peaks::default();
-        let mut ask = |ms: u64, need: u64, stalled| {
-            peaks.update(Stamp(NOW.0 - 5_000 + ms), Bytes::mib(need));
-            let m = VmMemory { peaks, ..remembered(1) };
-            let (headroom, reserve) = (Bytes::ZERO, Bytes::gib(8));
-            let host =
-                HostModel { stalled, headroom, reserve, ..host(Pressure::Critical, 4000, 0) };
-            size(&decide(host, vec![vm(1, 1000, 1000 - need)], vec![m])[0])
-        };
-        let (calm, hard) = (Pressure::Soft, Pressure::Hard);
-        assert_eq!(ask(0, 940, calm), None, "what it has it needs");
-        assert_eq!(ask(1_900, 300, calm), Some(879), "what a hard host takes at most");
-        assert_eq!(ask(1_900, 300, hard), Some(1000 - 256));
-        assert_eq!(ask(2_000, 300, calm), Some(1000 - 256));
     }
 
     #[test]

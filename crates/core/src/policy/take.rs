@@ -46,17 +46,9 @@ pub(super) fn force(state: Pressure) -> Force {
         Pressure::Clear => (0.0, 1.0, u64::MAX, TURN_MS, slow),
         Pressure::Soft => (0.05, 1.0, 60_000, TURN_MS, slow),
         Pressure::Hard => (0.125, 0.5, 8_000, TURN_MS, (|p| p.fast) as fn(&Peaks) -> Bytes),
-        Pressure::Critical => (0.25, 0.25, 4_000, 0, (|p| p.brief) as fn(&Peaks) -> Bytes),
+        Pressure::Critical => (0.25, 0.25, 4_000, 0, (|_| Bytes::ZERO) as fn(&Peaks) -> Bytes),
     };
     Force { state, step, buffer, hold_ms, turn_ms, recent }
-}
-
-/// How hard a rung takes from a host on which tasks stall that much. Where they hardly do,
-/// even a critical host leaves a guest what it had two seconds ago.
-fn force_on(rung: Pressure, stalled: Pressure) -> Force {
-    let stalls = rung == Pressure::Critical && stalled >= Pressure::Hard;
-    let recent: fn(&Peaks) -> Bytes = |_| Bytes::ZERO;
-    if stalls { Force { recent, ..force(rung) } } else { force(rung) }
 }
 
 /// A VM that can be asked, and for how much.
@@ -115,7 +107,7 @@ pub(super) fn take(
             Pressure::Soft => missing,
             rung => missing.min(model.host.lacks(rung) + deferred),
         };
-        let force = force_on(rung, model.host.stalled);
+        let force = force(rung);
         let mut candidates = Vec::new();
         for (index, vm) in model.vms.iter().enumerate() {
             if verdicts[index].is_none() {
