@@ -16,7 +16,8 @@ use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_host::act::ksm::Manners;
-use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake, Waker};
+use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
+use ebb_host::waker::Waker;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::state::StateFile;

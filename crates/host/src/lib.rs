@@ -19,3 +19,4 @@ pub mod root;
 pub mod scan;
 pub mod sys;
 mod vm;
+pub mod waker;

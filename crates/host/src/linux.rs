@@ -7,9 +7,8 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
@@ -17,7 +16,7 @@ use ebb_core::sample::{
     HostSample, Ksm, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
@@ -36,6 +35,7 @@ use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::{ProbeError, Root};
 use crate::vm::{Vm, problem};
+use crate::waker::Waker;
 
 /// How often `/proc` is scanned for new VMs; at once when one vanishes.
 const SCAN_EVERY: Duration = Duration::from_secs(2);
@@ -133,23 +133,6 @@ pub enum Wake {
     Event,
     /// A [`Waker`] was used.
     Woken,
-}
-
-/// Ends a [`LinuxHost::wait`] from another thread.
-#[derive(Clone, Debug)]
-pub struct Waker(Arc<OwnedFd>);
-
-impl Waker {
-    /// Fails where there is no file descriptor left.
-    pub fn new() -> std::io::Result<Waker> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Waker(Arc::new(fd)))
-    }
-
-    /// Wakes; never blocks.
-    pub fn wake(&self) {
-        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
-    }
 }
 
 /// The machine, with everything that is kept between ticks.
@@ -706,7 +689,7 @@ impl LinuxHost {
             }
             let (woken, pressure) = self.poll(left);
             if woken {
-                let _ = rustix::io::read(&*self.waker.0, &mut [0u8; 8]);
+                self.waker.clear();
                 return Wake::Woken;
             }
             if pressure {
@@ -717,7 +700,7 @@ impl LinuxHost {
 
     /// One `poll`; whether the waker fired, and whether the host told of pressure.
     fn poll(&mut self, left: Duration) -> (bool, bool) {
-        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.0.as_fd(), PollFlags::IN)];
+        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
         let psi = self.trigger.as_ref().map(|t| PollFd::from_borrowed_fd(t.fd(), PollFlags::PRI));
         let psi_at = psi.is_some().then_some(fds.len());
         fds.extend(psi);

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use ebb_core::policy::merge::{Order, each_us, speed};
 
 use super::ksm::{KsmOwner, Manners};
-use crate::linux::Waker;
 use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
 use crate::probe::process::read_run_time;
 use crate::root::Root;
+use crate::waker::Waker;
 
 /// Between two looks whether the last scan is done.
 const PAUSE: Duration = Duration::from_millis(10);

@@ -19,12 +19,13 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 use super::keeper::Keeper;
 use super::ksm::Manners;
 use super::mergeable::{LEAST_RAM, marks};
-use crate::linux::{LinuxHost, Waker};
+use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::agents::HashLink;
 use crate::scan::survey::estimate;
 use crate::scan::{Changes, Fate, Found, Limits, Options, Scan, Scanner, Target};
 use crate::sys::Range;
+use crate::waker::Waker;
 
 /// Jobs that may wait: a look for each of many VMs.
 const WAITING: usize = 1024;
