@@ -1,7 +1,7 @@
 //! Offload: cold memory goes to the host's swap on purpose, before the kernel has
 //! to choose in a hurry.
 //!
-//! The last rung that does anything: only while the host is critical, or hard and tasks
+//! The last rung that does anything: only while the host is hard or critical and tasks
 //! stall, only for what recycling and ballooning have not brought for ten seconds, only
 //! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need and residency
 //! stood still, it read nothing back) or is paused; those idle longest go first. A
@@ -50,8 +50,8 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
     if pace == Bytes::ZERO || missing < LEAST {
         return (Vec::new(), "only for what is missing on a hard host".into());
     }
-    if model.host.state < Pressure::Critical && model.host.stalled < Pressure::Soft {
-        return (Vec::new(), "only on a critical host, or where tasks stall".into());
+    if model.host.stalled < Pressure::Soft {
+        return (Vec::new(), "only where tasks stall".into());
     }
     let since = memory.beyond_since.map_or(0, |t| model.at.since(t));
     if since < PATIENCE_MS {
@@ -199,11 +199,11 @@ mod tests {
                 .len()
         };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
-        assert_eq!(ask(Pressure::Critical, clear, Some(PATIENCE_MS)), 1);
-        assert_eq!(ask(Pressure::Critical, clear, Some(PATIENCE_MS - 1)), 0);
-        assert_eq!(ask(Pressure::Critical, clear, None), 0);
+        assert_eq!(ask(Pressure::Critical, soft, Some(PATIENCE_MS)), 1);
+        assert_eq!(ask(Pressure::Critical, soft, Some(PATIENCE_MS - 1)), 0);
+        assert_eq!(ask(Pressure::Critical, soft, None), 0);
+        assert_eq!(ask(Pressure::Critical, clear, Some(PATIENCE_MS)), 0, "nobody stalls");
         assert_eq!(ask(Pressure::Hard, soft, Some(PATIENCE_MS)), 1);
-        assert_eq!(ask(Pressure::Hard, clear, Some(PATIENCE_MS)), 0, "nobody stalls");
     }
 
     #[test]
