@@ -201,8 +201,13 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "needs")["available"].as_u64()).unwrap();
-    daemon.reclaim_vm("needs").unwrap();
-    wait_taken(&daemon, "needs", Bytes::mib(280));
+    // Asked again until it is that small: on a host that is short others are asked as well, and
+    // one that was given memory as it booted is left alone for a minute.
+    let squeezed = |s: &Value| {
+        daemon.reclaim_vm("needs").unwrap();
+        (bytes(vm_state(s, "needs"), "actual") <= 280 << 20).then_some(())
+    };
+    daemon.wait_for("squeezed VM", 2 * MINUTE, squeezed).unwrap();
     // It uses again what it freed before, and frees it: the host is full.
     vms[1].tool().start_ready("h", "hold", "size=314572800", MINUTE).unwrap();
     vms[1].tool().stop("h").unwrap();
