@@ -17,10 +17,13 @@ compact() { echo 1 > /proc/sys/vm/compact_memory; sleep 0.2; }
 cache() { md5sum /dev/vda > /tmp/s/disk; cmp -s /tmp/s/disk /tmp/disk || touch /tmp/wrong
 	echo 3 > /proc/sys/vm/drop_caches; }
 forks() { for i in 1 2 3 4 5 6 7 8; do ls -l /bin & done; wait; }
-# A block of movable memory goes and comes back.
+# A block of movable memory goes and comes back: the first that can. The kernel tries for
+# as long as no signal comes.
 hotplug() { for m in /sys/devices/system/memory/memory*; do
-		case "$(cat $m/valid_zones)" in Movable*) break;; esac; done
-	echo offline > $m/state; went=$?; echo online_movable > $m/state; sleep 0.5; [ $went = 0 ]; }
+		case "$(cat $m/valid_zones)" in Movable*) ;; *) continue;; esac
+		timeout 5 sh -c "echo offline > $m/state"; went=$?; echo online_movable > $m/state
+		[ $went = 0 ] && break; done
+	sleep 0.5; [ $went = 0 ]; }
 # A compressed disk, whose table is allocated in bulk, without any tracepoint.
 bulk() { echo 1 > /sys/block/zram1/reset; echo 4G > /sys/block/zram1/disksize
 	dd if=/bin/busybox of=/dev/zram1 bs=64k; dd if=/dev/zram1 bs=64k count=16 > /tmp/s/z
