@@ -22,7 +22,7 @@ use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
-use crate::act::torn::Splitter;
+use crate::act::torn::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::balloon;
@@ -179,10 +179,10 @@ impl LinuxHost {
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
-            splitter: Splitter::new(options.root.clone()),
+            splitter: torn::splitter(options.root.clone()),
             zeros: options
                 .zeros
-                .then(|| (zeros::ways(&options.root), ZeroFinder::new(options.root.clone()))),
+                .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
             merger,
             ksm_tasks: None,
             others_ksm: None,
@@ -454,12 +454,14 @@ impl LinuxHost {
 
     /// Has pages of zeros looked for and let go of, likewise.
     pub fn zeros(&mut self, orders: &[ZeroOrder]) {
-        self.zeros.iter_mut().for_each(|(_, z)| orders.iter().for_each(|o| z.order(o)));
+        self.zeros
+            .iter_mut()
+            .for_each(|(_, z)| orders.iter().for_each(|o| z.order(o.vm, o.clone())));
     }
 
     /// Has torn huge pages split, likewise.
     pub fn torn(&mut self, orders: &[TornOrder]) {
-        orders.iter().for_each(|o| self.splitter.order(o));
+        orders.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
     }
 
     /// Steers KSM, opens and closes VMs, has them scanned: beside the loop.

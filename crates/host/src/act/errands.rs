@@ -13,7 +13,7 @@ use crate::root::Root;
 const WAITING: usize = 64;
 
 /// What is told of a VM's orders.
-pub(super) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
+pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
     /// What carrying one out results in.
     type Done;
     /// One begins.
@@ -23,7 +23,7 @@ pub(super) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
 }
 
 /// Carries an order out; the last argument is kept for the VM's next one.
-pub(super) type Work<J, S, C> = fn(&Root, VmId, &J, &mut C) -> Result<<S as Told>::Done, String>;
+pub(crate) type Work<J, S, C> = fn(&Root, VmId, &J, &mut C) -> Result<<S as Told>::Done, String>;
 
 type Shared<S> = Arc<Mutex<BTreeMap<VmId, S>>>;
 
@@ -33,7 +33,7 @@ fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
 
 /// Takes orders and tells what came of them.
 #[derive(Debug)]
-pub(super) struct Errands<J, S: Told, C> {
+pub(crate) struct Errands<J, S: Told, C> {
     root: Root,
     name: &'static str,
     work: Work<J, S, C>,

@@ -68,33 +68,12 @@ impl Told for TornSample {
     }
 }
 
-/// Takes orders and tells what came of them.
-#[derive(Debug)]
-pub struct Splitter {
-    /// With the address where the last order ended.
-    errands: Errands<TornOrder, TornSample, u64>,
-}
+/// Has VMs' torn huge pages split; kept is the address where the last order ended.
+pub(crate) type Splitter = Errands<TornOrder, TornSample, u64>;
 
-impl Splitter {
-    /// Nothing runs before the first order.
-    pub fn new(root: Root) -> Splitter {
-        Splitter { errands: Errands::new(root, "torn", carry_out) }
-    }
-
-    /// Has a VM's torn huge pages split, after what was ordered before.
-    pub fn order(&mut self, order: &TornOrder) {
-        self.errands.order(order.vm, order.clone());
-    }
-
-    /// What is known of a VM's orders.
-    pub fn sample(&self, vm: VmId) -> Option<TornSample> {
-        self.errands.sample(vm)
-    }
-
-    /// Forgets VMs that are gone.
-    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
-        self.errands.keep(alive);
-    }
+/// Nothing runs before the first order.
+pub(crate) fn splitter(root: Root) -> Splitter {
+    Errands::new(root, "torn", carry_out)
 }
 
 fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Result<Done, String> {

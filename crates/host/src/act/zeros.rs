@@ -75,33 +75,12 @@ impl Told for ZeroSample {
     }
 }
 
-/// Takes orders and tells what came of them.
-#[derive(Debug)]
-pub struct ZeroFinder {
-    /// With the address where the last order ended.
-    errands: Errands<ZeroOrder, ZeroSample, u64>,
-}
+/// Has VMs' memory gone through; kept is the address where the last order ended.
+pub(crate) type ZeroFinder = Errands<ZeroOrder, ZeroSample, u64>;
 
-impl ZeroFinder {
-    /// Nothing runs before the first order.
-    pub fn new(root: Root) -> ZeroFinder {
-        ZeroFinder { errands: Errands::new(root, "zeros", carry_out) }
-    }
-
-    /// Has a VM's memory gone through, after what was ordered before.
-    pub fn order(&mut self, order: &ZeroOrder) {
-        self.errands.order(order.vm, order.clone());
-    }
-
-    /// What is known of a VM's orders.
-    pub fn sample(&self, vm: VmId) -> Option<ZeroSample> {
-        self.errands.sample(vm)
-    }
-
-    /// Forgets VMs that are gone.
-    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
-        self.errands.keep(alive);
-    }
+/// Nothing runs before the first order.
+pub(crate) fn finder(root: Root) -> ZeroFinder {
+    Errands::new(root, "zeros", carry_out)
 }
 
 fn carry_out(root: &Root, vm: VmId, order: &ZeroOrder, cursor: &mut u64) -> Result<Done, String> {
