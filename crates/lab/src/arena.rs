@@ -237,9 +237,15 @@ impl MemoryCgroup {
         }
         journal.note(&Change::Cgroup { path: dir.clone() })?;
         fs::create_dir(&dir).map_err(LabError::file(&dir))?;
-        let limit = if version == 1 { "memory.limit_in_bytes" } else { "memory.max" };
-        write(&dir.join(limit), &budget.0.to_string())?;
-        Ok(MemoryCgroup { dir, version })
+        let cgroup = MemoryCgroup { dir, version };
+        cgroup.resize(budget)?;
+        Ok(cgroup)
+    }
+
+    /// Sets its limit; what does not fit into a smaller one is swapped out.
+    pub fn resize(&self, budget: Bytes) -> Result<(), LabError> {
+        let limit = if self.version == 1 { "memory.limit_in_bytes" } else { "memory.max" };
+        write(&self.dir.join(limit), &budget.0.to_string())
     }
 
     /// Memory charged to it, page cache included.
