@@ -294,6 +294,7 @@ struct RawMerge {
     group: Option<String>,
     across_groups: Option<bool>,
     cpu: Option<Spanned<String>>,
+    cpu_clear: Option<Spanned<String>>,
     floor: Option<Bytes>,
     scan: Option<Spanned<String>>,
     advisor: Option<bool>,
@@ -456,32 +457,42 @@ impl Checker<'_> {
                 return Err((self.fail)(span, "merge.mode", message));
             }
         };
-        let cores = match raw.cpu {
-            None => base.settings.cores,
-            Some(text) => {
-                let percent = text.get_ref().trim().strip_suffix('%').map(|p| p.trim().parse());
-                match percent {
-                    Some(Ok(p)) if (1.0..=3200.0).contains(&p) => p / 100.0,
-                    _ => {
-                        let said = text.get_ref();
-                        let message = format!(
-                            "“{said}” is not allowed: percent of a core, \"1%\" to \"3200%\""
-                        );
-                        return Err((self.fail)(Some(text.span()), "merge.cpu", message));
-                    }
-                }
-            }
+        let Settings { cores, clear_cores, floor } = base.settings;
+        let settings = Settings {
+            cores: self.share("merge.cpu", 1.0, raw.cpu)?.unwrap_or(cores),
+            clear_cores: self.share("merge.cpu_clear", 0.1, raw.cpu_clear)?.unwrap_or(clear_cores),
+            floor: raw.floor.unwrap_or(floor),
         };
         Ok(MergeConfig {
             mode,
             group: raw.group.or(base.group),
             across_groups: raw.across_groups.unwrap_or(base.across_groups),
-            settings: Settings { cores, floor: raw.floor.unwrap_or(base.settings.floor) },
+            settings,
             scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
             advisor: raw.advisor.unwrap_or(base.advisor),
             hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
             zeros: raw.zeros.unwrap_or(base.zeros),
         })
+    }
+
+    /// Cores, given as percent of one, at least so many percent.
+    fn share(
+        &self,
+        field: &str,
+        least: f64,
+        raw: Option<Spanned<String>>,
+    ) -> Result<Option<f64>, ConfigError> {
+        let Some(text) = raw else { return Ok(None) };
+        let said = text.get_ref();
+        match said.trim().strip_suffix('%').map(|p| p.trim().parse()) {
+            Some(Ok(p)) if (least..=3200.0).contains(&p) => Ok(Some(p / 100.0)),
+            _ => {
+                let message = format!(
+                    "“{said}” is not allowed: percent of a core, \"{least}%\" to \"3200%\""
+                );
+                Err((self.fail)(Some(text.span()), field, message))
+            }
+        }
     }
 
     fn duration(
@@ -580,11 +591,11 @@ mod tests {
         assert_eq!(Config::parse("f", "").unwrap().merge.mode, MergeMode::Off);
         let c = Config::parse(
             "f",
-            "[merge]\nmode = \"on\"\ngroup = \"acme\"\ncpu = \"150%\"\nfloor = \"8MiB\"\n\
+            "[merge]\nmode = \"on\"\ngroup = \"acme\"\ncpu = \"150%\"\ncpu_clear = \"2.5%\"\nfloor = \"8MiB\"\n\
              scan = \"2min\"\n[defaults]\nmerge = true\n[vm.a]\nmerge = false\n",
         )
         .unwrap();
-        let settings = Settings { cores: 1.5, floor: Bytes::mib(8) };
+        let settings = Settings { cores: 1.5, clear_cores: 0.025, floor: Bytes::mib(8) };
         assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
         assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
         assert_eq!((c.vm("a").merge, c.vm("b").merge), (Some(false), Some(true)));
@@ -624,6 +635,7 @@ mod tests {
             ("[host]\nvms = \"some\"", "f:2: host.vms: “some” is not allowed: \"all\""),
             ("[merge]\nmode = \"yes\"", "f:2: merge.mode: “yes” is not allowed: \"off\""),
             ("[merge]\ncpu = \"0%\"", "f:2: merge.cpu: “0%” is not allowed: percent of a core"),
+            ("[merge]\ncpu_clear = \"0%\"", "f:2: merge.cpu_clear: “0%” is not allowed"),
             (
                 "[merge]\nscan = \"9ms\"",
                 "f:2: merge.scan: “9ms” is not allowed: a time from \"1s\"",

@@ -663,7 +663,9 @@ fn standing(
     }
     match vm.run {
         Some(RunState::Running) => {}
-        Some(RunState::Migrating) => return off("it is being migrated or saved"),
+        Some(RunState::Migrating) => {
+            return give_only("it is being migrated or saved: only given what it needs".into());
+        }
         Some(RunState::Ended) => return off("its guest has ended"),
         Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
         None => return off("its run state is not known"),

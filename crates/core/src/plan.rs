@@ -162,6 +162,9 @@ pub struct MergePlan {
     /// VMs whose memory is to be scanned now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanOrder>,
+    /// Cores that a scan which is under way may use from now on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan_cores: Option<f64>,
     /// How it stands, for people.
     pub why: String,
 }
@@ -187,12 +190,19 @@ pub struct ScanOrder {
     /// Only look at a few pages, whether they are as the last scan saw them.
     #[serde(default)]
     pub glance: bool,
-    /// Cores that all threads together may use.
+    /// Cores that all threads together may use, until another tick says otherwise.
     pub cores: f64,
+    /// How many threads: for a host that is short, which it may be before the end.
+    #[serde(default = "one")]
+    pub threads: u32,
     /// Bytes a second that they may read.
     pub bytes_per_second: f64,
     /// Why, for people.
     pub reason: String,
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// The operator's word on merging (`ebb merge on`, `off`), until the daemon ends.

@@ -531,7 +531,7 @@ pub enum RunState {
     Running,
     /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
     Paused,
-    /// Incoming or outgoing migration, snapshot: hands off.
+    /// Incoming or outgoing migration, snapshot: nothing is taken, nothing discarded.
     Migrating,
     /// Shut down, panicked or failed; the process is still there.
     Ended,

@@ -468,6 +468,7 @@ impl LinuxHost {
     pub fn merge(&mut self, plan: &MergePlan) {
         let Some(merger) = &mut self.merger else { return };
         plan.ksmd.iter().for_each(|order| merger.order(order));
+        plan.scan_cores.iter().for_each(|cores| merger.pace(*cores));
         for order in &plan.vms {
             let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
             let room =

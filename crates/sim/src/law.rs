@@ -22,7 +22,8 @@ pub enum Law {
     Floor,
     /// No guest is given more than its RAM.
     Ceiling,
-    /// No order to one that does not answer, is being migrated, or is not there.
+    /// No order to one that does not answer or is not there, nothing taken of one that is
+    /// being migrated.
     HandsOff,
     /// Nothing is taken that was not written down.
     WrittenDown,
@@ -142,7 +143,8 @@ impl Laws {
         };
         let g = &world.guests[i];
         let (name, to) = (&action.name, action.to);
-        if !g.spec.mood.answers(at) || g.spec.mood.migrates(at) || g.spec.mood == Mood::Bare {
+        let mood = g.spec.mood;
+        if !mood.answers(at) || (mood.migrates(at) && to < action.from) || mood == Mood::Bare {
             self.breach(Law::HandsOff, at, format!("{name} is ordered and must not be"));
         }
         if to > g.spec.ram {

@@ -62,7 +62,7 @@ impl Mood {
 
     /// Whether it sends statistics.
     pub fn speaks(self, at_ms: u64) -> bool {
-        !self.migrates(at_ms) && (self != Mood::Silent || at_ms < 60_000)
+        self != Mood::Silent || at_ms < 60_000
     }
 
     /// Whether it is being migrated.

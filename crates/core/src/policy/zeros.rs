@@ -15,7 +15,6 @@
 
 use std::cmp::Reverse;
 
-use super::merge::worth;
 use crate::memory::Memory;
 use crate::model::{Model, Pressure, VmModel};
 use crate::plan::{Reclaim, ZeroOrder};
@@ -67,9 +66,8 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     let busy = model.vms.iter().any(|vm| vm.zeros.as_ref().is_some_and(|z| z.busy));
     if model.host.state >= Pressure::Soft && orders.is_empty() && !busy {
         let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
-        let cores = model.host.merge.as_ref().map(|m| m.config.settings.cores);
-        let cores = cores.unwrap_or(super::merge::Settings::default().cores);
-        let ms = (cores * worth(model.host.state) * seconds * 1000.0) as u64;
+        let settings = model.host.merge.as_ref().map(|m| m.config.settings).unwrap_or_default();
+        let ms = (settings.share(model.host.state) * seconds * 1000.0) as u64;
         orders.extend(next(model, memory, &able).map(|vm| {
             let reason = format!("host {}", model.host.state);
             order(vm, PIECE, ms.clamp(MS.0, MS.1), reason)

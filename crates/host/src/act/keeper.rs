@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::policy::merge::{Order, each_us, speed};
+use ebb_core::policy::merge::{Order, each_us, is_gentle, speed};
 
 use super::ksm::{KsmOwner, Manners};
 use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
@@ -87,7 +87,7 @@ impl Keeper {
 
     /// How soon [`Keeper::keep`] is to be called; `None`: nothing is under way.
     pub fn pause(&self) -> Option<Duration> {
-        self.burst.is_some().then_some(PAUSE)
+        self.burst.as_ref().map(|b| if is_gentle(b.cores) { PACE } else { PAUSE })
     }
 
     /// Looks how far `ksmd` is.

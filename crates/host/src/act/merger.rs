@@ -23,7 +23,7 @@ use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::agents::HashLink;
 use crate::scan::survey::estimate;
-use crate::scan::{Changes, Fate, Found, Limits, Options, Scan, Scanner, Target};
+use crate::scan::{Changes, Dial, Fate, Found, Limits, Options, Scan, Scanner, Target};
 use crate::sys::Range;
 use crate::waker::Waker;
 
@@ -65,7 +65,8 @@ struct ScanJob {
     /// Those that hash their VM's pages.
     agents: HashMap<VmId, Arc<HashLink>>,
     glance: bool,
-    cores: f64,
+    threads: usize,
+    dial: Arc<Dial>,
     bytes_per_second: f64,
 }
 
@@ -100,6 +101,7 @@ pub struct Merger {
     scans: Option<SyncSender<ScanJob>>,
     told: Shared,
     sent: Option<(Order, Instant)>,
+    dial: Arc<Dial>,
 }
 
 impl Merger {
@@ -107,7 +109,13 @@ impl Merger {
     /// has come to its end.
     pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> Merger {
         let (jobs, scans, told) = (None, None, Shared::default());
-        Merger { root, note, manners, wake, jobs, scans, told, sent: None }
+        let dial = Arc::new(Dial::new(0.0));
+        Merger { root, note, manners, wake, jobs, scans, told, sent: None, dial }
+    }
+
+    /// The share of a core that a scan may use from now on, also one that is under way.
+    pub fn pace(&self, cores: f64) {
+        self.dial.set(cores);
     }
 
     /// What `ksmd` is to do from now on.
@@ -139,9 +147,10 @@ impl Merger {
             vms.push((*id, name, group.clone()));
             agents.extend(agent.map(|a| (*id, a)));
         }
-        let (glance, cores) = (order.glance, order.cores);
-        let bytes_per_second = order.bytes_per_second;
-        let job = ScanJob { vms, agents, glance, cores, bytes_per_second };
+        self.pace(order.cores);
+        let (glance, bytes_per_second) = (order.glance, order.bytes_per_second);
+        let (threads, dial) = (order.threads as usize, Arc::clone(&self.dial));
+        let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (send, receive) = sync_channel(1);
             let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
@@ -286,8 +295,9 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
 }
 
 fn options(job: &ScanJob) -> Options {
-    let limits = Limits { cores: Some(job.cores), bytes_per_second: Some(job.bytes_per_second) };
-    Options { threads: Some(job.cores.ceil() as usize), limits, ..Options::default() }
+    let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
+    let dial = Some(Arc::clone(&job.dial));
+    Options { threads: Some(job.threads), limits, dial, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -472,6 +482,7 @@ mod tests {
             vms: vec![(vm, "g".into())],
             glance: false,
             cores: 1.0,
+            threads: 1,
             bytes_per_second: 1e9,
             reason: String::new(),
         };

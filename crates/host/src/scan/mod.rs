@@ -34,8 +34,8 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
 use self::agents::HashLink;
-pub use self::pace::Limits;
 use self::pace::Pace;
+pub use self::pace::{Dial, Limits};
 use self::tags::Tags;
 pub use self::tally::{BLOCK, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
@@ -155,6 +155,8 @@ pub struct Options {
     pub salt: u64,
     /// Speed.
     pub limits: Limits,
+    /// The share of a core instead, where it may change meanwhile.
+    pub dial: Option<Arc<Dial>>,
     /// Run only when nobody else wants the CPU.
     pub idle: bool,
     /// Keep pages of different share groups apart, as merging does.
@@ -174,6 +176,7 @@ impl Default for Options {
             one_in: 1,
             salt: 0,
             limits: Limits::default(),
+            dial: None,
             idle: true,
             separate: false,
             changes: Changes::Ignore,
@@ -273,7 +276,7 @@ impl Scanner {
                 tags.fit(&t.ram);
             }
         }
-        let pace = Pace::new(options.limits);
+        let pace = Pace::new(options.limits, options.dial.clone());
         let job = work::Job::new(self, targets, options, &pace);
         let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
         job.read(threads, watch);

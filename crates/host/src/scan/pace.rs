@@ -2,11 +2,14 @@
 //! host's tasks stall for memory.
 //!
 //! Threads report what they used and sleep what they are ahead. The rule is
-//! [`ahead`], a pure function; the rest counts.
+//! [`ahead`], a pure function; the rest counts. The share of a core may be changed while a
+//! scan is under way: it counts from then on.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use ebb_core::policy::merge::is_gentle;
 
 /// Longest sleep in one go, so that a stop or a pause is noticed.
 const NAP: Duration = Duration::from_millis(100);
@@ -18,6 +21,26 @@ pub struct Limits {
     pub bytes_per_second: Option<f64>,
     /// CPU time, seconds a second: 0.2 is a fifth of one core.
     pub cores: Option<f64>,
+}
+
+/// A share of a core that may be changed at any time.
+#[derive(Debug)]
+pub struct Dial(AtomicU64);
+
+impl Dial {
+    /// Set to this.
+    pub fn new(cores: f64) -> Dial {
+        Dial(AtomicU64::new(cores.to_bits()))
+    }
+
+    /// From now on.
+    pub fn set(&self, cores: f64) {
+        self.0.store(cores.to_bits(), Relaxed);
+    }
+
+    fn get(&self) -> f64 {
+        f64::from_bits(self.0.load(Relaxed))
+    }
 }
 
 /// How long to sleep so that `bytes` and `cpu` used since the start are no more
@@ -32,8 +55,8 @@ pub fn ahead(limits: &Limits, elapsed: Duration, bytes: u64, cpu: Duration) -> D
 /// What all threads of a scan have used.
 #[derive(Debug)]
 pub struct Pace {
-    limits: Limits,
-    started: Instant,
+    dial: Option<Arc<Dial>>,
+    stretch: Mutex<Stretch>,
     bytes: AtomicU64,
     cpu_ns: AtomicU64,
     paused: AtomicBool,
@@ -42,12 +65,37 @@ pub struct Pace {
     stopped: AtomicBool,
 }
 
+/// A time with the same limits, and what had been used when it began.
+#[derive(Debug)]
+struct Stretch {
+    limits: Limits,
+    started: Instant,
+    paused: Duration,
+    bytes: u64,
+    cpu: Duration,
+}
+
+impl Stretch {
+    fn begin(limits: Limits, pace: Option<&Pace>) -> Stretch {
+        let used = pace.map(|p| (p.paused(), p.bytes(), p.cpu()));
+        let (paused, bytes, cpu) = used.unwrap_or_default();
+        Stretch { limits, started: Instant::now(), paused, bytes, cpu }
+    }
+
+    fn ahead(&self, pace: &Pace) -> Duration {
+        let paused = pace.paused().saturating_sub(self.paused);
+        let elapsed = self.started.elapsed().saturating_sub(paused);
+        let (bytes, cpu) = (pace.bytes() - self.bytes, pace.cpu().saturating_sub(self.cpu));
+        ahead(&self.limits, elapsed, bytes, cpu)
+    }
+}
+
 impl Pace {
-    /// Starts the clock.
-    pub fn new(limits: Limits) -> Pace {
+    /// Starts the clock. What the dial says goes before the limit of CPU time.
+    pub fn new(limits: Limits, dial: Option<Arc<Dial>>) -> Pace {
         Pace {
-            limits,
-            started: Instant::now(),
+            dial,
+            stretch: Mutex::new(Stretch::begin(limits, None)),
             bytes: AtomicU64::new(0),
             cpu_ns: AtomicU64::new(0),
             paused: AtomicBool::new(false),
@@ -93,6 +141,21 @@ impl Pace {
         Duration::from_nanos(self.cpu_ns.load(Relaxed))
     }
 
+    /// The limits now; with others than before a new stretch begins.
+    fn stretch(&self) -> MutexGuard<'_, Stretch> {
+        let mut stretch = self.stretch.lock().unwrap_or_else(PoisonError::into_inner);
+        let cores = self.dial.as_ref().map_or(stretch.limits.cores, |d| Some(d.get()));
+        if cores != stretch.limits.cores {
+            *stretch = Stretch::begin(Limits { cores, ..stretch.limits }, Some(self));
+        }
+        stretch
+    }
+
+    /// Whether pieces are to be so small that nobody beside it notices one.
+    pub fn is_gentle(&self) -> bool {
+        self.stretch().limits.cores.is_some_and(is_gentle)
+    }
+
     /// Notes what a thread used, and sleeps as long as it must; `false`: stop.
     pub fn used(&self, bytes: u64, cpu: Duration) -> bool {
         self.bytes.fetch_add(bytes, Relaxed);
@@ -101,8 +164,7 @@ impl Pace {
             std::thread::sleep(NAP);
         }
         loop {
-            let elapsed = self.started.elapsed().saturating_sub(self.paused());
-            let sleep = ahead(&self.limits, elapsed, self.bytes(), self.cpu());
+            let sleep = self.stretch().ahead(self);
             if sleep.is_zero() || self.is_stopped() {
                 return !self.is_stopped();
             }
@@ -138,8 +200,26 @@ mod tests {
     }
 
     #[test]
+    fn another_share_counts_from_when_it_is_set() {
+        let dial = Arc::new(Dial::new(0.5));
+        let pace = Pace::new(Limits::default(), Some(Arc::clone(&dial)));
+        assert!(!pace.is_gentle());
+        pace.cpu_ns.store(3_000_000_000, Relaxed);
+        let sleep = pace.stretch().ahead(&pace);
+        assert!(sleep > S * 5 && sleep <= S * 6, "{sleep:?}");
+        dial.set(0.01);
+        assert!(pace.is_gentle());
+        assert_eq!(pace.stretch().ahead(&pace), Duration::ZERO, "nothing is owed from before");
+        pace.cpu_ns.fetch_add(20_000_000, Relaxed);
+        let sleep = pace.stretch().ahead(&pace);
+        assert!(sleep > S && sleep <= S * 2, "{sleep:?}");
+        dial.set(1.0);
+        assert_eq!(pace.stretch().ahead(&pace), Duration::ZERO);
+    }
+
+    #[test]
     fn who_is_paused_goes_on_when_it_is_over_or_stopped() {
-        let pace = Pace::new(Limits::default());
+        let pace = Pace::new(Limits::default(), None);
         pace.pause(true);
         std::thread::scope(|s| {
             let held = s.spawn(|| pace.used(1, Duration::ZERO));

@@ -30,6 +30,8 @@ use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
 const WINDOW: u64 = 32 << 20;
 /// What is copied at a time: fits the second-level cache.
 const PIECE: usize = 1 << 20;
+/// The same where nobody is to notice: ten to thirty microseconds.
+const GENTLE_PIECE: usize = 64 << 10;
 /// What a sample reads at a time.
 const SAMPLE: u64 = 64 << 10;
 /// What a look reads at a time.
@@ -409,12 +411,17 @@ impl<'j, 'a> Worker<'j, 'a> {
         pages: &mut Pages,
     ) -> Result<Vec<Range>> {
         let job = self.job;
-        let mut rest = runs;
+        let cut: Vec<Range> = match job.pace.is_gentle() {
+            true => runs.iter().flat_map(|r| cut(*r, GENTLE_PIECE)).collect(),
+            false => runs.to_vec(),
+        };
+        let mut rest = &cut[..];
         while !rest.is_empty() {
+            let most = if job.pace.is_gentle() { GENTLE_PIECE as u64 } else { PAGES_MAX * PAGE };
             let mut size = 0;
             let fits = |r: &&Range| {
                 size += r.len;
-                size <= PAGES_MAX * PAGE
+                size <= most
             };
             let count = rest.iter().take(RANGES_MAX).take_while(fits).count();
             let (now, after) = rest.split_at(count);
@@ -452,13 +459,14 @@ impl<'j, 'a> Worker<'j, 'a> {
         pages: &mut Pages,
     ) -> Result<()> {
         let mut piece = Vec::new();
-        let mut rest = runs.iter().copied().flat_map(cut);
+        let most = if self.job.pace.is_gentle() { GENTLE_PIECE } else { PIECE };
+        let mut rest = runs.iter().copied().flat_map(|r| cut(r, most));
         let mut next = rest.next();
         while let Some(run) = next {
             piece.push(run);
             next = rest.next();
             let size: u64 = piece.iter().map(|r| r.len).sum();
-            let full = next.is_none_or(|n| size + n.len > PIECE as u64);
+            let full = next.is_none_or(|n| size + n.len > most as u64);
             if full || piece.len() == VECTOR_MAX {
                 self.piece(vm, &mut piece, shared, pages)?;
             }
@@ -579,11 +587,11 @@ fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> 
     Ok(done)
 }
 
-/// Pieces of a run that fit the buffer.
-fn cut(run: Range) -> impl Iterator<Item = Range> {
+/// Pieces of a run, so large at most.
+fn cut(run: Range, most: usize) -> impl Iterator<Item = Range> {
     (run.start..run.end())
-        .step_by(PIECE)
-        .map(move |start| Range { start, len: (run.end() - start).min(PIECE as u64) })
+        .step_by(most)
+        .map(move |start| Range { start, len: (run.end() - start).min(most as u64) })
 }
 
 /// Takes bytes off the front of a list of ranges.
@@ -657,7 +665,7 @@ mod tests {
             drop_front(&mut ranges, bytes);
             assert_eq!(ranges, left, "{bytes}");
         }
-        let cut: Vec<u64> = cut(r(PAGE, 2 * PIECE as u64 + 1)).map(|r| r.len).collect();
+        let cut: Vec<u64> = cut(r(PAGE, 2 * PIECE as u64 + 1), PIECE).map(|r| r.len).collect();
         assert_eq!(cut, [PIECE as u64, PIECE as u64, 1]);
     }
 }

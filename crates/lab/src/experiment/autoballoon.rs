@@ -13,8 +13,9 @@
 //! ballooning: it says the same where other work shares the machine's CPUs.
 //!
 //! Arms: `plain` (no controller), `reporting` (QEMU's free page reporting alone),
-//! `ebb-stock`, `ebb-guest`. Arms take turns within each run, so that what else
-//! happens on the machine meets all of them.
+//! `ebb-stock`, `ebb-guest`. Arms take turns within each run, every other run the other way
+//! round, so that what else happens on the machine meets all of them; a `_ratio` is by
+//! the first arm in the same run, the median of all.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -127,6 +128,10 @@ const METRICS: [Metric; 8] = [
     ("first_reaction", "seconds", |r| r.first_reaction),
 ];
 
+/// Those that are compared run by run.
+const RATIOS: [&str; 5] =
+    ["swap_in_pages", "swap_out_pages", "throughput", "throughput_cpu", "run_time"];
+
 impl Autoballoon {
     /// Runs every arm as often as asked, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
@@ -148,10 +153,15 @@ impl Autoballoon {
         let mut outcome = None;
         let mut results: Vec<Vec<RunResult>> = vec![Vec::new(); self.arms.len()];
         for n in 1..=self.runs {
-            for (arm, results) in self.arms.iter().zip(&mut results) {
+            let mut order: Vec<usize> = (0..self.arms.len()).collect();
+            if n % 2 == 0 {
+                order.reverse();
+            }
+            for i in order {
+                let arm = &self.arms[i];
                 let (result, fresh) = self.one(arm).with_context(|| format!("run {n}, {arm}"))?;
                 println!("run {n:>2}  {arm:<10}{}", line(&result));
-                results.push(result);
+                results[i].push(result);
                 outcome.get_or_insert(fresh);
             }
         }
@@ -163,6 +173,15 @@ impl Autoballoon {
             }
         }
         summary(&outcome, &self.arms);
+        for (arm, of_arm) in self.arms.iter().zip(&results).skip(1) {
+            println!();
+            for (metric, ratios) in ratios(of_arm, &results[0]) {
+                outcome.add_median(arm, &metric, "fraction", &ratios);
+                let all: Vec<String> = ratios.iter().map(|r| format!("{r:.3}")).collect();
+                let median = outcome.value(arm, &metric).unwrap_or_default();
+                println!("{arm} {metric}: {median:.3} of {}", all.join(" "));
+            }
+        }
         if let Some(path) = &self.json {
             outcome.write(path)?;
             println!("figures: {}", path.display());
@@ -330,6 +349,17 @@ fn summary(outcome: &Outcome, arms: &[String]) {
     }
 }
 
+/// What is the better or the worse for a controller, run by run beside the first arm.
+fn ratios(arm: &[RunResult], first: &[RunResult]) -> Vec<(String, Vec<f64>)> {
+    let compared = METRICS.iter().filter(|(name, ..)| RATIOS.contains(name));
+    let each = |(name, _, value): &Metric| {
+        let both = arm.iter().zip(first).filter_map(|(a, b)| value(a).zip(value(b)));
+        let ratios = both.filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b).collect();
+        (format!("{name}_ratio"), ratios)
+    };
+    compared.map(each).collect()
+}
+
 /// What was done.
 #[derive(Default)]
 struct Done {
@@ -442,6 +472,15 @@ fn next_turn(steps: &[(Step, u32)], most_busy: usize, turns: u32) -> Option<usiz
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ratios_are_of_the_same_run() {
+        let run = |throughput, swap_in| RunResult { throughput, swap_in, ..RunResult::default() };
+        let all = ratios(&[run(2.0, 1.0), run(9.0, 1.0)], &[run(1.0, 0.0), run(3.0, 2.0)]);
+        let of = |name: &str| all.iter().find(|(n, _)| n == name).unwrap().1.clone();
+        assert_eq!(of("throughput_ratio"), [2.0, 3.0]);
+        assert_eq!(of("swap_in_pages_ratio"), [0.5], "nothing to compare with");
+    }
 
     #[test]
     fn turns_go_round_and_no_more_are_busy_than_asked() {

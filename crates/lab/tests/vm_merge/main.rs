@@ -336,7 +336,7 @@ fn recycled(state: &Value) -> Vec<u64> {
     vms.iter().map(|v| v["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)).collect()
 }
 
-const MERGE: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\nfloor = \"1MiB\"\nscan = \"2s\"\n";
+const MERGE: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nfloor = \"1MiB\"\nscan = \"2s\"\n";
 
 /// Merged pages of each VM, by its own counters.
 fn merged(state: &Value) -> Vec<u64> {

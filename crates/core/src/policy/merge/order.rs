@@ -160,12 +160,16 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
         _ => m.managed,
     };
     let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| inside(v, m)).collect();
+    let settings = &host.config.settings;
+    let cores = settings.share(model.host.state);
+    plan.scan_cores = host.scan.busy.then_some(cores);
     if let Some((reason, glance)) = due(model, host, &targets, &next) {
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
             glance,
-            cores: host.config.settings.cores,
+            cores,
+            threads: settings.cores.clamp(1.0, 1024.0).ceil() as u32,
             bytes_per_second: SCAN_RATE,
             reason,
         });

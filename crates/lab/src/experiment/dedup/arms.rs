@@ -21,7 +21,7 @@ use ebb_host::probe::ksm::read_ksm;
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
-use ebb_host::scan::{Found, Limits, Options, Scanner};
+use ebb_host::scan::{Found, Limits, Options, Scanner, Target};
 
 use serde_json::Value;
 
@@ -323,7 +323,8 @@ impl<'a> Runner<'a> {
         let (_, planned) = self.scan()?;
         self.scanned = Instant::now();
         if self.governor.is_none() {
-            let settings = Settings { cores: self.cores, ..Settings::default() };
+            let (cores, clear_cores) = (self.cores, self.cores);
+            let settings = Settings { cores, clear_cores, ..Settings::default() };
             let state = self.dir.path().join("ksm.json");
             self.governor = Some(Governor::take(Root::default(), &state, settings, false)?);
         }
@@ -335,14 +336,7 @@ impl<'a> Runner<'a> {
 
     /// What Ebb's scanner finds, and what that means for KSM.
     pub fn scan(&mut self) -> Result<(Bytes, Candidates)> {
-        let root = Root::default();
-        let mut targets = Vec::new();
-        for vm in self.vms {
-            let start = read_stat(&root, vm.pid())?.context("a VM has ended")?.start;
-            let id = VmId { pid: vm.pid(), start };
-            let found = Found::look(&root, id, vm.name(), "lab")?.context("a VM has ended")?;
-            targets.push(found.target.context("a VM without RAM")?);
-        }
+        let targets = targets(self.vms)?;
         let limits = Limits { cores: Some(self.cores), ..Limits::default() };
         let options = Options { idle: false, limits, ..Options::default() };
         let scan = self.scanner.as_mut().context("no scanner")?.scan(&targets, &options);
@@ -355,6 +349,18 @@ impl<'a> Runner<'a> {
         };
         Ok((scan.split.allowed(), planned))
     }
+}
+
+/// What a scan of these VMs reads.
+pub fn targets(vms: &[Vm]) -> Result<Vec<Target>> {
+    let root = Root::default();
+    let one = |vm: &Vm| {
+        let start = read_stat(&root, vm.pid())?.context("a VM has ended")?.start;
+        let id = VmId { pid: vm.pid(), start };
+        let found = Found::look(&root, id, vm.name(), "lab")?.context("a VM has ended")?;
+        found.target.context("a VM without RAM")
+    };
+    vms.iter().map(one).collect()
 }
 
 fn has_advisor() -> bool {
@@ -378,7 +384,7 @@ impl Running {
     fn start(dir: &Path, vms: &[Vm], cores: f64, before: f64) -> Result<Running> {
         let names: Vec<&str> = vms.iter().map(Vm::name).collect();
         let config = format!(
-            "\n[merge]\nmode = \"on\"\ncpu = \"{:.0}%\"\nscan = \"{}s\"",
+            "\n[merge]\nmode = \"on\"\ncpu = \"{:.0}%\"\ncpu_clear = \"{0:.0}%\"\nscan = \"{}s\"",
             cores * 100.0,
             SCAN_EVERY.as_secs()
         );

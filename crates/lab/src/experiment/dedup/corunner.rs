@@ -3,12 +3,15 @@
 //! One VM walks over 64 MiB in an order that no prefetcher guesses (the guest tool's
 //! `chase`); two others hold memory of which half is alike, and stand still. In turns
 //! nothing is merged (`plain`), `ksmd` works by the kernel's defaults (`ksm`), or Ebb's
-//! governor has it work (`ebb-stock`), both with the share of a core that Ebb has by
-//! default; everything is unmerged before each turn. `spin` is the control: a thread that
-//! only counts, without memory, for as long and as often as the governor has `ksmd` work, so
-//! what a VM notices of any work on the processor beside it. `p50` and `p99` are times of
-//! 2,048 steps by the guest's own clock, medians of all turns; the `_ratio`s are of each
-//! turn to `plain` of the same round. `ksmd_share` is what `ksmd` used meanwhile.
+//! governor has it work (`ebb-stock`), both with a fifth of a core; everything is unmerged
+//! before each turn. `ebb-clear` is Ebb as it is by default while the host is not short: the
+//! governor has `ksmd` work in pulses, and the scanner reads beside it likewise; to get in
+//! so short a turn to where pages are merged, all of it is first looked at once quickly.
+//! `spin` is the control: a thread that only counts, without memory, for as long
+//! and as often as the governor has `ksmd` work in `ebb-stock`, so what a VM notices
+//! of any work on the processor beside it. `p50` and `p99` are times of 2,048 steps by the
+//! guest's own clock, medians of all turns; the `_ratio`s are of each turn to `plain` of
+//! the same round. `ksmd_share` is what `ksmd` used meanwhile, `merged` what that saved.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,21 +19,27 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use ebb_core::model::Pressure;
 use ebb_core::policy::merge::Settings;
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::ksmd;
+use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::act::ksm;
+use ebb_host::linux::LinuxHost;
+use ebb_host::probe::ksm::read_ksm;
 use ebb_host::root::Root;
+use ebb_host::scan::{Dial, Options, Scanner};
 
-use super::arms::{Kind, Runner, hold_knobs};
+use super::arms::{Kind, Runner, hold_knobs, targets};
 use super::course::{Course, run_time};
-use crate::arena::{Arena, ArenaConfig};
+use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
 use crate::result::Outcome;
 use crate::vm::{Vm, VmConfig};
 
 /// All arms.
-pub const ARMS: [&str; 4] = ["plain", "ksm", "ebb-stock", "spin"];
+pub const ARMS: [&str; 5] = ["plain", "ksm", "ebb-stock", "ebb-clear", "spin"];
+/// Of a core, where it is not Ebb's default.
+const SHARE: f64 = 0.2;
 const MINUTE: Duration = Duration::from_secs(60);
 /// One turn: about as long as a burst takes at the default budget.
 const TURN: Duration = Duration::from_secs(8);
@@ -39,8 +48,11 @@ const SPIN_SLEEP: Duration = Duration::from_millis(20);
 const CHASE: &str = "size=67108864";
 const KEYS: [(&str, &str); 2] = [("p50_ns", "p50"), ("p99_ns", "p99")];
 
-/// A turn: p50, p99 in seconds, share of a core.
-type Turn = [f64; 3];
+/// So much is merged when `ebb-clear` begins its turn.
+const MERGING: Bytes = Bytes::mib(32);
+
+/// A turn: p50, p99 in seconds, share of a core, bytes merged.
+type Turn = [f64; 4];
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
@@ -53,7 +65,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
         for (arm, done) in turns.iter_mut().filter(|(arm, _)| trial.wants(arm)) {
             ksm::unmerge(&Root::default())?;
             let spinning = (*arm == "spin").then(Spin::start);
-            done.push(turn(co, &vms, Kind::named(arm))?);
+            done.push(turn(co, &vms, arm)?);
             drop(spinning);
         }
     }
@@ -98,8 +110,7 @@ impl Spin {
     fn start() -> Spin {
         let end = Arc::new(AtomicBool::new(false));
         let ended = Arc::clone(&end);
-        let share = Settings::default().cores;
-        let pulse = SPIN_SLEEP.mul_f64(share / (1.0 - share));
+        let pulse = SPIN_SLEEP.mul_f64(SHARE / (1.0 - SHARE));
         let thread = std::thread::spawn(move || {
             while !ended.load(Ordering::Relaxed) {
                 let begun = Instant::now();
@@ -122,29 +133,116 @@ impl Drop for Spin {
     }
 }
 
-fn turn(co: &Vm, vms: &[Vm], kind: Option<Kind>) -> Result<Turn> {
-    let cores = Settings::default().cores;
-    let mut runner = kind.map(|k| Runner::new(k, cores, vms)).transpose()?;
+fn turn(co: &Vm, vms: &[Vm], arm: &str) -> Result<Turn> {
+    let mut beside = match Kind::named(arm) {
+        _ if arm == "ebb-clear" => Beside::clear(vms)?,
+        None => Beside::Nothing,
+        Some(kind) => {
+            let mut runner = Box::new(Runner::new(kind, SHARE, vms)?);
+            runner.begin()?;
+            Beside::Runner(runner)
+        }
+    };
     let pid = ksmd(&Root::default()).context("no ksmd")?;
-    let before = run_time(pid)?;
-    if let Some(runner) = &mut runner {
-        runner.begin()?;
-    }
+    let (before, merged) = (run_time(pid)?, merged()?);
     poke(co)?;
     let begun = Instant::now();
     while begun.elapsed() < TURN {
-        if let Some(runner) = &mut runner {
-            runner.step(&Course::default(), Bytes::ZERO)?;
-        }
+        beside.step()?;
         std::thread::sleep(Duration::from_millis(50));
     }
     let said = poke(co)?;
-    if let Some(runner) = &mut runner {
-        runner.end()?;
-    }
     let share = (run_time(pid)? - before) / begun.elapsed().as_secs_f64();
+    let merged = self::merged()?.0 as f64 - merged.0 as f64;
+    beside.end()?;
     let seconds = |key: &str| said.u64(key) as f64 / 1e9;
-    Ok([seconds(KEYS[0].0), seconds(KEYS[1].0), share])
+    Ok([seconds(KEYS[0].0), seconds(KEYS[1].0), share, merged])
+}
+
+/// What goes on beside the VM.
+enum Beside<'a> {
+    Nothing,
+    Runner(Box<Runner<'a>>),
+    /// `ksmd` and a scan, both as on a host that is not short.
+    Clear(Box<Governor>, Scan, tempfile::TempDir),
+}
+
+impl Beside<'_> {
+    fn clear(vms: &[Vm]) -> Result<Beside<'_>> {
+        let mut runner = Runner::new(Kind::EbbStock, SHARE, vms)?;
+        let (_, planned) = runner.scan()?;
+        // All of it has been seen once, quickly: from here on pages are merged.
+        runner.begin()?;
+        while merged()? < MERGING {
+            runner.step(&Course::default(), Bytes::ZERO)?;
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        runner.end()?;
+        let (dir, settings) = (tempfile::tempdir()?, Settings::default());
+        let state = dir.path().join("ksm.json");
+        let taken = steadily(|| Governor::take(Root::default(), &state, settings, false));
+        let mut governor = taken?;
+        governor.plan(planned);
+        let scan = Scan::start(vms, settings.share(Pressure::Clear))?;
+        Ok(Beside::Clear(Box::new(governor), scan, dir))
+    }
+
+    fn step(&mut self) -> Result<()> {
+        match self {
+            Beside::Nothing => {}
+            Beside::Runner(runner) => {
+                runner.step(&Course::default(), Bytes::ZERO)?;
+            }
+            Beside::Clear(governor, ..) => {
+                steadily(|| governor.step(LinuxHost::now(), Pressure::Clear))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end(self) -> Result<()> {
+        match self {
+            Beside::Nothing => Ok(()),
+            Beside::Runner(mut runner) => runner.end(),
+            Beside::Clear(governor, scan, _dir) => {
+                steadily(|| governor.release())?;
+                scan.end()
+            }
+        }
+    }
+}
+
+/// What KSM saves now.
+fn merged() -> Result<Bytes> {
+    Ok(read_ksm(&Root::default())?.context("no KSM")?.saved())
+}
+
+/// A scan beside a turn.
+struct Scan {
+    dial: Arc<Dial>,
+    thread: JoinHandle<Result<()>>,
+}
+
+impl Scan {
+    fn start(vms: &[Vm], cores: f64) -> Result<Scan> {
+        let (targets, dial) = (targets(vms)?, Arc::new(Dial::new(cores)));
+        let options =
+            Options { threads: Some(1), dial: Some(Arc::clone(&dial)), ..Options::default() };
+        let thread = std::thread::spawn(move || {
+            Scanner::new(Root::default())?.scan(&targets, &options);
+            Ok(())
+        });
+        Ok(Scan { dial, thread })
+    }
+
+    /// It must have been at work until now.
+    fn end(self) -> Result<()> {
+        let early = self.thread.is_finished();
+        self.dial.set(1.0);
+        self.thread.join().map_err(|_| anyhow::anyhow!("the scan panicked"))??;
+        anyhow::ensure!(!early, "the scan was over before the turn: give it a larger --scale");
+        Ok(())
+    }
 }
 
 /// What it saw since the last time.
@@ -165,8 +263,9 @@ fn note(outcome: &mut Outcome, turns: &[(&str, Vec<Turn>)]) {
                 outcome.add_median(arm, &format!("{metric}_ratio"), "fraction", &ratios);
             }
         }
-        let shares: Vec<f64> = turns.iter().map(|t| t[2]).collect();
-        outcome.add_median(arm, "ksmd_share", "fraction", &shares);
+        let of = |i: usize| -> Vec<f64> { turns.iter().map(|t| t[i]).collect() };
+        outcome.add_median(arm, "ksmd_share", "fraction", &of(2));
+        outcome.add_median(arm, "merged", "bytes", &of(3));
     }
 }
 
@@ -179,8 +278,8 @@ mod tests {
     fn ratios_are_by_round() {
         let mut outcome = Outcome::new("corunner", "6.1", Accel::Tcg);
         let turns = [
-            ("plain", vec![[1.0, 2.0, 0.0], [2.0, 4.0, 0.0]]),
-            ("ksm", vec![[1.0, 3.0, 0.2], [2.0, 6.0, 0.2]]),
+            ("plain", vec![[1.0, 2.0, 0.0, 0.0], [2.0, 4.0, 0.0, 0.0]]),
+            ("ksm", vec![[1.0, 3.0, 0.2, 9.0], [2.0, 6.0, 0.2, 9.0]]),
         ];
         note(&mut outcome, &turns);
         assert_eq!(outcome.value("ksm", "p50_ratio"), Some(1.0));

@@ -412,3 +412,19 @@ fn a_dry_run_does_nothing_and_nobody_is_switched_who_is_not_written_down() {
     let (_, done) = ticks(false, true);
     assert!(done.len() == 5 && done.iter().all(|p| p.vms.is_empty()));
 }
+
+#[test]
+fn a_scan_under_way_goes_as_fast_as_the_host_is_short_now() {
+    let config = "[merge]\nmode = \"report\"\ncpu = \"150%\"\n";
+    let mut memory = Memory::default();
+    let mut at = |at, room, busy| {
+        let mut s = sample(at, room, vec![vm(1, "a")]);
+        s.host.scan.as_mut().unwrap().busy = busy;
+        tick(config, &mut memory, &s)
+    };
+    let scan = at(10_000, Bytes::gib(50), false).scan.unwrap();
+    assert_eq!((scan.cores, scan.threads), (0.008, 2), "nobody is short");
+    assert_eq!(at(11_000, Bytes::gib(50), true).scan_cores, Some(0.008));
+    assert_eq!(at(12_000, Bytes::gib(2), true).scan_cores, Some(1.5));
+    assert_eq!(at(13_000, Bytes::gib(50), false).scan_cores, None);
+}
