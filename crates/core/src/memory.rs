@@ -231,7 +231,9 @@ impl Memory {
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
         self.beyond_since = None;
-        self.merge = MergeMemory { asked: self.merge.asked, ..MergeMemory::default() };
+        // Counters are not moments: what they have told is not to be told again.
+        let MergeMemory { asked, saved, .. } = self.merge;
+        self.merge = MergeMemory { asked, saved, ..MergeMemory::default() };
         self.state_since = now;
         for vm in &mut self.vms {
             *vm = VmMemory {
@@ -244,6 +246,7 @@ impl Memory {
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
                 zeros: ZeroMemory { rest_until: None, ..vm.zeros },
+                cold: Cold { since: now, back_until: None, ..vm.cold },
                 merge: merge::VmMerge {
                     was: vm.merge.was,
                     asked: vm.merge.asked,

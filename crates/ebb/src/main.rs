@@ -145,9 +145,10 @@ enum Command {
         /// The host's memory [default: half of what the guests have]
         #[arg(long)]
         host: Option<Bytes>,
-        /// Everything random comes from this
-        #[arg(long, default_value_t = 1)]
-        seed: u64,
+        /// Everything random comes from this; with --compare the first of its seeds [default: 1,
+        /// with --compare 0]
+        #[arg(long)]
+        seed: Option<u64>,
         /// Simulated seconds
         #[arg(long, default_value_t = 600)]
         seconds: u64,
@@ -233,10 +234,12 @@ fn dispatch(cli: Cli) -> Result<bool> {
             json,
         } => {
             let half = Bytes(ram.0.saturating_mul(u64::from(vms)) / 2);
-            let each = sim::Run { vms, ram, host: host.unwrap_or(half), seed, seconds };
+            let (host_size, one) = (host.unwrap_or(half), seed.unwrap_or(1));
+            let each = sim::Run { vms, ram, host: host_size, seed: one, seconds };
             let job = match (compare, trace, hosts) {
                 (true, ..) => {
-                    let only = scenario;
+                    let first = seed.unwrap_or(0);
+                    let (seeds, only) = (first..first.saturating_add(seeds), scenario);
                     sim::Job::Compare(sim::Compare { seeds, only, markdown, commit })
                 }
                 (_, Some(file), _) => sim::Job::Trace(sim::TraceRun { file, host }),

@@ -16,7 +16,7 @@ use ebb_lab::image::Kernel;
 use ebb_lab::in_pairs;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const RAM: Bytes = Bytes::mib(512);
@@ -67,6 +67,16 @@ fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
             (actual > 0 && actual <= most.0).then_some(actual)
         })
         .unwrap()
+}
+
+/// Has the daemon take a VM's idle memory. A wish is for one tick, and a guest's word may just
+/// then be too old: asked as `ebb reclaim` asks, again and again.
+fn squeeze(daemon: &Daemon, name: &str) {
+    let squeezed = |s: &Value| {
+        daemon.reclaim_vm(name).unwrap();
+        (bytes(vm_state(s, name), "actual") <= 280 << 20).then_some(())
+    };
+    daemon.wait_for("squeezed VM", MINUTE, squeezed).unwrap();
 }
 
 /// Whatever else happened: no guest was ever ordered below its floor, or seen
@@ -202,13 +212,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"").unwrap();
     daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "needs")["available"].as_u64()).unwrap();
-    // A wish is for one tick, and a guest's word may just then be too old: asked as `ebb reclaim`
-    // asks, again and again.
-    let squeezed = |s: &Value| {
-        daemon.reclaim_vm("needs").unwrap();
-        (bytes(vm_state(s, "needs"), "actual") <= 280 << 20).then_some(())
-    };
-    daemon.wait_for("squeezed VM", MINUTE, squeezed).unwrap();
+    squeeze(&daemon, "needs");
     let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
     assert_eq!(idle, RAM.0, "nobody is short: the other is left alone");
     // Only now the host is small: what it has left is less than the squeezed one will need.
@@ -233,6 +237,47 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     }
     assert!(daemon.stop());
     check_record(dir.path());
+}
+
+/// Nothing is taken of a guest that is being migrated; what it needs it is given.
+#[test]
+fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
+    let arena = arena(None);
+    let vm = start_holding("moves", Kernel::V6_1, &arena);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["moves"], "").unwrap();
+    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "moves")["available"].as_u64()).unwrap();
+    squeeze(&daemon, "moves");
+
+    // So slow that it does not come to its end.
+    let slow = json!({ "max-bandwidth": 64 << 10 });
+    vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
+    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+    let moves = |s: &Value| (vm_state(s, "moves")["run"] == "migrating").then_some(());
+    daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
+    daemon.reclaim_vm("moves").unwrap();
+    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
+    vm.tool().start("burst", "cycle", args).unwrap();
+    daemon
+        .wait_for("gift", MINUTE, |s| {
+            (bytes(vm_state(s, "moves"), "actual") >= 360 << 20).then_some(())
+        })
+        .unwrap();
+    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
+    assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+    vm.qmp("migrate_cancel", None).unwrap();
+    assert!(daemon.stop());
+    check_record(dir.path());
+
+    let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
+    let ticks = record.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    let during = ticks.filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
+    let orders: Vec<(u64, u64)> = during
+        .flat_map(|t| t["plan"]["actions"].as_array().cloned().unwrap_or_default())
+        .map(|a| (bytes(&a, "from"), bytes(&a, "to")))
+        .collect();
+    assert!(!orders.is_empty() && orders.iter().all(|(from, to)| to >= from), "{orders:?}");
 }
 
 #[test]

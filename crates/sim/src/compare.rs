@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -119,6 +120,8 @@ pub struct Part {
 pub struct Comparison {
     /// Seeds each.
     pub seeds: u64,
+    /// The first of them.
+    pub first_seed: u64,
     /// Scenario by scenario.
     pub parts: Vec<Part>,
     /// All together.
@@ -139,9 +142,9 @@ pub struct Loss {
 }
 
 /// Runs it: every contestant on the same worlds.
-pub fn compare(scenarios: &[Scenario], seeds: u64, threads: usize) -> Comparison {
+pub fn compare(scenarios: &[Scenario], seeds: Range<u64>, threads: usize) -> Comparison {
     let jobs: Vec<(usize, u64, Contestant)> = (0..scenarios.len())
-        .flat_map(|s| (0..seeds).map(move |seed| (s, seed)))
+        .flat_map(|s| seeds.clone().map(move |seed| (s, seed)))
         .flat_map(|(s, seed)| CONTESTANTS.map(|c| (s, seed, c)))
         .collect();
     let outcomes = in_parallel(&jobs, threads, |(s, seed, c)| c.run(&scenarios[*s].setup(*seed)));
@@ -159,7 +162,13 @@ pub fn compare(scenarios: &[Scenario], seeds: u64, threads: usize) -> Comparison
         about: s.about,
         sums: sums.into_iter().collect(),
     });
-    Comparison { seeds, parts: parts.collect(), all: all.into_iter().collect(), broken }
+    Comparison {
+        seeds: seeds.end.saturating_sub(seeds.start),
+        first_seed: seeds.start,
+        parts: parts.collect(),
+        all: all.into_iter().collect(),
+        broken,
+    }
 }
 
 /// Stall that is nothing: less than this a guest, seconds.
@@ -172,6 +181,11 @@ impl Comparison {
         parts.chain([("all", &self.all)]).flat_map(|(name, sums)| losses_of(name, sums)).collect()
     }
 
+    fn heading(&self) -> String {
+        let last = (self.first_seed + self.seeds).saturating_sub(1);
+        format!("All {} scenarios, seeds {} to {last}", self.parts.len(), self.first_seed)
+    }
+
     /// For people.
     pub fn text(&self) -> String {
         let mut out = String::new();
@@ -179,14 +193,14 @@ impl Comparison {
             let _ = writeln!(out, "{}: {}", part.scenario, part.about);
             out += &rows(&part.sums, &Style::TEXT);
         }
-        let _ = writeln!(out, "all {} scenarios × {} seeds", self.parts.len(), self.seeds);
+        let _ = writeln!(out, "{}", self.heading());
         out += &rows(&self.all, &Style::TEXT);
         out
     }
 
     /// For docs/policies.md.
     pub fn markdown(&self) -> String {
-        let mut out = format!("All {} scenarios, {} seeds each:\n\n", self.parts.len(), self.seeds);
+        let mut out = format!("{}:\n\n", self.heading());
         out += &rows(&self.all, &Style::MARKDOWN);
         out += "\nGuests held at no harm / seconds of guest stall, by scenario:\n\n";
         let names: Vec<&str> = CONTESTANTS.iter().map(|c| c.name()).collect();

@@ -6,8 +6,8 @@ use crate::config::Config;
 use crate::model::{Progress, Standing, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::{
-    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState,
-    VmPressure, VmSample,
+    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, OffloadSample,
+    ProcessMemory, RunState, VmPressure, VmSample,
 };
 
 const ID: VmId = VmId { pid: 7, start: 9 };
@@ -295,7 +295,12 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
         Some((1024, 900, short(Pressure::Hard))),
     );
     memory.vms[0].stuck_until = Some(Stamp(990_000));
-    let model = tick(&mut memory, &sample(5_000, vec![vm(900, 500, 800)]));
+    let paged_out = OffloadSample { paged_out: Bytes::mib(70), ..OffloadSample::default() };
+    let paged = VmSample { offload: Some(paged_out), ..vm(900, 500, 800) };
+    tick(&mut memory, &sample(901_000, vec![paged.clone()]));
+    let model = tick(&mut memory, &sample(5_000, vec![paged]));
+    let came = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap().came;
+    assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
     let owned = memory.owned(&model, &Plan::default());

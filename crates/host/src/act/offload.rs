@@ -33,13 +33,19 @@ const MAPPINGS: usize = 256;
 
 /// Reads the mappings of a process that can be guest RAM, by address.
 pub fn read_ram_mappings(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
-    root.parse(format!("/proc/{pid}/maps"), parse_ram_mappings)
+    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, false))
+}
+
+/// The same, and what lies side by side is one: ranges that are open to KSM cut RAM up.
+/// Memory of QEMU's own may be among it.
+pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
 }
 
 /// Parses them (proc(5)): writable and not executable (translated code is), without
-/// a file or in shared memory, and large.
-pub fn parse_ram_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
-    let mut ranges = Vec::new();
+/// a file or in shared memory, and large. `joined`: see [`read_ram_neighbours`].
+pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
+    let mut ranges: Vec<Range> = Vec::new();
     for (i, line) in text.lines().enumerate() {
         let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
         let mut fields = line.splitn(6, ' ');
@@ -55,10 +61,14 @@ pub fn parse_ram_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
             "rw-s" => shared,
             _ => false,
         };
-        if ours && end.saturating_sub(start) >= LEAST_MAPPING && ranges.len() < MAPPINGS {
-            ranges.push(Range { start, len: end - start });
+        match ranges.last_mut() {
+            _ if !ours => {}
+            Some(last) if joined && last.end() == start => last.len += end.saturating_sub(start),
+            _ => ranges.push(Range { start, len: end.saturating_sub(start) }),
         }
     }
+    ranges.retain(|r| r.len >= LEAST_MAPPING);
+    ranges.truncate(MAPPINGS);
     Ok(ranges)
 }
 
@@ -189,7 +199,7 @@ mod tests {
 
     #[test]
     fn only_what_can_be_ram_is_walked() {
-        let ranges = parse_ram_mappings(MAPS).unwrap();
+        let ranges = parse_ram_mappings(MAPS, false).unwrap();
         assert_eq!(
             ranges,
             [
@@ -197,8 +207,12 @@ mod tests {
                 Range { start: 0x7f0070000000, len: 0x10000000 },
             ]
         );
-        assert_eq!(parse_ram_mappings("nonsense\n").unwrap_err().line, 1);
-        assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n").unwrap_err().line, 1);
+        assert_eq!(parse_ram_mappings("nonsense\n", true).unwrap_err().line, 1);
+        assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n", true).unwrap_err().line, 1);
+        let cut = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\
+                   7f0000800000-7f0001800000 rw-p 00000000 00:00 0 \n";
+        let len = |joined| parse_ram_mappings(cut, joined).unwrap()[0].len;
+        assert_eq!((len(false), len(true)), (16 << 20, 24 << 20));
     }
 
     #[test]

@@ -15,8 +15,8 @@ use ebb_core::sample::{TornSample, VmId};
 use ebb_core::units::{Bytes, PAGE};
 
 use super::errands::{Errands, Told};
+use super::offload::read_ram_neighbours;
 use super::process::{Advice, Process};
-use crate::probe::regions::{guest_ram, read_smaps};
 use crate::root::{Root, is_absent};
 use crate::sys::Range;
 
@@ -34,6 +34,7 @@ const PARTIAL: &str =
 
 /// Bits of `/proc/PID/pagemap` (Documentation/admin-guide/mm/pagemap.rst).
 const PRESENT: u64 = 1 << 63;
+const SHARED: u64 = 1 << 61;
 const FRAME: u64 = (1 << 55) - 1;
 /// Bits of `/proc/kpageflags`.
 const FLAG_HUGETLB: u64 = 1 << 17;
@@ -82,9 +83,8 @@ fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Resu
         return Ok(done);
     }
     let process = Process::open(root, vm)?;
-    let regions = read_smaps(root, vm.pid).map_err(|e| e.to_string())?;
-    let regions = regions.ok_or("the process has ended")?;
-    let ram: Vec<Range> = guest_ram(&regions).iter().map(|r| r.range).collect();
+    let ram = read_ram_neighbours(root, vm.pid).map_err(|e| e.to_string())?;
+    let ram = ram.ok_or("the process has ended")?;
     let tables = Tables::open(root, vm.pid).map_err(|e| e.to_string())?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut torn: Vec<Torn> = Vec::new();
@@ -191,7 +191,8 @@ fn torn(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Ve
     for (n, entry) in entries.chunks_exact(8).enumerate() {
         let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
         let frame = entry & FRAME;
-        if entry & PRESENT == 0 || frame == 0 {
+        // Of shared memory what is not mapped is not free.
+        if entry & (PRESENT | SHARED) != PRESENT || frame == 0 {
             continue;
         }
         match mapped.iter_mut().rev().find(|t| huge(t.frame) == huge(frame)) {
@@ -242,6 +243,7 @@ mod tests {
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
         assert_eq!(torn(block, &entries(mixed), thp), [found]);
         assert_eq!(torn(block, &entries(|_| None), thp), []);
+        assert_eq!(torn(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
     }
 
     proptest! {

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Candidates, Facts, LEAST, Order, govern, is_storm};
+use super::{Candidates, Facts, LEAST, Order, govern, is_gentle, is_storm};
 use crate::config::MergeMode;
 use crate::memory::Memory;
 use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
@@ -363,7 +363,9 @@ fn due(
     memory: &MergeMemory,
 ) -> Option<(String, bool)> {
     let (scan, every) = (&host.scan, host.config.scan_ms);
-    let idle = !scan.busy && memory.govern.burst.is_none();
+    // A burst in pulses may take hours, and VMs come meanwhile.
+    let gentle = is_gentle(host.config.settings.share(model.host.state));
+    let idle = !scan.busy && (memory.govern.burst.is_none() || gentle);
     if targets.is_empty() || !idle || model.host.state == Pressure::Critical {
         return None;
     }

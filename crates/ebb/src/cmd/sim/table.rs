@@ -1,5 +1,6 @@
 //! The comparison: every policy on every scenario; into docs/policies.md as well.
 
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -14,8 +15,8 @@ const END: &str = "<!-- comparison: end -->";
 
 /// Settings of a comparison.
 pub struct Compare {
-    /// Seeds a scenario.
-    pub seeds: u64,
+    /// Seeds of each scenario.
+    pub seeds: Range<u64>,
     /// Only these scenarios; empty: all.
     pub only: Vec<String>,
     /// Writes the table into this document.
@@ -26,7 +27,7 @@ pub struct Compare {
 
 /// Runs it, prints it, writes it down.
 pub fn compare_all(c: &Compare, json: bool) -> Result<()> {
-    let result = compare(&scenarios(&c.only)?, c.seeds, threads());
+    let result = compare(&scenarios(&c.only)?, c.seeds.clone(), threads());
     if let Some(file) = &c.markdown {
         let old = std::fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
         let commit = c.commit.as_deref().unwrap_or("unknown");
@@ -46,8 +47,9 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn section(c: &Comparison, commit: &str) -> String {
     format!(
         "{BEGIN} (generated, do not edit) -->\n\
-         `ebb sim --compare --seeds {} --markdown docs/policies.md`, commit {commit}. \
+         `ebb sim --compare --seed {} --seeds {} --markdown docs/policies.md`, commit {commit}. \
          Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
+        c.first_seed,
         c.seeds,
         c.markdown()
     )

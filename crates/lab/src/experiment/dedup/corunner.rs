@@ -48,8 +48,8 @@ const SPIN_SLEEP: Duration = Duration::from_millis(20);
 const CHASE: &str = "size=67108864";
 const KEYS: [(&str, &str); 2] = [("p50_ns", "p50"), ("p99_ns", "p99")];
 
-/// So much is merged when `ebb-clear` begins its turn.
-const MERGING: Bytes = Bytes::mib(32);
+/// So much of what a VM holds is merged when `ebb-clear` begins its turn, half of it being alike.
+const MERGING: f64 = 0.4;
 
 /// A turn: p50, p99 in seconds, share of a core, bytes merged.
 type Turn = [f64; 4];
@@ -65,7 +65,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
         for (arm, done) in turns.iter_mut().filter(|(arm, _)| trial.wants(arm)) {
             ksm::unmerge(&Root::default())?;
             let spinning = (*arm == "spin").then(Spin::start);
-            done.push(turn(co, &vms, arm)?);
+            done.push(turn(co, &vms, arm, trial.size(256).share(MERGING))?);
             drop(spinning);
         }
     }
@@ -133,9 +133,9 @@ impl Drop for Spin {
     }
 }
 
-fn turn(co: &Vm, vms: &[Vm], arm: &str) -> Result<Turn> {
+fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Turn> {
     let mut beside = match Kind::named(arm) {
-        _ if arm == "ebb-clear" => Beside::clear(vms)?,
+        _ if arm == "ebb-clear" => Beside::clear(vms, first)?,
         None => Beside::Nothing,
         Some(kind) => {
             let mut runner = Box::new(Runner::new(kind, SHARE, vms)?);
@@ -168,12 +168,13 @@ enum Beside<'a> {
 }
 
 impl Beside<'_> {
-    fn clear(vms: &[Vm]) -> Result<Beside<'_>> {
+    /// From when so much is merged.
+    fn clear(vms: &[Vm], first: Bytes) -> Result<Beside<'_>> {
         let mut runner = Runner::new(Kind::EbbStock, SHARE, vms)?;
         let (_, planned) = runner.scan()?;
         // All of it has been seen once, quickly: from here on pages are merged.
         runner.begin()?;
-        while merged()? < MERGING {
+        while merged()? < first {
             runner.step(&Course::default(), Bytes::ZERO)?;
             std::thread::sleep(Duration::from_millis(10));
         }

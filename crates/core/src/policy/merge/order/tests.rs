@@ -290,7 +290,8 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
         s.host.scan = Some(ScanSample { number, busy, at: ended, ..ScanSample::default() });
         s
     };
-    let config = format!("{ON}scan = \"10s\"\n");
+    let gentle = format!("{ON}scan = \"10s\"\n");
+    let config = format!("{gentle}cpu_clear = \"20%\"\n");
     let mut scans = |s: &Sample| tick(&config, &mut memory, s).scan.is_some();
     assert!(scans(&unscanned(1_000, 0, false, None)), "the first");
     assert!(!scans(&unscanned(60_000, 0, true, None)), "one is under way");
@@ -307,6 +308,10 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     let found = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
     let burst = unscanned(1_500_000, 2, false, Some(found));
     assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
+    let goes_on = Sample { at: Stamp(1_520_000), ..burst };
+    assert!(tick(&config, &mut memory, &goes_on).scan.is_none());
+    let scan = tick(&gentle, &mut memory, &goes_on).scan;
+    assert!(scan.is_some() && memory.merge.govern.burst.is_some(), "for hours, maybe");
 }
 
 #[test]
