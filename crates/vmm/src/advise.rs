@@ -83,10 +83,25 @@ impl Open {
         Ok(Bytes(self.0.iter().map(|r| r.len).sum()))
     }
 
-    /// Closes the rest once more: somebody may have opened it again. Costs
-    /// microseconds where nobody has.
+    /// Closes the rest once more: somebody may have opened it again. Costs a
+    /// microsecond for each stretch of it where nobody has.
     pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
         close(&without(&anonymous(ram), &self.0))
+    }
+
+    /// The same for the stretch of guest page 0 alone, which is protected all the time.
+    pub fn keep_tripwire_out(&self, ram: &Ram) -> Result<(), String> {
+        let Some(page) = ram.hva(0, PAGE) else { return Ok(()) };
+        let of_page = |r: &&Range| r.start <= page && page < end(r);
+        let Some(all) = anonymous(ram).iter().find(of_page).copied() else { return Ok(()) };
+        let next = self.0.iter().map(|r| r.start).find(|start| *start > page);
+        let stop = next.map_or(end(&all), |start| start.min(end(&all)));
+        close(&[Range { start: page, len: stop - page }])
+    }
+
+    /// How many ranges are open.
+    pub fn count(&self) -> usize {
+        self.0.len()
     }
 
     /// Nothing is open.

@@ -30,6 +30,10 @@ use crate::uffd::Uffd;
 
 /// How often open files are looked through for a reason to stand aside.
 const ASIDE_EVERY: Duration = Duration::from_secs(1);
+/// With more ranges open to KSM, to close the rest again each time would take milliseconds.
+const FEW: usize = 64;
+/// It is closed again this often then, and before anything is recycled.
+const REST_EVERY: Duration = Duration::from_secs(10);
 /// Tries to read the facts between two writes of the guest.
 const FACTS_TRIES: usize = 20;
 
@@ -48,6 +52,8 @@ struct Attached {
     pace: Pace,
     counters: Counters,
     aside_at: Instant,
+    /// When all that is not to be open to KSM was closed last.
+    closed_at: Instant,
 }
 
 /// The agent.
@@ -100,7 +106,7 @@ impl Agent {
         vm.tell_map();
         if now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            let open = vm.open.keep_rest_out(&vm.ram).err();
+            let open = vm.keep_closed(now, false).err();
             if let Some(why) = aside::reason().or(open) {
                 self.stand_aside(&why);
             }
@@ -244,6 +250,9 @@ impl Agent {
     ) -> Result<Answer, Refusal> {
         self.step();
         let faults = self.faults;
+        if let Err(why) = self.attached()?.keep_closed(Instant::now(), true) {
+            self.stand_aside(&why);
+        }
         let vm = self.attached()?;
         let recycling = Arc::clone(&vm.recycling);
         let mut recycler = vm.recycler(faults)?;
@@ -326,7 +335,19 @@ impl Attached {
             pace: Pace::default(),
             counters: Counters::default(),
             aside_at: Instant::now() + ASIDE_EVERY,
+            closed_at: Instant::now(),
         })
+    }
+
+    /// What somebody may have opened to KSM again is closed: what is about to be `recycled`
+    /// must have been looked at within a second, guest page 0 always.
+    fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), String> {
+        let soon = recycled || self.open.count() <= FEW;
+        if now - self.closed_at < if soon { ASIDE_EVERY } else { REST_EVERY } {
+            return self.open.keep_tripwire_out(&self.ram);
+        }
+        self.closed_at = now;
+        self.open.keep_rest_out(&self.ram)
     }
 
     /// The scanner's thread leaves out what the map calls free.

@@ -420,7 +420,9 @@ impl Recycler<'_> {
                 free += abi::count(&mask);
                 if held {
                     let (mut here, mut huge) = ([0; abi::MAP_WORDS], [0; abi::MAP_WORDS]);
-                    self.ram.held(&part, &mut here, &mut huge).ok()?;
+                    for some in stretches(&part, &mask) {
+                        self.ram.held(&some, &mut here, &mut huge).ok()?;
+                    }
                     mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
                     kept += abi::count(&mask);
                 }
@@ -447,6 +449,21 @@ fn keep_usable(page: &MapPage, bits: &mut Bits) {
     if page.pfn == 0 {
         bits[0] &= !1;
     }
+}
+
+/// The stretches of a part that have bits set: page tables of the others need not be walked.
+/// Few words between two are walked as well, which takes less than another call.
+fn stretches(part: &Part, mask: &Bits) -> Vec<Part> {
+    let mut found: Vec<Part> = Vec::new();
+    for (word, _) in mask.iter().enumerate().filter(|(_, bits)| **bits != 0) {
+        let first = (word * 64).max(part.first);
+        let stop = (word * 64 + 64).min(part.first + part.len);
+        match found.last_mut() {
+            Some(last) if first <= last.first + last.len + 128 => last.len = stop - last.first,
+            _ => found.push(Part { first, len: stop - first, ..*part }),
+        }
+    }
+    found
 }
 
 fn bit(bits: &Bits, at: usize) -> bool {
@@ -500,6 +517,36 @@ impl Drop for Lift<'_> {
                 span.len = next.first + next.len - span.first;
             }
             let _ = uffd.lift(self.part.range(span.first, span.len));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn stretches_hold_every_bit_of_a_part_and_no_other_part(
+            bits in prop::collection::vec(0..abi::MAP_PFNS as usize, 0..40),
+            first in 0..abi::MAP_PFNS as usize, len in 1..abi::MAP_PFNS as usize,
+        ) {
+            let len = len.min(abi::MAP_PFNS as usize - first);
+            let part = Part { piece: 0, first, len, base: 0 };
+            let mut mask: Bits = [0; abi::MAP_WORDS];
+            let inside = |b: &&usize| (first..first + len).contains(*b);
+            bits.iter().filter(inside).for_each(|b| abi::fill(&mut mask, *b, 1, true));
+            let found = stretches(&part, &mask);
+            for b in bits.iter().filter(inside) {
+                let of = |s: &Part| (s.first..s.first + s.len).contains(b);
+                prop_assert_eq!(found.iter().filter(|s| of(s)).count(), 1);
+            }
+            for s in &found {
+                prop_assert!(s.len > 0 && s.first >= first && s.first + s.len <= first + len);
+                prop_assert!((s.first..s.first + s.len).any(|b| bit(&mask, b)));
+            }
         }
     }
 }

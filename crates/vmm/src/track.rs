@@ -27,6 +27,10 @@ use crate::sys::{self, Range};
 
 /// Between two searches of the first 16 MiB: about a millisecond of work.
 const SEARCH_EVERY: Duration = Duration::from_millis(250);
+/// The longer nothing was found the longer, up to this: a VM may never have a module.
+const SEARCH_MOST: Duration = Duration::from_secs(5);
+/// By so much of the time that has been searched.
+const SEARCH_SHARE: u32 = 16;
 /// The same while the vCPUs stand still: nothing that is found could prove itself.
 const SEARCH_PAUSED: Duration = Duration::from_secs(5);
 /// How long a candidate may take to beat twice, and to answer; ten times the
@@ -58,9 +62,20 @@ pub struct Live {
 
 #[derive(Debug)]
 enum At {
-    Searching { next: Option<Instant> },
-    Checking { since: Instant, found: Vec<Candidate> },
-    Challenged { since: Instant, header: Box<Header>, challenge: u64 },
+    /// Again at `next`; it began then.
+    Searching {
+        next: Option<Instant>,
+        since: Option<Instant>,
+    },
+    Checking {
+        since: Instant,
+        found: Vec<Candidate>,
+    },
+    Challenged {
+        since: Instant,
+        header: Box<Header>,
+        challenge: u64,
+    },
     Ready(Box<Live>),
 }
 
@@ -77,13 +92,19 @@ pub struct Tracker {
 impl Tracker {
     /// Knows nothing yet.
     pub fn new(running: bool, faults: Faults) -> Tracker {
-        Tracker { at: At::Searching { next: None }, why: None, challenges: 0, running, faults }
+        Tracker {
+            at: At::Searching { next: None, since: None },
+            why: None,
+            challenges: 0,
+            running,
+            faults,
+        }
     }
 
     /// Nothing known holds any more.
     pub fn forget(&mut self, guard: &Guard, why: &str) {
         guard.disarm();
-        self.at = At::Searching { next: None };
+        self.at = At::Searching { next: None, since: None };
         self.why = Some(why.to_string());
     }
 
@@ -96,7 +117,7 @@ impl Tracker {
                 // Silence was the pause; the tripwire has been watching.
                 live.silent &= running;
             }
-            At::Searching { next } => *next = None,
+            At::Searching { next, since } => (*next, *since) = (None, None),
             At::Checking { .. } | At::Challenged { .. } => {}
         }
     }
@@ -151,6 +172,10 @@ impl Tracker {
     /// How soon [`Tracker::step`] has something to do.
     pub fn pause(&self) -> Duration {
         match &self.at {
+            // Nothing comes of it before the vCPUs run, which is told.
+            At::Searching { .. } | At::Checking { .. } | At::Challenged { .. } if !self.running => {
+                Duration::from_secs(1)
+            }
             At::Searching { .. } => SEARCH_EVERY,
             At::Checking { .. } | At::Challenged { .. } => Duration::from_millis(10),
             At::Ready(_) => Duration::from_millis(200),
@@ -166,8 +191,10 @@ impl Tracker {
             self.forget(guard, "something wrote to guest page 0: a reset");
         }
         match &mut self.at {
-            At::Searching { next } if next.is_none_or(|n| now >= n) => {
-                *next = Some(now + if self.running { SEARCH_EVERY } else { SEARCH_PAUSED });
+            At::Searching { next, since } if next.is_none_or(|n| now >= n) => {
+                let searched = now - *since.get_or_insert(now);
+                let pause = (searched / SEARCH_SHARE).clamp(SEARCH_EVERY, SEARCH_MOST);
+                *next = Some(now + if self.running { pause } else { SEARCH_PAUSED });
                 let (found, why) = search(ram, gently);
                 self.why = why.or(self.why.take());
                 if !found.is_empty() {
