@@ -383,6 +383,25 @@ fn limits_are_kept() {
 }
 
 #[test]
+fn a_gentle_scan_finds_the_same_and_hurries_when_it_is_told_to() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let dial = std::sync::Arc::new(Dial::new(0.002));
+    let options = Options { threads: Some(1), dial: Some(dial.clone()), ..Options::default() };
+    let (all, begun) = (targets(&holders), std::time::Instant::now());
+    let scan = std::thread::scope(|s| {
+        let scan = s.spawn(|| scanner().scan(&all, &options));
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!scan.is_finished(), "or this test shows nothing");
+        dial.set(1.0);
+        scan.join().unwrap()
+    });
+    assert_eq!(found(&scan.split), truth(&[(0, "a"), (1, "a")]));
+    // At the first speed it would have taken so long.
+    let slow = scan.cpu.mul_f64(1.0 / 0.002);
+    assert!(begun.elapsed() < slow.mul_f64(0.5), "{:?} of {slow:?}", begun.elapsed());
+}
+
+#[test]
 fn a_sample_reads_its_share() {
     let holder = Holder::start(0, "a");
     let mut read = 0;

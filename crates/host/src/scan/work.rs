@@ -28,6 +28,8 @@ use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
 /// What a thread takes at a time. Its pages are listed right before they are
 /// read, so few have gone when their turn comes.
 const WINDOW: u64 = 32 << 20;
+/// The same where that takes longer: see [`GENTLE_PIECE`]. A huge page, which is not cut.
+const GENTLE_WINDOW: u64 = 2 << 20;
 /// What is copied at a time: fits the second-level cache.
 const PIECE: usize = 1 << 20;
 /// The same where nobody is to notice: ten to thirty microseconds.
@@ -119,6 +121,7 @@ impl<'a> Job<'a> {
             *numbers.entry(name).or_insert(next)
         };
         let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
+        let window = if pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         Job {
             root,
             key,
@@ -136,7 +139,7 @@ impl<'a> Job<'a> {
                 .iter()
                 .map(|t| match (agents.get(&t.id), options.changes) {
                     (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
-                    (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), WINDOW),
+                    (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), window),
                 })
                 .collect(),
             threads: AtomicUsize::new(0),
