@@ -414,17 +414,15 @@ impl<'j, 'a> Worker<'j, 'a> {
         pages: &mut Pages,
     ) -> Result<Vec<Range>> {
         let job = self.job;
-        let cut: Vec<Range> = match job.pace.is_gentle() {
-            true => runs.iter().flat_map(|r| cut(*r, GENTLE_PIECE)).collect(),
-            false => runs.to_vec(),
-        };
-        let mut rest = &cut[..];
+        // Looked at once: runs that are longer than a question would never be asked for.
+        let most = if job.pace.is_gentle() { GENTLE_PIECE } else { (PAGES_MAX * PAGE) as usize };
+        let runs: Vec<Range> = runs.iter().flat_map(|r| cut(*r, most)).collect();
+        let mut rest = &runs[..];
         while !rest.is_empty() {
-            let most = if job.pace.is_gentle() { GENTLE_PIECE as u64 } else { PAGES_MAX * PAGE };
             let mut size = 0;
             let fits = |r: &&Range| {
                 size += r.len;
-                size <= most
+                size <= most as u64
             };
             let count = rest.iter().take(RANGES_MAX).take_while(fits).count();
             let (now, after) = rest.split_at(count);
