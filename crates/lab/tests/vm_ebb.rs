@@ -211,7 +211,6 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     }
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"").unwrap();
-    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "needs")["available"].as_u64()).unwrap();
     squeeze(&daemon, "needs");
     let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
     assert_eq!(idle, RAM.0, "nobody is short: the other is left alone");
@@ -246,7 +245,6 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let vm = start_holding("moves", Kernel::V6_1, &arena);
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["moves"], "").unwrap();
-    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "moves")["available"].as_u64()).unwrap();
     squeeze(&daemon, "moves");
 
     // So slow that it does not come to its end.

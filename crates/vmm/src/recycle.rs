@@ -452,15 +452,15 @@ fn keep_usable(page: &MapPage, bits: &mut Bits) {
 }
 
 /// The stretches of a part that have bits set: page tables of the others need not be walked.
-/// Few words between two are walked as well, which takes less than another call.
+/// Few pages between two are walked as well, which takes less than another call.
 fn stretches(part: &Part, mask: &Bits) -> Vec<Part> {
     let mut found: Vec<Part> = Vec::new();
-    for (word, _) in mask.iter().enumerate().filter(|(_, bits)| **bits != 0) {
-        let first = (word * 64).max(part.first);
-        let stop = (word * 64 + 64).min(part.first + part.len);
+    for (first, len) in abi::runs(mask) {
         match found.last_mut() {
-            Some(last) if first <= last.first + last.len + 128 => last.len = stop - last.first,
-            _ => found.push(Part { first, len: stop - first, ..*part }),
+            Some(last) if first <= last.first + last.len + 128 => {
+                last.len = first + len - last.first;
+            }
+            _ => found.push(Part { first, len, ..*part }),
         }
     }
     found
