@@ -175,7 +175,8 @@ impl Beside<'_> {
         // All of it has been seen once, quickly: from here on pages are merged.
         runner.begin()?;
         while merged()? < first {
-            runner.step(&Course::default(), Bytes::ZERO)?;
+            let rests = runner.step(&Course::default(), Bytes::ZERO)?;
+            anyhow::ensure!(!rests, "{first} were to be merged, not {}", merged()?);
             std::thread::sleep(Duration::from_millis(10));
         }
         runner.end()?;
