@@ -2,7 +2,7 @@
 # /tmp/n has a file of each kind with how often it was done.
 mkdir -p /tmp/s /tmp/n; touch /tmp/go
 while_going() { # NAME: the function of that name, again and again
-	( n=0; while [ -f /tmp/go ]; do "$1" && n=$((n+1)); echo $n > /tmp/n/$1; done ) & }
+	( n=0; while [ -f /tmp/go ]; do "$1" && n=$((n+1)); echo $n > /tmp/n.$1; mv /tmp/n.$1 /tmp/n/$1; done ) & }
 
 # Bulk allocation in files, in pieces: every other one goes first.
 pieces() {
