@@ -3,14 +3,14 @@
 #![no_main]
 
 use ebb_host::probe::cgroup::{self, Version};
-use ebb_host::probe::{meminfo, process, psi, swaps, vmstat, zfs};
+use ebb_host::probe::{ksm, maps, meminfo, process, psi, regions, swaps, vmstat, zfs};
 use ebb_host::root::{parse_number, unescape_octal};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
     let Some((which, rest)) = data.split_first() else { return };
     let text = String::from_utf8_lossy(rest);
-    match which % 16 {
+    match which % 19 {
         0 => drop(meminfo::parse_meminfo(&text)),
         1 => drop(vmstat::parse_vmstat(&text)),
         2 => {
@@ -29,7 +29,19 @@ fuzz_target!(|data: &[u8]| {
         11 => drop(cgroup::parse_stat(&text, Version::V1)),
         12 => drop(cgroup::parse_stat(&text, Version::V2)),
         13 => drop((cgroup::parse_limit(&text), cgroup::parse_oom_kills(&text))),
-        14 => drop((parse_number::<i64>(&text), unescape_octal(&text))),
+        14 => drop(ksm::parse_ksm_stat(&text)),
+        15 => {
+            if let Ok(regions) = regions::parse_smaps(&text) {
+                assert!(regions::guest_ram(&regions).len() <= regions.len());
+                drop(regions::unmergeable(&regions));
+            }
+        }
+        16 => {
+            for joined in [false, true] {
+                drop(maps::parse_ram_mappings(&text, joined));
+            }
+        }
+        17 => drop((parse_number::<i64>(&text), unescape_octal(&text))),
         _ => {
             let paths: Vec<String> = text.lines().map(str::to_owned).collect();
             if let Some(common) = cgroup::common_ancestor(&paths) {

@@ -122,12 +122,16 @@ pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> 
     check(n as c_long)
 }
 
-/// This thread runs only when nobody else wants the CPU.
-pub fn run_when_idle() -> Result<()> {
-    // SAFETY: plain numbers; all of it zero is a valid value.
-    let mut param = unsafe { std::mem::zeroed::<libc::sched_param>() };
-    param.sched_priority = 0;
+/// This thread runs only when nobody else wants the CPU; or else, as `ksmd` does, with a
+/// third of an ordinary thread's weight (nice 5). The way back needs CAP_SYS_NICE.
+pub fn run_when_idle(idle: bool) -> Result<()> {
+    let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_BATCH };
+    // SAFETY: plain numbers; all of it zero is a valid value, and the one asked for.
+    let param = unsafe { std::mem::zeroed::<libc::sched_param>() };
     // SAFETY: `param` is read during the call; 0 is this thread.
-    let done = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &param) };
+    let done = unsafe { libc::sched_setscheduler(0, policy, &param) };
+    check(c_long::from(done))?;
+    // SAFETY: plain numbers; on Linux 0 is this thread, not its process.
+    let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 5) };
     check(c_long::from(done)).map(drop)
 }

@@ -2,8 +2,9 @@
 //!
 //! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
 //! page than for the hashing. In here our own page tables lead there: pages that are in
-//! memory are copied 128 KiB at a time and hashed. A thread of its own, which
-//! runs when nobody else wants the CPU, on a socket that the daemon handed over; when
+//! memory are copied 128 KiB at a time and hashed. A thread of its own, as nice as `ksmd`
+//! (what asks sees to it that it gives way where nobody is to notice: from `SCHED_IDLE` a
+//! thread of the VMM's could not come back), on a socket that the daemon handed over; when
 //! that is closed the thread ends.
 //!
 //! It only looks. What is absent, in swap or of zeros by the page table is passed over
@@ -81,7 +82,7 @@ impl Hasher {
             std::thread::Builder::new().name("ebb-hash".into()).spawn(move || {
                 sys::block_signals();
                 // Refused in some sandboxes: then it is a thread like others.
-                let _ = sys::run_when_idle();
+                let _ = sys::run_nice();
                 let serve = std::panic::AssertUnwindSafe(|| served.serve(&theirs));
                 let _ = std::panic::catch_unwind(serve);
                 let _ = rustix::net::shutdown(&theirs, Shutdown::Both);

@@ -19,6 +19,9 @@ use crate::waker::Waker;
 const PAUSE: Duration = Duration::from_millis(10);
 /// Between two looks at what a page costs.
 const PACE: Duration = Duration::from_millis(100);
+/// In pulses there are few pages in that time. So many, and so much time, tell what one
+/// costs: here it is counted in nanoseconds.
+const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 
 /// The knobs, and what is under way.
 #[derive(Debug)]
@@ -126,7 +129,7 @@ impl Burst {
             self.seen = Some((Instant::now(), cpu, scanned));
             return None;
         };
-        let each = each_us(cpu.saturating_sub(before), scanned.saturating_sub(pages))?;
+        let each = self.each_us(cpu.saturating_sub(before), scanned.saturating_sub(pages))?;
         self.seen = Some((Instant::now(), cpu, scanned));
         let new = speed(self.cores, each);
         let other = new.1 != self.speed.1 || new.0.abs_diff(self.speed.0) > self.speed.0 / 10;
@@ -134,6 +137,11 @@ impl Burst {
             self.speed = new;
             new
         })
+    }
+
+    fn each_us(&self, cpu: Duration, pages: u64) -> Option<f64> {
+        let enough = is_gentle(self.cores) && pages >= PULSED.0 && cpu >= PULSED.1;
+        if enough { Some(cpu.as_micros() as f64 / pages as f64) } else { each_us(cpu, pages) }
     }
 }
 
@@ -188,6 +196,25 @@ mod tests {
         assert_eq!(knob(&root, "run"), "1");
         keeper.release().unwrap();
         assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("0".into(), "77".into()));
+    }
+
+    #[test]
+    fn in_pulses_what_a_page_costs_is_known_after_a_hundred() {
+        let (dir, root) = tree();
+        let note = dir.path().join("ksm.json");
+        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+        let (batch, sleep_ms) = speed(0.008, 6.0);
+        let order = Order::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
+        keeper.order(&order).unwrap();
+        keeper.keep().unwrap();
+        let mut after = |pages, cpu_ms| {
+            worked(&root, 5, pages, cpu_ms);
+            std::thread::sleep(PACE);
+            keeper.keep().unwrap();
+            knob(&root, "pages_to_scan").parse::<u64>().unwrap()
+        };
+        assert_eq!(after(99, 1), batch, "too few to tell");
+        assert!(after(1_250, 1) > 6 * batch, "0.8 µs a page");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //! What can take long never holds up a tick. One thread writes KSM's knobs (a write
 //! waits for `ksmd`'s batch) and looks into VMs' mappings (the kernel walks their
 //! page tables for it); another scans. Each tick hands over what the policy decided
-//! and takes what is there. Threads that read VMs run when nobody else wants the CPU.
+//! and takes what is there. Threads that read VMs run when nobody else wants the CPU, or,
+//! on a host that is short, with the weight of `ksmd`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;

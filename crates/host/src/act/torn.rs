@@ -15,8 +15,8 @@ use ebb_core::sample::{TornSample, VmId};
 use ebb_core::units::{Bytes, PAGE};
 
 use super::errands::{Errands, Told};
-use super::offload::read_ram_neighbours;
 use super::process::{Advice, Process};
+use crate::probe::maps::read_ram_neighbours;
 use crate::root::{Root, is_absent};
 use crate::sys::Range;
 

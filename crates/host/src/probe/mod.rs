@@ -3,6 +3,7 @@
 
 pub mod cgroup;
 pub mod ksm;
+pub mod maps;
 pub mod meminfo;
 pub mod process;
 pub mod psi;

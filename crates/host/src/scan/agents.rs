@@ -19,7 +19,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
 use crate::sys::Range;
 
-/// Milliseconds of work, by a thread that runs when nobody else wants the CPU.
+/// Milliseconds of work, by a thread that has less weight than others.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// One VM's agent, as a scan uses it; for one question at a time.

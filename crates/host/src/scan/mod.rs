@@ -7,7 +7,8 @@
 //! twins within a VM, between VMs of a share group, between groups (`tally`).
 //! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
 //! notices nothing but its host's CPUs: threads run when nobody else wants to
-//! (SCHED_IDLE), within limits (`pace`), and pause while tasks stall for memory.
+//! (SCHED_IDLE) or, where the host needs the memory, with the weight of `ksmd`, within
+//! limits (`pace`), and pause while tasks stall for memory.
 //!
 //! VMs live on meanwhile: one that ends is dropped from the result, one that may
 //! not be read is named with the reason, a page that changes while it is read has
@@ -157,7 +158,7 @@ pub struct Options {
     pub limits: Limits,
     /// The share of a core instead, where it may change meanwhile.
     pub dial: Option<Arc<Dial>>,
-    /// Run only when nobody else wants the CPU.
+    /// Run only when nobody else wants the CPU; with a dial, while it says gently.
     pub idle: bool,
     /// Keep pages of different share groups apart, as merging does.
     pub separate: bool,

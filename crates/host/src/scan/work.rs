@@ -104,6 +104,8 @@ struct Worker<'j, 'a> {
     memory: Option<File>,
     buffer: Vec<u8>,
     cpu: Duration,
+    /// Whether it runs only when nobody else wants the CPU, once that is settled.
+    idle: Option<bool>,
 }
 
 impl<'a> Job<'a> {
@@ -156,7 +158,6 @@ impl<'a> Job<'a> {
             for _ in 0..threads {
                 let (running, watcher) = (&running, watcher.clone());
                 s.spawn(move || {
-                    self.settle();
                     Worker::new(self).work();
                     running.fetch_sub(1, Relaxed);
                     watcher.unpark();
@@ -166,10 +167,14 @@ impl<'a> Job<'a> {
         });
     }
 
-    fn settle(&self) {
-        if self.options.idle {
+    /// Gives this thread its weight, where that is to be another than `now`.
+    fn settle(&self, now: &mut Option<bool>) {
+        // Without memory nobody waits; on a short host all would, if guests took all CPUs.
+        let idle = self.options.idle && (self.options.dial.is_none() || self.pace.is_gentle());
+        if self.options.idle && *now != Some(idle) {
             // Refused in some containers; the scan is then an ordinary load.
-            let _ = run_when_idle();
+            let _ = run_when_idle(idle);
+            *now = Some(idle);
         }
     }
 
@@ -230,7 +235,7 @@ impl<'a> Job<'a> {
         std::thread::scope(|s| {
             for _ in 0..threads {
                 s.spawn(|| {
-                    self.settle();
+                    self.settle(&mut None);
                     let mut tally = Tally::new(self.targets.len());
                     loop {
                         let (shard, before) = (next.fetch_add(1, Relaxed), thread_cpu());
@@ -314,11 +319,13 @@ impl<'j, 'a> Worker<'j, 'a> {
             memory: None,
             buffer: vec![0; PIECE],
             cpu: thread_cpu(),
+            idle: None,
         }
     }
 
     fn work(mut self) {
         let job = self.job;
+        job.settle(&mut self.idle);
         let first = job.threads.fetch_add(1, Relaxed);
         // An agent does one window at a time: where there are several VMs nobody waits.
         for i in 0..job.targets.len() {
@@ -515,6 +522,7 @@ impl<'j, 'a> Worker<'j, 'a> {
         let used = cpu.saturating_sub(self.cpu);
         self.cpu = cpu;
         self.job.pace.used(bytes, used + others);
+        self.job.settle(&mut self.idle);
     }
 
     /// Notes the first `n` bytes of the buffer, which came from these places.

@@ -1,0 +1,84 @@
+//! Which of a process's mappings can be guest RAM: `/proc/PID/maps` (proc(5)). Cheap beside
+//! `regions`: the kernel walks no page tables for it.
+
+use crate::root::{ParseError, ProbeError, Root};
+use crate::sys::Range;
+
+/// Mappings smaller than this are QEMU's own, not RAM.
+const LEAST_MAPPING: u64 = 16 << 20;
+/// Most mappings walked.
+const MAPPINGS: usize = 256;
+
+/// Reads the mappings of a process that can be guest RAM, by address.
+pub fn read_ram_mappings(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, false))
+}
+
+/// The same, and what lies side by side is one: ranges that are open to KSM cut RAM up.
+/// Memory of QEMU's own may be among it.
+pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
+}
+
+/// Parses them (proc(5)): writable and not executable (translated code is), without
+/// a file or in shared memory, and large. `joined`: see [`read_ram_neighbours`].
+pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
+    let mut ranges: Vec<Range> = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        let mut fields = line.splitn(6, ' ');
+        let (range, perms) = (fields.next().ok_or_else(bad)?, fields.next().ok_or_else(bad)?);
+        let path = fields.nth(3).unwrap_or("").trim();
+        let (start, end) = range.split_once('-').ok_or_else(bad)?;
+        let address = |t| u64::from_str_radix(t, 16).map_err(|_| bad());
+        let (start, end) = (address(start)?, address(end)?);
+        let shared = ["/memfd:", "/dev/shm/"].iter().any(|p| path.starts_with(p));
+        let private = path.is_empty() || path.starts_with("[anon:");
+        let ours = match perms {
+            "rw-p" => private || shared,
+            "rw-s" => shared,
+            _ => false,
+        };
+        match ranges.last_mut() {
+            _ if !ours => {}
+            Some(last) if joined && last.end() == start => last.len += end.saturating_sub(start),
+            _ => ranges.push(Range { start, len: end.saturating_sub(start) }),
+        }
+    }
+    ranges.retain(|r| r.len >= LEAST_MAPPING);
+    ranges.truncate(MAPPINGS);
+    Ok(ranges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+        55d0c0000000-55d0c0800000 r-xp 00000000 fe:00 77 /usr/bin/qemu-system-x86_64\n\
+        55d0d0000000-55d0d8000000 rw-p 00000000 00:00 0 [heap]\n\
+        7f0000000000-7f0020000000 rw-p 00000000 00:00 0 \n\
+        7f0020000000-7f0020400000 rw-p 00000000 00:00 0 \n\
+        7f0030000000-7f0040000000 rwxp 00000000 00:00 0 \n\
+        7f0050000000-7f0060000000 ---p 00000000 00:00 0 \n\
+        7f0070000000-7f0080000000 rw-s 00000000 00:01 99 /memfd:ram (deleted)\n\
+        7f0090000000-7f00a0000000 rw-s 00000000 fe:00 98 /var/lib/disk.img\n";
+
+    #[test]
+    fn only_what_can_be_ram_is_walked() {
+        let ranges = parse_ram_mappings(MAPS, false).unwrap();
+        assert_eq!(
+            ranges,
+            [
+                Range { start: 0x7f0000000000, len: 0x20000000 },
+                Range { start: 0x7f0070000000, len: 0x10000000 },
+            ]
+        );
+        assert_eq!(parse_ram_mappings("nonsense\n", true).unwrap_err().line, 1);
+        assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n", true).unwrap_err().line, 1);
+        let cut = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\
+                   7f0000800000-7f0001800000 rw-p 00000000 00:00 0 \n";
+        let len = |joined| parse_ram_mappings(cut, joined).unwrap()[0].len;
+        assert_eq!((len(false), len(true)), (16 << 20, 24 << 20));
+    }
+}
