@@ -189,6 +189,7 @@ mod tests {
         let look = |open| Look {
             begun: Instant::now(),
             at: Stamp(0),
+            took: Duration::ZERO,
             open: Ok(open),
             merged: Bytes::ZERO,
         };

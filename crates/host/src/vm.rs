@@ -27,11 +27,13 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 const GIVE_UP: Duration = Duration::from_secs(30);
 /// Devices and RAM size are looked up this often without any event.
 const LOOK_UP: Duration = Duration::from_secs(60);
-/// A VM's mappings are looked at again after this.
-const LOOK_EVERY: Duration = Duration::from_secs(60);
-/// And when so many merged pages were copied on the host since the last look at it
-/// (16 MiB), but not more often than this.
-const LOOK_COPIES: (u64, Duration) = (4096, Duration::from_secs(1));
+/// A VM's mappings are looked at again after this, or after a thousand times as long as a
+/// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
+const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
+/// And when so many merged pages were copied on the host since the last look at it (16 MiB).
+const LOOK_COPIES: u64 = 4096;
+/// But not before this, or a hundred times as long as a look takes, and not much later.
+const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, GIVE_UP);
 /// Most events kept between two samples; the oldest go.
 const MAX_EVENTS: usize = 64;
 
@@ -520,7 +522,7 @@ impl Vm {
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
     /// for it, because pages were merged or merged pages copied, or because it is time.
-    /// `working`: `ksmd` is at it. A look at a VM with thousands of ranges takes 40 ms.
+    /// `working`: `ksmd` is at it.
     pub fn wants_look(
         &mut self,
         look: Option<&Look>,
@@ -533,16 +535,16 @@ impl Vm {
             (self.copied, self.opened, self.merged) = (copied, opened, merged);
             return true;
         };
-        let age = look.begun.elapsed();
         let grown = copied.zip(self.copied).map_or(0, |(now, was)| now.saturating_sub(was));
         let ordered = self.merging.waits_for_look().is_some_and(|since| look.begun < since);
-        let storm = grown >= LOOK_COPIES.0 && age >= LOOK_COPIES.1;
+        let storm = grown >= LOOK_COPIES;
         // What is lost later is lost of what was seen merged.
         let more = merged.zip(self.merged).map_or(0, |(now, was)| now.saturating_sub(was));
         // While there is more to come, when it has doubled.
         let least = if working { self.merged.unwrap_or(0) } else { 0 };
-        let more = more >= LOOK_COPIES.0.max(least) && age >= LOOK_COPIES.1;
-        let wants = ordered || storm || more || age >= LOOK_EVERY || opened != self.opened;
+        let more = more >= LOOK_COPIES.max(least);
+        let news = storm || more || opened != self.opened;
+        let wants = ordered || is_due(news, look.begun.elapsed(), look.took);
         if wants {
             (self.copied, self.opened, self.merged) = (copied, opened, merged);
         }
@@ -585,6 +587,13 @@ fn age_of(id: VmId) -> Option<u64> {
     now_ms.checked_sub(id.start.checked_mul(10)?)
 }
 
+/// Whether a look is due that is so old and took so much processor time.
+fn is_due(news: bool, age: Duration, took: Duration) -> bool {
+    let (least, times, most) = LOOK_CALM;
+    let calm = (took * times).clamp(least, most);
+    news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0)
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader, Write};
@@ -592,6 +601,23 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
+
+    #[test]
+    fn what_a_look_takes_decides_how_soon_the_next_may_be() {
+        let (ms, s) = (Duration::from_millis, Duration::from_secs);
+        for (news, age, took, due) in [
+            (true, ms(999), ms(1), false),
+            (true, s(1), ms(1), true),
+            (true, s(4), ms(45), false),
+            (true, s(5), ms(45), true),
+            (true, s(30), s(2), true),
+            (false, s(59), ms(1), false),
+            (false, s(60), ms(1), true),
+            (false, s(1999), s(2), false),
+        ] {
+            assert_eq!(is_due(news, age, took), due, "{news} {age:?} {took:?}");
+        }
+    }
 
     /// A QEMU with a balloon that answers at once, but for the question whether
     /// it reports free pages: what it says to that is held back in `held`, where

@@ -23,6 +23,7 @@ use super::mergeable::{LEAST_RAM, marks};
 use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::agents::HashLink;
+use crate::scan::pace::thread_cpu;
 use crate::scan::survey::estimate;
 use crate::scan::{Changes, Dial, Fate, Found, Limits, Options, Scan, Scanner, Target};
 use crate::sys::Range;
@@ -46,6 +47,8 @@ pub struct Look {
     pub begun: Instant,
     /// The same for the sample.
     pub at: Stamp,
+    /// Processor time that it took.
+    pub took: Duration,
     /// Whether KSM may look at its RAM; or why that is not known.
     pub open: Result<bool, String>,
     /// What is merged of it, zeros not counted.
@@ -267,10 +270,10 @@ fn work(mut keeper: Keeper, jobs: &Receiver<Job>, told: &Mutex<Told>) {
 }
 
 fn look(root: &Root, vm: VmId) -> Look {
-    let (begun, at) = (Instant::now(), LinuxHost::now());
+    let (begun, at, used) = (Instant::now(), LinuxHost::now(), thread_cpu());
     let seen = marks(root, vm).map_err(|e| e.to_string());
     let merged = seen.as_ref().map_or(Bytes::ZERO, |m| m.merged);
-    Look { begun, at, open: seen.map(|m| m.open), merged }
+    Look { begun, at, took: thread_cpu().saturating_sub(used), open: seen.map(|m| m.open), merged }
 }
 
 fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker) {
