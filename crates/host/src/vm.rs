@@ -543,10 +543,13 @@ impl Vm {
         // While there is more to come, when it has doubled.
         let least = if working { self.merged.unwrap_or(0) } else { 0 };
         let more = more >= LOOK_COPIES.max(least);
-        let news = storm || more || opened != self.opened;
-        let wants = ordered || is_due(news, look.begun.elapsed(), look.took);
+        // What its agent opened it says; that nothing is open any more is to be seen.
+        let some = |opened: Option<Bytes>| opened.is_some_and(|o| o > Bytes::ZERO);
+        let closed = some(self.opened) && !some(opened);
+        self.opened = opened;
+        let wants = ordered || closed || is_due(storm || more, look.begun.elapsed(), look.took);
         if wants {
-            (self.copied, self.opened, self.merged) = (copied, opened, merged);
+            (self.copied, self.merged) = (copied, merged);
         }
         wants
     }
