@@ -11,7 +11,7 @@ BUILD := $(CARGO) build --release --quiet
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
-  vm_a_crash_kernel
+  vm_a_crash_kernel vm_pulses
 VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 

@@ -3,6 +3,7 @@
 //! guests hold is what they wrote. KSM is the whole machine's: the arena holds it.
 
 mod orders;
+mod pulses;
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -361,6 +362,18 @@ fn mapped(vm: &Vm) -> Marks {
 
 fn open(vm: &Vm) -> bool {
     mapped(vm).open
+}
+
+/// What guests hold and what they write all the time is what they wrote.
+fn all_is_there(vms: &[Vm]) {
+    for vm in vms {
+        vm.tool().poke("h").unwrap();
+        let held = vm.tool().wait_event("h", "progress", 2 * MINUTE).unwrap();
+        let live = vm.tool().stop("v").unwrap();
+        for said in [&held, &live] {
+            assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
+        }
+    }
 }
 
 fn pids(vms: &[Vm]) -> Vec<u32> {

@@ -36,17 +36,6 @@ fn ebb(args: &[&str], config: &str) -> String {
     out + &err
 }
 
-fn all_is_there(vms: &[Vm]) {
-    for vm in vms {
-        vm.tool().poke("h").unwrap();
-        let held = vm.tool().wait_event("h", "progress", 2 * MINUTE).unwrap();
-        let live = vm.tool().stop("v").unwrap();
-        for said in [&held, &live] {
-            assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-        }
-    }
-}
-
 /// `ebb merge off` where the kernel says that so much is available; whether it was done.
 fn off_on_a_host_with(available: Bytes, dir: &Path, config: &str) -> (bool, String) {
     let real = std::fs::read_to_string("/proc/meminfo").unwrap();
