@@ -10,6 +10,7 @@ use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use libc::{c_long, c_ulong, iovec};
+use rustix::process::{Pid, getpriority_process, setpriority_process};
 
 /// A run of bytes in a process: page-aligned address and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -122,16 +123,23 @@ pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> 
     check(n as c_long)
 }
 
-/// This thread runs only when nobody else wants the CPU; or else, as `ksmd` does, with a
-/// third of an ordinary thread's weight (nice 5). The way back needs CAP_SYS_NICE.
-pub fn run_when_idle(idle: bool) -> Result<()> {
+/// A thread (`None`: this one) runs only when nobody else wants the CPU; or else, as `ksmd`
+/// does, with a third of an ordinary thread's weight (nice 5). The way back needs CAP_SYS_NICE.
+pub fn run_when_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
     let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_BATCH };
     // SAFETY: plain numbers; all of it zero is a valid value, and the one asked for.
     let param = unsafe { std::mem::zeroed::<libc::sched_param>() };
     // SAFETY: `param` is read during the call; 0 is this thread.
-    let done = unsafe { libc::sched_setscheduler(0, policy, &param) };
+    let done = unsafe { libc::sched_setscheduler(Pid::as_raw(thread), policy, &param) };
     check(c_long::from(done))?;
-    // SAFETY: plain numbers; on Linux 0 is this thread, not its process.
-    let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 5) };
-    check(c_long::from(done)).map(drop)
+    // On Linux this is about a thread, not its process.
+    let nice = getpriority_process(thread)?.max(5);
+    Ok(setpriority_process(thread, nice)?)
+}
+
+/// Whether a thread runs only when nobody else wants the CPU.
+pub fn runs_when_idle(thread: Pid) -> bool {
+    // SAFETY: a plain number.
+    let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
+    policy == libc::SCHED_IDLE
 }

@@ -16,6 +16,7 @@ use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const NOBODY: u32 = 65534;
+const SCHED_BATCH: i32 = 3;
 /// What libvirt gives a QEMU that can.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
@@ -42,8 +43,8 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
     assert!(said.unwrap().trim().ends_with('1'));
 
-    let state = dir.path().join("daemon");
-    let daemon = Daemon::start(&state, &["load"], "").unwrap();
+    let state_dir = dir.path().join("daemon");
+    let daemon = Daemon::start(&state_dir, &["load"], "").unwrap();
     let tier = |s: &Value| (s["vms"][0]["tier"] == "guest").then_some(());
     if let Err(e) = daemon.wait_for("tier guest", MINUTE, tier) {
         let config = daemon.config();
@@ -70,7 +71,35 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
         std::thread::sleep(Duration::from_millis(500));
     }
     assert!(daemon.stop());
+    if config.user.is_some() {
+        hashes_with_weight(&arena, &state_dir, vm.pid());
+    }
     vm.request("ping", MINUTE).unwrap();
+}
+
+/// The sandbox lets the thread that hashes run when nobody else wants the CPU, or as any
+/// other; a daemon whose host needs the memory gives it the weight of `ksmd`.
+fn hashes_with_weight(arena: &Arena, state: &Path, pid: u32) {
+    // The daemon steers it, and it is put back whatever comes.
+    arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
+    let merge = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
+    let daemon = Daemon::start(state, &["load"], merge).unwrap();
+    // Policy, and nice: fields 41 and 19 of proc(5).
+    let weight = || {
+        let stats = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        let mut stats = stats.map(|t| std::fs::read_to_string(t.unwrap().path().join("stat")));
+        let stat = stats.find_map(|s| s.ok().filter(|s| s.contains("(ebb-hash)")))?;
+        let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+        Some((fields[38].parse::<i32>().unwrap(), fields[16].parse::<i32>().unwrap()))
+    };
+    let scanned = |s: &Value| {
+        let scan = &s["host"]["merge"]["scan"];
+        (scan["number"].as_u64()? > 1).then(|| (scan["by_agents"].as_u64(), weight()))
+    };
+    let (by_agents, weight) = daemon.wait_for("two scans", 3 * MINUTE, scanned).unwrap();
+    assert!(by_agents.is_some_and(|b| b > 1 << 20), "{by_agents:?}");
+    assert_eq!(weight, Some((SCHED_BATCH, 5)), "{}", daemon.log());
+    assert!(daemon.stop());
 }
 
 /// Every thread of a process, the agent's too, is nobody's and in the sandbox.

@@ -239,6 +239,7 @@ fn contest(guest: &mut Guest, time: Duration, stop_at_error: bool) -> u64 {
         stat.u64("errors"),
         begun.elapsed()
     );
+    assert!(stop_at_error || stat.u64("checks") > 1000, "{stat:?}");
     stat.u64("errors")
 }
 
@@ -262,15 +263,20 @@ fn vm_nothing_is_lost_under_stress() {
 fn vm_without_protection_or_rereading_pages_are_lost() {
     let arena = held();
     for faults in ["no_protect+wide", "no_reread"] {
-        let mut guest = Guest::boot(&arena, Kernel::V6_12, Backing::Anonymous, faults);
-        guest.attach();
-        guest.ready();
-        println!("{faults}:");
-        // The guest's kernel may be the one whose page it was.
-        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            contest(&mut guest, 3 * MINUTE, true)
-        }));
-        assert!(found.map_or(true, |errors| errors > 0), "{faults}: nothing was lost");
+        // What is lost first may be what `verify` itself needs, which then sees nothing
+        // any more: another guest.
+        let lost = (0..3).any(|_| {
+            let mut guest = Guest::boot(&arena, Kernel::V6_12, Backing::Anonymous, faults);
+            guest.attach();
+            guest.ready();
+            println!("{faults}:");
+            // The guest's kernel may be the one whose page it was.
+            let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                contest(&mut guest, MINUTE, true)
+            }));
+            found.map_or(true, |errors| errors > 0)
+        });
+        assert!(lost, "{faults}: nothing was lost in three guests");
     }
 }
 

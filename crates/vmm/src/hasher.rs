@@ -3,9 +3,8 @@
 //! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
 //! page than for the hashing. In here our own page tables lead there: pages that are in
 //! memory are copied 128 KiB at a time and hashed. A thread of its own, as nice as `ksmd`
-//! (what asks sees to it that it gives way where nobody is to notice: from `SCHED_IDLE` a
-//! thread of the VMM's could not come back), on a socket that the daemon handed over; when
-//! that is closed the thread ends.
+//! (from `SCHED_IDLE` it could not come back; who asks gives way where nobody is to
+//! notice), on a socket that the daemon handed over; when that is closed the thread ends.
 //!
 //! It only looks. What is absent, in swap or of zeros by the page table is passed over
 //! (`PAGEMAP_SCAN`), and so is what the guest's map calls free: that is the recycler's.
@@ -81,7 +80,7 @@ impl Hasher {
             let theirs = socket.try_clone()?;
             std::thread::Builder::new().name("ebb-hash".into()).spawn(move || {
                 sys::block_signals();
-                // Refused in some sandboxes: then it is a thread like others.
+                // Refused, it is a thread like others.
                 let _ = sys::run_nice();
                 let serve = std::panic::AssertUnwindSafe(|| served.serve(&theirs));
                 let _ = std::panic::catch_unwind(serve);

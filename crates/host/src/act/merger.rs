@@ -22,7 +22,7 @@ use super::ksm::Manners;
 use super::mergeable::{LEAST_RAM, marks};
 use crate::linux::LinuxHost;
 use crate::root::Root;
-use crate::scan::agents::HashLink;
+use crate::scan::agents::{HashLink, lift};
 use crate::scan::pace::thread_cpu;
 use crate::scan::survey::estimate;
 use crate::scan::{Changes, Dial, Fate, Found, Limits, Options, Scan, Scanner, Target};
@@ -288,6 +288,9 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
         }
         if let Some(scanner) = &mut scanner {
             scanner.use_agents(job.agents.clone());
+            if !job.dial.is_gentle() {
+                job.agents.keys().for_each(|id| lift(root, *id));
+            }
             match job.glance {
                 true => glance(scanner, &last, &job, told),
                 false => last = carry_out(root, scanner, &job, told),

@@ -11,16 +11,41 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 use ebb_core::wire::hashes::{Ask, Told};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::process::Pid;
 
-use crate::sys::Range;
+use crate::root::Root;
+use crate::sys::{Range, run_when_idle, runs_when_idle};
 
 /// Milliseconds of work, by a thread that has less weight than others.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What an agent's thread calls itself.
+const THREAD: &str = "ebb-hash\n";
+
+/// Gives a VM's agent the weight of `ksmd` where it could not take it: QEMU's sandbox
+/// forbids all but to run when nobody else wants the CPU, which on a full host is never.
+/// A whole QEMU that runs so is left alone.
+pub fn lift(root: &Root, vm: VmId) {
+    let Some(main) = pid(&vm.pid.to_string()).filter(|p| !runs_when_idle(*p)) else { return };
+    let tasks = root.path(format!("/proc/{}/task", main.as_raw_nonzero()));
+    for task in std::fs::read_dir(tasks).into_iter().flatten().flatten() {
+        let hashes = std::fs::read(task.path().join("comm")).is_ok_and(|c| c == THREAD.as_bytes());
+        let thread =
+            task.file_name().to_str().and_then(pid).filter(|t| hashes && runs_when_idle(*t));
+        // Without CAP_SYS_NICE it stays as it is.
+        thread.into_iter().for_each(|t| drop(run_when_idle(Some(t), false)));
+    }
+}
+
+fn pid(text: &str) -> Option<Pid> {
+    Pid::from_raw(text.parse().ok()?)
+}
 
 /// One VM's agent, as a scan uses it; for one question at a time.
 #[derive(Debug)]

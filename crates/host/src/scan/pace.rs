@@ -41,6 +41,11 @@ impl Dial {
     fn get(&self) -> f64 {
         f64::from_bits(self.0.load(Relaxed))
     }
+
+    /// Whether that is so little that nobody is to notice.
+    pub fn is_gentle(&self) -> bool {
+        is_gentle(self.get())
+    }
 }
 
 /// How long to sleep so that `bytes` and `cpu` used since the start are no more

@@ -173,7 +173,7 @@ impl<'a> Job<'a> {
         let idle = self.options.idle && (self.options.dial.is_none() || self.pace.is_gentle());
         if self.options.idle && *now != Some(idle) {
             // Refused in some containers; the scan is then an ordinary load.
-            let _ = run_when_idle(idle);
+            let _ = run_when_idle(None, idle);
             *now = Some(idle);
         }
     }
