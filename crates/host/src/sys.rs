@@ -125,7 +125,7 @@ pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> 
 
 /// A thread (`None`: this one) runs only when nobody else wants the CPU; or else, as `ksmd`
 /// does, with a third of an ordinary thread's weight (nice 5). The way back needs CAP_SYS_NICE.
-pub fn run_when_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
+pub fn set_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
     let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_BATCH };
     // SAFETY: plain numbers; all of it zero is a valid value, and the one asked for.
     let param = unsafe { std::mem::zeroed::<libc::sched_param>() };
@@ -138,7 +138,7 @@ pub fn run_when_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
 }
 
 /// Whether a thread runs only when nobody else wants the CPU.
-pub fn runs_when_idle(thread: Pid) -> bool {
+pub fn is_idle(thread: Pid) -> bool {
     // SAFETY: a plain number.
     let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
     policy == libc::SCHED_IDLE

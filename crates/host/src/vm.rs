@@ -33,7 +33,7 @@ const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
 /// And when so many merged pages were copied on the host since the last look at it (16 MiB).
 const LOOK_COPIES: u64 = 4096;
 /// But not before this, or a hundred times as long as a look takes, and not much later.
-const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, GIVE_UP);
+const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Duration::from_secs(30));
 /// Most events kept between two samples; the oldest go.
 const MAX_EVENTS: usize = 64;
 
@@ -82,8 +82,9 @@ pub(crate) struct Vm {
     copied: Option<u64>,
     /// What KSM counted as merged of it then, pages.
     merged: Option<u64>,
-    /// What its agent had opened then.
-    opened: Option<Bytes>,
+    /// Whether its agent has opened something, and since when it has not any more.
+    opened: bool,
+    closed: Option<Instant>,
     /// Which of several sockets comes next.
     turn: usize,
     backoff: Duration,
@@ -129,7 +130,8 @@ impl Vm {
             merging: MergeLink::default(),
             copied: None,
             merged: None,
-            opened: None,
+            opened: false,
+            closed: None,
             process,
             cgroup: None,
             interval_s,
@@ -530,7 +532,7 @@ impl Vm {
         merged: Option<u64>,
         working: bool,
     ) -> bool {
-        let opened = self.agent.as_ref().and_then(|a| a.sample().open);
+        let opened = self.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
         let Some(look) = look else {
             (self.copied, self.opened, self.merged) = (copied, opened, merged);
             return true;
@@ -544,10 +546,13 @@ impl Vm {
         let least = if working { self.merged.unwrap_or(0) } else { 0 };
         let more = more >= LOOK_COPIES.max(least);
         // What its agent opened it says; that nothing is open any more is to be seen.
-        let some = |opened: Option<Bytes>| opened.is_some_and(|o| o > Bytes::ZERO);
-        let closed = some(self.opened) && !some(opened);
+        if self.opened && !opened {
+            self.closed = Some(Instant::now());
+        }
         self.opened = opened;
-        let wants = ordered || closed || is_due(storm || more, look.begun.elapsed(), look.took);
+        let closed = self.closed.is_some_and(|since| look.begun < since);
+        let news = storm || more;
+        let wants = ordered || closed || look_is_due(news, look.begun.elapsed(), look.took);
         if wants {
             (self.copied, self.merged) = (copied, merged);
         }
@@ -591,7 +596,7 @@ fn age_of(id: VmId) -> Option<u64> {
 }
 
 /// Whether a look is due that is so old and took so much processor time.
-fn is_due(news: bool, age: Duration, took: Duration) -> bool {
+fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
     let (least, times, most) = LOOK_CALM;
     let calm = (took * times).clamp(least, most);
     news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0)
@@ -618,7 +623,7 @@ mod tests {
             (false, s(60), ms(1), true),
             (false, s(1999), s(2), false),
         ] {
-            assert_eq!(is_due(news, age, took), due, "{news} {age:?} {took:?}");
+            assert_eq!(look_is_due(news, age, took), due, "{news} {age:?} {took:?}");
         }
     }
 

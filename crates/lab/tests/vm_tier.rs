@@ -75,10 +75,6 @@ fn agent(state: &Value, key: &str) -> u64 {
     state["vms"][0]["agent"][key].as_u64().unwrap_or(0)
 }
 
-fn agent_of(daemon: &Daemon, key: &str) -> u64 {
-    daemon.vm("tier").unwrap()["agent"][key].as_u64().unwrap_or(0)
-}
-
 #[test]
 fn vm_what_a_guest_frees_returns_within_the_period_and_at_once_when_asked_for() {
     for kernel in Kernel::ALL {
@@ -130,17 +126,17 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
     place.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
     // Its free pages as the daemon has them: not older than a second or two.
     std::thread::sleep(Duration::from_secs(4));
-    let free = || agent_of(&daemon, "free");
+    let now = |key| agent(&daemon.get("/v1/state").unwrap(), key);
     // Pages that are free already and still held come back as well.
-    let kept = free() - agent_of(&daemon, "held");
+    let kept = now("free") - now("held");
     let full = place.usage();
     place.vm.tool().stop("h").unwrap();
     place.vm.pause().unwrap();
-    let held = full - place.usage();
-    assert!(held < Bytes::mib(64), "{held} came back before it was paused: nothing to see");
+    let early = full - place.usage();
+    assert!(early < Bytes::mib(64), "{early} came back before it was paused: nothing to see");
     // What lies in lists of each CPU when the guest is stopped, up to a sixteenth of
     // its memory, is not in its map, and stays.
-    let came = || (full - place.usage(), Bytes(free().saturating_sub(kept)));
+    let came = || (full - place.usage(), Bytes(now("free").saturating_sub(kept)));
     place
         .vm
         .wait_for("a paused guest's memory", MINUTE, |_| {

@@ -56,10 +56,9 @@ const GENTLE: f64 = 0.02;
 const LEAST: Bytes = Bytes::mib(16);
 /// A burst is judged after so many seconds of CPU, again and again, also within a scan.
 const JUDGE_CPU_MS: u64 = 2_000;
-/// What a page costs is told from so many of them, and from so much CPU time.
-const JUDGED_PAGES: u64 = 1_000;
-/// See [`JUDGED_PAGES`].
-const JUDGED_US: u128 = 10_000;
+/// What a page costs is told from so many of them, and from so much CPU time: counters in
+/// milliseconds are coarse.
+pub const JUDGED: (u64, Duration) = (1_000, Duration::from_millis(10));
 /// Nothing is merged before all was seen twice.
 const SCANS_LEAST: u64 = 2;
 /// A burst ends after so many in any case.
@@ -228,7 +227,7 @@ impl Burst {
         let (last, each) = self.last;
         let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
         let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
-        if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages) {
+        if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages, JUDGED) {
             self.last = (*facts, now);
         } else if facts.scanned.is_none() {
             self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
@@ -385,10 +384,9 @@ fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Orde
     Order::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }
 }
 
-/// What a page cost `ksmd`, microseconds; `None`: too few pages to tell, or so little
-/// time that counters in milliseconds are too coarse.
-pub fn each_us(cpu: Duration, pages: u64) -> Option<f64> {
-    let enough = pages >= JUDGED_PAGES && cpu.as_micros() >= JUDGED_US;
+/// What a page cost `ksmd`, microseconds; `None`: fewer pages than `enough`, or less time.
+pub fn each_us(cpu: Duration, pages: u64, enough: (u64, Duration)) -> Option<f64> {
+    let enough = pages >= enough.0 && cpu >= enough.1;
     enough.then(|| cpu.as_micros() as f64 / pages as f64)
 }
 

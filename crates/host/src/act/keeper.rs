@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::policy::merge::{Order, each_us, is_gentle, speed};
+use ebb_core::policy::merge::{JUDGED, Order, each_us, is_gentle, speed};
 
 use super::ksm::{KsmOwner, Manners};
 use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
@@ -129,7 +129,9 @@ impl Burst {
             self.seen = Some((Instant::now(), cpu, scanned));
             return None;
         };
-        let each = self.each_us(cpu.saturating_sub(before), scanned.saturating_sub(pages))?;
+        let enough = if is_gentle(self.cores) { PULSED } else { JUDGED };
+        let (used, looked_at) = (cpu.saturating_sub(before), scanned.saturating_sub(pages));
+        let each = each_us(used, looked_at, enough)?;
         self.seen = Some((Instant::now(), cpu, scanned));
         let new = speed(self.cores, each);
         let other = new.1 != self.speed.1 || new.0.abs_diff(self.speed.0) > self.speed.0 / 10;
@@ -137,11 +139,6 @@ impl Burst {
             self.speed = new;
             new
         })
-    }
-
-    fn each_us(&self, cpu: Duration, pages: u64) -> Option<f64> {
-        let enough = is_gentle(self.cores) && pages >= PULSED.0 && cpu >= PULSED.1;
-        if enough { Some(cpu.as_micros() as f64 / pages as f64) } else { each_us(cpu, pages) }
     }
 }
 

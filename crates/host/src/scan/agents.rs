@@ -20,7 +20,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::process::Pid;
 
 use crate::root::Root;
-use crate::sys::{Range, run_when_idle, runs_when_idle};
+use crate::sys::{Range, is_idle, set_idle};
 
 /// Milliseconds of work, by a thread that has less weight than others.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -32,19 +32,17 @@ const THREAD: &str = "ebb-hash\n";
 /// forbids all but to run when nobody else wants the CPU, which on a full host is never.
 /// A whole QEMU that runs so is left alone.
 pub fn lift(root: &Root, vm: VmId) {
-    let Some(main) = pid(&vm.pid.to_string()).filter(|p| !runs_when_idle(*p)) else { return };
-    let tasks = root.path(format!("/proc/{}/task", main.as_raw_nonzero()));
-    for task in std::fs::read_dir(tasks).into_iter().flatten().flatten() {
-        let hashes = std::fs::read(task.path().join("comm")).is_ok_and(|c| c == THREAD.as_bytes());
-        let thread =
-            task.file_name().to_str().and_then(pid).filter(|t| hashes && runs_when_idle(*t));
-        // Without CAP_SYS_NICE it stays as it is.
-        thread.into_iter().for_each(|t| drop(run_when_idle(Some(t), false)));
+    if Pid::from_raw(vm.pid as i32).is_none_or(is_idle) {
+        return;
     }
-}
-
-fn pid(text: &str) -> Option<Pid> {
-    Pid::from_raw(text.parse().ok()?)
+    let tasks = std::fs::read_dir(root.path(format!("/proc/{}/task", vm.pid)));
+    for task in tasks.into_iter().flatten().flatten() {
+        let hashes = std::fs::read(task.path().join("comm")).is_ok_and(|c| c == THREAD.as_bytes());
+        let thread = task.file_name().to_str().and_then(|t| Pid::from_raw(t.parse().ok()?));
+        let thread = thread.filter(|t| hashes && is_idle(*t));
+        // Without CAP_SYS_NICE it stays as it is.
+        thread.into_iter().for_each(|t| drop(set_idle(Some(t), false)));
+    }
 }
 
 /// One VM's agent, as a scan uses it; for one question at a time.

@@ -23,7 +23,7 @@ use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
 use crate::probe::process::read_stat;
 use crate::root::{Root, is_absent};
-use crate::sys::{Range, VECTOR_MAX, read_process, run_when_idle};
+use crate::sys::{Range, VECTOR_MAX, read_process, set_idle};
 
 /// What a thread takes at a time. Its pages are listed right before they are
 /// read, so few have gone when their turn comes.
@@ -169,11 +169,11 @@ impl<'a> Job<'a> {
 
     /// Gives this thread its weight, where that is to be another than `now`.
     fn settle(&self, now: &mut Option<bool>) {
-        // Without memory nobody waits; on a short host all would, if guests took all CPUs.
-        let idle = self.options.idle && (self.options.dial.is_none() || self.pace.is_gentle());
+        // A host that is short waits for what is found, and guests may take all CPUs.
+        let idle = self.options.dial.as_ref().is_none_or(|d| d.is_gentle());
         if self.options.idle && *now != Some(idle) {
             // Refused in some containers; the scan is then an ordinary load.
-            let _ = run_when_idle(None, idle);
+            let _ = set_idle(None, idle);
             *now = Some(idle);
         }
     }
