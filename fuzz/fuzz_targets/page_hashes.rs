@@ -48,7 +48,7 @@ fuzz_target!(|data: &[u8]| {
     let mut theirs = UnixStream::from(theirs);
     let _ = theirs.write_all(&data[..data.len().min(64 << 10)]);
     let _ = theirs.shutdown(std::net::Shutdown::Write);
-    let told = link.ask(&Ask { secret: [1; 192], ranges: ASKED.to_vec() });
+    let told = link.ask(&Ask { secret: [1; 192], lines: false, ranges: ASKED.to_vec() });
     assert_eq!(told.is_err(), link.failure().is_some());
     told.iter().for_each(check);
 });

@@ -13,19 +13,28 @@ use crate::units::PAGE;
 
 /// Bytes of the secret: XXH3's own size.
 pub const SECRET: usize = 192;
+/// Bytes of a line, as processors fetch memory.
+pub const LINE: usize = 64;
+/// How many lines of a page stand for it at a first look.
+pub const LINES: usize = 4;
 
 /// The key of a scanner's hashes.
 #[derive(Clone)]
 pub struct Key {
     secret: [u8; SECRET],
     zero: u128,
+    lines: [usize; LINES],
 }
 
 impl Key {
     /// From random bytes.
     pub fn new(secret: [u8; SECRET]) -> Key {
         let zero = xxh3_128_with_secret(&[0; PAGE as usize], &secret);
-        Key { secret, zero }
+        let bits = xxh3_128_with_secret(b"which lines stand for a page", &secret);
+        let quarter = PAGE as usize / LINES;
+        let line = |i: usize| (bits >> (8 * i)) as usize % (quarter / LINE) * LINE;
+        let lines = std::array::from_fn(|i| i * quarter + line(i));
+        Key { secret, zero, lines }
     }
 
     /// What it was made from.
@@ -36,6 +45,26 @@ impl Key {
     /// The hash of a page's bytes; `None` for a page of zeros.
     pub fn page(&self, bytes: &[u8]) -> Option<u128> {
         Some(xxh3_128_with_secret(bytes, &self.secret)).filter(|hash| *hash != self.zero)
+    }
+
+    /// Where in a page the lines are that stand for it: one in each quarter.
+    pub fn lines(&self) -> [usize; LINES] {
+        self.lines
+    }
+
+    /// A hash of a page's lines alone, one after the other. Equal pages have the same;
+    /// of pages that are not, hardly any.
+    pub fn of_lines(&self, bytes: &[u8; LINES * LINE]) -> u128 {
+        xxh3_128_with_secret(bytes, &self.secret)
+    }
+
+    /// The same from a whole page.
+    pub fn glance(&self, page: &[u8]) -> u128 {
+        let mut bytes = [0; LINES * LINE];
+        for (to, at) in bytes.chunks_exact_mut(LINE).zip(self.lines) {
+            page.get(at..at + LINE).into_iter().for_each(|line| to.copy_from_slice(line));
+        }
+        self.of_lines(&bytes)
     }
 
     /// What is mixed into the hashes of a share group, so that pages of two groups
@@ -78,6 +107,22 @@ mod tests {
             assert!(seen.insert(key.page(&page).unwrap()), "bit {bit}");
             page[bit / 8] ^= 1 << (bit % 8);
         }
+    }
+
+    #[test]
+    fn lines_stand_for_a_page_one_in_each_quarter_and_none_can_be_foreseen() {
+        let key = key(1);
+        let lines = key.lines();
+        assert!((0..LINES).all(|i| lines[i] / 1024 == i && lines[i] % LINE == 0), "{lines:?}");
+        let page: Vec<u8> = (0..PAGE).map(|i| (i * 7 + i / 256) as u8).collect();
+        for at in 0..PAGE as usize {
+            let mut other = page.clone();
+            other[at] ^= 1;
+            let within = lines.iter().any(|l| (*l..l + LINE).contains(&at));
+            assert_eq!(key.glance(&other) != key.glance(&page), within, "{at}");
+        }
+        let places: std::collections::HashSet<_> = (0..64).map(|s| self::key(s).lines()).collect();
+        assert!(places.len() > 60, "{}", places.len());
     }
 
     #[test]

@@ -233,6 +233,9 @@ pub struct ScanSample {
     /// Of that, by the VMs' own agents.
     #[serde(default)]
     pub by_agents: Bytes,
+    /// Of that, no more than a few lines of each page: they have no twin by those.
+    #[serde(default)]
+    pub by_lines: Bytes,
     /// Its table at its largest.
     pub table: Bytes,
     /// It read one piece in so many.

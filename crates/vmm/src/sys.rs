@@ -192,17 +192,17 @@ pub fn copy_as_is(places: &[Range], to: &mut [u8]) -> Result<usize> {
     check(n as c_long)
 }
 
-/// Has the processor fetch a page into its cache, if it likes: a hint, and no more than
-/// that where nothing is mapped.
-pub fn fetch(address: u64) {
+/// Has the processor fetch so many bytes into its cache, if it likes: a hint, and no more
+/// than that where nothing is mapped.
+pub fn fetch(address: u64, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in (address..address.saturating_add(4096)).step_by(64) {
+    for line in (address..address.saturating_add(len as u64)).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch reads nothing that a program can see, and never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line as *const i8) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
+    let _ = (address, len);
 }
 
 /// This thread has a third of an ordinary thread's weight (nice 5), as `ksmd` has. Where

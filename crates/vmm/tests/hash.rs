@@ -30,8 +30,18 @@ fn link(agent: &mut Agent) -> HashLink {
 
 /// Asks for pages of the guest, by number.
 fn told(link: &HashLink, guest: &Guest, spans: &[(u64, u64)]) -> std::io::Result<Told> {
+    told_of(link, guest, spans, false)
+}
+
+/// The same, of whole pages or of their lines.
+fn told_of(
+    link: &HashLink,
+    guest: &Guest,
+    spans: &[(u64, u64)],
+    lines: bool,
+) -> std::io::Result<Told> {
     let at = |(first, pages): &(u64, u64)| (guest.memory.address() + first * PAGE, pages * PAGE);
-    link.ask(&Ask { secret: KEY, ranges: spans.iter().map(at).collect() })
+    link.ask(&Ask { secret: KEY, lines, ranges: spans.iter().map(at).collect() })
 }
 
 /// By the number of the page in the guest.
@@ -73,6 +83,9 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
         agent.step();
         let (before, entries) = (present(&guest), mapped(&guest));
         let all = told(&link, &guest, &[(512, 8192 - 512)]).unwrap();
+        let lines = told_of(&link, &guest, &[(512, 8192 - 512)], true).unwrap();
+        assert_eq!((lines.held, lines.free), (all.held, all.free), "{memory:?}");
+        let lines = pages(lines, &guest);
         let held = before.iter().filter(|p| **p >= 512).count() as u64;
         assert_eq!((all.held, all.free), (held, 100), "{memory:?}");
         assert!(all.cpu_ns > 0);
@@ -82,8 +95,10 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
             let words = guest.memory.words();
             let words = &words[(page * 512) as usize..][..512];
             let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(SeqCst).to_ne_bytes()).collect();
-            let want = (!(2100..2200).contains(page)).then(|| key.page(&bytes).unwrap_or(0));
-            assert_eq!(found.get(page).copied(), want, "{memory:?}: page {page}");
+            let hashes = (key.page(&bytes).unwrap_or(0), key.glance(&bytes));
+            let want = (!(2100..2200).contains(page)).then_some(hashes);
+            let got = found.get(page).copied().zip(lines.get(page).copied());
+            assert_eq!(got, want, "{memory:?}: page {page}");
         }
         assert!(found.values().filter(|h| **h == 0).count() >= 10, "zeros are told as such");
         assert_eq!((found[&2560], found[&2561]), (found[&2565], found[&2565]));
@@ -174,9 +189,11 @@ fn without_asking_what_is_there_pages_are_brought_in() {
     let (mut agent, beats) = attached(&guest, Faults::parse("any_page").unwrap());
     let link = link(&mut agent);
     let entries = mapped(&guest);
-    let all = told(&link, &guest, &[(4096, 512)]).unwrap();
-    assert_eq!(all.pages.len(), 512);
-    assert_eq!(mapped(&guest), entries + 512);
+    for (at, lines, before) in [(4096, false, 0), (6144, true, 512)] {
+        let all = told_of(&link, &guest, &[(at, 512)], lines).unwrap();
+        assert_eq!(all.pages.len(), 512);
+        assert_eq!(mapped(&guest), entries + before + 512, "{lines}");
+    }
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
 }

@@ -5,9 +5,12 @@
 //! what is sent is numbers, little-endian. One question, one answer:
 //!
 //! ```text
-//! → magic u32, ranges u32, secret 192 bytes, then of each range: address u64, bytes u64
+//! → magic u32, ranges u32, lines u64, secret 192 bytes, then of each range: address u64, bytes u64
 //! ← magic u32, pages u32, held u64, free u64, ns u64, then of each page: number u64, hash u128
 //! ```
+//!
+//! `lines` is 1 where only the lines that stand for a page are to be read
+//! ([`Key::lines`](crate::hash::Key::lines)), else 0.
 //!
 //! Both sides take the other's numbers for hostile: whoever breaks a rule is hung up on.
 
@@ -19,7 +22,7 @@ pub const RANGES_MAX: usize = 4096;
 /// Most pages of one question, 64 MiB: a few milliseconds of work, and 384 KiB to tell.
 pub const PAGES_MAX: u64 = 16384;
 
-const MAGIC: u32 = u32::from_le_bytes(*b"EbH1");
+const MAGIC: u32 = u32::from_le_bytes(*b"EbH2");
 const RANGE: usize = 16;
 const RECORD: usize = 24;
 
@@ -28,6 +31,8 @@ const RECORD: usize = 24;
 pub struct Ask {
     /// Of the scanner's key.
     pub secret: [u8; SECRET],
+    /// Whether a few lines of each page are enough.
+    pub lines: bool,
     /// Address and bytes; whole pages, sorted, apart.
     pub ranges: Vec<(u64, u64)>,
 }
@@ -42,19 +47,20 @@ pub struct Told {
     /// Processor time of it.
     pub cpu_ns: u64,
     /// Number (address by size) and hash of each page that was read, by number; 0 stands
-    /// for a page of zeros.
+    /// for a page of zeros, where whole pages were asked for.
     pub pages: Vec<(u64, u128)>,
 }
 
 impl Ask {
     /// Bytes before the ranges.
-    pub const HEAD: usize = 8 + SECRET;
+    pub const HEAD: usize = 16 + SECRET;
 
     /// As it is sent.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(Ask::HEAD + self.ranges.len() * RANGE);
         bytes.extend(MAGIC.to_le_bytes());
         bytes.extend((self.ranges.len() as u32).to_le_bytes());
+        bytes.extend(u64::from(self.lines).to_le_bytes());
         bytes.extend(self.secret);
         for (start, len) in &self.ranges {
             bytes.extend(start.to_le_bytes());
@@ -74,7 +80,8 @@ impl Ask {
             return None;
         }
         let mut secret = [0; SECRET];
-        secret.copy_from_slice(&head[8..]);
+        secret.copy_from_slice(&head[16..]);
+        let lines = [false, true].into_iter().find(|l| u64::from(*l) == number(&head[8..]))?;
         let ranges: Vec<(u64, u64)> =
             rest.chunks_exact(RANGE).map(|r| (number(r), number(&r[8..]))).collect();
         let (mut at, mut pages) = (0, 0u64);
@@ -86,7 +93,7 @@ impl Ask {
             at = start.checked_add(len)?;
             pages = pages.saturating_add(len / PAGE);
         }
-        (pages <= PAGES_MAX).then_some(Ask { secret, ranges })
+        (pages <= PAGES_MAX).then_some(Ask { secret, lines, ranges })
     }
 }
 
@@ -164,10 +171,17 @@ mod tests {
 
     use super::*;
 
-    fn ask(ranges: &[(u64, u64)]) -> Option<Ask> {
-        let bytes = Ask { secret: [7; SECRET], ranges: ranges.to_vec() }.encode();
+    fn question(ranges: &[(u64, u64)]) -> Ask {
+        Ask { secret: [7; SECRET], lines: ranges.len() > 1, ranges: ranges.to_vec() }
+    }
+
+    fn parsed(bytes: &[u8]) -> Option<Ask> {
         let (head, rest) = bytes.split_first_chunk()?;
         Ask::parse(head, rest)
+    }
+
+    fn ask(ranges: &[(u64, u64)]) -> Option<Ask> {
+        parsed(&question(ranges).encode())
     }
 
     fn told(told: &Told, ranges: &[(u64, u64)]) -> Option<Told> {
@@ -179,7 +193,8 @@ mod tests {
     #[test]
     fn questions_and_answers_survive_the_way() {
         let ranges = [(PAGE, 2 * PAGE), (3 * PAGE, PAGE), (1 << 40, PAGE)];
-        assert_eq!(ask(&ranges), Some(Ask { secret: [7; SECRET], ranges: ranges.to_vec() }));
+        assert_eq!(ask(&ranges), Some(question(&ranges)));
+        assert_eq!(ask(&ranges[..1]), Some(question(&ranges[..1])));
         let pages = vec![(1, 5), (2, 0), (3, u128::MAX - 1), ((1 << 40) / PAGE, 1 << 64)];
         let whole = Told { held: 4, free: 0, cpu_ns: u64::MAX, pages };
         assert_eq!(told(&whole, &ranges), Some(whole));
@@ -203,6 +218,9 @@ mod tests {
         ] {
             assert_eq!(ask(&ranges), None, "{:?}", &ranges[..1]);
         }
+        let mut bytes = question(&[(0, PAGE)]).encode();
+        bytes[8] = 2;
+        assert_eq!(parsed(&bytes), None, "neither whole pages nor lines");
         let ranges = [(PAGE, PAGE), (3 * PAGE, PAGE)];
         for (held, free, pages) in [
             (3, 0, vec![]),

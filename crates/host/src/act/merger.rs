@@ -304,7 +304,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
 fn options(job: &ScanJob) -> Options {
     let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
     let dial = Some(Arc::clone(&job.dial));
-    Options { threads: Some(job.threads), limits, dial, ..Options::default() }
+    Options { threads: Some(job.threads), limits, dial, sieve: true, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -377,6 +377,7 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         cpu_s: told.scan.cpu_s + scan.cpu.as_secs_f64(),
         read: scan.read,
         by_agents: scan.by_agents,
+        by_lines: scan.by_lines,
         table: scan.table,
         one_in,
         looks: told.scan.looks,

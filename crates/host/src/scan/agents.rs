@@ -159,7 +159,7 @@ mod tests {
             socket.read_exact(&mut asked).unwrap();
             answer(&mut socket);
         });
-        let told = link.ask(&Ask { secret: [0; SECRET], ranges: vec![(PAGE, PAGE)] });
+        let told = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![(PAGE, PAGE)] });
         peer.join().unwrap();
         (link, told)
     }
@@ -181,7 +181,7 @@ mod tests {
         for bytes in answers {
             let (link, got) = told_by(move |s| s.write_all(&bytes).unwrap());
             assert!(got.is_err() && link.failure().unwrap().contains("does not hash"));
-            let again = link.ask(&Ask { secret: [0; SECRET], ranges: vec![] });
+            let again = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![] });
             assert!(again.is_err());
         }
     }

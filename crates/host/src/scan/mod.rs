@@ -3,7 +3,8 @@
 //! A scan goes over the RAM of many VMs with many threads. Each takes a window of
 //! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
 //! in pieces of 1 MiB (`process_vm_readv`), or has the VM's agent do that (`agents`),
-//! and notes a keyed hash of each (`ebb_core::hash`) in a table of 16 bytes a page (`table`). Then equal pages are counted: zeros,
+//! and notes a keyed hash of each (`ebb_core::hash`) in a table of 16 bytes a page (`table`). Agents may be
+//! asked for four lines of each page first, and whole only for those that are not alone by that (`sieve`). Then equal pages are counted: zeros,
 //! twins within a VM, between VMs of a share group, between groups (`tally`).
 //! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
 //! notices nothing but its host's CPUs: threads run when nobody else wants to
@@ -17,6 +18,7 @@
 
 pub mod agents;
 pub mod pace;
+mod sieve;
 pub mod survey;
 pub mod table;
 mod tags;
@@ -164,6 +166,10 @@ pub struct Options {
     pub separate: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
+    /// Agents read four lines of each page first, and whole only pages that have a twin by
+    /// those. What pages are is noted by their lines then, and looked at so; nothing else
+    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
+    pub sieve: bool,
     /// Pause while tasks stall for memory for more than this share of time.
     pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
@@ -181,6 +187,7 @@ impl Default for Options {
             idle: true,
             separate: false,
             changes: Changes::Ignore,
+            sieve: false,
             pause_above: Some(0.1),
             listing: None,
         }
@@ -234,10 +241,12 @@ pub struct Scan {
     pub cpu_reading: Duration,
     /// Threads.
     pub threads: usize,
-    /// Memory read.
+    /// Memory gone through.
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
     pub by_agents: Bytes,
+    /// Of that, no more than a few lines of each page.
+    pub by_lines: Bytes,
     /// The table at its largest.
     pub table: Bytes,
     /// Kept between scans.
@@ -278,11 +287,11 @@ impl Scanner {
             }
         }
         let pace = Pace::new(options.limits, options.dial.clone());
-        let job = work::Job::new(self, targets, options, &pace);
+        let mut job = work::Job::new(self, targets, options, &pace);
         let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
-        job.read(threads, watch);
-        let (table, cpu_reading) = (job.table_bytes(), pace.cpu());
-        let by_agents = job.by_agents();
+        let table = job.read(threads, watch);
+        let cpu_reading = pace.cpu();
+        let (read, by_agents, by_lines) = job.read_bytes();
         let tally = job.count(threads);
         let kept: u64 = self.tags.values().map(Tags::bytes).sum();
         Scan {
@@ -294,8 +303,9 @@ impl Scanner {
             cpu: pace.cpu(),
             cpu_reading,
             threads,
-            read: Bytes(pace.bytes()),
-            by_agents: Bytes(by_agents),
+            read,
+            by_agents,
+            by_lines,
             table: Bytes(table),
             kept: Bytes(kept),
         }

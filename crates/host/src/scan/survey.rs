@@ -109,6 +109,7 @@ fn joined(mut sample: Scan, deep: Scan, whole: &[bool]) -> Scan {
         threads: deep.threads,
         read: sample.read + deep.read,
         by_agents: sample.by_agents + deep.by_agents,
+        by_lines: sample.by_lines + deep.by_lines,
         table: sample.table.max(deep.table),
         kept: deep.kept,
     }

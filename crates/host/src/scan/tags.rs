@@ -1,4 +1,5 @@
-//! What a VM's pages were at the last scan: 32 bits of each page's hash, by place.
+//! What a VM's pages were at the last scan: 32 bits of each page's hash, or of that of its
+//! lines, by place.
 //!
 //! A changed page passes for unchanged once in four billion times, which costs one
 //! page offered to KSM in vain. Memory for pages that were never in memory is
@@ -9,6 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use ebb_core::units::PAGE;
 
 use crate::sys::Range;
+
+/// What is noted of a hash.
+pub(super) fn tag(hash: u128) -> u32 {
+    ((hash >> 8) as u32).max(1)
+}
 
 /// The tags of one VM; 0: not known.
 #[derive(Debug, Default)]
@@ -40,14 +46,20 @@ impl Tags {
         self.compare(address, hash, false)
     }
 
-    fn compare(&self, address: u64, hash: u128, note: bool) -> bool {
+    /// What was noted of a page; 0: nothing.
+    pub fn at(&self, address: u64) -> Option<u32> {
+        self.cell(address).map(|cell| cell.load(Relaxed))
+    }
+
+    fn cell(&self, address: u64) -> Option<&AtomicU32> {
         let within = |r: &Range| r.start <= address && address < r.end();
-        let Some((range, tags)) = self.ranges.iter().find(|(r, _)| within(r)) else {
-            return false;
-        };
-        let tag = ((hash >> 8) as u32).max(1);
-        let cell = &tags[((address - range.start) / PAGE) as usize];
-        let old = cell.load(Relaxed);
+        let (range, tags) = self.ranges.iter().find(|(r, _)| within(r))?;
+        tags.get(((address - range.start) / PAGE) as usize)
+    }
+
+    fn compare(&self, address: u64, hash: u128, note: bool) -> bool {
+        let Some(cell) = self.cell(address) else { return false };
+        let (tag, old) = (tag(hash), cell.load(Relaxed));
         if old != tag && note {
             cell.store(tag, Relaxed);
         }

@@ -103,7 +103,8 @@ impl Runs {
     }
 }
 
-fn push_page(runs: &mut Vec<Range>, start: u64) {
+/// Adds a page behind all others.
+pub(super) fn push_page(runs: &mut Vec<Range>, start: u64) {
     match runs.last_mut() {
         Some(last) if last.end() == start => last.len += PAGE,
         _ => runs.push(Range { start, len: PAGE }),

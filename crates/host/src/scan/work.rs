@@ -1,4 +1,4 @@
-//! The threads of a scan: windows, pieces, and what goes wrong with them.
+//! The threads of a scan: rounds, windows, pieces, and what goes wrong with them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -8,16 +8,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ebb_core::hash::Key;
+use ebb_core::hash::{Key, LINE, LINES};
 use ebb_core::sample::VmId;
-use ebb_core::units::PAGE;
+use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
 
 use super::agents::HashLink;
 use super::pace::{Pace, thread_cpu};
+use super::sieve::{Marks, Sieve};
 use super::table::{Filler, Table, VMS_MAX};
-use super::tags::Tags;
+use super::tags::{Tags, tag};
 use super::tally::{Blocks, Rules, Tally, VmTally};
 use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
@@ -34,6 +35,8 @@ const GENTLE_WINDOW: u64 = 2 << 20;
 const PIECE: usize = 1 << 20;
 /// The same where nobody is to notice: ten to thirty microseconds.
 const GENTLE_PIECE: usize = 64 << 10;
+/// The same where only lines are read.
+const GENTLE_LINES: usize = 512 << 10;
 /// What a sample reads at a time.
 const SAMPLE: u64 = 64 << 10;
 /// What a look reads at a time.
@@ -41,13 +44,31 @@ const GLANCE: u64 = 16 << 10;
 /// What a thread takes at a time of a look with an agent: a few hundred pieces.
 const GLANCE_WINDOW: u64 = 1 << 30;
 
+/// What is done window by window, for all VMs, before the next begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Round {
+    /// What is in memory is read, by agents perhaps no more than lines of it.
+    All,
+    /// Of pages of which only lines were read, those that may have a twin are left.
+    Sift,
+    /// These are read whole.
+    Whole,
+}
+
 /// One scan.
 pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
     tags: &'a HashMap<VmId, Tags>,
     agents: &'a HashMap<VmId, Arc<HashLink>>,
+    /// Memory gone through, that by agents, and that by lines alone, pages.
+    read: AtomicU64,
     by_agents: AtomicU64,
+    by_lines: AtomicU64,
+    round: Round,
+    /// What is known by lines, and of which pages of each VM.
+    sieve: Option<Sieve>,
+    marks: Vec<Marks>,
     targets: &'a [Target],
     options: &'a Options,
     pace: &'a Pace,
@@ -123,13 +144,21 @@ impl<'a> Job<'a> {
             *numbers.entry(name).or_insert(next)
         };
         let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
-        let window = if pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
-        Job {
+        let sifts = options.sieve && options.changes == Changes::Note && options.one_in == 1;
+        let sifts = sifts && targets.iter().any(|t| agents.contains_key(&t.id));
+        let pages = targets.iter().flat_map(|t| &t.ram).map(|r| r.len / PAGE).sum();
+        let marks = |t: &Target| Marks::new(if sifts { &t.ram } else { &[] });
+        let mut job = Job {
             root,
             key,
             tags,
             agents,
+            read: AtomicU64::new(0),
             by_agents: AtomicU64::new(0),
+            by_lines: AtomicU64::new(0),
+            round: Round::All,
+            sieve: sifts.then(|| Sieve::new(pages)),
+            marks: targets.iter().map(marks).collect(),
             targets,
             options,
             pace,
@@ -137,21 +166,49 @@ impl<'a> Job<'a> {
             groups: targets.iter().map(|t| number(&t.group)).collect(),
             masks: targets.iter().map(mask).collect(),
             blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
-            windows: targets
-                .iter()
-                .map(|t| match (agents.get(&t.id), options.changes) {
-                    (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
-                    (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), window),
-                })
-                .collect(),
+            windows: Vec::new(),
             threads: AtomicUsize::new(0),
             table: Table::default(),
             seen: Seen::default(),
-        }
+        };
+        job.begin(Round::All);
+        job
     }
 
-    /// Reads everything; `watch` runs beside the threads until they are done.
-    pub fn read(&self, threads: usize, watch: impl FnOnce(&dyn Fn() -> bool)) {
+    fn begin(&mut self, round: Round) {
+        let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
+        let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {
+            (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
+            (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), size),
+        };
+        self.windows = self.targets.iter().map(windows).collect();
+        self.round = round;
+    }
+
+    /// Reads everything; `watch` runs beside the threads until they are done. Returns the
+    /// size of the tables at their largest, bytes.
+    pub fn read(&mut self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) -> u64 {
+        self.all_windows(threads, &watch);
+        let sieve = self.sieve.as_ref().map_or(0, Sieve::bytes);
+        let size = self.table_bytes() + sieve;
+        if self.sieve.is_some() {
+            self.begin(Round::Sift);
+            self.all_windows(threads, &watch);
+            self.sieve = None;
+            self.begin(Round::Whole);
+            self.all_windows(threads, &watch);
+        }
+        size.max(self.table_bytes())
+    }
+
+    /// Whether agents read no more than lines now.
+    fn reads_lines(&self) -> bool {
+        let look = self.options.sieve && self.options.changes == Changes::Look;
+        look || self.sieve.is_some() && self.round == Round::All
+    }
+
+    /// One round.
+    fn all_windows(&self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let running = AtomicUsize::new(threads);
         let watcher = std::thread::current();
         std::thread::scope(|s| {
@@ -218,9 +275,10 @@ impl<'a> Job<'a> {
         (agent.ram().iter().any(has) && agent.failure().is_none()).then_some(agent)
     }
 
-    /// Bytes that agents have read.
-    pub fn by_agents(&self) -> u64 {
-        self.by_agents.load(Relaxed)
+    /// Memory gone through, of that by agents, and of that by lines alone.
+    pub fn read_bytes(&self) -> (Bytes, Bytes, Bytes) {
+        let pages = |n: &AtomicU64| Bytes::pages(n.load(Relaxed));
+        (pages(&self.read), pages(&self.by_agents), pages(&self.by_lines))
     }
 
     /// Counts what was read.
@@ -254,10 +312,15 @@ impl<'a> Job<'a> {
             let split = all.vms[vm].split(state.pages().zero);
             all.split.zero += split.zero;
         }
+        // Whose lines are alone is alone.
+        let alone = self.by_lines.load(Relaxed) as f64;
+        all.moments.pages += alone;
+        all.moments.distinct += alone;
+        all.moments.single += alone;
         all
     }
 
-    pub fn table_bytes(&self) -> u64 {
+    fn table_bytes(&self) -> u64 {
         // A frame number takes eight bytes and as much again in a hash set.
         self.table.bytes() + self.seen.count() as u64 * 16
     }
@@ -335,7 +398,12 @@ impl<'j, 'a> Worker<'j, 'a> {
                     break;
                 }
                 let mut pages = Pages::default();
-                if let Err(e) = self.window(vm, window, &mut pages) {
+                let done = match job.round {
+                    Round::All => self.window(vm, window, &mut pages),
+                    Round::Sift => self.sift(vm, window),
+                    Round::Whole => self.whole(vm, window, &mut pages),
+                };
+                if let Err(e) = done {
                     job.vms[vm].end(fate_of(&e, &job.targets[vm]));
                 }
                 if !self.is_alive(vm) {
@@ -343,6 +411,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                     job.vms[vm].end(Fate::Ended);
                 }
                 job.vms[vm].add(&pages);
+                job.read.fetch_add(pages.read, Relaxed);
                 if job.pace.is_stopped() {
                     return;
                 }
@@ -395,6 +464,27 @@ impl<'j, 'a> Worker<'j, 'a> {
         done
     }
 
+    /// Leaves out pages that are alone by their lines.
+    fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
+        let job = self.job;
+        if let (Some(sieve), Some(tags)) = (&job.sieve, job.tags.get(&job.targets[vm].id)) {
+            let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, sieve);
+            job.by_lines.fetch_add(alone, Relaxed);
+            self.account(0, Duration::ZERO);
+        }
+        Ok(())
+    }
+
+    /// Has pages read whole of which only lines were read.
+    fn whole(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
+        let runs = self.job.marks[vm].runs(window);
+        // Of one whose agent has failed meanwhile no more is known until the next scan.
+        match self.job.agent(vm, window) {
+            Some(agent) => self.ask(vm, agent, &runs, false, pages).map(drop),
+            None => Ok(()),
+        }
+    }
+
     /// Reads runs, or has them read; `shared`: without pinning a page.
     fn read(
         &mut self,
@@ -421,8 +511,13 @@ impl<'j, 'a> Worker<'j, 'a> {
         pages: &mut Pages,
     ) -> Result<Vec<Range>> {
         let job = self.job;
+        let lines = job.reads_lines();
         // Looked at once: runs that are longer than a question would never be asked for.
-        let most = if job.pace.is_gentle() { GENTLE_PIECE } else { (PAGES_MAX * PAGE) as usize };
+        let most = match job.pace.is_gentle() {
+            true if lines => GENTLE_LINES,
+            true => GENTLE_PIECE,
+            false => (PAGES_MAX * PAGE) as usize,
+        };
         let runs: Vec<Range> = runs.iter().flat_map(|r| cut(*r, most)).collect();
         let mut rest = &runs[..];
         while !rest.is_empty() {
@@ -434,26 +529,34 @@ impl<'j, 'a> Worker<'j, 'a> {
             let count = rest.iter().take(RANGES_MAX).take_while(fits).count();
             let (now, after) = rest.split_at(count);
             let ranges: Vec<(u64, u64)> = now.iter().map(|r| (r.start, r.len)).collect();
-            let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), ranges }) else {
+            let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), lines, ranges }) else {
                 return Ok(rest.to_vec());
             };
             rest = after;
             let asked: u64 = now.iter().map(|r| r.len / PAGE).sum();
-            if job.options.changes == Changes::Look {
-                pages.held += told.held;
-            } else {
-                // Not in memory any more.
-                pages.lost += asked - told.held;
-            }
             let read = told.pages.len() as u64;
-            pages.free += told.free;
-            pages.lost += told.held - told.free - read;
-            for (number, hash) in told.pages {
-                let hash = Some(hash).filter(|hash| *hash != 0);
-                self.note(vm, number * PAGE, hash, shared, pages);
+            if job.round == Round::All {
+                match job.options.changes {
+                    Changes::Look => pages.held += told.held,
+                    // Not in memory any more.
+                    _ => pages.lost += asked - told.held,
+                }
+                pages.free += told.free;
+                pages.lost += told.held - told.free - read;
+                job.by_agents.fetch_add(read, Relaxed);
             }
-            job.by_agents.fetch_add(read * PAGE, Relaxed);
-            self.account(read * PAGE, Duration::from_nanos(told.cpu_ns));
+            for (number, hash) in told.pages {
+                let address = number * PAGE;
+                if job.round == Round::All && !self.note(vm, address, hash, shared, pages) {
+                    continue;
+                }
+                match lines {
+                    true => job.marks[vm].set(address),
+                    false => self.keep(vm, address, Some(hash).filter(|h| *h != 0), pages),
+                }
+            }
+            let of_page = if lines { (LINES * LINE) as u64 } else { PAGE };
+            self.account(read * of_page, Duration::from_nanos(told.cpu_ns));
         }
         Ok(Vec::new())
     }
@@ -529,49 +632,69 @@ impl<'j, 'a> Worker<'j, 'a> {
     fn note_all(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
         let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
         let count = (n / PAGE) as usize;
+        let job = self.job;
         for (i, address) in addresses.take(count).enumerate() {
-            let page = i * PAGE as usize..(i + 1) * PAGE as usize;
-            let hash = self.job.key.page(&self.buffer[page]);
+            let page = &self.buffer[i * PAGE as usize..(i + 1) * PAGE as usize];
+            let hash = job.key.page(page);
             if hash.is_none() && self.walker.as_ref().is_some_and(|(_, w)| w.holds_nothing(address))
             {
                 pages.held -= 1;
                 continue;
             }
-            self.note(vm, address, hash, shared, pages);
+            let noted = match job.options.sieve {
+                true => job.key.glance(page),
+                false => hash.unwrap_or(0),
+            };
+            if self.note(vm, address, noted, shared, pages) {
+                self.keep(vm, address, hash, pages);
+            }
         }
     }
 
-    /// Notes a page; `None`: it is of zeros.
+    /// Notes a page by what stands for it; whether it counts.
     fn note(
         &mut self,
         vm: usize,
         address: u64,
-        hash: Option<u128>,
+        hash: u128,
         shared: bool,
         pages: &mut Pages,
-    ) {
+    ) -> bool {
         let job = self.job;
         let changes = job.options.changes;
         let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
         pages.read += 1;
         if changes == Changes::Look {
-            let still = tags.is_some_and(|t| t.still(address, hash.unwrap_or(0)));
-            pages.changed += u64::from(!still);
-            return;
+            pages.changed += u64::from(!tags.is_some_and(|t| t.still(address, hash)));
+            return false;
         }
-        if tags.is_some_and(|t| !t.same(address, hash.unwrap_or(0))) {
+        if tags.is_some_and(|t| !t.same(address, hash)) {
             pages.changed += 1;
             if changes == Changes::LeaveOut {
-                return job.blocks[vm].read(address, false);
+                job.blocks[vm].read(address, false);
+                return false;
             }
         }
-        // What is merged already is no page of this place alone, twin or not.
-        if !shared || hash.is_none() {
-            job.blocks[vm].read(address, hash.is_none());
+        if let Some(sieve) = &job.sieve {
+            sieve.put(tag(hash) ^ job.masks[vm] as u32);
         }
+        // What is merged already is no page of this place alone, twin or not.
+        if !shared {
+            job.blocks[vm].read(address, false);
+        }
+        true
+    }
+
+    /// Puts a page that was read whole where it is compared with others; `None`: it is of
+    /// zeros.
+    fn keep(&mut self, vm: usize, address: u64, hash: Option<u128>, pages: &mut Pages) {
+        let job = self.job;
         match hash {
             Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
-            None => pages.zero += 1,
+            None => {
+                pages.zero += 1;
+                job.blocks[vm].read(address, true);
+            }
         }
     }
 }

@@ -1,0 +1,166 @@
+//! Which pages may have a twin, by four lines of each.
+//!
+//! To read a page whole costs ten times what four lines of it do, and most pages have no
+//! twin. So where agents read for us, they first read the lines of all pages
+//! ([`ebb_core::hash::Key::lines`]); each page's tag, 32 bits of their hash, is put in a
+//! field of two bits a place, some sixteen places a page: seen once, seen twice. Whoever is
+//! alone in its place differs from all others and is not read any further. What is left are
+//! pages with a twin, or that look like one (half empty, say), and one of twenty others
+//! that share a place by chance.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use ebb_core::units::PAGE;
+
+use super::tags::Tags;
+use super::walk::push_page;
+use crate::sys::Range;
+
+/// Places for a page, at least.
+const PLACES: u64 = 16;
+/// At most: 64 MiB, what 64 GiB of memory need.
+const PLACES_MAX: u64 = 1 << 28;
+/// Places in a word.
+const WORD: usize = 32;
+
+/// How often tags were seen, all VMs together.
+#[derive(Debug)]
+pub(super) struct Sieve(Vec<AtomicU64>);
+
+impl Sieve {
+    /// For so many pages.
+    pub fn new(pages: u64) -> Sieve {
+        let places = (pages * PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
+        // Zeroed by the kernel when it is first touched.
+        let words = vec![0u64; places as usize / WORD];
+        Sieve(words.into_iter().map(AtomicU64::new).collect())
+    }
+
+    fn place(&self, tag: u32) -> (&AtomicU64, u32) {
+        // The number of words is a power of two.
+        let word = (tag as usize / WORD) & (self.0.len() - 1);
+        (&self.0[word], tag % WORD as u32 * 2)
+    }
+
+    /// Notes a page.
+    pub fn put(&self, tag: u32) {
+        let (word, shift) = self.place(tag);
+        if word.fetch_or(1 << shift, Relaxed) >> shift & 1 == 1 {
+            word.fetch_or(2 << shift, Relaxed);
+        }
+    }
+
+    /// Whether another page may be like this one, which was noted too.
+    pub fn holds_two(&self, tag: u32) -> bool {
+        let (word, shift) = self.place(tag);
+        word.load(Relaxed) >> shift & 2 == 2
+    }
+
+    /// Its size, bytes.
+    pub fn bytes(&self) -> u64 {
+        self.0.len() as u64 * 8
+    }
+}
+
+/// A VM's pages of which lines were read: a bit each.
+#[derive(Debug)]
+pub(super) struct Marks(Vec<(Range, Vec<AtomicU64>)>);
+
+impl Marks {
+    /// None is marked.
+    pub fn new(ram: &[Range]) -> Marks {
+        let words = |r: &Range| {
+            vec![0u64; (r.len / PAGE).div_ceil(64) as usize].into_iter().map(AtomicU64::new)
+        };
+        Marks(ram.iter().map(|r| (*r, words(r).collect())).collect())
+    }
+
+    fn cell(&self, address: u64) -> Option<(&AtomicU64, u64)> {
+        let (range, words) =
+            self.0.iter().find(|(r, _)| r.start <= address && address < r.end())?;
+        let page = (address - range.start) / PAGE;
+        Some((&words[page as usize / 64], 1 << (page % 64)))
+    }
+
+    /// Marks a page.
+    pub fn set(&self, address: u64) {
+        if let Some((word, bit)) = self.cell(address) {
+            word.fetch_or(bit, Relaxed);
+        }
+    }
+
+    /// Leaves those marked in a window that may have a twin; returns how many went.
+    pub fn sift(&self, window: Range, tags: &Tags, group: u32, sieve: &Sieve) -> u64 {
+        let mut gone = 0;
+        for run in self.runs(window) {
+            for address in (run.start..run.end()).step_by(PAGE as usize) {
+                let twin = tags.at(address).is_some_and(|tag| sieve.holds_two(tag ^ group));
+                if let Some((word, bit)) = self.cell(address).filter(|_| !twin) {
+                    word.fetch_and(!bit, Relaxed);
+                    gone += 1;
+                }
+            }
+        }
+        gone
+    }
+
+    /// The pages of a window that are marked.
+    pub fn runs(&self, window: Range) -> Vec<Range> {
+        let mut runs = Vec::new();
+        for address in (window.start..window.end()).step_by(PAGE as usize) {
+            if self.cell(address).is_some_and(|(word, bit)| word.load(Relaxed) & bit != 0) {
+                push_page(&mut runs, address);
+            }
+        }
+        runs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_twice_is_known_and_hardly_anything_else() {
+        let sieve = Sieve::new(1 << 12);
+        assert!(sieve.bytes() <= (1 << 12) * 8);
+        let mut x = 1u64;
+        let mut tag = || {
+            x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (x >> 32) as u32
+        };
+        let tags: Vec<u32> = (0..4096).map(|_| tag()).collect();
+        tags.iter().for_each(|t| sieve.put(*t));
+        let alone = tags.iter().filter(|t| sieve.holds_two(**t)).count();
+        // One in 16 to 32 by chance.
+        assert!((60..400).contains(&alone), "{alone}");
+        tags[..100].iter().for_each(|t| sieve.put(*t));
+        assert!(tags[..100].iter().all(|t| sieve.holds_two(*t)));
+        assert!(!Sieve::new(0).holds_two(u32::MAX));
+        Sieve::new(0).put(u32::MAX);
+    }
+
+    #[test]
+    fn only_marked_pages_that_may_have_a_twin_are_left() {
+        let ram = [Range { start: PAGE, len: 100 * PAGE }, Range { start: 1 << 30, len: PAGE }];
+        let (marks, sieve, mut tags) = (Marks::new(&ram), Sieve::new(200), Tags::default());
+        tags.fit(&ram);
+        let all = Range { start: 0, len: 1 << 31 };
+        assert!(marks.runs(all).is_empty());
+        // Two alike, one alone, and one that is marked twice alone.
+        let pages = [(2 * PAGE, 5), (3 * PAGE, 6), (9 * PAGE, 7), (1 << 30, 5)];
+        for (address, hash) in pages {
+            tags.same(address, hash << 8);
+            marks.set(address);
+            sieve.put(tags.at(address).unwrap() ^ 3);
+        }
+        marks.set(0);
+        marks.set(1 << 40);
+        let page = |start| Range { start, len: PAGE };
+        let two = Range { start: 2 * PAGE, len: 2 * PAGE };
+        assert_eq!(marks.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
+        assert_eq!(marks.sift(page(9 * PAGE), &tags, 3, &sieve), 1);
+        assert_eq!(marks.sift(all, &tags, 3, &sieve), 1);
+        assert_eq!(marks.runs(all), [page(2 * PAGE), page(1 << 30)]);
+    }
+}
