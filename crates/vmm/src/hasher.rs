@@ -193,14 +193,15 @@ impl Served {
         }
         let Some(buffer) = self.buffer.as_mut().map(Mapping::bytes_mut) else { return };
         let of_page = |n: u64| key.lines().map(|at| n * PAGE + at as u64);
-        let places: Vec<Range> = if lines {
-            let line = |start| Range { start, len: LINE as u64 };
-            numbers(piece).flat_map(of_page).map(line).collect()
-        } else {
-            piece.to_vec()
+        let line = |start| Range { start, len: LINE as u64 };
+        let (size, copied) = match lines {
+            true => {
+                let places = numbers(piece).flat_map(of_page).map(line);
+                (LINES * LINE, sys::copy_as_is(places, buffer))
+            }
+            false => (PAGE as usize, sys::copy_as_is(piece.iter().copied(), buffer)),
         };
-        let size = if lines { LINES * LINE } else { PAGE as usize };
-        let copied = sys::copy_as_is(&places, buffer).unwrap_or(0);
+        let copied = copied.unwrap_or(0);
         let mut next = numbers(next);
         for (number, bytes) in numbers(piece).zip(buffer[..copied].chunks_exact(size)) {
             match next.next() {

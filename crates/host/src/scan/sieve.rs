@@ -14,12 +14,14 @@ use ebb_core::units::PAGE;
 
 use super::tags::Tags;
 use super::walk::push_page;
-use crate::sys::Range;
+use crate::sys::{Range, fetch};
 
 /// Places for a page, at least.
 const PLACES: u64 = 16;
 /// At most: 64 MiB, what 64 GiB of memory need.
 const PLACES_MAX: u64 = 1 << 28;
+/// So many pages ahead what is needed of the field is fetched.
+pub(super) const AHEAD: usize = 16;
 /// Places in a word.
 const WORD: usize = 32;
 
@@ -40,6 +42,11 @@ impl Sieve {
         // The number of words is a power of two.
         let word = (tag as usize / WORD) & (self.0.len() - 1);
         (&self.0[word], tag % WORD as u32 * 2)
+    }
+
+    /// This tag will be needed soon: its place is in no cache.
+    pub fn fetch(&self, tag: u32) {
+        fetch(self.place(tag).0);
     }
 
     /// Notes a page.
@@ -94,6 +101,8 @@ impl Marks {
         let mut gone = 0;
         for run in self.runs(window) {
             for address in (run.start..run.end()).step_by(PAGE as usize) {
+                let ahead = tags.at(address + AHEAD as u64 * PAGE);
+                ahead.into_iter().for_each(|tag| sieve.fetch(tag ^ group));
                 let twin = tags.at(address).is_some_and(|tag| sieve.holds_two(tag ^ group));
                 if let Some((word, bit)) = self.cell(address).filter(|_| !twin) {
                     word.fetch_and(!bit, Relaxed);

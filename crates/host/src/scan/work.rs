@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 use super::agents::HashLink;
 use super::pace::{Pace, thread_cpu};
-use super::sieve::{Marks, Sieve};
+use super::sieve::{AHEAD, Marks, Sieve};
 use super::table::{Filler, Table, VMS_MAX};
 use super::tags::{Tags, tag};
 use super::tally::{Blocks, Rules, Tally, VmTally};
@@ -59,7 +59,8 @@ enum Round {
 pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
-    tags: &'a HashMap<VmId, Tags>,
+    /// What is known of each VM's pages, where that is asked for.
+    tags: Vec<Option<&'a Tags>>,
     agents: &'a HashMap<VmId, Arc<HashLink>>,
     /// Memory gone through, that by agents, and that by lines alone, pages.
     read: AtomicU64,
@@ -144,6 +145,7 @@ impl<'a> Job<'a> {
             *numbers.entry(name).or_insert(next)
         };
         let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
+        let noted = options.changes != Changes::Ignore;
         let sifts = options.sieve && options.changes == Changes::Note && options.one_in == 1;
         let sifts = sifts && targets.iter().any(|t| agents.contains_key(&t.id));
         let pages = targets.iter().flat_map(|t| &t.ram).map(|r| r.len / PAGE).sum();
@@ -151,7 +153,7 @@ impl<'a> Job<'a> {
         let mut job = Job {
             root,
             key,
-            tags,
+            tags: targets.iter().map(|t| tags.get(&t.id).filter(|_| noted)).collect(),
             agents,
             read: AtomicU64::new(0),
             by_agents: AtomicU64::new(0),
@@ -467,7 +469,7 @@ impl<'j, 'a> Worker<'j, 'a> {
     /// Leaves out pages that are alone by their lines.
     fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
         let job = self.job;
-        if let (Some(sieve), Some(tags)) = (&job.sieve, job.tags.get(&job.targets[vm].id)) {
+        if let (Some(sieve), Some(tags)) = (&job.sieve, job.tags[vm]) {
             let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, sieve);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
@@ -545,7 +547,10 @@ impl<'j, 'a> Worker<'j, 'a> {
                 pages.lost += told.held - told.free - read;
                 job.by_agents.fetch_add(read, Relaxed);
             }
-            for (number, hash) in told.pages {
+            for (i, &(number, hash)) in told.pages.iter().enumerate() {
+                if let (Some(sieve), Some(ahead)) = (&job.sieve, told.pages.get(i + AHEAD)) {
+                    sieve.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
+                }
                 let address = number * PAGE;
                 if job.round == Round::All && !self.note(vm, address, hash, shared, pages) {
                     continue;
@@ -662,7 +667,7 @@ impl<'j, 'a> Worker<'j, 'a> {
     ) -> bool {
         let job = self.job;
         let changes = job.options.changes;
-        let tags = job.tags.get(&job.targets[vm].id).filter(|_| changes != Changes::Ignore);
+        let tags = job.tags[vm];
         pages.read += 1;
         if changes == Changes::Look {
             pages.changed += u64::from(!tags.is_some_and(|t| t.still(address, hash)));

@@ -6,7 +6,9 @@
 //! `rate_two` with two, `scaling` their ratio; `rate_cpu` is bytes by a second of
 //! processor time of all threads, counting included, and `rate_reading` without that.
 //! In arm `ebb-guest` the agents hash; there are two VMs then, and two threads read one
-//! each, since an agent has one thread. `look_page` is processor time of one later look
+//! each, since an agent has one thread. Arm `ebb-lines` is the same as the daemon does it: four
+//! lines of each page first, and whole only what has a twin by those, of which noise has
+//! none. `look_page` is processor time of one later look
 //! at a few pages, for each page that is held.
 //! `rescan_page` is processor time a page of a scan that compares with the last one;
 //! `metadata` and `metadata_kept` are what the table takes of what was read, and
@@ -39,7 +41,7 @@ use crate::tier;
 use crate::vm::{Vm, VmConfig};
 
 /// All arms.
-pub const ARMS: [&str; 3] = ["raw", "ebb-stock", "ebb-guest"];
+pub const ARMS: [&str; 4] = ["raw", "ebb-stock", "ebb-guest", "ebb-lines"];
 const MINUTE: Duration = Duration::from_secs(60);
 /// What a guest takes beside what it holds.
 const OWN: Bytes = Bytes::mib(192);
@@ -64,7 +66,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     for memory in [Memory::Small, Memory::Huge] {
         let suffix = memory.suffix();
         let dir = tempfile::tempdir()?;
-        let guest = trial.wants("ebb-guest");
+        let guest = trial.wants("ebb-guest") || trial.wants("ebb-lines");
         let vms: Vec<Held> = (0..if guest { 2 } else { 1 })
             .map(|n| Held::boot(trial, memory, n, guest.then_some(dir.path())))
             .collect::<Result<_>>()?;
@@ -78,6 +80,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
         let mut raw = [Vec::new(), Vec::new()];
         let mut own = [Vec::new(), Vec::new()];
         let mut theirs = [Vec::new(), Vec::new()];
+        let mut lines = [Vec::new(), Vec::new()];
         for _ in 0..trial.rounds(7) {
             for (i, threads) in [1, 2].into_iter().enumerate() {
                 if let Some(noise) = &noise {
@@ -85,22 +88,30 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
                 }
                 let scanner = &mut Scanner::new(Root::default())?;
                 if trial.wants("ebb-stock") {
-                    own[i].push(scan(scanner, &targets[..1], threads, Changes::Ignore));
+                    own[i].push(scanner.scan(&targets[..1], &whole(threads, Changes::Ignore)));
                 }
-                if guest {
-                    scanner.use_agents(agents.clone());
-                    let done = scan(scanner, &targets[..threads], threads, Changes::Ignore);
-                    let (by, all) = (done.by_agents, done.read);
+                scanner.use_agents(agents.clone());
+                let arms = [
+                    ("ebb-guest", &mut theirs[i], whole(threads, Changes::Ignore)),
+                    ("ebb-lines", &mut lines[i], by_lines(threads, Changes::Note)),
+                ];
+                for (_, done, options) in arms.into_iter().filter(|a| trial.wants(a.0)) {
+                    let scan = scanner.scan(&targets[..threads], &options);
+                    let (by, all) = (scan.by_agents, scan.read);
                     let why = agents.values().find_map(|a| a.failure());
                     ensure!(by >= all.share(0.9), "agents hash {by} of {all}: {why:?}");
-                    theirs[i].push(done);
+                    done.push(scan);
                 }
             }
         }
         let passes = |scans: &[Scan]| scans.iter().map(pass).collect::<Vec<_>>();
         rates(outcome, "raw", suffix, &raw[0], &raw[1]);
         let none = HashMap::new();
-        for (arm, scans, agents) in [("ebb-stock", &own, &none), ("ebb-guest", &theirs, &agents)] {
+        for (arm, scans, agents) in [
+            ("ebb-stock", &own, &none),
+            ("ebb-guest", &theirs, &agents),
+            ("ebb-lines", &lines, &agents),
+        ] {
             if trial.wants(arm) {
                 rates(outcome, arm, suffix, &passes(&scans[0]), &passes(&scans[1]));
                 details(trial, outcome, (arm, suffix), &scans[0], &targets[..1], agents)?;
@@ -156,9 +167,12 @@ impl Held {
     }
 }
 
-fn scan(scanner: &mut Scanner, targets: &[Target], threads: usize, changes: Changes) -> Scan {
-    let options = Options { threads: Some(threads), idle: false, changes, ..Options::default() };
-    scanner.scan(targets, &options)
+fn whole(threads: usize, changes: Changes) -> Options {
+    Options { threads: Some(threads), idle: false, changes, ..Options::default() }
+}
+
+fn by_lines(threads: usize, changes: Changes) -> Options {
+    Options { sieve: true, ..whole(threads, changes) }
 }
 
 fn pass(scan: &Scan) -> Pass {
@@ -229,21 +243,19 @@ fn details(
     let reading = |s: &Scan| s.read.0 as f64 / s.cpu_reading.as_secs_f64().max(1e-9);
     let mut scanner = Scanner::new(Root::default())?;
     scanner.use_agents(agents.clone());
-    let first = scan(&mut scanner, targets, 1, Changes::LeaveOut);
+    // What an arm compares with its last scan.
+    let (kind, changes): (fn(usize, Changes) -> Options, Changes) = match arm {
+        "ebb-lines" => (by_lines, Changes::Note),
+        _ => (whole, Changes::LeaveOut),
+    };
+    let first = scanner.scan(targets, &kind(1, changes));
     let held = (first.read.0 / PAGE) as f64;
     let (mut again, mut looks) = (Vec::new(), Vec::new());
     for salt in 1..=trial.rounds(5) as u64 {
-        let s = scan(&mut scanner, targets, 1, Changes::LeaveOut);
+        let s = scanner.scan(targets, &kind(1, changes));
         again.push(s.cpu.as_secs_f64() / held);
-        let options = Options {
-            threads: Some(1),
-            idle: false,
-            changes: Changes::Look,
-            one_in: 256,
-            salt,
-            ..Options::default()
-        };
-        let look = scanner.scan(targets, &options);
+        let look = Options { one_in: 256, salt, ..kind(1, Changes::Look) };
+        let look = scanner.scan(targets, &look);
         let changed: u64 = look.vms.iter().map(|v| v.pages.changed).sum();
         ensure!(look.read > Bytes::ZERO && changed == 0, "{changed} pages of a paused VM changed");
         looks.push(look.cpu.as_secs_f64() / held);
