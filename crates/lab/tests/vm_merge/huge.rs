@@ -1,0 +1,74 @@
+//! Huge pages and merging: khugepaged copies merged pages into huge ones, which undoes
+//! their merges, unless it is held.
+
+use std::fs;
+use std::time::Instant;
+
+use super::*;
+
+const KHUGEPAGED: &str = "/sys/kernel/mm/transparent_hugepage/khugepaged";
+/// The kernel's own settings, and a khugepaged that sleeps until it is woken.
+const HUGE: [(&str, &str); 4] = [
+    ("max_ptes_shared", "256"),
+    ("max_ptes_none", "511"),
+    ("pages_to_scan", "65536"),
+    ("scan_sleep_millisecs", "3600000"),
+];
+
+/// A setting of khugepaged.
+pub fn knob(name: &str) -> PathBuf {
+    Path::new(KHUGEPAGED).join(name)
+}
+
+/// Has khugepaged look at all there is, and at all of it again.
+fn khugepaged_goes_over_it() {
+    let scans =
+        || -> u64 { fs::read_to_string(knob("full_scans")).unwrap().trim().parse().unwrap() };
+    let goal = scans() + 3;
+    fs::write(knob("scan_sleep_millisecs"), "10").unwrap();
+    let until = Instant::now() + MINUTE;
+    while scans() < goal && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    fs::write(knob("scan_sleep_millisecs"), HUGE[3].1).unwrap();
+    assert!(scans() >= goal, "khugepaged has come by");
+}
+
+#[test]
+fn vm_khugepaged_undoes_merges_unless_it_is_held() {
+    let arena = held();
+    for (name, value) in HUGE {
+        arena.set(&knob(name), value).unwrap();
+    }
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    for (n, vm) in vms.iter().enumerate() {
+        // Blocks of 2 MiB of which less than half is alike: the others khugepaged leaves.
+        let few = format!("size=50331648 seed={n} pattern=template share=0.25 cluster=65536");
+        vm.tool().start_ready("k", "hold", &few, MINUTE).unwrap();
+        vm.pause().unwrap();
+    }
+    for held in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let text = MERGE.replace("2s", "1h") + &format!("hold_khugepaged = {held}\n");
+        let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], &text).unwrap();
+        let done = |state: &Value| {
+            let rests = state["host"]["ksm"]["run"] == 0;
+            let known = rests && merged(state).iter().sum::<u64>() > 20_000;
+            let truth = known.then(|| Truth::of(&pids(&vms)).unwrap())?;
+            (truth.ideal() < Bytes::mib(4)).then_some(truth)
+        };
+        let before = daemon.wait_for("all that is alike merged", 2 * MINUTE, done).unwrap();
+        khugepaged_goes_over_it();
+        let after = Truth::of(&pids(&vms)).unwrap();
+        println!("held {held}: {before:?}, then {after:?}");
+        let undone = Bytes::pages(after.frames.saturating_sub(before.frames));
+        match held {
+            false => assert!(undone > Bytes::mib(8), "{before:?}, then {after:?}"),
+            true => assert!(undone < Bytes::mib(1), "{before:?}, then {after:?}"),
+        }
+        assert!(daemon.stop());
+        assert_eq!(fs::read_to_string(knob("max_ptes_shared")).unwrap().trim(), HUGE[0].1);
+    }
+    vms.iter().for_each(|vm| vm.resume().unwrap());
+    all_is_there(&vms);
+}
