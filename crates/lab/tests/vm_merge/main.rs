@@ -314,16 +314,22 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                 let mut present = Vec::new();
                 let pages = |r: Range| r.start / 4096..r.end() / 4096;
                 pagemap_scan(pagemap.as_fd(), range, |r, _| present.extend(pages(r))).unwrap();
-                let ranges = vec![(range.start, range.len)];
-                let told = link.ask(&Ask { secret: *key.secret(), lines: false, ranges }).unwrap();
-                assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
-                let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();
-                assert_eq!(numbers, present, "{}", vm.name());
-                for (number, hash) in told.pages {
-                    let mut page = [0; 4096];
-                    memory.read_exact_at(&mut page, number * 4096).unwrap();
-                    assert_eq!(hash, key.page(&page).unwrap_or(0), "{}: {number:#x}", vm.name());
-                    compared += 1;
+                for lines in [false, true] {
+                    let ranges = vec![(range.start, range.len)];
+                    let told = link.ask(&Ask { secret: *key.secret(), lines, ranges }).unwrap();
+                    assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
+                    let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();
+                    assert_eq!(numbers, present, "{}", vm.name());
+                    for (number, hash) in told.pages {
+                        let mut page = [0; 4096];
+                        memory.read_exact_at(&mut page, number * 4096).unwrap();
+                        let want = match lines {
+                            true => key.glance(&page),
+                            false => key.page(&page).unwrap_or(0),
+                        };
+                        assert_eq!(hash, want, "{}: {number:#x}", vm.name());
+                        compared += 1;
+                    }
                 }
             }
         }
