@@ -97,6 +97,15 @@ pub fn pagemap_scan(
     Ok(())
 }
 
+/// Gives memory that was freed back to the host, as far as the allocator holds it.
+pub fn give_back() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it may be called at any time from any thread.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Has the processor fetch what lies there into its cache, if it likes: a hint.
 pub fn fetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]

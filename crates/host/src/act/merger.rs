@@ -24,21 +24,18 @@ use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::agents::{HashLink, lift};
 use crate::scan::pace::thread_cpu;
+use crate::scan::room::{one_in, room};
 use crate::scan::survey::estimate;
 use crate::scan::{Changes, Dial, Fate, Found, Limits, Options, Scan, Scanner, Target};
-use crate::sys::Range;
+use crate::sys::{Range, give_back};
 use crate::waker::Waker;
 
 /// Jobs that may wait: a look for each of many VMs.
 const WAITING: usize = 1024;
 /// Orders are repeated after this: somebody else may set the knobs too.
 const REPEAT: Duration = Duration::from_secs(5);
-/// The scanner's table has no more than this; of what does not fit a part is read.
-const TABLE_MOST: Bytes = Bytes::mib(96);
 /// A look reads one piece of 16 KiB in so many: 16 MiB that have changed are four of them.
 const GLANCE_ONE_IN: u32 = 256;
-/// Of the table, for a page.
-const TABLE_PAGE: u64 = 16;
 
 /// What a look into a VM's mappings showed.
 #[derive(Clone, Debug)]
@@ -293,7 +290,10 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
             }
             match job.glance {
                 true => glance(scanner, &last, &job, told),
-                false => last = carry_out(root, scanner, &job, told),
+                false => {
+                    last = carry_out(root, scanner, &job, told);
+                    give_back();
+                }
             }
         }
         lock(told).scan.busy = false;
@@ -301,10 +301,11 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
     }
 }
 
-fn options(job: &ScanJob) -> Options {
+/// `held`: about so much in all.
+fn options(job: &ScanJob, held: Bytes) -> Options {
     let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
     let dial = Some(Arc::clone(&job.dial));
-    Options { threads: Some(job.threads), limits, dial, sieve: true, ..Options::default() }
+    Options { threads: Some(job.threads), limits, dial, sieve: Some(held), ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -321,7 +322,8 @@ fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<To
     let targets: Vec<Target> = last.iter().map(target).collect();
     let salt = lock(told).scan.looks + 1;
     let (one_in, changes, threads) = (GLANCE_ONE_IN, Changes::Look, Some(1));
-    let scan = scanner.scan(&targets, &Options { threads, one_in, salt, changes, ..options(job) });
+    let scan = scanner
+        .scan(&targets, &Options { threads, one_in, salt, changes, ..options(job, Bytes::ZERO) });
     let changed: u64 = scan.vms.iter().map(|v| v.pages.changed).sum();
     let told = &mut lock(told).scan;
     told.looks = salt;
@@ -352,9 +354,9 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
     let found: Vec<Found> = job.vms.iter().filter_map(look).collect();
     let held: Bytes = found.iter().map(|f| f.held).sum();
     let targets: Vec<Target> = found.into_iter().filter_map(|f| f.target).collect();
-    let one_in = one_in(held);
+    let one_in = one_in(held, room(root));
     let changes = if one_in == 1 { Changes::Note } else { Changes::Ignore };
-    let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job) });
+    let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job, held) });
     let refused = scan.vms.iter().find_map(|v| match &v.fate {
         Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
         _ => {
@@ -401,12 +403,6 @@ fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
         (v.target.id, ranges(&blocks, &open, &ram.collect::<Vec<_>>(), goes))
     };
     scanned.map(one).collect()
-}
-
-/// How much of so much memory fits the table: one piece in so many.
-fn one_in(held: Bytes) -> u32 {
-    let table = held.0 / PAGE * TABLE_PAGE;
-    u32::try_from(table.div_ceil(TABLE_MOST.0)).unwrap_or(u32::MAX).max(1)
 }
 
 /// What was found of each VM. From a sample: the likely number of twins, divided as
@@ -509,12 +505,5 @@ mod tests {
         let all = united(ranges(&[(5, 9), (0, 2), (1, 3), (8, 12), (9, 10), (20, 21), (12, 13)]));
         assert_eq!(all, ranges(&[(0, 3), (5, 13), (20, 21)]));
         assert_eq!(united(Vec::new()), []);
-    }
-
-    #[test]
-    fn the_table_stays_within_its_bound() {
-        assert_eq!((one_in(Bytes::ZERO), one_in(Bytes::gib(24))), (1, 1));
-        assert_eq!(one_in(Bytes::gib(512)), 22);
-        assert!(Bytes::gib(512).0 / PAGE * TABLE_PAGE / 22 <= TABLE_MOST.0);
     }
 }

@@ -18,6 +18,7 @@
 
 pub mod agents;
 pub mod pace;
+pub mod room;
 mod sieve;
 pub mod survey;
 pub mod table;
@@ -168,8 +169,9 @@ pub struct Options {
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a twin by
     /// those. What pages are is noted by their lines then, and looked at so; nothing else
-    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
-    pub sieve: bool,
+    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`]. About so much memory
+    /// is held in all; `None`: pages are read whole at once.
+    pub sieve: Option<Bytes>,
     /// Pause while tasks stall for memory for more than this share of time.
     pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
@@ -187,7 +189,7 @@ impl Default for Options {
             idle: true,
             separate: false,
             changes: Changes::Ignore,
-            sieve: false,
+            sieve: None,
             pause_above: Some(0.1),
             listing: None,
         }

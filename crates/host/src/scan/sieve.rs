@@ -18,8 +18,8 @@ use crate::sys::{Range, fetch};
 
 /// Places for a page, at least.
 const PLACES: u64 = 16;
-/// At most: 64 MiB, what 64 GiB of memory need.
-const PLACES_MAX: u64 = 1 << 28;
+/// More are of no use: a tag has 32 bits.
+const PLACES_MAX: u64 = 1 << 32;
 /// So many pages ahead what is needed of the field is fetched.
 pub(super) const AHEAD: usize = 16;
 /// Places in a word.
@@ -32,7 +32,8 @@ pub(super) struct Sieve(Vec<AtomicU64>);
 impl Sieve {
     /// For so many pages.
     pub fn new(pages: u64) -> Sieve {
-        let places = (pages * PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
+        let places =
+            pages.saturating_mul(PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
         // Zeroed by the kernel when it is first touched.
         let words = vec![0u64; places as usize / WORD];
         Sieve(words.into_iter().map(AtomicU64::new).collect())

@@ -146,10 +146,10 @@ impl<'a> Job<'a> {
         };
         let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
         let noted = options.changes != Changes::Ignore;
-        let sifts = options.sieve && options.changes == Changes::Note && options.one_in == 1;
-        let sifts = sifts && targets.iter().any(|t| agents.contains_key(&t.id));
-        let pages = targets.iter().flat_map(|t| &t.ram).map(|r| r.len / PAGE).sum();
-        let marks = |t: &Target| Marks::new(if sifts { &t.ram } else { &[] });
+        let all = options.changes == Changes::Note && options.one_in == 1;
+        let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
+        let sieve = options.sieve.filter(|_| all && by_agents).map(|b| Sieve::new(b.0 / PAGE));
+        let marks = |t: &Target| Marks::new(if sieve.is_some() { &t.ram } else { &[] });
         let mut job = Job {
             root,
             key,
@@ -159,8 +159,8 @@ impl<'a> Job<'a> {
             by_agents: AtomicU64::new(0),
             by_lines: AtomicU64::new(0),
             round: Round::All,
-            sieve: sifts.then(|| Sieve::new(pages)),
             marks: targets.iter().map(marks).collect(),
+            sieve,
             targets,
             options,
             pace,
@@ -205,7 +205,7 @@ impl<'a> Job<'a> {
 
     /// Whether agents read no more than lines now.
     fn reads_lines(&self) -> bool {
-        let look = self.options.sieve && self.options.changes == Changes::Look;
+        let look = self.options.sieve.is_some() && self.options.changes == Changes::Look;
         look || self.sieve.is_some() && self.round == Round::All
     }
 
@@ -480,11 +480,17 @@ impl<'j, 'a> Worker<'j, 'a> {
     /// Has pages read whole of which only lines were read.
     fn whole(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
         let runs = self.job.marks[vm].runs(window);
-        // Of one whose agent has failed meanwhile no more is known until the next scan.
-        match self.job.agent(vm, window) {
-            Some(agent) => self.ask(vm, agent, &runs, false, pages).map(drop),
-            None => Ok(()),
+        let rest = match self.job.agent(vm, window) {
+            Some(agent) => self.ask(vm, agent, &runs, false, pages)?,
+            None => runs,
+        };
+        if !rest.is_empty() {
+            // Its agent has failed meanwhile. Some of it may be merged.
+            let pid = self.job.targets[vm].id.pid;
+            self.memory = Some(File::open(self.job.root.path(format!("/proc/{pid}/mem")))?);
+            self.read_from_outside(vm, &rest, true, pages)?;
         }
+        Ok(())
     }
 
     /// Reads runs, or has them read; `shared`: without pinning a page.
@@ -552,12 +558,11 @@ impl<'j, 'a> Worker<'j, 'a> {
                     sieve.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
                 }
                 let address = number * PAGE;
-                if job.round == Round::All && !self.note(vm, address, hash, shared, pages) {
-                    continue;
-                }
-                match lines {
-                    true => job.marks[vm].set(address),
-                    false => self.keep(vm, address, Some(hash).filter(|h| *h != 0), pages),
+                let known = job.round == Round::Whole;
+                match known || self.note(vm, address, hash, shared, pages) {
+                    true if lines => job.marks[vm].set(address),
+                    true => self.keep(vm, address, Some(hash).filter(|h| *h != 0), pages),
+                    false => {}
                 }
             }
             let of_page = if lines { (LINES * LINE) as u64 } else { PAGE };
@@ -647,10 +652,11 @@ impl<'j, 'a> Worker<'j, 'a> {
                 continue;
             }
             let noted = match job.options.sieve {
-                true => job.key.glance(page),
-                false => hash.unwrap_or(0),
+                Some(_) => job.key.glance(page),
+                None => hash.unwrap_or(0),
             };
-            if self.note(vm, address, noted, shared, pages) {
+            let known = job.round == Round::Whole;
+            if known || self.note(vm, address, noted, shared, pages) {
                 self.keep(vm, address, hash, pages);
             }
         }

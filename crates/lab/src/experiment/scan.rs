@@ -93,7 +93,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
                 scanner.use_agents(agents.clone());
                 let arms = [
                     ("ebb-guest", &mut theirs[i], whole(threads, Changes::Ignore)),
-                    ("ebb-lines", &mut lines[i], by_lines(threads, Changes::Note)),
+                    ("ebb-lines", &mut lines[i], by_lines(threads, Changes::Note, &targets)),
                 ];
                 for (_, done, options) in arms.into_iter().filter(|a| trial.wants(a.0)) {
                     let scan = scanner.scan(&targets[..threads], &options);
@@ -171,8 +171,9 @@ fn whole(threads: usize, changes: Changes) -> Options {
     Options { threads: Some(threads), idle: false, changes, ..Options::default() }
 }
 
-fn by_lines(threads: usize, changes: Changes) -> Options {
-    Options { sieve: true, ..whole(threads, changes) }
+fn by_lines(threads: usize, changes: Changes, targets: &[Target]) -> Options {
+    let held = targets.iter().flat_map(|t| &t.ram).map(|r| r.len).sum();
+    Options { sieve: Some(Bytes(held)), ..whole(threads, changes) }
 }
 
 fn pass(scan: &Scan) -> Pass {
@@ -244,17 +245,17 @@ fn details(
     let mut scanner = Scanner::new(Root::default())?;
     scanner.use_agents(agents.clone());
     // What an arm compares with its last scan.
-    let (kind, changes): (fn(usize, Changes) -> Options, Changes) = match arm {
-        "ebb-lines" => (by_lines, Changes::Note),
-        _ => (whole, Changes::LeaveOut),
+    let kind = match arm {
+        "ebb-lines" => by_lines(1, Changes::Note, targets),
+        _ => whole(1, Changes::LeaveOut),
     };
-    let first = scanner.scan(targets, &kind(1, changes));
+    let first = scanner.scan(targets, &kind);
     let held = (first.read.0 / PAGE) as f64;
     let (mut again, mut looks) = (Vec::new(), Vec::new());
     for salt in 1..=trial.rounds(5) as u64 {
-        let s = scanner.scan(targets, &kind(1, changes));
+        let s = scanner.scan(targets, &kind);
         again.push(s.cpu.as_secs_f64() / held);
-        let look = Options { one_in: 256, salt, ..kind(1, Changes::Look) };
+        let look = Options { one_in: 256, salt, changes: Changes::Look, ..kind.clone() };
         let look = scanner.scan(targets, &look);
         let changed: u64 = look.vms.iter().map(|v| v.pages.changed).sum();
         ensure!(look.read > Bytes::ZERO && changed == 0, "{changed} pages of a paused VM changed");

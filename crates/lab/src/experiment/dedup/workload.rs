@@ -127,8 +127,6 @@ impl Fleet {
             if agents {
                 let image = Image::get(&Cache::from_env(), config.kernel)?;
                 tier::prepare(&mut config, &image, dir.path())?;
-                // As docs/operate.md advises: the agent opens what is worth it.
-                config.args.extend(["-machine".into(), "mem-merge=off".into()]);
             }
             vms.push(Vm::spawn(&config)?);
         }
