@@ -3,7 +3,7 @@
 //! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
 //! page than for the hashing. In here our own page tables lead there: pages that are in
 //! memory are copied 128 KiB at a time and hashed, or, at a first look, just four lines of
-//! each ([`Key::lines`]), which costs a tenth. A thread of its own, as nice as `ksmd`
+//! each ([`Key::lines`]), which costs a fifth. A thread of its own, as nice as `ksmd`
 //! (from `SCHED_IDLE` it could not come back; who asks gives way where nobody is to
 //! notice), on a socket that the daemon handed over; when that is closed the thread ends.
 //!

@@ -1,6 +1,6 @@
 //! Which pages may have a twin, by four lines of each.
 //!
-//! To read a page whole costs ten times what four lines of it do, and most pages have no
+//! To read a page whole costs several times what four lines of it do, and most pages have no
 //! twin. So where agents read for us, they first read the lines of all pages
 //! ([`ebb_core::hash::Key::lines`]); each page's tag, 32 bits of their hash, is put in a
 //! field of two bits a place, some sixteen places a page: seen once, seen twice. Whoever is
