@@ -228,7 +228,7 @@ pub struct ScanSample {
     pub seconds: f64,
     /// CPU time of all of them, and of all looks.
     pub cpu_s: f64,
-    /// Memory read by the last one.
+    /// Memory that the last one went through.
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
     #[serde(default)]

@@ -26,6 +26,11 @@ impl Range {
     pub fn end(&self) -> u64 {
         self.start.saturating_add(self.len)
     }
+
+    /// Whether this address is in it.
+    pub fn contains(&self, address: u64) -> bool {
+        self.start <= address && address < self.end()
+    }
 }
 
 /// Most ranges of one [`read_process`] (`UIO_MAXIOV`).

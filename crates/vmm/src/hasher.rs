@@ -35,8 +35,8 @@ use crate::sys::{self, Mapping, Range, VECTOR_MAX};
 
 /// What is copied at a time: with what is fetched meanwhile it fits the second-level cache.
 const PIECE: u64 = 128 << 10;
-/// Pages whose lines are copied at a time.
-const PIECE_LINES: u64 = (VECTOR_MAX / LINES) as u64;
+/// The pages whose lines are copied at a time.
+const PIECE_LINES: u64 = (VECTOR_MAX / LINES) as u64 * PAGE;
 /// The buffer is one huge page, where the kernel has one: see [`sys::copy_as_is`].
 const BUFFER: usize = 2 << 20;
 /// Without a question for so long the buffer is given back.
@@ -165,11 +165,11 @@ impl Served {
             }
         }
         drop(free);
-        let size = if ask.lines { PIECE_LINES * PAGE } else { PIECE };
+        let size = if ask.lines { PIECE_LINES } else { PIECE };
         let pieces = pieces(runs, size);
         for (i, piece) in pieces.iter().enumerate() {
             let next = pieces.get(i + 1).map_or(&[][..], |p| p);
-            self.hash((piece, next), &key, ask.lines, &mut told.pages);
+            self.hash(piece, next, &key, ask.lines, &mut told.pages);
         }
         told.cpu_ns = cpu_ns().saturating_sub(begun);
         Some(told)
@@ -179,7 +179,8 @@ impl Served {
     /// a piece early. The `next` piece is fetched from memory while this one is hashed.
     fn hash(
         &mut self,
-        (piece, next): (&[Range], &[Range]),
+        piece: &[Range],
+        next: &[Range],
         key: &Key,
         lines: bool,
         pages: &mut Vec<(u64, u128)>,

@@ -177,22 +177,18 @@ pub fn store_u64(address: u64, value: u64) {
 /// would break merges, and what is not mapped is no fault of ours. What it pins is `to`,
 /// and that costs little where that is a huge page.
 pub fn copy_as_is(places: impl Iterator<Item = Range>, to: &mut [u8]) -> Result<usize> {
-    let none = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-    let (mut from, mut count, mut total) = ([none; VECTOR_MAX], 0, 0);
-    for place in places {
-        total += place.len as usize;
-        if total > to.len() || count == VECTOR_MAX {
-            return Err(Error::from_raw_os_error(libc::EINVAL));
-        }
-        from[count] = iovec { iov_base: place.start as *mut _, iov_len: place.len as usize };
-        count += 1;
+    let from = |p: Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
+    let mut list = Vec::with_capacity(VECTOR_MAX);
+    list.extend(places.map(from));
+    let total = list.iter().map(|p| p.iov_len).sum();
+    if total > to.len() || list.len() > VECTOR_MAX {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
     }
-    let from = &from[..count];
     let to = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
     // SAFETY: `to` is exclusively ours and long enough; the other places are only read, by
     // the kernel, which checks every address.
     let n = unsafe {
-        libc::process_vm_writev(libc::getpid(), from.as_ptr(), from.len() as c_ulong, &to, 1, 0)
+        libc::process_vm_writev(libc::getpid(), list.as_ptr(), list.len() as c_ulong, &to, 1, 0)
     };
     check(n as c_long)
 }

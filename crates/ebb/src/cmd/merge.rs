@@ -380,7 +380,7 @@ fn report(
     let mut scanner = Scanner::new(root.clone()).context("cannot read random bytes")?;
     let targets: Vec<Target> =
         known.iter().filter_map(|k| k.found.as_ref()?.target.clone()).collect();
-    let held = known.iter().filter_map(|k| Some(k.found.as_ref()?.held)).sum();
+    let held = known.iter().filter_map(|k| Some(k.found.as_ref()?.held())).sum();
     let survey = survey(&mut scanner, &targets, held, full, options);
     let report = tell(&known, &survey, read_ksm(&root)?);
     if json {
@@ -464,7 +464,7 @@ fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
     let split = scanned.map(|(vm, _)| vm.split).unwrap_or_default();
     // VMs live on: what the scan saw goes with what it found.
     let seen = scanned.filter(|_| read == "whole").map(|(vm, _)| vm.pages.held + vm.pages.merged);
-    let held = seen.map(Bytes::pages).or(found.map(|f| f.held));
+    let held = seen.map(Bytes::pages).or(found.map(Found::held));
     let ksm = k.stat.filter(|s| s.merging_pages.is_some()).map(|s| VmKsm {
         merged: Bytes::pages(s.merging_pages.unwrap_or(0)),
         zero: Bytes::pages(s.zero_pages.unwrap_or(0)),

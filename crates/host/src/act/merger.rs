@@ -304,11 +304,10 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
     }
 }
 
-/// `held`: about so much in all.
-fn options(job: &ScanJob, held: Bytes) -> Options {
+fn options(job: &ScanJob) -> Options {
     let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
     let dial = Some(Arc::clone(&job.dial));
-    Options { threads: Some(job.threads), limits, dial, sieve: Some(held), ..Options::default() }
+    Options { threads: Some(job.threads), limits, dial, sieve: true, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -325,8 +324,7 @@ fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<To
     let targets: Vec<Target> = last.iter().map(target).collect();
     let salt = lock(told).scan.looks + 1;
     let (one_in, changes, threads) = (GLANCE_ONE_IN, Changes::Look, Some(1));
-    let scan = scanner
-        .scan(&targets, &Options { threads, one_in, salt, changes, ..options(job, Bytes::ZERO) });
+    let scan = scanner.scan(&targets, &Options { threads, one_in, salt, changes, ..options(job) });
     let changed: u64 = scan.vms.iter().map(|v| v.pages.changed).sum();
     let told = &mut lock(told).scan;
     told.looks = salt;
@@ -355,13 +353,13 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         Found::look(root, *id, name, group).ok().flatten()
     };
     let found: Vec<Found> = job.vms.iter().filter_map(look).collect();
-    let held: Bytes = found.iter().map(|f| f.held).sum();
+    let held: Bytes = found.iter().map(Found::held).sum();
     let targets: Vec<Target> = found.into_iter().filter_map(|f| f.target).collect();
     // Whole VMs are opened where there is no agent, and a sample tells which.
     let most = if job.agents.is_empty() { SAMPLED } else { Bytes(u64::MAX) };
     let one_in = one_in(held, room(root).min(most));
     let changes = if one_in == 1 { Changes::Note } else { Changes::Ignore };
-    let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job, held) });
+    let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job) });
     let refused = scan.vms.iter().find_map(|v| match &v.fate {
         Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
         _ => {

@@ -69,6 +69,8 @@ pub struct Target {
     pub merged: Vec<Range>,
     /// What of it is open to KSM, likewise.
     pub open: Vec<Range>,
+    /// How much of its RAM is resident.
+    pub held: Bytes,
     /// Pieces not to read, disjoint and sorted: pages that the guest has free.
     pub skip: Vec<Range>,
 }
@@ -78,9 +80,7 @@ pub struct Target {
 pub struct Found {
     /// To scan; `None` where nothing of it can be merged.
     pub target: Option<Target>,
-    /// Resident RAM that could be merged.
-    pub held: Bytes,
-    /// Of that, marked for KSM (`VmFlags: mg`).
+    /// Resident RAM, marked for KSM (`VmFlags: mg`).
     pub mergeable: Bytes,
     /// Resident RAM that KSM refuses, and why.
     pub refused: Option<(Bytes, &'static str)>,
@@ -109,14 +109,19 @@ impl Found {
             ram: joined(&ram, |_| true),
             merged: joined(&ram, merged),
             open: joined(&ram, |r| r.mergeable),
+            held: sum(|r| r.resident),
             skip: Vec::new(),
         });
         Ok(Some(Found {
             target,
-            held: sum(|r| r.resident),
             mergeable: sum(|r| if r.mergeable { r.resident } else { Bytes::ZERO }),
             refused: unmergeable(&regions),
         }))
+    }
+
+    /// Resident RAM that could be merged.
+    pub fn held(&self) -> Bytes {
+        self.target.as_ref().map_or(Bytes::ZERO, |t| t.held)
     }
 }
 
@@ -169,9 +174,8 @@ pub struct Options {
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a twin by
     /// those. What pages are is noted by their lines then, and looked at so; nothing else
-    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`]. About so much memory
-    /// is held in all; `None`: pages are read whole at once.
-    pub sieve: Option<Bytes>,
+    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
+    pub sieve: bool,
     /// Pause while tasks stall for memory for more than this share of time.
     pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
@@ -189,7 +193,7 @@ impl Default for Options {
             idle: true,
             separate: false,
             changes: Changes::Ignore,
-            sieve: None,
+            sieve: false,
             pause_above: Some(0.1),
             listing: None,
         }

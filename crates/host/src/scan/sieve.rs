@@ -84,8 +84,7 @@ impl Marks {
     }
 
     fn cell(&self, address: u64) -> Option<(&AtomicU64, u64)> {
-        let (range, words) =
-            self.0.iter().find(|(r, _)| r.start <= address && address < r.end())?;
+        let (range, words) = self.0.iter().find(|(r, _)| r.contains(address))?;
         let page = (address - range.start) / PAGE;
         Some((&words[page as usize / 64], 1 << (page % 64)))
     }

@@ -52,8 +52,7 @@ impl Tags {
     }
 
     fn cell(&self, address: u64) -> Option<&AtomicU32> {
-        let within = |r: &Range| r.start <= address && address < r.end();
-        let (range, tags) = self.ranges.iter().find(|(r, _)| within(r))?;
+        let (range, tags) = self.ranges.iter().find(|(r, _)| r.contains(address))?;
         tags.get(((address - range.start) / PAGE) as usize)
     }
 

@@ -240,8 +240,7 @@ impl Blocks {
     }
 
     fn set(&self, address: u64, what: &[usize]) {
-        let within = |r: &Range| r.start <= address && address < r.end();
-        if let Some((range, cells)) = self.ranges.iter().find(|(r, _)| within(r)) {
+        if let Some((range, cells)) = self.ranges.iter().find(|(r, _)| r.contains(address)) {
             let i = (address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT);
             let page = (address % BLOCK / PAGE) as usize;
             for kind in what {

@@ -91,6 +91,7 @@ impl Holder {
             ram: vec![Range { start: at, len: PAGES * PAGE }],
             merged: Vec::new(),
             open: Vec::new(),
+            held: Bytes::pages(PAGES),
             skip: Vec::new(),
         };
         Holder { child, said, target }

@@ -148,9 +148,10 @@ impl<'a> Job<'a> {
         let noted = options.changes != Changes::Ignore;
         let all = options.changes == Changes::Note && options.one_in == 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
-        let sieve = options.sieve.filter(|_| all && by_agents).map(|b| Sieve::new(b.0 / PAGE));
+        let held = targets.iter().map(|t| t.held).sum::<Bytes>();
+        let sieve = (options.sieve && all && by_agents).then(|| Sieve::new(held.0 / PAGE));
         let marks = |t: &Target| Marks::new(if sieve.is_some() { &t.ram } else { &[] });
-        let mut job = Job {
+        Job {
             root,
             key,
             tags: targets.iter().map(|t| tags.get(&t.id).filter(|_| noted)).collect(),
@@ -172,12 +173,31 @@ impl<'a> Job<'a> {
             threads: AtomicUsize::new(0),
             table: Table::default(),
             seen: Seen::default(),
-        };
-        job.begin(Round::All);
-        job
+        }
     }
 
-    fn begin(&mut self, round: Round) {
+    /// Reads everything; `watch` runs beside the threads until they are done. Returns the
+    /// size of the tables at their largest, bytes.
+    pub fn read(&mut self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) -> u64 {
+        self.go_over(Round::All, threads, &watch);
+        let sieve = self.sieve.as_ref().map_or(0, Sieve::bytes);
+        let size = self.table_bytes() + sieve;
+        if self.sieve.is_some() {
+            self.go_over(Round::Sift, threads, &watch);
+            self.sieve = None;
+            self.go_over(Round::Whole, threads, &watch);
+        }
+        size.max(self.table_bytes())
+    }
+
+    /// Whether agents read no more than lines now.
+    fn reads_lines(&self) -> bool {
+        let look = self.options.sieve && self.options.changes == Changes::Look;
+        look || self.sieve.is_some() && self.round == Round::All
+    }
+
+    /// One round.
+    fn go_over(&mut self, round: Round, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {
             (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
@@ -185,39 +205,14 @@ impl<'a> Job<'a> {
         };
         self.windows = self.targets.iter().map(windows).collect();
         self.round = round;
-    }
-
-    /// Reads everything; `watch` runs beside the threads until they are done. Returns the
-    /// size of the tables at their largest, bytes.
-    pub fn read(&mut self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) -> u64 {
-        self.all_windows(threads, &watch);
-        let sieve = self.sieve.as_ref().map_or(0, Sieve::bytes);
-        let size = self.table_bytes() + sieve;
-        if self.sieve.is_some() {
-            self.begin(Round::Sift);
-            self.all_windows(threads, &watch);
-            self.sieve = None;
-            self.begin(Round::Whole);
-            self.all_windows(threads, &watch);
-        }
-        size.max(self.table_bytes())
-    }
-
-    /// Whether agents read no more than lines now.
-    fn reads_lines(&self) -> bool {
-        let look = self.options.sieve.is_some() && self.options.changes == Changes::Look;
-        look || self.sieve.is_some() && self.round == Round::All
-    }
-
-    /// One round.
-    fn all_windows(&self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
+        let job = &*self;
         let running = AtomicUsize::new(threads);
         let watcher = std::thread::current();
         std::thread::scope(|s| {
             for _ in 0..threads {
                 let (running, watcher) = (&running, watcher.clone());
                 s.spawn(move || {
-                    Worker::new(self).work();
+                    Worker::new(job).work();
                     running.fetch_sub(1, Relaxed);
                     watcher.unpark();
                 });
@@ -558,8 +553,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                     sieve.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
                 }
                 let address = number * PAGE;
-                let known = job.round == Round::Whole;
-                match known || self.note(vm, address, hash, shared, pages) {
+                match self.note(vm, address, hash, shared, pages) {
                     true if lines => job.marks[vm].set(address),
                     true => self.keep(vm, address, Some(hash).filter(|h| *h != 0), pages),
                     false => {}
@@ -652,11 +646,10 @@ impl<'j, 'a> Worker<'j, 'a> {
                 continue;
             }
             let noted = match job.options.sieve {
-                Some(_) => job.key.glance(page),
-                None => hash.unwrap_or(0),
+                true => job.key.glance(page),
+                false => hash.unwrap_or(0),
             };
-            let known = job.round == Round::Whole;
-            if known || self.note(vm, address, noted, shared, pages) {
+            if self.note(vm, address, noted, shared, pages) {
                 self.keep(vm, address, hash, pages);
             }
         }
@@ -672,6 +665,10 @@ impl<'j, 'a> Worker<'j, 'a> {
         pages: &mut Pages,
     ) -> bool {
         let job = self.job;
+        if job.round == Round::Whole {
+            // It was, by its lines.
+            return true;
+        }
         let changes = job.options.changes;
         let tags = job.tags[vm];
         pages.read += 1;
@@ -782,6 +779,7 @@ mod tests {
             ],
             merged: Vec::new(),
             open: Vec::new(),
+            held: Bytes::ZERO,
             skip: Vec::new(),
         };
         let windows = Windows::of(&target, &[], WINDOW);

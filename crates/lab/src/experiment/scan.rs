@@ -93,7 +93,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
                 scanner.use_agents(agents.clone());
                 let arms = [
                     ("ebb-guest", &mut theirs[i], whole(threads, Changes::Ignore)),
-                    ("ebb-lines", &mut lines[i], by_lines(threads, Changes::Note, &targets)),
+                    ("ebb-lines", &mut lines[i], by_lines(threads, Changes::Note)),
                 ];
                 for (_, done, options) in arms.into_iter().filter(|a| trial.wants(a.0)) {
                     let scan = scanner.scan(&targets[..threads], &options);
@@ -171,9 +171,8 @@ fn whole(threads: usize, changes: Changes) -> Options {
     Options { threads: Some(threads), idle: false, changes, ..Options::default() }
 }
 
-fn by_lines(threads: usize, changes: Changes, targets: &[Target]) -> Options {
-    let held = targets.iter().flat_map(|t| &t.ram).map(|r| r.len).sum();
-    Options { sieve: Some(Bytes(held)), ..whole(threads, changes) }
+fn by_lines(threads: usize, changes: Changes) -> Options {
+    Options { sieve: true, ..whole(threads, changes) }
 }
 
 fn pass(scan: &Scan) -> Pass {
@@ -246,7 +245,7 @@ fn details(
     scanner.use_agents(agents.clone());
     // What an arm compares with its last scan.
     let kind = match arm {
-        "ebb-lines" => by_lines(1, Changes::Note, targets),
+        "ebb-lines" => by_lines(1, Changes::Note),
         _ => whole(1, Changes::LeaveOut),
     };
     let first = scanner.scan(targets, &kind);

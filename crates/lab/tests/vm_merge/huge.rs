@@ -47,9 +47,9 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
         vm.tool().start_ready("k", "hold", &few, MINUTE).unwrap();
         vm.pause().unwrap();
     }
-    for held in [false, true] {
+    for hold in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        let text = MERGE.replace("2s", "1h") + &format!("hold_khugepaged = {held}\n");
+        let text = MERGE.replace("2s", "1h") + &format!("hold_khugepaged = {hold}\n");
         let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], &text).unwrap();
         let done = |state: &Value| {
             let rests = state["host"]["ksm"]["run"] == 0;
@@ -60,9 +60,9 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
         let before = daemon.wait_for("all that is alike merged", 2 * MINUTE, done).unwrap();
         khugepaged_goes_over_it();
         let after = Truth::of(&pids(&vms)).unwrap();
-        println!("held {held}: {before:?}, then {after:?}");
+        println!("held {hold}: {before:?}, then {after:?}");
         let undone = Bytes::pages(after.frames.saturating_sub(before.frames));
-        match held {
+        match hold {
             false => assert!(undone > Bytes::mib(8), "{before:?}, then {after:?}"),
             true => assert!(undone < Bytes::mib(1), "{before:?}, then {after:?}"),
         }

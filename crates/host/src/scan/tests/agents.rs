@@ -92,7 +92,7 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
             let mut scanner = scanner();
             let agents = all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone()));
             scanner.use_agents(agents.collect());
-            let (sieve, changes) = (Some(Bytes::pages(3 * PAGES)), Changes::Note);
+            let (sieve, changes) = (true, Changes::Note);
             let scan =
                 scanner.scan(&all, &Options { sieve, changes, separate, ..Options::default() });
             assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));
@@ -126,8 +126,7 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
     let links = all.iter().map(|t| (t.id, agent(t, u64::MAX, |_| ()).0)).collect();
     let mut scanner = scanner();
     scanner.use_agents(links);
-    let options =
-        Options { sieve: Some(Bytes::ZERO), changes: Changes::Note, ..Options::default() };
+    let options = Options { sieve: true, changes: Changes::Note, ..Options::default() };
     let first = scanner.scan(&all, &options);
     holders[1].write_again();
     let second = scanner.scan(&all, &options);
