@@ -41,6 +41,10 @@ fn held() -> Arena {
     for (knob, value) in KNOBS.iter().zip(["1", "7", "5000", "1", "0"]) {
         arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
     }
+    // Else khugepaged copies merged pages, and fills holes with zeros, at any moment (`huge`).
+    for name in ["max_ptes_shared", "max_ptes_none"] {
+        arena.set(&huge::knob(name), "0").unwrap();
+    }
     arena
 }
 
@@ -218,11 +222,7 @@ fn looking_breaks_no_merge(dir: &Path, vms: &[Vm]) {
 /// recycled page by page, and nobody loses anything.
 #[test]
 fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
-    let arena = held();
-    // Else it fills holes of a block with pages of zeros, at any moment (`huge`).
-    for knob in ["max_ptes_shared", "max_ptes_none"] {
-        arena.set(&huge::knob(knob), "0").unwrap();
-    }
+    let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let agents = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
