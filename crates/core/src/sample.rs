@@ -24,6 +24,9 @@ pub struct Sample {
     pub host: HostSample,
     /// The VMs, sorted by [`VmSample::id`]; ids are unique.
     pub vms: Vec<VmSample>,
+    /// Of the processes that the loop asked about, those that are proven to have ended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ended: Vec<VmId>,
     /// What could not be read, and why.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<Problem>,
@@ -68,6 +71,13 @@ pub struct HostSample {
     /// The memory cgroup with a limit that all managed VMs share, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
+    /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file
+    /// (v2) and is not the whole machine; limited or not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vms_psi: Option<Psi>,
+    /// zswap is on: part of what is swapped out stays in memory, compressed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub zswap: bool,
     /// Notifications of cgroup v1's `memory.pressure_level` since the last
     /// sample; `None` where nothing is registered (v2 has PSI instead).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -160,6 +170,18 @@ pub struct SwapArea {
     pub used: Bytes,
     /// Priority, as the kernel prints it.
     pub priority: i64,
+    /// Of a zram device: what it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zram: Option<Zram>,
+}
+
+/// `/sys/block/zramN/mm_stat` (Linux `Documentation/admin-guide/blockdev/zram.rst`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Zram {
+    /// `orig_data_size`: what was written to it and is still there.
+    pub stored: Bytes,
+    /// `mem_used_total`: the memory that it takes for that.
+    pub used: Bytes,
 }
 
 /// `/sys/kernel/mm/ksm`, whole host.
@@ -313,7 +335,7 @@ pub struct ZfsArc {
 pub struct Pool {
     /// Its path below the cgroup mount, e.g. `/machine.slice`.
     pub path: String,
-    /// `memory.max` or `memory.limit_in_bytes` (the tightest on the way up).
+    /// `memory.max`, `memory.high` or `memory.limit_in_bytes` (the tightest on the way up).
     pub limit: Bytes,
     /// `memory.current` or `memory.usage_in_bytes`.
     pub usage: Bytes,
@@ -324,6 +346,10 @@ pub struct Pool {
     pub anon: Bytes,
     /// Swap used by the subtree, where the kernel accounts it.
     pub swap: Option<Bytes>,
+    /// Swap that the subtree may still use by its own limit and those above it; `None`:
+    /// no limit, or not accounted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub swap_left: Option<Bytes>,
     /// `oom_kill` events in the subtree.
     pub oom_kills: Option<u64>,
     /// `memory.pressure` of a v2 cgroup.
@@ -374,7 +400,8 @@ pub struct VmSample {
     /// How long its process has run, milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub age_ms: Option<u64>,
-    /// Why its memory cannot be paged out: pinned by a device, huge pages.
+    /// Why its memory can neither be ballooned with effect nor paged out: pinned by a
+    /// device, locked, encrypted, huge pages of a pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
     /// What was offloaded of it; `None`: never asked for.
@@ -461,6 +488,9 @@ pub struct ProcessMemory {
     pub shmem: Bytes,
     /// `VmSwap`.
     pub swap: Bytes,
+    /// `VmLck`.
+    #[serde(default)]
+    pub locked: Bytes,
 }
 
 impl ProcessMemory {
@@ -565,6 +595,9 @@ pub enum VmEvent {
 pub struct BalloonSample {
     /// `query-balloon`: RAM less what the balloon holds.
     pub actual: Bytes,
+    /// How old that is, milliseconds; 0: QEMU answered in this tick.
+    #[serde(default)]
+    pub age_ms: u64,
     /// `free-page-reporting` of the device.
     pub reporting: Option<bool>,
     /// `deflate-on-oom` of the device.

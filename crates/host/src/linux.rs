@@ -222,7 +222,7 @@ impl LinuxHost {
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
         host.pool = self.sample_pool(&mut problems);
-        Sample { at, wall_ms, host, vms, problems }
+        Sample { at, wall_ms, host, vms, ended: Vec::new(), problems }
     }
 
     fn sample_host(&mut self, problems: &mut Vec<Problem>) -> HostSample {
@@ -237,6 +237,8 @@ impl LinuxHost {
             zeros: self.zeros.as_ref().map(|(ways, _)| *ways),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
+            vms_psi: None,
+            zswap: false,
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
         }
     }

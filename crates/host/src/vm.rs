@@ -579,7 +579,7 @@ impl Vm {
             GuestStats { age_ms, ..new }
         });
         let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
-        Some(BalloonSample { actual, reporting, deflate_on_oom, guest })
+        Some(BalloonSample { actual, age_ms: 0, reporting, deflate_on_oom, guest })
     }
 }
 

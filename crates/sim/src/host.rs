@@ -196,6 +196,7 @@ impl HostMemory {
             size: self.swap,
             used: self.swap - swap_free,
             priority: -2,
+            zram: None,
         };
         HostSample {
             memory: Some(Meminfo {

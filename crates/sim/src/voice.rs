@@ -156,6 +156,7 @@ impl Voice {
             run: answers.then_some(run),
             balloon: (answers && g.spec.mood != Mood::Bare).then_some(BalloonSample {
                 actual: g.actual,
+                age_ms: 0,
                 reporting: Some(g.spec.reporting),
                 deflate_on_oom: Some(g.spec.deflate_on_oom),
                 guest,

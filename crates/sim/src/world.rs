@@ -219,6 +219,7 @@ impl World {
             wall_ms,
             vms: seen.map(|(g, voice)| voice.sample(g, at, wall_ms)).collect(),
             host: self.host.sample(&self.guests),
+            ended: Vec::new(),
             problems: Vec::new(),
         }
     }

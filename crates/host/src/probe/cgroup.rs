@@ -210,6 +210,7 @@ pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool
         file: stat.file,
         anon: stat.anon,
         swap: stat.swap,
+        swap_left: None,
         oom_kills: root.parse(dir.join(events), parse_oom_kills)?.flatten(),
         psi: None,
     };
@@ -321,6 +322,7 @@ mod tests {
             file: Bytes(44),
             anon: Bytes(100),
             swap: Some(Bytes(9)),
+            swap_left: None,
             oom_kills: Some(3),
             psi: None,
         };

@@ -26,7 +26,7 @@ fn area(line: &str) -> Option<SwapArea> {
     let size = fields.next()?.parse().ok().map(Bytes::kib)?;
     let _kind = fields.next()?;
     let path = unescape_octal(fields.next_back()?);
-    Some(SwapArea { path, size, used, priority })
+    Some(SwapArea { path, size, used, priority, zram: None })
 }
 
 #[cfg(test)]
