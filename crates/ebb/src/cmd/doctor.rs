@@ -137,6 +137,7 @@ fn sample_of(state: &State, root: &Root) -> Result<Sample> {
         agent: v.agent.clone(),
         balloon: v.actual.map(|actual| ebb_core::sample::BalloonSample {
             actual,
+            age_ms: 0,
             reporting: v.reporting,
             deflate_on_oom: None,
             guest: v
