@@ -121,6 +121,7 @@ impl Toy {
             run: Some(RunState::Running),
             balloon: Some(BalloonSample {
                 actual: g.actual,
+                age_ms: 0,
                 reporting: Some(false),
                 deflate_on_oom: Some(true),
                 guest: Some(stats),
@@ -148,6 +149,7 @@ impl Host for Toy {
             wall_ms: self.now,
             host: HostSample { memory: Some(memory), ..HostSample::default() },
             vms: (0..self.guests.len()).map(|i| self.vm(i)).collect(),
+            ended: Vec::new(),
             problems: Vec::new(),
         };
         self.now += self.look_ms;
