@@ -5,17 +5,27 @@
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
 //! daemon left. One VM's part is in `memory/vm.rs`.
 
+mod cold;
+mod ledger;
 mod rates;
 mod reach;
+mod recycle;
 mod sizes;
 mod vm;
+mod yields;
 mod zeros;
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::cold::Cold;
+pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::reach::{Reach, SILENT_MS};
+pub use self::recycle::{Batch, RecycleMemory};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
+pub use self::yields::Yields;
 pub use self::zeros::ZeroMemory;
 use crate::model::{Model, Pressure};
 use crate::plan::{MergeWish, Outcome, Plan, Rung, RungName};
@@ -99,15 +109,39 @@ pub struct OwnedMark {
     pub open: bool,
 }
 
-/// One VM in [`Owned`].
+/// One VM in [`Owned`]: what of its balloon is Ebb's. See [`Ledger`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnedVm {
     /// Which process.
     pub id: VmId,
     /// Its name, for people.
     pub name: String,
-    /// What it is to be given back.
-    pub baseline: Bytes,
+    /// What the balloon holds that Ebb did not order: all beyond that is owed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub others: Option<Bytes>,
+    /// What QEMU may have been told by Ebb that the balloon shall hold.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ordered: Option<Bytes>,
+    /// The size that is owed, as older versions wrote it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub baseline: Option<Bytes>,
+}
+
+impl OwnedVm {
+    fn new(m: &VmMemory, ledger: &Ledger) -> OwnedVm {
+        let Ledger { others, ordered, baseline, .. } = *ledger;
+        OwnedVm { id: m.id, name: m.name.clone(), others, ordered, baseline }
+    }
+
+    fn ledger(&self) -> Ledger {
+        let OwnedVm { others, ordered, baseline, .. } = *self;
+        Ledger { others, ordered, baseline, ..Ledger::default() }
+    }
+
+    /// The size that the VM is owed, where it has this much RAM.
+    pub fn whole(&self, ram: Bytes) -> Bytes {
+        self.ledger().whole(ram).unwrap_or(ram)
+    }
 }
 
 impl Memory {
@@ -126,13 +160,13 @@ impl Memory {
         }
     }
 
-    /// Takes over what an earlier daemon had taken. Entries of processes that
-    /// are gone do no harm: they are forgotten at the first tick.
+    /// Takes over what an earlier daemon had taken. An entry stays until its VM is seen
+    /// whole or its process is proven to have ended.
     pub fn adopt(&mut self, owned: &Owned) {
         for o in &owned.vms {
             let vm = self.vm_mut(o.id);
             vm.name = o.name.clone();
-            vm.baseline = Some(o.baseline);
+            vm.ledger = o.ledger();
         }
         for o in &owned.marks {
             let vm = self.vm_mut(o.id);
@@ -163,7 +197,11 @@ impl Memory {
             self.forget_times(sample.at);
         }
         let known: Vec<VmId> = sample.vms.iter().map(|v| v.id).collect();
-        self.vms.retain(|v| known.binary_search(&v.id).is_ok());
+        // What was not seen is not gone: a debt is forgotten with its process only.
+        self.vms.retain(|v| {
+            let owes = v.is_owed() && !sample.ended.contains(&v.id);
+            owes || known.binary_search(&v.id).is_ok()
+        });
         let dt_ms = self.at.map_or(0, |was| sample.at.since(was));
         for vm in &sample.vms {
             let at = sample.at;
@@ -239,9 +277,8 @@ impl Memory {
             *vm = VmMemory {
                 id: vm.id,
                 name: std::mem::take(&mut vm.name),
-                baseline: vm.baseline,
+                ledger: Ledger { foreign: vm.ledger.foreign.map(|_| now), ..vm.ledger },
                 reboot: vm.reboot.map(|r| Reboot { wall_s: r.wall_s, ..Reboot::default() }),
-                ram: vm.ram,
                 seen: vm.seen,
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
@@ -291,29 +328,38 @@ impl Memory {
             let m = self.vm_mut(order.vm);
             m.recycle.marked = order.mark.then_some(model.at);
         }
+        let outcomes: BTreeMap<VmId, &Outcome> = outcomes.iter().map(|o| (o.vm, o)).collect();
         for action in &plan.actions {
-            let failed =
-                outcomes.iter().find(|o| o.vm == action.vm).is_none_or(|o| o.error.is_some());
-            if failed {
+            let outcome = outcomes.get(&action.vm);
+            if outcome.is_none_or(|o| o.error.is_some() && !o.unanswered) {
                 continue;
             }
-            self.vm_mut(action.vm).learn(model.at, action);
+            let ram = model.vm(action.vm).and_then(|v| v.ram);
+            self.vm_mut(action.vm).learn(model.at, ram, action);
         }
     }
 
-    /// What must be on disk before `plan` is applied: every VM that is smaller
-    /// than its baseline, or is about to be.
+    /// The processes to which something is owed, sorted: the host tells which have ended.
+    pub fn owed_ids(&self) -> Vec<VmId> {
+        self.vms.iter().filter(|m| m.is_owed()).map(|m| m.id).collect()
+    }
+
+    /// What must be on disk before `plan` is applied: every VM whose balloon holds more
+    /// than what others ordered, or is about to.
     pub fn owned(&self, model: &Model, plan: &Plan) -> Owned {
-        let vms =
-            model.vms.iter().filter_map(|v| {
-                let m = self.vm(v.id)?;
-                let baseline = m.baseline?;
-                let shrinks = plan.actions.iter().any(|a| a.vm == v.id && a.to < baseline);
-                let ordered = m.order.is_some_and(|o| o.to < baseline);
-                let small = v.actual.is_some_and(|a| a < baseline);
-                (shrinks || ordered || small || v.actual.is_none() && self.took(m))
-                    .then(|| OwnedVm { id: v.id, name: v.name.clone(), baseline })
-            });
+        let takes: BTreeMap<VmId, Bytes> =
+            plan.actions.iter().filter(|a| !a.gives()).map(|a| (a.vm, a.to)).collect();
+        let vms = self.vms.iter().filter_map(|m| {
+            let mut ledger = m.ledger;
+            let ram = model.vm(m.id).and_then(|v| v.ram);
+            if let (Some(to), Some(ram)) = (takes.get(&m.id), ram) {
+                ledger.order(ram, *to);
+            }
+            ledger.owes().then(|| OwnedVm::new(m, &ledger))
+        });
+        let unseen = self.vms.iter().filter(|m| model.vm(m.id).is_none());
+        let unseen = unseen
+            .filter_map(|m| Some(OwnedMark { id: m.id, name: m.name.clone(), open: m.merge.was? }));
         let marks = model.vms.iter().filter_map(|v| {
             let open = v.merge.as_ref()?.sample.open;
             let order = plan.merge.iter().flat_map(|m| &m.vms).find(|o| o.vm == v.id);
@@ -324,12 +370,7 @@ impl Memory {
             };
             Some(OwnedMark { id: v.id, name: v.name.clone(), open: was? })
         });
-        Owned { vms: vms.collect(), marks: marks.collect() }
-    }
-
-    /// Whether Ebb ever shrank it and cannot tell that it has given all back.
-    fn took(&self, m: &VmMemory) -> bool {
-        m.last_take.is_some() || m.seen.and_then(|s| s.actual) < m.baseline
+        Owned { vms: vms.collect(), marks: marks.chain(unseen).collect() }
     }
 }
 

@@ -9,6 +9,7 @@ mod merge;
 mod zeros;
 
 use std::fmt;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +18,9 @@ pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 pub use self::merge::{MergeHost, MergeVm};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};
-use crate::sample::{AgentSample, Link, Meminfo, Psi, RunState, Sample, VmId, VmSample, Vmstat};
+use crate::sample::{
+    AgentSample, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId, VmSample, Vmstat,
+};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// How short of memory the host is. Ordered.
@@ -101,9 +104,13 @@ pub struct HostModel {
     /// Given lately to guests that have not touched it yet.
     #[serde(default)]
     pub outstanding: Bytes,
-    /// Swap that is free, less a tenth: what the host can be short of and live on.
+    /// What can be had under each limit: the machine's first, then the VMs' cgroup's.
     #[serde(default)]
-    pub swap_left: Bytes,
+    pub limits: Vec<Limit>,
+    /// Tasks stall or much is swapped out although the tightest bound has plenty: another
+    /// limit is full, one that is not known here.
+    #[serde(default)]
+    pub stalls_elsewhere: bool,
     /// The same as far as paging out may use it; `None`: there is none, or paging
     /// out is switched off.
     #[serde(default)]
@@ -119,6 +126,19 @@ pub struct HostModel {
     pub merge: Option<MergeHost>,
 }
 
+/// What can be had under one limit.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Limit {
+    /// `host`, or the cgroup's path.
+    pub name: String,
+    /// What can still be had without harm.
+    pub headroom: Bytes,
+    /// What is to be kept.
+    pub reserve: Bytes,
+    /// Swap that may be used there, less a tenth, as the memory that using it frees.
+    pub swap_left: Bytes,
+}
+
 /// One VM, understood.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmModel {
@@ -132,10 +152,25 @@ pub struct VmModel {
     pub actual: Option<Bytes>,
     /// Never asked to go below.
     pub floor: Bytes,
-    /// Never given more than this.
+    /// Never given more than this: `max`, else its RAM.
     pub ceiling: Bytes,
+    /// The size that it has without Ebb.
+    #[serde(default)]
+    pub whole: Bytes,
+    /// What Ebb has taken from it and not given back yet.
+    #[serde(default)]
+    pub owed: Bytes,
+    /// Whether Ebb may act on it at all (`manage`).
+    #[serde(default)]
+    pub managed: bool,
+    /// Outside of the cgroup whose limit is the tightest bound.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub outside: bool,
     /// Its weight.
     pub weight: f64,
+    /// Memory cgroup path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
     /// Resident on the host.
     pub resident: Option<Bytes>,
     /// What of it is the VMM's own, at least.
@@ -246,13 +281,19 @@ impl fmt::Display for Progress {
 }
 
 impl VmModel {
+    /// Whether a limit holds for it: the machine's does for all.
+    pub fn is_below(&self, limit: &Limit) -> bool {
+        limit.name == "host"
+            || self.cgroup.as_ref().is_none_or(|c| Path::new(c).starts_with(&limit.name))
+    }
+
     /// What the host holds of its guest's memory, at most.
     pub fn guest_held(&self) -> Option<Bytes> {
         self.resident.map(|r| r - self.own)
     }
 
-    /// What the balloon holds of what the guest is owed.
-    pub fn held(&self) -> Bytes {
+    /// What it could still be given.
+    pub fn room(&self) -> Bytes {
         self.actual.map_or(Bytes::ZERO, |a| self.ceiling - a)
     }
 }
@@ -307,20 +348,52 @@ const PSI_MARKS: [(f64, f64, Pressure); 3] =
 const SWAP_OUT_MARK: f64 = 256.0;
 
 impl Model {
+    /// A VM by its process.
+    pub fn vm(&self, id: VmId) -> Option<&VmModel> {
+        self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
+    }
+
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
     pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
         let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));
-        let vms: Vec<VmModel> =
+        let mut vms: Vec<VmModel> =
             sample.vms.iter().map(|vm| VmModel::new(config, sample, vm, memory)).collect();
         let mut host = HostModel::new(config, sample, memory, (dt_ms, &vms));
-        host.warnings = warnings(&host, &vms);
+        for vm in &mut vms {
+            vm.outside =
+                host.bound != "host" && !host.limits.iter().skip(1).any(|l| vm.is_below(l));
+        }
+        host.warnings = warnings(&host, &vms, memory);
         Model { at: sample.at, dt_ms, host, vms }
     }
 }
 
 /// What cannot work out, whatever is decided.
-fn warnings(host: &HostModel, vms: &[VmModel]) -> Vec<String> {
+fn warnings(host: &HostModel, vms: &[VmModel], memory: &Memory) -> Vec<String> {
     let mut warnings = Vec::new();
+    if host.stalls_elsewhere {
+        warnings.push(format!(
+            "tasks stall or swap much although there is memory: {}. A limit that Ebb does not see \
+             is full, e.g. a NUMA node (numastat -m) or a cgroup's own memory.high",
+            host.why
+        ));
+    }
+    let outside: Vec<&str> = vms.iter().filter(|v| v.outside).map(|v| v.name.as_str()).collect();
+    if !outside.is_empty() {
+        warnings.push(format!(
+            "the limit of {} is the tightest, but these VMs are outside of it: {}",
+            host.bound,
+            outside.join(", ")
+        ));
+    }
+    let unseen =
+        |m: &&VmMemory| m.ledger.owes() && vms.binary_search_by_key(&m.id, |v| v.id).is_err();
+    for m in memory.vms.iter().filter(unseen) {
+        warnings.push(format!(
+            "{} (process {}) is owed memory and cannot be looked at: it stays written down",
+            m.name, m.id.pid
+        ));
+    }
     let managed = |v: &&VmModel| v.actual.is_some();
     let floors: Bytes = vms.iter().filter(managed).map(|v| v.floor).sum();
     if host.known && floors > host.capacity - host.reserve.min(host.capacity) {
@@ -347,11 +420,19 @@ struct Bound {
     headroom: Bytes,
     reserve: Bytes,
     psi: Option<Psi>,
+    /// Swap that may be used under it, where that is limited too.
+    swap_left: Option<Bytes>,
 }
 
 impl Bound {
     fn ratio(&self) -> f64 {
         self.headroom.fraction_of(self.reserve.max(Bytes(1)))
+    }
+
+    fn limit(&self, sample: &Sample) -> Limit {
+        let name = self.name.clone();
+        let swap_left = swap_left(&sample.host).min(self.swap_left.unwrap_or(Bytes(u64::MAX)));
+        Limit { name, headroom: self.headroom, reserve: self.reserve, swap_left }
     }
 }
 
@@ -374,7 +455,6 @@ impl HostModel {
             vmstat: sample.host.vmstat,
             promised: vms.iter().map(|v| v.promised).sum(),
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
-            swap_left: sample.host.memory.map_or(Bytes::ZERO, swap_left),
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
@@ -387,11 +467,12 @@ impl HostModel {
             return host;
         };
         host.known = true;
+        host.limits = bounds.iter().map(|b| b.limit(sample)).collect();
         host.bound.clone_from(&bound.name);
         (host.capacity, host.headroom, host.reserve) =
             (bound.capacity, bound.headroom, bound.reserve);
         let stall = Stall {
-            psi: bound.psi.or(sample.host.psi),
+            psi: bound.psi.or(sample.host.vms_psi).or(sample.host.psi),
             swap_out_rate: host.swap_out_rate,
             // A v1 cgroup has no PSI of its own.
             notified: if bound.psi.is_none() { memory.notified_at(sample.at) } else { None },
@@ -416,12 +497,16 @@ impl HostModel {
         let by_room = level_by_marks(ratio, memory.state);
         let tight = ratio < 2.0;
         let by_stall = if tight { stall.level(memory.state) } else { Pressure::Clear };
+        self.stalls_elsewhere = !tight && stall.is_severe();
         // A promise is no need yet: it has idle memory collected, gently.
         let left = self.headroom - self.promised;
         let by_promise =
             level_by_marks(left.fraction_of(bound.reserve.max(Bytes(1))), memory.state)
                 .min(Pressure::Soft);
         self.state = by_room.max(by_stall).max(by_promise);
+        if self.stalls_elsewhere {
+            self.state = self.state.max(Pressure::Soft);
+        }
         self.stalled = by_stall;
         let sunk = memory.urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
         self.urgency = if tight { stall.urgency() } else { 0.0 }.max(sunk);
@@ -446,20 +531,42 @@ impl HostModel {
             bound.capacity,
             bound.name,
             bound.reserve,
-            if by_stall > Pressure::Clear { stall.words() } else { String::new() }
+            match by_stall > Pressure::Clear || self.stalls_elsewhere {
+                true => stall.words(),
+                false => String::new(),
+            }
         );
     }
 }
 
 /// What of the host's swap may be filled on purpose.
 fn offload_room(config: &Config, sample: &Sample) -> Option<Bytes> {
-    let meminfo = sample.host.memory?;
-    let wanted = config.offload.unwrap_or(true) && meminfo.swap_total > Bytes::ZERO;
-    wanted.then(|| swap_left(meminfo))
+    let host = &sample.host;
+    let wanted = config.offload.unwrap_or(true) && host.memory?.swap_total > Bytes::ZERO;
+    let pool = host.pool.as_ref().and_then(|p| p.swap_left).unwrap_or(Bytes(u64::MAX));
+    wanted.then(|| swap_left(host).min(pool))
 }
 
-fn swap_left(m: Meminfo) -> Bytes {
-    m.swap_free - m.swap_total.share(0.1)
+/// What of a page that goes to compressed swap in memory is freed, at most: a share of
+/// contents that has not been seen yet may compress worse.
+const COMPRESSED_FREES: f64 = 0.5;
+
+/// What swap can still take, less a tenth, as the memory that this frees: zram and zswap
+/// keep what they hold in memory.
+fn swap_left(host: &HostSample) -> Bytes {
+    let Some(m) = host.memory else { return Bytes::ZERO };
+    if host.swaps.is_empty() {
+        return m.swap_free - m.swap_total.share(0.1);
+    }
+    let frees = |a: &SwapArea| match a.zram {
+        Some(z) if z.stored > Bytes::ZERO => {
+            (1.0 - z.used.fraction_of(z.stored)).clamp(0.0, COMPRESSED_FREES)
+        }
+        Some(_) => COMPRESSED_FREES,
+        None if host.zswap => COMPRESSED_FREES,
+        None => 1.0,
+    };
+    host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum()
 }
 
 /// What limits memory here: always the machine, and the VMs' cgroup if it has a
@@ -480,6 +587,7 @@ fn bounds(config: &Config, sample: &Sample) -> Vec<Bound> {
             headroom: (m.available + arc).min(capacity),
             reserve: reserve(capacity),
             psi: None,
+            swap_left: None,
         });
     }
     if let Some(p) = &sample.host.pool {
@@ -489,6 +597,7 @@ fn bounds(config: &Config, sample: &Sample) -> Vec<Bound> {
             headroom: ((p.limit - p.usage) + p.file).min(p.limit),
             reserve: reserve(p.limit),
             psi: p.psi,
+            swap_left: p.swap_left,
         });
     }
     bounds
@@ -512,10 +621,19 @@ struct Stall {
     notified: Option<Pressure>,
 }
 
+/// Swapping out so fast, pages a second (16 MiB/s), or all tasks stalled for this share of
+/// the time, percent, is a shortage somewhere, whatever headroom says.
+const SEVERE: (f64, f64) = (4096.0, PSI_MARKS[1].1);
+
 /// Urgency sinks by this time constant, so that what it drives does not swing.
 const URGENCY_SINKS_MS: f64 = 15_000.0;
 
 impl Stall {
+    fn is_severe(&self) -> bool {
+        let (swap_out, full) = SEVERE;
+        self.swap_out_rate >= swap_out || self.psi.is_some_and(|p| p.full.avg10 >= full)
+    }
+
     /// The state that it stands for.
     fn level(&self, before: Pressure) -> Pressure {
         let mut level = self.notified.unwrap_or_default();
@@ -574,8 +692,9 @@ impl VmModel {
         let remembered = memory.vm(vm.id);
         let actual = vm.balloon.as_ref().map(|b| b.actual);
         let ram = vm.ram.or(actual).unwrap_or_default();
-        let baseline = remembered.and_then(|m| m.baseline).unwrap_or(ram);
-        let ceiling = settings.max.map_or(baseline, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
+        let ledger = remembered.map(|m| m.ledger).unwrap_or_default();
+        let whole = ledger.whole(ram).unwrap_or(ram);
+        let ceiling = settings.max.map_or(ram, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
         // A floor above the ceiling gives way to it.
         let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
         let mut model = VmModel {
@@ -585,6 +704,9 @@ impl VmModel {
             actual,
             floor,
             ceiling,
+            whole,
+            owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
+            managed: settings.manage,
             // The configuration's reader refuses others; a record may hold any.
             weight: if settings.weight > 0.0 && settings.weight.is_finite() {
                 settings.weight
@@ -593,6 +715,7 @@ impl VmModel {
             },
             group: settings.group.clone(),
             pinned: vm.pinned.clone(),
+            cgroup: vm.cgroup.clone(),
             paused: vm.run == Some(RunState::Paused),
             offload: vm.offload.clone(),
             resident: vm.process.map(|p| p.resident()),
@@ -624,12 +747,18 @@ impl VmModel {
         }
         let Some(m) = remembered else { return model };
         if model.distress.is_empty()
+            && model.guest.is_none_or(|g| g.available < g.buffer)
             && m.helped_itself.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS)
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
         model.own = m.own;
         model.unseen = m.reach.unseen(sample.at);
+        if model.unseen.is_empty() && vm.run == Some(RunState::Migrating) {
+            model.unseen = "it is being migrated or saved: the other side may not know what \
+                            it is owed"
+                .into();
+        }
         model.convergence = m.convergence(sample.at, actual, model.trust.level);
         let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
         if m.start.is_some() && model.resident.is_some() {
@@ -654,12 +783,15 @@ fn standing(
         return off("manage = false in the configuration");
     }
     match &vm.link {
-        Link::Up => {}
-        Link::Slow(w) | Link::Taken(w) | Link::Down(w) => return off(w),
+        Link::Up | Link::Slow(_) => {}
+        Link::Taken(w) | Link::Down(w) => return off(w),
         Link::Unknown => return Standing::Unknown,
     }
     if vm.balloon.is_none() {
-        return off("it has no virtio balloon that answers");
+        return match &vm.link {
+            Link::Slow(why) => off(why),
+            _ => off("it has no virtio balloon that answers"),
+        };
     }
     match vm.run {
         Some(RunState::Running) => {}
@@ -670,6 +802,10 @@ fn standing(
         Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
         None => return off("its run state is not known"),
     }
+    // What is given late does no harm; what is taken late does.
+    if let Link::Slow(why) = &vm.link {
+        return give_only(format!("QEMU is slow to answer: {why}"));
+    }
     if memory.is_some_and(|m| m.reboot.is_some()) {
         return give_only("it rebooted: its size is not known yet".into());
     }
@@ -679,6 +815,15 @@ fn standing(
     }
     if model.guest.is_some() && model.trust.level <= 0.0 {
         return give_only(format!("its numbers are not believed: {}", model.trust.why));
+    }
+    if memory.is_some_and(|m| m.ledger.suspect) {
+        return give_only("its size has changed, not by Ebb's order".into());
+    }
+    if let Some(left) = memory.and_then(|m| m.ledger.left_ms(at)) {
+        return give_only(format!(
+            "its size was set, not by Ebb: left alone for {} s unless it is short",
+            left.div_ceil(1000)
+        ));
     }
     if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
@@ -800,7 +945,121 @@ mod tests {
         s.host.psi = Some(Psi { some: line(50.0), full: line(10.0) });
         assert_eq!(state(&s, Pressure::Clear), Pressure::Hard);
         s.host.memory = Some(Meminfo { available: Bytes::gib(4), ..s.host.memory.unwrap() });
+        s.host.psi = Some(Psi { some: line(50.0), full: line(4.0) });
         assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+    }
+
+    /// A full NUMA node, or a limit of one VM's own cgroup.
+    #[test]
+    fn heavy_stalls_and_swapping_are_never_ignored() {
+        let line = |avg10| PsiLine { avg10, ..PsiLine::default() };
+        let swapped = |pages| Some(Vmstat { swap_out_pages: pages, ..Vmstat::default() });
+        let memory = Memory { at: Some(Stamp(4_000)), vmstat: swapped(0), ..Memory::default() };
+        let look = |full, pages| {
+            let mut s = host_sample(8000);
+            s.host.psi = Some(Psi { some: line(20.0), full: line(full) });
+            s.host.vmstat = swapped(pages);
+            let m = Model::new(&Config::default(), &s, &memory).host;
+            (m.state, m.shortage, m.warnings.join(""))
+        };
+        assert_eq!(look(4.0, 100), (Pressure::Clear, Bytes::ZERO, String::new()));
+        for (full, pages) in [(60.0, 0), (0.0, 4096)] {
+            let (state, shortage, warning) = look(full, pages);
+            assert_eq!((state, shortage), (Pressure::Soft, Bytes::ZERO));
+            assert!(warning.contains("NUMA"), "{warning}");
+        }
+        // A backup that stalls at its own limit does not stall the VMs.
+        let mut s = host_sample(8000);
+        s.host.psi = Some(Psi { some: line(90.0), full: line(60.0) });
+        s.host.vms_psi = Some(Psi::default());
+        assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+        s.host.memory.as_mut().unwrap().available = Bytes::mib(2000);
+        assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+    }
+
+    #[test]
+    fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
+        use crate::sample::Zram;
+        let area = |used: u64, zram| SwapArea {
+            size: Bytes::gib(10),
+            used: Bytes::gib(used),
+            zram,
+            ..SwapArea::default()
+        };
+        let left = |areas: Vec<SwapArea>, zswap, pool_left: Option<u64>| {
+            let mut s = host_sample(5000);
+            s.host.memory.as_mut().unwrap().swap_total = Bytes::gib(10);
+            (s.host.swaps, s.host.zswap) = (areas, zswap);
+            s.host.pool = Some(Pool {
+                path: "/vms".into(),
+                limit: Bytes::gib(4),
+                swap_left: pool_left.map(Bytes::gib),
+                ..Pool::default()
+            });
+            let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+            let gib = |b: Bytes| b.0 as f64 / Bytes::gib(1).0 as f64;
+            let limits: Vec<f64> = m.limits.iter().map(|l| gib(l.swap_left)).collect();
+            (limits, m.offload_room.map(gib))
+        };
+        let zram = |stored, used| {
+            let (stored, used) = (Bytes::gib(stored), Bytes::gib(used));
+            Some(Zram { stored, used })
+        };
+        assert_eq!(left(vec![area(0, None)], false, None), (vec![9.0, 9.0], Some(9.0)));
+        assert_eq!(left(vec![area(0, None)], false, Some(2)), (vec![9.0, 2.0], Some(2.0)));
+        assert_eq!(left(vec![area(0, None)], false, Some(0)), (vec![9.0, 0.0], Some(0.0)));
+        assert_eq!(left(vec![area(0, zram(0, 0))], false, None).0[0], 4.5, "nothing is known");
+        assert_eq!(left(vec![area(5, zram(4, 1))], false, None).0[0], 2.0, "half at most");
+        assert_eq!(left(vec![area(5, zram(4, 3))], false, None).0[0], 1.0);
+        assert_eq!(left(vec![area(5, zram(4, 5))], false, None).0[0], 0.0);
+        assert_eq!(left(vec![area(0, None)], true, None).0[0], 4.5, "zswap");
+    }
+
+    #[test]
+    fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
+        use crate::policy::{Decided, decide};
+        let vm = |pid: u32, cgroup: &str, available: u64| VmSample {
+            id: crate::sample::VmId { pid, start: 1 },
+            name: cgroup[1..].into(),
+            ram: Some(Bytes::gib(4)),
+            process: Some(crate::sample::ProcessMemory {
+                anon: Bytes::gib(3),
+                ..Default::default()
+            }),
+            cgroup: Some(format!("{cgroup}/{pid}")),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon: Some(BalloonSample {
+                actual: Bytes::gib(3),
+                deflate_on_oom: Some(true),
+                guest: Some(crate::sample::GuestStats {
+                    available: Some(Bytes::mib(available)),
+                    ..Default::default()
+                }),
+                ..BalloonSample::default()
+            }),
+            ..VmSample::default()
+        };
+        let mut s = host_sample(8000);
+        s.host.pool = Some(Pool {
+            path: "/full".into(),
+            limit: Bytes::gib(8),
+            usage: Bytes::gib(8) - Bytes::mib(200),
+            ..Pool::default()
+        });
+        s.vms = vec![vm(1, "/full", 2500), vm(2, "/else", 2500), vm(3, "/else", 30)];
+        let mut memory = Memory::default();
+        memory.observe(&s);
+        let model = Model::new(&Config::default(), &s, &memory);
+        let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
+        assert_eq!((model.host.bound.as_str(), outside), ("/full", vec![false, true, true]));
+        assert!(model.host.warnings.iter().any(|w| w.contains("else, else")), "{:?}", model.host);
+        let Decided { plan, .. } = decide(&model, &memory, &[], &Default::default());
+        let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
+        assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
+        assert!(order(2).is_none(), "shrinking it brings the full one nothing");
+        let given = order(3).unwrap();
+        assert!(given.to > Bytes::mib(3500), "all it needs: the machine has it: {given:?}");
     }
 
     #[test]

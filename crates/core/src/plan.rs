@@ -361,12 +361,15 @@ pub struct Held {
 }
 
 /// What became of an [`Action`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Whom it concerned.
     pub vm: VmId,
     /// `None`: QEMU took the order (the guest follows in its own time).
     pub error: Option<String>,
+    /// QEMU was told and has not answered yet: it may still take the order.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unanswered: bool,
 }
 
 /// Bounds that every plan keeps, whatever the policy says.

@@ -146,6 +146,8 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
     let gives = to > actual || order;
     match &vm.standing {
         Standing::Ready => {}
+        // What was taken before it was no more managed is returned.
+        Standing::Off(_) if !vm.managed && gives && reason == Reason::Returned => {}
         Standing::GiveOnly(_) if gives => {}
         other => return Err(other.why().to_string()),
     }

@@ -639,6 +639,10 @@ pub struct GuestStats {
     /// `stat-direct-reclaim`, pages (QEMU 9.2+, guest 6.12+).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_reclaim: Option<u64>,
+    /// Its page-ins count every read of a file: Windows tells the rates of its memory manager,
+    /// which are no sign of a shortage (virtio-win, `Balloon/app/memstat.cpp`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub counts_reads: bool,
     /// Pages that were reclaimed and soon read again; only tier guest tells
     /// (`workingset_refault_anon` + `_file`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -694,6 +698,7 @@ impl GuestStats {
             oom_kills: Some(f.oom_kill),
             alloc_stalls: Some(f.alloc_stall),
             direct_reclaim: Some(f.scan_direct),
+            counts_reads: false,
             refaults: Some(f.refault_anon.saturating_add(f.refault_file)),
         }
     }

@@ -10,19 +10,20 @@ use crate::config::Config;
 use crate::memory::{Memory, Owned};
 use crate::model::{Model, Pressure, Standing};
 use crate::plan::{
-    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reason, Reclaim,
-    RecycleOrder, RungName, TornOrder, ZeroOrder,
+    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reclaim, RecycleOrder,
+    RungName, TornOrder, ZeroOrder,
 };
 use crate::policy::{Decided, decide};
-use crate::sample::Sample;
+use crate::sample::{Sample, VmId};
 use crate::units::Stamp;
 
 /// The world, as the loop needs it: the only seam between core and machine.
 pub trait Host {
     /// The monotonic clock.
     fn now(&self) -> Stamp;
-    /// Reads everything once. Sources that fail are problems in the sample.
-    fn read(&mut self) -> Sample;
+    /// Reads everything once. Sources that fail are problems in the sample. Of the
+    /// processes in `owed` it tells which are proven to have ended ([`Sample::ended`]).
+    fn read(&mut self, owed: &[VmId]) -> Sample;
     /// Writes down what will have been taken, before it is taken. An error
     /// forbids taking: the tick applies gives only.
     fn remember(&mut self, owned: &Owned) -> Result<(), String>;
@@ -147,7 +148,7 @@ impl Engine {
 
     /// One tick on a host.
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
-        let sample = host.read();
+        let sample = host.read(&self.memory.owed_ids());
         let said = (host.requests(), host.wishes());
         let (model, Decided { mut plan, merging }) = self.think(&sample, &said);
         let mut forbidden = None;
@@ -160,6 +161,11 @@ impl Engine {
                     "the look at host and VMs took {took_ms} ms: too old to take anything by"
                 ));
             }
+            // Giving waits for no disk.
+            let gives = plan.actions.partition_point(Action::gives);
+            if gives > 0 {
+                outcomes = host.apply(&plan.actions[..gives]);
+            }
             let owned = self.memory.owned(&model, &plan);
             if self.written.as_ref() != Some(&owned) {
                 match host.remember(&owned) {
@@ -170,8 +176,8 @@ impl Engine {
                     }
                 }
             }
-            if !plan.actions.is_empty() {
-                outcomes = host.apply(&plan.actions);
+            if plan.actions.len() > gives {
+                outcomes.extend(host.apply(&plan.actions[gives..]));
             }
             if !plan.recycle.is_empty() {
                 host.recycle(&plan.recycle);
@@ -235,28 +241,9 @@ impl Engine {
     pub fn next(&self, model: &Model) -> Stamp {
         let busy = model.host.state > Pressure::Clear
             || model.vms.iter().any(|v| {
-                v.held().0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
+                v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
             });
         model.at.plus(if busy { self.config.fast_tick_ms } else { self.config.tick_ms })
-    }
-
-    /// The plan that gives everything back; for a daemon that stops.
-    pub fn give_back(&self, model: &Model) -> Vec<Action> {
-        let mut actions = Vec::new();
-        for vm in &model.vms {
-            let Some(m) = self.memory.vm(vm.id) else { continue };
-            let (Some(actual), Some(baseline)) = (vm.actual, m.baseline) else { continue };
-            if actual < baseline || m.order.is_some_and(|o| o.to < baseline) {
-                actions.push(Action {
-                    vm: vm.id,
-                    name: vm.name.clone(),
-                    from: actual,
-                    to: baseline,
-                    reason: Reason::Returned,
-                });
-            }
-        }
-        actions
     }
 }
 

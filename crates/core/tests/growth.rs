@@ -14,7 +14,7 @@ use common::{Guest, Toy};
 use ebb_core::config::Config;
 use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, Outcome};
-use ebb_core::sample::{Link, Sample, VmEvent};
+use ebb_core::sample::{Link, Sample, VmEvent, VmId};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
 
@@ -62,14 +62,14 @@ impl Host for Eventful {
         self.toy.now()
     }
 
-    fn read(&mut self) -> Sample {
+    fn read(&mut self, owed: &[VmId]) -> Sample {
         let n = self.ticks;
         for (i, g) in self.toy.guests.iter_mut().enumerate() {
             if (n + 97 * i as u64).is_multiple_of(3_000) {
                 (g.actual, g.target) = (g.ram, g.ram);
             }
         }
-        let mut sample = self.toy.read();
+        let mut sample = self.toy.read(owed);
         for (i, vm) in sample.vms.iter_mut().enumerate() {
             // A new one in its place now and then, at full size.
             vm.id.start += (n + 97 * i as u64) / 3_000;
@@ -83,6 +83,8 @@ impl Host for Eventful {
             }
         }
         sample.vms.sort_by_key(|vm| vm.id);
+        let there = |id: &VmId| sample.vms.binary_search_by_key(id, |vm| vm.id).is_ok();
+        sample.ended = owed.iter().copied().filter(|id| !there(id)).collect();
         sample
     }
 

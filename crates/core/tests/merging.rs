@@ -127,7 +127,7 @@ impl Host for Toy {
         Stamp(self.at)
     }
 
-    fn read(&mut self) -> Sample {
+    fn read(&mut self, _owed: &[VmId]) -> Sample {
         let memory =
             Meminfo { total: self.total, available: self.available(), ..Meminfo::default() };
         let scan = ScanSample { number: 1, at: Stamp(self.at), ..ScanSample::default() };
@@ -147,7 +147,7 @@ impl Host for Toy {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        actions.iter().map(|a| Outcome { vm: a.vm, error: None }).collect()
+        actions.iter().map(|a| Outcome { vm: a.vm, error: None, ..Outcome::default() }).collect()
     }
 
     fn merge(&mut self, plan: &MergePlan) {

@@ -364,7 +364,7 @@ impl Vm {
             target: remembered.and_then(|r| r.order).map(|o| o.to),
             floor: m.floor,
             ceiling: m.ceiling,
-            ballooned: m.held(),
+            ballooned: m.owed,
             resident: m.resident,
             swap: m.swap,
             available: m.guest.map(|g| g.available),

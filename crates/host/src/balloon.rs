@@ -23,6 +23,9 @@ pub const REPORTING: &str = "free-page-reporting";
 /// `qom-get`: the guest may take memory back before its OOM killer runs.
 pub const DEFLATE_ON_OOM: &str = "deflate-on-oom";
 
+/// A statistic that Linux tells and Windows does not.
+const HUGE_PAGES: &str = "stat-htlb-pgalloc";
+
 /// An answer that is not what QEMU's schema says.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{command}: no {field} in the answer")]
@@ -142,6 +145,8 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
         oom_kills: field("stat-oom-kill"),
         alloc_stalls: field("stat-alloc-stall"),
         direct_reclaim: field("stat-direct-reclaim"),
+        // Linux tells of huge pages (4.17), Windows does not.
+        counts_reads: stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none(),
         refaults: None,
     };
     drop_absurd(&mut s, ram, &mut problems);
@@ -287,6 +292,17 @@ mod tests {
             parse_guest_stats(&json!({ "last-update": 0, "stats": {} }), None),
             (None, vec![])
         );
+    }
+
+    #[test]
+    fn a_guest_that_tells_nothing_of_huge_pages_counts_reads_of_files() {
+        let reads = |stats: Value| {
+            let said = json!({ "last-update": 5, "stats": stats });
+            parse_guest_stats(&said, None).0.unwrap().counts_reads
+        };
+        assert!(reads(json!({ "stat-free-memory": 1, "stat-htlb-pgalloc": u64::MAX })));
+        assert!(!reads(json!({ "stat-free-memory": 1, "stat-htlb-pgalloc": 0 })));
+        assert!(!reads(json!({ "stat-free-memory": 1 })), "a QEMU that does not ask for it");
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use ebb_core::config::{Amount, Config};
 use ebb_core::memory::{Memory, Owned};
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
-use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent};
+use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::{Bytes, Stamp};
 
@@ -174,8 +174,8 @@ impl Host for Faulty {
         self.world.now()
     }
 
-    fn read(&mut self) -> Sample {
-        let mut sample = self.world.look();
+    fn read(&mut self, owed: &[VmId]) -> Sample {
+        let mut sample = self.world.read(owed);
         self.distort(&mut sample);
         sample
     }

@@ -331,9 +331,10 @@ impl Host for World {
         Stamp(EPOCH_MS + self.at_ms)
     }
 
-    fn read(&mut self) -> Sample {
+    fn read(&mut self, owed: &[VmId]) -> Sample {
         let started = Instant::now();
-        let sample = self.look();
+        let mut sample = self.look();
+        sample.ended = owed.iter().copied().filter(|id| self.index(*id).is_none()).collect();
         self.outside += started.elapsed();
         sample
     }
@@ -348,7 +349,11 @@ impl Host for World {
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
         let started = Instant::now();
-        let carry_out = |a: &Action| Outcome { vm: a.vm, error: self.order(a.vm, a.to).err() };
+        let carry_out = |a: &Action| Outcome {
+            vm: a.vm,
+            error: self.order(a.vm, a.to).err(),
+            ..Outcome::default()
+        };
         let outcomes = actions.iter().map(carry_out).collect();
         self.outside += started.elapsed();
         outcomes

@@ -97,14 +97,17 @@ impl Host for Twin {
     fn now(&self) -> ebb_core::units::Stamp {
         self.0.at
     }
-    fn read(&mut self) -> ebb_core::sample::Sample {
+    fn read(&mut self, _owed: &[ebb_core::sample::VmId]) -> ebb_core::sample::Sample {
         self.0.clone()
     }
     fn remember(&mut self, _: &ebb_core::memory::Owned) -> Result<(), String> {
         Ok(())
     }
     fn apply(&mut self, actions: &[Action]) -> Vec<ebb_core::plan::Outcome> {
-        actions.iter().map(|a| ebb_core::plan::Outcome { vm: a.vm, error: None }).collect()
+        actions
+            .iter()
+            .map(|a| ebb_core::plan::Outcome { vm: a.vm, error: None, ..Default::default() })
+            .collect()
     }
     fn wait(&mut self, _: ebb_core::units::Stamp) -> Wake {
         Wake::Stop
@@ -195,7 +198,7 @@ fn who_claims_too_much_is_asked_by_what_else_it_says() {
     let mut taken = Bytes::ZERO;
     run(&mut engine, &mut world, |_, tick, model| {
         let vm = &model.vms[0];
-        taken = taken.max(vm.held());
+        taken = taken.max(vm.owed);
         assert!(vm.trust.level < 1.0 || tick.number < 2, "{:?}", vm.trust);
         true
     });

@@ -23,15 +23,17 @@ impl GuestRates {
             _ => 0,
         };
         let rate = |b, n| grown(b, n) as f64 / seconds;
+        // Where reads of files count as page-ins, those say nothing of memory.
+        let page_ins = |b, n| if now.counts_reads { 0.0 } else { rate(b, n) };
         Some(GuestRates {
             at,
-            major_faults: rate(was.major_faults, now.major_faults),
-            swap_in: rate(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
+            major_faults: page_ins(was.major_faults, now.major_faults),
+            swap_in: page_ins(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
             alloc_stalls: rate(was.alloc_stalls, now.alloc_stalls),
             oom_kills: grown(was.oom_kills, now.oom_kills),
             refaults: match (was.refaults, now.refaults) {
                 (Some(_), Some(_)) => rate(was.refaults, now.refaults),
-                _ => rate(was.major_faults, now.major_faults) * READAHEAD_PAGES,
+                _ => page_ins(was.major_faults, now.major_faults) * READAHEAD_PAGES,
             },
             direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
             need: match (was.available, now.available) {

@@ -55,8 +55,11 @@ fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) 
         reason,
     });
     let plan = Plan { actions: action.into_iter().collect(), ..Plan::default() };
-    let outcomes: Vec<Outcome> =
-        plan.actions.iter().map(|a| Outcome { vm: a.vm, error: None }).collect();
+    let outcomes: Vec<Outcome> = plan
+        .actions
+        .iter()
+        .map(|a| Outcome { vm: a.vm, error: None, ..Outcome::default() })
+        .collect();
     memory.learn(&model, &decided(&plan), &outcomes, true);
     model
 }
@@ -304,7 +307,7 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
     let owned = memory.owned(&model, &Plan::default());
-    assert_eq!(owned.vms[0].baseline, Bytes::mib(1024));
+    assert_eq!(owned.vms[0].whole(Bytes::mib(1024)), Bytes::mib(1024));
     // And one that leaps ahead neither takes nor forgets.
     let model = tick(&mut memory, &sample(9_000_000, vec![vm(900, 500, 800)]));
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
@@ -324,11 +327,18 @@ fn an_order_that_failed_is_not_remembered_as_given() {
         reason: short(Pressure::Soft),
     };
     let plan = Plan { actions: vec![action], ..Plan::default() };
-    for outcomes in [vec![], vec![Outcome { vm: ID, error: Some("gone".into()) }]] {
+    for outcomes in
+        [vec![], vec![Outcome { vm: ID, error: Some("gone".into()), ..Outcome::default() }]]
+    {
         memory.learn(&model, &decided(&plan), &outcomes, true);
         assert!(memory.vms[0].order.is_none() && memory.vms[0].last_take.is_none());
     }
-    memory.learn(&model, &decided(&plan), &[Outcome { vm: ID, error: None }], false);
+    memory.learn(
+        &model,
+        &decided(&plan),
+        &[Outcome { vm: ID, error: None, ..Outcome::default() }],
+        false,
+    );
     assert!(memory.vms[0].order.is_none(), "a dry run has given none");
 }
 
@@ -342,7 +352,12 @@ fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
     );
     let other = VmSample { id: VmId { start: 10, ..ID }, ..vm(2048, 600, 900) };
     let other = VmSample { ram: Some(Bytes::mib(2048)), ..other };
-    let model = tick(&mut memory, &sample(2_000, vec![other]));
+    let unproven = sample(1_500, vec![other.clone()]);
+    let model = tick(&mut memory, &unproven);
+    assert_eq!((memory.vms.len(), memory.owed_ids()), (2, vec![ID]), "not seen is not gone");
+    assert_eq!(memory.owned(&model, &Plan::default()).vms[0].name, "a");
+    assert!(model.host.warnings[0].contains("a (process 7) is owed memory"), "{model:?}");
+    let model = tick(&mut memory, &Sample { ended: vec![ID], ..sample(2_000, vec![other]) });
     assert_eq!(memory.vms.len(), 1);
     assert!(memory.vms[0].order.is_none());
     assert_eq!(only(&model).ceiling, Bytes::mib(2048));

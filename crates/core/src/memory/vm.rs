@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Reach, Sizes, ZeroMemory};
+use super::{Cold, Ledger, Move, Reach, RecycleMemory, Sizes, Yields, ZeroMemory};
 use crate::model::guest::{bounded, implausible};
 use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
@@ -53,8 +53,10 @@ const START_LOOK_MS: u64 = 10_000;
 const SETTLED_GROWTH: f64 = 0.02;
 /// See [`START_LOOK_MS`].
 const START_MOST_MS: u64 = 180_000;
-/// A balloon that still moves up so long after a gift follows the gift.
-const GIVE_ECHO_MS: u64 = 10_000;
+/// A guest with less available than this share of RAM may have deflated its balloon itself.
+const LOW_SHARE: f64 = 0.12;
+/// A guest that resets so often in so long is given no more than it had.
+const RESETS: (u32, u64) = (3, 600_000);
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same numbers are the same answer unless they are so much younger: QEMU tells
@@ -76,8 +78,9 @@ pub struct VmMemory {
     pub id: VmId,
     /// Its name when last seen.
     pub name: String,
-    /// Its size before Ebb ever touched it: what it is given back.
-    pub baseline: Option<Bytes>,
+    /// Whose its balloon is.
+    #[serde(default)]
+    pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
     pub order: Option<Order>,
     /// When it was last made smaller.
@@ -94,9 +97,15 @@ pub struct VmMemory {
     /// and helped itself (`deflate-on-oom`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub helped_itself: Option<Stamp>,
-    /// It rebooted while it was ballooned and is not whole again yet.
+    /// It rebooted while it was ballooned and is not where its new kernel may start yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reboot: Option<Reboot>,
+    /// Resets, each within ten minutes of the one before, and when the last was.
+    #[serde(default)]
+    pub resets: u32,
+    /// See `resets`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reset_at: Option<Stamp>,
     /// Its last statistics that differed from those before, when they came, and
     /// the size that goes with them.
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
@@ -131,9 +140,6 @@ pub struct VmMemory {
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
     pub returned: Returned,
-    /// The RAM it had: a change moves what it is owed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ram: Option<Bytes>,
     /// It has just started and still takes what it was promised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<Start>,
@@ -161,6 +167,9 @@ pub struct VmMemory {
     /// How well it can be heard.
     #[serde(default)]
     pub reach: Reach,
+    /// Whether its balloon brings the host anything.
+    #[serde(default)]
+    pub yields: Yields,
     /// Since when it is quiet.
     #[serde(default)]
     pub cold: Cold,
@@ -193,61 +202,6 @@ pub struct Hot {
     pub bytes: Bytes,
 }
 
-/// How quiet a VM is: for paging out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Cold {
-    /// Since when need and residency stand still and nothing is read from swap.
-    pub since: Stamp,
-    /// Need and all that the host holds, where it stood still.
-    pub mark: (Bytes, Bytes),
-    /// In the host's swap a tick ago.
-    pub swap: Bytes,
-    /// What was paged out on order a tick ago, as the host counts it.
-    pub paged_out: Bytes,
-    /// Read back since it was last paged out, and paged out before.
-    pub back: Bytes,
-    /// See `back`.
-    pub out: Bytes,
-    /// Not paged out until then, because it read back what was.
-    pub back_until: Option<Stamp>,
-    /// How often in a row.
-    pub count: u32,
-}
-
-/// Need or residency that moves by more than this share of RAM is work.
-const QUIET_SHARE: f64 = 0.01;
-/// A VM that has read back this share of what was paged out is left alone.
-const READ_BACK: f64 = 0.2;
-/// For so long at first, doubling.
-const READ_BACK_MS: u64 = 300_000;
-
-impl Cold {
-    /// `need` as far as it is known; `held` in DRAM and swap.
-    fn observe(
-        &mut self,
-        at: Stamp,
-        ram: Bytes,
-        (need, held, swap): (Bytes, Bytes, Bytes),
-        paged_out: Bytes,
-    ) {
-        let far = |a: Bytes, b: Bytes| a.abs_diff(b) > ram.share(QUIET_SHARE).max(Bytes::mib(4));
-        let back = self.swap - swap;
-        self.out += paged_out - self.paged_out;
-        self.back += back;
-        (self.swap, self.paged_out) = (swap, paged_out);
-        if far(self.mark.0, need) || far(self.mark.1, held) || back > Bytes::mib(4) {
-            (self.since, self.mark) = (at, (need, held));
-        }
-        let much = self.out.share(READ_BACK).max(Bytes::mib(8));
-        if self.out > Bytes::ZERO && self.back > much {
-            let pause = READ_BACK_MS << self.count.min(6);
-            self.back_until = Some(at.plus(pause));
-            self.count = (self.count + 1).min(16);
-            (self.out, self.back) = (Bytes::ZERO, Bytes::ZERO);
-        }
-    }
-}
-
 /// A contradiction in what a guest says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Doubt {
@@ -276,7 +230,13 @@ pub struct Reboot {
     /// When the reset was heard of, seconds since 1970: older statistics are the
     /// old kernel's.
     pub wall_s: u64,
-    /// When it was ordered to have everything.
+    /// The moment of the old kernel's last statistics, by the same clock.
+    #[serde(default)]
+    pub updated_s: u64,
+    /// The size that it was given for its new kernel, and when.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<Bytes>,
+    /// See `to`.
     pub given: Option<Stamp>,
     /// When it was moved by one MiB.
     pub nudged: Option<Stamp>,
@@ -319,78 +279,6 @@ impl Peaks {
             (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
         };
         *self = Peaks { at, slow: sink(self.slow, 60_000.0), fast: sink(self.fast, 10_000.0) };
-    }
-}
-
-/// What the recycler remembers of one VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct RecycleMemory {
-    /// When free pages were last remembered by the agent.
-    pub marked: Option<Stamp>,
-    /// The guest allocates so many bytes a second, averaged over two seconds: a
-    /// quarter of what pages must have been free, so that one burst that is over
-    /// does not hold back what it freed.
-    pub alloc_rate: f64,
-    /// Its allocations and the recycled bytes a tick ago.
-    pub was: Option<(Stamp, Bytes, Bytes)>,
-    /// How often slack was doubled because recycled memory was taken back.
-    pub backoff: u32,
-    /// What was recycled since `since`, and what residency was after it.
-    pub batch: Option<Batch>,
-}
-
-/// A spell of recycling that is watched for what comes back.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Batch {
-    /// When it began.
-    pub at: Stamp,
-    /// Recycled in it.
-    pub bytes: Bytes,
-    /// The lowest residency since.
-    pub low: Bytes,
-}
-
-/// Recycled memory that is back within this time was recycled in vain.
-const REFAULT_MS: u64 = 5_000;
-/// From this share of it on, more slack is left.
-const REFAULT_SHARE: f64 = 0.3;
-
-impl RecycleMemory {
-    fn observe(&mut self, at: Stamp, agent: &AgentSample, resident: Bytes) {
-        let allocated = agent.allocated.unwrap_or_default();
-        let recycled = agent.counters.recycled;
-        if agent.state != AgentState::Ready {
-            self.marked = None;
-        }
-        if let Some((was_at, was_allocated, was_recycled)) =
-            self.was.replace((at, allocated, recycled))
-        {
-            let seconds = (at.since(was_at) as f64 / 1000.0).max(0.001);
-            let weight = (seconds / 2.0).min(1.0);
-            let rate = (allocated - was_allocated).0 as f64 / seconds;
-            self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
-            self.watch(at, recycled - was_recycled, resident);
-        }
-    }
-
-    /// Doubles the slack where what was recycled is soon resident again, halves it
-    /// where it stays away.
-    fn watch(&mut self, at: Stamp, recycled: Bytes, resident: Bytes) {
-        if let Some(b) = self.batch.as_mut() {
-            b.bytes += recycled;
-            b.low = b.low.min(resident);
-            if at.since(b.at) >= REFAULT_MS {
-                let back = (resident - b.low).min(b.bytes).fraction_of(b.bytes);
-                self.backoff = if back >= REFAULT_SHARE {
-                    (self.backoff + 1).min(6)
-                } else {
-                    self.backoff.saturating_sub(1)
-                };
-                self.batch = None;
-            }
-        } else if recycled > Bytes::mib(1) {
-            self.batch = Some(Batch { at, bytes: recycled, low: resident });
-        }
     }
 }
 
@@ -464,28 +352,17 @@ impl VmMemory {
         wall_s: u64,
         vm: &VmSample,
     ) {
-        let actual = vm.balloon.as_ref().map(|b| b.actual);
-        if self.baseline.is_none() {
-            // First sight: what it has now is what it is owed, whoever set it.
-            self.baseline = actual;
-        }
-        self.follow_ram(vm.ram);
+        // What QEMU said in an earlier tick tells of no move.
+        let actual = vm.balloon.as_ref().filter(|b| b.age_ms == 0).map(|b| b.actual);
         self.follow_start(at, first, vm);
         self.follow_facts(at, vm);
         let reset = vm.events.contains(&VmEvent::Reset);
         if reset {
             self.forget_guest(at, wall_s);
         }
-        self.follow_reboot(at, vm);
+        self.follow_reboot(at, wall_s, vm);
+        self.follow_balloon(at, vm, actual);
         self.listen(at, dt_ms, vm);
-        if let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual)
-            && now < was
-        {
-            self.shrunk = Some(at);
-        }
-        if let Some(actual) = actual {
-            self.sizes.see(at, actual);
-        }
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             self.take_stats(at, wall_s, actual, stats);
             if let Some(need) = self.need() {
@@ -495,9 +372,9 @@ impl VmMemory {
         }
         if let Some(p) = vm.process {
             let need = self.need().unwrap_or_default();
-            let paged_out = vm.offload.as_ref().map_or(Bytes::ZERO, |o| o.paged_out);
+            let paged = vm.offload.as_ref().map_or((Bytes::ZERO, false), |o| (o.paged_out, o.busy));
             let seen = (need, p.resident() + p.swap, p.swap);
-            self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged_out);
+            self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged);
         }
         if self.harm > 0 && self.harm_at.is_none_or(|t| at.since(t) >= FORGIVE_MS) {
             (self.harm, self.harm_at) = (self.harm - 1, Some(at));
@@ -505,13 +382,21 @@ impl VmMemory {
         if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
             self.recycle.observe(at, agent, p.resident());
         }
-        self.notice_help(at, actual);
         self.follow_order(at, dt_ms, actual);
         self.account(at, dt_ms, vm, actual);
     }
 
-    /// Takes in an order that QEMU took.
-    pub(super) fn learn(&mut self, at: Stamp, action: &Action) {
+    /// Whether Ebb has changed something of it that is to be put back: its size, or whether
+    /// KSM may merge its pages.
+    pub fn is_owed(&self) -> bool {
+        self.ledger.owes() || self.merge.was.is_some()
+    }
+
+    /// Takes in an order that QEMU took, or may take when it answers again.
+    pub(super) fn learn(&mut self, at: Stamp, ram: Option<Bytes>, action: &Action) {
+        if let Some(ram) = ram {
+            self.ledger.order(ram, action.to);
+        }
         let same = |o: &Order| (o.to > action.from) == action.gives();
         let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);
         let since = self.order.filter(same).map_or(at, |o| o.since);
@@ -532,7 +417,7 @@ impl VmMemory {
             // What was taken went with the old kernel.
             Reason::Rebooted => {
                 if let Some(r) = self.reboot.as_mut() {
-                    r.given = Some(at);
+                    (r.given, r.to) = (Some(at), Some(action.to));
                 }
                 self.last_take = None;
                 self.last_give = Some(at);
@@ -567,10 +452,13 @@ impl VmMemory {
 
     /// The guest rebooted: nothing known of it holds any more.
     fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
-        let seen = self.seen.and_then(|s| s.actual);
-        let small = self.baseline.is_some() && seen < self.baseline;
-        if small || self.order.is_some() || self.reboot.is_some() {
-            self.reboot = Some(Reboot { wall_s, ..Reboot::default() });
+        self.resets = match self.reset_at.replace(at) {
+            Some(was) if at.since(was) < RESETS.1 => (self.resets + 1).min(16),
+            _ => 1,
+        };
+        if self.ledger.owes() || self.order.is_some() || self.reboot.is_some() {
+            let updated_s = self.stats.map_or(0, |(.., s)| s.updated_s);
+            self.reboot = Some(Reboot { wall_s, updated_s, ..Reboot::default() });
         }
         self.settle_until = Some(at.plus(SETTLE_MS));
         self.stats = None;
@@ -588,16 +476,30 @@ impl VmMemory {
         (self.rate, self.pace) = (0.0, 0);
     }
 
-    /// Memory was plugged in or out: what it is owed moves with it.
-    fn follow_ram(&mut self, ram: Option<Bytes>) {
-        let Some(now) = ram else { return };
-        if let (Some(was), Some(owed)) = (self.ram, self.baseline) {
-            self.baseline = Some((owed + (now - was)) - (was - now));
-            if was != now {
+    /// Whose moves its balloon makes.
+    fn follow_balloon(&mut self, at: Stamp, vm: &VmSample, actual: Option<Bytes>) {
+        let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
+        if self.seen.and_then(|s| s.actual).is_some_and(|was| actual < was) {
+            self.shrunk = Some(at);
+        }
+        self.sizes.see(at, actual);
+        let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
+        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
+        let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
+        match self.ledger.observe(at, (ram, actual), deflates, boots) {
+            Move::Own if plugged => self.order = None,
+            Move::Own => {}
+            Move::Foreign => self.order = None,
+            // A guest that has enough did not do that: somebody raised its size.
+            Move::Shrank => {
                 self.order = None;
+                let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
+                match self.words(at, vm).and_then(|s| s.available).is_some_and(|a| a > low) {
+                    true => self.ledger.foreign = Some(at),
+                    false => self.helped_itself = Some(at),
+                }
             }
         }
-        self.ram = Some(now);
     }
 
     /// Whether it still takes what it was promised at its start.
@@ -693,15 +595,23 @@ impl VmMemory {
         Some(Doubt { at, times: 1, what })
     }
 
-    fn follow_reboot(&mut self, at: Stamp, vm: &VmSample) {
+    fn follow_reboot(&mut self, at: Stamp, wall_s: u64, vm: &VmSample) {
         let (Some(r), Some(b)) = (self.reboot.as_mut(), vm.balloon.as_ref()) else { return };
-        // A second apart, as QEMU counts in whole ones.
-        r.speaks |= b.guest.is_some_and(|g| g.updated_s > r.wall_s + 1);
-        let whole = self.baseline.is_none_or(|base| b.actual >= base);
+        // A second apart, as QEMU counts in whole ones. Where the clock was set back since,
+        // other statistics than the old kernel's last are the new one's.
+        r.speaks |= b.guest.is_some_and(|g| {
+            g.updated_s > r.wall_s + 1 || wall_s + 1 < r.wall_s && g.updated_s < r.updated_s
+        });
+        let there = r.to.is_some_and(|to| b.actual >= to);
         let given_up = r.nudged.is_some_and(|t| at.since(t) >= STUCK_AFTER_MS);
-        if r.given.is_some() && (whole || given_up) {
+        if r.given.is_some() && (there || given_up) {
             self.reboot = None;
         }
+    }
+
+    /// Whether it resets so often that a reset brings it nothing more.
+    pub fn resets_often(&self, at: Stamp) -> bool {
+        self.resets >= RESETS.0 && self.reset_at.is_some_and(|t| at.since(t) < RESETS.1)
     }
 
     fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
@@ -750,16 +660,6 @@ impl VmMemory {
         let available = now.available.or(now.free);
         let need = available.and_then(|a| self.sizes.need(said, a, self.need()).map(|n| n + a));
         need.unwrap_or(actual)
-    }
-
-    /// A balloon that shrinks although nobody told it to.
-    fn notice_help(&mut self, at: Stamp, actual: Option<Bytes>) {
-        let (Some(was), Some(now)) = (self.seen.and_then(|s| s.actual), actual) else { return };
-        let ordered = self.order.is_some_and(|o| o.to > was);
-        let given = self.last_give.is_some_and(|t| at.since(t) < GIVE_ECHO_MS);
-        if now > was + Bytes::mib(1) && !ordered && !given && self.reboot.is_none() {
-            self.helped_itself = Some(at);
-        }
     }
 
     fn follow_order(&mut self, at: Stamp, dt_ms: u64, actual: Option<Bytes>) {
@@ -842,6 +742,7 @@ impl VmMemory {
             self.own = (p.resident() - size).max(self.own.share(left));
         }
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
+        let actual = actual.or(self.seen.and_then(|s| s.actual));
         let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
         if let Some(was) = self.seen.replace(now) {
             let inflated = match (was.actual, now.actual) {
@@ -851,7 +752,13 @@ impl VmMemory {
             if let (Some(w), Some(n)) = (was.actual, now.actual) {
                 self.returned.given_back += n - w;
             }
-            let (zeros, fell) = self.zeros.divide(at, vm, was.resident - now.resident);
+            // Only what was resident can come; by orders of others nothing is judged.
+            let held = (was.resident - self.own).min(was.actual.unwrap_or_default());
+            let free = was.actual.unwrap_or_default() - held;
+            let grew = inflated - free;
+            let fell = was.resident - now.resident;
+            self.yields.observe(at, vm.ram.unwrap_or_default(), grew, fell);
+            let (zeros, fell) = self.zeros.divide(at, vm, fell);
             self.returned.zeros += zeros;
             let mut left = fell;
             let mut part = |most: Bytes| {

@@ -227,7 +227,11 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     if g.need + g.available < g.soon() + g.short_mark {
         return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
     }
-    // Whatever is said to be available: cache that is missed counts as available.
+    // Programs that start and files that are read page in as well. It is short where what is
+    // left beyond its need, and beyond the cache that it reads again and again, is little.
+    if g.idle >= g.buffer {
+        return String::new();
+    }
     if r.swap_in >= SWAP_IN_MARK {
         return format!("swapping in {}/s", Bytes(r.swap_in as u64));
     }
@@ -377,6 +381,56 @@ mod tests {
         };
         assert_eq!((level(0, doubt(1)), level(0, doubt(2))), (0.5, 0.0));
         assert_eq!(trust(None, Some(&doubt(2))).why, "it claims x");
+    }
+
+    #[test]
+    fn a_guest_that_has_enough_and_reads_files_is_not_short() {
+        let reads = GuestRates {
+            major_faults: 150.0,
+            swap_in: (5 << 20) as f64,
+            refaults: 9000.0,
+            alloc_stalls: 3.0,
+            ..GuestRates::default()
+        };
+        let with = |idle| {
+            let g = GuestModel {
+                available: Bytes::mib(900),
+                idle: Bytes::mib(idle),
+                buffer: Bytes::mib(200),
+                short_mark: Bytes::mib(40),
+                rates: Some(reads),
+                ..GuestModel::default()
+            };
+            distress(&g, false)
+        };
+        assert_eq!(with(200), "");
+        assert!(with(199).contains("swapping in"), "most of that is cache in use");
+    }
+
+    #[test]
+    fn reads_of_files_that_a_guest_counts_as_page_ins_are_none() {
+        let at = |faults, counts_reads| GuestStats {
+            major_faults: Some(faults),
+            swap_in: Some(Bytes::mib(faults)),
+            counts_reads,
+            ..stats(100)
+        };
+        let rates = |counts_reads| {
+            let (was, now) = (at(0, counts_reads), at(500, counts_reads));
+            let mut memory = crate::memory::Memory::default();
+            for (ms, s) in [(1000, was), (2000, now)] {
+                let sample = crate::sample::Sample {
+                    at: crate::units::Stamp(ms),
+                    vms: vec![sample(s)],
+                    ..Default::default()
+                };
+                memory.observe(&sample);
+            }
+            let r = memory.vms[0].rates.unwrap();
+            (r.major_faults, r.swap_in > 0.0, r.refaults)
+        };
+        assert_eq!(rates(false), (500.0, true, 4000.0));
+        assert_eq!(rates(true), (0.0, false, 0.0), "Windows");
     }
 
     #[test]

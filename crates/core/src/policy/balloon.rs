@@ -12,7 +12,7 @@ use crate::memory::{Memory, Reboot, VmMemory};
 use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{Reason, Reclaim};
 use crate::policy::Verdict;
-use crate::policy::give::{Grant, Wish, grant};
+use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
     Candidate, LEAST_STEP, base, busy, force, keep, priced, round_up, share_out, step, take,
@@ -57,7 +57,7 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     }
     let host = &model.host;
     let mut done = Ballooned { deferred, missing: deferred, ..Ballooned::default() };
-    if host.state > Pressure::Clear {
+    if host.state > Pressure::Clear && !host.stalls_elsewhere {
         done.missing += host.shortage + host.reserve.share(BEYOND);
     }
     if done.missing > Bytes::ZERO {
@@ -75,9 +75,9 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
 }
 
 fn nothing_to_do(model: &Model, vm: &VmModel) -> String {
-    match (&vm.standing, model.host.state, vm.held()) {
+    match (&vm.standing, model.host.state, vm.owed) {
         (Standing::Ready, Pressure::Clear, Bytes(0)) => {
-            "host is clear, guest has all it may".into()
+            "host is clear, nothing is owed to it".into()
         }
         (Standing::Ready, state, held) => format!("host is {state}, {held} of it are ballooned"),
         (other, ..) => other.why().to_string(),
@@ -88,15 +88,22 @@ fn nothing_to_do(model: &Model, vm: &VmModel) -> String {
 fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     let actual = vm.actual?;
     match &vm.standing {
+        Standing::Off(_) if !vm.managed && vm.owed > Bytes::ZERO => {
+            let growing = m.order.is_some_and(|o| o.to >= vm.whole);
+            return Some(match growing {
+                true => Verdict::Hold("what was taken is being returned".into()),
+                false => Verdict::Set { to: vm.whole, reason: Reason::Returned },
+            });
+        }
         Standing::Off(_) | Standing::Unknown => {
             return Some(Verdict::Hold(vm.standing.why().to_string()));
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
-    if let Some(r) = m.reboot {
-        return Some(after_reboot(model, vm, r, actual));
+    if m.reboot.is_some_and(|r| r.given.is_some()) {
+        return Some(after_reboot(model, m.reboot.unwrap_or_default(), actual));
     }
-    if (!vm.distress.is_empty() || !vm.unseen.is_empty()) && actual < vm.ceiling {
+    if is_poor(vm, m) {
         return None; // all of these together: `relieve`
     }
     if m.stalled(vm) {
@@ -112,14 +119,12 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     None
 }
 
-/// Everything at once; when the new kernel speaks and QEMU still shows the old
-/// size, one MiB down and up again.
-fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdict {
-    let nudge = vm.ceiling - Bytes::mib(1);
-    let all = Verdict::Set { to: vm.ceiling, reason: Reason::Rebooted };
+/// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again.
+fn after_reboot(model: &Model, r: Reboot, actual: Bytes) -> Verdict {
+    let to = r.to.unwrap_or(actual);
+    let nudge = to - Bytes::mib(1);
     match (r.given, r.nudged) {
-        (None, _) => all,
-        (_, Some(_)) if actual == nudge => all,
+        (_, Some(_)) if actual == nudge => Verdict::Set { to, reason: Reason::Rebooted },
         (Some(given), None) if r.speaks && model.at.since(given) >= REFRESH_MS => {
             Verdict::Set { to: nudge, reason: Reason::Refresh }
         }
@@ -127,36 +132,54 @@ fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdic
     }
 }
 
-/// Whether it is short, or cannot be seen to be, and can be given something.
-fn is_poor(vm: &VmModel) -> bool {
-    matches!(vm.standing, Standing::Ready | Standing::GiveOnly(_))
-        && (!vm.distress.is_empty() || !vm.unseen.is_empty())
-        && vm.actual.is_some_and(|a| a < vm.ceiling)
+/// Whether it is short, cannot be seen to be, or boots, and can be given something.
+fn is_poor(vm: &VmModel, m: &VmMemory) -> bool {
+    let Some(actual) = vm.actual else { return false };
+    if !matches!(vm.standing, Standing::Ready | Standing::GiveOnly(_)) {
+        return false;
+    }
+    m.reboot.is_some_and(|r| r.given.is_none())
+        || !vm.distress.is_empty() && actual < vm.ceiling
+        || !vm.unseen.is_empty() && vm.owed > Bytes::ZERO
 }
 
 /// Grants what guests in distress need; returns what they have to wait for.
 fn relieve(model: &Model, memory: &Memory, verdicts: &mut [Option<Verdict>]) -> Bytes {
-    let poor: Vec<usize> = (0..model.vms.len())
-        .filter(|i| verdicts[*i].is_none() && is_poor(&model.vms[*i]))
-        .collect();
     let none = VmMemory::default();
     let of = |i: &usize| memory.vm(model.vms[*i].id).unwrap_or(&none);
-    let wishes: Vec<Wish> = poor.iter().map(|i| wish(model, &model.vms[*i], of(i))).collect();
+    let poor =
+        (0..model.vms.len()).filter(|i| verdicts[*i].is_none() && is_poor(&model.vms[*i], of(i)));
+    let (inside, outside): (Vec<usize>, Vec<usize>) = poor.partition(|i| !model.vms[*i].outside);
     let mut deferred = Bytes::ZERO;
-    for ((i, w), g) in poor.iter().zip(&wishes).zip(grant(&model.host, &wishes)) {
-        let vm = &model.vms[*i];
-        deferred += g.deferred;
-        verdicts[*i] = Some(granted(vm, of(i), w, g));
+    let mut given = Bytes::ZERO;
+    for some in [inside, outside] {
+        let Some(first) = some.first() else { continue };
+        let mut fund = Fund::of(&model.host, &model.vms[*first]);
+        fund.outstanding += given;
+        let wishes: Vec<Wish> = some.iter().map(|i| wish(model, &model.vms[*i], of(i))).collect();
+        for ((i, w), g) in some.iter().zip(&wishes).zip(grant(&fund, &wishes)) {
+            let vm = &model.vms[*i];
+            given += g.to - w.from;
+            // Others can only free what is under their own limit.
+            if !vm.outside {
+                deferred += g.deferred;
+            }
+            verdicts[*i] = Some(granted(vm, of(i), w, g));
+        }
     }
     deferred
 }
 
 fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
-    let to = round_up(g.to).min(wish.all);
+    let to = round_up(g.to).min(wish.all).max(wish.from);
     let waits = match g.deferred {
         Bytes(0) => String::new(),
         d => format!("; {d} more when others have freed it"),
     };
+    if m.reboot.is_some() {
+        // Also where it is given nothing: an order from before the reset may be open.
+        return Verdict::Set { to, reason: Reason::Rebooted };
+    }
     let reason = if vm.distress.is_empty() {
         Reason::Unseen { why: vm.unseen.clone() }
     } else {
@@ -173,10 +196,17 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
     let from = m.order.map_or(actual, |o| o.to.max(actual));
+    let weight = vm.weight;
+    if m.reboot.is_some() {
+        // The new kernel's need is not known: what is owed, as far as there is some.
+        let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
+        let urgent = (from + LEAST_GIFT).min(all);
+        return Wish { from, urgent, well: urgent, comfort: all, all, weight };
+    }
     if vm.distress.is_empty() {
-        // It may need nothing: nobody is squeezed for it.
-        let all = vm.ceiling;
-        return Wish { from, urgent: from, well: from, comfort: all, all, left: Bytes(u64::MAX) };
+        // It may need nothing: no other guest is squeezed for it.
+        let all = vm.whole.max(from);
+        return Wish { from, urgent: from, well: from, comfort: all, all, weight };
     }
     let again = m.last_give.is_some_and(|t| model.at.since(t) < GIFT_AGAIN_MS);
     let ram = vm.ram.unwrap_or(vm.ceiling);
@@ -199,7 +229,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
     if again {
         well = vm.ceiling;
     }
-    let more = actual + vm.held().share(0.5).max(ram.share(0.25));
+    let more = actual + vm.owed.share(0.5).max(ram.share(0.25));
     // What is given beyond need on a hard host is taken from others, or from it again.
     let comfort = if model.host.state > Pressure::Soft { well } else { well.max(more) };
     Wish {
@@ -207,8 +237,9 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory) -> Wish {
         urgent: urgent.min(vm.ceiling),
         well: well.min(vm.ceiling),
         comfort: comfort.min(vm.ceiling),
-        all: vm.ceiling,
-        left: vm.guest.map_or(Bytes::ZERO, |g| g.available),
+        // Beyond what it needs, no more than the size that others gave it.
+        all: well.max(vm.whole).max(comfort).min(vm.ceiling),
+        weight,
     }
 }
 
@@ -231,6 +262,10 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         let m = memory.vm(vm.id).unwrap_or(&known);
         let meant = request.means(&vm.name) && verdicts[index].is_none();
         if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
+            continue;
+        }
+        if let Some(why) = vm.pinned.as_ref() {
+            verdicts[index] = Some(Verdict::Hold(format!("ballooning it frees nothing: {why}")));
             continue;
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
@@ -261,11 +296,11 @@ fn grow(model: &Model, memory: &Memory, verdicts: &mut [Option<Verdict>]) {
     for i in order {
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);
-        let (Some(actual), true) = (vm.actual, vm.held() > Bytes::ZERO) else { continue };
+        let (Some(actual), true) = (vm.actual, vm.owed > Bytes::ZERO) else { continue };
         if left < LEAST_STEP {
             verdicts[i] = Some(Verdict::Hold(format!(
                 "{} ballooned; the host gives back slowly, others first",
-                vm.held()
+                vm.owed
             )));
             continue;
         }
@@ -278,23 +313,26 @@ fn grow(model: &Model, memory: &Memory, verdicts: &mut [Option<Verdict>]) {
         if let Some(hold) = hold {
             verdicts[i] = Some(Verdict::Hold(format!(
                 "{} ballooned; given back in {} s at the earliest, unless it needs it",
-                vm.held(),
+                vm.owed,
                 hold.div_ceil(1000)
             )));
             continue;
         }
-        let gift = vm.held().min(left);
+        let gift = vm.owed.min(left);
         left = left - gift;
         let reason = Reason::HostClear { surplus };
-        verdicts[i] = Some(Verdict::Set { to: round_up(actual + gift).min(vm.ceiling), reason });
+        verdicts[i] = Some(Verdict::Set {
+            to: round_up(actual + gift).min(vm.whole).min(vm.ceiling),
+            reason,
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{Order, Peaks};
-    use crate::model::{GuestModel, HostModel};
+    use crate::memory::{Order, Peaks, Yields};
+    use crate::model::{GuestModel, HostModel, Limit};
     use crate::sample::VmId;
     use crate::units::Stamp;
 
@@ -310,6 +348,14 @@ mod tests {
             known: true,
             ..HostModel::default()
         }
+    }
+
+    /// The same under one limit with 1 GiB of swap.
+    fn limited(host: HostModel, headroom: u64, reserve: u64) -> HostModel {
+        let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
+        let name = "host".to_string();
+        let limit = Limit { name, headroom, reserve, swap_left: Bytes::gib(1) };
+        HostModel { headroom, reserve, limits: vec![limit], ..host }
     }
 
     /// A ready 1 GiB guest, all of it resident, floor 256 MiB.
@@ -331,6 +377,9 @@ mod tests {
             actual: Some(Bytes::mib(actual)),
             floor: Bytes::mib(256),
             ceiling: Bytes::gib(1),
+            whole: Bytes::gib(1),
+            owed: Bytes::gib(1) - Bytes::mib(actual),
+            managed: true,
             weight: 1.0,
             resident: Some(Bytes::mib(actual)),
             guest: Some(g),
@@ -346,11 +395,7 @@ mod tests {
     }
 
     fn remembered(pid: u32) -> VmMemory {
-        VmMemory {
-            id: VmId { pid, start: 1 },
-            baseline: Some(Bytes::gib(1)),
-            ..VmMemory::default()
-        }
+        VmMemory { id: VmId { pid, start: 1 }, ..VmMemory::default() }
     }
 
     fn size(v: &Verdict) -> Option<u64> {
@@ -420,9 +465,7 @@ mod tests {
         let mut poor = vm(1, 400, 50);
         poor.distress = "50 MiB available, need grows".into();
         let at = |headroom| {
-            let mut h = host(Pressure::Clear, 0, 0);
-            (h.headroom, h.reserve) = (Bytes::mib(headroom), Bytes::mib(400));
-            h.swap_left = Bytes::gib(1);
+            let h = limited(host(Pressure::Clear, 0, 0), headroom, 400);
             let model =
                 Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
             balloon(&model, &Memory::default(), &[], Bytes::ZERO)
@@ -440,8 +483,7 @@ mod tests {
         // One that is short already does not wait.
         let mut short = poor.clone();
         short.guest = vm(1, 400, 20).guest;
-        let mut h = host(Pressure::Critical, 500, 0);
-        (h.headroom, h.reserve, h.swap_left) = (Bytes::ZERO, Bytes::mib(400), Bytes::gib(1));
+        let h = limited(host(Pressure::Critical, 500, 0), 0, 400);
         assert_eq!(size(&decide(h, vec![short], vec![])[0]), Some(540), "need and two buffers");
         // What they freed shows up as headroom: then it is granted.
         let some = at(200);
@@ -558,13 +600,72 @@ mod tests {
             let words = (NOW, Bytes::mib(300), crate::sample::GuestStats::default());
             let last_give = Some(Stamp(NOW.0 - 500));
             let m = VmMemory { last_give, stats: Some(words), ..remembered(1) };
-            let mut short = host(Pressure::Critical, 500, 0);
-            (short.headroom, short.swap_left) = (Bytes::ZERO, Bytes::gib(1));
+            let short = limited(host(Pressure::Critical, 500, 0), 0, 0);
             poor.guest.as_mut().unwrap().need = Bytes::mib(280);
             size(&decide(short, vec![poor], vec![m])[0])
         };
         assert_eq!(ask(200), Some(464), "64 more than it has");
         assert_eq!(ask(900), Some(400), "it has more than it would have been given");
+    }
+
+    #[test]
+    fn who_brings_nothing_is_not_asked() {
+        let pinned = VmModel { pinned: Some("a VFIO device pins it".into()), ..vm(1, 1024, 900) };
+        let vms = || vec![pinned.clone(), vm(2, 1024, 900)];
+        let v = decide(host(Pressure::Critical, 400, 0), vms(), vec![]);
+        assert_eq!((size(&v[0]), size(&v[1])), (None, Some(768)), "nothing is expected of it");
+        assert_eq!(
+            v[0],
+            Verdict::Hold("ballooning it frees nothing: a VFIO device pins it".into())
+        );
+        let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vms() };
+        let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+        assert!(size(&v[0]).is_none() && size(&v[1]).is_some(), "nor by the operator");
+        let yields = Yields { barren_until: Some(NOW.plus(120_000)), ..Yields::default() };
+        let m = VmMemory { yields, ..remembered(1) };
+        let v = decide(host(Pressure::Critical, 400, 0), vec![vm(1, 1024, 900)], vec![m]);
+        let Verdict::Hold(why) = &v[0] else { panic!("{v:?}") };
+        assert!(why.contains("had nothing of it: asked again in 2 min"), "{why}");
+    }
+
+    #[test]
+    fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
+        let ask = |headroom, resets| {
+            let vm = VmModel { standing: Standing::GiveOnly("rebooted".into()), ..vm(1, 400, 300) };
+            let (reboot, reset_at) = (Some(Reboot::default()), Some(NOW));
+            let m = VmMemory { reboot, resets, reset_at, ..remembered(1) };
+            let host = limited(host(Pressure::Soft, 500, 0), headroom, 200);
+            size(&decide(host, vec![vm], vec![m])[0])
+        };
+        assert_eq!(ask(2000, 1), Some(1024));
+        assert_eq!(ask(350, 1), Some(400 + 300), "down to the mark of critical");
+        assert_eq!(ask(0, 1), Some(400 + 64), "swap is there for so much");
+        assert_eq!(ask(2000, 3), Some(400), "it resets again and again");
+    }
+
+    #[test]
+    fn what_others_ordered_is_not_given_back_by_a_clear_host() {
+        let theirs = VmModel { whole: Bytes::mib(700), owed: Bytes::ZERO, ..vm(1, 700, 500) };
+        let v = decide(host(Pressure::Clear, 0, 1000), vec![theirs.clone()], vec![]);
+        assert_eq!(v[0], Verdict::Hold("host is clear, nothing is owed to it".into()));
+        let mut short = VmModel { distress: "short".into(), ..theirs };
+        short.guest.as_mut().unwrap().available = Bytes::mib(10);
+        let v = decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![short], vec![]);
+        assert!(size(&v[0]).is_some_and(|to| to > 900), "what it needs it is given: {v:?}");
+    }
+
+    #[test]
+    fn who_is_not_managed_any_more_has_what_was_taken_returned() {
+        let off = Standing::Off("manage = false in the configuration".into());
+        let one = VmModel { managed: false, standing: off, ..vm(1, 400, 300) };
+        let v = decide(host(Pressure::Critical, 500, 0), vec![one.clone()], vec![]);
+        assert_eq!(v[0], Verdict::Set { to: Bytes::gib(1), reason: Reason::Returned });
+        let v = decide(
+            host(Pressure::Critical, 500, 0),
+            vec![VmModel { owed: Bytes::ZERO, ..one }],
+            vec![],
+        );
+        assert!(size(&v[0]).is_none());
     }
 
     #[test]
@@ -648,7 +749,7 @@ mod tests {
         let all = Verdict::Set { to: Bytes::gib(1), reason: Reason::Rebooted };
         let mut r = Reboot::default();
         assert_eq!(ask(r, 1024), all, "even where QEMU shows all: an order may be open");
-        r.given = Some(Stamp(NOW.0 - 5_000));
+        (r.given, r.to) = (Some(Stamp(NOW.0 - 5_000)), Some(Bytes::gib(1)));
         assert_eq!(size(&ask(r, 400)), None, "the new kernel has not spoken");
         r.speaks = true;
         let nudge = Verdict::Set { to: Bytes::mib(1023), reason: Reason::Refresh };

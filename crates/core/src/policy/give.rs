@@ -2,21 +2,27 @@
 //!
 //! A wish has three parts. What keeps a guest from harm is granted whatever the
 //! host's state: the host's reserve is there for it, and at worst the host swaps,
-//! which is slow where the guest's OOM killer is deadly. Beyond headroom and swap
-//! nothing is granted: there the host's own OOM killer would take a whole VM.
-//! What makes it comfortable
+//! which is slow where the guest's OOM killer is deadly. Beyond headroom and the swap
+//! that these guests may use nothing is granted: there the host's own OOM killer, or their
+//! cgroup's, would take a whole VM. What makes it comfortable
 //! comes from headroom above the mark of critical, everything else from headroom
 //! above the reserve. What does not fit is deferred: others are squeezed for it at
 //! once, and it is granted as what they freed shows up as headroom. Memory that was
 //! granted and not touched yet counts as spent, so that no byte is granted twice.
+//!
+//! Where there is not enough for all, no guest is given more while another that wants
+//! more has less: equal parts of what keeps from harm, parts by weight of the rest. Of
+//! swap one guest gets half at most, where others want some too.
 
-use crate::model::{HostModel, Pressure};
+use crate::model::{HostModel, Pressure, VmModel};
 use crate::units::Bytes;
 
 /// What share of the reserve comfort does not touch: the mark of critical.
 const KEPT: f64 = 0.25;
 /// What share of the reserve nothing touches: the host must live.
 const LAST: f64 = 0.1;
+/// What one guest may draw from swap at once, where it is not the only one.
+const SWAP_SHARE: f64 = 0.5;
 
 /// What a guest in distress is to have, as sizes that never fall.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -29,10 +35,10 @@ pub struct Wish {
     pub well: Bytes,
     /// So much is good for it, where the host has it.
     pub comfort: Bytes,
-    /// All that it is owed.
+    /// All that it may have.
     pub all: Bytes,
-    /// What it has left, to serve the poorest first.
-    pub left: Bytes,
+    /// Its weight.
+    pub weight: f64,
 }
 
 /// What it gets.
@@ -44,103 +50,187 @@ pub struct Grant {
     pub deferred: Bytes,
 }
 
-/// Divides the host's headroom among the wishes; grants in their order.
-pub fn grant(host: &HostModel, wishes: &[Wish]) -> Vec<Grant> {
-    let mut grants: Vec<Grant> =
-        wishes.iter().map(|w| Grant { to: w.from, ..Grant::default() }).collect();
-    let free = if host.known { host.headroom } else { Bytes(u64::MAX) };
-    let mut order: Vec<usize> = (0..wishes.len()).collect();
-    order.sort_by_key(|i| (wishes[*i].left, *i));
-    let mut serve = |mut room: Bytes, upto: fn(&Wish) -> Bytes| {
-        let mut used = Bytes::ZERO;
-        for i in &order {
-            let more = (upto(&wishes[*i]) - grants[*i].to).min(room);
-            grants[*i].to += more;
-            room = room - more;
-            used += more;
+/// What there is to give to some guests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fund {
+    /// What can be had without harm; `None`: not known.
+    pub headroom: Option<Bytes>,
+    /// Swap that they may use, as the memory that this frees.
+    pub swap_left: Bytes,
+    /// What is to be kept.
+    pub reserve: Bytes,
+    /// Given lately and not touched yet.
+    pub outstanding: Bytes,
+    /// The host is clear or soft.
+    pub calm: bool,
+}
+
+impl Fund {
+    /// What there is for this VM and all others under the same limits.
+    pub fn of(host: &HostModel, vm: &VmModel) -> Fund {
+        let limits = || host.limits.iter().filter(|l| vm.is_below(l));
+        let tightest = limits().min_by_key(|l| (l.headroom, l.reserve));
+        Fund {
+            headroom: tightest.map(|l| l.headroom),
+            swap_left: limits().map(|l| l.swap_left).min().unwrap_or_default(),
+            reserve: tightest.map_or(host.reserve, |l| l.reserve),
+            outstanding: host.outstanding,
+            calm: host.state <= Pressure::Soft,
         }
-        used
+    }
+}
+
+/// Divides what there is among the wishes; grants in their order.
+pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
+    let mut to: Vec<Bytes> = wishes.iter().map(|w| w.from).collect();
+    let mut serve = |room: Bytes, weighted: bool, most: Bytes, upto: fn(&Wish) -> Bytes| {
+        let wants: Vec<(Bytes, f64)> = wishes
+            .iter()
+            .zip(&to)
+            .map(|(w, to)| ((upto(w) - *to).min(most), if weighted { w.weight } else { 1.0 }))
+            .collect();
+        let parts = fair(room, &wants);
+        to.iter_mut().zip(&parts).for_each(|(to, part)| *to += *part);
+        parts.iter().copied().sum::<Bytes>()
     };
-    let left = free - host.outstanding;
-    let spent = serve(left + host.swap_left - host.reserve.share(LAST), |w| w.urgent);
-    let room = |kept: Bytes| left - kept - spent;
-    let comfort = serve(room(host.reserve.share(KEPT)), |w| w.comfort);
-    if host.state <= Pressure::Soft {
-        serve(room(host.reserve) - comfort, |w| w.all);
+    let all = Bytes(u64::MAX);
+    let left = fund.headroom.unwrap_or(all) - fund.outstanding;
+    let last = fund.reserve.share(LAST);
+    let mut spent = serve(left - last, false, all, |w| w.urgent);
+    // What of the last tenth is missing, swap covers first.
+    let swap = fund.swap_left - (last - left);
+    let alone = wishes.len() == 1;
+    let most = if alone { all } else { swap.share(SWAP_SHARE) };
+    spent += serve(swap, false, most, |w| w.urgent);
+    spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
+    if fund.calm {
+        serve(left - fund.reserve - spent, true, all, |w| w.all);
     }
-    for (g, w) in grants.iter_mut().zip(wishes) {
-        g.deferred = w.well - g.to;
+    let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.well - to };
+    wishes.iter().zip(to).map(grant).collect()
+}
+
+/// Parts of `room` by weight, none larger than what is wanted; what one does not want
+/// falls to the others.
+fn fair(room: Bytes, wants: &[(Bytes, f64)]) -> Vec<Bytes> {
+    let mut parts = vec![Bytes::ZERO; wants.len()];
+    let mut left = room;
+    let mut open: Vec<usize> = (0..wants.len()).collect();
+    // Who wants least for its weight is satisfied first.
+    let each = |i: &usize| wants[*i].0.0 as f64 / wants[*i].1.max(f64::MIN_POSITIVE);
+    open.sort_by(|a, b| each(a).total_cmp(&each(b)));
+    let mut weights: f64 = wants.iter().map(|w| w.1).sum();
+    for i in open {
+        let (want, weight) = wants[i];
+        let part = left.share((weight / weights).min(1.0)).min(want);
+        parts[i] = part;
+        left = left - part;
+        weights -= weight;
     }
-    grants
+    parts
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
-    fn host(headroom: u64) -> HostModel {
-        HostModel {
-            known: true,
-            headroom: Bytes::mib(headroom),
+    fn fund(headroom: u64) -> Fund {
+        Fund {
+            headroom: Some(Bytes::mib(headroom)),
             reserve: Bytes::mib(1000),
-            ..HostModel::default()
+            swap_left: Bytes::ZERO,
+            outstanding: Bytes::ZERO,
+            calm: true,
         }
     }
 
-    fn wish(left: u64) -> Wish {
+    fn wish(weight: f64) -> Wish {
         Wish {
             from: Bytes::mib(400),
             urgent: Bytes::mib(500),
             well: Bytes::mib(800),
             comfort: Bytes::mib(800),
             all: Bytes::mib(2000),
-            left: Bytes::mib(left),
+            weight,
         }
     }
 
-    fn sizes(host: &HostModel, wishes: &[Wish]) -> Vec<(u64, u64)> {
-        grant(host, wishes).iter().map(|g| (g.to.0 >> 20, g.deferred.0 >> 20)).collect()
+    fn sizes(fund: &Fund, wishes: &[Wish]) -> Vec<(u64, u64)> {
+        let mib = |b: Bytes| (b.0 + (1 << 19)) >> 20;
+        grant(fund, wishes).iter().map(|g| (mib(g.to), mib(g.deferred))).collect()
     }
 
     #[test]
     fn everything_at_once_from_headroom() {
-        assert_eq!(sizes(&host(10_000), &[wish(0)]), [(2000, 0)]);
-        let unknown = HostModel { known: false, ..host(0) };
-        assert_eq!(sizes(&unknown, &[wish(0)]), [(2000, 0)], "giving goes on");
+        assert_eq!(sizes(&fund(10_000), &[wish(1.0)]), [(2000, 0)]);
+        let unknown = Fund { headroom: None, ..fund(0) };
+        assert_eq!(sizes(&unknown, &[wish(1.0)]), [(2000, 0)], "giving goes on");
     }
 
     #[test]
     fn what_keeps_from_harm_is_granted_whatever_the_host_has() {
-        let swaps = HostModel { swap_left: Bytes::gib(1), ..host(0) };
-        assert_eq!(sizes(&swaps, &[wish(0)]), [(500, 300)]);
-        assert_eq!(sizes(&host(200), &[wish(0)]), [(500, 300)], "not from the last tenth");
+        let swaps = Fund { swap_left: Bytes::gib(1), ..fund(0) };
+        assert_eq!(sizes(&swaps, &[wish(1.0)]), [(500, 300)]);
+        assert_eq!(sizes(&fund(200), &[wish(1.0)]), [(500, 300)], "not from the last tenth");
     }
 
     #[test]
     fn what_neither_headroom_nor_swap_covers_would_cost_a_whole_vm() {
-        assert_eq!(sizes(&host(160), &[wish(0)]), [(460, 340)]);
-        assert_eq!(sizes(&host(0), &[wish(0)]), [(400, 400)]);
-        assert_eq!(sizes(&host(210), &[wish(9), wish(1)]), [(410, 390), (500, 300)]);
+        assert_eq!(sizes(&fund(160), &[wish(1.0)]), [(460, 340)]);
+        assert_eq!(sizes(&fund(0), &[wish(1.0)]), [(400, 400)]);
+        let swap = Fund { swap_left: Bytes::mib(130), ..fund(40) };
+        assert_eq!(sizes(&swap, &[wish(1.0)]), [(470, 330)], "60 are missing to the last tenth");
+    }
+
+    #[test]
+    fn what_keeps_from_harm_is_divided_equally_and_comfort_by_weight() {
+        let both = [wish(1000.0), wish(0.001)];
+        assert_eq!(sizes(&fund(210), &both), [(455, 345), (455, 345)]);
+        // 250 are kept, 200 are the urgent parts.
+        assert_eq!(sizes(&fund(550), &both), [(600, 200), (500, 300)]);
+        let small = Wish { urgent: Bytes::mib(410), ..wish(1.0) };
+        assert_eq!(sizes(&fund(210), &[wish(1.0), small]), [(500, 300), (410, 390)]);
+    }
+
+    #[test]
+    fn of_swap_one_guest_gets_half_at_most_where_others_are_short_too() {
+        let hog = Wish { urgent: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        let swap = Fund { swap_left: Bytes::mib(1100), ..fund(0) };
+        assert_eq!(sizes(&swap, &[hog, wish(1.0)]), [(900, 1100), (500, 300)]);
+        assert_eq!(sizes(&swap, &[hog]), [(1400, 600)]);
     }
 
     #[test]
     fn comfort_stops_at_the_mark_of_critical_and_the_rest_at_the_reserve() {
         // 250 are kept, 100 are the urgent part's.
-        assert_eq!(sizes(&host(450), &[wish(0)]), [(600, 200)]);
-        assert_eq!(sizes(&host(900), &[wish(0)]), [(800, 0)]);
-        assert_eq!(sizes(&host(1500), &[wish(0)]), [(900, 0)], "100 above the reserve are left");
-        let hard = HostModel { state: Pressure::Hard, ..host(5000) };
-        assert_eq!(sizes(&hard, &[wish(0)]), [(800, 0)]);
+        assert_eq!(sizes(&fund(450), &[wish(1.0)]), [(600, 200)]);
+        assert_eq!(sizes(&fund(900), &[wish(1.0)]), [(800, 0)]);
+        assert_eq!(sizes(&fund(1500), &[wish(1.0)]), [(900, 0)], "100 above the reserve");
+        let hard = Fund { calm: false, ..fund(5000) };
+        assert_eq!(sizes(&hard, &[wish(1.0)]), [(800, 0)]);
     }
 
     #[test]
     fn nothing_is_granted_twice() {
-        let spent = HostModel { outstanding: Bytes::mib(200), ..host(650) };
-        assert_eq!(sizes(&spent, &[wish(0)]), sizes(&host(450), &[wish(0)]));
+        let spent = Fund { outstanding: Bytes::mib(200), ..fund(650) };
+        assert_eq!(sizes(&spent, &[wish(1.0)]), sizes(&fund(450), &[wish(1.0)]));
     }
 
-    #[test]
-    fn the_poorest_is_served_first_and_nobody_harmed() {
-        assert_eq!(sizes(&host(550), &[wish(9), wish(1)]), [(500, 300), (600, 200)]);
+    proptest! {
+        #[test]
+        fn never_more_than_there_is_nor_than_is_wanted(
+            room in 0u64..10_000,
+            wants in proptest::collection::vec((0u64..5000, 0.001f64..1000.0), 1..20),
+        ) {
+            let wants: Vec<(Bytes, f64)> =
+                wants.iter().map(|(b, w)| (Bytes::mib(*b), *w)).collect();
+            let parts = fair(Bytes::mib(room), &wants);
+            let total: Bytes = parts.iter().copied().sum();
+            prop_assert!(parts.iter().zip(&wants).all(|(p, w)| *p <= w.0));
+            let all: Bytes = wants.iter().map(|w| w.0).sum();
+            let there = Bytes::mib(room).min(all);
+            prop_assert!(total <= there && there - total <= Bytes::kib(1), "{total} of {there}");
+        }
     }
 }

@@ -96,7 +96,7 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
 fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     let paused = vm.paused;
     let reachable = vm.standing == Standing::Ready || vm.beyond_balloon || paused;
-    if !reachable || vm.pinned.is_some() || !vm.distress.is_empty() {
+    if !vm.managed || !reachable || vm.pinned.is_some() || !vm.distress.is_empty() {
         return None;
     }
     if vm.offload.as_ref().is_some_and(|o| o.busy) {
@@ -140,6 +140,7 @@ mod tests {
             name: format!("vm{pid}"),
             resident: Some(Bytes::mib(1000)),
             swap: Some(Bytes::ZERO),
+            managed: true,
             standing: Standing::Ready,
             ..VmModel::default()
         }
@@ -244,6 +245,11 @@ mod tests {
         let (mut v, m) = cold();
         v.swap = Some(Bytes::mib(1100));
         refused((v, m));
+        // Also where it is paused: `manage = false` is hands off.
+        for paused in [false, true] {
+            let (v, m) = cold();
+            refused((VmModel { managed: false, paused, ..v }, m));
+        }
     }
 
     #[test]

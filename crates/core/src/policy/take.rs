@@ -182,6 +182,9 @@ fn candidate(
     if vm.standing != Standing::Ready {
         return Err(vm.standing.why().to_string());
     }
+    if let Some(why) = brings_nothing(model, vm, m) {
+        return Err(why);
+    }
     let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else {
         return Err("its guest's need is not known".into());
     };
@@ -226,6 +229,23 @@ fn candidate(
         return Err(format!("it is still shrinking to {start}"));
     }
     Ok(priced(vm, g, index, (base, idle, most)))
+}
+
+/// Why the host would have nothing of a larger balloon, for people.
+pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<String> {
+    if let Some(why) = &vm.pinned {
+        return Some(format!("ballooning it frees nothing: {why}"));
+    }
+    if vm.outside {
+        return Some(format!(
+            "it is outside of {}: shrinking it frees nothing there",
+            model.host.bound
+        ));
+    }
+    m.yields.barren_until.filter(|t| *t > model.at).map(|until| {
+        let left = until.since(model.at).div_ceil(60_000);
+        format!("its balloon grew and the host had nothing of it: asked again in {left} min")
+    })
 }
 
 /// What a guest pays, and what the host has of asking it.

@@ -94,7 +94,9 @@ impl Toy {
         let one = |(i, g): (usize, &Guest)| OwnedVm {
             id: id(i),
             name: format!("vm{i}"),
-            baseline: g.ram,
+            others: Some(Bytes::ZERO),
+            ordered: Some(g.ram - g.target),
+            baseline: None,
         };
         Owned { vms: self.guests.iter().enumerate().map(one).collect(), ..Owned::default() }
     }
@@ -141,7 +143,7 @@ impl Host for Toy {
         Stamp(self.now)
     }
 
-    fn read(&mut self) -> Sample {
+    fn read(&mut self, _owed: &[VmId]) -> Sample {
         let memory =
             Meminfo { total: self.total, available: self.available(), ..Meminfo::default() };
         let sample = Sample {
@@ -167,7 +169,7 @@ impl Host for Toy {
             if error.is_none() {
                 g.target = a.to;
             }
-            Outcome { vm: a.vm, error }
+            Outcome { vm: a.vm, error, ..Outcome::default() }
         };
         actions.iter().map(&mut one).collect()
     }

@@ -363,7 +363,7 @@ impl Host for Told {
     fn now(&self) -> Stamp {
         Stamp(0)
     }
-    fn read(&mut self) -> Sample {
+    fn read(&mut self, _owed: &[VmId]) -> Sample {
         self.samples.pop_front().unwrap()
     }
     fn remember(&mut self, _: &Owned) -> Result<(), String> {

@@ -1,0 +1,254 @@
+//! Whose a balloon is: the part that Ebb ordered, which is owed to the VM, and the part
+//! that the operator or another tool ordered, which is theirs.
+//!
+//! All sizes here are what the balloon holds: RAM less the VM's size. So plugged memory
+//! moves nothing. What others ordered is remembered; what is owed is what the balloon
+//! holds beyond that, at any moment, however far an order has come.
+//!
+//! A balloon that moves towards Ebb's last order moves by that order. Any other move is
+//! somebody else's: then its new size is the operator's, and nothing is owed. One exception:
+//! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
+//! an order to grow, so there the debt stays.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Stamp};
+
+/// After the operator or another tool has set a VM's size, it is left alone for so long.
+pub const FOREIGN_MS: u64 = 600_000;
+/// Moves below this are no moves: sizes are told in whole MiB by most.
+const LEAST: Bytes = Bytes::mib(1);
+
+/// See the top.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ledger {
+    /// What the balloon holds that Ebb did not order; `None`: never seen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub others: Option<Bytes>,
+    /// What QEMU was last told by Ebb that the balloon shall hold.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ordered: Option<Bytes>,
+    /// The size that an older version of Ebb wrote down as owed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub baseline: Option<Bytes>,
+    /// RAM and what the balloon held when it was last looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seen: Option<(Bytes, Bytes)>,
+    /// A move that Ebb did not order was seen once. It counts when it is still there at the
+    /// next look: RAM and size are two answers of QEMU, and memory may be plugged between.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspect: bool,
+    /// When somebody else last set the size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub foreign: Option<Stamp>,
+}
+
+/// What a look at a balloon showed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Move {
+    /// Nothing, or what Ebb ordered.
+    Own,
+    /// Somebody else set the size.
+    Foreign,
+    /// The balloon shrank without an order: by the guest itself, or by somebody else.
+    Shrank,
+}
+
+impl Ledger {
+    /// Takes in the VM's RAM and size. `deflates`: its guest may shrink the balloon itself.
+    /// `boots`: a new kernel's driver takes up the old target; its moves are nobody's order.
+    pub fn observe(
+        &mut self,
+        at: Stamp,
+        (ram, actual): (Bytes, Bytes),
+        deflates: bool,
+        boots: bool,
+    ) -> Move {
+        let now = ram - actual;
+        let first = || self.baseline.map_or(now, |b| ram - b);
+        let others = *self.others.get_or_insert_with(first);
+        self.baseline = None;
+        let (_, was) = *self.seen.get_or_insert((ram, now));
+        if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
+            (self.seen, self.suspect) = (Some((ram, now)), false);
+            return Move::Own;
+        }
+        let shrank = deflates && now < was;
+        if !shrank && !std::mem::replace(&mut self.suspect, true) {
+            return Move::Own;
+        }
+        (self.seen, self.suspect) = (Some((ram, now)), false);
+        if shrank {
+            self.others = Some(others.min(now));
+            return Move::Shrank;
+        }
+        (self.others, self.ordered, self.foreign) = (Some(now), None, Some(at));
+        Move::Foreign
+    }
+
+    /// Whether this move leads to what Ebb ordered, and not beyond.
+    fn is_ordered(&self, was: Bytes, now: Bytes) -> bool {
+        self.ordered.is_some_and(|to| {
+            let (low, high) = (was.min(to), was.max(to));
+            now + LEAST > low && now < high + LEAST
+        })
+    }
+
+    /// Takes in that QEMU was told this size, or may have been.
+    pub fn order(&mut self, ram: Bytes, to: Bytes) {
+        self.ordered = Some(ram - to);
+    }
+
+    /// The size that the VM has without Ebb.
+    pub fn whole(&self, ram: Bytes) -> Option<Bytes> {
+        match (self.others, self.baseline) {
+            (Some(others), _) => Some(ram - others),
+            (None, baseline) => baseline.map(|b| b.min(ram)),
+        }
+    }
+
+    /// What Ebb has taken and not given back yet, at this size.
+    pub fn owed(&self, ram: Bytes, actual: Bytes) -> Bytes {
+        self.whole(ram).map_or(Bytes::ZERO, |whole| whole - actual)
+    }
+
+    /// Whether something may be owed: the balloon holds, or may be going to hold, more than
+    /// what others ordered.
+    pub fn owes(&self) -> bool {
+        let more = |b: Bytes| self.others.is_some_and(|o| b >= o + LEAST);
+        self.baseline.is_some()
+            || self.ordered.is_some_and(more)
+            || self.seen.map_or(self.others.is_some(), |(_, b)| more(b))
+    }
+
+    /// How much longer it is left alone because somebody else has set its size.
+    pub fn left_ms(&self, at: Stamp) -> Option<u64> {
+        let left = self.foreign.map(|t| FOREIGN_MS.saturating_sub(at.since(t)));
+        left.filter(|left| *left > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks at a VM of 512 MiB RAM, a second apart.
+    struct Look {
+        ledger: Ledger,
+        at: u64,
+        deflates: bool,
+    }
+
+    impl Look {
+        fn at(&mut self, ram: u64, actual: u64) -> Move {
+            self.at += 1000;
+            let sizes = (Bytes::mib(ram), Bytes::mib(actual));
+            self.ledger.observe(Stamp(self.at), sizes, self.deflates, false)
+        }
+
+        fn order(&mut self, to: u64) {
+            self.ledger.order(Bytes::mib(512), Bytes::mib(to));
+        }
+
+        fn owed(&self, ram: u64, actual: u64) -> u64 {
+            self.ledger.owed(Bytes::mib(ram), Bytes::mib(actual)).0 >> 20
+        }
+    }
+
+    fn look(deflates: bool) -> Look {
+        Look { ledger: Ledger::default(), at: 0, deflates }
+    }
+
+    #[test]
+    fn what_ebb_ordered_is_owed_however_far_it_has_come() {
+        let mut l = look(true);
+        l.at(512, 512);
+        assert!(!l.ledger.owes());
+        l.order(300);
+        assert!(l.ledger.owes(), "it may go there any moment");
+        for actual in [512, 450, 301, 300] {
+            assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
+        }
+        l.order(512);
+        for actual in [300, 400, 512] {
+            assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
+        }
+        assert!(!l.ledger.owes());
+    }
+
+    #[test]
+    fn a_size_that_ebb_did_not_order_is_the_operators() {
+        for deflates in [false, true] {
+            // Small when first seen, then raised.
+            let mut l = look(deflates);
+            l.at(512, 174);
+            assert_eq!((l.owed(512, 174), l.ledger.owes()), (0, false));
+            let seen = [l.at(512, 300), l.at(512, 300), l.at(512, 512), l.at(512, 512)];
+            assert!(seen.contains(&if deflates { Move::Shrank } else { Move::Foreign }));
+            assert_eq!(l.ledger.others, Some(Bytes::ZERO));
+            // And lowered again: nothing is owed.
+            let seen = [l.at(512, 200), l.at(512, 200)];
+            assert_eq!(seen, [Move::Own, Move::Foreign], "believed when it stays");
+            assert_eq!((l.owed(512, 200), l.ledger.owes()), (0, false));
+            let left = l.ledger.left_ms(Stamp(l.at + 1000));
+            assert_eq!(left, Some(FOREIGN_MS - 1000));
+            // What Ebb takes from there on is owed, and no more.
+            l.order(150);
+            l.at(512, 150);
+            assert_eq!(l.owed(512, 150), 50);
+        }
+    }
+
+    #[test]
+    fn an_operators_order_ends_a_debt_and_a_guest_that_helps_itself_does_not() {
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(174);
+        l.at(512, 174);
+        assert_eq!([l.at(512, 300), l.at(512, 300)], [Move::Own, Move::Foreign]);
+        assert_eq!((l.owed(512, 300), l.ledger.owes()), (0, false));
+        let mut l = look(true);
+        l.at(512, 512);
+        l.order(174);
+        l.at(512, 174);
+        assert_eq!(l.at(512, 190), Move::Shrank);
+        assert_eq!((l.owed(512, 190), l.ledger.owes()), (322, true));
+        assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338), "back to the order");
+    }
+
+    #[test]
+    fn plugged_memory_moves_nothing_also_between_two_answers() {
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(400);
+        l.at(512, 400);
+        assert_eq!((l.at(1024, 912), l.owed(1024, 912)), (Move::Own, 112));
+        // The size is told with the memory that was plugged, RAM without.
+        assert_eq!(l.at(1024, 1424), Move::Own);
+        assert_eq!((l.at(1536, 1424), l.owed(1536, 1424)), (Move::Own, 112));
+        assert_eq!((l.at(512, 400), l.owed(512, 400)), (Move::Own, 112));
+    }
+
+    #[test]
+    fn a_driver_that_starts_anew_orders_nothing() {
+        let mut l = look(false);
+        l.at(512, 300);
+        let mut boot = |actual, boots| {
+            l.at += 1000;
+            let sizes = (Bytes::mib(512), Bytes::mib(actual));
+            l.ledger.observe(Stamp(l.at), sizes, false, boots)
+        };
+        assert_eq!([boot(512, true), boot(400, true), boot(300, true)], [Move::Own; 3]);
+        assert_eq!([boot(300, false), boot(300, false)], [Move::Own; 2]);
+        assert_eq!(l.ledger.others, Some(Bytes::mib(212)));
+    }
+
+    #[test]
+    fn what_an_older_version_wrote_down_is_owed() {
+        let mut ledger = Ledger { baseline: Some(Bytes::mib(512)), ..Ledger::default() };
+        assert!(ledger.owes());
+        assert_eq!(ledger.whole(Bytes::mib(512)), Some(Bytes::mib(512)));
+        ledger.observe(Stamp(1), (Bytes::mib(512), Bytes::mib(174)), true, false);
+        assert_eq!(ledger.owed(Bytes::mib(512), Bytes::mib(174)), Bytes::mib(338));
+    }
+}
