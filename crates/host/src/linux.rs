@@ -11,9 +11,10 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ebb_core::config::Config;
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
-    HostSample, Ksm, KsmStat, Link, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
+    HostSample, Ksm, KsmStat, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
@@ -25,7 +26,6 @@ use crate::act::offload::Offloader;
 use crate::act::torn::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
-use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
 use crate::probe::process::{Life, life, read_run_time, read_stat, read_status};
 use crate::probe::psi::{self, PsiTrigger};
@@ -34,7 +34,7 @@ use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::{ProbeError, Root};
-use crate::vm::{Vm, problem};
+use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
 
 /// How often `/proc` is scanned for new VMs; at once when one vanishes.
@@ -75,6 +75,10 @@ pub struct Options {
     pub merge: Option<MergeOptions>,
     /// Pages of zeros may be looked for and let go of.
     pub zeros: bool,
+    /// Which VMs are managed, and which sockets are Ebb's.
+    pub config: Config,
+    /// Nothing is set in any QEMU: for commands and dry runs that only look.
+    pub look_only: bool,
 }
 
 /// What merging needs to know.
@@ -100,8 +104,21 @@ impl Default for Options {
             psi_trigger_us: Some((100_000, 1_000_000)),
             merge: None,
             zeros: false,
+            config: Config::default(),
+            look_only: false,
         }
     }
+}
+
+/// An order to a balloon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BalloonOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// What the guest shall be left with.
+    pub to: Bytes,
+    /// Whether that is more than it has.
+    pub gives: bool,
 }
 
 /// Why a balloon was not set.
@@ -116,7 +133,13 @@ pub enum ActError {
     /// QMP cannot be used now.
     #[error("no QMP connection: {0}")]
     NoLink(String),
-    /// QEMU refused or did not answer in time (then it may still follow).
+    /// QEMU was told and has not answered in time: it may still follow.
+    #[error("QEMU has not answered within {ms} ms: it may still follow")]
+    Unanswered {
+        /// How long was waited, milliseconds.
+        ms: u64,
+    },
+    /// QEMU refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
@@ -142,6 +165,8 @@ pub struct LinuxHost {
     vms: BTreeMap<VmId, Vm>,
     /// Which VM each configured socket turned out to be.
     bound: Vec<Option<VmId>>,
+    /// The VMs that Ebb owes something.
+    owed: HashSet<VmId>,
     scanner: Scanner,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
@@ -189,6 +214,7 @@ impl LinuxHost {
             options,
             vms: BTreeMap::new(),
             bound,
+            owed: HashSet::new(),
             scanner: Scanner::default(),
             scanned: None,
             scan_problems: Vec::new(),
@@ -211,18 +237,38 @@ impl LinuxHost {
 
     /// Reads everything. Takes at most the deadline, plus what `/proc` takes.
     pub fn sample(&mut self) -> Sample {
+        self.sample_owed(&[])
+    }
+
+    /// The same where Ebb owes something to these processes: they are looked at whatever the
+    /// configuration says of them, and those that are proven to have ended are told.
+    pub fn sample_owed(&mut self, owed: &[VmId]) -> Sample {
         let (at, started) = (LinuxHost::now(), Instant::now());
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let wall_ms = wall.as_millis() as u64;
         let mut problems = Vec::new();
         let mut host = self.sample_host(&mut problems);
+        self.owed = owed.iter().copied().collect();
         self.refresh(started);
+        self.allow();
         problems.extend(self.scan_problems.iter().cloned());
-        self.query(started);
+        self.query(started, at);
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
         host.pool = self.sample_pool(&mut problems);
-        Sample { at, wall_ms, host, vms, ended: Vec::new(), problems }
+        let root = &self.options.root;
+        let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
+        let ended = owed.iter().filter(gone).copied().collect();
+        Sample { at, wall_ms, host, vms, ended, problems }
+    }
+
+    /// What may be done to each VM: nothing to one that is not managed, unless it is owed
+    /// something.
+    fn allow(&mut self) {
+        for (id, vm) in &mut self.vms {
+            vm.access = access(&self.options, &self.owed, &vm.process);
+            vm.named = self.bound.contains(&Some(*id));
+        }
     }
 
     fn sample_host(&mut self, problems: &mut Vec<Problem>) -> HostSample {
@@ -281,7 +327,8 @@ impl LinuxHost {
             while !names.insert(process.name.clone()) {
                 process.name = format!("{}-{}", process.name, process.id.pid);
             }
-            self.vms.insert(process.id, Vm::new(process, self.options.stats_interval_s));
+            let access = access(&self.options, &self.owed, &process);
+            self.vms.insert(process.id, Vm::new(process, self.options.stats_interval_s, access));
         }
         self.find_pool(&mut problems);
         self.open_notifications(&mut problems);
@@ -310,6 +357,9 @@ impl LinuxHost {
                 continue;
             }
             let (name, path) = self.options.sockets[i].clone();
+            if !self.options.config.vm(&name).manage && self.owed.is_empty() {
+                continue;
+            }
             let source = path.display().to_string();
             self.bound[i] = match self.bind(name, path) {
                 Ok(id) => Some(id),
@@ -337,8 +387,10 @@ impl LinuxHost {
         process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
-        let vm = self.vms.entry(id).or_insert_with(|| Vm::new(process.clone(), interval_s));
-        vm.process = process;
+        let access = access(&self.options, &self.owed, &process);
+        let new = || Vm::new(process.clone(), interval_s, access);
+        let vm = self.vms.entry(id).or_insert_with(new);
+        (vm.process, vm.named) = (process, true);
         vm.adopt(client);
         Ok(id)
     }
@@ -385,9 +437,10 @@ impl LinuxHost {
         pool
     }
 
-    fn query(&mut self, started: Instant) {
-        let deadline = started + self.options.deadline;
-        self.vms.values_mut().for_each(|vm| vm.ask(started));
+    fn query(&mut self, started: Instant, at: Stamp) {
+        self.vms.values_mut().for_each(|vm| vm.ask(started, at));
+        // From here: what reading took is not QEMU's doing.
+        let deadline = Instant::now() + self.options.deadline;
         // A balloon that was just found is asked at once, and then set up.
         for _ in 0..3 {
             poll_all(&mut clients(&mut self.vms), deadline);
@@ -627,48 +680,44 @@ impl LinuxHost {
         self.vms.iter_mut().map(one).collect()
     }
 
-    /// Sets one balloon; see [`LinuxHost::set_balloons`].
-    pub fn set_balloon(&mut self, vm: VmId, target: Bytes) -> Result<(), ActError> {
-        let mut results = self.set_balloons(&[(vm, target)]);
-        results.pop().unwrap_or(Err(ActError::Gone { pid: vm.pid }))
-    }
-
     /// Tells QEMU what each guest shall be left with (whole MiB make sense).
     /// Every VM's process is checked right before. All share one deadline;
-    /// results are in the order of the wishes. `Ok` means that QEMU has asked
+    /// results are in the order of the orders. `Ok` means that QEMU has asked
     /// the guest, not that the guest has done it.
-    pub fn set_balloons(&mut self, wishes: &[(VmId, Bytes)]) -> Vec<Result<(), ActError>> {
-        let deadline = Instant::now() + self.options.deadline;
-        let sent: Vec<_> = wishes.iter().map(|(id, target)| self.send_wish(*id, *target)).collect();
-        poll_all(&mut clients(&mut self.vms), deadline);
-        let result = |(sent, (id, _)): (Result<u64, ActError>, &(VmId, Bytes))| {
+    pub fn set_balloons(&mut self, orders: &[BalloonOrder]) -> Vec<Result<(), ActError>> {
+        let sent: Vec<_> = orders.iter().map(|order| self.send_order(order)).collect();
+        poll_all(&mut clients(&mut self.vms), Instant::now() + self.options.deadline);
+        let result = |(sent, order): (Result<u64, ActError>, &BalloonOrder)| {
             let command = sent?;
-            let gone = ActError::Gone { pid: id.pid };
-            let client = self.vms.get_mut(id).and_then(|v| v.client.as_mut()).ok_or(gone)?;
-            match client.take_reply(command) {
+            let gone = ActError::Gone { pid: order.vm.pid };
+            let vm = self.vms.get_mut(&order.vm).ok_or(gone)?;
+            match vm.client.as_mut().and_then(|c| c.take_reply(command)) {
                 Some(answer) => Ok(answer.map(drop)?),
                 None => {
-                    client.protocol().forget(command);
-                    let path = client.path().display().to_string();
-                    let ms = self.options.deadline.as_millis() as u64;
-                    Err(QmpError::Timeout(path, "balloon".into(), ms).into())
+                    vm.not_answered(command);
+                    Err(ActError::Unanswered { ms: self.options.deadline.as_millis() as u64 })
                 }
             }
         };
-        sent.into_iter().zip(wishes).map(result).collect()
+        sent.into_iter().zip(orders).map(result).collect()
     }
 
-    fn send_wish(&mut self, id: VmId, target: Bytes) -> Result<u64, ActError> {
-        let gone = ActError::Gone { pid: id.pid };
-        let vm = self.vms.get_mut(&id).ok_or_else(|| gone.clone())?;
-        // Where that cannot be read, the connection is still the process's own.
-        if life(&self.options.root, id) == Life::Ended {
-            return Err(gone);
+    fn send_order(&mut self, order: &BalloonOrder) -> Result<u64, ActError> {
+        let gone = ActError::Gone { pid: order.vm.pid };
+        let vm = self.vms.get_mut(&order.vm).ok_or_else(|| gone.clone())?;
+        match life(&self.options.root, order.vm) {
+            Life::Ended => Err(gone),
+            // What cannot be looked at may still be given memory through its own connection.
+            Life::Unknown if !order.gives => {
+                Err(ActError::NoLink("its process cannot be looked at".into()))
+            }
+            Life::Alive | Life::Unknown => vm.order(order.to, order.gives),
         }
-        let client = vm.usable().map_err(|link| ActError::NoLink(link_text(link)))?;
-        let sent = client.send("balloon", Some(balloon::balloon(target)))?;
-        vm.ordered = Some(target);
-        Ok(sent)
+    }
+
+    /// Puts back how often QEMU asked the guests for statistics before.
+    pub fn restore_intervals(&mut self) {
+        self.vms.values_mut().for_each(Vm::restore_interval);
     }
 
     /// Has QEMU ask these guests for statistics now rather than at the next
@@ -735,6 +784,16 @@ impl LinuxHost {
     }
 }
 
+/// What may be done to the VM of this process.
+fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Access {
+    let settings = options.config.vm(&process.name);
+    Access {
+        managed: settings.manage || owed.contains(&process.id),
+        any_socket: true,
+        look_only: options.look_only,
+    }
+}
+
 fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
     vms.values_mut().filter_map(|v| v.client.as_mut()).collect()
 }
@@ -757,13 +816,6 @@ fn plain_process(root: &Root, pid: u32) -> Result<QemuProcess, String> {
     })
 }
 
-fn link_text(link: Link) -> String {
-    match link {
-        Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why,
-        Link::Up | Link::Unknown => "not tried yet".into(),
-    }
-}
-
 /// A failure becomes a problem of the host, and the value unknown.
 fn noted<T>(
     problems: &mut Vec<Problem>,
@@ -781,6 +833,7 @@ fn noted<T>(
 mod tests {
     use super::*;
     use ebb_core::plan::MergeOrder;
+    use ebb_core::sample::Link;
     use std::os::unix::net::UnixListener;
 
     fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
@@ -842,11 +895,13 @@ mod tests {
         let sample = host.sample();
         let Link::Down(why) = &sample.vms[0].link else { panic!("{:?}", sample.vms[0].link) };
         assert!(why.contains(&format!("served by process {}", std::process::id())), "{why}");
-        let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
+        let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
+        let act = host.set_balloons(&[order]).remove(0).unwrap_err();
         assert_eq!(act, ActError::NoLink(why.clone()));
         // The pid is another process's now.
         std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
-        let act = host.set_balloon(sample.vms[0].id, Bytes::mib(1)).unwrap_err();
+        let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
+        let act = host.set_balloons(&[order]).remove(0).unwrap_err();
         assert_eq!(act, ActError::Gone { pid: 10 });
     }
 

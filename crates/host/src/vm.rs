@@ -2,9 +2,11 @@
 //!
 //! A tick is: [`Vm::ask`] queues all questions at once, the caller drives all
 //! clients against one deadline, [`Vm::hear`] takes the answers (and may ask
-//! more, once), [`Vm::sample`] writes down what is known. A VM that does not
+//! more, once), [`Vm::sample`] writes down what is known. An answer that comes after
+//! the deadline is used in a later tick. A VM that does not
 //! answer is not asked again until it has: its questions never pile up.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{
@@ -17,6 +19,7 @@ use serde_json::{Value, json};
 use crate::act::merger::Look;
 use crate::agent_link::AgentLink;
 use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::linux::ActError;
 use crate::merge_link::MergeLink;
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
@@ -24,7 +27,7 @@ use crate::qmp::{Client, QmpError, State};
 /// First and longest wait before a lost connection is tried again.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// A connection that owes an answer this long is given up.
-const GIVE_UP: Duration = Duration::from_secs(30);
+const GIVE_UP: Duration = Duration::from_secs(60);
 /// Devices and RAM size are looked up this often without any event.
 const LOOK_UP: Duration = Duration::from_secs(60);
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
@@ -57,14 +60,28 @@ enum Ask {
 /// What is asked of a balloon until it is answered, once.
 const DETAILS: [Ask; 3] = [Ask::Reporting, Ask::DeflateOnOom, Ask::Interval];
 
-/// What one tick's answers say.
+/// What the last answers on this connection say.
 #[derive(Debug, Default)]
 struct Answers {
     run: Option<RunState>,
     migrating: bool,
     actual: Option<Bytes>,
+    /// When that came, and whether since the last sample.
+    actual_at: Option<Instant>,
+    actual_new: bool,
     guest: Option<GuestStats>,
     problems: Vec<(String, String)>,
+}
+
+/// What may be done to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Access {
+    /// Ebb may act on it, or owes it something.
+    pub managed: bool,
+    /// Any of its QMP sockets may be taken, not only Ebb's own.
+    pub any_socket: bool,
+    /// It is only looked at: nothing is set in QEMU.
+    pub look_only: bool,
 }
 
 /// A VM and its connection.
@@ -113,15 +130,20 @@ pub(crate) struct Vm {
     kicked: Stamp,
     events: Vec<VmEvent>,
     asked: Vec<(Ask, u64)>,
+    /// When the questions were asked that were answered last.
+    asked_at: Stamp,
     answers: Answers,
+    pub access: Access,
+    /// Its socket is named in the configuration.
+    pub named: bool,
+    /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
+    interval_was: Option<u64>,
+    /// Orders that QEMU has not answered.
+    unanswered: Vec<u64>,
 }
 
 impl Vm {
-    pub fn new(process: QemuProcess, interval_s: u64) -> Vm {
-        let down = match &process.qmp {
-            QmpAddress::Paths(_) => Link::Unknown,
-            QmpAddress::None { why } => Link::Down(why.clone()),
-        };
+    pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
         let agent = process.agent.clone();
         let objections = process.objections.clone();
         let pid = process.id.pid;
@@ -139,7 +161,7 @@ impl Vm {
             turn: 0,
             backoff: BACKOFF.0,
             retry_at: None,
-            down,
+            down: Link::Unknown,
             slow_since: None,
             ready: false,
             looked_up: None,
@@ -156,19 +178,91 @@ impl Vm {
             kicked: Stamp(0),
             events: Vec::new(),
             asked: Vec::new(),
+            asked_at: Stamp(0),
             answers: Answers::default(),
+            access,
+            named: false,
+            interval_was: None,
+            unanswered: Vec::new(),
         }
+    }
+
+    /// The sockets that may be connected to, or why there is none.
+    fn sockets(&self) -> Result<Vec<PathBuf>, String> {
+        if !self.access.managed {
+            return Err("manage = false: it is not connected to".into());
+        }
+        let paths = match &self.process.qmp {
+            QmpAddress::Paths(paths) => paths,
+            QmpAddress::None { why } => return Err(why.clone()),
+        };
+        let own = |p: &&PathBuf| {
+            let name = p.file_name().map(|n| n.to_string_lossy().into_owned());
+            self.named || self.access.any_socket || name.is_some_and(|n| n.contains("ebb"))
+        };
+        let usable: Vec<PathBuf> = paths.iter().filter(own).cloned().collect();
+        if usable.is_empty() {
+            return Err(format!(
+                "its QMP socket {} may be somebody else's: start it with a further -qmp \
+                 unix:/run/NAME-ebb.qmp,server=on,wait=off, or name the socket as qmp in \
+                 [vm.NAME], or set host.sockets = \"any\"",
+                paths[0].display()
+            ));
+        }
+        Ok(usable)
     }
 
     /// Uses a connection from its beginning.
     pub fn adopt(&mut self, client: Client) {
+        self.forget_connection();
         self.client = Some(client);
-        (self.ready, self.slow_since) = (false, None);
-        self.asked.clear();
     }
 
-    /// The connection, if commands are served promptly: one that is carried out
-    /// much later than it was decided does harm.
+    /// Tells QEMU the size that the guest shall have. What makes it smaller is told only
+    /// where commands are served promptly: carried out late it does harm.
+    pub fn order(&mut self, target: Bytes, gives: bool) -> Result<u64, ActError> {
+        let link = self.link();
+        if let Some(client) = &mut self.client {
+            client.protocol().drop_answers(&mut self.unanswered);
+        }
+        let under_way = self.ordered == Some(target) && !self.unanswered.is_empty();
+        let client = match &mut self.client {
+            Some(c) if c.state() == State::Ready && gives && !under_way => c,
+            Some(c) if c.state() == State::Ready && self.slow_since.is_none() => c,
+            _ => {
+                return Err(ActError::NoLink(match link {
+                    Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why,
+                    Link::Up | Link::Unknown => "not tried yet".into(),
+                }));
+            }
+        };
+        let sent = client.send("balloon", Some(balloon::balloon(target)))?;
+        self.ordered = Some(target);
+        Ok(sent)
+    }
+
+    /// QEMU was told and has not answered in time: its answer is dropped when it comes.
+    pub fn not_answered(&mut self, command: u64) {
+        self.unanswered.push(command);
+        if let Some(client) = &mut self.client {
+            client.protocol().not_wait(command);
+        }
+    }
+
+    /// Has QEMU ask the guest for statistics as often as before.
+    pub fn restore_interval(&mut self) {
+        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was.take()) else {
+            return;
+        };
+        let set = balloon::set(&device, balloon::INTERVAL, json!(was));
+        if let Ok(client) = self.usable()
+            && client.send("qom-set", Some(set)).is_ok()
+        {
+            client.pump();
+        }
+    }
+
+    /// The connection, if commands are served promptly.
     pub fn usable(&mut self) -> Result<&mut Client, Link> {
         let link = self.link();
         match &mut self.client {
@@ -187,34 +281,56 @@ impl Vm {
         })
     }
 
-    /// Connects where it is time to, and queues this tick's questions.
-    pub fn ask(&mut self, now: Instant) {
-        self.answers = Answers::default();
+    /// Connects where it is time to, and queues this tick's questions. What has not
+    /// answered those of the tick before is slow, and not asked again until it has.
+    pub fn ask(&mut self, now: Instant, at: Stamp) {
+        self.leave_unwanted();
         if let Some(client) = &mut self.client {
             client.pump();
-            if self.slow_since.is_some_and(|since| now - since > GIVE_UP) {
-                let ms = GIVE_UP.as_millis() as u64;
-                let path = client.path().display().to_string();
-                client.protocol().fail(QmpError::Timeout(path, "any command".into(), ms));
-            }
+            client.protocol().drop_answers(&mut self.unanswered);
+        }
+        self.hear();
+        let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
+        self.slow_since = if waits { self.slow_since.or(Some(now)) } else { None };
+        if let Some(client) = &mut self.client
+            && self.slow_since.is_some_and(|since| now - since > GIVE_UP)
+        {
+            let ms = GIVE_UP.as_millis() as u64;
+            let path = client.path().display().to_string();
+            client.protocol().fail(QmpError::Timeout(path, "any command".into(), ms));
         }
         self.reap(now);
         if self.client.is_none() && self.retry_at.is_none_or(|at| now >= at) {
             self.connect();
             self.reap(now);
         }
-        let Some(client) = &mut self.client else { return };
-        if self.slow_since.is_some() {
-            if client.protocol().unanswered() > 0 {
-                return;
-            }
-            self.slow_since = None;
+        if self.client.is_some() && self.slow_since.is_none() {
+            self.asked_at = at;
+            self.questions(now);
         }
-        self.questions(now);
+    }
+
+    /// A connection that must not be kept (any more) is closed.
+    fn leave_unwanted(&mut self) {
+        let Err(why) = self.sockets() else { return };
+        if self.client.is_some() {
+            self.restore_interval();
+            self.forget_connection();
+        }
+        self.down = Link::Down(why);
+    }
+
+    fn forget_connection(&mut self) {
+        self.client = None;
+        self.asked.clear();
+        self.unanswered.clear();
+        self.answers = Answers::default();
+        (self.ready, self.slow_since) = (false, None);
+        self.looked_up = None;
     }
 
     fn connect(&mut self) {
-        let QmpAddress::Paths(paths) = &self.process.qmp else { return };
+        let Ok(paths) = self.sockets() else { return };
         let mut client = Client::new(paths[self.turn % paths.len()].clone());
         let pid = self.process.id.pid;
         if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
@@ -236,10 +352,9 @@ impl Vm {
         if matches!(error, QmpError::Taken(..)) {
             self.turn += 1;
         }
-        self.client = None;
-        self.asked.clear();
-        (self.ready, self.slow_since) = (false, None);
-        self.looked_up = None;
+        let problems = std::mem::take(&mut self.answers.problems);
+        self.forget_connection();
+        self.answers.problems = problems;
         self.retry_at = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(BACKOFF.1);
     }
@@ -247,9 +362,10 @@ impl Vm {
     fn questions(&mut self, now: Instant) {
         self.send(Ask::Status, "query-status", None);
         self.send(Ask::Migrate, "query-migrate", None);
+        // Beside the size in each tick: what is plugged moves both.
+        self.send(Ask::MemorySize, "query-memory-size-summary", None);
         if self.looked_up.is_none_or(|at| now - at > LOOK_UP) || !self.ready {
             self.looked_up = Some(now);
-            self.send(Ask::MemorySize, "query-memory-size-summary", None);
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
                 self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));
             }
@@ -323,7 +439,11 @@ impl Vm {
         self.first_answer();
         let checked = match ask {
             Ask::Status => balloon::parse_status(&value).map(|run| self.answers.run = Some(run)),
-            Ask::Balloon => balloon::parse_balloon(&value).map(|b| self.answers.actual = Some(b)),
+            Ask::Balloon => balloon::parse_balloon(&value).map(|b| {
+                let at = Some(Instant::now());
+                (self.answers.actual, self.answers.actual_at) = (Some(b), at);
+                self.answers.actual_new = true;
+            }),
             Ask::MemorySize => balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram)),
             _ => {
                 self.device_answer(ask, &value);
@@ -356,7 +476,9 @@ impl Vm {
             Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
             Ask::Interval => {
                 let slow = value.as_u64().is_none_or(|s| s == 0 || s > self.interval_s);
-                if let Some(device) = self.device.clone().filter(|_| slow) {
+                let device = self.device.clone().filter(|_| slow && !self.access.look_only);
+                if let Some(device) = device {
+                    self.interval_was = self.interval_was.or(value.as_u64());
                     let value = json!(self.interval_s);
                     let set = balloon::set(&device, balloon::INTERVAL, value);
                     self.send(Ask::SetInterval, "qom-set", Some(set));
@@ -364,6 +486,7 @@ impl Vm {
             }
             Ask::Stats => {
                 let (guest, problems) = balloon::parse_guest_stats(value, self.ram);
+                guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
                 self.answers.guest = guest;
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
                 self.answers.problems.extend(problems);
@@ -392,7 +515,7 @@ impl Vm {
     /// guest has said before is looked at, so that its answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
         let (Some(device), interval) = (self.device.clone(), self.interval_s) else { return };
-        if self.usable().is_err() {
+        if self.access.look_only || self.usable().is_err() {
             return;
         }
         self.kicked = at;
@@ -427,7 +550,7 @@ impl Vm {
         match (client.state(), client.failure()) {
             (_, Some(e @ QmpError::Taken(..))) => Link::Taken(e.to_string()),
             (_, Some(e)) => Link::Down(e.to_string()),
-            (State::Ready, _) if self.slow_since.is_none() => Link::Up,
+            (State::Ready, _) if self.slow_since.is_none() && self.ready => Link::Up,
             (State::Ready, _) => {
                 let silent = client.last_heard().elapsed().as_secs_f64();
                 Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
@@ -445,6 +568,9 @@ impl Vm {
     /// who else discards its pages.
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
+        if !self.access.managed || self.access.look_only {
+            return;
+        }
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
         let usable = self.slow_since.is_none() && self.known();
@@ -454,7 +580,7 @@ impl Vm {
         agent.ask(now, run.as_ref(), &self.events, (reports, keep_open), qmp);
     }
 
-    /// Ends the tick: forgets what was not answered and tells what is known.
+    /// Ends the tick: waits no more for what was not answered, and tells what is known.
     pub fn sample(
         &mut self,
         at: Stamp,
@@ -463,23 +589,17 @@ impl Vm {
         problems: &mut Vec<Problem>,
     ) -> VmSample {
         self.take_events();
-        for (ask, id) in std::mem::take(&mut self.asked) {
-            if matches!(ask, Ask::Folder(_) | Ask::MemorySize) {
-                self.looked_up = None;
-            }
-            if let Some(client) = &mut self.client {
-                client.protocol().forget(id);
-                self.slow_since.get_or_insert_with(Instant::now);
-            }
+        if let Some(client) = &mut self.client {
+            self.asked.iter().for_each(|(_, id)| client.protocol().not_wait(*id));
         }
         let id = self.process.id;
         let told = std::mem::take(&mut self.answers.problems);
         problems.extend(told.into_iter().map(|(source, message)| problem(id, source, message)));
-        let run = match self.answers.run.take() {
+        let run = match &self.answers.run {
             Some(RunState::Running | RunState::Paused) if self.answers.migrating => {
                 Some(RunState::Migrating)
             }
-            run => run,
+            run => run.clone(),
         };
         VmSample {
             id,
@@ -569,17 +689,18 @@ impl Vm {
 
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
         let actual = self.answers.actual?;
+        let new = std::mem::take(&mut self.answers.actual_new);
+        let since = self.answers.actual_at.map_or(Duration::ZERO, |at| at.elapsed());
+        // An answer of an earlier tick is never taken for one of this.
+        let age_ms = if new { 0 } else { (since.as_millis() as u64).max(1) };
         self.actual = Some(actual);
         if self.ordered.is_some_and(|to| to.abs_diff(actual) < Bytes::mib(1)) {
             self.ordered = None;
         }
-        let guest = self.answers.guest.take().map(|new| {
-            self.heard.see(at, new);
-            let age_ms = self.heard.age_ms(at, wall_ms);
-            GuestStats { age_ms, ..new }
-        });
+        let heard_ms = self.heard.age_ms(at, wall_ms);
+        let guest = self.answers.guest.map(|said| GuestStats { age_ms: heard_ms, ..said });
         let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
-        Some(BalloonSample { actual, age_ms: 0, reporting, deflate_on_oom, guest })
+        Some(BalloonSample { actual, age_ms, reporting, deflate_on_oom, guest })
     }
 }
 
@@ -663,7 +784,7 @@ mod tests {
     }
 
     fn tick(vm: &mut Vm) -> VmSample {
-        vm.ask(Instant::now());
+        vm.ask(Instant::now(), Stamp(0));
         let until = Instant::now() + Duration::from_millis(300);
         while !vm.asked.is_empty() && Instant::now() < until {
             vm.client.iter_mut().for_each(Client::pump);
@@ -688,6 +809,7 @@ mod tests {
                 objections: Vec::new(),
             },
             1,
+            Access { managed: true, any_socket: true, look_only: false },
         )
     }
 

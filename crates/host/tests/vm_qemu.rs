@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{Link, RunState, Sample, VmEvent, VmSample};
+use ebb_core::sample::{Link, RunState, Sample, VmEvent, VmId, VmSample};
 use ebb_core::units::Bytes;
-use ebb_host::linux::{ActError, LinuxHost, Options, Wake};
+use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options, Wake};
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
@@ -75,6 +75,10 @@ impl Qemu {
 }
 
 /// Samples until the VM satisfies `good`.
+fn set(host: &mut LinuxHost, vm: VmId, to: Bytes) -> Result<(), ActError> {
+    host.set_balloons(&[BalloonOrder { vm, to, gives: false }]).remove(0)
+}
+
 fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> bool) -> VmSample {
     let until = Instant::now() + LONG;
     loop {
@@ -146,7 +150,7 @@ fn vm_events_wake_and_a_dead_vm_is_not_acted_on() {
     assert_eq!(v.events.first(), Some(&VmEvent::Connected));
     host.kick_stats(&[v.id]);
     // No driver in the guest: QEMU takes the wish all the same.
-    host.set_balloon(v.id, Bytes::mib(48)).unwrap();
+    set(&mut host, v.id, Bytes::mib(48)).unwrap();
     let mut other = connect(&vm.socket.with_file_name("second.sock"));
     other.execute("system_reset", None, LONG).unwrap();
     assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
@@ -154,7 +158,7 @@ fn vm_events_wake_and_a_dead_vm_is_not_acted_on() {
     vm.child.kill().unwrap();
     vm.child.wait().unwrap();
     assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
-    let error = host.set_balloon(v.id, Bytes::mib(64)).unwrap_err();
+    let error = set(&mut host, v.id, Bytes::mib(64)).unwrap_err();
     assert_eq!(error, ActError::Gone { pid: v.id.pid });
     assert!(host.sample().vms.iter().all(|s| s.id != v.id));
 }
@@ -171,7 +175,7 @@ fn vm_a_stopped_qemu_is_slow_and_costs_one_deadline() {
     let start = Instant::now();
     let link = host.sample().vms.into_iter().find(|s| s.id == v.id).unwrap().link;
     assert!(matches!(link, Link::Slow(_)) && start.elapsed() < Duration::from_millis(250));
-    assert!(matches!(host.set_balloon(v.id, Bytes::mib(48)), Err(ActError::NoLink(_))));
+    assert!(matches!(set(&mut host, v.id, Bytes::mib(48)), Err(ActError::NoLink(_))));
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
     sample_until(&mut host, &vm, |v| v.link == Link::Up && v.run.is_some());
 }

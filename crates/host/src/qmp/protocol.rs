@@ -198,6 +198,8 @@ struct Pending {
     command: String,
     /// Nobody waits any more: drop the answer.
     forgotten: bool,
+    /// The answer is wanted whenever it comes; until then nothing is held up.
+    late: bool,
 }
 
 /// The state machine of one connection, without the connection.
@@ -389,7 +391,7 @@ impl Protocol {
                 self.state = State::Negotiating;
                 self.pending.insert(
                     NEGOTIATE,
-                    Pending { command: "qmp_capabilities".into(), forgotten: true },
+                    Pending { command: "qmp_capabilities".into(), forgotten: true, late: false },
                 );
                 encode(&mut self.outbox, "qmp_capabilities", None, NEGOTIATE);
             }
@@ -457,7 +459,8 @@ impl Protocol {
         }
         let id = self.next_id;
         self.next_id += 1;
-        self.pending.insert(id, Pending { command: command.to_owned(), forgotten: false });
+        self.pending
+            .insert(id, Pending { command: command.to_owned(), forgotten: false, late: false });
         let out = if self.state == State::Ready { &mut self.outbox } else { &mut self.early };
         encode(out, command, arguments, id);
         Ok(id)
@@ -483,9 +486,21 @@ impl Protocol {
         }
     }
 
-    /// Commands that somebody still waits for.
+    /// This answer is not waited for any more, and kept when it comes.
+    pub fn not_wait(&mut self, id: u64) {
+        if let Some(p) = self.pending.get_mut(&id) {
+            p.late = true;
+        }
+    }
+
+    /// Drops the answers that have come of these commands; those that are left have none.
+    pub fn drop_answers(&mut self, commands: &mut Vec<u64>) {
+        commands.retain(|id| self.take_reply(*id).is_none() && self.pending.contains_key(id));
+    }
+
+    /// Commands whose answers are waited for.
     pub fn waiting(&self) -> usize {
-        self.pending.values().filter(|p| !p.forgotten).count()
+        self.pending.values().filter(|p| !p.forgotten && !p.late).count()
     }
 
     /// Commands without an answer, forgotten ones included.
