@@ -27,7 +27,7 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::balloon;
 use crate::probe::cgroup::{self, Hierarchy};
-use crate::probe::process::{read_run_time, read_stat, read_status};
+use crate::probe::process::{Life, life, read_run_time, read_stat, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{self, QemuProcess, QmpAddress, Scanner};
 use crate::probe::vmpressure::PressureEvents;
@@ -247,7 +247,7 @@ impl LinuxHost {
     fn refresh(&mut self, now: Instant) {
         let before = self.vms.len();
         let root = &self.options.root;
-        self.vms.retain(|id, _| is_alive(root, *id));
+        self.vms.retain(|id, _| life(root, *id) != Life::Ended);
         self.offloader.keep(|id| self.vms.contains_key(id));
         self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
@@ -661,7 +661,8 @@ impl LinuxHost {
     fn send_wish(&mut self, id: VmId, target: Bytes) -> Result<u64, ActError> {
         let gone = ActError::Gone { pid: id.pid };
         let vm = self.vms.get_mut(&id).ok_or_else(|| gone.clone())?;
-        if !is_alive(&self.options.root, id) {
+        // Where that cannot be read, the connection is still the process's own.
+        if life(&self.options.root, id) == Life::Ended {
             return Err(gone);
         }
         let client = vm.usable().map_err(|link| ActError::NoLink(link_text(link)))?;
@@ -736,14 +737,6 @@ impl LinuxHost {
 
 fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
     vms.values_mut().filter_map(|v| v.client.as_mut()).collect()
-}
-
-/// Whether the pid is still the process that it was.
-fn is_alive(root: &Root, id: VmId) -> bool {
-    match read_stat(root, id.pid) {
-        Ok(Some(stat)) => stat.start == id.start && !matches!(stat.state, 'Z' | 'X'),
-        _ => false,
-    }
 }
 
 /// A QMP server that does not look like QEMU on its command line.

@@ -97,6 +97,11 @@ impl Root {
         Root(prefix.into())
     }
 
+    /// Whether this is the machine's own `/`, not a fixture tree.
+    pub fn is_machine(&self) -> bool {
+        self.0 == Path::new("/")
+    }
+
     /// Where an absolute path lies below this root.
     pub fn path(&self, absolute: impl AsRef<Path>) -> PathBuf {
         let absolute = absolute.as_ref();

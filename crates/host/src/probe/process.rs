@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use ebb_core::sample::ProcessMemory;
+use ebb_core::sample::{ProcessMemory, VmId};
 use ebb_core::units::Bytes;
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 
 use super::meminfo::parse_kib;
 use crate::root::{ParseError, ProbeError, Root, parse_number};
@@ -46,6 +48,34 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
         system_ticks: number(15, "stime")?,
         start: number(22, "starttime")?,
     })
+}
+
+/// Whether a process is still there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// It was just seen.
+    Alive,
+    /// It is proven that it is not: another process has its pid, only its exit status is
+    /// left, or the kernel knows no such pid.
+    Ended,
+    /// It could not be read (no descriptor or memory left, no permission): no proof of either.
+    Unknown,
+}
+
+/// Whether a process is still there. A failing read proves nothing, and neither does an absent
+/// file alone: `/proc` may be hidden (`hidepid=`).
+pub fn life(root: &Root, id: VmId) -> Life {
+    match read_stat(root, id.pid) {
+        Ok(Some(stat)) if stat.start != id.start || matches!(stat.state, 'Z' | 'X') => Life::Ended,
+        Ok(Some(_)) => Life::Alive,
+        Ok(None) if !root.is_machine() || no_such_process(id.pid) => Life::Ended,
+        Ok(None) | Err(_) => Life::Unknown,
+    }
+}
+
+fn no_such_process(pid: u32) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pid.is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
 }
 
 /// How long a task has run, to the nanosecond: `/proc/PID/schedstat`. Of a process with
@@ -152,6 +182,47 @@ mod tests {
         for text in ["", "77 (x", "77 (x)", "77 (x) S 1 2"] {
             assert!(parse_stat(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_process_has_ended_only_where_that_is_proven() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let proc = dir.path().join("proc/7");
+        let id = VmId { pid: 7, start: 99 };
+        assert_eq!(life(&root, id), Life::Ended, "a fixture tree that lacks it");
+        std::fs::create_dir_all(&proc).unwrap();
+        let stat = |state, start| format!("7 (kvm) {state}{} {start} 0", " 0".repeat(18));
+        for (text, expected) in [
+            (stat('S', 99), Life::Alive),
+            (stat('S', 98), Life::Ended),
+            (stat('Z', 99), Life::Ended),
+            (stat('X', 99), Life::Ended),
+            (String::new(), Life::Unknown),
+            ("7 (kvm) S".into(), Life::Unknown),
+        ] {
+            std::fs::write(proc.join("stat"), &text).unwrap();
+            assert_eq!(life(&root, id), expected, "{text}");
+        }
+        std::fs::remove_file(proc.join("stat")).unwrap();
+        std::fs::create_dir(proc.join("stat")).unwrap();
+        assert_eq!(life(&root, id), Life::Unknown, "it cannot be read");
+    }
+
+    #[test]
+    fn a_process_of_this_machine_lives_until_it_has_ended() {
+        let root = Root::default();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id();
+        let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };
+        assert_eq!(life(&root, id), Life::Alive);
+        child.kill().unwrap();
+        while read_stat(&root, pid).unwrap().unwrap().state != 'Z' {
+            std::thread::yield_now();
+        }
+        assert_eq!(life(&root, id), Life::Ended, "a zombie");
+        child.wait().unwrap();
+        assert_eq!(life(&root, id), Life::Ended);
     }
 
     #[test]
