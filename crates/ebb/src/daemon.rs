@@ -177,11 +177,6 @@ impl Daemon {
         self.state
     }
 
-    /// Forgets what was taken: it is given back.
-    pub fn write_state(&self, owned: &Owned) -> Result<()> {
-        self.state.as_ref().map_or(Ok(()), |s| s.write(owned))
-    }
-
     fn sleep_until(&mut self, until: Stamp) -> HostWake {
         let left = until.since(LinuxHost::now());
         self.host.wait(Instant::now() + Duration::from_millis(left))
