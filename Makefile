@@ -6,6 +6,8 @@
 CARGO ?= cargo
 # All of it at once: with fewer packages others' features, and a second build.
 BUILD := $(CARGO) build --release --quiet
+# Where what is installed was built.
+BUILT ?= target/release
 # VM tests share one machine: no two at once. Those of a guest's life that take
 # minutes are left to `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
@@ -78,8 +80,8 @@ fuzz: ## every fuzz target for a minute
 
 install: ## binary, unit files and man-like docs below $(DESTDIR)/usr
 	$(CARGO) build --release -p ebb -p ebb-vmm
-	install -D -m 0755 target/release/ebb $(DESTDIR)/usr/sbin/ebb
-	install -D -m 0755 target/release/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
+	install -D -m 0755 $(BUILT)/ebb $(DESTDIR)/usr/sbin/ebb
+	install -D -m 0755 $(BUILT)/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
 	install -D -m 0644 packaging/ebb.service $(DESTDIR)/usr/lib/systemd/system/ebb.service
 	install -D -m 0644 packaging/ebb-release.service $(DESTDIR)/usr/lib/systemd/system/ebb-release.service
 	install -D -m 0644 packaging/ebb.toml $(DESTDIR)/usr/share/doc/ebb/ebb.toml

@@ -138,6 +138,11 @@ impl OwnedVm {
         Ledger { others, ordered, baseline, ..Ledger::default() }
     }
 
+    /// Whether QEMU may have the order to make it smaller than it would be without Ebb.
+    pub fn is_ordered(&self) -> bool {
+        self.ordered > self.others
+    }
+
     /// The size that the VM is owed, where it has this much RAM.
     pub fn whole(&self, ram: Bytes) -> Bytes {
         self.ledger().whole(ram).unwrap_or(ram)

@@ -140,9 +140,13 @@ impl Engine {
         }
     }
 
-    /// Takes over what an earlier daemon had taken.
-    pub fn adopt(&mut self, owned: Owned) {
-        self.memory.adopt(&owned);
+    /// Takes over what an earlier daemon had taken, and what it remembered, where that was
+    /// handed over.
+    pub fn adopt(&mut self, owned: Owned, memory: Option<Memory>) {
+        match memory {
+            Some(memory) => self.memory = memory,
+            None => self.memory.adopt(&owned),
+        }
         self.written = Some(owned);
     }
 

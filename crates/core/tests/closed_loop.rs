@@ -13,7 +13,7 @@ use ebb_core::units::Bytes;
 fn engine(reserve_gib: u64, host: &Toy) -> Engine {
     let config = Config { reserve: Some(Bytes::gib(reserve_gib)), ..Config::default() };
     let mut engine = Engine::new(config, false);
-    engine.adopt(host.owed());
+    engine.adopt(host.owed(), None);
     engine
 }
 

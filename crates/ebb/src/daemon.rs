@@ -1,5 +1,6 @@
 //! The machine as the tick loop sees it: `LinuxHost` plus state file and signals.
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,12 +15,15 @@ use ebb_core::plan::{
 };
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
-use ebb_core::units::{Bytes, Stamp};
+use ebb_core::units::Stamp;
 use ebb_host::act::ksm::Manners;
-use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
+use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, MergeOptions, Options, Wake as HostWake};
 use ebb_host::waker::Waker;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
+use crate::anew;
+use crate::cmd::run::say;
+use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
 
 /// Guests are asked for fresh numbers so long before a fast tick reads them.
@@ -32,6 +36,7 @@ pub struct Daemon {
     host: LinuxHost,
     state: Option<StateFile>,
     stop: Arc<AtomicBool>,
+    reload: Arc<AtomicBool>,
     fast_tick_ms: u64,
     read_at: Stamp,
     running: Vec<VmId>,
@@ -98,6 +103,7 @@ pub fn options(config: &Config) -> Options {
             steer: config.merge.mode == MergeMode::On,
         }),
         zeros: config.merge.zeros,
+        config: config.clone(),
         ..Options::default()
     }
 }
@@ -110,13 +116,15 @@ pub fn ksm_note(state_file: &str) -> PathBuf {
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
-        let host = LinuxHost::new(options(config)).context("cannot watch the host")?;
+        let options = Options { look_only: state.is_none(), ..options(config) };
+        let host = LinuxHost::new(options).context("cannot watch the host")?;
         let inbox = Inbox { requests: Arc::default(), wishes: Arc::default(), waker: host.waker() };
         Ok(Daemon {
             inbox,
             host,
             state,
             stop: Arc::default(),
+            reload: Arc::default(),
             fast_tick_ms: config.fast_tick_ms,
             read_at: Stamp(0),
             running: Vec::new(),
@@ -128,42 +136,35 @@ impl Daemon {
         self.inbox.clone()
     }
 
-    /// SIGTERM and SIGINT end the loop.
+    /// SIGTERM and SIGINT end the loop. So does SIGHUP: to begin anew where no terminal
+    /// is open, whose end it tells otherwise.
     pub fn stop_on_signals(&self) -> Result<()> {
-        let (stop, waker) = (self.stop.clone(), self.host.waker());
-        let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT])?;
+        let (stop, reload, waker) = (self.stop.clone(), self.reload.clone(), self.host.waker());
+        let terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
+        let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
         std::thread::Builder::new().name("signals".into()).spawn(move || {
-            if signals.forever().next().is_some() {
-                stop.store(true, Ordering::SeqCst);
+            for signal in signals.forever() {
+                let end = signal != SIGHUP || terminal;
+                if end { &stop } else { &reload }.store(true, Ordering::SeqCst);
                 waker.wake();
             }
         })?;
         Ok(())
     }
 
-    /// Gives back and waits until the guests have it, or the time is up. Returns
-    /// what could not be ordered.
-    pub fn give_back(&mut self, actions: &[Action], patience: Duration) -> Vec<String> {
-        let outcomes = self.apply(actions);
-        let failed = |o: &Outcome| {
-            let name = actions.iter().find(|a| a.vm == o.vm).map(|a| a.name.as_str());
-            Some(format!("{}: {}", name.unwrap_or("?"), o.error.as_ref()?))
-        };
-        let failures: Vec<String> = outcomes.iter().filter_map(failed).collect();
-        let until = Instant::now() + patience;
-        while Instant::now() < until {
-            let sample = self.host.sample();
-            let back = |a: &Action| {
-                sample.vms.iter().find(|v| v.id == a.vm).is_none_or(|v| {
-                    v.balloon.as_ref().is_none_or(|b| b.actual + Bytes::mib(1) > a.to)
-                })
-            };
-            if actions.iter().all(back) {
-                break;
-            }
-            self.host.wait(Instant::now() + Duration::from_millis(100));
-        }
-        failures
+    /// Whether the loop ended to begin anew.
+    pub fn begins_anew(&self) -> bool {
+        self.reload.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Gives back until all is seen to be, or the time is up: what is still owed.
+    pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> Vec<Left> {
+        give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say)
+    }
+
+    /// Has QEMU ask the guests for statistics as often as before.
+    pub fn restore_intervals(&mut self) {
+        self.host.restore_intervals();
     }
 
     /// Puts KSM's knobs back, where they were taken.
@@ -177,9 +178,17 @@ impl Daemon {
         self.state
     }
 
-    /// Forgets what was taken: it is given back.
-    pub fn write_state(&self, owned: &Owned) -> Result<()> {
-        self.state.as_ref().map_or(Ok(()), |s| s.write(owned))
+    /// Whether it is to begin anew, and can: a bad configuration is said, and nothing else.
+    fn asked_to_reload(&mut self) -> bool {
+        if !self.reload.load(Ordering::SeqCst) {
+            return false;
+        }
+        let ready = anew::check();
+        if let Err(why) = &ready {
+            say(&format!("SIGHUP: {why:#}; going on as before"));
+            self.reload.store(false, Ordering::SeqCst);
+        }
+        ready.is_ok()
     }
 
     fn sleep_until(&mut self, until: Stamp) -> HostWake {
@@ -193,8 +202,8 @@ impl Host for Daemon {
         LinuxHost::now()
     }
 
-    fn read(&mut self) -> Sample {
-        let sample = self.host.sample();
+    fn read(&mut self, owed: &[VmId]) -> Sample {
+        let sample = self.host.sample_owed(owed);
         self.read_at = sample.at;
         let runs = |v: &&ebb_core::sample::VmSample| {
             v.link == Link::Up && v.run == Some(RunState::Running) && v.balloon.is_some()
@@ -211,11 +220,13 @@ impl Host for Daemon {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        let wishes: Vec<(VmId, Bytes)> = actions.iter().map(|a| (a.vm, a.to)).collect();
-        let results = self.host.set_balloons(&wishes);
-        let outcome = |(a, r): (&Action, Result<(), _>)| Outcome {
+        let orders: Vec<BalloonOrder> =
+            actions.iter().map(|a| BalloonOrder { vm: a.vm, to: a.to, gives: a.gives() }).collect();
+        let results = self.host.set_balloons(&orders);
+        let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
             vm: a.vm,
-            error: r.err().map(|e: ebb_host::linux::ActError| e.to_string()),
+            unanswered: matches!(r, Err(ActError::Unanswered { .. })),
+            error: r.err().map(|e| e.to_string()),
         };
         actions.iter().zip(results).map(outcome).collect()
     }
@@ -254,7 +265,7 @@ impl Host for Daemon {
         let fast = until.since(self.read_at) <= self.fast_tick_ms;
         let mut kicked = !fast;
         loop {
-            if self.stop.load(Ordering::SeqCst) {
+            if self.stop.load(Ordering::SeqCst) || self.asked_to_reload() {
                 return Wake::Stop;
             }
             let now = LinuxHost::now();

@@ -2,9 +2,11 @@
 //!
 //! Exit codes: 0 done, 1 nothing to do (or nothing found), 2 error.
 
+mod anew;
 mod api;
 mod cmd;
 mod daemon;
+mod give_back;
 mod metrics;
 mod recorder;
 mod state;
@@ -19,6 +21,7 @@ use ebb_core::config::Config;
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
 use ebb_host::client;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use cmd::sim;
 
@@ -132,8 +135,17 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Gives back what a daemon that is gone had taken
-    Release,
+    /// Gives back what a daemon that is gone had taken: exit code 0 nothing is owed any more,
+    /// 1 there is no state file, 2 something is left
+    ///
+    /// Tries for a minute. Works without a valid configuration.
+    Release {
+        /// The state file [default: the configuration's, else /run/ebb/state.json]
+        #[arg(long, value_name = "FILE")]
+        state: Option<String>,
+    },
+    /// Checks the configuration file: exit code 0 it is valid, 2 it is not
+    Check,
     /// Runs the daemon's loop on synthetic guests
     Sim {
         /// How many
@@ -181,6 +193,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    raise_file_limit();
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
@@ -193,7 +206,16 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(cli: Cli) -> Result<bool> {
-    let mut config = load(cli.global.config.as_deref())?;
+    let loaded = load(cli.global.config.as_deref());
+    // A mistake in the file may be the very reason for which there is no daemon any more.
+    let mut config = match (loaded, &cli.command) {
+        (Err(e), Command::Release { .. }) => {
+            cmd::run::say(&format!("{e:#}"));
+            cmd::run::say("the configuration is bad: going on with the defaults");
+            Config::default()
+        }
+        (loaded, _) => loaded?,
+    };
     if let Some(socket) = cli.global.socket {
         config.socket = socket;
     }
@@ -217,7 +239,11 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Merge { what } => cmd::merge::main(&config, what),
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
-        Command::Release => cmd::release::main(&config),
+        Command::Release { state } => {
+            config.state_file = state.unwrap_or(config.state_file);
+            cmd::release::main(&config)
+        }
+        Command::Check => table::emit("the configuration is valid\n").map(|()| true),
         Command::Sim {
             vms,
             ram,
@@ -249,6 +275,13 @@ fn dispatch(cli: Cli) -> Result<bool> {
             sim::main(&job, json).map(|()| true)
         }
     }
+}
+
+/// Two descriptors a VM, and one a client: the soft limit of 1024 is for programs that call
+/// `select`. What fails stays as it was, and shows in what is then not opened.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 const DEFAULT_CONFIG: &str = "/etc/ebb/ebb.toml";

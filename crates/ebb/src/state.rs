@@ -2,7 +2,8 @@
 //!
 //! One JSON file, replaced atomically (write, sync, rename), and a lock beside it
 //! so that two daemons never balloon the same VMs. A daemon that starts reads it
-//! and owns again what the one before had taken.
+//! and owns again what the one before had taken. Where nothing is owed the file says
+//! so: only where no daemon has run, or the file was lost, there is none.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -44,8 +45,13 @@ impl StateFile {
 
     /// What was written last; nothing where there is no file.
     pub fn read(&self) -> Result<Owned> {
+        Ok(self.find()?.unwrap_or_default())
+    }
+
+    /// What was written last; `None` where there is no file.
+    pub fn find(&self) -> Result<Option<Owned>> {
         let text = match fs::metadata(&self.path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Owned::default()),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => {
                 return Err(e).with_context(|| format!("cannot read {}", self.path.display()));
             }
@@ -55,7 +61,7 @@ impl StateFile {
             Ok(_) => fs::read_to_string(&self.path)
                 .with_context(|| format!("cannot read {}", self.path.display()))?,
         };
-        serde_json::from_str(&text).with_context(|| {
+        serde_json::from_str(&text).map(Some).with_context(|| {
             format!(
                 "{} is damaged: VMs may still be ballooned; look with `ebb doctor`, give them \
                  their memory with QMP `balloon`, then remove the file",
@@ -64,16 +70,8 @@ impl StateFile {
         })
     }
 
-    /// Replaces it, durably. An empty list removes it.
+    /// Replaces it, durably.
     pub fn write(&self, owned: &Owned) -> Result<()> {
-        if owned.is_empty() {
-            return match fs::remove_file(&self.path) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                    Err(e).with_context(|| format!("cannot remove {}", self.path.display()))
-                }
-                _ => Ok(()),
-            };
-        }
         let new = self.path.with_extension("new");
         let write = || -> std::io::Result<()> {
             let mut file = File::create(&new)?;
@@ -97,22 +95,24 @@ mod tests {
             vms: vec![OwnedVm {
                 id: VmId { pid: 7, start: 9 },
                 name: "a".into(),
-                baseline: Bytes::gib(1),
+                others: Some(Bytes::gib(1)),
+                ..OwnedVm::default()
             }],
             marks: Vec::new(),
         }
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_nothing_is_no_file() {
+    fn what_is_written_is_read_again_and_nothing_owed_is_not_no_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("deep/state.json");
         let state = StateFile::open(path.to_str().unwrap()).unwrap();
+        assert_eq!(state.find().unwrap(), None);
         assert_eq!(state.read().unwrap(), Owned::default());
         state.write(&owned()).unwrap();
         assert_eq!(state.read().unwrap(), owned());
         state.write(&Owned::default()).unwrap();
-        assert!(!path.exists());
+        assert_eq!(state.find().unwrap(), Some(Owned::default()));
     }
 
     #[test]

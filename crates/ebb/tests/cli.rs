@@ -32,10 +32,14 @@ struct Daemon(Child);
 
 impl Daemon {
     fn start(dir: &Path, config: &str) -> Daemon {
+        Daemon::start_as(Command::new(env!("CARGO_BIN_EXE_ebb")), dir, config)
+    }
+
+    fn start_as(mut ebb: Command, dir: &Path, config: &str) -> Daemon {
         let notify = dir.join("notify");
         let socket = UnixDatagram::bind(&notify).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_ebb"))
+        let child = ebb
             .args(["run", "--config", config])
             .env("NOTIFY_SOCKET", &notify)
             .stderr(Stdio::piped())
@@ -157,4 +161,66 @@ fn a_reader_that_goes_away_is_no_error() {
     let mut text = String::new();
     BufReader::new(child.stderr.take().unwrap()).read_line(&mut text).unwrap();
     assert!(child.wait().unwrap().success(), "{text}");
+}
+
+/// A process that is nobody's VM, written down as one that is owed memory.
+fn owed(dir: &Path, pid: u32, start: u64) -> std::path::PathBuf {
+    let file = dir.join("state.json");
+    let vm = format!(
+        "{{\"id\": {{\"pid\": {pid}, \"start\": {start}}}, \"name\": \"web\", \"baseline\": 1073741824}}"
+    );
+    std::fs::write(&file, format!("{{\"vms\": [{vm}]}}")).unwrap();
+    file
+}
+
+#[test]
+fn release_tells_no_state_file_from_nothing_owed_and_goes_by_the_processes_in_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    let release = || ebb(&["release", "--config", &file]);
+    let out = release();
+    assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+    assert!(said(&out).contains("no state file"), "{}", said(&out));
+    let state = owed(dir.path(), u32::MAX >> 1, 9);
+    let out = release();
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    assert!(said(&out).contains("web: its process has ended"), "{}", said(&out));
+    assert!(!std::fs::read_to_string(&state).unwrap().contains("web"));
+    let out = release();
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    assert!(said(&out).contains("nothing is owed"), "{}", said(&out));
+}
+
+#[test]
+fn release_goes_on_where_the_configuration_is_bad_and_every_other_command_refuses_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "tikc = \"1s\"\n");
+    let state = owed(dir.path(), u32::MAX >> 1, 9);
+    let out = ebb(&["release", "--config", &file, "--state", state.to_str().unwrap()]);
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    assert!(said(&out).contains("tikc") && said(&out).contains("defaults"), "{}", said(&out));
+    for command in [&["run"][..], &["status"], &["doctor"], &["check"]] {
+        let out = ebb(&[command, &["--config", &file]].concat());
+        assert_eq!(out.status.code(), Some(2), "{command:?}");
+        assert!(
+            said(&out).contains("ebb.toml:6: ") && said(&out).contains("tikc"),
+            "{}",
+            said(&out)
+        );
+    }
+    let file = config(dir.path(), "tick = \"1s\"\n");
+    assert_eq!(ebb(&["check", "--config", &file]).status.code(), Some(0));
+}
+
+#[test]
+fn the_daemon_may_open_as_many_files_as_it_is_ever_allowed_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -Sn 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_ebb")]);
+    let daemon = Daemon::start_as(limited, dir.path(), &file);
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.0.id())).unwrap();
+    let line = limits.lines().find(|l| l.starts_with("Max open files")).unwrap();
+    let words: Vec<&str> = line.split_whitespace().collect();
+    assert_eq!(words[3], words[4], "soft and hard: {line}");
 }

@@ -163,8 +163,10 @@ fn undo(change: &Change, places: &Places) -> Result<(), LabError> {
     }
 }
 
-/// Kills what is in the lab's own cgroup and removes it.
+/// Kills what is in the lab's own cgroup, and in those below it, and removes them.
 fn remove_cgroup(path: &Path) -> Result<(), LabError> {
+    let below = fs::read_dir(path).into_iter().flatten().flatten().map(|e| e.path());
+    below.filter(|p| p.is_dir()).try_for_each(|p| remove_cgroup(&p))?;
     let until = Instant::now() + Duration::from_secs(10);
     loop {
         for pid in fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default().lines() {
@@ -324,6 +326,21 @@ impl Arena {
     /// Its cgroup, where a budget was asked for.
     pub fn cgroup(&self) -> Option<&MemoryCgroup> {
         self.cgroup.as_ref()
+    }
+
+    /// A cgroup of version 2 of its own, for whoever makes others below it. On a machine of
+    /// version 1 it has no controllers; processes can be counted and killed by it all the same.
+    pub fn cgroup_tree(&self) -> Result<PathBuf, LabError> {
+        self.with_journal(|j| {
+            let mounts = fs::read_to_string(j.places.at("proc/self/mounts")).unwrap_or_default();
+            let mut words = mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>());
+            let mount = words.find(|w| w.get(2) == Some(&"cgroup2"));
+            let mount = mount.ok_or_else(|| LabError::Missing("no cgroup2 is mounted".into()))?;
+            let dir = j.places.at(mount[1]).join(format!("ebb-lab-{}", std::process::id()));
+            j.note(&Change::Cgroup { path: dir.clone() })?;
+            fs::create_dir(&dir).map_err(LabError::file(&dir))?;
+            Ok(dir)
+        })
     }
 
     /// Its swap area, where one was asked for.

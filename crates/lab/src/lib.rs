@@ -16,6 +16,7 @@ pub mod image;
 pub mod result;
 pub mod sampler;
 pub mod setup;
+pub mod systemd;
 pub mod tidy;
 pub mod tier;
 pub mod truth;

@@ -155,6 +155,9 @@ pub struct VmConfig {
     pub disks: Vec<PathBuf>,
     /// A cgroup directory to run in, from the first page on.
     pub cgroup: Option<PathBuf>,
+    /// A command that runs QEMU instead of the lab itself, in other namespaces for
+    /// instance. QEMU must end with it.
+    pub within: Vec<String>,
     /// Files put into the guest, as (path there, file here): modules, data.
     pub files: Vec<(String, PathBuf)>,
     /// Words added to the guest's command line.
@@ -185,6 +188,7 @@ impl VmConfig {
             accel: None,
             disks: Vec::new(),
             cgroup: None,
+            within: Vec::new(),
             files: Vec::new(),
             append: String::new(),
             args: Vec::new(),
@@ -657,6 +661,9 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
         None => Command::new("setpriv"),
     };
     command.args(["--pdeathsig", "KILL"]);
+    if !config.within.is_empty() {
+        command.args(&config.within).args(["setpriv", "--pdeathsig", "KILL"]);
+    }
     if let Some(user) = config.user.map(|u| u.to_string()) {
         command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]);
     }
@@ -674,7 +681,7 @@ fn spawn_qemu(config: &VmConfig, args: &[String], dir: &Path) -> Result<Child, L
 ///
 /// Whether a process gets huge pages is inherited over fork and exec, so it is
 /// switched off here for the moment of the fork.
-fn on_lasting_thread(command: Command, small_pages: bool) -> std::io::Result<Child> {
+pub(crate) fn on_lasting_thread(command: Command, small_pages: bool) -> std::io::Result<Child> {
     type Order = (Command, bool, Sender<std::io::Result<Child>>);
     static STARTER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     let starter = STARTER.get_or_init(|| {

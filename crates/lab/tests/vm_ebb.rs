@@ -59,6 +59,10 @@ fn vm_state<'a>(state: &'a Value, name: &str) -> &'a Value {
     vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
 }
 
+fn state_file(dir: &Path) -> Value {
+    serde_json::from_slice(&fs::read(dir.join("state.json")).unwrap()).unwrap()
+}
+
 /// Waits until Ebb has taken so much of the VM.
 fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
     daemon
@@ -159,7 +163,7 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
         assert!(daemon.stop());
         vm.wait_for("all its memory", MINUTE, |vm| (vm.balloon().unwrap() == RAM).then_some(()))
             .unwrap();
-        assert!(!dir.path().join("state.json").exists(), "nothing is owed any more");
+        assert_eq!(state_file(dir.path())["vms"], json!([]), "nothing is owed any more");
         check_record(dir.path());
     }
 }
@@ -287,8 +291,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
     let small = wait_taken(&daemon, "own", Bytes::mib(420));
-    let state: Value =
-        serde_json::from_slice(&fs::read(dir.path().join("state.json")).unwrap()).unwrap();
+    let state = state_file(dir.path());
     assert_eq!(bytes(&state["vms"][0], "baseline"), RAM.0, "written down: {state}");
     daemon.crash();
     assert!(vm.balloon().unwrap() <= Bytes(small) + Bytes::mib(1), "the crash left it ballooned");
@@ -320,7 +323,9 @@ fn vm_release_gives_back_what_a_dead_daemon_took() {
     assert_eq!(code, 0, "{out}{err}");
     vm.wait_for("all its memory", MINUTE, |vm| (vm.balloon().unwrap() == RAM).then_some(()))
         .unwrap();
-    assert_eq!(release().0, 1, "a second time there is nothing to do");
+    assert_eq!(release().0, 0, "a second time nothing is owed");
+    fs::remove_file(dir.path().join("state.json")).unwrap();
+    assert_eq!(release().0, 1, "without the file nothing is known");
 }
 
 #[test]

@@ -1,82 +1,73 @@
 //! `ebb release`: gives back what a daemon that is gone had taken.
+//!
+//! It is what is left when the daemon cannot be started again, so it relies on the state file
+//! and on nothing else: VMs are found by the processes named there, whatever the configuration
+//! says of them.
 
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
-use ebb_core::memory::{Memory, Owned};
-use ebb_core::plan::{Action, Reason};
-use ebb_core::sample::Sample;
-use ebb_core::tick::Host;
+use ebb_core::memory::Owned;
 use ebb_host::act::ksm;
+use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;
 
-use crate::cmd::merge;
-use crate::daemon::{Daemon, ksm_note};
+use crate::cmd::{merge, run::say};
+use crate::daemon::{ksm_note, options};
+use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
-use crate::table::emit;
 
-/// Returns whether there was anything to do.
+/// How long guests and QEMUs may take. `TimeoutStartSec=` of ebb-release.service is longer.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Gives back all that the state file names; `false` where there is no such file.
 pub fn main(config: &Config) -> Result<bool> {
-    let state = StateFile::open(&config.state_file)?;
+    let path = &config.state_file;
+    if !Path::new(path).try_exists().with_context(|| format!("cannot look for {path}"))? {
+        say(&format!("no state file {path}: nothing is known to be owed"));
+        return recover_ksm(path);
+    }
+    let state = StateFile::open(path)?;
     let owned = state.read()?;
-    let knobs = ksm::KsmOwner::recover(Root::default(), &ksm_note(&config.state_file))?;
-    if knobs {
-        emit("KSM is set as it was before\n")?;
-    }
     if owned.is_empty() {
-        if !knobs {
-            emit("nothing was taken: nothing to give back\n")?;
-        }
-        return Ok(knobs);
+        say(&format!("nothing is owed, says {path}"));
+        return recover_ksm(path).map(|_| true);
     }
-    // Before the daemon's own connections: a QMP socket serves one client.
-    let (state_marks, marks) = merge::put_back(config, &owned.marks);
-    state.write(&Owned { marks: state_marks.clone(), ..owned.clone() })?;
-    let mut daemon = Daemon::new(config, Some(state))?;
-    let sample = daemon.read();
-    let (actions, left) = plan(&owned, &sample);
-    for a in &actions {
-        emit(&format!("{}: {} → {}\n", a.name, a.from, a.to))?;
+    let mut failed = Vec::new();
+    let left = give_back_vms(config, &owned)?;
+    failed.extend(left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)));
+    let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
+    state.write(&owed)?;
+    failed.extend(recover_ksm(path).err().map(|e| format!("{e:#}")));
+    let (marks, why) = merge::put_back(config, &owed.marks);
+    owed.marks = marks;
+    failed.extend(why);
+    state.write(&owed)?;
+    if !failed.is_empty() {
+        bail!("not given back, and still written down in {path}: {}", failed.join("; "));
     }
-    let failures = daemon.give_back(&actions, Duration::from_secs(10));
-    if failures.is_empty() && left.vms.is_empty() {
-        daemon.write_state(&Owned { marks: state_marks, ..Owned::default() })?;
-        return match marks.is_empty() {
-            true => Ok(true),
-            false => bail!("open to KSM or closed as Ebb left them: {}", marks.join("; ")),
-        };
-    }
-    for o in &left.vms {
-        let why = sample.vms.iter().find(|v| v.id == o.id).map(|v| format!("{:?}", v.link));
-        eprintln!("{}: not reached: {}", o.name, why.unwrap_or_default());
-    }
-    bail!(
-        "{} VMs were not given back their memory: {}",
-        failures.len() + left.vms.len(),
-        failures.join("; ")
-    )
+    Ok(true)
 }
 
-/// What to order, and who is there but cannot be reached.
-fn plan(owned: &Owned, sample: &Sample) -> (Vec<Action>, Owned) {
-    let mut memory = Memory::default();
-    memory.adopt(owned);
-    memory.observe(sample);
-    let mut actions = Vec::new();
-    let mut left = Owned::default();
-    for o in &owned.vms {
-        let Some(vm) = sample.vms.iter().find(|v| v.id == o.id) else { continue };
-        match &vm.balloon {
-            Some(b) => actions.push(Action {
-                vm: o.id,
-                name: vm.name.clone(),
-                from: b.actual,
-                to: o.baseline,
-                reason: Reason::Returned,
-            }),
-            None => left.vms.push(o.clone()),
-        }
+/// The host's connections end here: a QMP socket serves one client.
+fn give_back_vms(config: &Config, owned: &Owned) -> Result<Vec<Left>> {
+    if owned.vms.is_empty() {
+        return Ok(Vec::new());
     }
-    (actions, left)
+    let wanted =
+        Options { only: None, merge: None, zeros: false, psi_trigger_us: None, ..options(config) };
+    let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
+    Ok(give_back(&mut host, &owned.vms, Instant::now() + PATIENCE, &mut say))
+}
+
+/// Puts KSM's settings back, where an earlier daemon had changed them.
+fn recover_ksm(state_file: &str) -> Result<bool> {
+    let recovered = ksm::KsmOwner::recover(Root::default(), &ksm_note(state_file))
+        .context("KSM's settings are not put back")?;
+    if recovered {
+        say("KSM is set as it was before");
+    }
+    Ok(recovered)
 }

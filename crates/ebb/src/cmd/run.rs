@@ -18,6 +18,7 @@ use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
 
+use crate::anew;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
 use crate::daemon::{Daemon, ksm_note};
@@ -25,12 +26,13 @@ use crate::recorder::{self, Head};
 use crate::state::StateFile;
 use crate::view::{self, State};
 
-/// How long guests may take to follow when Ebb stops; QEMU remembers the order
-/// even if they take longer.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long QEMUs and guests may take when Ebb stops. What is left then stays written
+/// down; `TimeoutStopSec=` of the unit is longer.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Runs until a signal.
 pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
+    anew::begin();
     let state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
@@ -40,9 +42,16 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
     let mut daemon = Daemon::new(&config, state)?;
     daemon.stop_on_signals()?;
     let mut engine = Engine::new(config.clone(), dry_run);
-    if !owned.vms.is_empty() {
-        say(&format!("an earlier daemon had taken memory from {}: owned again", names(&owned)));
-        engine.adopt(owned);
+    let remembered = if dry_run { None } else { anew::handed_over(&config.state_file) };
+    match &remembered {
+        Some(_) => say("begun anew: what was remembered is taken over"),
+        None if !owned.vms.is_empty() => {
+            say(&format!("an earlier daemon had taken memory from {}: owned again", names(&owned)));
+        }
+        None => {}
+    }
+    if remembered.is_some() || !owned.is_empty() {
+        engine.adopt(owned, remembered);
     }
     let shared = Shared::default();
     let head = Head::new(&config, &engine.memory);
@@ -64,6 +73,12 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
             observer.observe(engine, tick, model);
             true
         });
+    }
+    if daemon.begins_anew() {
+        say("SIGHUP: beginning anew, nothing is given back");
+        let now = NotifyState::monotonic_usec_now()?;
+        let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
+        return anew::execute(&engine.memory, (!dry_run).then_some(&config.state_file));
     }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
     let result = if dry_run { Ok(()) } else { stop(&engine, daemon, &model) };
@@ -97,21 +112,24 @@ fn begin_merging(config: &Config, state: &StateFile, owned: &mut Owned) -> Resul
     Ok(())
 }
 
-/// Gives everything back. What could not be ordered stays written down.
+/// Gives everything back. What is not seen to be back stays written down.
 fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
-    let owed = engine.memory.owned(last, &Plan::default());
-    let actions = engine.give_back(last);
-    if !actions.is_empty() {
-        say(&format!("stopping: {} balloons are given back", actions.len()));
+    let mut owed = engine.memory.owned(last, &Plan::default());
+    if !owed.vms.is_empty() {
+        say(&format!("stopping: {} balloons are given back", owed.vms.len()));
     }
-    let mut failures = daemon.give_back(&actions, PATIENCE);
-    let vms = if failures.is_empty() { Vec::new() } else { owed.vms };
+    let left = daemon.give_back(&owed, PATIENCE);
+    let mut failures: Vec<String> =
+        left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)).collect();
+    owed.vms = left.into_iter().map(|l| l.vm).collect();
+    daemon.restore_intervals();
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon lets go of here.
     let state = daemon.into_state();
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
+    owed.marks = marks;
     failures.extend(failed);
-    state.iter().try_for_each(|s| s.write(&Owned { vms: vms.clone(), marks: marks.clone() }))?;
+    state.iter().try_for_each(|s| s.write(&owed))?;
     if failures.is_empty() {
         return Ok(());
     }

@@ -1,0 +1,118 @@
+//! The daemon begins anew without giving anything back: for another configuration, or for
+//! another version of its program.
+//!
+//! It executes itself with its arguments, in the same process. What it remembers of the VMs
+//! is handed over in a file beside the state file; what it owes is in the state file as always, so a hand-over that
+//! goes wrong is no worse than a crash. Before that the new program is asked whether it takes
+//! the configuration.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use anyhow::{Context, Result, bail};
+use ebb_core::memory::Memory;
+
+/// Tells the new program that something was handed over, and by which process: its own.
+const VARIABLE: &str = "EBB_HANDED_OVER";
+/// No more is read of it.
+const MOST: u64 = 256 << 20;
+
+/// The program's path at its start: after an upgrade another file is there.
+fn program() -> Result<&'static PathBuf> {
+    static PATH: OnceLock<Option<PathBuf>> = OnceLock::new();
+    PATH.get_or_init(|| std::env::current_exe().ok()).as_ref().context("/proc/self/exe")
+}
+
+/// Remembers where the program lies. To be called at the start.
+pub fn begin() {
+    let _ = program();
+}
+
+/// Whether the program that lies there now takes the configuration.
+pub fn check() -> Result<()> {
+    let program = program()?;
+    let config = config_argument();
+    let out = Command::new(program)
+        .arg("check")
+        .args(config.iter().flat_map(|c| ["--config", c]))
+        .output()
+        .with_context(|| format!("cannot run {} check", program.display()))?;
+    if !out.status.success() {
+        let said = String::from_utf8_lossy(&out.stderr);
+        bail!("the configuration is not taken: {}", said.trim());
+    }
+    Ok(())
+}
+
+/// The value of `--config` that this program was started with.
+fn config_argument() -> Option<String> {
+    let mut args = std::env::args();
+    while let Some(arg) = args.next() {
+        if arg == "--config" {
+            return args.next();
+        }
+        if let Some(value) = arg.strip_prefix("--config=") {
+            return Some(value.to_string());
+        }
+    }
+    None
+}
+
+/// Begins anew; returns only where that failed. Without a state file nothing is handed over.
+pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
+    let program = program()?;
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1));
+    if let Some(state_file) = state_file {
+        hand_over(memory, state_file)?;
+        command.env(VARIABLE, std::process::id().to_string());
+    }
+    Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
+}
+
+/// Beside the state file.
+fn file(state_file: &str) -> PathBuf {
+    Path::new(state_file).with_file_name("handed-over.json")
+}
+
+fn hand_over(memory: &Memory, state_file: &str) -> Result<()> {
+    let path = file(state_file);
+    let write = || -> std::io::Result<()> {
+        let mut open = File::options();
+        let mut file = open.create(true).truncate(true).write(true).mode(0o600).open(&path)?;
+        file.write_all(&serde_json::to_vec(memory)?)
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// What was handed over to this process, if anything was. What another version wrote and
+/// this one does not read is left: the state file has what matters.
+pub fn handed_over(state_file: &str) -> Option<Memory> {
+    let ours = std::env::var(VARIABLE).ok()? == std::process::id().to_string();
+    let path = file(state_file);
+    let mut text = Vec::new();
+    let read = File::open(&path).and_then(|f| f.take(MOST).read_to_end(&mut text));
+    let _ = std::fs::remove_file(&path);
+    read.ok().filter(|_| ours)?;
+    serde_json::from_slice(&text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_handed_over_is_read_once_and_only_by_the_process_that_wrote_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("state.json");
+        let state = state.to_str().unwrap();
+        hand_over(&Memory::default(), state).unwrap();
+        assert_eq!(handed_over(state), None, "no execution has told of it");
+        assert!(file(state).exists(), "nor is it touched");
+    }
+}

@@ -1,0 +1,240 @@
+//! Gives VMs their memory back, and does not rest before they have it.
+//!
+//! For a daemon that ends and for `ebb release`. A VM is done when its balloon is seen at the
+//! size that it is owed, or when its process is proven to have ended. Everything else, a QEMU
+//! that does not answer, a guest that does not follow, a file that cannot be read, is tried
+//! again until the time is up, and then named with its reason. No VM is ever made smaller.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::memory::OwnedVm;
+use ebb_core::sample::{Link, RunState, Sample, VmId};
+use ebb_core::units::Bytes;
+use ebb_host::linux::{BalloonOrder, LinuxHost};
+
+/// Between two looks.
+const ROUND: Duration = Duration::from_millis(200);
+/// An order that a guest has not followed by then is sent again.
+const AGAIN: Duration = Duration::from_secs(5);
+/// A size is seen within this.
+const NEAR: Bytes = Bytes::mib(1);
+
+/// What could not be given back, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// What stays owed.
+    pub vm: OwnedVm,
+    /// For people.
+    pub why: String,
+}
+
+/// Gives back until all have what they are owed or the time is up; each is asked at least
+/// once. `say` hears of each order and each end. Returns what is still owed.
+pub fn give_back(
+    host: &mut LinuxHost,
+    owed: &[OwnedVm],
+    until: Instant,
+    say: &mut dyn FnMut(&str),
+) -> Vec<Left> {
+    let mut debts: Vec<Debt> = owed.iter().map(Debt::new).collect();
+    let mut first = true;
+    loop {
+        let ids: Vec<VmId> = debts.iter().map(|d| d.vm.id).collect();
+        let sample = host.sample_owed(&ids);
+        debts.retain_mut(|debt| !debt.is_settled(&sample, say));
+        if debts.is_empty() || Instant::now() >= until && !first {
+            return debts.into_iter().map(|d| Left { vm: d.vm, why: d.why }).collect();
+        }
+        first = false;
+        order(host, &mut debts, say);
+        host.wait(until.min(Instant::now() + ROUND));
+    }
+}
+
+/// Sends what is due, all at once.
+fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
+    let now = Instant::now();
+    let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();
+    let order = |d: &&mut Debt| Some(BalloonOrder { vm: d.vm.id, to: d.goal?.1, gives: true });
+    let orders: Vec<BalloonOrder> = due.iter().filter_map(order).collect();
+    for (debt, result) in due.iter_mut().zip(host.set_balloons(&orders)) {
+        debt.ordered(now, result.map_err(|e| e.to_string()), say);
+    }
+}
+
+/// One VM on its way.
+#[derive(Debug)]
+struct Debt {
+    vm: OwnedVm,
+    /// Its size when it was last seen, and the one it is to have.
+    goal: Option<(Bytes, Bytes)>,
+    /// The size that QEMU was told, and when.
+    told: Option<(Bytes, Instant)>,
+    /// It was said what is ordered.
+    said: bool,
+    why: String,
+}
+
+impl Debt {
+    fn new(vm: &OwnedVm) -> Debt {
+        Debt { vm: vm.clone(), goal: None, told: None, said: false, why: String::new() }
+    }
+
+    /// Takes in what is seen of it; whether nothing is owed any more.
+    fn is_settled(&mut self, sample: &Sample, say: &mut dyn FnMut(&str)) -> bool {
+        let (id, name) = (self.vm.id, &self.vm.name);
+        self.goal = None;
+        if sample.ended.contains(&id) {
+            say(&format!("{name}: its process has ended"));
+            return true;
+        }
+        let Some(vm) = sample.vms.iter().find(|v| v.id == id) else {
+            self.why = format!("its process {} is there, but no VM is seen in it", id.pid);
+            return false;
+        };
+        let size = vm.balloon.as_ref().map(|b| b.actual);
+        let (Some(size), Some(ram)) = (size, vm.ram) else {
+            self.why = unheard(&vm.link);
+            return false;
+        };
+        let to = self.vm.whole(ram);
+        // QEMU may still have the order to make it smaller: a guest that was paused would
+        // follow that one when it runs.
+        let told = self.told.is_some_and(|(told, _)| told == to);
+        if size + NEAR >= to && (told || !self.vm.is_ordered()) {
+            say(&format!("{name}: has {size}"));
+            return true;
+        }
+        self.goal = Some((size, to.max(size)));
+        if told {
+            let why = match vm.run {
+                Some(RunState::Paused) => "the VM is paused",
+                Some(RunState::Migrating) => "the VM is being migrated",
+                Some(RunState::Ended) => "its guest has ended, its QEMU has not",
+                Some(RunState::Running) | None => "its guest does not follow",
+            };
+            self.why = format!("has {size}, was ordered {to}: {why}");
+        }
+        false
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        let on_its_way =
+            |to| self.told.is_some_and(|(told, at)| told == to && now.duration_since(at) < AGAIN);
+        self.goal.is_some_and(|(_, to)| !on_its_way(to))
+    }
+
+    fn ordered(&mut self, now: Instant, result: Result<(), String>, say: &mut dyn FnMut(&str)) {
+        let Some((from, to)) = self.goal else { return };
+        match result {
+            Ok(()) => {
+                self.told = Some((to, now));
+                if !std::mem::replace(&mut self.said, true) {
+                    say(&format!("{}: {from} → {to}", self.vm.name));
+                }
+            }
+            Err(why) => (self.told, self.why) = (None, why),
+        }
+    }
+}
+
+fn unheard(link: &Link) -> String {
+    match link {
+        Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why.clone(),
+        Link::Up | Link::Unknown => "QEMU has not told its balloon's size".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::sample::{BalloonSample, VmSample};
+
+    const GIB: Bytes = Bytes::gib(1);
+    const ID: VmId = VmId { pid: 7, start: 9 };
+
+    fn debt() -> Debt {
+        let others = Some(Bytes::ZERO);
+        Debt::new(&OwnedVm { id: ID, name: "a".into(), others, ..OwnedVm::default() })
+    }
+
+    fn seen(size: Option<Bytes>, link: Link) -> Sample {
+        let vm = VmSample {
+            id: ID,
+            link,
+            ram: Some(GIB),
+            run: Some(RunState::Running),
+            balloon: size.map(|actual| BalloonSample { actual, ..BalloonSample::default() }),
+            ..VmSample::default()
+        };
+        Sample { vms: vec![vm], ..Sample::default() }
+    }
+
+    fn settled(debt: &mut Debt, sample: &Sample) -> bool {
+        debt.is_settled(sample, &mut |_| ())
+    }
+
+    #[test]
+    fn a_debt_ends_with_the_memory_or_with_the_process_and_by_nothing_else() {
+        let ended = |sample: Sample| Sample { ended: vec![ID], ..sample };
+        let down = seen(None, Link::Down("refused".into()));
+        for (sample, done, why) in [
+            (seen(Some(GIB), Link::Up), true, ""),
+            (seen(Some(GIB - NEAR), Link::Up), true, ""),
+            (seen(Some(GIB + GIB), Link::Up), true, ""),
+            (ended(down.clone()), true, ""),
+            (ended(Sample::default()), true, ""),
+            (seen(Some(Bytes::mib(174)), Link::Up), false, ""),
+            (down, false, "refused"),
+            (seen(None, Link::Up), false, "QEMU has not told its balloon's size"),
+            (Sample::default(), false, "its process 7 is there, but no VM is seen"),
+        ] {
+            let mut debt = debt();
+            assert_eq!(settled(&mut debt, &sample), done, "{sample:?}");
+            assert!(debt.why.starts_with(why), "{}", debt.why);
+        }
+    }
+
+    #[test]
+    fn what_others_ordered_stays_and_memory_that_was_unplugged_is_not_waited_for() {
+        let mut debt = debt();
+        debt.vm.others = Some(Bytes::mib(256));
+        assert!(settled(&mut debt, &seen(Some(Bytes::mib(768)), Link::Up)));
+        let mut sample = seen(Some(Bytes::mib(512)), Link::Up);
+        assert!(!settled(&mut debt, &sample));
+        sample.vms[0].ram = Some(Bytes::mib(768));
+        assert!(settled(&mut debt, &sample));
+        let mut old = super::tests::debt();
+        (old.vm.others, old.vm.baseline) = (None, Some(Bytes::mib(900)));
+        assert!(settled(&mut old, &seen(Some(Bytes::mib(900)), Link::Up)), "an older version's");
+    }
+
+    #[test]
+    fn an_order_to_shrink_that_was_not_followed_yet_is_taken_back() {
+        let (mut debt, now) = (debt(), Instant::now());
+        debt.vm.ordered = Some(Bytes::mib(500));
+        let whole = seen(Some(GIB), Link::Up);
+        assert!(!settled(&mut debt, &whole) && debt.is_due(now));
+        debt.ordered(now, Ok(()), &mut |_| ());
+        assert!(settled(&mut debt, &whole));
+    }
+
+    #[test]
+    fn an_order_is_sent_once_again_after_a_while_and_at_once_where_it_failed() {
+        let (mut debt, now) = (debt(), Instant::now());
+        let small = seen(Some(Bytes::mib(174)), Link::Up);
+        assert!(!debt.is_due(now), "nothing is ordered of a VM that was not seen");
+        settled(&mut debt, &small);
+        assert!(debt.is_due(now));
+        debt.ordered(now, Err("it said no".into()), &mut |_| ());
+        assert!(debt.is_due(now) && debt.why == "it said no");
+        debt.ordered(now, Ok(()), &mut |_| ());
+        assert!(!debt.is_due(now) && debt.is_due(now + AGAIN));
+        settled(&mut debt, &small);
+        assert_eq!(debt.why, "has 174 MiB, was ordered 1 GiB: its guest does not follow");
+        let mut paused = small.clone();
+        paused.vms[0].run = Some(RunState::Paused);
+        settled(&mut debt, &paused);
+        assert!(debt.why.ends_with("the VM is paused"), "{}", debt.why);
+    }
+}
