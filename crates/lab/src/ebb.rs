@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_core::units::Bytes;
 use ebb_host::client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -165,10 +166,31 @@ impl Daemon {
         }
     }
 
+    /// Has it take a VM's idle memory, until the VM is no larger than `most`. A wish is for
+    /// one tick, and a guest's word may just then be too old: asked again and again.
+    pub fn squeeze(&self, name: &str, most: Bytes) -> Result<(), LabError> {
+        self.wait_for("squeezed VM", Duration::from_secs(60), |state| {
+            let vm = state["vms"].as_array()?.iter().find(|v| v["name"] == name)?;
+            let size = vm["actual"].as_u64()?;
+            let _ = self.reclaim_vm(name);
+            (size <= most.0).then_some(())
+        })
+    }
+
     /// SIGTERM, and waits for the end; whether it ended well.
-    pub fn stop(mut self) -> bool {
+    pub fn stop(self) -> bool {
+        self.stop_code() == Some(0)
+    }
+
+    /// SIGTERM, and waits for the end: its exit code.
+    pub fn stop_code(mut self) -> Option<i32> {
         self.signal(Signal::TERM);
-        self.child.wait().is_ok_and(|s| s.success())
+        self.child.wait().ok()?.code()
+    }
+
+    /// SIGHUP: it reads its configuration again.
+    pub fn reload(&self) {
+        self.signal(Signal::HUP);
     }
 
     /// SIGKILL, as a crash.

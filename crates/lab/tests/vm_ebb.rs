@@ -73,16 +73,6 @@ fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
         .unwrap()
 }
 
-/// Has the daemon take a VM's idle memory. A wish is for one tick, and a guest's word may just
-/// then be too old: asked as `ebb reclaim` asks, again and again.
-fn squeeze(daemon: &Daemon, name: &str) {
-    let squeezed = |s: &Value| {
-        daemon.reclaim_vm(name).unwrap();
-        (bytes(vm_state(s, name), "actual") <= 280 << 20).then_some(())
-    };
-    daemon.wait_for("squeezed VM", MINUTE, squeezed).unwrap();
-}
-
 /// Whatever else happened: no guest was ever ordered below its floor, or seen
 /// below it, and the run replays to the same decisions.
 fn check_record(dir: &Path) {
@@ -215,7 +205,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     }
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"").unwrap();
-    squeeze(&daemon, "needs");
+    daemon.squeeze("needs", Bytes::mib(280)).unwrap();
     let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
     assert_eq!(idle, RAM.0, "nobody is short: the other is left alone");
     // Only now the host is small: what it has left is less than the squeezed one will need.
@@ -249,7 +239,7 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let vm = start_holding("moves", Kernel::V6_1, &arena);
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["moves"], "").unwrap();
-    squeeze(&daemon, "moves");
+    daemon.squeeze("moves", Bytes::mib(280)).unwrap();
 
     // So slow that it does not come to its end.
     let slow = json!({ "max-bandwidth": 64 << 10 });
