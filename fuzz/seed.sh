@@ -6,7 +6,7 @@ cd "$(dirname "$0")"
 for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay guest_header guest_map \
 	agent_requests agent_replies page_hashes; do mkdir -p "corpus/$target"; done
 
-# proc_text: the first byte chooses the parser (modulo 16).
+# proc_text: the first byte chooses the parser (modulo 22).
 put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
 put '\000' meminfo </proc/meminfo
 put '\001' vmstat </proc/vmstat
@@ -22,12 +22,17 @@ echo '0::/machine.slice/a:b' | put '\012' cgroup-v2
 printf 'total_rss 1\ntotal_active_file 2\ntotal_dirty 1\n' | put '\013' stat-v1
 printf 'anon 1\nactive_file 2\nfile_dirty 1\n' | put '\014' stat-v2
 echo 9223372036854771712 | put '\015' limit
-printf '/vm/a\n/vm/b\n' | put '\017' paths
+put '\022' credentials </proc/self/status
+echo '4096000 1000000 1200000 0 1300000 5 0 0 0' | put '\023' mm_stat
+put '\024' passwd </etc/passwd
+printf '/vm/a\n/vm/b\n' | put '\025' paths
 
 printf '%s\0' -name guest=a,,b,debug-threads=on -uuid 1 -chardev \
 	socket,id=m,path=/x,server=on,wait=off -mon chardev=m,mode=control -device \
 	'{"driver":"virtio-balloon-pci"}' -object memory-backend-memfd,hugetlb=on \
 	-qmp unix:/y,server,nowait -incoming defer >corpus/qemu_cmdline/all
+printf '%s\0' -machine q35,confidential-guest-support=s -object sev-guest,id=s \
+	-overcommit mem-lock=on -realtime mlock=off >corpus/qemu_cmdline/pinned
 printf '%s\0' -chardev socket,id=m,fd=29,server=on -mon m,mode=control >corpus/qemu_cmdline/fd
 
 printf '\000\020{"return":1,"id"\020:1}{"event":"A"}' >corpus/qmp_stream/reply
@@ -43,6 +48,7 @@ echo '{"status":"running","actual":5,"base-memory":6}' >corpus/guest_stats/other
 printf '{"id":1,"ok":true,"x":5}\n{"event":"ready","job":"a"}\n{"id":2,"ok":false,"error":"no"}\n' >corpus/guest_lines/all
 cp ../packaging/ebb.toml corpus/config/example
 printf '[vm.a]\nmin = "10%%"\nmax = "1GiB"\nweight = 2.5\n' >corpus/config/vm
+printf '[host]\nusers = ["a", 7]\nsockets = "any"\n[vm."uuid:11111111-2222-3333-4444-555555555555"]\nmin = 1\n' >corpus/config/host
 
 # guest_header: flags, then a header (mended by the target) with extents at 0x11000.
 { printf '\000'; head -c 72 /dev/zero; printf '\000\200\000\000\000\000\000\000'; head -c 176 /dev/zero

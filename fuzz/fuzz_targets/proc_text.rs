@@ -2,15 +2,16 @@
 //! and what it returns keeps the types' promises.
 #![no_main]
 
+use ebb_core::units::Bytes;
 use ebb_host::probe::cgroup::{self, Version};
-use ebb_host::probe::{ksm, maps, meminfo, process, psi, regions, swaps, vmstat, zfs};
+use ebb_host::probe::{ksm, maps, meminfo, process, psi, regions, swaps, trust, vmstat, zfs};
 use ebb_host::root::{parse_number, unescape_octal};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
     let Some((which, rest)) = data.split_first() else { return };
     let text = String::from_utf8_lossy(rest);
-    match which % 19 {
+    match which % 22 {
         0 => drop(meminfo::parse_meminfo(&text)),
         1 => drop(vmstat::parse_vmstat(&text)),
         2 => {
@@ -42,12 +43,22 @@ fuzz_target!(|data: &[u8]| {
             }
         }
         17 => drop((parse_number::<i64>(&text), unescape_octal(&text))),
+        18 => drop(process::parse_credentials(&text)),
+        19 => drop(swaps::parse_mm_stat(&text)),
+        20 => drop((trust::uid_of(&text, "qemu"), trust::is_qemu(&text))),
         _ => {
             let paths: Vec<String> = text.lines().map(str::to_owned).collect();
             if let Some(common) = cgroup::common_ancestor(&paths) {
                 let holds = |p: &String| std::path::Path::new(p).starts_with(&common);
                 assert!(paths.iter().all(holds));
             }
+            let held = cgroup::held_by_most(&paths);
+            for (outer, inner) in held.iter().zip(held.iter().skip(1)) {
+                assert!(std::path::Path::new(inner).starts_with(outer));
+            }
+            let limit = |path: String| (path.clone(), Some(Bytes(path.len() as u64)));
+            let limits: Vec<_> = held.into_iter().map(limit).collect();
+            assert_eq!(cgroup::choose_pool(&limits, None).is_some(), !limits.is_empty());
         }
     }
 });

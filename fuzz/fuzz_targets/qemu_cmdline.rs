@@ -12,6 +12,9 @@ fuzz_target!(|data: &[u8]| {
     if let Some(name) = args.name {
         assert!(name.chars().count() <= 100 && !name.chars().any(char::is_control));
     }
+    for why in args.pinned.iter().chain(&args.objections) {
+        assert!(why.chars().count() <= 160 && !why.chars().any(char::is_control));
+    }
     match args.qmp {
         QmpAddress::Paths(paths) => assert!(!paths.is_empty() && paths.len() <= 8),
         QmpAddress::None { why } => assert!(!why.is_empty()),

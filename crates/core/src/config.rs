@@ -33,6 +33,15 @@ pub struct Config {
     /// Only VMs that have a section of their own are looked at at all; the others'
     /// QMP sockets are left to others.
     pub listed_only: bool,
+    /// Which QMP sockets are connected to.
+    #[serde(default)]
+    pub sockets: SocketUse,
+    /// Users whose QEMU processes are VMs, beside those that are always.
+    #[serde(default)]
+    pub users: Vec<User>,
+    /// QEMU processes in other pid namespaces are VMs too.
+    #[serde(default)]
+    pub containers: bool,
     /// Whether cold memory may be paged out to the host's swap when the host is
     /// hard or critical; `None`: where there is swap.
     #[serde(default)]
@@ -42,8 +51,29 @@ pub struct Config {
     pub merge: MergeConfig,
     /// What holds for VMs that have no section of their own.
     pub defaults: VmSettings,
-    /// Settings by VM name.
+    /// Settings by VM name (`-name`), or by `uuid:` and the `-uuid` in small letters.
     pub vms: BTreeMap<String, VmSettings>,
+}
+
+/// Which QMP sockets are connected to: QEMU serves one client on each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SocketUse {
+    /// Those whose file name contains `ebb`, and those that the configuration names.
+    #[default]
+    Own,
+    /// Any on a VM's command line.
+    Any,
+}
+
+/// A user of the host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum User {
+    /// By uid.
+    Uid(u32),
+    /// By name, as `/etc/passwd` has it.
+    Name(String),
 }
 
 /// How far merging goes.
@@ -184,6 +214,9 @@ impl Default for Config {
             reserve: None,
             pool: None,
             listed_only: false,
+            sockets: SocketUse::default(),
+            users: Vec::new(),
+            containers: false,
             offload: None,
             merge: MergeConfig::default(),
             defaults: VmSettings::default(),
@@ -193,9 +226,17 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The settings of the VM with this name.
-    pub fn vm(&self, name: &str) -> &VmSettings {
-        self.vms.get(name).unwrap_or(&self.defaults)
+    /// The section of a VM by its `-name` and `-uuid`; the latter counts more. A uuid is as
+    /// good as a name: its QEMU's word.
+    pub fn section(&self, name: &str, uuid: Option<&str>) -> Option<&VmSettings> {
+        let by_uuid = uuid.and_then(|uuid| self.vms.get(&by_uuid(uuid)));
+        // Nobody gets it by calling itself so.
+        by_uuid.or_else(|| self.vms.get(name).filter(|_| !name.starts_with(BY_UUID)))
+    }
+
+    /// The settings of a VM, with a section or without.
+    pub fn settings(&self, name: &str, uuid: Option<&str>) -> &VmSettings {
+        self.section(name, uuid).unwrap_or(&self.defaults)
     }
 
     /// Reads a configuration; `file` is only for the error texts.
@@ -215,6 +256,21 @@ impl Config {
         let check = Checker { fail: &fail };
         check.config(raw)
     }
+}
+
+/// What the section of a VM by its `-uuid` begins with.
+pub const BY_UUID: &str = "uuid:";
+
+/// The name of the section of a VM by its `-uuid`.
+pub fn by_uuid(uuid: &str) -> String {
+    format!("{BY_UUID}{}", uuid.to_ascii_lowercase())
+}
+
+/// Whether QEMU takes this as `-uuid`.
+fn is_uuid(text: &str) -> bool {
+    let groups: Vec<&str> = text.split('-').collect();
+    let hex = |g: &&str| g.bytes().all(|b| b.is_ascii_hexdigit());
+    groups.iter().map(|g| g.len()).eq([8, 4, 4, 4, 12]) && groups.iter().all(hex)
 }
 
 /// What is wrong with a configuration, where, and what is allowed.
@@ -265,7 +321,7 @@ struct RawConfig {
     host: RawHost,
     merge: RawMerge,
     defaults: RawVm,
-    vm: BTreeMap<String, RawVm>,
+    vm: BTreeMap<Spanned<String>, RawVm>,
 }
 
 #[derive(Deserialize, Default)]
@@ -285,6 +341,9 @@ struct RawHost {
     cgroup: Option<Spanned<String>>,
     vms: Option<Spanned<String>>,
     offload: Option<bool>,
+    sockets: Option<Spanned<String>>,
+    users: Option<Vec<Spanned<RawUser>>>,
+    containers: Option<bool>,
 }
 
 #[derive(Deserialize, Default)]
@@ -313,6 +372,14 @@ struct RawVm {
     qmp: Option<Spanned<String>>,
     merge: Option<bool>,
     zeros: Option<bool>,
+}
+
+/// A user as written: `"alice"` or `1001`.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a user's name such as \"alice\" or a uid such as 1001")]
+enum RawUser {
+    Uid(i64),
+    Name(String),
 }
 
 /// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
@@ -360,6 +427,14 @@ fn milliseconds(text: &str) -> Option<f64> {
     Some(number.trim().parse::<f64>().ok()? * unit)
 }
 
+/// Words of which one is allowed, with what each stands for.
+const ALL: (&str, bool, &str) = ("all", false, "every VM");
+const LISTED: (&str, bool, &str) = ("listed", true, "those with a [vm.NAME] section");
+const SOCKETS: [(&str, SocketUse, &str); 2] = [
+    ("own", SocketUse::Own, "with `ebb` in the file name, or named by [vm.NAME] qmp"),
+    ("any", SocketUse::Any, "all on a VM's command line"),
+];
+
 type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
 
 struct Checker<'a> {
@@ -383,8 +458,8 @@ impl Checker<'_> {
         let defaults = self.vm("defaults", raw.defaults, &base.defaults)?;
         let mut vms = BTreeMap::new();
         for (name, section) in raw.vm {
-            let settings = self.vm(&format!("vm.{name}"), section, &defaults)?;
-            vms.insert(name, settings);
+            let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &defaults)?;
+            vms.insert(self.vm_name(name, &vms)?, settings);
         }
         Ok(Config {
             tick_ms,
@@ -396,7 +471,10 @@ impl Checker<'_> {
                 .unwrap_or(base.state_file),
             reserve: raw.host.reserve,
             pool: self.path("host.cgroup", raw.host.cgroup)?,
-            listed_only: self.listed(raw.host.vms)?,
+            listed_only: self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false),
+            sockets: self.one_of("host.sockets", raw.host.sockets, SOCKETS)?.unwrap_or_default(),
+            users: self.users(raw.host.users.unwrap_or_default())?,
+            containers: raw.host.containers.unwrap_or(base.containers),
             offload: raw.host.offload,
             merge: self.merge(raw.merge, base.merge)?,
             defaults,
@@ -515,17 +593,65 @@ impl Checker<'_> {
         }
     }
 
-    fn listed(&self, raw: Option<Spanned<String>>) -> Result<bool, ConfigError> {
-        match raw.as_ref().map(|r| r.get_ref().as_str()) {
-            None | Some("all") => Ok(false),
-            Some("listed") => Ok(true),
-            Some(other) => Err((self.fail)(
-                raw.as_ref().map(Spanned::span),
-                "host.vms",
-                format!(
-                    "“{other}” is not allowed: \"all\", or \"listed\" for those with a [vm.NAME] section"
-                ),
-            )),
+    /// What one of two words stands for.
+    fn one_of<T: Copy>(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+        choices: [(&str, T, &str); 2],
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, said) = (raw.span(), raw.into_inner());
+        if let Some((_, value, _)) = choices.iter().find(|c| c.0 == said) {
+            return Ok(Some(*value));
+        }
+        let allowed = choices.map(|(word, _, meaning)| format!("\"{word}\" ({meaning})"));
+        let message = format!("“{said}” is not allowed: {}", allowed.join(" or "));
+        Err((self.fail)(Some(span), field, message))
+    }
+
+    fn users(&self, raw: Vec<Spanned<RawUser>>) -> Result<Vec<User>, ConfigError> {
+        let user = |raw: Spanned<RawUser>| {
+            let span = raw.span();
+            let fail = |message| Err((self.fail)(Some(span), "host.users", message));
+            match raw.into_inner() {
+                // The last is no user: the kernel takes it for “unchanged”.
+                RawUser::Uid(uid) => match u32::try_from(uid) {
+                    Ok(uid) if uid < u32::MAX => Ok(User::Uid(uid)),
+                    _ => fail(format!("{uid} is not a uid: 0 to {}", u32::MAX - 1)),
+                },
+                RawUser::Name(name) => {
+                    let odd = |c: char| c == ':' || c.is_whitespace() || c.is_control();
+                    match name.is_empty() || name.contains(odd) {
+                        true => {
+                            fail(format!("“{}” is not the name of a user", name.escape_debug()))
+                        }
+                        false => Ok(User::Name(name)),
+                    }
+                }
+            }
+        };
+        raw.into_iter().map(user).collect()
+    }
+
+    /// The name of a section, one by uuid in small letters.
+    fn vm_name(
+        &self,
+        name: Spanned<String>,
+        others: &BTreeMap<String, VmSettings>,
+    ) -> Result<String, ConfigError> {
+        let (span, written) = (name.span(), name.into_inner());
+        let Some(uuid) = written.strip_prefix(BY_UUID) else { return Ok(written) };
+        let fail = |message| Err((self.fail)(Some(span), &format!("vm.{written}"), message));
+        if !is_uuid(uuid) {
+            return fail(
+                "after “uuid:” comes the VM's -uuid: 8-4-4-4-12 hexadecimal digits".into(),
+            );
+        }
+        let name = by_uuid(uuid);
+        match others.contains_key(&name) {
+            true => fail("there is a section of this VM already".into()),
+            false => Ok(name),
         }
     }
 
@@ -579,11 +705,40 @@ mod tests {
         )
         .unwrap();
         assert_eq!(c.tick_ms, 2000);
-        assert_eq!(c.vm("a").min, Amount::Share(0.1));
-        assert_eq!(c.vm("a").max, Some(Amount::Bytes(Bytes::gib(1))));
-        assert_eq!(c.vm("b c").min, Amount::Bytes(Bytes::mib(1)));
-        assert!(!c.vm("b c").manage);
-        assert_eq!(c.vm("unknown").weight, 2.0);
+        assert_eq!(c.settings("a", None).min, Amount::Share(0.1));
+        assert_eq!(c.settings("a", None).max, Some(Amount::Bytes(Bytes::gib(1))));
+        assert_eq!(c.settings("b c", None).min, Amount::Bytes(Bytes::mib(1)));
+        assert!(!c.settings("b c", None).manage);
+        assert_eq!(c.settings("unknown", None).weight, 2.0);
+    }
+
+    #[test]
+    fn a_section_by_uuid_counts_more_than_one_by_name() {
+        let uuid = "11111111-2222-3333-4444-55555555AAAA";
+        let text = format!("[vm.a]\nweight = 2\n[vm.\"uuid:{uuid}\"]\nweight = 3\n");
+        let c = Config::parse("f", &text).unwrap();
+        let weight = |name: &str, uuid: Option<&str>| c.settings(name, uuid).weight;
+        assert_eq!((weight("a", None), weight("b", None)), (2.0, 1.0));
+        for uuid in [uuid.to_owned(), uuid.to_lowercase()] {
+            assert_eq!((weight("a", Some(&uuid)), weight("b", Some(&uuid))), (3.0, 3.0));
+        }
+        assert_eq!(weight("a", Some("another")), 2.0);
+        assert_eq!(weight(&format!("uuid:{}", uuid.to_lowercase()), None), 1.0, "a -name");
+        let twice = format!("{text}[vm.\"uuid:{}\"]\n", uuid.to_lowercase());
+        let error = Config::parse("f", &twice).unwrap_err().to_string();
+        assert!(error.contains("there is a section of this VM already"), "{error}");
+    }
+
+    #[test]
+    fn users_sockets_and_containers_are_as_few_as_possible_unless_told() {
+        let c = Config::default();
+        assert_eq!((c.sockets, &c.users[..], c.containers), (SocketUse::Own, &[][..], false));
+        let text = "[host]\nsockets = \"any\"\nusers = [\"alice\", 1001]\ncontainers = true\n";
+        let c = Config::parse("f", text).unwrap();
+        assert_eq!((c.sockets, c.containers), (SocketUse::Any, true));
+        assert_eq!(c.users, [User::Name("alice".into()), User::Uid(1001)]);
+        let json = serde_json::to_string(&c).unwrap();
+        assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), c, "as a record keeps it");
     }
 
     #[test]
@@ -598,7 +753,10 @@ mod tests {
         let settings = Settings { cores: 1.5, clear_cores: 0.025, floor: Bytes::mib(8) };
         assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
         assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
-        assert_eq!((c.vm("a").merge, c.vm("b").merge), (Some(false), Some(true)));
+        assert_eq!(
+            (c.settings("a", None).merge, c.settings("b", None).merge),
+            (Some(false), Some(true))
+        );
         assert!(!c.merge.zeros && !c.merge.hold_khugepaged);
         let text = "[merge]\nzeros = true\nhold_khugepaged = true\n[vm.a]\nzeros = false\n";
         let c = Config::parse("f", text).unwrap();
@@ -606,7 +764,7 @@ mod tests {
             (c.merge.mode, c.merge.zeros, c.merge.hold_khugepaged),
             (MergeMode::Off, true, true)
         );
-        assert_eq!((c.vm("a").zeros, c.vm("b").zeros), (false, true));
+        assert_eq!((c.settings("a", None).zeros, c.settings("b", None).zeros), (false, true));
     }
 
     #[test]
@@ -631,6 +789,21 @@ mod tests {
             (
                 "[daemon]\ntick = \"1s\"\nfast_tick = \"2s\"",
                 "f: daemon.fast_tick: 2000 ms is longer",
+            ),
+            ("[host]\nsockets = \"all\"", "f:2: host.sockets: “all” is not allowed: \"own\" ("),
+            ("[host]\nusers = [1,\n \"a b\"]", "f:3: host.users: “a b” is not the name of a user"),
+            ("[host]\nusers = [\"\"]", "f:2: host.users: “” is not the name of a user"),
+            ("[host]\nusers = [-1]", "f:2: host.users: -1 is not a uid: 0 to 4294967294"),
+            ("[host]\nusers = [4294967295]", "f:2: host.users: 4294967295 is not a uid"),
+            ("[host]\nusers = [true]", "f:2: users: expected a user's name such as"),
+            (
+                "[host]\nusers = \"a\"",
+                "f:2: users: invalid type: string \"a\", expected a sequence",
+            ),
+            ("[host]\ncontainers = 1", "f:2: containers: invalid type: integer"),
+            (
+                "\n[vm.\"uuid:1\"]\nmin = 0",
+                "f:2: vm.uuid:1: after “uuid:” comes the VM's -uuid: 8-4-4-4-12",
             ),
             ("[host]\nvms = \"some\"", "f:2: host.vms: “some” is not allowed: \"all\""),
             ("[merge]\nmode = \"yes\"", "f:2: merge.mode: “yes” is not allowed: \"off\""),

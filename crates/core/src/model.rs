@@ -688,7 +688,7 @@ impl Stall {
 
 impl VmModel {
     fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
-        let settings = config.vm(&vm.name);
+        let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
         let remembered = memory.vm(vm.id);
         let actual = vm.balloon.as_ref().map(|b| b.actual);
         let ram = vm.ram.or(actual).unwrap_or_default();

@@ -375,6 +375,10 @@ pub struct VmSample {
     pub id: VmId,
     /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
     pub name: String,
+    /// `-name` as typed, or what the configuration calls it, where `name` was made from it
+    /// to be unique.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given: Option<String>,
     /// `-uuid`, where given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
@@ -416,6 +420,14 @@ pub struct VmSample {
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
+}
+
+impl VmSample {
+    /// The name that the configuration knows it by: two VMs can have the same while one is
+    /// migrated into the other.
+    pub fn given_name(&self) -> &str {
+        self.given.as_deref().unwrap_or(&self.name)
+    }
 }
 
 /// Cold memory of a VM that was sent to the host's swap on order, since the

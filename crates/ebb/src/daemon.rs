@@ -18,6 +18,7 @@ use ebb_core::tick::{Host, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, MergeOptions, Options, Wake as HostWake};
+use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -104,8 +105,15 @@ pub fn options(config: &Config) -> Options {
         }),
         zeros: config.merge.zeros,
         config: config.clone(),
+        trust: trust(config),
         ..Options::default()
     }
+}
+
+/// Which processes are taken for VMs, by the configuration.
+pub fn trust(config: &Config) -> Trust {
+    let (users, containers) = (Some(config.users.clone()), config.containers);
+    Trust { users, containers, ..Trust::default() }
 }
 
 /// Where what KSM's knobs were is written down: beside the state file.

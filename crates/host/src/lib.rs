@@ -10,6 +10,7 @@ pub mod act;
 pub mod agent;
 mod agent_link;
 pub mod balloon;
+mod bound;
 pub mod client;
 pub mod linux;
 mod merge_link;

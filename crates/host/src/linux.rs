@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ebb_core::config::Config;
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
-    HostSample, Ksm, KsmStat, MergeSample, Pool, Problem, Sample, VmId, VmSample, ZeroWays,
+    HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
@@ -26,19 +26,18 @@ use crate::act::offload::Offloader;
 use crate::act::torn::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
-use crate::probe::cgroup::{self, Hierarchy};
-use crate::probe::process::{Life, life, read_run_time, read_stat, read_status};
+use crate::bound::Bounds;
+use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
+use crate::probe::process::{Life, life, read_run_time, read_status};
 use crate::probe::psi::{self, PsiTrigger};
-use crate::probe::qemu::{self, QemuProcess, QmpAddress, Scanner};
+use crate::probe::qemu::{QemuProcess, QmpAddress};
+use crate::probe::trust::Trust;
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::{ProbeError, Root};
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
-
-/// How often `/proc` is scanned for new VMs; at once when one vanishes.
-const SCAN_EVERY: Duration = Duration::from_secs(2);
 
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
@@ -61,7 +60,7 @@ pub struct Options {
     pub root: Root,
     /// QMP sockets beside those on command lines, with the name of the VM.
     pub sockets: Vec<(String, PathBuf)>,
-    /// Only VMs of these names are looked at; `None`: all.
+    /// Only VMs of these names, or `uuid:` and their uuid, are looked at; `None`: all.
     pub only: Option<Vec<String>>,
     /// Seconds between QEMU's questions to a guest, at least 1.
     pub stats_interval_s: u64,
@@ -79,6 +78,10 @@ pub struct Options {
     pub config: Config,
     /// Nothing is set in any QEMU: for commands and dry runs that only look.
     pub look_only: bool,
+    /// Which processes are taken for VMs.
+    pub trust: Trust,
+    /// How often `/proc` is scanned for new VMs; at once when one vanishes.
+    pub scan_every: Duration,
 }
 
 /// What merging needs to know.
@@ -106,6 +109,8 @@ impl Default for Options {
             zeros: false,
             config: Config::default(),
             look_only: false,
+            trust: Trust::default(),
+            scan_every: Duration::from_secs(2),
         }
     }
 }
@@ -170,8 +175,8 @@ pub struct LinuxHost {
     scanner: Scanner,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
-    hierarchy: Option<Hierarchy>,
-    pool: Option<String>,
+    refused: Vec<Refused>,
+    bounds: Bounds,
     trigger: Option<PsiTrigger>,
     /// Where there is no PSI of the pool, and when they last ended a sleep.
     notifications: Option<PressureEvents>,
@@ -211,15 +216,15 @@ impl LinuxHost {
             merger,
             ksm_tasks: None,
             others_ksm: None,
+            scanner: Scanner::new(options.trust.clone()),
+            bounds: Bounds::new(options.pool.clone()),
             options,
             vms: BTreeMap::new(),
             bound,
             owed: HashSet::new(),
-            scanner: Scanner::default(),
             scanned: None,
             scan_problems: Vec::new(),
-            hierarchy: None,
-            pool: None,
+            refused: Vec::new(),
             waker,
         })
     }
@@ -255,7 +260,7 @@ impl LinuxHost {
         self.query(started, at);
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
-        host.pool = self.sample_pool(&mut problems);
+        (host.pool, host.vms_psi) = self.bounds.sample(&self.options.root, started, &mut problems);
         let root = &self.options.root;
         let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
         let ended = owed.iter().filter(gone).copied().collect();
@@ -284,7 +289,7 @@ impl LinuxHost {
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             pool: None,
             vms_psi: None,
-            zswap: false,
+            zswap: noted(problems, "zswap", swaps::read_zswap(root).map(Some)).unwrap_or_default(),
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
         }
     }
@@ -298,7 +303,7 @@ impl LinuxHost {
         self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
         self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
-        let due = self.scanned.is_none_or(|at| now - at >= SCAN_EVERY);
+        let due = self.scanned.is_none_or(|at| now - at >= self.options.scan_every);
         if due || self.vms.len() < before {
             self.scanned = Some(now);
             self.scan();
@@ -308,29 +313,25 @@ impl LinuxHost {
     fn scan(&mut self) {
         let mut problems = Vec::new();
         let root = self.options.root.clone();
-        let scan = noted(&mut problems, "/proc", self.scanner.scan(&root).map(Some));
+        let scan = noted(&mut problems, "/proc", self.scanner.scan(&root, &self.owed).map(Some));
         let Some(scan) = scan else { return self.scan_problems = problems };
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);
         self.bind_sockets(&mut problems);
-        // What was a fork of QEMU may have become another program.
-        let bound = &self.bound;
-        self.vms
-            .retain(|id, _| bound.contains(&Some(*id)) || scan.found.iter().any(|p| p.id == *id));
-        let mut names: HashSet<String> =
-            self.vms.values().map(|v| v.process.name.clone()).collect();
-        for mut process in scan.found {
-            let unwanted = self.options.only.as_ref().is_some_and(|o| !o.contains(&process.name));
-            if self.vms.contains_key(&process.id) || unwanted {
-                continue;
+        let bound: HashSet<VmId> = self.bound.iter().copied().flatten().collect();
+        let gone: HashSet<VmId> = scan.gone.into_iter().collect();
+        self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
+        for process in scan.found {
+            let (id, interval_s) = (process.id, self.options.stats_interval_s);
+            let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
+            if listed || self.owed.contains(&id) {
+                let access = access(&self.options, &self.owed, &process);
+                self.vms.entry(id).or_insert_with(|| Vm::new(process, interval_s, access));
             }
-            while !names.insert(process.name.clone()) {
-                process.name = format!("{}-{}", process.name, process.id.pid);
-            }
-            let access = access(&self.options, &self.owed, &process);
-            self.vms.insert(process.id, Vm::new(process, self.options.stats_interval_s, access));
         }
-        self.find_pool(&mut problems);
+        make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
+        self.refused = scan.refused;
+        self.bounds.find(&root, Instant::now(), self.vms.values_mut(), &mut problems);
         self.open_notifications(&mut problems);
         self.scan_problems = problems;
     }
@@ -357,7 +358,8 @@ impl LinuxHost {
                 continue;
             }
             let (name, path) = self.options.sockets[i].clone();
-            if !self.options.config.vm(&name).manage && self.owed.is_empty() {
+            let section = self.options.config.vms.get(&name);
+            if section.is_some_and(|s| !s.manage) && self.owed.is_empty() {
                 continue;
             }
             let source = path.display().to_string();
@@ -378,12 +380,8 @@ impl LinuxHost {
             return Err(error.to_string());
         }
         let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
-        let inspected = qemu::inspect(root, pid).map_err(|e| e.to_string())?;
-        let mut process = match inspected {
-            Some(process) => process,
-            None => plain_process(root, pid)?,
-        };
-        process.name = name;
+        let mut process = serving(root, &self.options.trust, &self.owed, pid)?;
+        process.call(name)?;
         process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
@@ -395,25 +393,9 @@ impl LinuxHost {
         Ok(id)
     }
 
-    /// Finds each VM's cgroup and the pool that all share.
-    fn find_pool(&mut self, problems: &mut Vec<Problem>) {
-        let root = &self.options.root;
-        self.hierarchy = noted(problems, "memory cgroups", cgroup::read_hierarchy(root));
-        self.pool = self.options.pool.clone();
-        let Some(h) = &self.hierarchy else { return };
-        for vm in self.vms.values_mut() {
-            let read = cgroup::read_process_cgroup(root, h.version, vm.process.id.pid);
-            vm.cgroup = noted(problems, "/proc/PID/cgroup", read);
-        }
-        let paths: Option<Vec<String>> = self.vms.values().map(|v| v.cgroup.clone()).collect();
-        if let (None, Some(paths)) = (&self.pool, paths) {
-            self.pool = noted(problems, "cgroup limits", cgroup::common_pool(root, h, &paths));
-        }
-    }
-
     /// Without PSI of its own (cgroup v1) the pool tells by notifications.
     fn open_notifications(&mut self, problems: &mut Vec<Problem>) {
-        let (Some(h), Some(pool)) = (&self.hierarchy, &self.pool) else {
+        let (Some(h), Some(pool)) = (self.bounds.hierarchy(), self.bounds.pool()) else {
             self.notifications = None;
             return;
         };
@@ -426,15 +408,9 @@ impl LinuxHost {
         self.notifications = noted(problems, "memory.pressure_level", opened);
     }
 
-    fn sample_pool(&self, problems: &mut Vec<Problem>) -> Option<Pool> {
-        let path = self.pool.as_ref()?;
-        let read = |h| noted(problems, path, cgroup::read_pool(&self.options.root, h, path));
-        let pool = self.hierarchy.as_ref().and_then(read);
-        if pool.is_none() && self.options.pool.is_some() {
-            let why = "no such memory cgroup, or it has no limit: the whole host counts as pool";
-            problems.push(problem(None, path.clone(), why.into()));
-        }
-        pool
+    /// Processes that are called QEMU and are not taken for VMs.
+    pub fn refused(&self) -> &[Refused] {
+        &self.refused
     }
 
     fn query(&mut self, started: Instant, at: Stamp) {
@@ -503,7 +479,7 @@ impl LinuxHost {
     pub fn offload(&mut self, orders: &[OffloadOrder]) {
         for order in orders {
             let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
-            self.offloader.order(order.vm, order.bytes, self.hierarchy.as_ref(), cgroup);
+            self.offloader.order(order.vm, order.bytes, self.bounds.hierarchy(), cgroup);
         }
     }
 
@@ -786,7 +762,7 @@ impl LinuxHost {
 
 /// What may be done to the VM of this process.
 fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Access {
-    let settings = options.config.vm(&process.name);
+    let settings = options.config.settings(&process.given, process.uuid.as_deref());
     Access {
         managed: settings.manage || owed.contains(&process.id),
         any_socket: true,
@@ -796,24 +772,6 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Acc
 
 fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
     vms.values_mut().filter_map(|v| v.client.as_mut()).collect()
-}
-
-/// A QMP server that does not look like QEMU on its command line.
-fn plain_process(root: &Root, pid: u32) -> Result<QemuProcess, String> {
-    let stat = read_stat(root, pid).map_err(|e| e.to_string())?;
-    let start = stat.ok_or("the process behind it has ended")?.start;
-    Ok(QemuProcess {
-        id: VmId { pid, start },
-        name: String::new(),
-        uuid: None,
-        qmp: QmpAddress::None { why: String::new() },
-        balloon: false,
-        passthrough: false,
-        hugepages: false,
-        incoming: false,
-        agent: None,
-        objections: Vec::new(),
-    })
 }
 
 /// A failure becomes a problem of the host, and the value unknown.
@@ -837,7 +795,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
-        LinuxHost::new(Options { root: Root::at(dir), ..options }).unwrap()
+        let (root, trust) = (Root::at(dir), Trust::anything());
+        LinuxHost::new(Options { root, trust, ..options }).unwrap()
     }
 
     #[test]

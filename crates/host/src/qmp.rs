@@ -321,7 +321,23 @@ fn connect_long(socket: &OwnedFd, path: &Path) -> rustix::io::Result<()> {
 /// Source: Linux `net/unix/af_unix.c`, `unix_seq_show`.
 fn is_serving(path: &Path) -> bool {
     let text = Root::default().read("/proc/net/unix");
-    text.ok().flatten().is_some_and(|text| serves(&text, &path.to_string_lossy()))
+    text.ok().flatten().is_some_and(|text| serves(&text, &bound_as(path).to_string_lossy()))
+}
+
+/// The path as the server knows it: without the `/proc/PID/root` through which it is reached
+/// in another mount namespace.
+fn bound_as(path: &Path) -> PathBuf {
+    let mut parts = path.components();
+    let (Some(_), Some(proc), Some(pid), Some(root)) =
+        (parts.next(), parts.next(), parts.next(), parts.next())
+    else {
+        return path.to_owned();
+    };
+    let pid = pid.as_os_str().as_encoded_bytes();
+    let through = path.is_absolute()
+        && (proc.as_os_str(), root.as_os_str()) == ("proc".as_ref(), "root".as_ref())
+        && pid.iter().all(u8::is_ascii_digit);
+    if through { Path::new("/").join(parts.as_path()) } else { path.to_owned() }
 }
 
 fn serves(text: &str, path: &str) -> bool {
@@ -355,5 +371,22 @@ mod tests {
         let two = one + &line("03", "q.sock");
         assert!(serves(&two, "/run/q.sock") && !serves(&two, "/run/xq.sock"));
         assert!(!serves(&(two + &line("01", "q.sock")), "/run/q.sock"));
+    }
+
+    #[test]
+    fn a_path_into_another_mount_namespace_is_compared_as_it_was_bound_there() {
+        let line = |state| format!("0000: 00000002 00000000 00010000 0001 {state} 1 /run/q.sock\n");
+        let text = line("01") + &line("03");
+        for (path, served) in [
+            ("/run/q.sock", true),
+            ("/proc/77/root/run/q.sock", true),
+            ("/proc/x7/root/run/q.sock", false),
+            ("/proc/77/cwd/run/q.sock", false),
+            ("/proc/77", false),
+            ("run/q.sock", false),
+        ] {
+            let bound = bound_as(Path::new(path));
+            assert_eq!(serves(&text, &bound.to_string_lossy()), served, "{path}");
+        }
     }
 }

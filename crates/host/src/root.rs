@@ -1,12 +1,16 @@
 //! Where files are read from, how much of them, and what can be wrong with them.
 //!
 //! Every read in this crate goes through [`Root`], so a test can put a fixture
-//! tree under any probe, and no file can be longer than expected. Only reading
-//! belongs here; what a file means stands in `probe/`.
+//! tree under any probe, make any read fail, and no file can be longer than expected.
+//! Only reading belongs here; what a file means stands in `probe/`.
 
-use std::fs::File;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
@@ -80,44 +84,136 @@ impl ProbeError {
     }
 }
 
+/// What a read gives instead of what is there.
+#[derive(Debug)]
+pub enum Fault {
+    /// It fails.
+    Error(io::Error),
+    /// A file holds this, a link names it, a directory lists it line by line.
+    Bytes(Vec<u8>),
+}
+
+/// Asked before each read of a path below the root; may also take its time.
+pub type Faults = Arc<dyn Fn(&Path) -> Option<Fault> + Send + Sync>;
+
 /// The directory that stands for `/`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Root(PathBuf);
+#[derive(Clone)]
+pub struct Root {
+    prefix: PathBuf,
+    faults: Option<Faults>,
+}
 
 impl Default for Root {
     /// The machine's own `/`.
     fn default() -> Root {
-        Root(PathBuf::from("/"))
+        Root::at("/")
     }
 }
+
+impl fmt::Debug for Root {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let faulty = if self.faults.is_some() { " with faults" } else { "" };
+        write!(f, "Root({:?}{faulty})", self.prefix)
+    }
+}
+
+impl PartialEq for Root {
+    /// The same directory with the same faults.
+    fn eq(&self, other: &Root) -> bool {
+        let same = match (&self.faults, &other.faults) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        same && self.prefix == other.prefix
+    }
+}
+
+impl Eq for Root {}
 
 impl Root {
     /// A tree that looks like a machine, for tests.
     pub fn at(prefix: impl Into<PathBuf>) -> Root {
-        Root(prefix.into())
+        Root { prefix: prefix.into(), faults: None }
+    }
+
+    /// The same tree on which reads fail, for tests.
+    pub fn with_faults(self, faults: Faults) -> Root {
+        Root { faults: Some(faults), ..self }
     }
 
     /// Whether this is the machine's own `/`, not a fixture tree.
     pub fn is_machine(&self) -> bool {
-        self.0 == Path::new("/")
+        self.prefix == Path::new("/")
     }
 
     /// Where an absolute path lies below this root.
     pub fn path(&self, absolute: impl AsRef<Path>) -> PathBuf {
         let absolute = absolute.as_ref();
-        self.0.join(absolute.strip_prefix("/").unwrap_or(absolute))
+        self.prefix.join(absolute.strip_prefix("/").unwrap_or(absolute))
     }
 
     /// At most [`MAX_FILE`] bytes of a file; `None` where it is absent, its
     /// process has ended, or the kernel has it switched off (`psi=0`).
     pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Result<Option<Vec<u8>>, ProbeError> {
         let path = self.path(absolute);
-        let mut bytes = Vec::with_capacity(USUAL);
-        match File::open(&path).and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
-            Ok(n) if n as u64 > MAX_FILE => Err(ProbeError::TooLong { path }),
-            Ok(_) => Ok(Some(bytes)),
-            Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(ProbeError::Io { path, error }),
+        let read = || -> io::Result<Vec<u8>> {
+            if let Some(bytes) = self.faulty(&path)? {
+                return Ok(bytes);
+            }
+            let mut bytes = Vec::with_capacity(USUAL);
+            File::open(&path)?.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        match present(&path, read())? {
+            Some(bytes) if bytes.len() as u64 > MAX_FILE => Err(ProbeError::TooLong { path }),
+            bytes => Ok(bytes),
+        }
+    }
+
+    /// The names in a directory; an error also where reading it ends early.
+    pub fn read_dir(
+        &self,
+        absolute: impl AsRef<Path>,
+    ) -> Result<Option<Vec<OsString>>, ProbeError> {
+        let path = self.path(absolute);
+        let read = || -> io::Result<Vec<OsString>> {
+            if let Some(bytes) = self.faulty(&path)? {
+                let lines = bytes.split(|b| *b == b'\n');
+                return Ok(lines.map(|l| OsString::from_vec(l.to_vec())).collect());
+            }
+            std::fs::read_dir(&path)?.map(|entry| Ok(entry?.file_name())).collect()
+        };
+        present(&path, read())
+    }
+
+    /// What a symbolic link names.
+    pub fn read_link(&self, absolute: impl AsRef<Path>) -> Result<Option<PathBuf>, ProbeError> {
+        let path = self.path(absolute);
+        let read = || match self.faulty(&path)? {
+            Some(bytes) => Ok(PathBuf::from(std::ffi::OsStr::from_bytes(&bytes))),
+            None => std::fs::read_link(&path),
+        };
+        present(&path, read())
+    }
+
+    /// `stat` of what a path leads to.
+    pub fn metadata(&self, absolute: impl AsRef<Path>) -> Result<Option<Metadata>, ProbeError> {
+        let path = self.path(absolute);
+        let read = || match self.faulty(&path)? {
+            Some(_) => Err(io::ErrorKind::InvalidData.into()),
+            None => std::fs::metadata(&path),
+        };
+        present(&path, read())
+    }
+
+    fn faulty(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
+        let Some(faults) = &self.faults else { return Ok(None) };
+        let below = Path::new("/").join(path.strip_prefix(&self.prefix).unwrap_or(path));
+        match faults(&below) {
+            None => Ok(None),
+            Some(Fault::Error(error)) => Err(error),
+            Some(Fault::Bytes(bytes)) => Ok(Some(bytes)),
         }
     }
 
@@ -141,6 +237,15 @@ impl Root {
         parse(&text)
             .map(Some)
             .map_err(|error| ProbeError::Parse { path: self.path(absolute), error })
+    }
+}
+
+/// What is absent is `None`; other errors name the path.
+fn present<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, ProbeError> {
+    match read {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(ProbeError::Io { path: path.to_owned(), error }),
     }
 }
 
@@ -195,6 +300,32 @@ mod tests {
         std::fs::write(dir.path().join("long"), vec![b'x'; MAX_FILE as usize + 1]).unwrap();
         let error = root.read("/long").unwrap_err().to_string();
         assert!(error.contains("/long: longer than"), "{error}");
+    }
+
+    #[test]
+    fn every_kind_of_read_can_be_made_to_fail() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("f"), "there").unwrap();
+        let plain = Root::at(dir.path());
+        let failing = |fault: fn() -> Fault| {
+            plain.clone().with_faults(Arc::new(move |path: &Path| {
+                assert_eq!(path, Path::new("/f"), "as seen below the root");
+                Some(fault())
+            }))
+        };
+        let emfile = failing(|| Fault::Error(Errno::MFILE.into()));
+        assert!(emfile.read("/f").is_err() && emfile.metadata("/f").is_err());
+        assert!(emfile.read_dir("/f").is_err() && emfile.read_link("/f").is_err());
+        let absent = failing(|| Fault::Error(Errno::NOENT.into()));
+        assert!(absent.read("/f").unwrap().is_none());
+        let bytes = failing(|| Fault::Bytes(b"a\nb".to_vec()));
+        assert_eq!(bytes.read("/f").unwrap().unwrap(), "a\nb");
+        assert_eq!(bytes.read_dir("/f").unwrap().unwrap(), ["a", "b"]);
+        assert_eq!(bytes.read_link("/f").unwrap().unwrap(), Path::new("a\nb"));
+        assert!(bytes.metadata("/f").is_err());
+        let none = plain.clone().with_faults(Arc::new(|_: &Path| None));
+        assert_eq!(none.read("/f").unwrap().unwrap(), "there");
+        assert!(plain != none && none == none.clone() && plain == plain.clone());
     }
 
     #[test]

@@ -604,6 +604,7 @@ impl Vm {
         VmSample {
             id,
             name: self.process.name.clone(),
+            given: Some(&self.process.given).filter(|g| **g != self.process.name).cloned(),
             uuid: self.process.uuid.clone(),
             ram: self.ram,
             process: memory,
@@ -679,11 +680,12 @@ impl Vm {
         wants
     }
 
-    /// Why its memory cannot be paged out.
+    /// Why its memory stays where it is.
     fn pinned(&self) -> Option<String> {
         let p = &self.process;
         let why = |yes, why: &str| if yes { Some(why.to_owned()) } else { None };
         why(p.passthrough, "a VFIO or vDPA device pins it")
+            .or_else(|| p.pinned.clone())
             .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
     }
 
@@ -799,11 +801,13 @@ mod tests {
             QemuProcess {
                 id: VmId { pid: std::process::id(), start: 0 },
                 name: "v".into(),
+                given: "v".into(),
                 uuid: None,
                 qmp: QmpAddress::Paths(vec![path]),
                 balloon: true,
                 passthrough: false,
                 hugepages: false,
+                pinned: None,
                 incoming: false,
                 agent: None,
                 objections: Vec::new(),

@@ -154,7 +154,7 @@ impl Laws {
         if to >= action.from || nudge {
             return;
         }
-        let floor = self.config.vm(name).min.of(g.spec.ram);
+        let floor = self.config.settings(name, None).min.of(g.spec.ram);
         if to < floor {
             self.breach(Law::Floor, at, format!("{name} to {to}, floor {floor}"));
         }

@@ -67,7 +67,7 @@ impl Sight<'_> {
 
     fn guest(&self, vm: &VmSample) -> Option<Seen> {
         let balloon = vm.balloon.as_ref().filter(|_| vm.link == Link::Up)?;
-        let settings = self.config.vm(&vm.name);
+        let settings = self.config.settings(&vm.name, None);
         let ram = vm.ram?;
         Some(Seen {
             id: vm.id,

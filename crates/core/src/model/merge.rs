@@ -43,7 +43,7 @@ pub struct MergeVm {
 
 impl MergeVm {
     pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
-        let settings = config.vm(&vm.name);
+        let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
         let sample = vm.merge.clone()?;
         let fixed = untouchable(settings, vm);
         let (wanted, managed) = (settings.merge, settings.manage);
@@ -53,7 +53,8 @@ impl MergeVm {
 
 /// Whether the kernel may be advised about a VM's RAM.
 pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
-    vm.pinned.is_none() && untouchable(config.vm(&vm.name), vm).is_none()
+    vm.pinned.is_none()
+        && untouchable(config.settings(vm.given_name(), vm.uuid.as_deref()), vm).is_none()
 }
 
 /// Why nothing may be done to a VM's RAM now, whatever its guest says.

@@ -11,13 +11,14 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
 use ebb_host::act::zeros;
 use ebb_host::linux::LinuxHost;
+use ebb_host::probe::discovery::discover;
 use ebb_host::probe::process::read_smaps_rollup;
-use ebb_host::probe::qemu::{self, QemuProcess};
+use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::root::Root;
 use serde::Serialize;
 
 use crate::client;
-use crate::daemon::options;
+use crate::daemon::{options, trust};
 use crate::table::{emit, emit_json};
 use crate::view::State;
 
@@ -69,7 +70,7 @@ fn check(
 /// Prints the checks; `true` where nothing is [`Verdict::Bad`].
 pub fn main(config: &Config, json: bool) -> Result<bool> {
     let root = Root::default();
-    let processes = qemu::discover(&root).map(|s| s.found).unwrap_or_default();
+    let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
     let sample = if client::is_up(&config.socket) {
         checks.push(check(
@@ -79,7 +80,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
             format!("answers on {}", config.socket),
             "",
         ));
-        sample_of(&client::get_json::<State>(&config.socket, "/v1/state")?, &root)?
+        sample_of(&client::get_json::<State>(&config.socket, "/v1/state")?, &root, &scan.found)?
     } else {
         let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
@@ -92,8 +93,12 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
         let advice = "start a VM with a QMP socket: -qmp unix:/run/NAME.qmp,server=on,wait=off";
         checks.push(check("host", "VMs", Verdict::Missing, "no QEMU process was found", advice));
     }
+    checks.extend(scan.refused.iter().map(|r| {
+        let found = format!("process {} is not taken for a VM", r.pid);
+        check(&r.name, "trust", Verdict::Note, found, &r.why)
+    }));
     for vm in &sample.vms {
-        checks.extend(vm_checks(vm, processes.iter().find(|p| p.id == vm.id)));
+        checks.extend(vm_checks(vm, scan.found.iter().find(|p| p.id == vm.id)));
         checks.extend(backing_check(vm, &root));
     }
     for p in &sample.problems {
@@ -120,14 +125,13 @@ fn look(config: &Config) -> Result<Sample> {
 }
 
 /// What the daemon knows, in the form of a sample: only what the checks need.
-fn sample_of(state: &State, root: &Root) -> Result<Sample> {
+fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample> {
     let mut host = LinuxHost::new(ebb_host::linux::Options {
         root: root.clone(),
         only: Some(Vec::new()),
         ..Default::default()
     })?;
     let own = host.sample();
-    let found = qemu::discover(root).map(|s| s.found).unwrap_or_default();
     let vms = state.vms.iter().map(|v| VmSample {
         id: found.iter().find(|p| p.id.pid == v.pid).map(|p| p.id).unwrap_or_default(),
         name: v.name.clone(),
@@ -294,6 +298,9 @@ fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
     if process.is_some_and(|p| p.passthrough) {
         let advice = "ballooning has no effect: a passed-through device pins all guest memory";
         add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
+    }
+    if let Some(why) = process.and_then(|p| p.pinned.as_deref()) {
+        add("RAM", Verdict::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
     }
     if process.is_some_and(|p| p.hugepages) {
         add(

@@ -17,9 +17,10 @@ use ebb_core::sample::{Ksm, KsmStat};
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
 use ebb_host::act::mergeable::{self, Done};
+use ebb_host::probe::discovery::{Program, discover, inspect_owed};
 use ebb_host::probe::ksm::{ksmtuned, read_ksm, read_ksm_stat};
-use ebb_host::probe::process::read_stat;
-use ebb_host::probe::qemu::{self, QemuProcess, QmpAddress};
+use ebb_host::probe::process::{Life, life};
+use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::qmp::Client;
 use ebb_host::root::Root;
 use ebb_host::scan::survey::{Estimate, Survey, survey};
@@ -27,6 +28,7 @@ use ebb_host::scan::{Fate, Found, Limits, Options, Pages, Scanner, Split, Target
 use serde::Serialize;
 
 use crate::client;
+use crate::daemon::trust;
 use crate::table::{emit, emit_json, signed, table};
 use crate::view::State;
 
@@ -230,16 +232,20 @@ fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result<bool> {
 pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<String>) {
     let (root, mut left, mut failed) = (Root::default(), Vec::new(), Vec::new());
     for mark in marks {
-        let alive = read_stat(&root, mark.id.pid).ok().flatten();
-        if alive.is_none_or(|s| s.start != mark.id.start) {
+        if life(&root, mark.id) == Life::Ended {
             continue;
         }
-        let done =
-            qemu::inspect(&root, mark.id.pid).map_err(anyhow::Error::from).and_then(|found| {
-                let process = QemuProcess { name: mark.name.clone(), ..found.context("no QEMU")? };
-                let mut qmp = connect(config, &process)?;
-                Ok(mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
-            });
+        let inspected = inspect_owed(&root, mark.id);
+        let done = inspected.map_err(anyhow::Error::from).and_then(|found| {
+            let found = match found {
+                Program::Vm(found) => found,
+                Program::Refused(refused) => bail!("not taken for a VM: {}", refused.why),
+                Program::Other => bail!("no QEMU"),
+            };
+            let process = QemuProcess { name: mark.name.clone(), ..*found };
+            let mut qmp = connect(config, &process)?;
+            Ok(mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
+        });
         if let Err(e) = done {
             left.push(mark.clone());
             failed.push(format!("{}: {e:#}", mark.name));
@@ -313,7 +319,8 @@ fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
 
 /// The VM's QMP socket, where one is free: a socket serves one client.
 fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
-    let paths = match (&config.vm(&process.name).qmp, &process.qmp) {
+    let paths = match (&config.settings(&process.given, process.uuid.as_deref()).qmp, &process.qmp)
+    {
         (Some(path), _) => vec![path.into()],
         (None, QmpAddress::Paths(paths)) => paths.clone(),
         (None, QmpAddress::None { why }) => bail!("{why}"),
@@ -393,9 +400,9 @@ fn report(
 
 /// The VMs that the configuration and the command line mean.
 fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
-    let mut processes = qemu::discover(root)?.found;
+    let mut processes = discover(root, &trust(config))?.found;
     if config.listed_only {
-        processes.retain(|p| config.vms.contains_key(&p.name));
+        processes.retain(|p| config.section(&p.given, p.uuid.as_deref()).is_some());
     }
     if let Some(unknown) = names.iter().find(|n| processes.iter().all(|p| p.name != **n)) {
         let there: Vec<&str> = processes.iter().map(|p| p.name.as_str()).collect();
@@ -403,7 +410,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     }
     processes.retain(|p| names.is_empty() || names.contains(&p.name));
     let one = |process: QemuProcess| {
-        let group = config.vm(&process.name).group.clone();
+        let group = config.settings(&process.given, process.uuid.as_deref()).group.clone();
         let (found, why) = match Found::look(root, process.id, &process.name, &group) {
             Ok(Some(found)) => (Some(found), None),
             Ok(None) => (None, Some("it has ended".to_string())),

@@ -1,12 +1,14 @@
 //! Memory cgroups, v1, v2 and hybrid (Linux `Documentation/admin-guide/cgroup-v1/memory.rst`,
-//! `cgroup-v2.rst`): which one a process is in, and the pool that all VMs share.
+//! `cgroup-v2.rst`): which one a process is in, and the pool that most VMs share.
 //!
 //! The memory controller lives in one hierarchy at a time: v1's where one is
 //! mounted (also beside a v2 mount without the controller, “hybrid”), else v2's.
 //! Paths are those of `/proc/PID/cgroup`; mounts of a part of the hierarchy
 //! (containers) make the rest invisible, which reads as `None`.
 
+use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
 use ebb_core::sample::Pool;
 use ebb_core::units::Bytes;
@@ -18,6 +20,8 @@ use crate::root::{ParseError, ProbeError, Root, parse_number, unescape_octal};
 const NO_LIMIT: u64 = 1 << 62;
 /// Deepest nesting looked at; systemd's own default maximum is far lower.
 const MAX_DEPTH: usize = 64;
+/// A pool stays the bound so long after another one would be chosen: VMs come and go.
+pub const POOL_STAYS: Duration = Duration::from_secs(30);
 
 /// A line of `/proc/self/mountinfo`, the fields in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,16 +148,43 @@ pub fn common_ancestor(paths: &[String]) -> Option<String> {
     Some(common.to_str()?.to_owned())
 }
 
-/// The pool that VMs in these cgroups share: of their deepest common ancestor
-/// and the cgroups above it, the one with the smallest limit (the deepest of
-/// equals). `None` where nothing limits them together.
-pub fn common_pool(
-    root: &Root,
-    hierarchy: &Hierarchy,
-    paths: &[String],
-) -> Result<Option<String>, ProbeError> {
-    let Some(common) = common_ancestor(paths) else { return Ok(None) };
-    Ok(tightest(root, hierarchy, &common)?.map(|(path, _)| path))
+/// The cgroups that hold more than half of these, the outermost first: each holds the next.
+pub fn held_by_most(paths: &[String]) -> Vec<String> {
+    let mut held: HashMap<&Path, usize> = HashMap::new();
+    for path in paths {
+        for at in Path::new(path).ancestors().take(MAX_DEPTH) {
+            *held.entry(at).or_default() += 1;
+        }
+    }
+    let most = held.into_iter().filter(|(_, n)| 2 * n > paths.len());
+    let mut most: Vec<&Path> = most.map(|(path, _)| path).collect();
+    most.sort_by_key(|path| path.components().count());
+    most.iter().filter_map(|path| Some(path.to_str()?.to_owned())).collect()
+}
+
+/// The pool that was chosen before.
+#[derive(Clone, Copy, Debug)]
+pub struct Previous<'a> {
+    /// Its cgroup.
+    pub path: &'a str,
+    /// Its limit now; `None`: it has none any more, or is gone.
+    pub limit: Option<Bytes>,
+    /// How long ago it was last the one that would have been chosen.
+    pub age: Duration,
+}
+
+/// Which of the cgroups that hold most VMs is the pool: the one with the smallest limit, the
+/// inner of equals. The previous one stays for [`POOL_STAYS`] where it still limits anything.
+pub fn choose_pool(
+    held: &[(String, Option<Bytes>)],
+    previous: Option<Previous<'_>>,
+) -> Option<String> {
+    let limited = held.iter().rev().filter_map(|(path, limit)| Some((path, (*limit)?)));
+    let best = limited.min_by_key(|(_, limit)| *limit).map(|(path, _)| path.clone());
+    match previous {
+        Some(p) if p.limit.is_some() && p.age < POOL_STAYS => Some(p.path.to_owned()),
+        _ => best,
+    }
 }
 
 /// The cgroup with the smallest limit from here upwards, and that limit.
@@ -174,14 +205,50 @@ pub fn tightest(
     Ok(tightest)
 }
 
-/// A cgroup's own limit; `None` for no limit, or out of sight.
+/// A cgroup's own limit: where it is throttled, if that is less. `None` for no limit, or
+/// out of sight.
 pub fn read_limit(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Bytes>, ProbeError> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
-    let file = match h.version {
-        Version::V1 => "memory.limit_in_bytes",
-        Version::V2 => "memory.max",
-    };
-    Ok(root.parse(dir.join(file), parse_limit)?.flatten())
+    let read = |file| Ok(root.parse(dir.join(file), parse_limit)?.flatten());
+    match h.version {
+        // The soft limit holds only while the whole host is short.
+        Version::V1 => read("memory.limit_in_bytes"),
+        Version::V2 => {
+            let limits = [read("memory.max")?, read("memory.high")?];
+            Ok(limits.into_iter().flatten().min())
+        }
+    }
+}
+
+/// Swap that a cgroup may still use by its own limit and by those above it; `None` where
+/// nothing limits it, or swap is not accounted.
+pub fn read_swap_left(
+    root: &Root,
+    h: &Hierarchy,
+    cgroup: &str,
+) -> Result<Option<Bytes>, ProbeError> {
+    let mut least: Option<Bytes> = None;
+    for at in Path::new(cgroup).ancestors().take(MAX_DEPTH) {
+        let Some(dir) = at.to_str().and_then(|at| h.directory(at)) else { continue };
+        let room = |limit: &str, usage: &str| -> Result<Option<Bytes>, ProbeError> {
+            let Some(limit) = root.parse(dir.join(limit), parse_limit)?.flatten() else {
+                return Ok(None);
+            };
+            let usage = root.parse(dir.join(usage), parse_number)?;
+            Ok(usage.map(|usage| limit - Bytes(usage)))
+        };
+        let left = match h.version {
+            Version::V2 => room("memory.swap.max", "memory.swap.current")?,
+            // A limit of memory and swap together: what memory may still take is not swap's.
+            Version::V1 => {
+                let memory = room("memory.limit_in_bytes", "memory.usage_in_bytes")?;
+                room("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")?
+                    .map(|both| both - memory.unwrap_or_default())
+            }
+        };
+        least = least.into_iter().chain(left).min();
+    }
+    Ok(least)
 }
 
 /// A limit in bytes; `max`, and v1's number near 2^63, are `None`.
@@ -210,7 +277,7 @@ pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool
         file: stat.file,
         anon: stat.anon,
         swap: stat.swap,
-        swap_left: None,
+        swap_left: read_swap_left(root, h, cgroup)?,
         oom_kills: root.parse(dir.join(events), parse_oom_kills)?.flatten(),
         psi: None,
     };
@@ -289,6 +356,13 @@ mod tests {
         list.iter().map(|s| s.to_string()).collect()
     }
 
+    /// The pool that is found first for VMs in these cgroups.
+    fn pool_of(root: &Root, h: &Hierarchy, list: &[&str]) -> Option<String> {
+        let with_limit = |path: String| (path.clone(), read_limit(root, h, &path).unwrap());
+        let held: Vec<_> = held_by_most(&paths(list)).into_iter().map(with_limit).collect();
+        choose_pool(&held, None)
+    }
+
     #[test]
     fn v1_counts_in_a_hybrid_and_its_pool_is_read() {
         let m = "/sys/fs/cgroup/memory";
@@ -313,7 +387,7 @@ mod tests {
         assert_eq!(h.version, Version::V1);
         let group = read_process_cgroup(&root, h.version, 7).unwrap().unwrap();
         assert_eq!(group, "/vms/a:b");
-        let path = common_pool(&root, &h, &[group, "/vms/c".into()]).unwrap().unwrap();
+        let path = pool_of(&root, &h, &[&group, "/vms/c"]).unwrap();
         let pool = read_pool(&root, &h, &path).unwrap().unwrap();
         let expected = Pool {
             path: "/vms".into(),
@@ -349,7 +423,7 @@ mod tests {
             (&format!("{s}/web/b/memory.max"), "max\n"),
         ]);
         let h = read_hierarchy(&root).unwrap().unwrap();
-        let of = |list: &[&str]| common_pool(&root, &h, &paths(list)).unwrap();
+        let of = |list: &[&str]| pool_of(&root, &h, list);
         let web = ["/machine.slice/web/a", "/machine.slice/web/b"];
         assert_eq!(of(&web).as_deref(), Some("/machine.slice"));
         assert_eq!(of(&web[..1]).as_deref(), Some("/machine.slice/web/a"));
@@ -358,6 +432,102 @@ mod tests {
         let pool = read_pool(&root, &h, "/machine.slice").unwrap().unwrap();
         assert_eq!((pool.file, pool.swap, pool.oom_kills), (Bytes(450), Some(Bytes(64)), Some(1)));
         assert_eq!(pool.psi.unwrap().some.total_us, 5);
+    }
+
+    #[test]
+    fn the_pool_holds_more_than_half_of_the_vms_and_not_all_of_them() {
+        let a = ["/vm.slice/a", "/vm.slice/b", "/elsewhere"];
+        assert_eq!(held_by_most(&paths(&a)), ["/", "/vm.slice"]);
+        assert_eq!(held_by_most(&paths(&a[1..])), ["/"]);
+        assert_eq!(held_by_most(&paths(&a[..1])), ["/", "/vm.slice", "/vm.slice/a"]);
+        assert!(held_by_most(&[]).is_empty());
+        let limits = |list: &[(&str, Option<u64>)]| -> Vec<(String, Option<Bytes>)> {
+            list.iter().map(|(p, l)| (p.to_string(), l.map(Bytes))).collect()
+        };
+        for (held, expected) in [
+            (limits(&[("/", None), ("/s", Some(9)), ("/s/a", Some(7))]), Some("/s/a")),
+            (limits(&[("/", None), ("/s", Some(7)), ("/s/a", Some(9))]), Some("/s")),
+            (limits(&[("/", None), ("/s", Some(7)), ("/s/a", Some(7))]), Some("/s/a")),
+            (limits(&[("/", None), ("/s", None)]), None),
+            (limits(&[]), None),
+        ] {
+            assert_eq!(choose_pool(&held, None).as_deref(), expected, "{held:?}");
+        }
+    }
+
+    #[test]
+    fn a_pool_stays_for_a_while_unless_it_limits_nothing_any_more() {
+        let held = [("/".to_owned(), None), ("/s".into(), Some(Bytes(5)))];
+        let after = |held: &[(String, Option<Bytes>)], limit, age| {
+            let previous = Previous { path: "/s/a", limit, age };
+            choose_pool(held, Some(previous))
+        };
+        let (soon, late) = (POOL_STAYS - Duration::from_millis(1), POOL_STAYS);
+        assert_eq!(after(&held, Some(Bytes(9)), soon).as_deref(), Some("/s/a"));
+        assert_eq!(after(&[], Some(Bytes(9)), soon).as_deref(), Some("/s/a"));
+        assert_eq!(after(&held, Some(Bytes(9)), late).as_deref(), Some("/s"));
+        assert_eq!(after(&[], Some(Bytes(9)), late), None);
+        assert_eq!(after(&held, None, Duration::ZERO).as_deref(), Some("/s"), "it is gone");
+    }
+
+    #[test]
+    fn the_limit_is_where_a_cgroup_is_throttled_or_where_it_is_killed() {
+        let files = [
+            ("/m/a/memory.max", "900\n"),
+            ("/m/a/memory.high", "700\n"),
+            ("/m/b/memory.high", "5\n"),
+        ];
+        let more = [("/m/b/memory.max", "max\n"), ("/m/c/memory.max", "8\n")];
+        let high = [("/m/c/memory.high", "max\n"), ("/m/d/memory.max", "max\n")];
+        let (_dir, root) = tree(&[&files[..], &more[..], &high[..]].concat());
+        let h = Hierarchy { version: Version::V2, point: "/m".into(), root: "/".into() };
+        let of = |cgroup| read_limit(&root, &h, cgroup).unwrap().map(|b| b.0);
+        assert_eq!(
+            ["/a", "/b", "/c", "/d", "/e"].map(of),
+            [Some(700), Some(5), Some(8), None, None]
+        );
+    }
+
+    #[test]
+    fn swap_left_is_the_least_of_the_pool_and_of_all_above_it() {
+        let (_dir, root) = tree(&[
+            ("/m/s/memory.swap.max", "1000\n"),
+            ("/m/s/memory.swap.current", "400\n"),
+            ("/m/s/p/memory.swap.max", "max\n"),
+            ("/m/s/p/memory.swap.current", "100\n"),
+            ("/m/s/q/memory.swap.max", "0\n"),
+            ("/m/s/q/memory.swap.current", "50\n"),
+            ("/m/free/memory.swap.max", "max\n"),
+            ("/m/free/memory.swap.current", "5\n"),
+        ]);
+        let h = Hierarchy { version: Version::V2, point: "/m".into(), root: "/".into() };
+        let of = |cgroup| read_swap_left(&root, &h, cgroup).unwrap().map(|b| b.0);
+        assert_eq!(of("/s/p"), Some(600));
+        assert_eq!(of("/s/q"), Some(0), "a limit that was lowered below what is used");
+        assert_eq!((of("/free"), of("/none")), (None, None));
+    }
+
+    #[test]
+    fn v1_limits_memory_and_swap_together() {
+        let group = |g: &str, files: &[(&str, u64)]| -> Vec<(String, String)> {
+            let line = |(f, n): &(&str, u64)| (format!("/m/{g}/memory.{f}"), format!("{n}\n"));
+            files.iter().map(line).collect()
+        };
+        let files = [
+            group("a", &[("limit_in_bytes", 1000), ("usage_in_bytes", 900)]),
+            group("a", &[("memsw.limit_in_bytes", 1500), ("memsw.usage_in_bytes", 1100)]),
+            group("b", &[("limit_in_bytes", 1000), ("usage_in_bytes", 300)]),
+            group("b", &[("memsw.limit_in_bytes", 1000), ("memsw.usage_in_bytes", 300)]),
+            group("c", &[("limit_in_bytes", 1000), ("usage_in_bytes", 300)]),
+        ];
+        let files = files.concat();
+        let files: Vec<(&str, &str)> = files.iter().map(|(p, t)| (&p[..], &t[..])).collect();
+        let (_dir, root) = tree(&files);
+        let h = Hierarchy { version: Version::V1, point: "/m".into(), root: "/".into() };
+        let of = |cgroup| read_swap_left(&root, &h, cgroup).unwrap().map(|b| b.0);
+        assert_eq!(of("/a"), Some(300), "400 more of both, 100 of them memory");
+        assert_eq!(of("/b"), Some(0), "memory may take all that is left");
+        assert_eq!(of("/c"), None, "swap is not accounted");
     }
 
     #[test]
@@ -399,7 +569,7 @@ mod tests {
         let Some(h) = read_hierarchy(&root).unwrap() else { return };
         let me = std::process::id();
         let mine = read_process_cgroup(&root, h.version, me).unwrap().unwrap();
-        common_pool(&root, &h, std::slice::from_ref(&mine)).unwrap();
+        pool_of(&root, &h, &[&mine]);
         if !rustix::process::geteuid().is_root() || h.version == Version::V2 {
             return;
         }
@@ -415,8 +585,7 @@ mod tests {
             return; // The hierarchy is read-only, as in most containers.
         }
         fs::write(child.0.join("memory.limit_in_bytes"), "1048576").unwrap();
-        let vms = paths(&[&name, &format!("{name}/vm")]);
-        assert_eq!(common_pool(&root, &h, &vms).unwrap().as_ref(), Some(&name));
+        assert_eq!(pool_of(&root, &h, &[&name, &format!("{name}/vm")]).as_ref(), Some(&name));
         let pool = read_pool(&root, &h, &name).unwrap().unwrap();
         assert_eq!((pool.limit, pool.oom_kills), (Bytes::mib(1), Some(0)));
     }

@@ -2,6 +2,7 @@
 //! `parse_x(text)`. A new source is a new file here.
 
 pub mod cgroup;
+pub mod discovery;
 pub mod ksm;
 pub mod maps;
 pub mod meminfo;
@@ -10,6 +11,7 @@ pub mod psi;
 pub mod qemu;
 pub mod regions;
 pub mod swaps;
+pub mod trust;
 pub mod vmpressure;
 pub mod vmstat;
 pub mod zfs;

@@ -41,6 +41,8 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
     let number = |field: usize, name| {
         fields.get(field - 3).and_then(|f| f.parse::<u64>().ok()).ok_or_else(|| bad(name))
     };
+    // The one after the last in use: a text that was cut off tells no wrong start.
+    number(23, "vsize")?;
     Ok(Stat {
         comm: name.split_once('(').map_or("", |(_, comm)| comm).to_owned(),
         state: fields.first().and_then(|f| f.chars().next()).ok_or_else(|| bad("state"))?,
@@ -102,12 +104,46 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
             "RssFile" => memory.file = value?,
             "RssShmem" => memory.shmem = value?,
             "VmSwap" => memory.swap = value?,
+            "VmLck" => memory.locked = value?,
             _ => return Some(()),
         }
         seen = true;
         Some(())
     })?;
     Ok(seen.then_some(memory))
+}
+
+/// Whose a process is, of `/proc/PID/status`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// `Uid`: real, effective, saved, of the file system.
+    pub uids: [u32; 4],
+    /// `NSpid` has more than one: it is in a pid namespace below that of `/proc`.
+    pub contained: bool,
+}
+
+/// Reads whose a process is.
+pub fn read_credentials(root: &Root, pid: u32) -> Result<Option<Credentials>, ProbeError> {
+    root.parse(format!("/proc/{pid}/status"), parse_credentials)
+}
+
+/// Parses it; kernels without pid namespaces have no `NSpid`.
+pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
+    let (mut uids, mut contained) = (None, false);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(':') else { continue };
+        match key {
+            "Uid" => {
+                let ids = rest.split_ascii_whitespace().map(str::parse);
+                let ids: Vec<u32> = ids.collect::<Result<_, _>>().unwrap_or_default();
+                uids = Some(ids.try_into().map_err(|_| ParseError::new(i + 1, line))?);
+            }
+            "NSpid" => contained = rest.split_ascii_whitespace().count() > 1,
+            _ => {}
+        }
+    }
+    let uids = uids.ok_or_else(|| ParseError::missing("Uid"))?;
+    Ok(Credentials { uids, contained })
 }
 
 /// `/proc/PID/smaps_rollup`: exact, but walks the whole page table.
@@ -179,7 +215,8 @@ mod tests {
             assert_eq!((stat.comm.as_str(), stat.state, stat.start), (name, 'S', 99887));
             assert_eq!((stat.user_ticks, stat.system_ticks), (11, 12));
         }
-        for text in ["", "77 (x", "77 (x)", "77 (x) S 1 2"] {
+        let cut = format!("77 (x) S{} 998", " 0".repeat(18));
+        for text in ["", "77 (x", "77 (x)", "77 (x) S 1 2", &cut] {
             assert!(parse_stat(text).is_err(), "{text}");
         }
     }
@@ -232,10 +269,26 @@ mod tests {
                               VmSwap:\t 4 kB\n",
         );
         assert_eq!(m.unwrap().unwrap().resident(), Bytes::kib(16));
+        let locked = parse_status("VmLck:\t 8 kB\nRssAnon:\t 9 kB\n").unwrap().unwrap();
+        assert_eq!((locked.locked, locked.resident()), (Bytes::kib(8), Bytes::kib(9)));
         assert_eq!(parse_status("Name:\tkthreadd\nState:\tS\n").unwrap(), None);
         assert_eq!(parse_status("Name:\tx\nRssAnon:\t-1 kB\n").unwrap_err().line, 2);
         let r = parse_smaps_rollup("00400000-7fff ---p 0 [rollup]\nRss: 9 kB\nSwap: 2 kB\n");
         assert_eq!(r.unwrap().rss, Bytes::kib(9));
+    }
+
+    #[test]
+    fn whose_a_process_is_and_whether_it_is_in_a_container() {
+        let text = "Name:\tkvm\nUid:\t0\t1000\t2\t3\nNSpid:\t77\n";
+        let own = parse_credentials(text).unwrap();
+        assert_eq!(own, Credentials { uids: [0, 1000, 2, 3], contained: false });
+        let below = parse_credentials("Uid: 1 1 1 1\nNSpid:\t77\t1\n").unwrap();
+        assert!(below.contained);
+        for text in ["", "Name: Uid: 0 0 0 0\n", "Uid:\t0\t0\t0\n", "Uid: 0 0 0 -1\n"] {
+            assert!(parse_credentials(text).is_err(), "{text}");
+        }
+        let me = read_credentials(&Root::default(), std::process::id()).unwrap().unwrap();
+        assert_eq!(me.uids[1], rustix::process::geteuid().as_raw());
     }
 
     #[test]

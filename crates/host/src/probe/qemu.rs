@@ -1,24 +1,24 @@
-//! Which processes are QEMU, and what their command lines tell: name, QMP
-//! socket, balloon, and what forbids to touch the memory.
+//! What QEMU's command lines tell: name, QMP socket, balloon, and what forbids to touch the
+//! memory.
 //!
 //! A command line is what its user typed: any bytes, any length up to the read
 //! limit. Only what starts at `-option` is believed; what is not understood is
 //! passed over. Source: QEMU `qemu-options.hx`, `util/qemu-option.c` (`,,` is a
 //! comma), `chardev/char.c`.
 
-use std::collections::{HashMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
 use ebb_core::wire::OTHERS_DISCARD;
 use serde_json::Value;
 
-use super::cgroup::read_mounts;
-use super::process::{Stat, read_stat};
-use crate::root::{ProbeError, Root};
+use super::trust::is_qemu;
 
 /// Longest name kept; longer ones are cut.
 const MAX_NAME: usize = 100;
+/// The same for a uuid, a file's name and an object's type.
+const MAX_KIND: usize = 64;
 /// Why the agent must not touch a VM that shares its RAM with such a process.
 const WRITES_UNSEEN: &str = "a vhost-user device writes to guest RAM unseen by userfaultfd";
 /// Most QMP sockets of one VM that are tried.
@@ -52,6 +52,8 @@ pub struct QemuArgs {
     pub passthrough: bool,
     /// RAM in huge pages, as far as the options alone tell.
     pub hugetlb: bool,
+    /// Why else guest memory stays where it is: encrypted or locked.
+    pub pinned: Option<String>,
     /// Files that RAM lives in.
     pub mem_paths: Vec<String>,
     /// `-incoming`: started to receive a migration.
@@ -69,6 +71,8 @@ pub struct QemuProcess {
     pub id: VmId,
     /// Name, unique among those found together.
     pub name: String,
+    /// `-name` as typed, `pid-N` without one, or what the configuration calls it.
+    pub given: String,
     /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
@@ -79,6 +83,8 @@ pub struct QemuProcess {
     pub passthrough: bool,
     /// RAM lies in huge pages.
     pub hugepages: bool,
+    /// Why else guest memory stays where it is: encrypted or locked.
+    pub pinned: Option<String>,
     /// Started to receive a migration.
     pub incoming: bool,
     /// Socket of Ebb's agent inside it, absolute.
@@ -87,172 +93,24 @@ pub struct QemuProcess {
     pub objections: Vec<String>,
 }
 
-/// What a scan found.
-#[derive(Debug, Default)]
-pub struct Scan {
-    /// QEMU processes, sorted by id.
-    pub found: Vec<QemuProcess>,
-    /// What could not be read, as (file, reason).
-    pub problems: Vec<(String, String)>,
-}
-
-/// Scans `/proc` once; see [`Scanner::scan`].
-pub fn discover(root: &Root) -> Result<Scan, ProbeError> {
-    Scanner::default().scan(root)
-}
-
-/// Scans `/proc` again and again. Reading a command line takes the process's
-/// mmap lock, which on a host short of memory may be held for long; so each is
-/// read once, and again only when `stat` (no lock) shows another program. Most
-/// processes are no VMs and stay what they are: of those only the name is read, as
-/// `stat` costs several times as much, but for every [`THOROUGH`]th scan, which
-/// also finds a VM with the pid and the name of a process that has ended.
-#[derive(Debug, Default)]
-pub struct Scanner {
-    seen: HashMap<u32, Seen>,
-    hugetlbfs: Option<Vec<String>>,
-    scans: u32,
-}
-
-/// See [`Scanner`].
-const THOROUGH: u32 = 15;
-
-#[derive(Debug)]
-struct Seen {
-    start: u64,
-    comm: String,
-    qemu: Option<QemuProcess>,
-}
-
-impl Scanner {
-    /// Processes that vanish meanwhile are passed over; what may not be read
-    /// becomes a problem of the scan.
-    pub fn scan(&mut self, root: &Root) -> Result<Scan, ProbeError> {
-        let path = root.path("/proc");
-        let error = |error| ProbeError::Io { path: path.clone(), error };
-        let mut scan = Scan::default();
-        let mut seen = HashMap::new();
-        self.scans = (self.scans + 1) % THOROUGH;
-        for entry in std::fs::read_dir(&path).map_err(error)? {
-            let Ok(entry) = entry else { continue };
-            let pid = entry.file_name().to_str().and_then(|n| n.parse().ok());
-            let Some(pid) = pid else { continue };
-            match self.look(root, pid) {
-                Ok(Some(process)) => drop(seen.insert(pid, process)),
-                Ok(None) => {}
-                Err(e) => scan.problems.push((format!("/proc/{pid}"), e.to_string())),
-            }
-        }
-        scan.found = seen.values().filter_map(|s| s.qemu.clone()).collect();
-        self.seen = seen;
-        make_names_unique(&mut scan.found);
-        Ok(scan)
+impl QemuProcess {
+    /// Whether the configuration's section of one of these names is this VM's.
+    pub fn is_one_of(&self, sections: &[String]) -> bool {
+        let by_uuid = self.uuid.as_deref().map(by_uuid);
+        let by_name = Some(&self.given).filter(|name| !name.starts_with(BY_UUID));
+        sections.iter().any(|s| Some(s) == by_name || Some(s) == by_uuid.as_ref())
     }
 
-    /// Whether a process has the name that it had when it was seen to be no VM.
-    fn is_still_none(&self, root: &Root, pid: u32) -> bool {
-        let none = |s: &&Seen| s.qemu.is_none() && !is_qemu(&s.comm);
-        let Some(known) = self.seen.get(&pid).filter(none) else { return false };
-        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
-        self.scans != 0 && comm.is_some_and(|c| c.trim_end_matches('\n') == known.comm)
+    /// Names it as the configuration does that has its socket; one that has it by uuid
+    /// must mean this VM.
+    pub fn call(&mut self, section: String) -> Result<(), String> {
+        if !section.starts_with(BY_UUID) {
+            (self.name, self.given) = (section.clone(), section);
+        } else if self.uuid.as_deref().map(by_uuid) != Some(section) {
+            return Err(format!("the VM there ({}) has another uuid", self.given));
+        }
+        Ok(())
     }
-
-    fn look(&mut self, root: &Root, pid: u32) -> Result<Option<Seen>, ProbeError> {
-        if self.is_still_none(root, pid) {
-            return Ok(self.seen.remove(&pid));
-        }
-        let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else { return Ok(None) };
-        if matches!(state, 'Z' | 'X') {
-            return Ok(None);
-        }
-        if let Some(known) = self.seen.remove(&pid)
-            && (known.start, &known.comm) == (start, &comm)
-            // A wrapper script has the name of the QEMU that it becomes.
-            && (known.qemu.is_some() || !is_qemu(&comm))
-        {
-            return Ok(Some(known));
-        }
-        let qemu = self.inspect(root, VmId { pid, start })?;
-        Ok(Some(Seen { start, comm, qemu }))
-    }
-
-    fn inspect(&mut self, root: &Root, id: VmId) -> Result<Option<QemuProcess>, ProbeError> {
-        let pid = id.pid;
-        let Some(line) = root.read_bytes(format!("/proc/{pid}/cmdline"))? else { return Ok(None) };
-        let Some(args) = parse_cmdline(&line) else { return Ok(None) };
-        if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
-            let mounts = read_mounts(root)?.unwrap_or_default();
-            let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);
-            self.hugetlbfs = Some(huge.collect());
-        }
-        let on_hugetlbfs = |path: &String| {
-            self.hugetlbfs.iter().flatten().any(|mount| Path::new(path).starts_with(mount))
-        };
-        Ok(Some(QemuProcess {
-            id,
-            name: args.name.unwrap_or_else(|| format!("pid-{pid}")),
-            uuid: args.uuid,
-            qmp: absolute(root, pid, args.qmp),
-            balloon: args.balloon,
-            passthrough: args.passthrough,
-            hugepages: args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs),
-            incoming: args.incoming,
-            agent: args
-                .agent
-                .or_else(|| preloaded(&root.read_bytes(format!("/proc/{pid}/environ")).ok()??))
-                .and_then(|path| place(root, pid, vec![path]).ok()?.pop()),
-            objections: args.objections,
-        }))
-    }
-}
-
-/// Looks at one process; `None` where it is not a live QEMU.
-pub fn inspect(root: &Root, pid: u32) -> Result<Option<QemuProcess>, ProbeError> {
-    Ok(Scanner::default().look(root, pid)?.and_then(|seen| seen.qemu))
-}
-
-/// Socket paths as this process can open them.
-fn absolute(root: &Root, pid: u32, qmp: QmpAddress) -> QmpAddress {
-    let QmpAddress::Paths(paths) = qmp else { return qmp };
-    let first = paths[0].display().to_string();
-    match place(root, pid, paths) {
-        Ok(paths) => QmpAddress::Paths(paths),
-        Err(e) => {
-            let why = format!("QMP socket “{first}” is relative and /proc/{pid}/cwd says: {e}");
-            QmpAddress::None { why }
-        }
-    }
-}
-
-/// Relative paths start at QEMU's working directory, and a QEMU in a container
-/// has its own `/`.
-fn place(root: &Root, pid: u32, paths: Vec<PathBuf>) -> std::io::Result<Vec<PathBuf>> {
-    let link = |name: String| std::fs::read_link(root.path(name));
-    let (theirs, ours) = (link(format!("/proc/{pid}/ns/mnt")), link("/proc/self/ns/mnt".into()));
-    let contained = matches!((theirs, ours), (Ok(a), Ok(b)) if a != b);
-    let cwd = if paths.iter().any(|p| p.is_relative()) {
-        link(format!("/proc/{pid}/cwd"))?
-    } else {
-        PathBuf::from("/")
-    };
-    let place = |path: PathBuf| {
-        let path = cwd.join(path);
-        if contained { Root::at(format!("/proc/{pid}/root")).path(path) } else { path }
-    };
-    Ok(paths.into_iter().map(place).collect())
-}
-
-/// The longest-running of several VMs of one name keeps it; others get
-/// `name-PID`. Sorts by id.
-pub fn make_names_unique(found: &mut [QemuProcess]) {
-    found.sort_by_key(|p| (p.id.start, p.id.pid));
-    let mut taken = HashSet::new();
-    for p in found.iter_mut() {
-        while !taken.insert(p.name.clone()) {
-            p.name = format!("{}-{}", p.name, p.id.pid);
-        }
-    }
-    found.sort_by_key(|p| p.id);
 }
 
 /// Parses `/proc/PID/cmdline` (arguments end in NUL). `None` where the program
@@ -260,8 +118,7 @@ pub fn make_names_unique(found: &mut [QemuProcess]) {
 pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     let text = String::from_utf8_lossy(bytes.strip_suffix(b"\0").unwrap_or(bytes));
     let mut args = text.split('\0');
-    let program = args.next()?.rsplit('/').next()?;
-    if !is_qemu(program) {
+    if !is_qemu(args.next()?) {
         return None;
     }
     let mut found = QemuArgs {
@@ -271,6 +128,7 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
         balloon: false,
         passthrough: false,
         hugetlb: false,
+        pinned: None,
         mem_paths: Vec::new(),
         incoming: false,
         agent: None,
@@ -290,6 +148,11 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     Some(found)
 }
 
+/// Foreign text as it may be shown: so many characters, none that steers a terminal.
+fn shown(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
 /// Socket of an agent that was not loaded by `-plugin`, in what a process was
 /// started with (`/proc/PID/environ`): `LD_PRELOAD` names our library, and
 /// `EBB_AGENT_SOCKET` the path.
@@ -301,12 +164,8 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
     get("EBB_AGENT_SOCKET").filter(|path| loaded && !path.is_empty()).map(PathBuf::from)
 }
 
-fn is_qemu(program: &str) -> bool {
-    program.starts_with("qemu-system") || program == "qemu-kvm" || program == "kvm"
-}
-
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 17] = [
+const OPTIONS: [&str; 21] = [
     "name",
     "uuid",
     "qmp",
@@ -321,6 +180,10 @@ const OPTIONS: [&str; 17] = [
     "incoming",
     "balloon",
     "plugin",
+    "machine",
+    "M",
+    "overcommit",
+    "realtime",
     "bios",
     "drive",
     "append",
@@ -331,11 +194,9 @@ impl QemuArgs {
         match option {
             "name" => {
                 let name = Options::parse(value, "guest").get("guest").unwrap_or_default();
-                let name: String = name.chars().take(MAX_NAME).collect();
-                let name = name.replace(|c: char| c.is_control(), "?");
-                self.name = Some(name).filter(|n| !n.is_empty());
+                self.name = Some(shown(&name, MAX_NAME)).filter(|n| !n.is_empty());
             }
-            "uuid" => self.uuid = Some(value.chars().take(64).collect()),
+            "uuid" => self.uuid = Some(shown(value, MAX_KIND)),
             "qmp" | "qmp-pretty" => monitors.qmp(value),
             "chardev" => monitors.chardevs.push(Options::parse(value, "backend")),
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
@@ -357,12 +218,35 @@ impl QemuArgs {
                 self.hugetlb |= options.is_on("hugetlb");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
-                    self.objections.push(format!("guest memory is encrypted ({kind})"));
+                    let kind = shown(&kind, MAX_KIND);
+                    let why = format!("guest memory is encrypted ({kind})");
+                    self.objections.push(why.clone());
+                    self.pinned = Some(why);
                 }
                 self.mem_paths.extend(options.get("mem-path"));
             }
             "netdev" => self.vdpa(value, "type"),
             "blockdev" => self.vdpa(value, "driver"),
+            "machine" | "M" => {
+                let options = Options::parse(value, "type");
+                let key = ["confidential-guest-support", "memory-encryption"];
+                if let Some(key) = key.iter().find(|key| options.get(key).is_some()) {
+                    let why = format!("guest memory is encrypted ({key})");
+                    self.objections.push(why.clone());
+                    self.objections.truncate(MAX_SOCKETS);
+                    self.pin(why);
+                }
+            }
+            "overcommit" if Options::parse(value, "mem-lock").is_on("mem-lock") => {
+                self.pin("it is locked (-overcommit mem-lock)".into());
+            }
+            // Until QEMU 3.1, and on unless it says off.
+            "realtime" => {
+                let options = Options::parse(value, "mlock");
+                if !options.has("mlock") || options.is_on("mlock") {
+                    self.pin("it is locked (-realtime mlock)".into());
+                }
+            }
             "mem-path" => self.mem_paths.push(value.to_owned()),
             "incoming" => self.incoming = true,
             "plugin" => {
@@ -385,8 +269,12 @@ impl QemuArgs {
         self.mem_paths.truncate(MAX_SOCKETS);
     }
 
+    fn pin(&mut self, why: String) {
+        self.pinned.get_or_insert(why);
+    }
+
     fn firmware(&mut self, file: &str) {
-        let name: String = file.rsplit('/').next().unwrap_or(file).chars().take(60).collect();
+        let name = shown(file.rsplit('/').next().unwrap_or(file), MAX_KIND);
         if !["bios", "seabios", "qboot"].iter().any(|known| name.starts_with(known)) {
             self.objections.push(format!("firmware “{name}” is not known to write to page 0"));
         }
@@ -497,8 +385,7 @@ impl Monitors {
         } else if let Some(id) = value.strip_prefix("chardev:") {
             self.ids.push(id.to_owned());
         } else if value != "none" {
-            let kind: String =
-                value.split([':', ',']).next().unwrap_or("").chars().take(20).collect();
+            let kind = shown(value.split([':', ',']).next().unwrap_or(""), 20);
             self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket"));
         }
     }
@@ -638,6 +525,65 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_is_encrypted_or_locked_is_pinned() {
+        for (line, why) in [
+            (vec!["-object", "sev-guest,id=s,cbitpos=51"], "encrypted (sev-guest)"),
+            (vec!["-object", "sev-snp-guest,id=s"], "encrypted (sev-snp-guest)"),
+            (vec!["-object", r#"{"qom-type":"tdx-guest","id":"t"}"#], "encrypted (tdx-guest)"),
+            (vec!["-object", "s390-pv-guest,id=p"], "encrypted (s390-pv-guest)"),
+            (vec!["-machine", "q35,confidential-guest-support=s"], "confidential-guest-support"),
+            (vec!["-M", "pc,memory-encryption=s"], "memory-encryption"),
+            (vec!["-overcommit", "mem-lock=on,cpu-pm=on"], "locked (-overcommit"),
+            (vec!["-overcommit", "mem-lock=on-fault"], "locked (-overcommit"),
+            (vec!["-realtime", "mlock=on"], "locked (-realtime"),
+            (vec!["-realtime", ""], "locked (-realtime"),
+        ] {
+            let pinned = args(&line).pinned.unwrap_or_default();
+            assert!(pinned.contains(why), "{line:?}: {pinned}");
+        }
+        for line in [
+            vec!["-overcommit", "mem-lock=off"],
+            vec!["-overcommit", "cpu-pm=on"],
+            vec!["-realtime", "mlock=off"],
+            vec!["-machine", "q35,accel=kvm,memory-backend=ram"],
+            vec!["-object", "memory-backend-ram,id=ram,size=1G"],
+        ] {
+            assert_eq!(args(&line).pinned, None, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_section_by_uuid_is_the_vms_of_that_uuid_only() {
+        let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
+        let section = format!("uuid:{}", uuid.to_lowercase());
+        let vm = |name: &str, uuid: Option<&str>| QemuProcess {
+            id: VmId::default(),
+            name: name.into(),
+            given: name.into(),
+            uuid: uuid.map(str::to_owned),
+            qmp: QmpAddress::Paths(Vec::new()),
+            balloon: false,
+            passthrough: false,
+            hugepages: false,
+            pinned: None,
+            incoming: false,
+            agent: None,
+            objections: Vec::new(),
+        };
+        for (mut vm, by_uuid, by_name) in [
+            (vm("a", Some(uuid)), true, true),
+            (vm("a", None), false, true),
+            (vm(&section, None), false, false),
+        ] {
+            assert_eq!(vm.is_one_of(std::slice::from_ref(&section)), by_uuid, "{vm:?}");
+            assert_eq!(vm.is_one_of(&["a".into()]), by_name, "{vm:?}");
+            assert_eq!(vm.call(section.clone()).is_ok(), by_uuid, "{vm:?}");
+            vm.call("b".into()).unwrap();
+            assert_eq!((vm.name.as_str(), vm.given.as_str()), ("b", "b"));
+        }
+    }
+
+    #[test]
     fn a_preloaded_agent_is_found_in_the_environment() {
         let find = |text: &str| preloaded(text.as_bytes());
         let socket = "EBB_AGENT_SOCKET=/run/a\0";
@@ -661,84 +607,6 @@ mod tests {
         for line in ["kvm\0", "/usr/libexec/qemu-kvm\0-S\0", "qemu-system-aarch64"] {
             assert!(parse_cmdline(line.as_bytes()).is_some(), "{line:?}");
         }
-    }
-
-    #[test]
-    fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let put = |path: String, bytes: &[u8]| {
-            let path = root.path(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, bytes).unwrap();
-        };
-        let line = |socket: &str| {
-            format!("qemu-kvm\0-name\0a\0-mem-path\0/huge/x\0-qmp\0unix:{socket},server\0")
-        };
-        let stat = |state, start| format!("1 (q) {state}{} {start} 0", " 0".repeat(18));
-        put("/proc/self/mountinfo".into(), b"1 2 0:3 / /huge rw - hugetlbfs none rw\n");
-        for (pid, cmdline, state, start) in [
-            (10, line("/a"), 'S', 500),
-            (11, line("rel"), 'S', 400),
-            (12, line("/c"), 'Z', 1),
-            (13, "bash\0".into(), 'S', 2),
-        ] {
-            put(format!("/proc/{pid}/cmdline"), cmdline.as_bytes());
-            put(format!("/proc/{pid}/stat"), stat(state, start).as_bytes());
-        }
-        put("/proc/14/cmdline".into(), line("/d").as_bytes());
-        std::os::unix::fs::symlink("/srv", root.path("/proc/11/cwd")).unwrap();
-        let found = discover(&root).unwrap().found;
-        assert_eq!(found.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a-10", "a"]);
-        assert_eq!(found[0].id, VmId { pid: 10, start: 500 });
-        assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
-        assert!(found[0].hugepages);
-    }
-
-    #[test]
-    fn of_what_is_no_vm_only_the_name_is_read_again_but_now_and_then() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let proc = dir.path().join("proc/10");
-        std::fs::create_dir_all(&proc).unwrap();
-        let become_ = |comm: &str, start: u64, line: &str| {
-            let stat = format!("10 ({comm}) S{} {start} 0", " 0".repeat(18));
-            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
-            std::fs::write(proc.join("stat"), stat).unwrap();
-            std::fs::write(proc.join("cmdline"), line).unwrap();
-        };
-        let mut scanner = Scanner::default();
-        let mut found = || scanner.scan(&root).unwrap().found.len();
-        become_("sh", 5, "sh\0");
-        assert_eq!(found(), 0);
-        become_("sh", 6, "kvm\0-name\0a\0");
-        let scans = (0..THOROUGH).take_while(|_| found() == 0).count();
-        assert!((1..THOROUGH as usize).contains(&scans), "{scans}");
-        become_("sh", 7, "sh\0");
-        assert_eq!(found(), 0, "a VM's stat is read each time");
-        become_("kvm", 7, "kvm\0-name\0a\0");
-        assert_eq!(found(), 1, "another name is looked at at once");
-    }
-
-    #[test]
-    fn a_scanner_reads_a_command_line_again_only_when_the_program_changed() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        std::fs::create_dir_all(root.path("/proc/10")).unwrap();
-        let mut scanner = Scanner::default();
-        let mut scan = |comm: &str, start: u64, line: &str| {
-            let stat = format!("10 ({comm}) S{} {start} 0", " 0".repeat(18));
-            std::fs::write(root.path("/proc/10/stat"), stat).unwrap();
-            std::fs::write(root.path("/proc/10/cmdline"), line).unwrap();
-            scanner.scan(&root).unwrap().found.len()
-        };
-        assert_eq!(scan("sh", 5, "sh\0"), 0);
-        assert_eq!(scan("sh", 5, "kvm\0"), 0, "not read again");
-        assert_eq!(scan("kvm", 5, "sh\0"), 0);
-        assert_eq!(scan("kvm", 5, "kvm\0"), 1, "a wrapper became QEMU");
-        assert_eq!(scan("kvm", 5, "sh\0"), 1, "not read again");
-        assert_eq!(scan("ifup", 5, "sh\0"), 0, "a child of QEMU became something else");
-        assert_eq!(scan("ifup", 6, "kvm\0"), 1, "another process of that pid");
     }
 
     proptest! {

@@ -1,0 +1,419 @@
+//! Which VMs run on this host: QEMU processes in `/proc` that are [trusted](super::trust).
+//!
+//! A VM that was found stays until it is proven to have ended or to be another program. That it
+//! could not be read, or was not listed, proves neither: a host short of descriptors or memory
+//! must not lose sight of its VMs.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ebb_core::sample::VmId;
+
+use super::cgroup::read_mounts;
+use super::process::{Life, Stat, life, read_stat};
+use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
+use super::trust::{Trust, Uids, Verdict, is_qemu};
+use crate::root::{ProbeError, Root};
+
+/// Most refused processes, and problems, that are told of.
+const MAX_REFUSED: usize = 64;
+const MAX_PROBLEMS: usize = 16;
+
+/// What a scan found.
+#[derive(Debug, Default)]
+pub struct Scan {
+    /// The VMs, sorted by id: also those that could not be read this time.
+    pub found: Vec<QemuProcess>,
+    /// VMs of the last scan that have ended or are another program now, which was seen.
+    pub gone: Vec<VmId>,
+    /// Processes that are called QEMU and are not taken for VMs, by pid.
+    pub refused: Vec<Refused>,
+    /// What could not be read, as (file, reason).
+    pub problems: Vec<(String, String)>,
+}
+
+/// A process that is called QEMU and is not taken for a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// Its pid.
+    pub pid: u32,
+    /// Its `-name`.
+    pub name: String,
+    /// Why, and what to do if it is a VM.
+    pub why: String,
+}
+
+/// Scans `/proc` once; see [`Scanner::scan`].
+pub fn discover(root: &Root, trust: &Trust) -> Result<Scan, ProbeError> {
+    Scanner::new(trust.clone()).scan(root, &HashSet::new())
+}
+
+/// Looks at one process that was a VM when Ebb took memory from it: it is one, whatever
+/// `trust` has come to be since.
+pub fn inspect_owed(root: &Root, id: VmId) -> Result<Program, ProbeError> {
+    inspect(root, &Trust::default(), &HashSet::from([id]), id.pid)
+}
+
+/// Looks at one process. See [`Scanner::scan`] for `owed`.
+fn inspect(
+    root: &Root,
+    trust: &Trust,
+    owed: &HashSet<VmId>,
+    pid: u32,
+) -> Result<Program, ProbeError> {
+    let Some(stat) = read_stat(root, pid)? else { return Ok(Program::Other) };
+    let mut scanner = Scanner::new(trust.clone());
+    scanner.owed.clone_from(owed);
+    scanner.inspect(root, VmId { pid, start: stat.start })
+}
+
+/// The VM that serves a socket which the configuration names.
+pub fn serving(
+    root: &Root,
+    trust: &Trust,
+    owed: &HashSet<VmId>,
+    pid: u32,
+) -> Result<QemuProcess, String> {
+    match inspect(root, trust, owed, pid).map_err(|e| e.to_string())? {
+        Program::Vm(process) => return Ok(*process),
+        Program::Refused(no) => return Err(refused(pid, &no.why)),
+        Program::Other => {}
+    }
+    plain_process(root, trust, pid)
+}
+
+/// A QMP server that does not look like QEMU on its command line: its program must be.
+fn plain_process(root: &Root, trust: &Trust, pid: u32) -> Result<QemuProcess, String> {
+    let uids = trust.uids(root).map_err(|e| e.to_string())?;
+    match trust.check(root, &uids, pid).map_err(|e| e.to_string())? {
+        Verdict::Trusted => {}
+        Verdict::Refused(why) => return Err(refused(pid, &why)),
+        Verdict::Gone => return Err("the process behind it has ended".into()),
+    }
+    let stat = read_stat(root, pid).map_err(|e| e.to_string())?;
+    let start = stat.ok_or("the process behind it has ended")?.start;
+    Ok(QemuProcess {
+        id: VmId { pid, start },
+        name: String::new(),
+        given: format!("pid-{pid}"),
+        uuid: None,
+        qmp: QmpAddress::None { why: String::new() },
+        balloon: false,
+        passthrough: false,
+        hugepages: false,
+        pinned: None,
+        incoming: false,
+        agent: None,
+        objections: Vec::new(),
+    })
+}
+
+fn refused(pid: u32, why: &str) -> String {
+    format!("process {pid} behind it is not taken for a VM: {why}")
+}
+
+/// What a process turned out to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Program {
+    /// A VM.
+    Vm(Box<QemuProcess>),
+    /// It is called QEMU and not trusted.
+    Refused(Refused),
+    /// Something else, or it has ended.
+    Other,
+}
+
+/// Scans `/proc` again and again. Reading a command line takes the process's
+/// mmap lock, which on a host short of memory may be held for long; so each is
+/// read once, and again only when `stat` (no lock) shows another program. Most
+/// processes are no VMs and stay what they are: of those only the name is read, as
+/// `stat` costs several times as much, but for every [`THOROUGH`]th scan, which
+/// also finds a VM with the pid and the name of a process that has ended.
+#[derive(Debug)]
+pub struct Scanner {
+    trust: Trust,
+    uids: Option<Uids>,
+    owed: HashSet<VmId>,
+    seen: HashMap<u32, Seen>,
+    hugetlbfs: Option<Vec<String>>,
+    scans: u32,
+}
+
+/// See [`Scanner`].
+const THOROUGH: u32 = 15;
+
+#[derive(Debug)]
+struct Seen {
+    start: u64,
+    comm: String,
+    program: Program,
+}
+
+impl Seen {
+    fn vm(&self) -> Option<VmId> {
+        match &self.program {
+            Program::Vm(process) => Some(process.id),
+            _ => None,
+        }
+    }
+}
+
+enum Look {
+    Same,
+    New(Seen),
+    Gone,
+}
+
+impl Scanner {
+    /// One that has seen nothing yet.
+    pub fn new(trust: Trust) -> Scanner {
+        Scanner {
+            trust,
+            uids: None,
+            owed: HashSet::new(),
+            seen: HashMap::new(),
+            hugetlbfs: None,
+            scans: 0,
+        }
+    }
+
+    /// Processes that vanish meanwhile are passed over; what cannot be read
+    /// becomes a problem of the scan, and a VM stays what it was. Those in `owed` are VMs
+    /// whatever the configuration has come to say of their users.
+    pub fn scan(&mut self, root: &Root, owed: &HashSet<VmId>) -> Result<Scan, ProbeError> {
+        self.owed.clone_from(owed);
+        let absent =
+            || ProbeError::Io { path: root.path("/proc"), error: io::ErrorKind::NotFound.into() };
+        let names = root.read_dir("/proc")?.ok_or_else(absent)?;
+        self.scans = (self.scans + 1) % THOROUGH;
+        let mut scan = Scan::default();
+        let mut seen = HashMap::with_capacity(self.seen.len());
+        let before: Vec<VmId> = self.seen.values().filter_map(Seen::vm).collect();
+        for pid in names.iter().filter_map(|n| n.to_str()?.parse().ok()) {
+            let known = self.seen.remove(&pid);
+            let look = self.look(root, pid, known.as_ref()).unwrap_or_else(|e| {
+                scan.problems.push((format!("/proc/{pid}"), e.to_string()));
+                Look::Same
+            });
+            let now = match look {
+                Look::New(new) => Some(new),
+                Look::Same => known,
+                Look::Gone => known.filter(|k| may_live(root, k)),
+            };
+            seen.extend(now.map(|now| (pid, now)));
+        }
+        // Not listed.
+        seen.extend(self.seen.drain().filter(|(_, k)| may_live(root, k)));
+        self.seen = seen;
+        self.tell(&mut scan, &before);
+        Ok(scan)
+    }
+
+    fn tell(&self, scan: &mut Scan, before: &[VmId]) {
+        for seen in self.seen.values() {
+            match &seen.program {
+                Program::Vm(process) => scan.found.push((**process).clone()),
+                Program::Refused(refused) => scan.refused.push(refused.clone()),
+                Program::Other => {}
+            }
+        }
+        scan.found.sort_by_key(|p| p.id);
+        make_names_unique(scan.found.iter_mut().collect());
+        let there: HashSet<VmId> = scan.found.iter().map(|p| p.id).collect();
+        scan.gone.extend(before.iter().filter(|id| !there.contains(id)));
+        scan.refused.sort_by_key(|r| r.pid);
+        scan.refused.truncate(MAX_REFUSED);
+        let more = scan.problems.len().saturating_sub(MAX_PROBLEMS);
+        if more > 0 {
+            scan.problems.truncate(MAX_PROBLEMS);
+            scan.problems.push(("/proc".into(), format!("{more} more processes cannot be read")));
+        }
+        let unknown = self.uids.iter().flat_map(|u| &u.unknown);
+        scan.problems.extend(
+            unknown.map(|u| ("host.users".into(), format!("no user “{u}” in /etc/passwd"))),
+        );
+    }
+
+    /// Whether a process has the name that it had when it was seen to be no VM.
+    fn is_still_none(&self, root: &Root, pid: u32, known: &Seen) -> bool {
+        if self.scans == 0 || known.vm().is_some() || is_qemu(&known.comm) {
+            return false;
+        }
+        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
+        comm.is_some_and(|c| c.trim_end_matches('\n') == known.comm)
+    }
+
+    fn look(&mut self, root: &Root, pid: u32, known: Option<&Seen>) -> Result<Look, ProbeError> {
+        if known.is_some_and(|k| self.is_still_none(root, pid, k)) {
+            return Ok(Look::Same);
+        }
+        let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else {
+            return Ok(Look::Gone);
+        };
+        if matches!(state, 'Z' | 'X') {
+            return Ok(Look::Gone);
+        }
+        let known = known.filter(|k| k.start == start);
+        if known.is_some_and(|k| k.comm == comm && self.stays(k)) {
+            return Ok(Look::Same);
+        }
+        let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
+        // Between two programs, and just before its end, a process has none.
+        if line.is_empty() && known.is_some_and(|k| k.vm().is_some()) {
+            return Ok(Look::Same);
+        }
+        let program = self.program(root, VmId { pid, start }, &line)?;
+        Ok(Look::New(Seen { start, comm, program }))
+    }
+
+    /// Whether a process of the same name is still the same program.
+    fn stays(&self, known: &Seen) -> bool {
+        match known.program {
+            Program::Vm(_) => true,
+            // What was refused may be allowed by now, but is asked for rarely: there may be many.
+            Program::Refused(Refused { pid, .. }) => {
+                let id = VmId { pid, start: known.start };
+                self.scans != 0 && !self.owed.contains(&id)
+            }
+            // A wrapper script has the name of the QEMU that it becomes.
+            Program::Other => !is_qemu(&known.comm),
+        }
+    }
+
+    fn inspect(&mut self, root: &Root, id: VmId) -> Result<Program, ProbeError> {
+        match root.read_bytes(format!("/proc/{}/cmdline", id.pid))? {
+            Some(line) => self.program(root, id, &line),
+            None => Ok(Program::Other),
+        }
+    }
+
+    fn program(&mut self, root: &Root, id: VmId, line: &[u8]) -> Result<Program, ProbeError> {
+        let pid = id.pid;
+        let Some(args) = parse_cmdline(line) else { return Ok(Program::Other) };
+        let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
+        match self.verdict(root, id)? {
+            Verdict::Trusted => {}
+            Verdict::Refused(why) => return Ok(Program::Refused(Refused { pid, name, why })),
+            Verdict::Gone => return Ok(Program::Other),
+        }
+        if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
+            let mounts = read_mounts(root)?.unwrap_or_default();
+            let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);
+            self.hugetlbfs = Some(huge.collect());
+        }
+        let on_hugetlbfs = |path: &String| {
+            self.hugetlbfs.iter().flatten().any(|mount| Path::new(path).starts_with(mount))
+        };
+        let hugepages = args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs);
+        let agent = match args.agent {
+            Some(path) => Some(path),
+            None => lasting(root.read_bytes(format!("/proc/{pid}/environ")))?
+                .and_then(|environ| preloaded(&environ)),
+        };
+        let agent = match agent {
+            Some(path) => place(root, pid, vec![path])?.ok().and_then(|mut paths| paths.pop()),
+            None => None,
+        };
+        Ok(Program::Vm(Box::new(QemuProcess {
+            id,
+            given: name.clone(),
+            name,
+            uuid: args.uuid,
+            qmp: absolute(root, pid, args.qmp)?,
+            balloon: args.balloon,
+            passthrough: args.passthrough,
+            hugepages,
+            pinned: args.pinned,
+            incoming: args.incoming,
+            agent,
+            objections: args.objections,
+        })))
+    }
+
+    fn verdict(&mut self, root: &Root, id: VmId) -> Result<Verdict, ProbeError> {
+        if self.owed.contains(&id) {
+            return Ok(Verdict::Trusted);
+        }
+        // Users may be added while Ebb runs.
+        if self.uids.is_none() || self.scans == 0 {
+            self.uids = Some(self.trust.uids(root)?);
+        }
+        let Some(uids) = &self.uids else { return Ok(Verdict::Gone) };
+        self.trust.check(root, uids, id.pid)
+    }
+}
+
+/// Whether what is known of a process may still hold, though it was not to be read: of a VM,
+/// until it is proven that it has ended.
+fn may_live(root: &Root, known: &Seen) -> bool {
+    known.vm().is_some_and(|id| life(root, id) != Life::Ended)
+}
+
+/// What will not be otherwise at another try (no permission, no format) is `None`.
+fn lasting<T>(read: Result<Option<T>, ProbeError>) -> Result<Option<T>, ProbeError> {
+    match read {
+        Err(e @ ProbeError::Io { .. }) if !e.is_denied() => Err(e),
+        Err(_) => Ok(None),
+        read => read,
+    }
+}
+
+/// Socket paths as this process can open them.
+fn absolute(root: &Root, pid: u32, qmp: QmpAddress) -> Result<QmpAddress, ProbeError> {
+    let QmpAddress::Paths(paths) = qmp else { return Ok(qmp) };
+    let first = paths[0].display().to_string();
+    Ok(match place(root, pid, paths)? {
+        Ok(paths) => QmpAddress::Paths(paths),
+        Err(why) => {
+            QmpAddress::None { why: format!("QMP socket “{first}” is relative: {why}") }
+        }
+    })
+}
+
+/// Relative paths start at QEMU's working directory, and a QEMU in a mount namespace of its
+/// own may have its own `/`.
+fn place(
+    root: &Root,
+    pid: u32,
+    paths: Vec<PathBuf>,
+) -> Result<Result<Vec<PathBuf>, String>, ProbeError> {
+    let link = |name: &str| root.read_link(format!("/proc/{name}"));
+    let theirs = lasting(link(&format!("{pid}/ns/mnt")))?;
+    let ours = lasting(link("self/ns/mnt"))?;
+    let contained = theirs.is_some() && ours.is_some() && theirs != ours;
+    let mut cwd = PathBuf::from("/");
+    if paths.iter().any(|p| p.is_relative()) {
+        cwd = match link(&format!("{pid}/cwd")) {
+            Ok(Some(cwd)) => cwd,
+            Ok(None) => return Ok(Err(format!("/proc/{pid}/cwd is not there"))),
+            Err(e) if e.is_denied() => return Ok(Err(e.to_string())),
+            Err(e) => return Err(e),
+        };
+    }
+    let place = |path: PathBuf| {
+        let path = cwd.join(path);
+        if contained { Root::at(format!("/proc/{pid}/root")).path(path) } else { path }
+    };
+    Ok(Ok(paths.into_iter().map(place).collect()))
+}
+
+/// The longest-running of several VMs of one given name has it; others get `NAME-PID`. When
+/// it ends, the next has it.
+pub fn make_names_unique(mut found: Vec<&mut QemuProcess>) {
+    found.sort_by_key(|p| (p.id.start, p.id.pid));
+    let mut taken: HashSet<String> = found.iter().map(|p| p.given.clone()).collect();
+    let mut first: HashSet<&str> = HashSet::new();
+    for QemuProcess { id, given, name, .. } in found {
+        name.clone_from(given);
+        if first.insert(given) {
+            continue;
+        }
+        while !taken.insert(name.clone()) {
+            *name = format!("{name}-{}", id.pid);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,268 @@
+//! Which processes are taken for VMs. A name on a command line proves nothing: whoever can
+//! start a process can call it `kvm`. So its user must be one that VMs run as, its program a
+//! file named like QEMU that only root can change, and it must be in the pid namespace of
+//! `/proc`. Mount namespaces tell nothing: libvirt gives each VM one of its own.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
+
+use ebb_core::config::User;
+
+use super::process::read_credentials;
+use crate::root::{ProbeError, Root};
+
+/// Users that VMs run as: of QEMU's packages, libvirt, OpenNebula, Incus and LXD. Where a
+/// host does not have one, it is nobody's.
+const VM_USERS: [&str; 7] = ["root", "qemu", "libvirt-qemu", "kvm", "oneadmin", "incus", "lxd"];
+
+/// Longest part of a foreign path that is shown.
+const SHOWN: usize = 120;
+
+/// What a process must be to be taken for a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trust {
+    /// Users beside those that VMs always run as; `None`: any user.
+    pub users: Option<Vec<User>>,
+    /// The program must be QEMU, and only root may be able to change it.
+    pub program: bool,
+    /// It may be in a pid namespace of its own.
+    pub containers: bool,
+}
+
+impl Default for Trust {
+    fn default() -> Trust {
+        Trust { users: Some(Vec::new()), program: true, containers: false }
+    }
+}
+
+impl Trust {
+    /// Every process that is called QEMU: for fixture trees, whose files belong to whoever
+    /// runs the tests.
+    pub fn anything() -> Trust {
+        Trust { users: None, program: false, containers: true }
+    }
+
+    /// The uids of the users, by `/etc/passwd`, and what of `users` it does not have.
+    pub fn uids(&self, root: &Root) -> Result<Uids, ProbeError> {
+        let Some(users) = &self.users else {
+            return Ok(Uids { allowed: None, unknown: Vec::new() });
+        };
+        let passwd = root.read("/etc/passwd")?.unwrap_or_default();
+        // Root needs no entry; and Ebb without root sees to its own user's VMs.
+        let mut allowed = BTreeSet::from([0, rustix::process::geteuid().as_raw()]);
+        allowed.extend(VM_USERS.iter().filter_map(|name| uid_of(&passwd, name)));
+        let mut unknown = Vec::new();
+        for user in users {
+            match user {
+                User::Uid(uid) => drop(allowed.insert(*uid)),
+                User::Name(name) => match uid_of(&passwd, name) {
+                    Some(uid) => drop(allowed.insert(uid)),
+                    None => unknown.push(name.clone()),
+                },
+            }
+        }
+        Ok(Uids { allowed: Some(allowed), unknown })
+    }
+
+    /// Looks at a process that is called QEMU.
+    pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<Verdict, ProbeError> {
+        if uids.allowed.is_some() || !self.containers {
+            let Some(whose) = read_credentials(root, pid)? else { return Ok(Verdict::Gone) };
+            let stranger = |uid: &&u32| uids.allowed.as_ref().is_some_and(|a| !a.contains(uid));
+            if let Some(uid) = whose.uids.iter().find(stranger) {
+                let why = format!("it runs as uid {uid}: add it to host.users if it is a VM");
+                return Ok(Verdict::Refused(why));
+            }
+            if whose.contained && !self.containers {
+                let why = "it is in another pid namespace: host.containers = true allows that";
+                return Ok(Verdict::Refused(why.into()));
+            }
+        }
+        if self.program { program(root, pid) } else { Ok(Verdict::Trusted) }
+    }
+}
+
+/// Uids of the users that VMs run as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uids {
+    /// Them; `None`: any.
+    pub allowed: Option<BTreeSet<u32>>,
+    /// Users of the configuration that are not in `/etc/passwd`.
+    pub unknown: Vec<String>,
+}
+
+/// How a look at a process came out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is taken for a VM.
+    Trusted,
+    /// It is not: why, for people.
+    Refused(String),
+    /// It has ended.
+    Gone,
+}
+
+/// The program itself: the file that was started, also where it was deleted since.
+fn program(root: &Root, pid: u32) -> Result<Verdict, ProbeError> {
+    let exe = format!("/proc/{pid}/exe");
+    let Some(path) = root.read_link(&exe)? else { return Ok(Verdict::Gone) };
+    let Some(file) = root.metadata(&exe)? else { return Ok(Verdict::Gone) };
+    let path = path.to_string_lossy();
+    let shown: String = path.escape_debug().take(SHOWN).collect();
+    if !is_qemu(path.trim_end_matches(" (deleted)")) {
+        return Ok(Verdict::Refused(format!("its program {shown} is not QEMU")));
+    }
+    if !file.is_file() || !only_roots(file.uid(), file.mode()) {
+        let (uid, mode) = (file.uid(), file.mode() & 0o7777);
+        let why = format!(
+            "its program {shown} belongs to uid {uid} with mode {mode:o}: only root may be able to \
+             change it"
+        );
+        return Ok(Verdict::Refused(why));
+    }
+    Ok(Verdict::Trusted)
+}
+
+/// Whether a path's file name is QEMU's; NixOS wraps it.
+pub fn is_qemu(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let wrapped = name.strip_prefix('.').and_then(|n| n.strip_suffix("-wrapped"));
+    let name = wrapped.unwrap_or(name);
+    name.starts_with("qemu-system") || name == "qemu-kvm" || name == "kvm"
+}
+
+/// Whether nobody but root can change a file of this owner and mode.
+fn only_roots(owner: u32, mode: u32) -> bool {
+    owner == 0 && mode & 0o022 == 0
+}
+
+/// A user's uid in the text of `/etc/passwd`: `name:password:uid:…` (passwd(5)).
+pub fn uid_of(passwd: &str, name: &str) -> Option<u32> {
+    passwd.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    /// A machine with one process, 10, and its program.
+    fn machine(status: &str, program: &str) -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        for d in ["/proc/10", "/etc", "/bin"] {
+            std::fs::create_dir_all(root.path(d)).unwrap();
+        }
+        std::fs::write(root.path("/proc/10/status"), status).unwrap();
+        std::fs::write(root.path("/etc/passwd"), "root:x:0:0::/:/bin/sh\nqemu:x:64055:\nal:x:7:\n")
+            .unwrap();
+        let file = root.path("/bin").join(program);
+        std::fs::write(&file, "").unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
+        symlink(&file, root.path("/proc/10/exe")).unwrap();
+        (dir, root)
+    }
+
+    fn check(trust: &Trust, root: &Root) -> Verdict {
+        trust.check(root, &trust.uids(root).unwrap(), 10).unwrap()
+    }
+
+    fn refused(verdict: Verdict) -> String {
+        let Verdict::Refused(why) = verdict else { panic!("{verdict:?}") };
+        why
+    }
+
+    fn without_program() -> Trust {
+        Trust { program: false, ..Trust::default() }
+    }
+
+    #[test]
+    fn a_process_of_a_user_that_vms_do_not_run_as_is_no_vm() {
+        let also = |users: Vec<User>| Trust { users: Some(users), ..without_program() };
+        let trusts = [
+            without_program(),
+            also(vec![User::Name("al".into())]),
+            also(vec![User::Uid(7), User::Name("none".into())]),
+            Trust::anything(),
+        ];
+        for (uids, expected) in [
+            ("0 0 0 0", [true, true, true, true]),
+            ("64055 64055 64055 64055", [true, true, true, true]),
+            ("7 7 7 7", [false, true, true, true]),
+            ("0 7 0 0", [false, true, true, true]),
+            ("7 0 0 0", [false, true, true, true]),
+            ("0 0 7 0", [false, true, true, true]),
+            ("8 8 8 8", [false, false, false, true]),
+        ] {
+            let (_dir, root) = machine(&format!("Uid: {uids}\n"), "kvm");
+            let found: Vec<bool> =
+                trusts.iter().map(|t| check(t, &root) == Verdict::Trusted).collect();
+            assert_eq!(found, expected, "{uids}");
+        }
+        let (_dir, root) = machine("Uid: 8 8 8 8\n", "kvm");
+        assert!(refused(check(&trusts[0], &root)).contains("runs as uid 8: add it to host.users"));
+        assert_eq!(trusts[2].uids(&root).unwrap().unknown, ["none"]);
+    }
+
+    #[test]
+    fn a_process_in_a_container_is_a_vm_only_where_that_is_allowed() {
+        let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10 1\n", "kvm");
+        assert!(refused(check(&without_program(), &root)).contains("host.containers"));
+        let allowed = Trust { containers: true, ..without_program() };
+        assert_eq!(check(&allowed, &root), Verdict::Trusted);
+    }
+
+    #[test]
+    fn a_program_that_is_not_qemu_or_not_roots_alone_is_no_vm() {
+        let trust = Trust { users: None, ..Trust::default() };
+        let (_dir, root) = machine("Uid: 0 0 0 0\n", "python3");
+        assert!(refused(check(&trust, &root)).contains("is not QEMU"));
+        let (_dir, root) = machine("Uid: 0 0 0 0\n", "qemu-system-x86_64");
+        if rustix::process::geteuid().is_root() {
+            assert_eq!(check(&trust, &root), Verdict::Trusted);
+            let file = root.path("/bin/qemu-system-x86_64");
+            for (mode, trusted) in [(0o775, false), (0o757, false), (0o4755, true)] {
+                std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+                assert_eq!(check(&trust, &root) == Verdict::Trusted, trusted, "{mode:o}");
+            }
+            std::os::unix::fs::chown(&file, Some(7), None).unwrap();
+        }
+        assert!(refused(check(&trust, &root)).contains("only root may be able to change it"));
+        // A directory, or what is gone.
+        std::fs::remove_file(root.path("/proc/10/exe")).unwrap();
+        assert_eq!(check(&trust, &root), Verdict::Gone);
+    }
+
+    /// A package upgrade replaces the file under running VMs.
+    #[test]
+    fn a_program_that_was_deleted_is_what_it_was() {
+        if !rustix::process::geteuid().is_root() {
+            return; // A file of root's is needed.
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("qemu-system-x86_64");
+        std::fs::copy("/bin/sleep", &file).unwrap();
+        let mut child = std::process::Command::new(&file).arg("1000").spawn().unwrap();
+        std::fs::remove_file(&file).unwrap();
+        let (root, trust) = (Root::default(), Trust { containers: true, ..Trust::default() });
+        let found = trust.check(&root, &trust.uids(&root).unwrap(), child.id());
+        let link = root.read_link(format!("/proc/{}/exe", child.id())).unwrap().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(link.to_string_lossy().ends_with("(deleted)"), "{}", link.display());
+        assert_eq!(found.unwrap(), Verdict::Trusted);
+    }
+
+    #[test]
+    fn qemu_is_known_by_its_file_name() {
+        for name in ["/usr/bin/qemu-system-x86_64", "qemu-kvm", "/x/.qemu-system-arm-wrapped"] {
+            assert!(is_qemu(name), "{name}");
+        }
+        for name in ["/usr/bin/qemu-img", "/kvm/sh", "kvm-ok", "", ".kvm", "x-wrapped"] {
+            assert!(!is_qemu(name), "{name}");
+        }
+    }
+}

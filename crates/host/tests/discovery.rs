@@ -1,0 +1,340 @@
+//! The whole host on a fixture tree whose reads fail: what is known of VMs outlives that.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ebb_core::sample::{Sample, VmId, VmSample};
+use ebb_core::units::Bytes;
+use ebb_host::linux::{LinuxHost, Options};
+use ebb_host::probe::trust::Trust;
+use ebb_host::root::{Fault, Faults, Root};
+use proptest::prelude::*;
+use rustix::io::Errno;
+
+/// A machine with three VMs in a slice with a limit.
+struct Machine {
+    dir: tempfile::TempDir,
+}
+
+const SLICE: &str = "sys/fs/cgroup/machine.slice";
+const VMS: [u32; 3] = [10, 11, 12];
+
+impl Machine {
+    fn new() -> Machine {
+        let m = Machine { dir: tempfile::tempdir().unwrap() };
+        m.write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4000 kB\n");
+        m.write("proc/vmstat", "pgmajfault 3\n");
+        m.write("proc/swaps", "Filename Type Size Used Priority\n/dev/zram0 partition 8 4 1\n");
+        m.write("sys/block/zram0/mm_stat", "4096 100 200 0 0 0 0 0\n");
+        m.write("sys/module/zswap/parameters/enabled", "Y\n");
+        m.write("proc/pressure/memory", "some avg10=0 avg60=0 avg300=0 total=1\n");
+        let mounts = "1 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+        m.write("proc/self/mountinfo", mounts);
+        m.write("sys/fs/cgroup/cgroup.controllers", "memory\n");
+        m.write(&format!("{SLICE}/memory.max"), "9000000\n");
+        m.write(&format!("{SLICE}/memory.current"), "5000000\n");
+        m.write(&format!("{SLICE}/memory.stat"), "anon 4000000\n");
+        m.write(&format!("{SLICE}/memory.swap.max"), "700\n");
+        m.write(&format!("{SLICE}/memory.swap.current"), "200\n");
+        m.write(&format!("{SLICE}/memory.pressure"), "some avg10=7 avg60=0 avg300=0 total=1\n");
+        for pid in VMS {
+            m.vm(pid, &format!("vm{pid}"), "machine.slice");
+        }
+        m
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let path = self.dir.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn vm(&self, pid: u32, name: &str, slice: &str) {
+        let stat = format!("{pid} (kvm) S{} {pid} 0", " 0".repeat(18));
+        self.write(&format!("proc/{pid}/stat"), &stat);
+        self.write(&format!("proc/{pid}/comm"), "kvm\n");
+        self.write(&format!("proc/{pid}/cmdline"), &format!("kvm\0-name\0{name}\0"));
+        self.write(&format!("proc/{pid}/environ"), "A=1\0");
+        self.write(&format!("proc/{pid}/status"), "Uid: 0 0 0 0\nRssAnon: 9 kB\nVmLck: 3 kB\n");
+        self.write(&format!("proc/{pid}/cgroup"), &format!("0::/{slice}/{pid}.scope\n"));
+        fs::create_dir_all(self.dir.path().join(format!("sys/fs/cgroup/{slice}/{pid}.scope")))
+            .unwrap();
+        let cwd = self.dir.path().join(format!("proc/{pid}/cwd"));
+        let _ = symlink("/", cwd);
+    }
+
+    fn end(&self, pid: u32) {
+        fs::remove_dir_all(self.dir.path().join(format!("proc/{pid}"))).unwrap();
+    }
+
+    /// A host that scans with each sample.
+    fn host(&self, root: Root) -> LinuxHost {
+        LinuxHost::new(Options {
+            root,
+            trust: Trust::anything(),
+            scan_every: Duration::ZERO,
+            psi_trigger_us: None,
+            ..Options::default()
+        })
+        .unwrap()
+    }
+}
+
+/// What a read gives, if it is to fail; `None`: what is there.
+type Say = Option<Result<Vec<u8>, Errno>>;
+
+/// A root whose reads can be made to fail while a host uses it.
+#[derive(Clone, Default)]
+struct Switch(Arc<Mutex<Option<Faults>>>);
+
+impl Switch {
+    fn root(&self, machine: &Machine) -> Root {
+        let switch = self.clone();
+        Root::at(machine.dir.path())
+            .with_faults(Arc::new(move |path: &Path| switch.0.lock().unwrap().as_ref()?(path)))
+    }
+
+    fn set(&self, say: impl Fn(&Path) -> Say + Send + Sync + 'static) {
+        let fault = move |path: &Path| match say(path)? {
+            Ok(bytes) => Some(Fault::Bytes(bytes)),
+            Err(errno) => Some(Fault::Error(io::Error::from(errno))),
+        };
+        *self.0.lock().unwrap() = Some(Arc::new(fault));
+    }
+
+    fn off(&self) {
+        *self.0.lock().unwrap() = None;
+    }
+}
+
+fn id(pid: u32) -> VmId {
+    VmId { pid, start: u64::from(pid) }
+}
+
+fn pids(sample: &Sample) -> Vec<u32> {
+    sample.vms.iter().map(|v| v.id.pid).collect()
+}
+
+fn vm(sample: &Sample, pid: u32) -> &VmSample {
+    sample.vms.iter().find(|v| v.id.pid == pid).unwrap()
+}
+
+const ERRORS: [Errno; 6] =
+    [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::IO, Errno::ACCESS, Errno::PERM];
+
+#[test]
+fn no_kind_of_failing_read_makes_a_vm_forgotten() {
+    let (machine, switch) = (Machine::new(), Switch::default());
+    let mut host = machine.host(switch.root(&machine));
+    assert_eq!(pids(&host.sample()), VMS);
+    let of_vms = |path: &Path| path.starts_with("/proc/10") || path.starts_with("/proc/11");
+    for errno in ERRORS {
+        switch.set(move |_| Some(Err(errno)));
+        for _ in 0..3 {
+            let sample = host.sample();
+            assert_eq!(pids(&sample), VMS, "everything fails with {errno}");
+            assert!(!sample.problems.is_empty() && sample.host.memory.is_none());
+            assert_eq!(host.sample_owed(&VMS.map(id)).ended, []);
+        }
+        switch.set(move |path| of_vms(path).then_some(Err(errno)));
+        let sample = host.sample();
+        assert_eq!(pids(&sample), VMS, "of two VMs, {errno}");
+        assert!(vm(&sample, 10).process.is_none() && vm(&sample, 12).process.is_some());
+    }
+    for text in ["", "\n", "10\n", "nonsense", "10 (kvm) S 0 0 0", "\u{0}\u{0}"] {
+        switch.set(move |_| Some(Ok(text.into())));
+        assert_eq!(pids(&host.sample()), VMS, "everything reads {text:?}");
+    }
+    switch.off();
+    let sample = host.sample();
+    assert_eq!((pids(&sample), sample.problems.len()), (VMS.to_vec(), 0));
+    machine.end(11);
+    assert_eq!(pids(&host.sample()), [10, 12], "one that has ended is");
+    assert_eq!(host.sample_owed(&VMS.map(id)).ended, [id(11)]);
+}
+
+/// Descriptors run out and come back: each read by itself fails or does not.
+#[test]
+fn reads_that_fail_now_and_then_make_no_vm_forgotten() {
+    let (machine, switch) = (Machine::new(), Switch::default());
+    let mut host = machine.host(switch.root(&machine));
+    host.sample();
+    for seed in 1..40usize {
+        let count = AtomicUsize::new(seed);
+        switch.set(move |_| {
+            let n = count.fetch_add(7, Ordering::Relaxed).wrapping_mul(0x9E37_79B9) >> 7;
+            n.is_multiple_of(3).then(|| Err(ERRORS[n / 3 % ERRORS.len()]))
+        });
+        assert_eq!(pids(&host.sample()), VMS, "{seed}");
+    }
+}
+
+#[test]
+fn a_vm_found_while_reads_fail_is_whole_once_they_do_not() {
+    let (machine, switch) = (Machine::new(), Switch::default());
+    let mut host = machine.host(switch.root(&machine));
+    switch.set(|path| path.starts_with("/proc/10").then_some(Err(Errno::MFILE)));
+    assert_eq!(pids(&host.sample()), [11, 12]);
+    switch.off();
+    let sample = host.sample();
+    assert_eq!((pids(&sample), vm(&sample, 10).name.as_str()), (VMS.to_vec(), "vm10"));
+}
+
+#[test]
+fn a_vm_gets_its_plain_name_when_an_older_one_of_that_name_ends() {
+    let machine = Machine::new();
+    machine.vm(11, "vm10", "machine.slice");
+    let mut host = machine.host(Root::at(machine.dir.path()));
+    let sample = host.sample();
+    assert_eq!((vm(&sample, 10).name.as_str(), &vm(&sample, 10).given), ("vm10", &None));
+    assert_eq!(vm(&sample, 11).name, "vm10-11");
+    assert_eq!(vm(&sample, 11).given_name(), "vm10");
+    machine.end(10);
+    let sample = host.sample();
+    assert_eq!((vm(&sample, 11).name.as_str(), &vm(&sample, 11).given), ("vm10", &None));
+}
+
+#[test]
+fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
+    let machine = Machine::new();
+    let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
+    machine.write("proc/12/cmdline", &format!("kvm\0-name\0x\0-uuid\0{uuid}\0"));
+    machine.vm(11, "vm10", "machine.slice");
+    let only = Some(vec!["vm10".into(), format!("uuid:{}", uuid.to_lowercase())]);
+    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
+    let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
+    assert_eq!(pids(&host.sample()), VMS, "both of one name");
+    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
+    let only = Some(vec!["another".into()]);
+    let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
+    assert_eq!(pids(&host.sample_owed(&[id(12)])), [12], "or such as are owed something");
+}
+
+#[test]
+fn one_vm_outside_leaves_the_pool_and_is_told_of() {
+    let machine = Machine::new();
+    machine.vm(13, "outside", "elsewhere");
+    let mut host = machine.host(Root::at(machine.dir.path()));
+    let sample = host.sample();
+    let pool = sample.host.pool.unwrap();
+    assert_eq!((pool.path.as_str(), pool.limit), ("/machine.slice", Bytes(9_000_000)));
+    assert_eq!(pool.swap_left, Some(Bytes(500)));
+    let told: Vec<_> = sample.problems.iter().filter(|p| p.source == "/machine.slice").collect();
+    assert_eq!(told.len(), 1, "{:?}", sample.problems);
+    assert!(told[0].message.ends_with("its limit is not theirs: outside"), "{}", told[0].message);
+    // Half of the VMs are not most; but what was the bound stays for a while.
+    machine.vm(14, "outside too", "elsewhere");
+    machine.end(10);
+    assert_eq!(host.sample().host.pool.unwrap().path, "/machine.slice");
+    fs::remove_dir_all(machine.dir.path().join(SLICE)).unwrap();
+    assert_eq!(host.sample().host.pool, None, "unless it is gone");
+}
+
+#[test]
+fn a_cgroup_that_cannot_be_read_is_what_it_was() {
+    let (machine, switch) = (Machine::new(), Switch::default());
+    let mut host = machine.host(switch.root(&machine));
+    let before = host.sample();
+    assert_eq!(before.host.pool.as_ref().unwrap().path, "/machine.slice");
+    assert_eq!(before.host.vms_psi.unwrap().some.avg10, 7.0);
+    for failing in ["/proc/11/cgroup", "/proc/self/mountinfo", "/sys/fs/cgroup"] {
+        switch.set(move |path| path.starts_with(failing).then_some(Err(Errno::MFILE)));
+        let sample = host.sample();
+        assert_eq!(sample.host.pool, before.host.pool, "{failing}");
+        assert_eq!(vm(&sample, 11).cgroup.as_deref(), Some("/machine.slice/11.scope"));
+        assert!(!sample.problems.is_empty(), "{failing}");
+    }
+    // A process without the file is on its way out, and in its cgroup until then.
+    switch.set(|path| path.ends_with("11/cgroup").then_some(Err(Errno::SRCH)));
+    assert_eq!(vm(&host.sample(), 11).cgroup.as_deref(), Some("/machine.slice/11.scope"));
+}
+
+#[test]
+fn the_vms_own_stalls_are_those_of_the_cgroup_of_all_of_them() {
+    let machine = Machine::new();
+    fs::remove_file(machine.dir.path().join(SLICE).join("memory.max")).unwrap();
+    let mut host = machine.host(Root::at(machine.dir.path()));
+    let sample = host.sample();
+    assert!(sample.host.pool.is_none() && sample.host.vms_psi.unwrap().some.avg10 == 7.0);
+    assert_eq!(sample.host.swaps[0].zram.unwrap().used, Bytes(200));
+    assert!(sample.host.zswap);
+    assert_eq!(vm(&sample, 10).process.unwrap().locked, Bytes::kib(3));
+    machine.vm(13, "outside", "elsewhere");
+    machine.write("sys/fs/cgroup/memory.pressure", "some avg10=9 avg60=0 avg300=0 total=1\n");
+    assert_eq!(host.sample().host.vms_psi, None, "the whole machine's are no VM's own");
+}
+
+/// What a machine of 2,000 VMs answers to a read; the first of them have ended.
+fn crowd(path: &str, ended: usize) -> Option<Vec<u8>> {
+    let text = match path.split('/').collect::<Vec<_>>()[..] {
+        ["", "proc"] => (1 + ended..=2_000).map(|pid| format!("{pid}\n")).collect(),
+        ["", "proc", "self", "mountinfo"] => "1 1 0:26 / /c rw - cgroup2 cgroup2 rw\n".into(),
+        ["", "proc", pid, file] if pid.parse::<usize>().ok()? > ended => match file {
+            "stat" => format!("{pid} (kvm) S{} {pid} 0", " 0".repeat(18)),
+            "comm" => "kvm\n".into(),
+            "cmdline" => "kvm\0-name\0same\0".into(),
+            "status" => "Uid: 0 0 0 0\nRssAnon: 9 kB\n".into(),
+            "cgroup" => format!("0::/machine.slice/{pid}.scope\n"),
+            _ => return None,
+        },
+        ["", "c", "cgroup.controllers"] => "memory\n".into(),
+        ["", "c", "machine.slice", "memory.max"] => "9000000\n".into(),
+        ["", "c", "machine.slice", "memory.current"] => "8\n".into(),
+        ["", "c", "machine.slice", "memory.stat"] => "anon 7\n".into(),
+        _ => return None,
+    };
+    Some(text.into())
+}
+
+#[test]
+fn two_thousand_vms_are_held() {
+    let ended = Arc::new(AtomicUsize::new(0));
+    let now = Arc::clone(&ended);
+    let root = Root::at("/nonexistent").with_faults(Arc::new(move |path: &Path| {
+        let answer = crowd(path.to_str().unwrap(), now.load(Ordering::Relaxed));
+        Some(answer.map_or_else(|| Fault::Error(Errno::NOENT.into()), Fault::Bytes))
+    }));
+    let mut host = Machine::new().host(root);
+    for there in [2_000, 2_000, 1_900] {
+        ended.store(2_000 - there, Ordering::Relaxed);
+        let sample = host.sample();
+        let names: BTreeSet<&str> = sample.vms.iter().map(|v| v.name.as_str()).collect();
+        assert_eq!((sample.vms.len(), names.len(), names.contains("same")), (there, there, true));
+        assert_eq!(sample.host.pool.unwrap().path, "/machine.slice");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Whatever one file says and another refuses, nothing panics and no VM is forgotten.
+    #[test]
+    fn any_text_in_any_file_leaves_the_vms_known(
+        bytes in proptest::collection::vec(any::<u8>(), 0..80),
+        salt in any::<u64>(),
+    ) {
+        thread_local!(static MACHINE: Machine = Machine::new());
+        let known = MACHINE.with(|machine| {
+            let switch = Switch::default();
+            let mut host = machine.host(switch.root(machine));
+            host.sample();
+            switch.set(move |path| {
+                let path = path.as_os_str().as_encoded_bytes();
+                let n = path.iter().fold(salt, |n, b| (n ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+                match n >> 8 & 3 {
+                    0 => Some(Ok(bytes.clone())),
+                    1 => Some(Err(ERRORS[(n >> 16) as usize % ERRORS.len()])),
+                    _ => None,
+                }
+            });
+            host.sample();
+            pids(&host.sample())
+        });
+        prop_assert_eq!(known, VMS.to_vec());
+    }
+}
