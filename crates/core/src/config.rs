@@ -134,7 +134,7 @@ pub struct VmSettings {
     pub manage: bool,
     /// The floor: a guest that has this much or less is never asked.
     pub min: Amount,
-    /// The ceiling; `None`: what the VM had when Ebb first saw it.
+    /// The ceiling; `None`: its RAM.
     pub max: Option<Amount>,
     /// How much its idle memory is worth against others': with twice the weight
     /// half as much is taken. Finite and above 0.

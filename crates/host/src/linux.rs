@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::Config;
+use ebb_core::config::{Config, SocketUse};
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
     HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
@@ -765,7 +765,7 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Acc
     let settings = options.config.settings(&process.given, process.uuid.as_deref());
     Access {
         managed: settings.manage || owed.contains(&process.id),
-        any_socket: true,
+        any_socket: options.config.sockets == SocketUse::Any,
         look_only: options.look_only,
     }
 }

@@ -60,7 +60,11 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
         ticks(&daemon, TICKS);
         for size in [RAM, Bytes::mib(200), Bytes::mib(400)] {
             vm.set_balloon(size).unwrap();
-            is(&vm, size);
+            let there = |_: &Value| {
+                let left = vm.balloon().unwrap();
+                (left.abs_diff(size) <= Bytes::mib(1)).then_some(())
+            };
+            daemon.wait_for(&format!("{size}"), MINUTE, there).unwrap();
             ticks(&daemon, TICKS);
             let vm_state = daemon.vm("theirs").unwrap();
             let verdict = vm_state["verdict"].as_str().unwrap();
