@@ -196,6 +196,32 @@ fn a_balloon_that_grows_is_no_guest_that_needs_memory() {
     }
 }
 
+/// An operator's order is carried out between two looks; the guest's word is of before.
+#[test]
+fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
+    use crate::policy::decide;
+    let mut memory = Memory::default();
+    let word = |at, actual, available, age_ms| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+        sample(at, vec![v])
+    };
+    tick(&mut memory, &word(1_000, 512, 440, 0));
+    // 80 MiB are needed all the time.
+    for (at, actual, available, age) in [
+        (2_000, 200, 440, 500),
+        (2_500, 200, 440, 1_000),
+        (3_000, 200, 120, 0),
+        (4_000, 200, 120, 0),
+    ] {
+        let model = tick(&mut memory, &word(at, actual, available, age));
+        assert_eq!(only(&model).distress, "", "{at}");
+        let plan = decide(&model, &memory, &[], &Default::default()).plan;
+        assert_eq!(plan.actions, [], "{at}");
+    }
+    assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
+}
+
 /// One whose need grows while its balloon does: seen as it happens, not when the balloon stops.
 #[test]
 fn a_need_that_grows_behind_a_growing_balloon_is_seen() {

@@ -57,6 +57,8 @@ const START_MOST_MS: u64 = 180_000;
 const LOW_SHARE: f64 = 0.12;
 /// A guest that resets so often in so long is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
+/// So long after a balloon moved by surprise its guest's word may be from before.
+const STRAY_MS: u64 = 3_000;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same numbers are the same answer unless they are so much younger: QEMU tells
@@ -121,6 +123,9 @@ pub struct VmMemory {
     /// guest's size cannot be the guest's. Forgotten over ten minutes.
     #[serde(default)]
     pub own: Bytes,
+    /// When its balloon last moved without an order of Ebb.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strayed: Option<Stamp>,
     /// When its balloon was last seen to grow, whoever ordered that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Stamp>,
@@ -486,7 +491,11 @@ impl VmMemory {
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
         let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
-        match self.ledger.observe(at, (ram, actual), deflates, boots) {
+        let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
+        if moved != Move::Own || self.ledger.suspect {
+            self.strayed = Some(at);
+        }
+        match moved {
             Move::Own if plugged => self.order = None,
             Move::Own => {}
             Move::Foreign => self.order = None,
@@ -641,6 +650,11 @@ impl VmMemory {
             return;
         }
         self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
+        // Its word and its size are of different moments: where a move came by surprise, what
+        // looks like a growing need may be the move.
+        if self.strayed.is_some_and(|t| at.since(t) < STRAY_MS) {
+            self.rates.iter_mut().for_each(|r| r.need = 0.0);
+        }
         if let Some(r) = self.rates {
             let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
             let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;

@@ -100,6 +100,9 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
+    if m.ledger.suspect {
+        return Some(Verdict::Hold(vm.standing.why().to_string()));
+    }
     if m.reboot.is_some_and(|r| r.given.is_some()) {
         return Some(after_reboot(model, m.reboot.unwrap_or_default(), actual));
     }
