@@ -145,7 +145,7 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         state: Option<String>,
         /// Tries for so long
-        #[arg(long, default_value_t = 60)]
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=86_400))]
         seconds: u64,
     },
     /// Checks the configuration file: exit code 0 it is valid, 2 it is not
