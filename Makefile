@@ -8,6 +8,8 @@ CARGO ?= cargo
 BUILD := $(CARGO) build --release --quiet
 # Where what is installed was built.
 BUILT ?= target/release
+SHARE = $(DESTDIR)/usr/share
+COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vendor_completions.d/ebb.fish
 # VM tests share one machine: no two at once. Those of a guest's life that take
 # minutes are left to `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
@@ -78,13 +80,16 @@ report: target/.setup ## the figures of README and docs/experiments.md, measured
 fuzz: ## every fuzz target for a minute
 	@cd fuzz && for t in $$(cargo fuzz list); do cargo fuzz run -s none $$t -- -max_total_time=60 || exit 1; done
 
-install: ## binary, unit files and man-like docs below $(DESTDIR)/usr
+install: ## binary, agent, units, manual, completions and documents below $(DESTDIR)/usr
 	$(CARGO) build --release -p ebb -p ebb-vmm
 	install -D -m 0755 $(BUILT)/ebb $(DESTDIR)/usr/sbin/ebb
 	install -D -m 0755 $(BUILT)/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
-	install -D -m 0644 packaging/ebb.service $(DESTDIR)/usr/lib/systemd/system/ebb.service
-	install -D -m 0644 packaging/ebb-release.service $(DESTDIR)/usr/lib/systemd/system/ebb-release.service
-	install -D -m 0644 packaging/ebb.toml $(DESTDIR)/usr/share/doc/ebb/ebb.toml
+	install -d $(SHARE)/man/man8 $(SHARE)/doc/ebb $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
+	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system packaging/*.service
+	install -m 0644 -t $(SHARE)/doc/ebb README.md packaging/ebb.toml docs/*.md
+	$(BUILT)/ebb man $(SHARE)/man/man8
+	for s in bash zsh fish; do $(BUILT)/ebb completions $$s > \
+	  $(SHARE)/$$(printf '%s\n' $(COMPLETIONS) | grep $$s) || exit 1; done
 
 clean: ## build products; what an interrupted lab run left
 	-@$(CARGO) lab clean

@@ -14,9 +14,10 @@ mod table;
 mod view;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use ebb_core::config::Config;
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
@@ -135,17 +136,31 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Gives back what a daemon that is gone had taken: exit code 0 nothing is owed any more,
-    /// 1 there is no state file, 2 something is left
+    /// Gives back what a daemon that is gone had taken
     ///
-    /// Tries for a minute. Works without a valid configuration.
+    /// Goes by the state file alone, also where the configuration is not valid. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is
+    /// left, with its reason.
     Release {
         /// The state file [default: the configuration's, else /run/ebb/state.json]
         #[arg(long, value_name = "FILE")]
         state: Option<String>,
+        /// Tries for so long
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=86_400))]
+        seconds: u64,
     },
     /// Checks the configuration file: exit code 0 it is valid, 2 it is not
     Check,
+    /// Prints completions for a shell
+    Completions {
+        /// Which
+        shell: clap_complete::Shell,
+    },
+    /// Writes the manual's pages
+    #[command(hide = true)]
+    Man {
+        /// Where to
+        dir: String,
+    },
     /// Runs the daemon's loop on synthetic guests
     Sim {
         /// How many
@@ -239,10 +254,14 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Merge { what } => cmd::merge::main(&config, what),
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
-        Command::Release { state } => {
+        Command::Release { state, seconds } => {
             config.state_file = state.unwrap_or(config.state_file);
-            cmd::release::main(&config)
+            cmd::release::main(&config, Duration::from_secs(seconds))
         }
+        Command::Completions { shell } => {
+            cmd::manual::completions(Cli::command(), shell).map(|()| true)
+        }
+        Command::Man { dir } => cmd::manual::pages(Cli::command(), &dir).map(|()| true),
         Command::Check => table::emit("the configuration is valid\n").map(|()| true),
         Command::Sim {
             vms,
@@ -304,7 +323,6 @@ mod tests {
 
     #[test]
     fn flags_are_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 

@@ -29,6 +29,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("setpriv", "util-linux"),
     ("mkswap", "util-linux"),
     ("dpkg-deb", "dpkg"),
+    // Which does not make it the machine's: that would be systemd-sysv.
+    ("systemctl", "systemd"),
 ];
 /// A file and the package it comes from.
 const FILES: &[(&str, &str)] = &[

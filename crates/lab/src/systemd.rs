@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::arena::Arena;
 use crate::vm::on_lasting_thread;
 use crate::{LabError, ebb, run};
@@ -132,6 +134,11 @@ impl Systemd {
         ["nsenter", "--target", &self.pid.to_string(), "--pid"].map(String::from).to_vec()
     }
 
+    /// The cgroup that is the root to it.
+    pub fn cgroup(&self) -> &Path {
+        &self.cgroup
+    }
+
     /// For [`crate::vm::VmConfig::cgroup`]: where VMs are on a host of systemd.
     pub fn machine_slice(&self) -> Result<PathBuf, LabError> {
         let dir = self.cgroup.join("machine.slice");
@@ -188,8 +195,12 @@ impl Systemd {
 
 impl Drop for Systemd {
     fn drop(&mut self) {
+        let init = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let mut child = self.child();
-        let _ = child.kill();
+        // The end of its pid 1 ends a pid namespace; `unshare` then reaps it.
+        if init.is_none_or(|pid| kill_process(pid, Signal::KILL).is_err()) {
+            let _ = child.kill();
+        }
         let _ = child.wait();
     }
 }

@@ -1,21 +1,29 @@
-//! The units as they ship, run by a real systemd with a real VM: however the daemon ends,
-//! the guest gets its memory back.
+//! The units as they ship, run by a real systemd beside a real VM: however the daemon ends,
+//! the guest gets its memory back, and the units' sandbox keeps nothing from the daemon.
 //!
-//! Each test ends with the balloon's size as QEMU tells the lab.
+//! What a guest has is asked of QEMU by the lab, on a socket of its own.
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
+use ebb_host::client;
 use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::systemd::Systemd;
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::tier;
+use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const RAM: Bytes = Bytes::mib(512);
 /// What is left to a guest whose idle memory was taken, at most.
-const SQUEEZED: Bytes = Bytes::mib(300);
+const SQUEEZED: Bytes = Bytes::mib(448);
+const NOBODY: u32 = 65534;
 
-/// A systemd, and a VM beside it of which Ebb has taken memory.
+/// A systemd, and a VM that its `ebb` sees.
 struct Host {
     vm: Vm,
     systemd: Systemd,
@@ -23,33 +31,31 @@ struct Host {
 }
 
 impl Host {
-    fn start() -> Host {
+    /// With the daemon running, and some of the guest's memory taken.
+    fn squeezed() -> Host {
         let arena = Arena::enter(&ArenaConfig::default()).unwrap();
         let systemd = Systemd::start(&arena, "").unwrap();
-        let mut config = VmConfig::new("guest", RAM);
-        config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
-        config.within = systemd.within();
-        config.cgroup = Some(systemd.machine_slice().unwrap());
-        let vm = Vm::start(&config).unwrap();
+        let vm = Vm::start(&config("guest", &systemd)).unwrap();
         let host = Host { vm, systemd, _arena: arena };
         host.systemctl(&["start", "ebb"]);
-        host
-    }
-
-    fn squeezed() -> Host {
-        let host = Host::start();
         host.squeeze();
         host
     }
 
-    /// A wish is for one tick, and the guest's statistics may just then be too old.
+    /// Has the guest hold and free memory, and the daemon take it: asked again, as a request is
+    /// for one tick, and the guest's statistics may then be too old.
     fn squeeze(&self) {
-        self.systemd
-            .wait("a squeezed guest", |s| {
-                s.run(&["ebb", "reclaim", "guest"]);
-                self.vm.balloon().unwrap() <= SQUEEZED
-            })
-            .unwrap();
+        self.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
+        self.vm.tool().stop("h").unwrap();
+        let squeezed = |s: &Systemd| {
+            s.run(&["ebb", "reclaim", "guest"]);
+            self.size() <= SQUEEZED
+        };
+        self.systemd.wait("a guest without its idle memory", squeezed).unwrap();
+    }
+
+    fn size(&self) -> Bytes {
+        self.vm.balloon().unwrap()
     }
 
     fn systemctl(&self, args: &[&str]) {
@@ -57,36 +63,195 @@ impl Host {
         assert_eq!(code, 0, "systemctl {args:?}: {out}{err}\n{}", self.systemd.log());
     }
 
-    fn is(&self, unit: &str, property: &str, value: &str) -> bool {
-        self.systemd.property(unit, property) == value
+    fn is(&self, unit: &str, property: &str) -> String {
+        self.systemd.property(unit, property)
     }
 
     fn wait_is(&self, unit: &str, property: &str, value: &str) {
         let what = format!("{unit}: {property}={value}");
-        self.systemd.wait(&what, |_| self.is(unit, property, value)).unwrap();
+        self.systemd.wait(&what, |_| self.is(unit, property) == value).unwrap();
     }
 
-    fn main_pid(&self) -> String {
-        self.systemd.property("ebb", "MainPID")
+    /// The VM's own pid is `nsenter`'s.
+    fn signal_vm(&self, signal: Signal) {
+        let procs = self.systemd.cgroup().join("machine.slice/cgroup.procs");
+        for pid in std::fs::read_to_string(procs).unwrap().lines() {
+            let _ = kill_process(Pid::from_raw(pid.parse().unwrap()).unwrap(), signal);
+        }
     }
 
     fn whole(&self) {
-        let all = |vm: &Vm| (vm.balloon().unwrap() == RAM).then_some(());
-        if let Err(e) = self.vm.wait_for("all its memory", MINUTE, all) {
-            panic!("{e}\n{}", self.systemd.log());
-        }
+        let all = |_: &Systemd| self.size() == RAM;
+        self.systemd.wait("all its memory", all).unwrap();
     }
+
+    /// `ebb-release.service` gave everything back, and has ended.
+    fn released(&self) {
+        self.whole();
+        self.wait_is("ebb-release", "ActiveState", "inactive");
+        assert_eq!(self.is("ebb-release", "Result"), "success", "{}", self.systemd.log());
+    }
+}
+
+fn config(name: &str, systemd: &Systemd) -> VmConfig {
+    let mut config = VmConfig::new(name, RAM);
+    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+    config.within = systemd.within();
+    config.cgroup = Some(systemd.machine_slice().unwrap());
+    config
 }
 
 #[test]
 fn vm_a_daemon_that_cannot_be_started_again_leaves_no_balloon_inflated() {
     let host = Host::squeezed();
-    let socket = host.systemd.path("/run/ebb/ebb.sock");
+    let (socket, file) = ("/run/ebb/ebb.sock", "/etc/ebb/ebb.toml");
+    let [socket, file] = [socket, file].map(|p| host.systemd.path(p));
+    // Something stands where its socket is to be.
     std::fs::remove_file(&socket).unwrap();
     std::fs::create_dir(&socket).unwrap();
     host.systemctl(&["kill", "--signal=KILL", "ebb"]);
     host.wait_is("ebb", "ActiveState", "failed");
+    host.released();
+
+    // Its configuration cannot be read any more.
+    std::fs::remove_dir(&socket).unwrap();
+    host.systemctl(&["reset-failed"]);
+    host.systemctl(&["start", "ebb"]);
+    host.squeeze();
+    std::fs::write(&file, "[daemon]\ntikc = \"1s\"\n").unwrap();
+    host.systemctl(&["kill", "--signal=KILL", "ebb"]);
+    host.wait_is("ebb", "ActiveState", "failed");
+    host.released();
+    assert!(host.systemd.log().contains("ebb-release.service: /etc/ebb/ebb.toml:2"));
+}
+
+#[test]
+fn vm_a_daemon_that_is_killed_or_started_anew_owns_what_it_took_and_one_that_stops_gives_back() {
+    let host = Host::squeezed();
+    host.systemctl(&["kill", "--signal=KILL", "ebb"]);
+    host.wait_is("ebb", "NRestarts", "1");
+    host.wait_is("ebb", "ActiveState", "active");
+    assert!(host.systemd.log().contains("owned again"), "{}", host.systemd.log());
+    assert!(host.size() <= SQUEEZED, "a crash gives nothing back");
+
+    // An upgrade by package managers that restart: all back, and taken anew.
+    host.systemctl(&["restart", "ebb"]);
     host.whole();
+    host.squeeze();
+
+    host.systemctl(&["stop", "ebb"]);
+    host.whole();
+    let state = std::fs::read_to_string(host.systemd.path("/run/ebb/state.json")).unwrap();
+    assert!(!state.contains("guest"), "{state}");
+    assert_eq!(host.is("ebb", "Result"), "success", "{}", host.systemd.log());
+    assert_eq!(host.is("ebb-release", "InactiveExitTimestamp"), "", "nothing needed it");
+}
+
+#[test]
+fn vm_a_reload_keeps_process_and_balloons() {
+    let host = Host::squeezed();
+    let pid = host.is("ebb", "MainPID");
+    std::fs::write(host.systemd.path("/etc/ebb/ebb.toml"), "[daemon]\ntick = \"2s\"\n").unwrap();
+    host.systemctl(&["reload", "ebb"]);
+    let said = |s: &Systemd| s.log().matches("watches 1 VMs").count() == 2;
+    host.systemd.wait("the daemon to begin anew", said).unwrap();
+    assert_eq!(host.is("ebb", "MainPID"), pid);
+    assert!(host.size() <= SQUEEZED, "a reload gives nothing back");
+    host.systemctl(&["stop", "ebb"]);
+    host.whole();
+}
+
+/// The daemon has a few seconds to stop in, `ebb-release` a minute: a QEMU that does not answer
+/// gives back what it can then.
+#[test]
+fn vm_what_a_stop_could_not_give_back_is_given_back_after_it() {
+    let host = Host::squeezed();
+    host.signal_vm(Signal::STOP);
+    host.systemctl(&["stop", "ebb"]);
+    assert_eq!(host.is("ebb", "ExecMainStatus"), "2", "{}", host.systemd.log());
+    host.wait_is("ebb-release", "ActiveState", "activating");
+    host.signal_vm(Signal::CONT);
+    host.released();
+
+    // The next daemon is not kept waiting for what the one before owes: it owns it.
+    host.systemctl(&["start", "ebb"]);
+    host.squeeze();
+    host.signal_vm(Signal::STOP);
+    host.systemctl(&["stop", "ebb"]);
+    host.wait_is("ebb-release", "ActiveState", "activating");
+    host.systemctl(&["start", "ebb"]);
     host.wait_is("ebb-release", "ActiveState", "inactive");
-    assert!(host.is("ebb-release", "Result", "success"), "{}", host.systemd.log());
+    host.signal_vm(Signal::CONT);
+    assert!(host.systemd.log().contains("owned again"), "{}", host.systemd.log());
+
+    // A daemon that takes longer than it may is killed, and what it owes is given back as well.
+    let drop_in = host.systemd.path("/run/units/ebb.service.d");
+    std::fs::create_dir(&drop_in).unwrap();
+    std::fs::write(drop_in.join("stop.conf"), "[Service]\nTimeoutStopSec=100ms\n").unwrap();
+    host.systemctl(&["daemon-reload"]);
+    host.squeeze();
+    host.signal_vm(Signal::STOP);
+    host.systemctl(&["stop", "ebb"]);
+    host.wait_is("ebb-release", "ActiveState", "activating");
+    host.signal_vm(Signal::CONT);
+    assert_eq!(host.is("ebb", "Result"), "timeout", "{}", host.systemd.log());
+    host.released();
+}
+
+/// All that the daemon does to others: balloons, paging out and splitting huge pages, reading
+/// VMs' memory, KSM's settings, priorities, the descriptor that an unprivileged QEMU is handed.
+#[test]
+fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
+    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    // The daemon steers it, and it is put back whatever comes.
+    arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
+    let merge = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
+    let systemd = Systemd::start(&arena, merge).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
+    let library = dir.path().join("libebb_vmm.so");
+    std::fs::copy(tier::plugin().unwrap(), &library).unwrap();
+    let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
+    let mut with_agent = config("agent", &systemd);
+    with_agent.files = vec![("ebb.ko".into(), tier::module(&image, false).unwrap())];
+    (with_agent.user, with_agent.accel) = (Some(NOBODY), Some(Accel::Tcg));
+    let plugin = format!("file={},socket={}/agent", library.display(), dir.path().display());
+    with_agent.args = ["-plugin", &plugin].map(String::from).to_vec();
+    let mut vms = [&with_agent, &config("guest", &systemd)].map(|c| Vm::spawn(c).unwrap());
+    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
+    vms[0].tool().sh("insmod /ebb.ko", MINUTE).unwrap();
+    systemd.systemctl(&["start", "ebb"]);
+    let socket = systemd.path("/run/ebb/ebb.sock");
+    let state = || client::get_json::<Value>(&socket, "/v1/state").unwrap();
+    let number = |v: &Value| v.as_u64().unwrap_or(0);
+    let seen = |what: &str, seen: &dyn Fn(&Value) -> bool| {
+        if let Err(e) = systemd.wait(what, |_| seen(&state())) {
+            panic!("{e}\n{:#}", state());
+        }
+    };
+    let done = |v: &Value| number(&v["merge"]["stat"]["merging_pages"]) > 1000;
+    seen("merged pages", &|s| s["vms"].as_array().unwrap().iter().all(done));
+    let scan = &state()["host"]["merge"]["scan"];
+    let (read, by_agents) = (number(&scan["read"]), number(&scan["by_agents"]));
+    assert!(by_agents > 1 << 20 && read > by_agents + (1 << 20), "from within and outside: {scan}");
+    for vm in &vms {
+        vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
+        vm.tool().stop("h").unwrap();
+    }
+    let part = |s: &Value, vm: usize, path: &str| number(s["vms"][vm].pointer(path).unwrap());
+    let asked = |vm: &str| systemd.run(&["ebb", "reclaim", vm]);
+    seen("recycled pages", &|s| {
+        asked("agent");
+        part(s, 0, "/agent/counters/recycled") > 64 << 20
+    });
+    seen("split huge pages", &|s| {
+        asked("guest");
+        vms[1].balloon().unwrap() <= SQUEEZED && number(&s["vms"][1]["torn"]["freed"]) > 1 << 20
+    });
+    let (state, log) = (state(), systemd.log());
+    assert_eq!(state["problems"].as_array().unwrap().len(), 0, "{state:#}");
+    assert!(!log.contains("denied") && !log.contains("not permitted"), "{log}");
+    assert_eq!(systemd.systemctl(&["stop", "ebb"]).0, 0);
+    systemd.wait("all its memory", |_| vms[1].balloon().unwrap() == RAM).unwrap();
+    assert_eq!(systemd.property("ebb", "Result"), "success", "{}", systemd.log());
 }

@@ -19,11 +19,9 @@ use crate::daemon::{ksm_note, options};
 use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
 
-/// How long guests and QEMUs may take. `TimeoutStartSec=` of ebb-release.service is longer.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Gives back all that the state file names; `false` where there is no such file.
-pub fn main(config: &Config) -> Result<bool> {
+/// Gives back all that the state file names, and tries for so long; `false` where there is no
+/// such file.
+pub fn main(config: &Config, patience: Duration) -> Result<bool> {
     let path = &config.state_file;
     if !Path::new(path).try_exists().with_context(|| format!("cannot look for {path}"))? {
         say(&format!("no state file {path}: nothing is known to be owed"));
@@ -36,7 +34,7 @@ pub fn main(config: &Config) -> Result<bool> {
         return recover_ksm(path).map(|_| true);
     }
     let mut failed = Vec::new();
-    let left = give_back_vms(config, &owned)?;
+    let left = give_back_vms(config, &owned, patience)?;
     failed.extend(left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)));
     let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
     state.write(&owed)?;
@@ -52,14 +50,14 @@ pub fn main(config: &Config) -> Result<bool> {
 }
 
 /// The host's connections end here: a QMP socket serves one client.
-fn give_back_vms(config: &Config, owned: &Owned) -> Result<Vec<Left>> {
+fn give_back_vms(config: &Config, owned: &Owned, patience: Duration) -> Result<Vec<Left>> {
     if owned.vms.is_empty() {
         return Ok(Vec::new());
     }
     let wanted =
         Options { only: None, merge: None, zeros: false, psi_trigger_us: None, ..options(config) };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
-    Ok(give_back(&mut host, &owned.vms, Instant::now() + PATIENCE, &mut say))
+    Ok(give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say))
 }
 
 /// Puts KSM's settings back, where an earlier daemon had changed them.

@@ -178,6 +178,9 @@ impl Observer {
             .map(|p| File::create(&p).with_context(|| format!("cannot record to {p}")))
             .transpose()?
             .map(BufWriter::new);
+        // Three ticks, where those are longer than the unit expects.
+        let patience = head.config.tick_ms.saturating_mul(3_000).max(30_000_000);
+        let _ = sd_notify::notify(&[NotifyState::WatchdogUsec(patience as u32)]);
         Ok(Observer {
             shared,
             config: head.config.clone(),
@@ -209,6 +212,7 @@ impl Observer {
         self.record(head.as_ref(), tick.number, &text);
         self.log(&state, &decisions);
         self.log_beside(tick);
+        let _ = sd_notify::notify(&[NotifyState::Watchdog]);
         let mut published = self.shared.lock();
         if let Some(head) = &head {
             published.recorder.head(head);
