@@ -147,7 +147,11 @@ struct HoldArgs {
 
 fn main() -> ExitCode {
     if let Some(options) = standin::asked_for(&std::env::args().collect::<Vec<_>>()) {
-        return if standin::serve(&options).is_ok() { ExitCode::SUCCESS } else { ExitCode::from(2) };
+        return if standin::serve(&options).is_ok() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(2)
+        };
     }
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),

@@ -158,7 +158,8 @@ mod tests {
         let mut events = String::new();
         guest.answer(&json!("balloon"), &json!({"value": RAM / 2}), &mut events);
         assert!(events.contains("BALLOON_CHANGE"));
-        let said = guest.answer(&json!("qom-get"), &json!({"property": "guest-stats"}), &mut events);
+        let said =
+            guest.answer(&json!("qom-get"), &json!({"property": "guest-stats"}), &mut events);
         let ram = Some(ebb_core::units::Bytes(RAM));
         let (stats, problems) = ebb_host::balloon::parse_guest_stats(&said, ram);
         assert!(stats.is_some() && problems.is_empty(), "{problems:?}");

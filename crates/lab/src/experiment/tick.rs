@@ -62,7 +62,8 @@ impl Tick {
             rows.extend(self.with(*vms)?);
         }
         if let Some(path) = &self.json {
-            std::fs::write(path, serde_json::to_vec_pretty(&rows)?).map_err(LabError::file(path))?;
+            std::fs::write(path, serde_json::to_vec_pretty(&rows)?)
+                .map_err(LabError::file(path))?;
         }
         Ok(())
     }
