@@ -125,6 +125,9 @@ impl Published {
     }
 }
 
+/// Why there is no answer.
+type Refusal = (StatusCode, String);
+
 /// Shared between loop and server.
 #[derive(Clone, Default)]
 pub struct Shared(Arc<Mutex<Published>>);
@@ -136,9 +139,9 @@ impl Shared {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn latest(&self) -> Result<Arc<Latest>, Response> {
+    fn latest(&self) -> Result<Arc<Latest>, Refusal> {
         let latest = self.lock().latest.clone();
-        latest.ok_or_else(|| (StatusCode::SERVICE_UNAVAILABLE, "no tick yet\n").into_response())
+        latest.ok_or_else(|| (StatusCode::SERVICE_UNAVAILABLE, "no tick yet\n".into()))
     }
 }
 
@@ -293,8 +296,8 @@ fn is_own_name(name: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || loopback(host)
 }
 
-fn answer(of: Result<Response, Response>) -> Response {
-    of.unwrap_or_else(|e| e)
+fn answer(of: Result<Response, Refusal>) -> Response {
+    of.unwrap_or_else(IntoResponse::into_response)
 }
 
 fn metrics_page(latest: Arc<Latest>) -> Response {
@@ -302,14 +305,14 @@ fn metrics_page(latest: Arc<Latest>) -> Response {
 }
 
 /// The last plan; with `?memory=4GiB&count=3`, whether so many VMs more fit.
-fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Response> {
+fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
     let latest = shared.latest()?;
     let Some(query) = uri.query().filter(|q| !q.is_empty()) else {
         return Ok(json(&latest.tick.plan));
     };
     match parse_ask(query) {
         Ok(ask) => Ok(json(&admit(latest.stock(), &ask))),
-        Err(why) => Err((StatusCode::BAD_REQUEST, why + "\n").into_response()),
+        Err(why) => Err((StatusCode::BAD_REQUEST, why + "\n")),
     }
 }
 
