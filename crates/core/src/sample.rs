@@ -221,12 +221,36 @@ pub struct Ksm {
     /// A `ksmtuned` that sets the same knobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ksmtuned: Option<u32>,
+    /// Places that map a merged page, of the processes that there are (6.1+). The counters
+    /// above keep those of a process that has ended until `ksmd` comes by its pages, which
+    /// it does not while it is stopped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mapped: Option<u64>,
 }
 
 impl Ksm {
-    /// What merging saves now, and would take to be broken.
+    /// What merging saves by the kernel's counters, and would take to be broken, at most.
     pub fn saved(&self) -> Bytes {
         Bytes::pages(self.pages_sharing.saturating_add(self.zero_pages.unwrap_or(0)))
+    }
+
+    /// What it saves the processes that there are, at least: of so many places at most so
+    /// many as there are merged pages save nothing. Exact where no process has ended since
+    /// `ksmd` came by. Without [`Ksm::mapped`] the counters count while `ksmd` runs.
+    pub fn saved_now(&self) -> Bytes {
+        let sharing = match self.mapped {
+            Some(mapped) => self.pages_sharing.min(mapped.saturating_sub(self.pages_shared)),
+            None if self.run == 1 => self.pages_sharing,
+            None => 0,
+        };
+        // The kernel takes a zero page off its counter when it is unmapped.
+        Bytes::pages(sharing.saturating_add(self.zero_pages.unwrap_or(0)))
+    }
+
+    /// That less KSM's own memory, which it keeps for processes that have ended, too.
+    pub fn profit_now(&self) -> Option<i64> {
+        let gone = self.saved() - self.saved_now();
+        self.general_profit.map(|p| p.saturating_sub(gone.0 as i64))
     }
 
     /// Of the places that map a merged page, the share that saves one: the first
@@ -719,6 +743,32 @@ impl GuestStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_ended_processes_had_merged_is_not_saved() {
+        let page = |n: u64| Bytes::pages(n);
+        // Two VMs of a thousand equal pages, and 64 bytes for each of their places.
+        let both = Ksm {
+            run: 0,
+            pages_shared: 1000,
+            pages_sharing: 1000,
+            general_profit: Some(1000 * 4096 - 2000 * 64),
+            mapped: Some(2000),
+            ..Ksm::default()
+        };
+        assert_eq!((both.saved_now(), both.profit_now()), (page(1000), both.general_profit));
+        let one = Ksm { mapped: Some(1000), ..both };
+        assert_eq!(one.saved_now(), page(0), "each page has one place left");
+        let none = Ksm { mapped: Some(0), ..both };
+        assert_eq!((none.saved_now(), none.profit_now()), (page(0), Some(-2000 * 64)));
+        let zeros = Ksm { zero_pages: Some(7), ..none };
+        assert_eq!((zeros.saved_now(), zeros.profit_now()), (page(7), Some(-2000 * 64)));
+        // Other processes than VMs count as well; a count that is ahead of the others' is cut.
+        assert_eq!(Ksm { mapped: Some(9000), ..both }.saved_now(), page(1000));
+        let old = Ksm { mapped: None, ..both };
+        assert_eq!((old.saved_now(), old.saved()), (page(0), page(1000)), "nobody can tell");
+        assert_eq!(Ksm { run: 1, ..old }.saved_now(), page(1000), "ksmd finds out");
+    }
 
     fn words(updated_s: u64, free: u64) -> GuestStats {
         GuestStats { updated_s, free: Some(Bytes(free)), ..GuestStats::default() }

@@ -36,6 +36,36 @@ fn until(
     }
 }
 
+/// What an idle guest of so many GiB was told to give in two seconds of looks so many
+/// milliseconds apart; `free`: what the host has left at the beginning.
+fn asked(ram: u64, free: u64, apart_ms: u64) -> Bytes {
+    let mut guest = Guest::new(ram, 1);
+    guest.speed = 64 << 30;
+    let mut host = Toy::new(ram + free, 0, vec![guest]);
+    let mut engine = engine(ram, &host);
+    engine.step(&mut host);
+    let (end, before) = (host.now + 2_000, host.guests[0].target);
+    while host.now < end {
+        host.wait(host.now().plus(apart_ms));
+        engine.step(&mut host);
+    }
+    before - host.guests[0].target
+}
+
+#[test]
+fn many_looks_take_neither_faster_nor_slower_than_few() {
+    for (ram, free) in [(64, 36), (64, 2), (4, 2), (4, 0)] {
+        let few = asked(ram, free, 500);
+        assert!(few > Bytes::mib(100), "{ram} GiB, {free} left: {few}");
+        for apart in [5, 50, 150] {
+            let many = asked(ram, free, apart);
+            let case = format!("{ram} GiB, {free} left, each {apart} ms: {many}, not {few}");
+            assert!(many <= few.share(1.2) + Bytes::mib(32), "{case}");
+            assert!(many >= few.share(0.7), "{case}");
+        }
+    }
+}
+
 #[test]
 fn eight_gib_leave_an_idle_guest_within_ten_seconds() {
     // 1 GiB is left, 9 are to be kept.

@@ -1,45 +1,116 @@
-//! The HTTP interface, on a Unix socket and, opt-in, on loopback. All of it reads;
-//! only `POST /v1/reclaim`, `/v1/merge` and `/v1/look` (a tick now) ask for something,
-//! and only on the Unix socket, whose file mode says who may.
+//! What the HTTP interface answers. All of it reads; only `POST /v1/reclaim`, `/v1/merge`
+//! and `/v1/look` (a tick now) ask for something.
 //!
-//! The tick loop publishes, this serves; the two share one lock that is held only
-//! to swap or clone a pointer, so that no client can slow a tick.
+//! Everything is on the Unix socket, whose file mode says who may. On loopback, where any
+//! local user may ask and a browser may be tricked into asking, there is `/metrics` alone,
+//! and only for those who call it by a name of this machine's own.
+//!
+//! The tick loop publishes what it has, as it is; the view of it is made when somebody
+//! asks, once a tick at most. The two share one lock that is held only to clone
+//! pointers, so that no client can slow a tick.
 
 use std::collections::VecDeque;
+use std::io::Read;
+use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::task::{Context as Task, Poll};
 
 use anyhow::{Context, Result};
 use axum::Router;
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::extract::DefaultBodyLimit;
-use axum::http::{StatusCode, Uri, header};
+use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use ebb_core::plan::{MergeWish, Plan, Reclaim};
-use ebb_core::policy::protect::{Ask, Stock, admit};
+use ebb_core::memory::Memory;
+use ebb_core::model::Model;
+use ebb_core::plan::{MergeWish, Reclaim};
+use ebb_core::policy::protect::{self, Ask, Stock, admit};
+use ebb_core::tick::Tick;
 use ebb_core::units::Bytes as Size;
+use ebb_host::probe::process::{read_stat, read_status};
+use ebb_host::root::Root;
+use hyper::body::{Frame, SizeHint};
 
 use crate::daemon::Inbox;
 use crate::metrics;
-use crate::recorder::Recorder;
-use crate::view::{Decision, State};
+use crate::recorder::{Record, Recorder};
+use crate::server;
+use crate::view::{Daemon, Decision, State};
 
 /// Decisions kept for `explain`: hours of a calm host, minutes of a wild one.
 const DECISIONS: usize = 2000;
+/// Clients that read the record at once: each holds on to what it was when it came.
+const RECORDS: usize = 4;
+/// A piece of the record's lines.
+const PIECE: usize = 128 << 10;
+
+/// A tick as the loop leaves it.
+pub struct Latest {
+    tick: Tick,
+    model: Arc<Model>,
+    memory: Memory,
+    daemon: Daemon,
+    warnings: Vec<String>,
+    state: OnceLock<Arc<State>>,
+    stock: OnceLock<Stock>,
+    metrics: OnceLock<Bytes>,
+}
+
+impl Latest {
+    /// `warnings`: what is wrong with the configuration beside what the model says.
+    pub fn new(
+        tick: Tick,
+        model: Arc<Model>,
+        memory: Memory,
+        daemon: Daemon,
+        warnings: Vec<String>,
+    ) -> Latest {
+        let (state, stock, metrics) = Default::default();
+        Latest { tick, model, memory, daemon, warnings, state, stock, metrics }
+    }
+
+    /// What users see of it.
+    pub fn state(&self) -> Arc<State> {
+        self.state.get_or_init(|| Arc::new(self.view())).clone()
+    }
+
+    fn view(&self) -> State {
+        let (root, pid) = (Root::default(), self.daemon.pid);
+        let cpu = read_stat(&root, pid).ok().flatten();
+        let memory = read_status(&root, pid).ok().flatten();
+        let daemon = Daemon {
+            // Clock ticks are hundredths of a second on every Linux Ebb runs on.
+            cpu_s: cpu.map_or(0.0, |c| (c.user_ticks + c.system_ticks) as f64 / 100.0),
+            resident: memory.map(|m| m.resident()).unwrap_or_default(),
+            ..self.daemon.clone()
+        };
+        let mut state = State::new(&self.tick, &self.model, &self.memory, daemon);
+        state.host.warnings.extend(self.warnings.iter().cloned());
+        state
+    }
+
+    /// What there is to admit VMs with.
+    fn stock(&self) -> &Stock {
+        self.stock.get_or_init(|| protect::stock(&self.model, &self.memory))
+    }
+
+    fn metrics(&self) -> Bytes {
+        self.metrics.get_or_init(|| metrics::render(&self.state()).into()).clone()
+    }
+}
 
 /// What the loop publishes.
 #[derive(Default)]
 pub struct Published {
-    /// The view of the last tick.
-    pub state: Arc<State>,
-    /// Its plan.
-    pub plan: Arc<Plan>,
-    /// What there is to admit VMs with.
-    pub stock: Arc<Stock>,
+    /// The last tick; `None` before the first.
+    pub latest: Option<Arc<Latest>>,
     /// The last decisions, oldest first.
-    pub decisions: VecDeque<Decision>,
+    pub decisions: VecDeque<Arc<Decision>>,
     /// The flight recorder.
     pub recorder: Recorder,
 }
@@ -47,12 +118,15 @@ pub struct Published {
 impl Published {
     /// Adds decisions, drops the oldest.
     pub fn decided(&mut self, new: Vec<Decision>) {
-        self.decisions.extend(new);
+        self.decisions.extend(new.into_iter().map(Arc::new));
         while self.decisions.len() > DECISIONS {
             self.decisions.pop_front();
         }
     }
 }
+
+/// Why there is no answer.
+type Refusal = (StatusCode, String);
 
 /// Shared between loop and server.
 #[derive(Clone, Default)]
@@ -63,6 +137,11 @@ impl Shared {
     /// field is replaced whole.
     pub fn lock(&self) -> MutexGuard<'_, Published> {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn latest(&self) -> Result<Arc<Latest>, Refusal> {
+        let latest = self.lock().latest.clone();
+        latest.ok_or_else(|| (StatusCode::SERVICE_UNAVAILABLE, "no tick yet\n".into()))
     }
 }
 
@@ -111,20 +190,18 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
 /// Serves until the process ends, in a thread of its own.
 pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let limits = server::Limits::of_this_process();
     std::thread::Builder::new().name("http".into()).spawn(move || {
         runtime.block_on(async move {
-            let app = router(shared);
             let Ok(unix) = tokio::net::UnixListener::from_std(listeners.unix) else { return };
-            let on_unix = axum::serve(unix, app.clone().merge(asking(inbox)));
-            match listeners.tcp.map(tokio::net::TcpListener::from_std) {
-                Some(Ok(tcp)) => {
-                    let on_tcp = axum::serve(tcp, app);
-                    let _ = tokio::join!(on_unix.into_future(), on_tcp.into_future());
+            let tcp = listeners.tcp.and_then(|tcp| tokio::net::TcpListener::from_std(tcp).ok());
+            let on_tcp = async {
+                if let Some(tcp) = tcp {
+                    server::accept(tcp, on_loopback(shared.clone()), limits.tcp).await;
                 }
-                _ => {
-                    let _ = on_unix.await;
-                }
-            }
+            };
+            let app = router(shared.clone()).merge(asking(inbox));
+            tokio::join!(server::accept(unix, app, limits.unix), on_tcp);
         });
     })?;
     Ok(())
@@ -166,37 +243,168 @@ fn taken<T>(
 
 fn router(shared: Shared) -> Router {
     let (a, b, c, d, e) = (shared.clone(), shared.clone(), shared.clone(), shared.clone(), shared);
+    let readers = Arc::new(AtomicUsize::new(0));
     Router::new()
         .route("/", get(|| async { INDEX }))
-        .route("/v1/state", get(|| async move { json(&*a.lock().state.clone()) }))
-        .route("/v1/plan", get(|uri: Uri| async move { plan(&b, &uri) }))
-        .route("/v1/decisions", get(|| async move { json(&c.lock().decisions.clone()) }))
+        .route("/v1/state", get(|| async move { answer(a.latest().map(|l| json(&*l.state()))) }))
+        .route("/v1/plan", get(|uri: Uri| async move { answer(plan(&b, &uri)) }))
         .route(
-            "/v1/record",
-            get(|| async move { text("application/x-ndjson", d.lock().recorder.dump()) }),
-        )
-        .route(
-            "/metrics",
+            "/v1/decisions",
             get(|| async move {
-                let state = e.lock().state.clone();
-                text("text/plain; version=0.0.4", metrics::render(&state).into_bytes())
+                let decisions: Vec<Arc<Decision>> = c.lock().decisions.iter().cloned().collect();
+                json(&decisions.iter().map(|d| &**d).collect::<Vec<_>>())
             }),
         )
+        .route("/v1/record", get(|headers: HeaderMap| async move { record(&d, readers, &headers) }))
+        .route("/metrics", get(|| async move { answer(e.latest().map(metrics_page)) }))
         .fallback(|| async { (StatusCode::NOT_FOUND, INDEX) })
 }
 
+/// What there is on TCP.
+fn on_loopback(shared: Shared) -> Router {
+    let metrics = |uri: Uri, headers: HeaderMap| async move {
+        match foreign_name(&uri, &headers) {
+            Some(name) => (
+                StatusCode::MISDIRECTED_REQUEST,
+                format!("this is not “{name}”: ask for localhost or a loopback address\n"),
+            )
+                .into_response(),
+            None => answer(shared.latest().map(metrics_page)),
+        }
+    };
+    Router::new()
+        .route("/metrics", get(metrics))
+        .fallback(|| async { (StatusCode::NOT_FOUND, LOOPBACK_INDEX) })
+}
+
+/// The name that was asked for, where it is not one of a loopback interface: a page from
+/// elsewhere may have had its own name resolved to this machine. Only browsers matter
+/// here, and they always tell.
+fn foreign_name(uri: &Uri, headers: &HeaderMap) -> Option<String> {
+    let told = headers.get_all(header::HOST).iter().map(|h| String::from_utf8_lossy(h.as_bytes()));
+    let asked = told.map(String::from).chain(uri.authority().map(|a| a.as_str().to_string()));
+    asked.into_iter().find(|name| !is_own_name(name))
+}
+
+fn is_own_name(name: &str) -> bool {
+    let loopback = |text: &str| text.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let host = match name.strip_prefix('[') {
+        Some(v6) => v6.split(']').next().unwrap_or_default(),
+        None if loopback(name) => name,
+        None => name.split(':').next().unwrap_or_default(),
+    };
+    host.eq_ignore_ascii_case("localhost") || loopback(host)
+}
+
+fn answer(of: Result<Response, Refusal>) -> Response {
+    of.unwrap_or_else(IntoResponse::into_response)
+}
+
+fn metrics_page(latest: Arc<Latest>) -> Response {
+    text("text/plain; version=0.0.4", latest.metrics())
+}
+
 /// The last plan; with `?memory=4GiB&count=3`, whether so many VMs more fit.
-fn plan(shared: &Shared, uri: &Uri) -> Response {
+fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
+    let latest = shared.latest()?;
     let Some(query) = uri.query().filter(|q| !q.is_empty()) else {
-        let plan = shared.lock().plan.clone();
-        return json(&*plan);
+        return Ok(json(&latest.tick.plan));
     };
     match parse_ask(query) {
-        Ok(ask) => {
-            let stock = shared.lock().stock.clone();
-            json(&admit(&stock, &ask))
-        }
-        Err(why) => (StatusCode::BAD_REQUEST, why + "\n").into_response(),
+        Ok(ask) => Ok(json(&admit(latest.stock(), &ask))),
+        Err(why) => Err((StatusCode::BAD_REQUEST, why + "\n")),
+    }
+}
+
+/// The record: as zstd to those who take that, else as lines, unpacked while they are sent.
+fn record(shared: &Shared, readers: Arc<AtomicUsize>, headers: &HeaderMap) -> Response {
+    let reader = Reader::new(readers);
+    if reader.others >= RECORDS {
+        let why = "others are reading the record: try again\n";
+        return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
+    }
+    let record = shared.lock().recorder.record();
+    let accepts = headers.get(header::ACCEPT_ENCODING).and_then(|v| v.to_str().ok());
+    let zstd = accepts.is_some_and(|a| a.split(',').any(|e| e.trim() == "zstd"));
+    let length = match zstd {
+        true => record.frames.iter().map(|f| f.len() as u64).sum(),
+        false => record.text,
+    };
+    let body = RecordBody::new(record, zstd, (length, reader));
+    let Ok(body) = body.map(Body::new) else {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
+    let mut response = ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
+    if zstd {
+        let name = header::HeaderValue::from_static("zstd");
+        response.headers_mut().insert(header::CONTENT_ENCODING, name);
+    }
+    response
+}
+
+/// One that reads the record, counted.
+struct Reader {
+    all: Arc<AtomicUsize>,
+    others: usize,
+}
+
+impl Reader {
+    fn new(all: Arc<AtomicUsize>) -> Reader {
+        let others = all.fetch_add(1, Ordering::Relaxed);
+        Reader { all, others }
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.all.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Sends a record piece by piece: its lines are some thirty times what is held of them.
+struct RecordBody {
+    from: Box<dyn Read + Send>,
+    left: u64,
+    _reader: Reader,
+}
+
+impl RecordBody {
+    fn new(
+        record: Record,
+        zstd: bool,
+        (left, reader): (u64, Reader),
+    ) -> std::io::Result<RecordBody> {
+        let from: Box<dyn Read + Send> =
+            if zstd { Box::new(record.packed()) } else { Box::new(record.lines()?) };
+        Ok(RecordBody { from, left, _reader: reader })
+    }
+}
+
+impl hyper::body::Body for RecordBody {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Task<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        let mut piece = Vec::with_capacity(PIECE);
+        Poll::Ready(match (&mut self.from).take(PIECE as u64).read_to_end(&mut piece) {
+            Ok(0) => None,
+            Ok(n) => {
+                self.left = self.left.saturating_sub(n as u64);
+                Some(Ok(Frame::data(piece.into())))
+            }
+            Err(e) => Some(Err(e)),
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.left == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left)
     }
 }
 
@@ -223,21 +431,33 @@ fn parse_ask(query: &str) -> Result<Ask, String> {
 }
 
 const INDEX: &str = "Ebb. Here are: /v1/state /v1/plan /v1/decisions /v1/record /metrics\n";
+const LOOPBACK_INDEX: &str = "Ebb. Here is /metrics; everything else is on the Unix socket\n";
 
 fn json<T: serde::Serialize>(value: &T) -> Response {
     match serde_json::to_vec(value) {
-        Ok(body) => text("application/json", body),
+        Ok(body) => text("application/json", body.into()),
         Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()).into_response(),
     }
 }
 
-fn text(kind: &'static str, body: Vec<u8>) -> Response {
+fn text(kind: &'static str, body: Bytes) -> Response {
     ([(header::CONTENT_TYPE, kind)], body).into_response()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_of_this_machine_is_told_from_others() {
+        for name in ["localhost", "LocalHost:9177", "127.0.0.1", "127.9.0.1:80", "[::1]:1", "::1"] {
+            assert!(is_own_name(name), "{name}");
+        }
+        for name in ["", "evil.example", "localhost.evil.example", "10.0.0.1:9177", "[::2]:1", ":"]
+        {
+            assert!(!is_own_name(name), "{name}");
+        }
+    }
 
     #[test]
     fn a_question_is_understood_or_refused_in_words() {

@@ -287,7 +287,8 @@ impl Host for Daemon {
                 continue;
             }
             match self.sleep_until(due) {
-                HostWake::Pressure | HostWake::Event => {
+                HostWake::Woken if self.stop.load(Ordering::SeqCst) => {}
+                HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS);
                     if LinuxHost::now() < soonest {
                         let left = soonest.since(LinuxHost::now());
@@ -295,8 +296,7 @@ impl Host for Daemon {
                     }
                     return Wake::Event;
                 }
-                HostWake::Woken if !self.stop.load(Ordering::SeqCst) => return Wake::Event,
-                HostWake::Timer | HostWake::Woken => {}
+                HostWake::Timer => {}
             }
         }
     }

@@ -2,13 +2,18 @@
 //!
 //! Exit codes: 0 done, 1 nothing to do (or nothing found), 2 error.
 
+mod advice;
 mod anew;
 mod api;
 mod cmd;
 mod daemon;
+mod fields;
 mod give_back;
 mod metrics;
+mod observer;
+mod quiet;
 mod recorder;
+mod server;
 mod state;
 mod table;
 mod view;

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::view::{Field, HOST_FIELDS, Kind, State, Unit, VM_FIELDS};
+use crate::fields::{Field, HOST_FIELDS, Kind, Unit, VM_FIELDS};
+use crate::view::State;
 
 /// The whole page.
 pub fn render(state: &State) -> String {

@@ -3,23 +3,42 @@
 //! A record is lines of JSON: a [`Head`] (settings and what was remembered), then
 //! [`Tick`]s, then perhaps another head. Every head is a place from which replay
 //! can start, so the oldest part can be dropped at any head.
+//!
+//! One tick is much like the one before it. The ring therefore holds zstd frames, one
+//! for each segment, whose window reaches back further than a tick is long. Frames
+//! one after the other are a zstd file, so a client may have them as they are.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, Read};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
 use ebb_core::memory::Memory;
 use ebb_core::tick::{Engine, Tick};
+use ebb_core::units::Stamp;
 use serde::{Deserialize, Serialize};
+use zstd::stream::{read::Decoder, write::Encoder};
 
-/// What the recorder may hold, bytes: minutes for a hundred VMs, and small beside
-/// the daemon's budget of 30 MiB.
-const MOST: usize = 4 << 20;
+/// What the recorder may hold, bytes: a fifth of the daemon's budget of 30 MiB, and minutes
+/// for hundreds of VMs.
+const MOST: usize = 6 << 20;
+/// The same as lines of JSON: clients read no answer of more than 256 MiB.
+const MOST_TEXT: u64 = 192 << 20;
 /// A new head after so many bytes, so that dropping one drops little.
-const SEGMENT: usize = MOST / 8;
+const SEGMENT: usize = MOST / 6;
 /// A new head after so many ticks.
-const SEGMENT_TICKS: usize = 120;
+const SEGMENT_TICKS: usize = 240;
+/// The fastest of zstd's ordinary levels: 3 packs a sixth better for half as much again.
+const LEVEL: i32 = 1;
+/// Bounds of the compressor's window, as powers of two: it and its tables are all the
+/// memory that compressing takes.
+const WINDOW: (u32, u32) = (17, 22);
+/// The end of a zstd frame whose last block was flushed: an empty last block
+/// (RFC 8878, 3.1.1.2).
+const FRAME_END: [u8; 3] = [1, 0, 0];
+/// How a zstd frame begins.
+const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// No line of a record is longer (10,000 VMs fit).
 const LINE_MOST: u64 = 32 << 20;
 /// The record format.
@@ -51,8 +70,7 @@ impl Head {
 }
 
 /// A line of a record.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug)]
 pub enum Line {
     /// A place to start.
     Head(Box<Head>),
@@ -60,43 +78,185 @@ pub enum Line {
     Tick(Box<Tick>),
 }
 
+impl Line {
+    fn parse(text: &[u8]) -> serde_json::Result<Line> {
+        let tick = serde_json::from_slice(text).map(|tick| Line::Tick(Box::new(tick)));
+        tick.or_else(|_| serde_json::from_slice(text).map(|head| Line::Head(Box::new(head))))
+    }
+}
+
 /// The ring.
 #[derive(Default)]
 pub struct Recorder {
-    segments: VecDeque<Vec<u8>>,
+    closed: VecDeque<Segment>,
+    open: Option<Open>,
+    /// When the last tick was.
+    last: Option<Stamp>,
+}
+
+/// A part of the record that can be replayed alone.
+struct Segment {
+    frame: Arc<[u8]>,
+    text: u64,
+    first: Option<Stamp>,
+}
+
+/// The part that is being written.
+struct Open {
+    frame: Encoder<'static, Vec<u8>>,
+    text: u64,
     ticks: usize,
-    bytes: usize,
+    first: Option<Stamp>,
+}
+
+impl Open {
+    /// The window is as large as the head: that holds what is remembered of each VM and is
+    /// longer than a tick.
+    fn new(head: &[u8]) -> std::io::Result<Open> {
+        let mut frame = Encoder::new(Vec::new(), LEVEL)?;
+        let size = usize::BITS - head.len().leading_zeros();
+        frame.window_log(size.clamp(WINDOW.0, WINDOW.1))?;
+        frame.write_all(head)?;
+        Ok(Open { frame, text: head.len() as u64, ticks: 0, first: None })
+    }
+
+    fn close(self) -> std::io::Result<Segment> {
+        Ok(Segment { frame: self.frame.finish()?.into(), text: self.text, first: self.first })
+    }
 }
 
 impl Recorder {
     /// Whether the next tick must be preceded by a head.
     pub fn wants_head(&self) -> bool {
-        self.segments.back().is_none_or(|s| s.len() >= SEGMENT) || self.ticks >= SEGMENT_TICKS
+        let full = |o: &Open| o.frame.get_ref().len() >= SEGMENT || o.ticks >= SEGMENT_TICKS;
+        self.open.as_ref().is_none_or(full)
     }
 
-    /// Starts a segment; drops the oldest while there is too much.
+    /// Starts a segment.
     pub fn head(&mut self, head: &Head) {
-        self.segments.push_back(line(head));
-        self.bytes += self.segments.back().map_or(0, Vec::len);
-        self.ticks = 0;
-        while self.bytes > MOST && self.segments.len() > 1 {
-            self.bytes -= self.segments.pop_front().map_or(0, |s| s.len());
-        }
+        // Writing to memory does not fail; if it did, that part would be missing.
+        self.closed.extend(self.open.take().and_then(|o| o.close().ok()));
+        self.open = Open::new(&line(head)).ok();
+        self.drop_oldest();
     }
 
     /// Adds a tick, as its [`line`].
-    pub fn tick(&mut self, text: &[u8]) {
-        self.bytes += text.len();
-        self.ticks += 1;
-        if let Some(segment) = self.segments.back_mut() {
-            segment.extend_from_slice(text);
+    pub fn tick(&mut self, at: Stamp, text: &[u8]) {
+        let Some(open) = &mut self.open else { return };
+        if open.frame.write_all(text).is_err() {
+            self.open = None;
+            return;
+        }
+        open.text += text.len() as u64;
+        open.ticks += 1;
+        open.first.get_or_insert(at);
+        self.last = Some(at);
+        self.drop_oldest();
+    }
+
+    /// What it holds, bytes.
+    pub fn bytes(&self) -> usize {
+        self.closed.iter().map(|s| s.frame.len()).sum::<usize>()
+            + self.open.as_ref().map_or(0, |o| o.frame.get_ref().len())
+    }
+
+    fn text(&self) -> u64 {
+        self.closed.iter().map(|s| s.text).sum::<u64>() + self.open.as_ref().map_or(0, |o| o.text)
+    }
+
+    fn drop_oldest(&mut self) {
+        while (self.bytes() > MOST || self.text() > MOST_TEXT) && !self.closed.is_empty() {
+            self.closed.pop_front();
         }
     }
 
-    /// All that is held, oldest first.
-    pub fn dump(&self) -> Vec<u8> {
-        self.segments.iter().flatten().copied().collect()
+    /// From its first tick to its last one, milliseconds.
+    pub fn span_ms(&self) -> u64 {
+        let open = self.open.as_ref().and_then(|o| o.first);
+        let first = self.closed.iter().find_map(|s| s.first).or(open);
+        first.zip(self.last).map_or(0, |(first, last)| last.since(first))
     }
+
+    /// All that it holds now.
+    pub fn record(&mut self) -> Record {
+        let mut record = Record { frames: Vec::new(), text: self.text() };
+        record.frames.extend(self.closed.iter().map(|s| s.frame.clone()));
+        if let Some(open) = &mut self.open
+            && open.frame.flush().is_ok()
+        {
+            record.frames.push([open.frame.get_ref(), &FRAME_END[..]].concat().into());
+        }
+        record
+    }
+}
+
+/// A record as the ring holds it, oldest frame first. It shares them with the ring.
+#[derive(Clone, Debug, Default)]
+pub struct Record {
+    /// zstd frames.
+    pub frames: Vec<Arc<[u8]>>,
+    /// The length of its lines.
+    pub text: u64,
+}
+
+impl Record {
+    /// Its lines of JSON, unpacked while they are read.
+    pub fn lines(self) -> std::io::Result<impl Read + Send> {
+        Decoder::with_buffer(Frames { frames: self.frames, at: (0, 0) })
+    }
+
+    /// The frames as they are.
+    pub fn packed(self) -> impl Read + Send {
+        Frames { frames: self.frames, at: (0, 0) }
+    }
+
+    /// Its lines at once.
+    #[cfg(test)]
+    pub fn unpacked(self) -> Vec<u8> {
+        let mut text = Vec::new();
+        self.lines().unwrap().read_to_end(&mut text).unwrap();
+        text
+    }
+}
+
+/// Reads frames one after the other: which of them, and how far in it.
+struct Frames {
+    frames: Vec<Arc<[u8]>>,
+    at: (usize, usize),
+}
+
+impl Read for Frames {
+    fn read(&mut self, to: &mut [u8]) -> std::io::Result<usize> {
+        let n = self.fill_buf()?.read(to)?;
+        self.consume(n);
+        Ok(n)
+    }
+}
+
+impl BufRead for Frames {
+    fn fill_buf(&mut self) -> std::io::Result<&[u8]> {
+        while self.frames.get(self.at.0).is_some_and(|f| self.at.1 >= f.len()) {
+            self.at = (self.at.0 + 1, 0);
+        }
+        Ok(self.frames.get(self.at.0).map_or(&[], |f| &f[self.at.1..]))
+    }
+
+    fn consume(&mut self, n: usize) {
+        self.at.1 += n;
+    }
+}
+
+/// Whether a record is packed.
+pub fn is_packed(record: &[u8]) -> bool {
+    record.starts_with(&MAGIC)
+}
+
+/// A record's lines, whether it is packed or not.
+pub fn unpack<'a>(mut input: impl BufRead + 'a) -> Result<Box<dyn BufRead + 'a>> {
+    if !is_packed(input.fill_buf()?) {
+        return Ok(Box::new(input));
+    }
+    Ok(Box::new(BufReader::with_capacity(1 << 17, Decoder::with_buffer(input)?)))
 }
 
 /// One line of a record.
@@ -127,9 +287,10 @@ pub fn replay(input: impl BufRead, mut each: impl FnMut(&mut Engine, &Tick)) -> 
     Ok(engine.is_some())
 }
 
-/// Reads a record line by line; an error names the line. A last line that was cut
-/// off (the writer was killed) ends the record.
-pub fn read(mut input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -> Result<usize> {
+/// Reads a record, packed or not, line by line; an error names the line. A last line
+/// that was cut off (the writer was killed) ends the record.
+pub fn read(input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -> Result<usize> {
+    let mut input = unpack(input)?;
     let mut number = 0;
     loop {
         let mut text = Vec::new();
@@ -142,7 +303,7 @@ pub fn read(mut input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -
         if !whole && read as u64 == LINE_MOST {
             bail!("line {number} is longer than {LINE_MOST} bytes: not a record of Ebb");
         }
-        match serde_json::from_slice::<Line>(&text) {
+        match Line::parse(&text) {
             Ok(Line::Head(h)) if h.ebb_record != FORMAT => bail!(
                 "line {number}: format {} (this ebb reads {FORMAT}): replay it with ebb {}",
                 h.ebb_record,
@@ -159,6 +320,9 @@ pub fn read(mut input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -
 mod tests {
     use super::*;
     use ebb_core::sample::Sample;
+    use ebb_core::tick::Host;
+    use ebb_core::units::Bytes;
+    use ebb_sim::World;
     use proptest::prelude::*;
 
     fn tick(number: u64) -> Tick {
@@ -178,25 +342,104 @@ mod tests {
         Head::new(&Config::default(), &Memory::default())
     }
 
+    /// Ticks of a simulated host with so many VMs that lack memory, half a second apart,
+    /// and what was remembered before each.
+    fn ticks(vms: u32) -> impl Iterator<Item = (Memory, Tick)> {
+        let host = Bytes::gib(u64::from(vms));
+        let mut setup = ebb_sim::scenario::crowd(vms, Bytes::gib(2), host, 1, 10);
+        setup.run_ms = u64::MAX;
+        let mut world = World::new(&setup);
+        let mut engine = Engine::new(setup.config(), false);
+        std::iter::from_fn(move || {
+            let before = engine.memory.clone();
+            let (tick, _) = engine.step(&mut world);
+            world.wait(tick.sample.at.plus(500));
+            Some((before, tick))
+        })
+    }
+
+    fn unknown(tick: Tick) -> (Memory, Tick) {
+        (Memory::default(), tick)
+    }
+
+    /// The record of so many of them, and how large it was at most meanwhile.
+    fn filled(ticks: impl Iterator<Item = (Memory, Tick)>) -> (Recorder, usize) {
+        let (mut r, mut most) = (Recorder::default(), 0);
+        for (memory, tick) in ticks {
+            if r.wants_head() {
+                r.head(&Head::new(&Config::default(), &memory));
+            }
+            r.tick(tick.sample.at, &line(&tick));
+            most = most.max(r.bytes());
+        }
+        (r, most)
+    }
+
     #[test]
     fn the_ring_is_bounded_and_always_starts_with_a_head() {
-        let mut r = Recorder::default();
-        for n in 0..60_000 {
-            if r.wants_head() {
-                r.head(&head());
+        // Bytes that cannot be packed, so that it is full soon.
+        let mut random = fastrand::Rng::with_seed(1);
+        let (mut r, most) = filled((0..60_000).map(|n| {
+            let why: String = (0..200).map(|_| random.alphanumeric()).collect();
+            unknown(Tick { forbidden: Some(why), ..tick(n) })
+        }));
+        assert!(most <= MOST + SEGMENT && r.bytes() > MOST / 2, "{most} {}", r.bytes());
+        let record = r.record();
+        assert!(record.text <= MOST_TEXT);
+        let (mut heads, mut numbers) = (0, Vec::new());
+        let mut first = true;
+        read(&record.unpacked()[..], |l| {
+            match l {
+                Line::Head(_) => heads += 1,
+                Line::Tick(t) => numbers.push(t.number),
             }
-            r.tick(&line(&tick(n)));
-        }
-        let dump = r.dump();
-        assert!(dump.len() <= MOST + SEGMENT + 1000, "{}", dump.len());
-        assert!(dump.len() > MOST / 2);
-        let mut seen = Vec::new();
-        read(&dump[..], |l| {
-            seen.push(matches!(l, Line::Head(_)));
+            assert!(heads == 1 || !first, "a tick before any head");
+            first = false;
             Ok(())
         })
         .unwrap();
-        assert!(seen[0]);
+        assert!(heads > 3 && numbers.windows(2).all(|w| w[0] + 1 == w[1]), "none is left out");
+        assert_eq!(numbers.last(), Some(&59_999));
+    }
+
+    #[test]
+    fn what_packs_well_is_bounded_by_its_lines_too() {
+        let long = || Tick { forbidden: Some("x".repeat(1 << 20)), ..tick(0) };
+        let (mut r, _) = filled((0..400).map(|_| unknown(long())));
+        let record = r.record();
+        assert!(record.text <= MOST_TEXT + (1 << 20), "{}", record.text);
+        assert_eq!(record.text, record.clone().unpacked().len() as u64);
+    }
+
+    #[test]
+    fn it_holds_ten_minutes_of_a_hundred_vms_and_three_of_three_hundred() {
+        for (vms, minutes) in [(100, 10), (300, 3)] {
+            let (mut r, most) = filled(ticks(vms).take(minutes * 121));
+            let text = r.record().text;
+            println!("{vms} VMs, {minutes} minutes: {text} bytes of lines in {most}");
+            assert!(r.span_ms() >= minutes as u64 * 60_000, "{vms} VMs: {} ms", r.span_ms());
+            assert!(most <= MOST + SEGMENT);
+        }
+    }
+
+    #[test]
+    fn a_record_can_be_had_at_any_moment_and_goes_on_after_it() {
+        let (mut r, _) = filled((0..3).map(tick).map(unknown));
+        for n in 3..20 {
+            r.tick(Stamp(n), &line(&tick(n)));
+            let record = r.record();
+            let mut last = 0;
+            let packed = record.frames.concat();
+            let seen = read(&packed[..], |l| {
+                if let Line::Tick(t) = l {
+                    last = t.number;
+                }
+                Ok(())
+            });
+            assert_eq!((seen.unwrap() as u64, last), (n + 2, n), "packed");
+            assert_eq!(record.text, record.clone().unpacked().len() as u64);
+            assert_eq!(read(&record.unpacked()[..], |_| Ok(())).unwrap() as u64, n + 2);
+        }
     }
 
     #[test]

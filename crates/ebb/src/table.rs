@@ -14,8 +14,13 @@ pub struct NobodyReads;
 
 /// Prints; [`NobodyReads`] where the reader has gone, which `main` takes as the end.
 pub fn emit(text: &str) -> Result<()> {
+    emit_all(&mut text.as_bytes())
+}
+
+/// Prints all that there is to read.
+pub fn emit_all(from: &mut dyn std::io::Read) -> Result<()> {
     let mut out = std::io::stdout();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match std::io::copy(from, &mut out).and_then(|_| out.flush()) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(NobodyReads.into()),
         other => Ok(other?),
     }

@@ -101,7 +101,7 @@ fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
     let file = config(dir.path(), &format!("listen = \"127.0.0.1:{port}\"\n"));
     let daemon = Daemon::start(dir.path(), &file);
 
-    let get = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let get = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
     let metrics = http(TcpStream::connect(("127.0.0.1", port)).unwrap(), get);
     assert!(metrics.contains("ebb_host_memory_total_bytes "), "{metrics}");
     let socket = || UnixStream::connect(dir.path().join("s")).unwrap();

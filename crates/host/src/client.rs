@@ -60,6 +60,13 @@ pub fn get(socket: impl AsRef<Path>, path: &str) -> Result<Vec<u8>, ClientError>
     ask(socket.as_ref(), &format!("GET {path} HTTP/1.1\r\n"), path, "")
 }
 
+/// The daemon's record: packed by zstd, or lines of JSON from a daemon that does not pack.
+pub fn record(socket: impl AsRef<Path>) -> Result<Vec<u8>, ClientError> {
+    let path = "/v1/record";
+    let head = format!("GET {path} HTTP/1.1\r\nAccept-Encoding: zstd\r\n");
+    ask(socket.as_ref(), &head, path, "")
+}
+
 /// POSTs JSON to a path.
 pub fn post(socket: impl AsRef<Path>, path: &str, body: &str) -> Result<(), ClientError> {
     let head = format!("POST {path} HTTP/1.1\r\nContent-Type: application/json\r\n");
@@ -73,7 +80,7 @@ pub fn get_json<T: DeserializeOwned>(
 ) -> Result<T, ClientError> {
     let socket = socket.as_ref();
     serde_json::from_slice(&get(socket, path)?).map_err(|e| {
-        let why = format!("the daemon is of another version: {e}");
+        let why = format!("the daemon's version may be too far from this one's: {e}");
         ClientError::Answer { socket: socket.into(), path: path.into(), why }
     })
 }

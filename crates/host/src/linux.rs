@@ -28,7 +28,7 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
 use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
-use crate::probe::process::{Life, life, read_run_time, read_status};
+use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::trust::Trust;
@@ -49,9 +49,6 @@ const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
 const OTHERS_KSM_EVERY: Duration = Duration::from_secs(10);
-
-/// Who else sets KSM is looked for this often.
-const KSMTUNED_EVERY: Duration = Duration::from_secs(30);
 
 /// What the configuration says of the host's surroundings.
 #[derive(Clone, Debug)]
@@ -187,7 +184,7 @@ pub struct LinuxHost {
     zeros: Option<(ZeroWays, ZeroFinder)>,
     merger: Option<Merger>,
     /// `ksmd`, who else sets KSM, and when that was looked up.
-    ksm_tasks: Option<(Option<u32>, Option<u32>, Instant)>,
+    ksm_around: ksm::Around,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     waker: Waker,
@@ -214,7 +211,7 @@ impl LinuxHost {
                 .zeros
                 .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
             merger,
-            ksm_tasks: None,
+            ksm_around: ksm::Around::default(),
             others_ksm: None,
             scanner: Scanner::new(options.trust.clone()),
             bounds: Bounds::new(options.pool.clone()),
@@ -622,19 +619,7 @@ impl LinuxHost {
             let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
             vm.merge = Some(MergeSample { stat: stat.unwrap_or_default(), ..Default::default() });
         }
-        self.sample_ksm_tasks(host);
-    }
-
-    fn sample_ksm_tasks(&mut self, host: &mut HostSample) {
-        let (Some(ksm), root) = (&mut host.ksm, &self.options.root) else { return };
-        let old = |at: &Instant| at.elapsed() >= KSMTUNED_EVERY;
-        if self.ksm_tasks.as_ref().is_none_or(|(_, _, at)| old(at)) {
-            self.ksm_tasks = Some((ksm::ksmd(root), ksm::ksmtuned(root), Instant::now()));
-        }
-        let Some((ksmd, tuned, _)) = self.ksm_tasks else { return };
-        let ran = ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
-        ksm.cpu_ms = ran.map(|t| t.as_millis() as u64);
-        ksm.ksmtuned = tuned;
+        host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
     }
 
     fn sample_vms(

@@ -6,7 +6,7 @@
 //! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
 //! would and `tier` builds what guests and QEMU load; `truth` counts equal pages the slow
 //! way; `experiment` holds the experiments and `result` what they write; `tidy`
-//! holds the house rules. Only developers run any of it.
+//! holds the house rules; `standin` is a process that looks like a VM. Only developers run any of it.
 
 pub mod arena;
 pub mod ebb;
@@ -16,6 +16,7 @@ pub mod image;
 pub mod result;
 pub mod sampler;
 pub mod setup;
+pub mod standin;
 pub mod systemd;
 pub mod tidy;
 pub mod tier;

@@ -14,10 +14,11 @@ use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
+use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use ebb_lab::{setup, tidy};
+use ebb_lab::{setup, standin, tidy};
 
 /// Real VMs for Ebb's tests and experiments.
 #[derive(Parser)]
@@ -47,6 +48,8 @@ enum Cmd {
     Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
+    /// What a tick of the daemon costs with many VMs (stand-ins)
+    Tick(Tick),
     /// How fast freed memory comes back, against raw discards and stock QEMU
     Recycle(trial::Options),
     /// What the host still holds of memory that was freed in small pieces
@@ -143,6 +146,13 @@ struct HoldArgs {
 }
 
 fn main() -> ExitCode {
+    if let Some(options) = standin::asked_for(&std::env::args().collect::<Vec<_>>()) {
+        return if standin::serve(&options).is_ok() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(2)
+        };
+    }
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
@@ -155,6 +165,7 @@ fn main() -> ExitCode {
         Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
         Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
         Cmd::Overhead(args) => overhead(&args),
+        Cmd::Tick(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {
             tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))

@@ -289,7 +289,7 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
 
 /// A clear host gives back what it can spare: first to those that are tight.
 fn grow(model: &Model, memory: &Memory, verdicts: &mut [Option<Verdict>]) {
-    let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let surplus = model.host.surplus;
     let mut left = surplus.min(surplus.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
     let mut order: Vec<usize> = (0..model.vms.len()).filter(|i| verdicts[*i].is_none()).collect();

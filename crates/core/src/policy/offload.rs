@@ -57,7 +57,7 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
     if since < PATIENCE_MS {
         return (Vec::new(), "what is missing may come from the rungs above".into());
     }
-    let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let mut left = missing.min(room).min(pace.share(seconds));
     let mut cold: Vec<(u64, &VmModel, Bytes)> = model
         .vms

@@ -17,6 +17,9 @@ use crate::units::Bytes;
 
 /// Steps and gifts are at least so large.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
+/// A step of so long may be the least one, and one that has not been asked lately takes one
+/// of at least so long.
+const STEP_MS: u64 = 500;
 /// Shrinks below this share of RAM, or below [`LEAST_STEP`], wait for a larger one
 /// unless the host is critical: a trickle brings little, and each of them may be
 /// turned around.
@@ -294,14 +297,18 @@ pub(super) fn keep(vm: &VmModel, g: &GuestModel, m: &VmMemory, force: &Force) ->
     vm.floor.max(g.working_set.max((force.recent)(&m.peaks)).max(g.soon()) + buffer)
 }
 
-/// The largest step for one tick: larger while tasks suffer and while it follows
-/// at once, smaller where its word is doubted.
+/// The largest step now: larger while tasks suffer and while it follows at once, smaller
+/// where its word is doubted. It is for the time since the guest was last asked, so that
+/// many looks take neither faster nor slower than few.
 pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, force: &Force) -> Bytes {
+    let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));
     // A late tick does not take more: what it saw is old.
-    let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+    let ms = since.min(model.dt_ms.max(STEP_MS)).min(2000) as f64;
     let pace = f64::from(1u32 << m.pace.min(2));
     let scale = pace * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
-    vm.ram.unwrap_or_default().share((force.step * scale * seconds).min(0.5)).max(LEAST_STEP)
+    let share = (force.step * scale * ms / 1000.0).min(0.5);
+    let least = LEAST_STEP.share((ms / STEP_MS as f64).min(1.0));
+    vm.ram.unwrap_or_default().share(share).max(least)
 }
 
 /// Lowers the highest prices until so much is found or everybody gives what they

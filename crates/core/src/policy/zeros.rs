@@ -65,7 +65,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         .collect();
     let busy = model.vms.iter().any(|vm| vm.zeros.as_ref().is_some_and(|z| z.busy));
     if model.host.state >= Pressure::Soft && orders.is_empty() && !busy {
-        let seconds = model.dt_ms.clamp(100, 2000) as f64 / 1000.0;
+        let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
         let settings = model.host.merge.as_ref().map(|m| m.config.settings).unwrap_or_default();
         let ms = (settings.share(model.host.state) * seconds * 1000.0) as u64;
         orders.extend(next(model, memory, &able).map(|vm| {

@@ -6,21 +6,24 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::sample::{AgentSample, HostSample, Link, Sample, VmSample};
+use ebb_core::memory::Memory;
+use ebb_core::model::Model;
+use ebb_core::sample::{AgentSample, HostSample, Link, Problem, Sample, VmSample};
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
 use ebb_host::act::zeros;
 use ebb_host::linux::LinuxHost;
 use ebb_host::probe::discovery::discover;
-use ebb_host::probe::process::read_smaps_rollup;
+use ebb_host::probe::process::{self, read_smaps_rollup};
 use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::root::Root;
 use serde::Serialize;
 
+use crate::advice;
 use crate::client;
 use crate::daemon::{options, trust};
 use crate::table::{emit, emit_json};
-use crate::view::State;
+use crate::view::{self, State};
 
 /// How a check came out. Ordered: the worst decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -72,7 +75,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
-    let sample = if client::is_up(&config.socket) {
+    let (sample, warnings) = if client::is_up(&config.socket) {
         checks.push(check(
             "host",
             "daemon",
@@ -80,13 +83,18 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
             format!("answers on {}", config.socket),
             "",
         ));
-        sample_of(&client::get_json::<State>(&config.socket, "/v1/state")?, &root, &scan.found)?
+        let state: State = client::get_json(&config.socket, "/v1/state")?;
+        (sample_of(&state, &root, &scan.found)?, state.host.warnings)
     } else {
         let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
-        look(config)?
+        let sample = look(config)?;
+        let warnings = warnings(config, &sample);
+        (sample, warnings)
     };
     checks.extend(host_checks(&sample.host));
+    checks.extend(warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
+    checks.extend(controllers(&root));
     checks.extend(khugepaged_checks(&sample.host, config, &root));
     checks.extend(zeros_check(config, &root));
     if sample.vms.is_empty() {
@@ -124,6 +132,17 @@ fn look(config: &Config) -> Result<Sample> {
     Ok(host.sample())
 }
 
+/// What a daemon would warn of.
+fn warnings(config: &Config, sample: &Sample) -> Vec<String> {
+    let mut memory = Memory::default();
+    memory.observe(sample);
+    let host = Model::new(config, sample, &memory).host;
+    let unmet = config.vms.keys().filter(|name| sample.vms.iter().all(|v| v.name != **name));
+    let unmet = advice::unmet_sections(config, unmet.map(String::as_str));
+    let own = advice::cut_reserve(config, &host).into_iter().chain(unmet);
+    own.chain(host.warnings).collect()
+}
+
 /// What the daemon knows, in the form of a sample: only what the checks need.
 fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample> {
     let mut host = LinuxHost::new(ebb_host::linux::Options {
@@ -143,7 +162,7 @@ fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample
             actual,
             age_ms: 0,
             reporting: v.reporting,
-            deflate_on_oom: None,
+            deflate_on_oom: v.deflate_on_oom,
             guest: v
                 .stats_age_ms
                 .map(|age_ms| ebb_core::sample::GuestStats { age_ms, ..Default::default() }),
@@ -154,9 +173,44 @@ fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample
     Ok(Sample {
         vms: vms.collect(),
         host: HostSample { pool, ..own.host },
-        problems: state.problems.clone(),
+        problems: state.problems.iter().map(plain).collect(),
         ..own
     })
+}
+
+fn plain(p: &view::Problem) -> Problem {
+    Problem { vm: p.vm, source: p.source.clone(), message: p.message.clone() }
+}
+
+/// A program that sets balloons, too: name of its process, of the program, what to do.
+type Controller = (&'static str, &'static str, &'static str);
+
+const CONTROLLERS: [Controller; 3] = [
+    (
+        "pvestatd",
+        "Proxmox's pvestatd sets the balloons of VMs with `balloon` below `memory`",
+        "for each VM that Ebb is to manage: qm set ID --shares 0",
+    ),
+    (
+        "momd",
+        "MOM sets the balloons of the VMs of libvirt, and KSM",
+        "two controllers undo each other's orders: systemctl disable --now momd (oVirt: mom-vdsm)",
+    ),
+    (
+        "mom",
+        "MOM sets the balloons of the VMs of libvirt, and KSM",
+        "two controllers undo each other's orders: stop it",
+    ),
+];
+
+/// Who else sets balloons here.
+fn controllers(root: &Root) -> Vec<Check> {
+    let found = CONTROLLERS.iter().filter_map(|(name, what, advice)| {
+        let pid = process::running(root, name)?;
+        let found = format!("{what} (process {pid})");
+        Some(check("host", "another controller", Verdict::Missing, found, advice))
+    });
+    found.collect()
 }
 
 fn host_checks(host: &HostSample) -> Vec<Check> {
@@ -198,8 +252,13 @@ fn host_checks(host: &HostSample) -> Vec<Check> {
     match &host.ksm {
         Some(k) => {
             let run = if k.run == 1 { "running" } else { "stopped" };
-            let saved = Bytes::pages(k.pages_sharing);
-            add("page merging (KSM)", Verdict::Good, format!("{run}, {saved} merged"), "");
+            let (saved, stale) = (k.saved_now(), k.saved() - k.saved_now());
+            let stale = match (k.mapped, stale) {
+                (None, _) | (_, Bytes(0)) => String::new(),
+                _ => format!("; its counters still hold {stale} of processes that have ended"),
+            };
+            let found = format!("{run}, saves {saved}{stale}");
+            add("page merging (KSM)", Verdict::Good, found, "");
         }
         None => add("page merging (KSM)", Verdict::Note, "not in this kernel".into(), ""),
     }
@@ -291,6 +350,13 @@ fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
             why,
             "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp option",
         ),
+        Link::Down(why) if why.contains("libvirt") => add(
+            "QMP",
+            Verdict::Bad,
+            why,
+            "give it a socket for Ebb in <qemu:commandline>: -qmp unix:PATH-ebb.qmp,server=on,wait=off; \
+             then leave its balloon to Ebb (no virsh setmem)",
+        ),
         Link::Down(why) => {
             add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
         }
@@ -367,22 +433,11 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
             "tier",
             Verdict::Good,
             "stock: balloon both ways",
-            "with the agent in QEMU (-plugin file=/usr/lib/ebb/libebb_vmm.so,socket=PATH) and ebb.ko \
-             in the guest freed pages return one by one, without the guest's help",
+            "with the agent in QEMU (-plugin file=/usr/lib/ebb/libebb_vmm.so,socket=PATH, and without \
+             free-page-reporting=on) and ebb.ko in the guest freed pages return one by one",
         ),
     }
-    match b.reporting {
-        Some(true) => add("free page reporting", Verdict::Good, "on", ""),
-        Some(false) => add(
-            "free page reporting",
-            Verdict::Missing,
-            "off",
-            "start it with free-page-reporting=on on its balloon (guest: Linux 5.7 or later)",
-        ),
-        None => {
-            add("free page reporting", Verdict::Note, "this QEMU does not tell", "QEMU 5.1 has it")
-        }
-    }
+    reporting_check(b.reporting, vm.agent.as_ref(), add);
     if b.deflate_on_oom == Some(false) {
         let advice = "with deflate-on-oom=on on the balloon a guest that is short helps itself at \
                       once, so Ebb can take three times as much of its idle memory";
@@ -400,6 +455,32 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
         }
         Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
     }
+}
+
+/// Free page reporting, which the agent's plug-in takes the place of: on anonymous RAM it
+/// stands aside where reporting is on.
+fn reporting_check(
+    reporting: Option<bool>,
+    agent: Option<&AgentSample>,
+    add: &mut impl FnMut(&str, Verdict, &str, &str),
+) {
+    let agent = agent.map(|a| a.state);
+    let (verdict, found, advice) = match (reporting, agent) {
+        (Some(true), _) => (Verdict::Good, "on", ""),
+        (Some(false), None) => (
+            Verdict::Missing,
+            "off",
+            "start it with free-page-reporting=on on its balloon (guest: Linux 5.7 or later)",
+        ),
+        (Some(false), Some(AgentState::Aside)) => (
+            Verdict::Missing,
+            "off, and the agent stands aside",
+            "mend that, or start the VM without the agent and with free-page-reporting=on",
+        ),
+        (Some(false), Some(_)) => (Verdict::Good, "off: the agent takes its place", ""),
+        (None, _) => (Verdict::Note, "this QEMU does not tell", "QEMU 5.1 has it"),
+    };
+    add("free page reporting", verdict, found, advice);
 }
 
 fn text(checks: &[Check]) -> String {
@@ -446,6 +527,92 @@ mod tests {
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+
+    fn said(vm: &VmSample) -> String {
+        vm_checks(vm, None)
+            .iter()
+            .map(|c| format!("{}: {}: {}\n", c.what, c.found, c.advice))
+            .collect()
+    }
+
+    /// A VM whose balloon has this.
+    fn ballooned(reporting: bool, agent: Option<AgentState>) -> VmSample {
+        let reporting = Some(reporting);
+        let agent = agent.map(|state| AgentSample { link: Link::Up, state, ..Default::default() });
+        let balloon = Some(BalloonSample { reporting, ..BalloonSample::default() });
+        VmSample { name: "a".into(), link: Link::Up, agent, balloon, ..VmSample::default() }
+    }
+
+    #[test]
+    fn reporting_is_not_asked_for_where_it_would_make_the_agent_stand_aside() {
+        for state in [AgentState::Ready, AgentState::Searching, AgentState::Silent] {
+            let text = said(&ballooned(false, Some(state)));
+            assert!(text.contains("reporting: off: the agent takes its place"), "{text}");
+            assert!(!text.contains("free-page-reporting=on"), "{text}");
+        }
+        let aside = said(&ballooned(false, Some(AgentState::Aside)));
+        assert!(aside.contains("mend that, or start the VM without the agent"), "{aside}");
+        let stock = said(&ballooned(false, None));
+        assert!(stock.contains("off: start it with free-page-reporting=on"), "{stock}");
+        assert!(stock.contains("and without free-page-reporting=on) and ebb.ko"), "{stock}");
+    }
+
+    #[test]
+    fn that_deflate_on_oom_is_off_is_said_with_a_daemon_as_well() {
+        let vm = |told| view::Vm {
+            name: "a".into(),
+            link: Link::Up,
+            actual: Some(Bytes::gib(1)),
+            deflate_on_oom: told,
+            ..view::Vm::default()
+        };
+        let state = |told| State { vms: vec![vm(told)], ..State::default() };
+        let text = |told| said(&sample_of(&state(told), &Root::default(), &[]).unwrap().vms[0]);
+        assert!(text(Some(false)).contains("deflate-on-oom: off"), "{}", text(Some(false)));
+        assert!(!text(Some(true)).contains("deflate-on-oom: off"));
+        assert!(!text(None).contains("deflate-on-oom: off"), "not known is not off");
+    }
+
+    #[test]
+    fn another_controller_of_balloons_is_named_with_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let process = |pid: u32, comm: &str, line: &str| {
+            let proc = dir.path().join(format!("proc/{pid}"));
+            std::fs::create_dir_all(&proc).unwrap();
+            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
+            std::fs::write(proc.join("cmdline"), line.replace(' ', "\0")).unwrap();
+        };
+        process(3, "bash", "bash momd pvestatd");
+        assert_eq!(controllers(&root).len(), 0);
+        process(7, "pvestatd", "pvestatd");
+        process(9, "python3", "/usr/bin/python3 /usr/sbin/momd -c /etc/vdsm/mom.conf");
+        let said: Vec<_> =
+            controllers(&root).into_iter().map(|c| c.found + " " + &c.advice).collect();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(said[0].contains("(process 7)") && said[0].contains("--shares 0"), "{said:?}");
+        assert!(said[1].contains("(process 9)") && said[1].contains("disable --now momd"));
+    }
+
+    #[test]
+    fn a_section_without_a_vm_and_a_reserve_that_is_cut_are_said_without_a_daemon_too() {
+        let text = "[host]\nreserve = \"9GiB\"\n[vm.a]\n[vm.b]\nmanage = false\n";
+        let config = Config::parse("f", text).unwrap();
+        let memory = ebb_core::sample::Meminfo {
+            total: Bytes::gib(10),
+            available: Bytes::gib(8),
+            ..Default::default()
+        };
+        let host = HostSample { memory: Some(memory), ..HostSample::default() };
+        let vms = vec![ballooned(true, None)];
+        let said = warnings(&config, &Sample { host, vms, ..Sample::default() });
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(
+            said[0].starts_with("host.reserve = 9 GiB is more than half of 10 GiB"),
+            "{said:?}"
+        );
+        assert!(said[1].contains("[vm.b] (manage = false) has"), "{said:?}");
     }
 
     #[test]

@@ -605,9 +605,9 @@ fn notes(r: &Report) -> String {
         None => out += "this kernel has no KSM (CONFIG_KSM)\n",
         Some(k) => {
             let state = ["stopped", "running", "unmerging"].get(k.run as usize).unwrap_or(&"?");
-            let saved = Bytes::pages(k.pages_sharing + k.zero_pages.unwrap_or(0));
-            let profit = k.general_profit;
-            let profit = profit.map_or(String::new(), |p| format!(", {} of it profit", signed(p)));
+            let saved = k.saved_now();
+            let profit =
+                k.profit_now().map_or(String::new(), |p| format!(", {} of it profit", signed(p)));
             out += &format!("KSM is {state}; it saves {saved} now{profit}\n");
         }
     }

@@ -84,7 +84,7 @@ pub fn main(socket: &str, name: &str, at: &str, record: Option<&str>, json: bool
             let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
             read(BufReader::new(file), name).with_context(|| path.to_string())?
         }
-        None => read(&client::get(socket, "/v1/record")?[..], name)?,
+        None => read(&client::record(socket)?[..], name)?,
     };
     let mut told = moments(&looks, window);
     if told.is_empty() && record.is_none() {
@@ -240,10 +240,10 @@ mod tests {
         let mut recorder = Recorder::default();
         recorder.head(&Head::new(&config, &Memory::default()));
         run(&mut engine, &mut world, |_, tick, _| {
-            recorder.tick(&recorder::line(tick));
+            recorder.tick(tick.sample.at, &recorder::line(tick));
             true
         });
-        recorder.dump()
+        recorder.record().unpacked()
     }
 
     #[test]

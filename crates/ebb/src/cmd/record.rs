@@ -10,17 +10,25 @@ use serde::Serialize;
 
 use crate::client;
 use crate::recorder;
-use crate::table::{emit, emit_json};
+use crate::table::{emit, emit_all, emit_json};
 
-/// Writes what the flight recorder holds to a file, or to standard output (`-`).
+/// Writes what the flight recorder holds to a file, or to standard output (`-`): lines of
+/// JSON, and packed where the file's name ends in `.zst`.
 pub fn record(socket: &str, output: &str) -> Result<()> {
-    let body = client::get(socket, "/v1/record")?;
+    let body = client::record(socket)?;
+    let mut lines = recorder::unpack(&body[..])?;
     if output == "-" {
-        return emit(&String::from_utf8_lossy(&body));
+        return emit_all(&mut lines);
     }
-    std::fs::write(output, &body).with_context(|| format!("cannot write {output}"))?;
-    let lines = body.iter().filter(|b| **b == b'\n').count();
-    eprintln!("{output}: {lines} lines, {} bytes", body.len());
+    let failed = || format!("cannot write {output}");
+    let written = if output.ends_with(".zst") && recorder::is_packed(&body) {
+        std::fs::write(output, &body).with_context(failed)?;
+        body.len() as u64
+    } else {
+        let mut file = File::create(output).with_context(failed)?;
+        std::io::copy(&mut lines, &mut file).with_context(failed)?
+    };
+    eprintln!("{output}: {written} bytes");
     Ok(())
 }
 
@@ -115,11 +123,11 @@ mod tests {
             if recorder.wants_head() {
                 recorder.head(&Head::new(&config, &before));
             }
-            recorder.tick(&recorder::line(tick));
+            recorder.tick(tick.sample.at, &recorder::line(tick));
             before = engine.memory.clone();
             true
         });
-        recorder.dump()
+        recorder.record().unpacked()
     }
 
     #[test]

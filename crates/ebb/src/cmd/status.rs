@@ -6,8 +6,9 @@ use ebb_core::plan::RungName;
 use ebb_core::sample::{Link, RunState};
 
 use crate::client;
+use crate::fields::{Unit, VM_FIELDS};
 use crate::table::{emit, emit_json, signed, size, table};
-use crate::view::{State, Unit, VM_FIELDS, Vm};
+use crate::view::{State, Vm};
 
 /// Prints it; `true` where there are VMs.
 pub fn main(socket: &str, json: bool) -> Result<bool> {
@@ -34,10 +35,10 @@ pub fn text(state: &State) -> String {
         h.resident,
         h.promised
     );
-    if let Some(k) = h.ksm.filter(|k| k.saved().0 > 0 || h.merge.is_some()) {
-        let profit = k.general_profit.map_or(String::new(), |p| format!(", {} profit", signed(p)));
+    if let Some(k) = h.ksm.filter(|k| k.saved_now().0 > 0 || h.merge.is_some()) {
+        let profit = k.profit_now().map_or(String::new(), |p| format!(", {} profit", signed(p)));
         let merge = h.merge.as_ref().map_or(String::new(), |m| format!("; {}", m.why));
-        out += &format!("     merging saves {}{profit}{merge}\n", k.saved());
+        out += &format!("     merging saves {}{profit}{merge}\n", k.saved_now());
     }
     let zeros = h.ladder.iter().find(|r| r.name == RungName::Zeros).filter(|r| r.came_total.0 > 0);
     if let Some(zeros) = zeros {

@@ -1,9 +1,13 @@
 //! `/sys/kernel/mm/ksm` (Linux `mm/ksm.c`): the whole host's merging; and a
 //! process's part of it, `/proc/PID/ksm_stat` (6.1+, `fs/proc/base.c`).
 
+use std::time::{Duration, Instant};
+
 use ebb_core::sample::Ksm;
 pub use ebb_core::sample::KsmStat;
+use ebb_core::sample::VmSample;
 
+use super::process::{is_named, processes, read_run_time};
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -27,7 +31,21 @@ pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
         chain_pages: count("stable_node_dups")?,
         cpu_ms: None,
         ksmtuned: None,
+        mapped: None,
     }))
+}
+
+/// Places that map a merged page, of all processes that there are but these; `None` where
+/// the kernel does not tell of each. Reads a file of every process.
+pub fn read_mapped(root: &Root, but: &[u32]) -> Option<u64> {
+    root.read("/proc/self/ksm_stat").ok()??;
+    let stat = |pid| match read_ksm_stat(root, pid) {
+        // It has ended meanwhile, or has no memory of its own.
+        Ok(stat) => Some(stat.and_then(|s| s.merging_pages).unwrap_or(0)),
+        Err(_) => None,
+    };
+    let others = processes(root).ok()?.filter(|pid| !but.contains(pid));
+    others.map(stat).try_fold(0, |sum: u64, n| Some(sum.saturating_add(n?)))
 }
 
 /// Pages that `ksmd` looked at since boot (6.6+).
@@ -52,13 +70,38 @@ pub fn ksmtuned(root: &Root) -> Option<u32> {
     find(root, "ksmtuned", |_| true)
 }
 
+/// Other processes' part is looked at this often.
+const AROUND_EVERY: Duration = Duration::from_secs(30);
+
+/// What processes other than VMs have to do with KSM.
+#[derive(Debug, Default)]
+pub struct Around {
+    ksmd: Option<u32>,
+    tuned: Option<u32>,
+    /// Merged pages that they map.
+    mapped: Option<u64>,
+    at: Option<Instant>,
+}
+
+impl Around {
+    /// Adds what they tell to the counters. `vms` have been read.
+    pub fn tell(&mut self, root: &Root, ksm: &mut Ksm, vms: &[VmSample]) {
+        if self.at.is_none_or(|at| at.elapsed() >= AROUND_EVERY) {
+            let pids: Vec<u32> = vms.iter().map(|v| v.id.pid).collect();
+            let (ksmd, tuned, mapped) = (ksmd(root), ksmtuned(root), read_mapped(root, &pids));
+            *self = Around { ksmd, tuned, mapped, at: Some(Instant::now()) };
+        }
+        let ran = self.ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
+        ksm.cpu_ms = ran.map(|t| t.as_millis() as u64);
+        ksm.ksmtuned = self.tuned;
+        let of = |vm: &VmSample| vm.merge.as_ref()?.stat.merging_pages;
+        let add = |sum: u64, vm| Some(sum.saturating_add(of(vm)?));
+        ksm.mapped = self.mapped.and_then(|others| vms.iter().try_fold(others, add));
+    }
+}
+
 fn find(root: &Root, name: &str, also: impl Fn(u32) -> bool) -> Option<u32> {
-    let entries = std::fs::read_dir(root.path("/proc")).ok()?;
-    let mut pids = entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
-    pids.find(|pid| {
-        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
-        comm.is_some_and(|c| c.trim() == name) && also(*pid)
-    })
+    processes(root).ok()?.find(|pid| is_named(root, *pid, name) && also(*pid))
 }
 
 /// Reads `/proc/PID/ksm_stat`; `None` where the process has ended or the kernel
@@ -111,6 +154,27 @@ mod tests {
         assert_eq!(stat, want);
         assert_eq!(parse_ksm_stat("ksm_rmap_items 0\n").unwrap().mergeable, None);
         assert_eq!(parse_ksm_stat("x 1\nksm_rmap_items -1\n").unwrap_err().line, 2);
+    }
+
+    #[test]
+    fn merged_places_are_counted_over_all_processes_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |pid: &str, text: &str| {
+            let proc = dir.path().join("proc").join(pid);
+            std::fs::create_dir_all(&proc).unwrap();
+            std::fs::write(proc.join("ksm_stat"), text).unwrap();
+        };
+        write("10", "ksm_rmap_items 9\nksm_merging_pages 5\n");
+        assert_eq!(read_mapped(&root, &[]), None, "an old kernel");
+        write("self", "ksm_rmap_items 0\n");
+        write("11", "ksm_merging_pages 7\n");
+        write("2", "");
+        std::fs::create_dir(dir.path().join("proc/12")).unwrap();
+        assert_eq!(read_mapped(&root, &[]), Some(12));
+        assert_eq!(read_mapped(&root, &[11]), Some(5));
+        write("13", "ksm_merging_pages many\n");
+        assert_eq!(read_mapped(&root, &[]), None, "not all are known");
     }
 
     #[test]

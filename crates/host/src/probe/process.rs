@@ -26,6 +26,31 @@ pub struct Stat {
     pub start: u64,
 }
 
+/// The pids that there are.
+pub fn processes(root: &Root) -> std::io::Result<impl Iterator<Item = u32>> {
+    let entries = std::fs::read_dir(root.path("/proc"))?;
+    Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()))
+}
+
+/// Whether a process has this name.
+pub fn is_named(root: &Root, pid: u32, name: &str) -> bool {
+    let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
+    comm.is_some_and(|c| c.trim_end_matches('\n') == name)
+}
+
+/// The pid of a program of this name, or of a script of it that an interpreter runs.
+pub fn running(root: &Root, name: &str) -> Option<u32> {
+    let script = |pid: u32| {
+        let line = root.read_bytes(format!("/proc/{pid}/cmdline")).ok()??;
+        let mut words = line.split(|b| *b == 0).map(String::from_utf8_lossy);
+        let file = |word: &str| word.rsplit('/').next().unwrap_or_default().to_string();
+        let by = file(&words.next()?);
+        let scripted = by.starts_with("python") || by.starts_with("perl");
+        Some(scripted && file(&words.next()?) == name)
+    };
+    processes(root).ok()?.find(|pid| is_named(root, *pid, name) || script(*pid) == Some(true))
+}
+
 /// Reads `/proc/PID/stat`.
 pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
     root.parse(format!("/proc/{pid}/stat"), parse_stat)

@@ -15,4 +15,5 @@ pub mod record;
 pub mod recycle;
 pub mod refault;
 pub mod scan;
+pub mod tick;
 pub mod trial;

@@ -1,0 +1,73 @@
+//! What in the configuration has no effect on this host: said by the daemon and by
+//! `ebb doctor` in the same words.
+
+use ebb_core::config::Config;
+use ebb_core::model::HostModel;
+
+/// Names listed in one line; the rest is counted.
+const NAMES: usize = 10;
+
+/// A reserve that is larger than what counts of it.
+pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
+    let wanted = config.reserve.filter(|r| host.known && *r > host.reserve)?;
+    Some(format!(
+        "host.reserve = {wanted} is more than half of {} under {}: {} of it counts",
+        host.capacity, host.bound, host.reserve
+    ))
+}
+
+/// Sections `[vm.NAME]` without a VM. Where one says `manage = false`, a VM that was meant is
+/// managed all the same.
+pub fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> Option<String> {
+    let (mut names, mut off) = (Vec::new(), Vec::new());
+    for name in unmet {
+        let manage = config.vms.get(name).is_none_or(|vm| vm.manage);
+        (if manage { &mut names } else { &mut off }).push(format!("[vm.{name}]"));
+    }
+    let all = names.len() + off.len();
+    if all == 0 {
+        return None;
+    }
+    let off_end = if off.is_empty() { "" } else { " (manage = false)" };
+    let mut listed: Vec<String> = off.into_iter().map(|n| n + off_end).chain(names).collect();
+    listed.truncate(NAMES);
+    let rest = all - listed.len();
+    let more = if rest > 0 { format!(" and {rest} more") } else { String::new() };
+    Some(format!(
+        "no VM with the name of {}{more} has been seen: it is not started, or spelt otherwise \
+         (`ebb status` shows names)",
+        listed.join(", ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::units::Bytes;
+
+    #[test]
+    fn sections_without_a_vm_are_named_and_those_that_protect_one_first() {
+        let text = "[vm.web]\n[vm.db]\nmanage = false\n";
+        let config = Config::parse("f", text).unwrap();
+        assert_eq!(unmet_sections(&config, [].into_iter()), None);
+        let said = unmet_sections(&config, ["web", "db"].into_iter()).unwrap();
+        assert!(said.starts_with("no VM with the name of [vm.db] (manage = false), [vm.web] has"));
+        let many: Vec<String> = (0..12).map(|n| format!("v{n}")).collect();
+        let said = unmet_sections(&config, many.iter().map(String::as_str)).unwrap();
+        assert!(said.contains("[vm.v9] and 2 more has"), "{said}");
+    }
+
+    #[test]
+    fn a_reserve_that_is_cut_is_said_with_both_figures() {
+        let config = Config::parse("f", "[host]\nreserve = \"20GiB\"\n").unwrap();
+        let (capacity, reserve) = (Bytes::gib(24), Bytes::gib(12));
+        let bound = "host".to_string();
+        let host = HostModel { known: true, capacity, reserve, bound, ..HostModel::default() };
+        let said = cut_reserve(&config, &host).unwrap();
+        let want =
+            "host.reserve = 20 GiB is more than half of 24 GiB under host: 12 GiB of it counts";
+        assert_eq!(said, want);
+        assert_eq!(cut_reserve(&config, &HostModel { reserve: Bytes::gib(20), ..host }), None);
+        assert_eq!(cut_reserve(&Config::default(), &HostModel::default()), None);
+    }
+}

@@ -1,0 +1,230 @@
+//! After each tick: publish, record, log.
+//!
+//! A tick must cost little where nobody reads. What is published is what the tick left
+//! behind, moved and not copied; the log says what is new, and the record is packed.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use ebb_core::config::Config;
+use ebb_core::model::{Model, Pressure};
+use ebb_core::plan::LastResort;
+use ebb_core::tick::{Engine, Tick};
+use ebb_core::units::{Bytes, Stamp};
+use ebb_host::linux::LinuxHost;
+use sd_notify::NotifyState;
+
+use crate::advice;
+use crate::api::{Latest, Shared};
+use crate::cmd::run::say;
+use crate::quiet::Quiet;
+use crate::recorder::{self, Head};
+use crate::view::{self, Decision, Problem};
+
+/// VMs that are not seen so long after the start are said to be missing: until then they
+/// may not have been found yet.
+const SETTLED_MS: u64 = 10_000;
+
+/// Publishes, records and logs each tick.
+pub struct Observer {
+    shared: Shared,
+    config: Config,
+    /// What was remembered before the next tick, where a part of the record begins
+    /// with it: copied only then.
+    head: Option<Head>,
+    started: Instant,
+    file: Option<BufWriter<File>>,
+    verbose: bool,
+    dry_run: bool,
+    orders: u64,
+    orders_failed: u64,
+    first: Option<Stamp>,
+    /// Sections of the configuration whose VM was never seen.
+    unmet: BTreeSet<String>,
+    quiet: Quiet,
+    said_state: Pressure,
+    said_vms: usize,
+    said_warnings: Vec<String>,
+    said_last_resort: Vec<LastResort>,
+    said_forbidden: Option<String>,
+    said_merging: String,
+}
+
+impl Observer {
+    /// `record`: a file to which every tick is written as well.
+    pub fn new(
+        head: Head,
+        shared: Shared,
+        dry_run: bool,
+        record: Option<String>,
+        verbose: bool,
+    ) -> Result<Observer> {
+        let file = record
+            .map(|p| File::create(&p).with_context(|| format!("cannot record to {p}")))
+            .transpose()?
+            .map(BufWriter::new);
+        // Three ticks, where those are longer than the unit expects.
+        let patience = head.config.tick_ms.saturating_mul(3_000).max(30_000_000);
+        let _ = sd_notify::notify(&[NotifyState::WatchdogUsec(patience as u32)]);
+        Ok(Observer {
+            shared,
+            config: head.config.clone(),
+            unmet: head.config.vms.keys().cloned().collect(),
+            head: Some(head),
+            started: Instant::now(),
+            file,
+            verbose,
+            dry_run,
+            orders: 0,
+            orders_failed: 0,
+            first: None,
+            quiet: Quiet::default(),
+            said_state: Pressure::Clear,
+            said_vms: usize::MAX,
+            said_warnings: Vec::new(),
+            said_last_resort: Vec::new(),
+            said_forbidden: None,
+            said_merging: String::new(),
+        })
+    }
+
+    /// Takes over what a tick was.
+    pub fn observe(&mut self, engine: &Engine, tick: Tick, model: &Arc<Model>) {
+        let head = self.head.take();
+        self.orders += tick.outcomes.len() as u64;
+        self.orders_failed += tick.outcomes.iter().filter(|o| o.error.is_some()).count() as u64;
+        let text = recorder::line(&tick);
+        self.write(head.as_ref(), tick.number, &text);
+        let decisions = view::decisions(&tick, model);
+        let warnings = self.warnings(&tick, model);
+        self.log(&tick, model, &warnings, &decisions);
+        self.log_beside(&tick);
+        let _ = sd_notify::notify(&[NotifyState::Watchdog]);
+        let mut daemon = self.daemon(&tick);
+        let mut published = self.shared.lock();
+        if let Some(head) = &head {
+            published.recorder.head(head);
+        }
+        published.recorder.tick(tick.sample.at, &text);
+        daemon.record_s = published.recorder.span_ms() as f64 / 1000.0;
+        daemon.record = Bytes(published.recorder.bytes() as u64);
+        let memory = engine.memory.clone();
+        let latest = Latest::new(tick, model.clone(), memory, daemon, warnings);
+        published.latest = Some(Arc::new(latest));
+        published.decided(decisions);
+        let wanted = published.recorder.wants_head();
+        self.head = wanted.then(|| Head::new(&self.config, &engine.memory));
+    }
+
+    fn daemon(&self, tick: &Tick) -> view::Daemon {
+        view::Daemon {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            uptime_s: self.started.elapsed().as_secs(),
+            dry_run: self.dry_run,
+            tick_ms: LinuxHost::now().since(tick.sample.at) as f64,
+            orders: self.orders,
+            orders_failed: self.orders_failed,
+            socket: self.config.socket.clone(),
+            ..view::Daemon::default()
+        }
+    }
+
+    /// What in the configuration has no effect here.
+    fn warnings(&mut self, tick: &Tick, model: &Model) -> Vec<String> {
+        for vm in &model.vms {
+            self.unmet.remove(&vm.name);
+        }
+        let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
+        let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
+        let reserve = advice::cut_reserve(&self.config, &model.host);
+        reserve.into_iter().chain(advice::unmet_sections(&self.config, unmet)).collect()
+    }
+
+    fn write(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {
+        let Some(file) = self.file.as_mut() else { return };
+        let mut write = || -> std::io::Result<()> {
+            if let Some(head) = head.filter(|_| number == 1) {
+                file.write_all(&recorder::line(head))?;
+            }
+            file.write_all(tick)?;
+            file.flush()
+        };
+        if let Err(e) = write() {
+            say(&format!("recording ends: {e}"));
+            self.file = None;
+        }
+    }
+
+    /// Orders that are no decision on a size: said where nothing is done (a dry run
+    /// tells all), where they can hurt, and in full with `--verbose`.
+    fn log_beside(&mut self, tick: &Tick) {
+        let not = if self.dry_run { " (dry run)" } else { "" };
+        for r in tick.plan.recycle.iter().filter(|_| self.dry_run || self.verbose) {
+            let what = if r.recycle.is_some() { "recycle" } else { "look at free pages" };
+            say(&format!("{}: {what}: {}{not}", r.name, r.reason));
+        }
+        for o in tick.plan.merge.iter().flat_map(|m| &m.vms) {
+            let what = if o.open { "open to KSM" } else { "out of KSM" };
+            say(&format!("{}: {what}: {}{not}", o.name, o.reason));
+        }
+        let merging = tick.plan.merge.as_ref();
+        let words = merging.map(|m| view::merge_words(&m.why)).unwrap_or_default();
+        if words != self.said_merging {
+            merging.iter().for_each(|m| say(&format!("merging: {}{not}", m.why)));
+            self.said_merging = words;
+        }
+        for o in tick.plan.zeros.iter().filter(|_| self.dry_run || self.verbose) {
+            say(&format!("{}: look for zeros in {}: {}{not}", o.name, o.read, o.reason));
+        }
+        for o in tick.plan.torn.iter().filter(|_| self.dry_run || self.verbose) {
+            say(&format!("{}: split torn huge pages: {}{not}", o.name, o.reason));
+        }
+        for o in &tick.plan.offload {
+            say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));
+        }
+        if tick.plan.last_resort != self.said_last_resort {
+            for l in &tick.plan.last_resort {
+                say(&format!("last resort, never done by Ebb: {}: {}", l.name, l.what));
+            }
+            self.said_last_resort.clone_from(&tick.plan.last_resort);
+        }
+        if let Some(why) =
+            tick.forbidden.as_ref().filter(|w| Some(*w) != self.said_forbidden.as_ref())
+        {
+            say(&format!("nothing is taken: {why}"));
+        }
+        self.said_forbidden.clone_from(&tick.forbidden);
+    }
+
+    /// One line for each thing that is new: state, decisions, problems, VMs.
+    fn log(&mut self, tick: &Tick, model: &Model, warnings: &[String], decisions: &[Decision]) {
+        if model.vms.len() != self.said_vms {
+            let names: Vec<&str> = model.vms.iter().map(|v| v.name.as_str()).take(20).collect();
+            say(&format!("{} VMs: {}", model.vms.len(), names.join(" ")));
+            self.said_vms = model.vms.len();
+        }
+        let host = &model.host;
+        if host.state != self.said_state || self.verbose {
+            say(&format!("host {}: {}", host.state, host.why));
+            self.said_state = host.state;
+        }
+        let all: Vec<String> = host.warnings.iter().chain(warnings).cloned().collect();
+        for w in all.iter().filter(|w| !self.said_warnings.contains(w)) {
+            say(&format!("warning: {w}"));
+        }
+        self.said_warnings = all;
+        for p in self.quiet.news(tick.sample.at, &tick.sample.problems) {
+            say(&Problem::new(p, model).to_string());
+        }
+        for d in decisions {
+            let error = d.error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
+            let a = &d.action;
+            say(&format!("{}: {} → {}: {}{error}", a.name, a.from, a.to, d.reason));
+        }
+    }
+}

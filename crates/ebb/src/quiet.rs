@@ -1,0 +1,110 @@
+//! Which problems are worth a line in the journal.
+//!
+//! A problem is said once while it lasts. A guest can make one come, go and change as it
+//! likes, so for each VM and source there is at most one line a minute, and a problem
+//! that differs in its numbers only is the same.
+
+use std::collections::HashMap;
+
+use ebb_core::sample::{Problem, VmId};
+use ebb_core::units::Stamp;
+
+/// Between two lines of one VM and source.
+const MINUTE_MS: u64 = 60_000;
+
+/// What was said of one VM and source.
+struct Said {
+    at: Stamp,
+    /// The words that were there in the last tick and have been said.
+    words: Vec<String>,
+}
+
+/// Remembers what was said.
+#[derive(Default)]
+pub struct Quiet {
+    said: HashMap<(Option<VmId>, String), Said>,
+}
+
+impl Quiet {
+    /// Those of the problems that are to be said now. Told each tick.
+    pub fn news<'a>(&mut self, now: Stamp, problems: &'a [Problem]) -> Vec<&'a Problem> {
+        let mut news = Vec::new();
+        let mut here: HashMap<(Option<VmId>, String), Vec<String>> = HashMap::new();
+        for p in problems {
+            let words = words(&p.message);
+            let key = (p.vm, p.source.clone());
+            let said = self.said.get_mut(&key);
+            let known = said.as_ref().is_some_and(|s| s.words.contains(&words));
+            let due = said.as_ref().is_none_or(|s| now.since(s.at) >= MINUTE_MS);
+            if !known && due {
+                news.push(p);
+                match said {
+                    Some(said) => said.at = now,
+                    None => {
+                        drop(self.said.insert(key.clone(), Said { at: now, words: Vec::new() }))
+                    }
+                }
+            }
+            if known || due {
+                here.entry(key).or_default().push(words);
+            }
+        }
+        self.said.retain(|key, said| {
+            said.words = here.remove(key).unwrap_or_default();
+            !said.words.is_empty() || now.since(said.at) < MINUTE_MS
+        });
+        news
+    }
+}
+
+/// A message without its numbers and their units.
+fn words(message: &str) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB", "B"];
+    let text: String = message.chars().filter(|c| !c.is_ascii_digit() && *c != '.').collect();
+    text.split_whitespace().filter(|w| !units.contains(w)).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(pid: u32, source: &str, message: &str) -> Problem {
+        let vm = Some(VmId { pid, start: 1 });
+        Problem { vm, source: source.into(), message: message.into() }
+    }
+
+    #[test]
+    fn a_guest_whose_numbers_vary_writes_one_line_a_minute() {
+        let mut quiet = Quiet::default();
+        let mut lines = 0;
+        for tick in 0..1200u64 {
+            let (n, unit) = (tick % 700, if tick % 2 == 0 { "MiB" } else { "GiB" });
+            let claims = format!("the guest claims {n}.5 {unit} of caches, more than 512 MiB");
+            // It comes and goes, and another of the same source with it.
+            let mut problems = vec![problem(1, "qmp guest-stats", &claims)];
+            if tick % 3 == 0 {
+                problems.push(problem(1, "qmp guest-stats", &format!("stat-x is \"{n}\"")));
+            }
+            if tick % 5 == 0 {
+                problems.clear();
+            }
+            lines += quiet.news(Stamp(1000 + tick * 500), &problems).len();
+        }
+        assert!((9..=11).contains(&lines), "{lines} lines in ten minutes");
+    }
+
+    #[test]
+    fn what_lasts_is_said_once_and_what_is_new_at_once() {
+        let mut quiet = Quiet::default();
+        let (a, b) = (problem(1, "qmp", "not answered in 200 ms"), problem(2, "qmp", "x"));
+        let mut count = |at: u64, problems: &[Problem]| quiet.news(Stamp(at), problems).len();
+        assert_eq!(count(0, std::slice::from_ref(&a)), 1);
+        assert_eq!(count(500, &[a.clone(), b.clone()]), 1, "of another VM");
+        assert_eq!(count(1_000, &[a.clone(), problem(1, "/proc/1/status", "no")]), 1, "source");
+        for at in 2..2000 {
+            assert_eq!(count(at * 500, std::slice::from_ref(&a)), 0, "it goes on");
+        }
+        assert_eq!(count(1_000_500, &[]), 0);
+        assert_eq!(count(1_001_000, &[a]), 1, "it was gone");
+    }
+}

@@ -1,0 +1,287 @@
+//! Connections: how many at once, how long each may take.
+//!
+//! The daemon's descriptors are its eyes and hands; no client may have them all. Each
+//! listener has a limit, and at it the connection that has been silent longest makes room
+//! for the new one. A connection in which nothing moves is closed, and so is an old one: a
+//! client that reads a byte now and then holds an answer in memory.
+
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, getrlimit};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep, sleep_until};
+
+/// For the head of a request.
+const HEAD: Duration = Duration::from_secs(5);
+/// In which nothing is read or written.
+const IDLE: Duration = Duration::from_secs(30);
+/// After which a connection ends once it has answered, and how long that may take.
+const AGE: Duration = Duration::from_secs(300);
+/// Descriptors that the process needs may come free again.
+const NO_DESCRIPTOR: Duration = Duration::from_millis(200);
+/// Heads are smaller, and answers go out in pieces of this.
+const BUFFER: usize = 64 << 10;
+
+/// Connections at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// On TCP, where anybody on this machine may come.
+    pub tcp: usize,
+    /// On the Unix socket.
+    pub unix: usize,
+}
+
+impl Limits {
+    /// Small shares of what this process may open.
+    pub fn of_this_process() -> Limits {
+        Limits::of(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX))
+    }
+
+    fn of(descriptors: u64) -> Limits {
+        let share = |part: u64, most: u64| (descriptors / part).clamp(1, most) as usize;
+        Limits { tcp: share(8, 64), unix: share(4, 256) }
+    }
+}
+
+/// What connections come from.
+pub trait Listener {
+    /// One of them.
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+    /// Waits for the next.
+    async fn next(&self) -> io::Result<Self::Stream>;
+}
+
+impl Listener for TcpListener {
+    type Stream = tokio::net::TcpStream;
+
+    async fn next(&self) -> io::Result<Self::Stream> {
+        Ok(self.accept().await?.0)
+    }
+}
+
+impl Listener for UnixListener {
+    type Stream = tokio::net::UnixStream;
+
+    async fn next(&self) -> io::Result<Self::Stream> {
+        Ok(self.accept().await?.0)
+    }
+}
+
+/// Serves what comes, for ever.
+pub async fn accept(listener: impl Listener, app: Router, limit: usize) {
+    let mut clients = Clients { open: Vec::new(), limit };
+    loop {
+        match listener.next().await {
+            Ok(stream) => {
+                clients.make_room().await;
+                let moved = Moved::default();
+                let task = tokio::spawn(serve(stream, app.clone(), moved.clone()));
+                clients.open.push((task.abort_handle(), moved));
+            }
+            // The client has gone already.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
+            // No descriptor is left: the connection waits where it is, and so do we.
+            Err(_) => {
+                clients.drop_silent().await;
+                sleep(NO_DESCRIPTOR).await;
+            }
+        }
+    }
+}
+
+struct Clients {
+    open: Vec<(AbortHandle, Moved)>,
+    limit: usize,
+}
+
+impl Clients {
+    async fn make_room(&mut self) {
+        self.open.retain(|(task, _)| !task.is_finished());
+        while self.open.len() >= self.limit {
+            self.drop_silent().await;
+        }
+    }
+
+    /// Closes the one that has been silent longest.
+    async fn drop_silent(&mut self) {
+        let silent = (0..self.open.len()).min_by_key(|i| self.open[*i].1.at());
+        if let Some(i) = silent {
+            self.open.swap_remove(i).0.abort();
+            // Its descriptor is closed when its task is dropped, which is now.
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, app: Router, moved: Moved) {
+    let io = TokioIo::new(Watched { stream, moved: moved.clone() });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(BUFFER)
+        .serve_connection(io, TowerToHyperService::new(app));
+    let (mut connection, mut old) = (pin!(connection), pin!(sleep(AGE)));
+    let mut ending = false;
+    loop {
+        tokio::select! {
+            _ = connection.as_mut() => return,
+            () = moved.silent() => return,
+            () = old.as_mut() => {
+                if ending {
+                    return;
+                }
+                ending = true;
+                connection.as_mut().graceful_shutdown();
+                old.as_mut().reset(Instant::now() + AGE);
+            }
+        }
+    }
+}
+
+/// When bytes moved last on a connection: a count over all connections for their order,
+/// and the time.
+#[derive(Clone)]
+struct Moved(Arc<AtomicU64>);
+
+/// Milliseconds since the first call.
+fn now_ms() -> u64 {
+    static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+    START.get_or_init(std::time::Instant::now).elapsed().as_millis() as u64
+}
+
+impl Default for Moved {
+    fn default() -> Moved {
+        Moved(Arc::new(AtomicU64::new(now_ms())))
+    }
+}
+
+impl Moved {
+    fn note(&self) {
+        self.0.store(now_ms(), Ordering::Relaxed);
+    }
+
+    fn at(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Waits until nothing has moved for too long.
+    async fn silent(&self) {
+        loop {
+            let quiet = Duration::from_millis(now_ms().saturating_sub(self.at()));
+            let Some(left) = IDLE.checked_sub(quiet).filter(|left| !left.is_zero()) else { return };
+            sleep_until(Instant::now() + left).await;
+        }
+    }
+}
+
+/// A stream that notes when something moves.
+struct Watched<S> {
+    stream: S,
+    moved: Moved,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        task: &mut Context<'_>,
+        to: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = to.filled().len();
+        let done = Pin::new(&mut self.stream).poll_read(task, to);
+        if to.filled().len() > before {
+            self.moved.note();
+        }
+        done
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        task: &mut Context<'_>,
+        from: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let done = Pin::new(&mut self.stream).poll_write(task, from);
+        if matches!(done, Poll::Ready(Ok(1..))) {
+            self.moved.note();
+        }
+        done
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(task)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(task)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::routing::get;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn connections_are_a_small_share_of_the_descriptors() {
+        assert_eq!(Limits::of(64), Limits { tcp: 8, unix: 16 });
+        assert_eq!(Limits::of(1024), Limits { tcp: 64, unix: 256 });
+        assert_eq!(Limits::of(1 << 30), Limits { tcp: 64, unix: 256 });
+        assert_eq!(Limits::of(2), Limits { tcp: 1, unix: 1 });
+    }
+
+    /// A server with so many connections at once; where it listens.
+    fn serving(limit: usize) -> std::path::PathBuf {
+        let path = tempfile::tempdir().unwrap().keep().join("s");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let app = Router::new().route("/", get(|| async { "here" }));
+                accept(UnixListener::from_std(listener).unwrap(), app, limit).await;
+            });
+        });
+        path
+    }
+
+    fn ask(stream: &mut std::os::unix::net::UnixStream) -> bool {
+        let asked = stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+        let mut answer = [0; 300];
+        let read = stream.read(&mut answer);
+        asked.is_ok() && read.is_ok_and(|n| answer[..n].ends_with(b"here"))
+    }
+
+    #[test]
+    fn the_connection_that_is_silent_longest_makes_room() {
+        let path = serving(2);
+        let connect = || {
+            let stream = std::os::unix::net::UnixStream::connect(&path).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            stream
+        };
+        let pause = || std::thread::sleep(Duration::from_millis(20));
+        let (mut a, mut b) = (connect(), connect());
+        assert!(ask(&mut a) && ask(&mut b));
+        pause();
+        assert!(ask(&mut a), "kept alive");
+        pause();
+        let mut c = connect();
+        assert!(ask(&mut c), "a new one is always answered");
+        assert_eq!(b.read(&mut [0; 9]).unwrap(), 0, "the silent one is closed");
+        assert!(ask(&mut a) && ask(&mut c), "the others are not");
+        std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+    }
+}
