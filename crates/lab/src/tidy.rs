@@ -22,6 +22,11 @@ const SAFETY_NEAR: usize = 6;
 const BUILD_FILES: &[&str] =
     &["Makefile", "Kbuild", "Cargo.toml", "config.toml", "build.rs", "dkms.conf", "Dockerfile"];
 
+/// The document whose table says what Ebb does, and its heading.
+const OPERATE: &str = "docs/operate.md";
+/// See [`OPERATE`].
+const WHAT_HAPPENS: &str = "## What happens when";
+
 /// A broken rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
@@ -48,13 +53,37 @@ pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
         "--exclude-standard",
     ]))?;
     let mut findings = Vec::new();
+    let (mut table, mut code) = (String::new(), String::new());
     for path in listed.lines() {
         // What is deleted but not yet committed, and what is not text.
         if let Ok(text) = fs::read_to_string(root.join(path)) {
             check(path, &text, &mut findings);
+            match path {
+                OPERATE => table = text,
+                _ if path.ends_with(".rs") => code += &text,
+                _ => {}
+            }
         }
     }
+    findings.extend(tests_named(&table, &code));
     Ok(findings)
+}
+
+/// The table of [`OPERATE`] names a test in the last cell of each of its lines.
+fn tests_named(table: &str, code: &str) -> Vec<Finding> {
+    let lines = table.lines().enumerate().skip_while(|(_, l)| *l != WHAT_HAPPENS).skip(1);
+    let rows = lines.take_while(|(_, l)| !l.starts_with("## ")).filter(|(_, l)| l.starts_with('|'));
+    let mut findings = Vec::new();
+    // Behind the head and the line below it.
+    for (i, row) in rows.skip(2) {
+        let cell = row.trim_end_matches('|').rsplit('|').next().unwrap_or_default();
+        let mut names = cell.split(',').map(|n| n.trim().trim_matches('`'));
+        if let Some(name) = names.find(|n| !code.contains(&format!("fn {n}("))) {
+            let what = format!("there is no test {name}");
+            findings.push(Finding { path: OPERATE.into(), line: i + 1, what });
+        }
+    }
+    findings
 }
 
 /// Checks one file against every rule.
@@ -170,6 +199,16 @@ mod tests {
         let mut all = Vec::new();
         check(path, text, &mut all);
         all.into_iter().map(|f| format!("{}: {}", f.line, f.what)).collect()
+    }
+
+    #[test]
+    fn each_line_of_what_happens_when_names_a_test_that_is_there() {
+        let table = |cell: &str| {
+            format!("# x\n\n{WHAT_HAPPENS}\n\n| a | b | c |\n|---|---|---|\n| a | b | {cell} |\n## y\n| z |\n")
+        };
+        let found = |cell: &str| tests_named(&table(cell), "fn one() {}\nfn two() {}\n").len();
+        assert_eq!((found("`one`"), found("`one`, `two`")), (0, 0));
+        assert_eq!((found("`three`"), found(""), found("`one`, `tw`")), (1, 1, 1));
     }
 
     #[test]

@@ -1,0 +1,258 @@
+//! How the host is understood, and what of a VM may be acted upon.
+
+use super::*;
+use crate::sample::{BalloonSample, HostSample, Meminfo, Pool, PsiLine};
+
+fn host_sample(available_mib: u64) -> Sample {
+    let memory = Meminfo {
+        total: Bytes::gib(10),
+        available: Bytes::mib(available_mib),
+        ..Meminfo::default()
+    };
+    Sample {
+        at: Stamp(5_000),
+        host: HostSample { memory: Some(memory), ..HostSample::default() },
+        ..Sample::default()
+    }
+}
+
+fn state(sample: &Sample, before: Pressure) -> Pressure {
+    let memory = Memory { state: before, at: Some(Stamp(4_000)), ..Memory::default() };
+    Model::new(&Config::default(), sample, &memory).host.state
+}
+
+#[test]
+fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing() {
+    let balloon = |guest| Some(BalloonSample { guest, ..BalloonSample::default() });
+    let runs = |balloon| VmSample {
+        link: Link::Up,
+        run: Some(RunState::Running),
+        balloon,
+        ..VmSample::default()
+    };
+    let now = Stamp(100_000);
+    let well = runs(balloon(Some(Default::default())));
+    assert!(!beyond_balloon(&well, None, now));
+    assert!(
+        beyond_balloon(&runs(None), None, now) && beyond_balloon(&runs(balloon(None)), None, now)
+    );
+    let until = |ms| Some(now.plus(ms));
+    let stuck = VmMemory { stuck_until: until(1), ..VmMemory::default() };
+    assert!(beyond_balloon(&well, Some(&stuck), now));
+    let boots = VmMemory { settle_until: until(1), ..VmMemory::default() };
+    assert!(!beyond_balloon(&runs(None), Some(&boots), now));
+    let migrates = VmSample { run: Some(RunState::Migrating), ..runs(None) };
+    let silent = VmSample { link: Link::Slow("x".into()), ..runs(None) };
+    assert!(!beyond_balloon(&migrates, None, now) && !beyond_balloon(&silent, None, now));
+}
+
+#[test]
+fn reserve_slides_with_the_size_of_the_host() {
+    for (gib, mib) in [(1, 204), (4, 819), (32, 3112), (512, 17858)] {
+        assert_eq!(default_reserve(Bytes::gib(gib)).0 >> 20, mib, "{gib} GiB");
+    }
+}
+
+#[test]
+fn enter_and_leave_marks_differ() {
+    // Reserve of 10 GiB: 1,310 MiB.
+    for (mib, before, after) in [
+        (2000, Pressure::Clear, Pressure::Clear),
+        (1000, Pressure::Clear, Pressure::Clear),
+        (980, Pressure::Clear, Pressure::Soft),
+        (1200, Pressure::Soft, Pressure::Soft),
+        (1320, Pressure::Soft, Pressure::Clear),
+        (600, Pressure::Soft, Pressure::Hard),
+        (800, Pressure::Hard, Pressure::Hard),
+        (900, Pressure::Hard, Pressure::Soft),
+        (300, Pressure::Clear, Pressure::Critical),
+        (500, Pressure::Critical, Pressure::Critical),
+        (2000, Pressure::Critical, Pressure::Clear),
+    ] {
+        assert_eq!(state(&host_sample(mib), before), after, "{mib} MiB from {before}");
+    }
+}
+
+#[test]
+fn stalls_count_only_where_memory_is_also_tight() {
+    let mut s = host_sample(2000);
+    let line = |avg10| PsiLine { avg10, ..PsiLine::default() };
+    s.host.psi = Some(Psi { some: line(50.0), full: line(10.0) });
+    assert_eq!(state(&s, Pressure::Clear), Pressure::Hard);
+    s.host.memory = Some(Meminfo { available: Bytes::gib(4), ..s.host.memory.unwrap() });
+    s.host.psi = Some(Psi { some: line(50.0), full: line(4.0) });
+    assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+}
+
+/// A full NUMA node, or a limit of one VM's own cgroup.
+#[test]
+fn heavy_stalls_and_swapping_are_never_ignored() {
+    let line = |avg10| PsiLine { avg10, ..PsiLine::default() };
+    let swapped = |pages| Some(Vmstat { swap_out_pages: pages, ..Vmstat::default() });
+    let memory = Memory { at: Some(Stamp(4_000)), vmstat: swapped(0), ..Memory::default() };
+    let look = |full, pages| {
+        let mut s = host_sample(8000);
+        s.host.psi = Some(Psi { some: line(20.0), full: line(full) });
+        s.host.vmstat = swapped(pages);
+        let m = Model::new(&Config::default(), &s, &memory).host;
+        (m.state, m.shortage, m.warnings.join(""))
+    };
+    assert_eq!(look(4.0, 100), (Pressure::Clear, Bytes::ZERO, String::new()));
+    for (full, pages) in [(60.0, 0), (0.0, 4096)] {
+        let (state, shortage, warning) = look(full, pages);
+        assert_eq!((state, shortage), (Pressure::Soft, Bytes::ZERO));
+        assert!(warning.contains("NUMA"), "{warning}");
+    }
+    // A backup that stalls at its own limit does not stall the VMs.
+    let mut s = host_sample(8000);
+    s.host.psi = Some(Psi { some: line(90.0), full: line(60.0) });
+    s.host.vms_psi = Some(Psi::default());
+    assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+    s.host.memory.as_mut().unwrap().available = Bytes::mib(2000);
+    assert_eq!(state(&s, Pressure::Clear), Pressure::Clear);
+}
+
+#[test]
+fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
+    use crate::sample::Zram;
+    let area = |used: u64, zram| SwapArea {
+        size: Bytes::gib(10),
+        used: Bytes::gib(used),
+        zram,
+        ..SwapArea::default()
+    };
+    let left = |areas: Vec<SwapArea>, zswap, pool_left: Option<u64>| {
+        let mut s = host_sample(5000);
+        s.host.memory.as_mut().unwrap().swap_total = Bytes::gib(10);
+        (s.host.swaps, s.host.zswap) = (areas, zswap);
+        s.host.pool = Some(Pool {
+            path: "/vms".into(),
+            limit: Bytes::gib(4),
+            swap_left: pool_left.map(Bytes::gib),
+            ..Pool::default()
+        });
+        let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+        let gib = |b: Bytes| b.0 as f64 / Bytes::gib(1).0 as f64;
+        let limits: Vec<f64> = m.limits.iter().map(|l| gib(l.swap_left)).collect();
+        (limits, m.offload_room.map(gib))
+    };
+    let zram = |stored, used| {
+        let (stored, used) = (Bytes::gib(stored), Bytes::gib(used));
+        Some(Zram { stored, used })
+    };
+    assert_eq!(left(vec![area(0, None)], false, None), (vec![9.0, 9.0], Some(9.0)));
+    assert_eq!(left(vec![area(0, None)], false, Some(2)), (vec![9.0, 2.0], Some(2.0)));
+    assert_eq!(left(vec![area(0, None)], false, Some(0)), (vec![9.0, 0.0], Some(0.0)));
+    assert_eq!(left(vec![area(0, zram(0, 0))], false, None).0[0], 4.5, "nothing is known");
+    assert_eq!(left(vec![area(5, zram(4, 1))], false, None).0[0], 2.0, "half at most");
+    assert_eq!(left(vec![area(5, zram(4, 3))], false, None).0[0], 1.0);
+    assert_eq!(left(vec![area(5, zram(4, 5))], false, None).0[0], 0.0);
+    assert_eq!(left(vec![area(0, None)], true, None).0[0], 4.5, "zswap");
+}
+
+#[test]
+fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
+    use crate::policy::{Decided, decide};
+    let vm = |pid: u32, cgroup: &str, available: u64| VmSample {
+        id: crate::sample::VmId { pid, start: 1 },
+        name: cgroup[1..].into(),
+        ram: Some(Bytes::gib(4)),
+        process: Some(crate::sample::ProcessMemory { anon: Bytes::gib(3), ..Default::default() }),
+        cgroup: Some(format!("{cgroup}/{pid}")),
+        link: Link::Up,
+        run: Some(RunState::Running),
+        balloon: Some(BalloonSample {
+            actual: Bytes::gib(3),
+            deflate_on_oom: Some(true),
+            guest: Some(crate::sample::GuestStats {
+                available: Some(Bytes::mib(available)),
+                ..Default::default()
+            }),
+            ..BalloonSample::default()
+        }),
+        ..VmSample::default()
+    };
+    let mut s = host_sample(8000);
+    s.host.pool = Some(Pool {
+        path: "/full".into(),
+        limit: Bytes::gib(8),
+        usage: Bytes::gib(8) - Bytes::mib(200),
+        ..Pool::default()
+    });
+    s.vms = vec![vm(1, "/full", 2500), vm(2, "/else", 2500), vm(3, "/else", 30)];
+    let mut memory = Memory::default();
+    memory.observe(&s);
+    let model = Model::new(&Config::default(), &s, &memory);
+    let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
+    assert_eq!((model.host.bound.as_str(), outside), ("/full", vec![false, true, true]));
+    assert!(model.host.warnings.iter().any(|w| w.contains("else, else")), "{:?}", model.host);
+    let Decided { plan, .. } = decide(&model, &memory, &[], &Default::default());
+    let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
+    assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
+    assert!(order(2).is_none(), "shrinking it brings the full one nothing");
+    let given = order(3).unwrap();
+    assert!(given.to > Bytes::mib(3500), "all it needs: the machine has it: {given:?}");
+}
+
+#[test]
+fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
+    let mut s = host_sample(5000);
+    s.host.pool = Some(Pool {
+        path: "/vms".into(),
+        limit: Bytes::gib(1),
+        usage: Bytes::mib(1000),
+        file: Bytes::mib(10),
+        ..Pool::default()
+    });
+    let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+    assert_eq!((m.state, m.bound.as_str()), (Pressure::Critical, "/vms"));
+    assert_eq!(m.headroom, Bytes::mib(34));
+    assert_eq!(m.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
+    s.host.pool = None;
+    s.host.memory.as_mut().unwrap().hugetlb = Bytes::gib(6);
+    let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+    assert_eq!((m.capacity, m.headroom), (Bytes::gib(4), Bytes::gib(4)));
+}
+
+#[test]
+fn an_unreadable_host_takes_nothing() {
+    let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
+    assert!(!m.known);
+    assert_eq!((m.state, m.shortage, m.surplus), (Pressure::Clear, Bytes::ZERO, Bytes::ZERO));
+}
+
+#[test]
+fn a_floor_above_the_ceiling_gives_way_and_no_floor_is_below_the_least() {
+    let text = "[vm.a]\nmin = \"900MiB\"\nmax = \"50%\"\n[vm.b]\nmin = 0\n";
+    let config = Config::parse("f", text).unwrap();
+    for (name, floor, ceiling) in [("a", 512, 512), ("b", 64, 1024)] {
+        let vm = VmSample {
+            name: name.into(),
+            ram: Some(Bytes::gib(1)),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon: Some(BalloonSample { actual: Bytes::gib(1), ..BalloonSample::default() }),
+            ..VmSample::default()
+        };
+        let m = VmModel::new(&config, &Sample::default(), &vm, &Memory::default());
+        assert_eq!((m.floor, m.ceiling), (Bytes::mib(floor), Bytes::mib(ceiling)), "{name}");
+        assert!(matches!(m.standing, Standing::GiveOnly(_)), "no statistics: not asked");
+    }
+}
+
+#[test]
+fn floors_beyond_the_host_are_a_warning() {
+    let config = Config::parse("f", "[defaults]\nmin = \"100%\"\n").unwrap();
+    let said = |vms: u32| {
+        let vm = |pid| VmSample {
+            id: crate::sample::VmId { pid, start: 1 },
+            ram: Some(Bytes::gib(4)),
+            balloon: Some(BalloonSample { actual: Bytes::gib(4), ..BalloonSample::default() }),
+            ..VmSample::default()
+        };
+        let sample = Sample { vms: (1..=vms).map(vm).collect(), ..host_sample(8000) };
+        Model::new(&config, &sample, &Memory::default()).host.warnings.join("")
+    };
+    assert_eq!(said(2), "");
+    assert!(said(3).contains("the floors of all VMs add up to 12 GiB"), "{}", said(3));
+}
