@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_host::client::{self, ClientError};
@@ -40,6 +41,7 @@ pub struct Daemon {
     child: Child,
     dir: PathBuf,
     log: Arc<Mutex<Vec<String>>>,
+    reader: Option<JoinHandle<()>>,
 }
 
 impl Daemon {
@@ -65,6 +67,12 @@ impl Daemon {
              [host]\nvms = \"listed\"\n{config}\n"
         ) + &vms.iter().map(|v| format!("[vm.\"{v}\"]\n")).collect::<String>();
         std::fs::write(&file, text).map_err(LabError::file(&file))?;
+        Daemon::start_again(dir, args)
+    }
+
+    /// Starts it with the configuration that lies in `dir`.
+    pub fn start_again(dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
+        let file = dir.join("ebb.toml");
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
@@ -80,15 +88,15 @@ impl Daemon {
             .spawn()
             .map_err(|e| LabError::Missing(format!("cannot start ebb: {e}")))?;
         let log = Arc::new(Mutex::new(Vec::new()));
-        if let Some(err) = child.stderr.take() {
-            let theirs = Arc::clone(&log);
+        let theirs = Arc::clone(&log);
+        let reader = child.stderr.take().map(|err| {
             std::thread::spawn(move || {
                 for line in BufReader::new(err).lines().map_while(Result::ok) {
                     theirs.lock().unwrap_or_else(PoisonError::into_inner).push(line);
                 }
-            });
-        }
-        let mut daemon = Daemon { child, dir: dir.into(), log };
+            })
+        });
+        let mut daemon = Daemon { child, dir: dir.into(), log, reader };
         let until = Instant::now() + Duration::from_secs(30);
         while daemon.get("/v1/state").is_err() {
             if daemon.child.try_wait().is_ok_and(|s| s.is_some()) || Instant::now() > until {
@@ -166,9 +174,16 @@ impl Daemon {
     }
 
     /// SIGTERM, and waits for the end; whether it ended well.
-    pub fn stop(mut self) -> bool {
+    pub fn stop(self) -> bool {
+        self.end().0 == Some(0)
+    }
+
+    /// The same: its exit code and all that it said.
+    pub fn end(mut self) -> (Option<i32>, String) {
         self.signal(Signal::TERM);
-        self.child.wait().is_ok_and(|s| s.success())
+        let code = self.child.wait().ok().and_then(|s| s.code());
+        self.reader.take().map(JoinHandle::join);
+        (code, self.log())
     }
 
     /// SIGKILL, as a crash.
@@ -177,7 +192,8 @@ impl Daemon {
         let _ = self.child.wait();
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
         if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
             let _ = kill_process(pid, signal);
         }
