@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -41,6 +42,7 @@ pub struct Daemon {
     child: Child,
     dir: PathBuf,
     log: Arc<Mutex<Vec<String>>>,
+    reader: Option<JoinHandle<()>>,
 }
 
 impl Daemon {
@@ -66,6 +68,12 @@ impl Daemon {
              [host]\nvms = \"listed\"\n{config}\n"
         ) + &vms.iter().map(|v| format!("[vm.\"{v}\"]\n")).collect::<String>();
         std::fs::write(&file, text).map_err(LabError::file(&file))?;
+        Daemon::start_again(dir, args)
+    }
+
+    /// Starts it with the configuration that lies in `dir`.
+    pub fn start_again(dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
+        let file = dir.join("ebb.toml");
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
@@ -81,15 +89,15 @@ impl Daemon {
             .spawn()
             .map_err(|e| LabError::Missing(format!("cannot start ebb: {e}")))?;
         let log = Arc::new(Mutex::new(Vec::new()));
-        if let Some(err) = child.stderr.take() {
-            let theirs = Arc::clone(&log);
+        let theirs = Arc::clone(&log);
+        let reader = child.stderr.take().map(|err| {
             std::thread::spawn(move || {
                 for line in BufReader::new(err).lines().map_while(Result::ok) {
                     theirs.lock().unwrap_or_else(PoisonError::into_inner).push(line);
                 }
-            });
-        }
-        let mut daemon = Daemon { child, dir: dir.into(), log };
+            })
+        });
+        let mut daemon = Daemon { child, dir: dir.into(), log, reader };
         let until = Instant::now() + Duration::from_secs(30);
         while daemon.get("/v1/state").is_err() {
             if daemon.child.try_wait().is_ok_and(|s| s.is_some()) || Instant::now() > until {
@@ -179,18 +187,25 @@ impl Daemon {
 
     /// SIGTERM, and waits for the end; whether it ended well.
     pub fn stop(self) -> bool {
-        self.stop_code() == Some(0)
+        self.end().0 == Some(0)
     }
 
     /// SIGTERM, and waits for the end: its exit code.
-    pub fn stop_code(mut self) -> Option<i32> {
-        self.signal(Signal::TERM);
-        self.child.wait().ok()?.code()
+    pub fn stop_code(self) -> Option<i32> {
+        self.end().0
     }
 
     /// SIGHUP: it reads its configuration again.
     pub fn reload(&self) {
         self.signal(Signal::HUP);
+    }
+
+    /// SIGTERM, and waits for the end: its exit code and all that it said.
+    pub fn end(mut self) -> (Option<i32>, String) {
+        self.signal(Signal::TERM);
+        let code = self.child.wait().ok().and_then(|s| s.code());
+        self.reader.take().map(JoinHandle::join);
+        (code, self.log())
     }
 
     /// SIGKILL, as a crash.
@@ -199,7 +214,8 @@ impl Daemon {
         let _ = self.child.wait();
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
         if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
             let _ = kill_process(pid, signal);
         }

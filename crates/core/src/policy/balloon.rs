@@ -87,6 +87,10 @@ fn nothing_to_do(model: &Model, vm: &VmModel) -> String {
 /// What a VM's own state demands, before the host is asked.
 fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     let actual = vm.actual?;
+    if m.ledger.suspect {
+        // Nor is it given anything before it is known whose a move is: in the next tick.
+        return Some(Verdict::Hold("its size has changed, not by Ebb's order".into()));
+    }
     match &vm.standing {
         Standing::Off(_) if !vm.managed && vm.owed > Bytes::ZERO => {
             let growing = m.order.is_some_and(|o| o.to >= vm.whole);
@@ -99,9 +103,6 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
             return Some(Verdict::Hold(vm.standing.why().to_string()));
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
-    }
-    if m.ledger.suspect {
-        return Some(Verdict::Hold(vm.standing.why().to_string()));
     }
     if m.reboot.is_some_and(|r| r.given.is_some()) {
         return Some(after_reboot(model, m.reboot.unwrap_or_default(), actual));
@@ -406,6 +407,24 @@ mod tests {
             Verdict::Set { to, .. } => Some(to.0 >> 20),
             Verdict::Hold(_) => None,
         }
+    }
+
+    #[test]
+    fn a_size_that_was_just_set_by_others_is_not_set_back() {
+        let mut m = remembered(1);
+        let size = |m: &VmMemory, change: fn(&mut VmModel)| {
+            let mut vm = vm(1, 600, 300);
+            change(&mut vm);
+            size(&decide(host(Pressure::Clear, 0, 4000), vec![vm], vec![m.clone()])[0])
+        };
+        let off = |vm: &mut VmModel| {
+            (vm.managed, vm.standing) = (false, Standing::Off("manage = false".into()));
+        };
+        assert_eq!((size(&m, |_| ()), size(&m, off)), (Some(800), Some(1024)), "Ebb took it");
+        m.ledger.suspect = true;
+        assert_eq!((size(&m, |_| ()), size(&m, off)), (None, None), "it is not known who did");
+        assert_eq!(size(&m, |vm| vm.unseen = "silent".into()), None);
+        assert_eq!(size(&m, |vm| vm.distress = "short".into()), None, "for one tick");
     }
 
     #[test]
