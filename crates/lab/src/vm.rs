@@ -1,8 +1,8 @@
 //! VMs: QEMU processes that boot an [`Image`] and are driven by the guest tool.
 //!
 //! A VM has a run directory of its own with its console, QEMU's messages, the
-//! tool's socket and two QMP sockets: `qmp.sock` is the product's (ebb connects
-//! there), `lab-qmp.sock` the lab's. It dies with the lab: `setpriv` has the
+//! tool's socket and two QMP sockets: `ebb-qmp.sock` is the product's (Ebb connects
+//! to sockets with `ebb` in their file name), `lab-qmp.sock` the lab's. It dies with the lab: `setpriv` has the
 //! kernel kill QEMU when the thread that started it ends, so one thread, which
 //! never ends, starts them all. Nothing waits for time to pass: every wait is for
 //! a state, with a deadline that is stretched on slow machines. A VM that died or
@@ -31,20 +31,18 @@ use crate::{LabError, tail};
 const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
 const LAST_WORDS: [&str; 3] = ["Kernel panic - not syncing", "Oops: ", "kernel BUG at"];
-/// QEMU's translator before 8.1 reads code without holding its page: a breakpoint
-/// that the guest's kernel writes for a moment to patch itself can stay behind in
-/// the translation when there are two vCPUs. The kernel then dies of it, nearly
-/// always while booting, when it patches itself most.
-const TRANSLATOR_RACE: &str = "Oops: int3";
 /// What tells where a guest stands that never said a word: RIP of each vCPU.
 const REGISTERS: &str = "info registers -a";
-/// How often a VM is booted before that is given up.
-const BOOT_TRIES: u32 = 3;
 const POLL: Duration = Duration::from_millis(20);
 /// QEMU's own answer to a QMP command.
 const QMP_DEADLINE: Duration = Duration::from_secs(10);
 /// The value of `-accel` where instructions are counted.
 const COUNTED: &str = "tcg,tb-size=64,thread=single";
+/// The processor of a translated guest: QEMU's default without `cmpxchg16b`. QEMU 7.2
+/// translates this instruction wrongly: it leaves other bits of EFLAGS undefined, and an
+/// interrupt right after it kills the guest's kernel. Kernels use it only if CPUID
+/// reports it.
+const TRANSLATED_CPU: &str = "qemu64,-cx16";
 /// From start to the tool's ready line, under KVM.
 const BOOT_DEADLINE: Duration = Duration::from_secs(20);
 
@@ -98,20 +96,6 @@ impl Accel {
         let _ = fs::write(known, accel.name());
         accel
     }
-}
-
-/// Whether a boot that failed did so by QEMU's translator: its kernel died of a
-/// stale breakpoint, or never came to its first word. The latter was seen once in
-/// some two thousand boots of two translated vCPUs, before anything of ours had
-/// looked at the guest. That it is the translator's doing is likely, not proven:
-/// the error tells where the vCPUs stand.
-fn translator_race(accel: Accel, cpus: u32, failed: &VmError, console: &str) -> bool {
-    let known = match failed {
-        VmError::Lost { .. } => console.contains(TRANSLATOR_RACE),
-        VmError::Timeout { .. } => console.trim().is_empty(),
-        _ => false,
-    };
-    accel == Accel::Tcg && cpus > 1 && known
 }
 
 fn kvm_boots(cache: &Cache) -> bool {
@@ -225,15 +209,13 @@ impl VmConfig {
         a.extend(text(&["-smp", &self.cpus.to_string(), "-kernel"]));
         a.extend([image.vmlinuz.display().to_string(), "-initrd".into()]);
         a.extend([image.initramfs.display().to_string(), "-append".into(), self.command_line()]);
-        if accel == Accel::Kvm {
-            a.extend(text(&["-cpu", "host"]));
-        }
+        a.extend(text(&["-cpu", if accel == Accel::Kvm { "host" } else { TRANSLATED_CPU }]));
         a.extend(self.backing_arguments(mib));
         a.extend([
             "-serial".into(),
             format!("file:{}", path("console")),
             "-qmp".into(),
-            format!("unix:{}", socket("qmp.sock")),
+            format!("unix:{}", socket("ebb-qmp.sock")),
             "-qmp".into(),
             format!("unix:{}", socket("lab-qmp.sock")),
             "-device".into(),
@@ -352,21 +334,11 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Starts a VM and waits until its tool answers. A guest that QEMU's
-    /// translator kills or stops while it boots ([`translator_race`]) is started
-    /// anew, and that is said.
+    /// Starts a VM and waits until its tool answers.
     pub fn start(config: &VmConfig) -> Result<Vm, VmError> {
-        let mut tries = 1;
-        loop {
-            let mut vm = Vm::spawn(config)?;
-            let Err(failed) = vm.wait_ready() else { return Ok(vm) };
-            let race = translator_race(vm.accel, config.cpus, &failed, &vm.console());
-            if !race || tries == BOOT_TRIES {
-                return Err(failed);
-            }
-            tries += 1;
-            eprintln!("{failed}\nby QEMU's translator: try {tries}");
-        }
+        let mut vm = Vm::spawn(config)?;
+        vm.wait_ready()?;
+        Ok(vm)
     }
 
     /// Where its vCPUs stand, twice: whether it goes round in circles or sleeps.
@@ -624,7 +596,7 @@ impl Vm {
 
     /// The QMP socket for the product.
     pub fn qmp_path(&self) -> PathBuf {
-        self.run_dir.join("qmp.sock")
+        self.run_dir.join("ebb-qmp.sock")
     }
 
     /// Its run directory.
@@ -723,21 +695,33 @@ fn on_lasting_thread(command: Command, small_pages: bool) -> std::io::Result<Chi
 mod tests {
     use super::*;
 
+    fn arguments(accel: Accel, counted: bool) -> Vec<String> {
+        let mut config = VmConfig::new("x", Bytes::mib(256));
+        (config.cache, config.counted) = (Cache::at("/cache"), counted);
+        let file = PathBuf::from("/cache/file");
+        let (vmlinuz, initramfs) = (file.clone(), file);
+        let (kernel, release) = (config.kernel, String::new());
+        let image = Image { kernel, release, vmlinuz, initramfs, headers: None };
+        config.arguments(&image, accel, Path::new("/run/vm"))
+    }
+
     #[test]
-    fn only_the_translators_own_race_is_forgiven() {
-        let (name, console) = (String::new(), String::new());
-        let lost = VmError::Lost { name: name.clone(), why: name.clone(), console };
-        let died = "[ 1.8] Oops: int3: 0000 [#1] PREEMPT SMP NOPTI";
-        assert!(translator_race(Accel::Tcg, 2, &lost, died));
-        assert!(!translator_race(Accel::Tcg, 1, &lost, died), "one vCPU cannot race");
-        assert!(!translator_race(Accel::Kvm, 2, &lost, died), "processors do not");
-        for other in ["[ 1.8] Oops: 0002 [#1] PREEMPT", "Kernel panic - not syncing: Fatal", ""] {
-            assert!(!translator_race(Accel::Tcg, 2, &lost, other), "{other}");
-        }
-        let what = "the guest tool to be ready".to_string();
-        let silent = VmError::Timeout { name: name.clone(), what, after: POLL, console: name };
-        assert!(translator_race(Accel::Tcg, 2, &silent, " \n"));
-        assert!(!translator_race(Accel::Tcg, 1, &silent, ""));
-        assert!(!translator_race(Accel::Tcg, 2, &silent, "init: no /dev/vport0p1"), "it spoke");
+    fn translated_guests_are_not_offered_cmpxchg16b() {
+        let cpus = |a: &[String]| -> Vec<String> {
+            a.windows(2).filter(|w| w[0] == "-cpu").map(|w| w[1].clone()).collect()
+        };
+        assert_eq!(cpus(&arguments(Accel::Tcg, false)), ["qemu64,-cx16"]);
+        assert_eq!(cpus(&arguments(Accel::Tcg, true)), ["qemu64,-cx16"]);
+        assert_eq!(cpus(&arguments(Accel::Kvm, false)), ["host"]);
+    }
+
+    #[test]
+    fn of_the_two_qmp_sockets_one_is_named_as_ebbs() {
+        let all = arguments(Accel::Tcg, false);
+        let names = all.windows(2).filter(|w| w[0] == "-qmp").map(|w| {
+            let path = w[1].split(',').next().unwrap_or_default();
+            path.rsplit('/').next().unwrap_or_default().contains("ebb")
+        });
+        assert_eq!(names.collect::<Vec<_>>(), [true, false]);
     }
 }

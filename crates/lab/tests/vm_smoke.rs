@@ -3,6 +3,7 @@
 //!
 //! Needs `cargo lab setup`; the arena's tests need root and say so if it is missing.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
@@ -14,7 +15,7 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::image::Kernel;
 use ebb_lab::sampler::Sampler;
-use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig, VmError};
+use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
@@ -46,6 +47,30 @@ fn vm_both_kernels_boot_and_keep_their_memory() {
         vm.set_balloon(Bytes::mib(160)).unwrap();
         let small = |vm: &Vm| (vm.balloon().unwrap() == Bytes::mib(160)).then_some(());
         vm.wait_for("the balloon to fill", MINUTE, small).unwrap();
+    }
+}
+
+/// What a guest's kernel is told that its processor can do.
+fn cpu_flags(config: &VmConfig) -> BTreeSet<String> {
+    let vm = Vm::start(config).unwrap();
+    let text = vm.tool().sh("cat /proc/cpuinfo", MINUTE).unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix("flags")?.split_once(": "));
+    line.unwrap_or_else(|| panic!("{text}")).1.split(' ').map(String::from).collect()
+}
+
+#[test]
+fn vm_translated_guests_have_every_default_cpu_flag_but_cx16() {
+    let _arena = held();
+    for kernel in Kernel::ALL {
+        let mut config = config("flags", kernel);
+        config.accel = Some(Accel::Tcg);
+        let ours = cpu_flags(&config);
+        assert!(!ours.contains("cx16"), "{ours:?}");
+        // QEMU takes the last one: this is its default.
+        config.args = vec!["-cpu".into(), "qemu64".into()];
+        let default = cpu_flags(&config);
+        let lacks: Vec<&String> = default.symmetric_difference(&ours).collect();
+        assert_eq!(lacks, ["cx16"], "{default:?}");
     }
 }
 
