@@ -192,7 +192,7 @@ pub fn with_files(base: &Path, files: &[(String, PathBuf)], to: &Path) -> Result
 }
 
 /// Writes a file so that it is there whole or not at all.
-fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), LabError> {
+pub(crate) fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), LabError> {
     let temp = path.with_extension(format!("tmp{}", std::process::id()));
     fs::write(&temp, bytes).map_err(LabError::file(&temp))?;
     fs::set_permissions(&temp, fs::Permissions::from_mode(mode)).map_err(LabError::file(&temp))?;

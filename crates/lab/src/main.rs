@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
+use ebb_lab::experiment::boots::Boots;
 use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::handback::Handback;
@@ -32,6 +33,8 @@ enum Cmd {
     Setup(SetupArgs),
     /// Boot VMs and keep them until Ctrl-C
     Boot(BootArgs),
+    /// Boot guests again and again and count how many become ready
+    Boots(Boots),
     /// Boot every kernel and try what the lab relies on
     Smoke,
     /// VMs on a host that is too small for them, without and with Ebb
@@ -143,6 +146,9 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
+        Cmd::Boots(args) => {
+            args.run().map(|all| if all { ExitCode::SUCCESS } else { ExitCode::from(1) })
+        }
         Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
         Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),

@@ -9,6 +9,7 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
+use crate::image::write_atomically;
 use crate::vm::Accel;
 use crate::{LabError, run};
 
@@ -122,7 +123,7 @@ impl Outcome {
         }
         let text =
             serde_json::to_string_pretty(self).map_err(|e| LabError::file(path)(e.into()))?;
-        fs::write(path, text + "\n").map_err(LabError::file(path))
+        write_atomically(path, (text + "\n").as_bytes(), 0o644)
     }
 }
 

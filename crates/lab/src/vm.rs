@@ -342,7 +342,7 @@ impl Vm {
     }
 
     /// Where its vCPUs stand, twice: whether it goes round in circles or sleeps.
-    fn stand(&self) -> String {
+    pub fn stand(&self) -> String {
         let look = || {
             let monitor = json!({ "command-line": REGISTERS });
             let said = self.qmp("human-monitor-command", Some(monitor)).ok()?;
@@ -413,9 +413,14 @@ impl Vm {
     /// Waits until the tool is ready for the first time, or once more since the
     /// last call (after a reboot).
     pub fn wait_ready(&mut self) -> Result<(), VmError> {
+        self.wait_ready_within(BOOT_DEADLINE)
+    }
+
+    /// The same with a deadline of the caller's, which is stretched like all others.
+    pub fn wait_ready_within(&mut self, deadline: Duration) -> Result<(), VmError> {
         let begun = if self.boots == 0 { self.spawned } else { Instant::now() };
         let want = self.boots + 1;
-        let ready = self.wait_for("the guest tool to be ready", BOOT_DEADLINE, |vm| {
+        let ready = self.wait_for("the guest tool to be ready", deadline, |vm| {
             (vm.console().matches(READY).count() >= want).then_some(())
         });
         ready.map_err(|failed| match failed {
@@ -430,7 +435,7 @@ impl Vm {
             self.console_before.store(self.console().len(), Relaxed);
         }
         self.boot_time = begun.elapsed();
-        self.request("ping", Duration::from_secs(10)).map(drop)
+        self.request("ping", deadline).map(drop)
     }
 
     /// Polls for a state until `deadline` (stretched), or until the VM is lost.

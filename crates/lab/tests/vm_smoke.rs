@@ -16,6 +16,7 @@ use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::image::Kernel;
 use ebb_lab::sampler::Sampler;
 use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
+use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
@@ -71,6 +72,44 @@ fn vm_translated_guests_have_every_default_cpu_flag_but_cx16() {
         let default = cpu_flags(&config);
         let lacks: Vec<&String> = default.symmetric_difference(&ours).collect();
         assert_eq!(lacks, ["cx16"], "{default:?}");
+    }
+}
+
+/// `cargo lab boots` with two boots: its exit code, what it printed, its figures.
+fn boots(args: &[&str]) -> (Option<i32>, String, Value) {
+    let figures = tempfile::NamedTempFile::new().unwrap();
+    let out = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
+        .args(["boots", "--count", "1", "--json"])
+        .arg(figures.path())
+        .args(args)
+        .output()
+        .unwrap();
+    let read = serde_json::from_slice(&fs::read(figures.path()).unwrap_or_default());
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    (out.status.code(), text, read.unwrap_or(Value::Null))
+}
+
+#[test]
+fn vm_boots_counts_every_guest_and_tells_all_of_a_lost_one() {
+    let _arena = held();
+    let count = |figures: &Value, arm: &str, metric: &str| {
+        let rows = figures["results"].as_array().into_iter().flatten();
+        let mut rows = rows.filter(|r| r["arm"] == arm && r["metric"] == metric);
+        rows.next().and_then(|r| r["value"].as_f64())
+    };
+    let (code, text, figures) = boots(&[]);
+    assert_eq!(code, Some(0), "{text}");
+    for kernel in Kernel::ALL {
+        assert_eq!(count(&figures, kernel.series(), "ready"), Some(1.0), "{text}{figures}");
+    }
+    let no_init = ["--append", "rdinit=/none"];
+    let (code, text, figures) = boots(&no_init);
+    assert_eq!(code, Some(1), "{text}");
+    for kernel in Kernel::ALL {
+        assert_eq!(count(&figures, kernel.series(), "lost"), Some(1.0), "{text}{figures}");
+    }
+    for told in ["2 of 2 boots: 2 lost", "RIP=", "end Kernel panic", "CPU time of its QEMU: "] {
+        assert!(text.contains(told), "no “{told}” in {text}");
     }
 }
 

@@ -2,6 +2,7 @@
 //! [`Outcome`](crate::result::Outcome). `record` reads what Ebb did meanwhile.
 
 pub mod autoballoon;
+pub mod boots;
 pub mod dedup;
 pub mod demo;
 pub mod fragmented;

@@ -24,7 +24,8 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    fn list(self) -> Vec<Kernel> {
+    /// The kernels that are meant.
+    pub fn list(self) -> Vec<Kernel> {
         match self {
             Kernels::V6_1 => vec![Kernel::V6_1],
             Kernels::V6_12 => vec![Kernel::V6_12],
