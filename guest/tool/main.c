@@ -163,6 +163,7 @@ int main(int argc, char **argv)
 	signal(SIGHUP, SIG_IGN);
 	write_file("/proc/self/oom_score_adj", "-1000");
 	load_boot_modules();
+	start_cpus();
 	for (int tries = 0; (fd = port_open()) < 0; tries++) {
 		if (tries == 100) {
 			fprintf(stderr, "ebb-guest-tool: no port\n");

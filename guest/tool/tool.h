@@ -143,6 +143,7 @@ u64 now_ns(void);
 bool sys_command(struct cmd *c, struct json *out);
 bool sys_final(const struct cmd *c);
 int load_boot_modules(void);
+void start_cpus(void);
 int write_file(const char *path, const char *value);
 
 /* port.c: the virtio-serial port. */

@@ -90,6 +90,21 @@ fn boots(args: &[&str]) -> (Option<i32>, String, Value) {
 }
 
 #[test]
+fn vm_every_vcpu_runs_when_the_tool_is_ready() {
+    let _arena = held();
+    for kernel in Kernel::ALL {
+        let mut config = config("cpus", kernel);
+        config.cpus = 3;
+        let mut vm = Vm::start(&config).unwrap();
+        let online = |vm: &Vm| vm.tool().sh("cat /sys/devices/system/cpu/online", MINUTE).unwrap();
+        assert_eq!(online(&vm), "0-2\n");
+        vm.reset().unwrap();
+        vm.wait_ready().unwrap();
+        assert_eq!(online(&vm), "0-2\n", "after a reset");
+    }
+}
+
+#[test]
 fn vm_boots_counts_every_guest_and_tells_all_of_a_lost_one() {
     let _arena = held();
     let count = |figures: &Value, arm: &str, metric: &str| {
