@@ -16,7 +16,7 @@ use ebb_host::linux::{BalloonOrder, LinuxHost};
 const ROUND: Duration = Duration::from_millis(200);
 /// An order that a guest has not followed by then is sent again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// A size is seen within this.
+/// What lacks less than this has all: what lacks as much is owed it, as the ledger has it.
 const NEAR: Bytes = Bytes::mib(1);
 
 /// What could not be given back, and why.
@@ -101,7 +101,7 @@ impl Debt {
         // QEMU may still have the order to make it smaller: a guest that was paused would
         // follow that one when it runs.
         let told = self.told.is_some_and(|(told, _)| told == to);
-        if size + NEAR >= to && (told || !self.vm.is_ordered()) {
+        if size + NEAR > to && (told || !self.vm.is_ordered()) {
             say(&format!("{name}: has {size}"));
             return true;
         }
@@ -180,7 +180,8 @@ mod tests {
         let down = seen(None, Link::Down("refused".into()));
         for (sample, done, why) in [
             (seen(Some(GIB), Link::Up), true, ""),
-            (seen(Some(GIB - NEAR), Link::Up), true, ""),
+            (seen(Some(GIB - NEAR + Bytes(1)), Link::Up), true, ""),
+            (seen(Some(GIB - NEAR), Link::Up), false, ""),
             (seen(Some(GIB + GIB), Link::Up), true, ""),
             (ended(down.clone()), true, ""),
             (ended(Sample::default()), true, ""),

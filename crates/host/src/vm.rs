@@ -30,6 +30,8 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 const GIVE_UP: Duration = Duration::from_secs(60);
 /// Devices and RAM size are looked up this often without any event.
 const LOOK_UP: Duration = Duration::from_secs(60);
+/// And this often while no balloon was found.
+const LOOK_FOR: Duration = Duration::from_secs(5);
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
 const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
@@ -255,7 +257,8 @@ impl Vm {
             return;
         };
         let set = balloon::set(&device, balloon::INTERVAL, json!(was));
-        if let Ok(client) = self.usable()
+        // One that is slow has it in its socket, and does it later.
+        if let Some(client) = self.client.as_mut().filter(|c| c.state() == State::Ready)
             && client.send("qom-set", Some(set)).is_ok()
         {
             client.pump();
@@ -364,7 +367,8 @@ impl Vm {
         self.send(Ask::Migrate, "query-migrate", None);
         // Beside the size in each tick: what is plugged moves both.
         self.send(Ask::MemorySize, "query-memory-size-summary", None);
-        if self.looked_up.is_none_or(|at| now - at > LOOK_UP) || !self.ready {
+        let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
+        if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
             self.looked_up = Some(now);
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
                 self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));

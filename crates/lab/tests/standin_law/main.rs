@@ -2,6 +2,7 @@
 //! reset and are ordered by others, while what is owed is compared with what was taken.
 
 mod law;
+mod many;
 mod place;
 mod random;
 mod sequences;

@@ -165,13 +165,24 @@ impl Place {
     /// The same, and waits until it answers; from then on it notes what the state file says.
     pub fn standin(&self, name: &str, deflates: bool) -> Standin {
         let standin = self.start(name, deflates);
+        self.wait_ready(&standin);
+        standin
+    }
+
+    /// So many at once.
+    pub fn standins(&self, count: usize) -> Vec<Standin> {
+        let all: Vec<Standin> = (0..count).map(|i| self.start(&format!("v{i}"), true)).collect();
+        all.iter().for_each(|vm| self.wait_ready(vm));
+        all
+    }
+
+    fn wait_ready(&self, standin: &Standin) {
         let wish = json!({ "watch": self.state_file() });
         let until = Instant::now() + PATIENCE;
         while let Err(e) = standin.try_tell(&wish) {
-            assert!(Instant::now() < until, "{name}: {e}");
+            assert!(Instant::now() < until, "{}: {e}", standin.name);
             std::thread::sleep(Duration::from_millis(5));
         }
-        standin
     }
 
     /// Starts a daemon for these VMs; `ticks`: [`USUAL`] or [`OFTEN`].
@@ -221,7 +232,17 @@ pub fn shown<'a>(state: &'a Value, name: &str) -> &'a Value {
 
 /// Waits until the daemon shows a VM so.
 pub fn wait_shown(daemon: &Daemon, vm: &Peer, what: &str, is: impl Fn(&Value) -> bool) {
-    daemon.wait_for(what, PATIENCE, |s| is(shown(s, &vm.name)).then_some(())).unwrap();
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let state = daemon.get("/v1/state").unwrap();
+        let shown = shown(&state, &vm.name);
+        if is(shown) {
+            return;
+        }
+        let said = || format!("{shown}\n{:?}\n{}", vm.truth(), daemon.log());
+        assert!(Instant::now() < until, "{}: no {what}: {}", vm.name, said());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Waits until QEMU answers the daemon.

@@ -1,6 +1,6 @@
 //! Faults, operators and ends of the daemon in random order, while the law is checked.
 //!
-//! A run is its seed: `EBB_SEED=7 EBB_STEPS=300 cargo test … faults_in_any_order`.
+//! What is done is the seed's, when it is done the machine's as well: `EBB_SEED=7 EBB_STEPS=300`.
 
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ struct Vm {
 }
 
 struct Run {
+    seed: u64,
     place: Place,
     vms: Vec<Vm>,
     watch: Watch,
@@ -59,9 +60,18 @@ fn run(number: u64) {
     for _ in 0..steps {
         run.step();
         let found = run.watch.found();
-        assert!(found.is_empty(), "{}\n{}", found.join("\n"), run.story(seed));
+        assert!(found.is_empty(), "{}", found.join("\n"));
     }
-    run.end(seed);
+    run.end();
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = self.daemon.as_ref().map(Daemon::log).unwrap_or_default();
+            eprintln!("seed {}: {}\nthe daemon said:\n{log}", self.seed, self.done.join("; "));
+        }
+    }
 }
 
 impl Run {
@@ -80,14 +90,7 @@ impl Run {
         let standins: Vec<&Standin> = vms.iter().map(|vm| &vm.standin).collect();
         let daemon = Some(place.daemon(OFTEN, &standins));
         let rng = Rng::with_seed(seed);
-        Some(Run { place, vms, watch, daemon, rng, done: Vec::new() })
-    }
-
-    fn story(&self, seed: u64) -> String {
-        let log = self.daemon.as_ref().map(Daemon::log).unwrap_or_default();
-        let log: Vec<&str> = log.lines().rev().take(60).collect();
-        let log = log.into_iter().rev().collect::<Vec<_>>().join("\n");
-        format!("seed {seed}: {}\nthe daemon's last words:\n{log}", self.done.join("; "))
+        Some(Run { seed, place, vms, watch, daemon, rng, done: Vec::new() })
     }
 
     fn daemon(&self) -> &Daemon {
@@ -261,12 +264,11 @@ impl Run {
     /// SIGTERM: each VM has what others gave it last, and nothing is owed.
     fn stopped(&mut self) {
         let (code, log) = self.daemon.take().unwrap().end();
-        assert_eq!(code, Some(0), "{log}\n{}", self.done.join("; "));
+        assert_eq!(code, Some(0), "{log}");
         for vm in &self.vms {
             let (truth, wholes) = (vm.standin.truth(), self.watch.wholes_of(&vm.standin));
             let right = wholes.contains(&truth.size) && truth.told == truth.size;
-            let story = || format!("{wholes:?}\n{log}\n{}", self.done.join("; "));
-            assert!(right, "{}: {truth:?}, others gave it {}", vm.standin.name, story());
+            assert!(right, "{}: {truth:?}, others gave it {wholes:?}\n{log}", vm.standin.name);
         }
         assert!(self.place.owned().vms.is_empty());
     }
@@ -287,14 +289,14 @@ impl Run {
         self.lift(i);
     }
 
-    fn end(mut self, seed: u64) {
+    fn end(mut self) {
         (0..self.vms.len()).for_each(|i| self.lift(i));
         self.stopped();
-        let found = self.watch.found();
-        assert!(found.is_empty(), "{}\n{}", found.join("\n"), self.story(seed));
+        self.watch.check();
         let orders: usize = self.vms.iter().map(|vm| vm.standin.truth().orders.len()).sum();
         let looks = self.watch.end();
-        println!("seed {seed}: {} steps, {orders} orders, {looks} looks", self.done.len());
+        let (seed, steps) = (self.seed, self.done.len());
+        println!("seed {seed}: {steps} steps, {orders} orders, {looks} looks");
     }
 }
 
