@@ -148,15 +148,27 @@ fn vm_a_daemon_that_is_killed_or_started_anew_owns_what_it_took_and_one_that_sto
 }
 
 #[test]
-fn vm_a_reload_keeps_process_and_balloons() {
+fn vm_a_reload_keeps_process_and_balloons_and_one_with_a_bad_configuration_fails() {
     let host = Host::squeezed();
     let pid = host.is("ebb", "MainPID");
-    std::fs::write(host.systemd.path("/etc/ebb/ebb.toml"), "[daemon]\ntick = \"2s\"\n").unwrap();
+    let file = host.systemd.path("/etc/ebb/ebb.toml");
+    let anew = || host.systemd.log().matches("watches 1 VMs").count() - 1;
+    std::fs::write(&file, "[daemon]\ntikc = \"2s\"\n").unwrap();
+    assert_ne!(host.systemd.systemctl(&["reload", "ebb"]).0, 0);
+    assert!(host.systemd.log().contains("tikc"), "{}", host.systemd.log());
+    std::fs::write(&file, "[daemon]\ntick = \"2s\"\n").unwrap();
+    assert_eq!(anew(), 0);
     host.systemctl(&["reload", "ebb"]);
-    let said = |s: &Systemd| s.log().matches("watches 1 VMs").count() == 2;
-    host.systemd.wait("the daemon to begin anew", said).unwrap();
-    assert_eq!(host.is("ebb", "MainPID"), pid);
+    host.systemd.wait("the daemon to begin anew", |_| anew() == 1).unwrap();
+    host.wait_is("ebb", "ActiveState", "active");
+    assert_eq!((host.is("ebb", "MainPID"), host.is("ebb", "NRestarts")), (pid, "0".into()));
     assert!(host.size() <= SQUEEZED, "a reload gives nothing back");
+    // It still answers, tells of its ticks, and stops as ever.
+    let told = || host.is("ebb", "WatchdogTimestampMonotonic");
+    let before = told();
+    host.systemd.wait("a tick that is told of", |_| told() != before).unwrap();
+    assert_eq!(host.is("ebb", "WatchdogUSec"), "30s");
+    host.squeeze();
     host.systemctl(&["stop", "ebb"]);
     host.whole();
 }
@@ -205,7 +217,7 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     let arena = Arena::enter(&ArenaConfig::default()).unwrap();
     // The daemon steers it, and it is put back whatever comes.
     arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
-    let merge = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
+    let merge = "[host]\nusers = [\"nobody\"]\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
     let systemd = Systemd::start(&arena, merge).unwrap();
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
