@@ -1,8 +1,9 @@
 //! What in the configuration has no effect on this host: said by the daemon and by
 //! `ebb doctor` in the same words.
 
-use ebb_core::config::Config;
+use ebb_core::config::{Config, by_uuid};
 use ebb_core::model::HostModel;
+use ebb_core::sample::VmSample;
 
 /// Names listed in one line; the rest is counted.
 const NAMES: usize = 10;
@@ -14,6 +15,12 @@ pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
         "host.reserve = {wanted} is more than half of {} under {}: {} of it counts",
         host.capacity, host.bound, host.reserve
     ))
+}
+
+/// The sections that may be a VM's.
+pub fn sections(vm: &VmSample) -> impl Iterator<Item = String> {
+    let uuid = vm.uuid.as_deref().map(by_uuid);
+    std::iter::once(vm.given_name().to_string()).chain(uuid)
 }
 
 /// Sections `[vm.NAME]` without a VM. Where one says `manage = false`, a VM that was meant is

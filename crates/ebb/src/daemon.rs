@@ -160,6 +160,10 @@ impl Daemon {
         Ok(())
     }
 
+    fn is_signalled(&self) -> bool {
+        self.stop.load(Ordering::SeqCst) || self.reload.load(Ordering::SeqCst)
+    }
+
     /// Whether the loop ended to begin anew.
     pub fn begins_anew(&self) -> bool {
         self.reload.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
@@ -287,7 +291,7 @@ impl Host for Daemon {
                 continue;
             }
             match self.sleep_until(due) {
-                HostWake::Woken if self.stop.load(Ordering::SeqCst) => {}
+                HostWake::Woken if self.is_signalled() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS);
                     if LinuxHost::now() < soonest {

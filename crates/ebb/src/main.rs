@@ -211,13 +211,35 @@ enum Command {
     },
 }
 
+impl Command {
+    /// Whether a program reads what comes, errors too.
+    fn wants_json(&self) -> bool {
+        match self {
+            Command::Status { json }
+            | Command::Explain { json, .. }
+            | Command::Plan { json, .. }
+            | Command::Doctor { json }
+            | Command::Reclaim { json, .. }
+            | Command::Merge { what: cmd::merge::What::Report { json, .. } }
+            | Command::Replay { json, .. }
+            | Command::Sim { json, .. } => *json,
+            _ => false,
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     raise_file_limit();
+    let json = cli.command.wants_json();
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(e) if e.is::<table::NobodyReads>() => ExitCode::SUCCESS,
+        Err(e) if json => {
+            let _ = table::emit_json(&serde_json::json!({ "error": format!("{e:#}") }));
+            ExitCode::from(2)
+        }
         Err(e) => {
             cmd::run::say(&format!("ebb: {e:#}"));
             ExitCode::from(2)

@@ -136,8 +136,10 @@ impl Observer {
 
     /// What in the configuration has no effect here.
     fn warnings(&mut self, tick: &Tick, model: &Model) -> Vec<String> {
-        for vm in &model.vms {
-            self.unmet.remove(&vm.name);
+        if !self.unmet.is_empty() {
+            for name in tick.sample.vms.iter().flat_map(advice::sections) {
+                self.unmet.remove(&name);
+            }
         }
         let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);

@@ -598,3 +598,124 @@ pub fn guest_words(vm: &VmModel) -> String {
         size(vm.swap)
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::tick::{Engine, Host as _};
+    use ebb_sim::World;
+    use ebb_sim::scenario::crowd;
+    use serde_json::{Value, json};
+
+    /// A state and decisions with something of everything.
+    fn told() -> (State, Vec<Decision>) {
+        let setup = crowd(4, Bytes::gib(2), Bytes::gib(3), 1, 0);
+        let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
+        loop {
+            let (mut tick, model) = engine.step(&mut world);
+            world.wait(engine.next(&model));
+            let told = decisions(&tick, &model);
+            if told.is_empty() {
+                continue;
+            }
+            let vm = tick.sample.vms[0].id;
+            let (source, message) = ("/proc/1/status".into(), "no".into());
+            tick.sample.problems.push(sample::Problem { vm: Some(vm), source, message });
+            let mut state = State::new(&tick, &model, &engine.memory, Daemon::default());
+            state.host.pool = Some(Pool::default());
+            state.host.ksm = Some(Ksm::default());
+            state.host.merge = Some(Merge::default());
+            state.host.warnings.push("w".into());
+            for vm in &mut state.vms {
+                vm.agent = Some(AgentSample::default());
+                vm.offload = Some(OffloadSample::default());
+                vm.torn = Some(TornSample::default());
+                vm.zeros = Some(ZeroSample::default());
+                vm.merge =
+                    Some(MergeSample { found: Some(Default::default()), ..Default::default() });
+            }
+            return (state, told);
+        }
+    }
+
+    /// The value with one change: every key left out once, one that nobody knows added to
+    /// every object, every string replaced once.
+    fn changed(value: &Value, each: &mut dyn FnMut(Value)) {
+        match value {
+            Value::Object(fields) => {
+                let mut more = fields.clone();
+                more.insert("something_new".into(), json!({ "a": [1] }));
+                each(Value::Object(more));
+                for (key, inner) in fields {
+                    let mut less = fields.clone();
+                    less.remove(key);
+                    each(Value::Object(less));
+                    changed(inner, &mut |inner| {
+                        let mut fields = fields.clone();
+                        fields.insert(key.clone(), inner);
+                        each(Value::Object(fields));
+                    });
+                }
+            }
+            Value::Array(items) => {
+                for (i, inner) in items.iter().enumerate().take(1) {
+                    changed(inner, &mut |inner| {
+                        let mut items = items.clone();
+                        items[i] = inner;
+                        each(Value::Array(items));
+                    });
+                }
+            }
+            Value::String(_) => each(json!("something_new")),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn a_client_reads_a_daemon_that_tells_less_more_or_in_other_words() {
+        let (state, decisions) = told();
+        let mut count = 0;
+        changed(&serde_json::to_value(&state).unwrap(), &mut |value| {
+            count += 1;
+            let read: State =
+                serde_json::from_value(value.clone()).unwrap_or_else(|e| panic!("{e}: {value:#}"));
+            assert!(value["vms"].is_null() || read.vms.len() == state.vms.len());
+        });
+        changed(&serde_json::to_value(&decisions).unwrap(), &mut |value| {
+            count += 1;
+            let read: Vec<Decision> = serde_json::from_value(value).unwrap();
+            assert_eq!(read.len(), decisions.len());
+        });
+        assert!(count > 200, "{count} changes");
+    }
+
+    #[test]
+    fn a_part_that_is_not_understood_is_as_if_it_were_not_told() {
+        let text = r#"{"vms": [{"name": "a", "link": {"state": "resting"}, "ram": 7,
+            "trust": {"level": "much"}}], "host": {"state": "glad", "ladder": [{"name": "x"}]}}"#;
+        let state: State = serde_json::from_str(text).unwrap();
+        let vm = &state.vms[0];
+        assert_eq!((vm.ram, &vm.link, vm.trust.level), (Some(Bytes(7)), &Link::Unknown, 1.0));
+        assert!(state.host.ladder.is_empty());
+    }
+
+    #[test]
+    fn problems_name_their_vm() {
+        let (state, _) = told();
+        let name = state.vms[0].name.clone();
+        assert_eq!(state.problems.last().unwrap().name.as_ref(), Some(&name));
+        assert!(
+            state.problems.last().unwrap().to_string().starts_with(&format!("{name}: /proc/1"))
+        );
+    }
+
+    #[test]
+    fn what_is_said_of_a_vm_is_what_was_decided_of_it() {
+        let (state, decisions) = told();
+        for d in &decisions {
+            let vm = state.vms.iter().find(|v| v.name == d.action.name).unwrap();
+            assert_eq!(vm.verdict, format!("{} → {}: {}", d.action.from, d.action.to, d.reason));
+        }
+        assert!(state.vms.iter().any(|v| decisions.iter().all(|d| d.action.name != v.name)));
+    }
+}

@@ -95,6 +95,19 @@ fn without_a_daemon_reading_commands_say_how_to_start_one() {
 }
 
 #[test]
+fn with_json_an_error_is_json_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    for args in [&["status", "--json"][..], &["explain", "x", "--json"], &["plan", "--json"]] {
+        let out = ebb(&[args, &["--config", &file]].concat());
+        assert_eq!(out.status.code(), Some(2), "{args:?}");
+        let told: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        assert!(told["error"].as_str().unwrap().contains("ebb run"), "{told}");
+        assert_eq!(said(&out), "");
+    }
+}
+
+#[test]
 fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
     let dir = tempfile::tempdir().unwrap();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -80,6 +80,7 @@ pub struct Spare {
 
 /// The answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Admission {
     /// Whether they fit.
     pub yes: bool,
@@ -101,6 +102,7 @@ pub struct Admission {
 
 /// At whose expense.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Gives {
     /// Its name.
     pub name: String,
@@ -114,6 +116,7 @@ pub struct Gives {
 
 /// Every guest uses all that it is owed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct WorstCase {
     /// What would not fit into DRAM.
     pub over: Bytes,

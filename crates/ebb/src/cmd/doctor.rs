@@ -2,6 +2,7 @@
 //!
 //! Asks the daemon if one answers (it holds the QMP sockets), else looks itself.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -137,7 +138,8 @@ fn warnings(config: &Config, sample: &Sample) -> Vec<String> {
     let mut memory = Memory::default();
     memory.observe(sample);
     let host = Model::new(config, sample, &memory).host;
-    let unmet = config.vms.keys().filter(|name| sample.vms.iter().all(|v| v.name != **name));
+    let met: BTreeSet<String> = sample.vms.iter().flat_map(advice::sections).collect();
+    let unmet = config.vms.keys().filter(|name| !met.contains(*name));
     let unmet = advice::unmet_sections(config, unmet.map(String::as_str));
     let own = advice::cut_reserve(config, &host).into_iter().chain(unmet);
     own.chain(host.warnings).collect()

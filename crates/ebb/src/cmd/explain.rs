@@ -2,20 +2,12 @@
 
 use anyhow::{Result, bail};
 use ebb_core::sample::MergeSample;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::client;
 use crate::cmd::status::progress;
 use crate::table::{clock, emit, emit_json, signed};
 use crate::view::{Decision, State, Vm};
-
-/// What is told of one VM.
-#[derive(Serialize)]
-struct Explanation<'a> {
-    vm: &'a Vm,
-    host: &'a crate::view::Host,
-    decisions: Vec<&'a Decision>,
-}
 
 /// Prints it.
 pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
@@ -25,12 +17,19 @@ pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
     let own: Vec<&Decision> = decisions.iter().filter(|d| d.action.name == vm.name).collect();
     let own = own[own.len().saturating_sub(last)..].to_vec();
     if json {
-        let all = Explanation { vm, host: &state.host, decisions: own };
-        emit_json(&all)?;
-    } else {
-        emit(&text(&state, vm, &own))?;
+        return emit_json(&as_told(socket, name, last)?);
     }
-    Ok(())
+    emit(&text(&state, vm, &own))
+}
+
+/// What the daemon tells of one VM, which may be of a newer version.
+fn as_told(socket: &str, name: &str, last: usize) -> Result<Value> {
+    let state: Value = client::get_json(socket, "/v1/state")?;
+    let mut own: Vec<Value> = client::get_json(socket, "/v1/decisions")?;
+    own.retain(|d| d["action"]["name"] == name);
+    let own = own.split_off(own.len().saturating_sub(last));
+    let vm = state["vms"].as_array().and_then(|vms| vms.iter().find(|v| v["name"] == name));
+    Ok(json!({ "vm": vm, "host": state["host"], "decisions": own }))
 }
 
 /// The VM of this name; an error lists those there are.

@@ -2,33 +2,55 @@
 //! case would be. Without a size: the last tick's plan, rung by rung.
 
 use anyhow::Result;
-use ebb_core::plan::Plan;
+use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, TornOrder, ZeroOrder};
 use ebb_core::policy::protect::Admission;
 use ebb_core::units::Bytes;
+use serde::Deserialize;
+use serde_json::Value;
 
 use crate::client;
 use crate::table::{emit, emit_json, table};
-use crate::view::{Rung, State};
+use crate::view::{Order, Rung, State, lenient, lenient_list};
+
+/// The daemon's plan, as far as it is told here.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Told {
+    #[serde(deserialize_with = "lenient_list")]
+    actions: Vec<Order>,
+    #[serde(deserialize_with = "lenient_list")]
+    offload: Vec<OffloadOrder>,
+    #[serde(deserialize_with = "lenient_list")]
+    zeros: Vec<ZeroOrder>,
+    #[serde(deserialize_with = "lenient_list")]
+    torn: Vec<TornOrder>,
+    #[serde(deserialize_with = "lenient")]
+    merge: Option<MergePlan>,
+    #[serde(deserialize_with = "lenient_list")]
+    last_resort: Vec<LastResort>,
+    rungs: Vec<Value>,
+}
 
 /// `true` where they fit (or nothing was asked).
 pub fn main(socket: &str, memory: Option<Bytes>, count: u32, json: bool) -> Result<bool> {
     let Some(memory) = memory else {
-        let plan: Plan = client::get_json(socket, "/v1/plan")?;
         if json {
-            emit_json(&plan)?;
+            emit_json(&client::get_json::<Value>(socket, "/v1/plan")?)?;
         } else {
+            let plan: Told = client::get_json(socket, "/v1/plan")?;
             let state: State = client::get_json(socket, "/v1/state")?;
             emit(&ladder(&plan, &state.host.ladder))?;
         }
         return Ok(true);
     };
     let path = format!("/v1/plan?memory={}&count={count}", memory.0);
-    let answer: Admission = client::get_json(socket, &path)?;
     if json {
+        let answer: Value = client::get_json(socket, &path)?;
         emit_json(&answer)?;
-    } else {
-        emit(&text(&answer))?;
+        return Ok(answer["yes"] == true);
     }
+    let answer: Admission = client::get_json(socket, &path)?;
+    emit(&text(&answer))?;
     Ok(answer.yes)
 }
 
@@ -59,7 +81,7 @@ fn text(a: &Admission) -> String {
     out + &format!("worst case: {}\n", a.worst_case.why)
 }
 
-fn ladder(plan: &Plan, totals: &[Rung]) -> String {
+fn ladder(plan: &Told, totals: &[Rung]) -> String {
     if plan.rungs.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
         return "nothing is missing, nothing is done\n".into();
     }
@@ -79,7 +101,9 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
     let head = ["RUNG", "MISSING", "EXPECTED", "EXPECTED SO FAR", "CAME SO FAR", "HOW"];
     let mut out = table(&head, &rows, true);
     for a in &plan.actions {
-        out += &format!("{}: {} → {}: {}\n", a.name, a.from, a.to, a.reason);
+        let reason =
+            a.reason.as_ref().map_or("by a rule of another version".into(), |r| r.to_string());
+        out += &format!("{}: {} → {}: {reason}\n", a.name, a.from, a.to);
     }
     for m in plan.merge.iter().flat_map(|m| &m.vms) {
         let what = if m.open { "open to KSM" } else { "out of KSM" };
@@ -103,7 +127,20 @@ fn ladder(plan: &Plan, totals: &[Rung]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::plan::Plan;
     use ebb_core::policy::protect::{Ask, Spare, Stock, admit};
+
+    #[test]
+    fn a_plan_of_another_version_is_told_as_far_as_it_is_understood() {
+        let text = r#"{"actions": [{"name": "web", "from": 1073741824, "to": 536870912,
+            "reason": {"rule": "new"}}], "rungs": [{"x": 1}], "zeros": [{"name": 7}]}"#;
+        let said = ladder(&serde_json::from_str(text).unwrap(), &[]);
+        assert!(said.contains("web: 1 GiB → 512 MiB: by a rule of another version"), "{said}");
+        let own = serde_json::to_string(&Plan::default()).unwrap();
+        assert!(
+            ladder(&serde_json::from_str(&own).unwrap(), &[]).starts_with("nothing is missing")
+        );
+    }
 
     #[test]
     fn the_answer_names_who_gives_and_the_worst_case() {

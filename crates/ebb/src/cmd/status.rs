@@ -5,6 +5,8 @@ use ebb_core::model::Progress;
 use ebb_core::plan::RungName;
 use ebb_core::sample::{Link, RunState};
 
+use serde_json::Value;
+
 use crate::client;
 use crate::fields::{Unit, VM_FIELDS};
 use crate::table::{emit, emit_json, signed, size, table};
@@ -12,12 +14,14 @@ use crate::view::{State, Vm};
 
 /// Prints it; `true` where there are VMs.
 pub fn main(socket: &str, json: bool) -> Result<bool> {
-    let state: State = client::get_json(socket, "/v1/state")?;
     if json {
+        // As the daemon tells it, which may be of a newer version.
+        let state: Value = client::get_json(socket, "/v1/state")?;
         emit_json(&state)?;
-    } else {
-        emit(&text(&state))?;
+        return Ok(state["vms"].as_array().is_some_and(|vms| !vms.is_empty()));
     }
+    let state: State = client::get_json(socket, "/v1/state")?;
+    emit(&text(&state))?;
     Ok(!state.vms.is_empty())
 }
 
@@ -47,7 +51,13 @@ pub fn text(state: &State) -> String {
     for w in &h.warnings {
         out += &format!("     warning: {w}\n");
     }
-    if state.daemon.dry_run {
+    let d = &state.daemon;
+    if d.record_s > 0.0 {
+        let span = span(d.record_s);
+        out +=
+            &format!("     the last {span} are recorded ({}): `ebb explain VM --at`\n", d.record);
+    }
+    if d.dry_run {
         out += "     dry run: nothing is changed\n";
     }
     if state.vms.is_empty() {
@@ -73,13 +83,31 @@ pub fn text(state: &State) -> String {
         .collect();
     out += "\n";
     out += &table(&head, &rows, true);
-    for p in state.problems.iter().take(10) {
-        out += &format!("\n{}: {}", p.source, p.message);
+    out + &problems(state)
+}
+
+/// Problems shown at once.
+const PROBLEMS: usize = 10;
+
+fn problems(state: &State) -> String {
+    if state.problems.is_empty() {
+        return String::new();
     }
-    if !state.problems.is_empty() {
-        out += "\n";
+    let lines = state.problems.iter().take(PROBLEMS).map(|p| format!("\n{p}"));
+    let more = match state.problems.len().saturating_sub(PROBLEMS) {
+        0 => String::new(),
+        n => format!("\nand {n} more (`ebb status --json`)"),
+    };
+    lines.collect::<String>() + &more + "\n"
+}
+
+/// A time of seconds to hours, for people.
+fn span(seconds: f64) -> String {
+    match seconds as u64 {
+        s @ ..120 => format!("{s} s"),
+        s @ ..7200 => format!("{} min", s / 60),
+        s => format!("{} h", s / 3600),
     }
-    out
 }
 
 fn state_words(vm: &Vm) -> String {
@@ -107,4 +135,59 @@ pub fn progress(vm: &Vm) -> Option<String> {
         _ => String::new(),
     };
     (c.state != Progress::Settled).then(|| format!("{}{to}{speed}", c.state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_core::sample::Ksm;
+    use ebb_core::units::Bytes;
+
+    #[test]
+    fn problems_are_shown_with_their_vms_and_the_rest_is_counted() {
+        let problem = |n: usize| crate::view::Problem {
+            name: Some(format!("vm{n}")),
+            source: "qmp guest-stats".into(),
+            message: "claims".into(),
+            ..Default::default()
+        };
+        let vms = vec![Vm { name: "vm1".into(), ..Vm::default() }];
+        let state = |n| State {
+            vms: vms.clone(),
+            problems: (0..n).map(problem).collect(),
+            ..State::default()
+        };
+        assert!(
+            text(&state(1)).ends_with("\nvm0: qmp guest-stats: claims\n"),
+            "{}",
+            text(&state(1))
+        );
+        assert!(
+            text(&state(12))
+                .ends_with("vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n")
+        );
+    }
+
+    #[test]
+    fn nothing_is_said_to_be_saved_that_ended_vms_had_merged() {
+        let ksm =
+            Ksm { pages_shared: 5000, pages_sharing: 200_000, mapped: Some(0), ..Ksm::default() };
+        let mut state = State::default();
+        state.host.ksm = Some(ksm);
+        assert!(!text(&state).contains("merging saves"), "{}", text(&state));
+        state.host.ksm = Some(Ksm { mapped: Some(205_000), ..ksm });
+        assert!(text(&state).contains("merging saves 781 MiB"), "{}", text(&state));
+        state.host.ksm = Some(Ksm { run: 2, ..ksm });
+        assert!(!text(&state).contains("merging saves"));
+    }
+
+    #[test]
+    fn how_far_the_record_reaches_back_is_said() {
+        let mut state = State::default();
+        assert!(!text(&state).contains("recorded"));
+        state.daemon.record_s = 790.0;
+        state.daemon.record = Bytes::mib(6);
+        assert!(text(&state).contains("the last 13 min are recorded (6 MiB)"), "{}", text(&state));
+        assert_eq!((span(45.0), span(9000.0)), ("45 s".into(), "2 h".into()));
+    }
 }
