@@ -120,6 +120,7 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -134,12 +135,15 @@ struct Look {
 impl Look {
     fn go_on(mut self, peers: &[Peer], stop: &AtomicBool) -> u64 {
         let mut looks = 0;
-        // No more than a few: one leads to the next.
-        while !stop.load(Ordering::SeqCst) && self.found.lock().unwrap().len() < 10 {
+        while !stop.load(Ordering::SeqCst) {
             for peer in peers {
                 looks += u64::from(self.at(peer));
             }
             std::thread::sleep(ROUND);
+            // One leads to the next.
+            if !self.found.lock().unwrap().is_empty() {
+                break;
+            }
         }
         looks
     }
@@ -162,7 +166,9 @@ impl Look {
                 Err(why) => found.push(why),
                 Ok(owned) => {
                     let entry = owned.vms.iter().find(|v| v.id.pid == peer.pid);
-                    found.extend(all_breached(&wholes, |w| breach(&truth, w, entry)));
+                    found.extend(all_breached(&wholes, truth.ram, entry, |w| {
+                        breach(&truth, w, entry)
+                    }));
                 }
             }
         }
@@ -177,13 +183,25 @@ impl Look {
     fn at_orders(&mut self, peer: &Peer, truth: &Truth, wholes: &[u64]) -> Vec<String> {
         let checked = self.orders.insert(peer.pid, truth.orders.len()).unwrap_or(0);
         let new = truth.orders.iter().skip(checked);
-        new.filter_map(|o| all_breached(wholes, |w| breach_at_order(o, truth, w))).collect()
+        let check = |o: &Order| {
+            all_breached(wholes, truth.ram, o.owned.as_ref(), |w| breach_at_order(o, truth, w))
+        };
+        new.filter_map(check).collect()
     }
 }
 
-/// A breach where there is one whichever size others gave it.
-fn all_breached(wholes: &[u64], check: impl Fn(u64) -> Option<String>) -> Option<String> {
-    wholes.iter().map(|w| check(*w)).collect::<Option<Vec<_>>>()?.pop()
+/// A breach where there is one whichever size others gave it; until Ebb has seen the last of
+/// them, any on the way there.
+fn all_breached(
+    wholes: &[u64],
+    ram: u64,
+    entry: Option<&OwnedVm>,
+    check: impl Fn(u64) -> Option<String>,
+) -> Option<String> {
+    let said = entry.map(|e| e.whole(Bytes(ram)).0);
+    let between = |w: &u64| wholes.iter().any(|a| a <= w) && wholes.iter().any(|a| a >= w);
+    let all = wholes.iter().copied().chain(said.filter(between));
+    all.map(check).collect::<Option<Vec<_>>>()?.pop()
 }
 
 #[cfg(test)]

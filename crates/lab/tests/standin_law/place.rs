@@ -146,8 +146,10 @@ impl Place {
         self.dir.path().join("state.json")
     }
 
-    /// Starts a stand-in, and does not wait for it.
+    /// Starts a stand-in, and does not wait for it. Its name is no other's on this machine:
+    /// a daemon goes by names.
     pub fn start(&self, name: &str, deflates: bool) -> Standin {
+        let name = &format!("{name}-{}", std::process::id());
         let socket = self.dir.path().join(format!("{name}-ebb.sock"));
         let (deflates, least) = if deflates { ("on", 128 * MIB) } else { ("off", 192 * MIB) };
         let child = Command::new(self.program())

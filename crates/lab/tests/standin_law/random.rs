@@ -28,11 +28,12 @@ struct Vm {
 }
 
 struct Run {
-    seed: u64,
-    place: Place,
-    vms: Vec<Vm>,
+    // In the order in which they end.
     watch: Watch,
     daemon: Option<Daemon>,
+    vms: Vec<Vm>,
+    place: Place,
+    seed: u64,
     rng: Rng,
     /// What was done, for whoever looks for the cause.
     done: Vec<String>,
@@ -79,7 +80,7 @@ impl Run {
         let place = Place::new()?;
         let vms: Vec<Vm> = (0..4)
             .map(|i| Vm {
-                standin: place.standin(&format!("r{i}"), i % 2 == 0),
+                standin: place.standin(&format!("s{seed}r{i}"), i % 2 == 0),
                 deflates: i % 2 == 0,
                 reset: None,
                 set_by_others: None,
@@ -110,33 +111,33 @@ impl Run {
     fn step(&mut self) {
         let i = self.rng.usize(..self.vms.len());
         match self.rng.u32(..100) {
-            0..=19 => self.reclaim(i),
-            20..=31 => self.need(i),
-            32..=39 => {
+            0..=21 => self.reclaim(i),
+            22..=33 => self.need(i),
+            34..=40 => {
                 let ms = [0, 150, 250, 1000, 5000, 30_000][self.rng.usize(..6)];
                 self.tell(i, json!({ "latency_ms": ms }));
             }
-            40..=43 => drop(self.tell(i, json!({ "hang": true }))),
+            41..=43 => drop(self.tell(i, json!({ "hang": true }))),
             44..=47 => self.nonsense(i),
             48..=50 => drop(self.tell(i, json!({ "cut": true }))),
-            51..=52 => drop(self.tell(i, json!({ "cut": true, "refuse": true }))),
-            53..=54 => drop(self.tell(i, json!({ "cut": true, "mute": true }))),
-            55..=57 => {
+            51 => drop(self.tell(i, json!({ "cut": true, "refuse": true }))),
+            52 => drop(self.tell(i, json!({ "cut": true, "mute": true }))),
+            53..=54 => {
                 let run = ["running", "paused"][self.rng.usize(..2)];
                 let follows = self.rng.bool();
                 self.tell(i, json!({ "run": run, "follows": follows }));
             }
-            58..=60 => {
+            55..=57 => {
                 let mib = [50, 200, 1000, 4000][self.rng.usize(..4)];
                 self.tell(i, json!({ "speed": mib * MIB }));
             }
-            61..=63 => self.help(i),
-            64..=70 => self.set_by_others(i),
-            71..=73 => self.reset(i),
-            74..=80 => self.crash(),
-            81..=84 => self.reload(),
-            85..=86 => self.stop(),
-            87..=88 => self.no_descriptors(i),
+            58..=61 => self.help(i),
+            62..=65 => self.set_by_others(i),
+            66..=67 => self.reset(i),
+            68..=75 => self.crash(),
+            76..=79 => self.reload(),
+            80..=81 => self.stop(),
+            82..=83 => self.no_descriptors(i),
             _ => self.lift(i),
         }
         let ticks = self.rng.u64(1..6);
@@ -145,23 +146,27 @@ impl Run {
 
     /// Nothing is wrong with a VM any more, and it needs little.
     fn lift(&mut self, i: usize) {
-        self.tell(
-            i,
-            json!({
-                "latency_ms": 0, "hang": false, "mute": false, "refuse": false, "errors": {},
-                "answers": {}, "run": "running", "follows": true, "need": LITTLE,
-                "speed": 1000 * MIB,
-            }),
-        );
-        wait_link(self.daemon(), &self.vms[i].standin);
+        let vm = &self.vms[i].standin;
+        vm.tell(&json!({
+            "latency_ms": 0, "hang": false, "mute": false, "refuse": false, "errors": {},
+            "answers": {}, "run": "running", "follows": true, "need": LITTLE,
+            "speed": 1000 * MIB,
+        }));
+        wait_link(self.daemon(), vm);
+        self.note(format!("{} is well", self.vms[i].standin.name));
     }
 
     fn reclaim(&mut self, i: usize) {
         let all = self.rng.bool();
-        self.note(if all { "reclaim".into() } else { format!("reclaim r{i}") });
-        let daemon = self.daemon();
-        let asked = if all { daemon.reclaim() } else { daemon.reclaim_vm(&format!("r{i}")) };
-        asked.unwrap();
+        let name = self.vms[i].standin.name.clone();
+        self.note(if all { "reclaim".into() } else { format!("reclaim {name}") });
+        // A wish is for one tick.
+        for _ in 0..3 {
+            let daemon = self.daemon();
+            let asked = if all { daemon.reclaim() } else { daemon.reclaim_vm(&name) };
+            asked.unwrap();
+            wait_ticks(daemon, 1);
+        }
     }
 
     /// It needs all but a few MiB of what it has, or little.

@@ -58,8 +58,8 @@ fn what_a_hung_qemu_is_owed_outlives_a_stop_and_release_gives_it_back() {
     let (code, log) = daemon.end();
     assert_eq!(code, Some(2), "{log}");
     well.wait_size(RAM);
-    let left: Vec<String> = place.owned().vms.into_iter().map(|v| v.name).collect();
-    assert_eq!(left, ["hung"], "{log}");
+    let left: Vec<u32> = place.owned().vms.iter().map(|v| v.id.pid).collect();
+    assert_eq!(left, [hung.pid], "{log}");
 
     let release = std::thread::scope(|s| {
         let release = s.spawn(|| place.ebb("release"));
