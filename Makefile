@@ -15,7 +15,7 @@ COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vend
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
-  vm_a_crash_kernel vm_pulses
+  vm_a_crash_kernel vm_pulses vm_two_thousand
 VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
@@ -57,7 +57,7 @@ test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
-	  --test vm_module --test vm_recycle --test vm_lifecycle --test vm_merge -- --test-threads=1 --nocapture \
+	  --test vm_module --test vm_recycle --test vm_lifecycle --test vm_merge --test standin_law -- --test-threads=1 --nocapture \
 	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
 	@$(CARGO) test --release --quiet -p ebb-core --test growth -- --ignored
 

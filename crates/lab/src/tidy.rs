@@ -204,7 +204,9 @@ mod tests {
     #[test]
     fn each_line_of_what_happens_when_names_a_test_that_is_there() {
         let table = |cell: &str| {
-            format!("# x\n\n{WHAT_HAPPENS}\n\n| a | b | c |\n|---|---|---|\n| a | b | {cell} |\n## y\n| z |\n")
+            format!(
+                "# x\n\n{WHAT_HAPPENS}\n\n| a | b | c |\n|---|---|---|\n| a | b | {cell} |\n## y\n| z |\n"
+            )
         };
         let found = |cell: &str| tests_named(&table(cell), "fn one() {}\nfn two() {}\n").len();
         assert_eq!((found("`one`"), found("`one`, `two`")), (0, 0));

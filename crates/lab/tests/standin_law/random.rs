@@ -210,7 +210,7 @@ impl Run {
         let rests = truth.size == truth.target && truth.told == truth.target;
         let once = vm.set_by_others.is_none_or(|orders| orders < truth.orders.len());
         let size = self.rng.u64(50..=128) * 4 * MIB;
-        if !rests || !(once || !vm.deflates) || size.abs_diff(truth.size) < 8 * MIB {
+        if !rests || !once && vm.deflates || size.abs_diff(truth.size) < 8 * MIB {
             return;
         }
         // A guest that may help itself keeps what it was owed.
