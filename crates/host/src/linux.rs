@@ -828,7 +828,7 @@ mod tests {
     #[test]
     fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
         let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("q");
+        let socket = dir.path().join("ebb-q");
         let _not_the_vm = UnixListener::bind(&socket).unwrap();
         let proc = dir.path().join("proc/10");
         std::fs::create_dir_all(&proc).unwrap();

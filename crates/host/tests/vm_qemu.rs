@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_core::config::{Config, SocketUse};
 use ebb_core::sample::{Link, RunState, Sample, VmEvent, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options, Wake};
@@ -65,8 +66,10 @@ fn qemu(name: &str, extra: &[&str]) -> Qemu {
 impl Qemu {
     fn options(&self) -> Options {
         let deadline = Duration::from_secs(2);
+        let config = Config { sockets: SocketUse::Any, ..Config::default() };
         // Without a trigger: pressure of other tests' doing would wake us.
-        Options { root: self.root.clone(), deadline, psi_trigger_us: None, ..Options::default() }
+        let psi_trigger_us = None;
+        Options { root: self.root.clone(), deadline, psi_trigger_us, config, ..Options::default() }
     }
 
     fn host(&self) -> LinuxHost {
@@ -74,11 +77,11 @@ impl Qemu {
     }
 }
 
-/// Samples until the VM satisfies `good`.
 fn set(host: &mut LinuxHost, vm: VmId, to: Bytes) -> Result<(), ActError> {
     host.set_balloons(&[BalloonOrder { vm, to, gives: false }]).remove(0)
 }
 
+/// Samples until the VM satisfies `good`.
 fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> bool) -> VmSample {
     let until = Instant::now() + LONG;
     loop {

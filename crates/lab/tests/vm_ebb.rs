@@ -481,6 +481,13 @@ fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
 fn vm_a_dry_run_changes_nothing() {
     let arena = arena(Some(TIGHT));
     let vm = start_holding("dry", Kernel::V6_1, &arena);
+    // A dry run does not have guests asked for statistics: it sees those that are asked anyway.
+    let interval = |command: &str, mut arguments: Value| {
+        arguments["path"] = json!("/machine/peripheral/balloon0");
+        arguments["property"] = json!("guest-stats-polling-interval");
+        vm.qmp(command, Some(arguments)).unwrap()
+    };
+    interval("qom-set", json!({ "value": 3 }));
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start_with(dir.path(), &["dry"], SHORT, &["--dry-run"]).unwrap();
     daemon
@@ -491,5 +498,6 @@ fn vm_a_dry_run_changes_nothing() {
     assert_eq!(vm.balloon().unwrap(), RAM);
     assert!(!dir.path().join("state.json").exists());
     assert!(daemon.stop());
+    assert_eq!(interval("qom-get", json!({})), 3, "nor how often the guest is asked");
     check_record(dir.path());
 }

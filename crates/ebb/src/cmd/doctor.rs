@@ -13,7 +13,7 @@ use ebb_core::sample::{AgentSample, HostSample, Link, Problem, Sample, VmSample}
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
 use ebb_host::act::zeros;
-use ebb_host::linux::LinuxHost;
+use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::discovery::discover;
 use ebb_host::probe::process::{self, read_smaps_rollup};
 use ebb_host::probe::qemu::QemuProcess;
@@ -123,12 +123,11 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
 }
 
-/// A look of our own: twice, so that connections are made and guests heard.
+/// A look of our own: twice, so that connections are made and heard. Nothing is set.
 fn look(config: &Config) -> Result<Sample> {
-    let mut host = LinuxHost::new(options(config))?;
+    let options = Options { look_only: true, ..options(config) };
+    let mut host = LinuxHost::new(options)?;
     host.sample();
-    let ids: Vec<_> = host.sample().vms.iter().map(|v| v.id).collect();
-    host.kick_stats(&ids);
     host.wait(Instant::now() + Duration::from_millis(500));
     Ok(host.sample())
 }
