@@ -44,7 +44,7 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     assert!(said.unwrap().trim().ends_with('1'));
 
     let state_dir = dir.path().join("daemon");
-    let daemon = Daemon::start(&state_dir, &["load"], "").unwrap();
+    let daemon = Daemon::start(&state_dir, &["load"], "users = [65534]").unwrap();
     let tier = |s: &Value| (s["vms"][0]["tier"] == "guest").then_some(());
     if let Err(e) = daemon.wait_for("tier guest", MINUTE, tier) {
         let config = daemon.config();
@@ -83,7 +83,7 @@ fn hashes_with_weight(arena: &Arena, state: &Path, pid: u32) {
     // The daemon steers it, and it is put back whatever comes.
     arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
     let merge = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
-    let daemon = Daemon::start(state, &["load"], merge).unwrap();
+    let daemon = Daemon::start(state, &["load"], &format!("users = [65534]\n{merge}")).unwrap();
     // Policy, and nice: fields 41 and 19 of proc(5).
     let weight = || {
         let stats = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
