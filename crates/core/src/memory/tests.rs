@@ -220,6 +220,12 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
         assert_eq!(plan.actions, [], "{at}");
     }
     assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
+    // Just before the first look.
+    let mut memory = Memory::default();
+    for (at, available) in [(1_000, 440), (2_000, 120), (3_000, 120)] {
+        let model = tick(&mut memory, &word(at, 200, available, 0));
+        assert_eq!(only(&model).distress, "", "{at}");
+    }
 }
 
 /// One whose need grows while its balloon does: seen as it happens, not when the balloon stops.

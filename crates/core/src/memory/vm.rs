@@ -631,6 +631,11 @@ impl VmMemory {
         {
             return;
         }
+        // It says more than it can have at this size: its word is from before a move, which
+        // may have been before the first look.
+        if now.available.is_some_and(|a| a > actual) {
+            self.strayed = Some(at);
+        }
         let actual = self.paired(said, actual, &now);
         let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
         if was.refaults.is_some() != now.refaults.is_some() {
