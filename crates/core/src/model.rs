@@ -291,11 +291,6 @@ impl VmModel {
     pub fn guest_held(&self) -> Option<Bytes> {
         self.resident.map(|r| r - self.own)
     }
-
-    /// What it could still be given.
-    pub fn room(&self) -> Bytes {
-        self.actual.map_or(Bytes::ZERO, |a| self.ceiling - a)
-    }
 }
 
 /// Whether a VM can be acted upon.
