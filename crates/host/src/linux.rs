@@ -253,6 +253,9 @@ impl LinuxHost {
         self.owed = owed.iter().copied().collect();
         self.refresh(started);
         self.allow();
+        for id in owed {
+            self.vms.get_mut(id).into_iter().for_each(|vm| vm.hurry(started));
+        }
         problems.extend(self.scan_problems.iter().cloned());
         self.query(started, at);
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);

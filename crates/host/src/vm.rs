@@ -274,6 +274,11 @@ impl Vm {
         }
     }
 
+    /// Has a lost connection tried again soon: the VM is owed something.
+    pub fn hurry(&mut self, now: Instant) {
+        self.retry_at = self.retry_at.map(|at| at.min(now + BACKOFF.0));
+    }
+
     /// Whether the caller should sample now: an urgent event or a lost connection.
     pub fn is_urgent(&mut self) -> bool {
         let (ready, actual, ordered) = (self.ready, self.actual, self.ordered);

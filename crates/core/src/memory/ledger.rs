@@ -9,6 +9,10 @@
 //! somebody else's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
 //! an order to grow, so there the debt stays.
+//!
+//! A driver that starts anew lets go of the balloon and then takes up QEMU's last target.
+//! Where nobody told of the reset, that looks like orders of somebody else. When the
+//! balloon is back at Ebb's last order soon after, it was no order: the debt holds again.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +20,8 @@ use crate::units::{Bytes, Stamp};
 
 /// After the operator or another tool has set a VM's size, it is left alone for so long.
 pub const FOREIGN_MS: u64 = 600_000;
+/// A driver that starts anew is back at its target within this.
+const RESTART_MS: u64 = 120_000;
 /// Moves below this are no moves: sizes are told in whole MiB by most.
 const LEAST: Bytes = Bytes::mib(1);
 
@@ -41,6 +47,16 @@ pub struct Ledger {
     /// When somebody else last set the size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Stamp>,
+    /// What held before somebody else seemed to shrink the balloon, and when that was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) before: Option<Before>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Before {
+    at: Stamp,
+    others: Bytes,
+    ordered: Bytes,
 }
 
 /// What a look at a balloon showed.
@@ -68,6 +84,9 @@ impl Ledger {
         let first = || self.baseline.map_or(now, |b| ram - b);
         let others = *self.others.get_or_insert_with(first);
         self.baseline = None;
+        if self.has_restarted(at, now) {
+            return Move::Own;
+        }
         let (_, was) = *self.seen.get_or_insert((ram, now));
         if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
             (self.seen, self.suspect) = (Some((ram, now)), false);
@@ -82,8 +101,25 @@ impl Ledger {
             self.others = Some(others.min(now));
             return Move::Shrank;
         }
+        if let Some(ordered) = self.ordered.filter(|_| now < was) {
+            self.before = Some(Before { at, others, ordered });
+        }
         (self.others, self.ordered, self.foreign) = (Some(now), None, Some(at));
         Move::Foreign
+    }
+
+    /// Whether the balloon is back at Ebb's last order after what looked like another's.
+    fn has_restarted(&mut self, at: Stamp, now: Bytes) -> bool {
+        self.before = self.before.filter(|b| at.since(b.at) < RESTART_MS);
+        let Some(b) = self.before.filter(|b| b.ordered.abs_diff(now) < LEAST) else { return false };
+        let seen = self.seen.map(|(ram, _)| (ram, now));
+        *self = Ledger {
+            others: Some(b.others),
+            ordered: Some(b.ordered),
+            seen,
+            ..Ledger::default()
+        };
+        true
     }
 
     /// Whether this move leads to what Ebb ordered, and not beyond.
@@ -96,7 +132,7 @@ impl Ledger {
 
     /// Takes in that QEMU was told this size, or may have been.
     pub fn order(&mut self, ram: Bytes, to: Bytes) {
-        self.ordered = Some(ram - to);
+        (self.ordered, self.before) = (Some(ram - to), None);
     }
 
     /// The size that the VM has without Ebb.
@@ -214,6 +250,29 @@ mod tests {
         assert_eq!(l.at(512, 190), Move::Shrank);
         assert_eq!((l.owed(512, 190), l.ledger.owes()), (322, true));
         assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338), "back to the order");
+    }
+
+    #[test]
+    fn a_driver_that_starts_anew_unheard_leaves_the_debt() {
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(174);
+        l.at(512, 174);
+        for actual in [511, 400, 300, 200] {
+            l.at(512, actual);
+        }
+        assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338));
+        assert_eq!((l.ledger.ordered, l.ledger.left_ms(Stamp(l.at))), (Some(Bytes::mib(338)), None));
+        // Much later the same size is an operator's.
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(174);
+        for actual in [174, 400, 400] {
+            l.at(512, actual);
+        }
+        l.at += RESTART_MS;
+        assert_eq!([l.at(512, 174), l.at(512, 174)], [Move::Own, Move::Foreign]);
+        assert_eq!(l.owed(512, 174), 0);
     }
 
     #[test]

@@ -4,5 +4,6 @@
 mod law;
 mod many;
 mod place;
+mod proc_faults;
 mod random;
 mod sequences;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_core::config::Config;
 use ebb_core::memory::{Owned, OwnedVm};
 use ebb_lab::ebb::Daemon;
 use serde::Deserialize;
@@ -187,15 +188,21 @@ impl Place {
         }
     }
 
-    /// Starts a daemon for these VMs; `ticks`: [`USUAL`] or [`OFTEN`].
-    pub fn daemon(&self, ticks: &str, vms: &[&Standin]) -> Daemon {
+    /// Writes a configuration for these VMs and no others; `ticks`: [`USUAL`] or [`OFTEN`].
+    pub fn configure(&self, ticks: &str, vms: &[&Standin]) -> Config {
         let d = self.dir.path().display();
         let vms: String = vms.iter().map(|vm| format!("[vm.\"{}\"]\n", vm.name)).collect();
         let text = format!(
             "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n{ticks}\
              [host]\nvms = \"listed\"\n{vms}"
         );
-        std::fs::write(self.dir.path().join("ebb.toml"), text).unwrap();
+        std::fs::write(self.dir.path().join("ebb.toml"), &text).unwrap();
+        Config::parse("ebb.toml", &text).unwrap()
+    }
+
+    /// Starts a daemon with that.
+    pub fn daemon(&self, ticks: &str, vms: &[&Standin]) -> Daemon {
+        self.configure(ticks, vms);
         self.daemon_again()
     }
 
