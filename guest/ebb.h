@@ -100,6 +100,10 @@ void ebb_audit(struct ebb_look *sum, u64 *passing);
 /* drain.c */
 void ebb_drain(u64 allocated);
 
+/* keep.c */
+u64 ebb_keep_page(void);
+void ebb_keep_end(void);
+
 /* facts.c */
 void ebb_facts_update(void);
 void ebb_stats_update(void);

@@ -165,7 +165,8 @@ struct ebb_header {
 	__u32 linux_version;	/* KERNEL_VERSION(a, b, 0) */
 	__u32 features;
 	__u8  module_version[24];
-	__u8  reserved0[16];
+	__u64 kept_gpa;		/* a page that this kernel never writes to; 0: none */
+	__u8  reserved0[8];
 
 	/* 128: the state word, and why it is not EBB_RUNNING. */
 	__u32 state;
@@ -249,6 +250,7 @@ EBB_AT(ebb_header, page_shift, 64);
 EBB_AT(ebb_header, pfn_limit, 72);
 EBB_AT(ebb_header, linux_version, 80);
 EBB_AT(ebb_header, module_version, 88);
+EBB_AT(ebb_header, kept_gpa, 112);
 EBB_AT(ebb_header, state, EBB_STATIC_BYTES);
 EBB_AT(ebb_header, beat, 192);
 EBB_AT(ebb_header, challenge, 208);

@@ -375,13 +375,15 @@ static int work(void *unused)
 static int make_header(void)
 {
 	static const u8 magic[] = EBB_MAGIC;
+	/* First: it is one page, the header may be anywhere. */
+	u64 kept = ebb_keep_page();
 	struct page *page = alloc_page(GFP_KERNEL | GFP_DMA | __GFP_ZERO);
 	struct ebb_header *h;
 
-	if (!page)
-		return -ENOMEM;
-	if (page_to_pfn(page) >= EBB_SEARCH_PAGES) {
-		__free_page(page);
+	if (!page || page_to_pfn(page) >= EBB_SEARCH_PAGES) {
+		if (page)
+			__free_page(page);
+		ebb_keep_end();
 		return -ENOMEM;
 	}
 	h = ebb.header = page_address(page);
@@ -396,6 +398,7 @@ static int make_header(void)
 	h->linux_version = KERNEL_VERSION(LINUX_VERSION_MAJOR, LINUX_VERSION_PATCHLEVEL, 0);
 	h->features = ebb_fault ? EBB_FEATURE_FAULTS : 0;
 	strscpy(h->module_version, EBB_MODULE_VERSION, sizeof(h->module_version));
+	h->kept_gpa = kept;
 	memcpy(h->magic, magic, sizeof(magic));
 	h->checksum = ebb_checksum(h);
 	/* Nobody shall find it before it is whole. */
@@ -492,6 +495,7 @@ out_cover:
 out_header:
 	free_extents();
 	free_page((unsigned long)ebb.header);
+	ebb_keep_end();
 out_counts:
 	free_percpu(ebb.counts);
 out_events:
@@ -508,6 +512,7 @@ static void free_tables(void)
 	uncover_all();
 	free_extents();
 	free_page((unsigned long)ebb.header);
+	ebb_keep_end();
 	free_percpu(ebb.counts);
 	kfree(ebb.events);
 	kvfree(ebb.blocked);

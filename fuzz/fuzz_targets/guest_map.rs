@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use common::{EXTENTS, FIRST, Guest, HEADER, MAP, Memory, ask, status};
 use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Attach, Command, HugePages, Recycle, Segment};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
@@ -81,7 +82,7 @@ fuzz_target!(|data: &[u8]| {
     BEYOND.for_each(|p| guest.write(p, !p));
     guest.fill_and_free(FIRST, 32);
     let segment = Segment { gpa: 0, size: RAM, hva: guest.memory.address() };
-    let attach = Attach { segments: vec![segment], running: true, ..Attach::default() };
+    let attach = Attach { segments: vec![segment], running: true, firmware: Firmware::Seabios, ..Attach::default() };
     let mut agent = Agent::new(Faults::default());
     ask(&mut agent, Command::Attach(attach)).expect("root");
     let mut input = Input(data);

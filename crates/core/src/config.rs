@@ -76,6 +76,19 @@ pub enum User {
     Name(String),
 }
 
+/// What the agent inside a VM's QEMU may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AgentUse {
+    /// It gives free pages back.
+    #[default]
+    On,
+    /// It reads what is free and tells, and touches nothing.
+    Observe,
+    /// It is not spoken to.
+    Off,
+}
+
 /// How far merging goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -149,6 +162,15 @@ pub struct VmSettings {
     /// Whether its pages of zeros may be let go of, where that is done.
     #[serde(default = "yes")]
     pub zeros: bool,
+    /// What its agent may do.
+    #[serde(default)]
+    pub agent: AgentUse,
+    /// The operator's word that no other process writes to RAM that QEMU shares.
+    #[serde(default)]
+    pub private_ram: bool,
+    /// A window of protection that took longer has the agent stand aside, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window_limit_ms: Option<u64>,
 }
 
 fn yes() -> bool {
@@ -199,6 +221,9 @@ impl Default for VmSettings {
             qmp: None,
             merge: None,
             zeros: true,
+            agent: AgentUse::On,
+            private_ram: false,
+            window_limit_ms: None,
         }
     }
 }
@@ -372,6 +397,9 @@ struct RawVm {
     qmp: Option<Spanned<String>>,
     merge: Option<bool>,
     zeros: Option<bool>,
+    agent: Option<Spanned<String>>,
+    private_ram: Option<bool>,
+    window_limit: Option<Spanned<String>>,
 }
 
 /// A user as written: `"alice"` or `1001`.
@@ -419,8 +447,8 @@ impl<'de> Deserialize<'de> for RawAmount {
 const TICK: (&str, &str) = ("100ms", "60s");
 const SCAN: (&str, &str) = ("1s", "24h");
 
-/// `500ms`, `2s`, `10min`, `1h`.
-fn milliseconds(text: &str) -> Option<f64> {
+/// A time in milliseconds: `500ms`, `2s`, `10min`, `1h`.
+pub fn milliseconds(text: &str) -> Option<f64> {
     let units = [("ms", 1.0), ("min", 60_000.0), ("s", 1000.0), ("h", 3_600_000.0)];
     let (number, unit) =
         units.iter().find_map(|(name, unit)| Some((text.trim().strip_suffix(name)?, unit)))?;
@@ -504,6 +532,15 @@ impl Checker<'_> {
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
             merge: raw.merge.or(base.merge),
             zeros: raw.zeros.unwrap_or(base.zeros),
+            agent: self.agent(at, raw.agent, base.agent)?,
+            private_ram: raw.private_ram.unwrap_or(base.private_ram),
+            window_limit_ms: match raw.window_limit {
+                None => base.window_limit_ms,
+                limit => {
+                    let name = format!("{at}.window_limit");
+                    Some(self.duration(&name, limit, ("1ms", "10s"), 0)?)
+                }
+            },
         };
         let crossed = match (settings.min, settings.max) {
             (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
@@ -519,6 +556,25 @@ impl Checker<'_> {
             return Err((self.fail)(min_span, &format!("{at}.min"), message));
         }
         Ok(settings)
+    }
+
+    fn agent(
+        &self,
+        at: &str,
+        raw: Option<Spanned<String>>,
+        base: AgentUse,
+    ) -> Result<AgentUse, ConfigError> {
+        let span = raw.as_ref().map(Spanned::span);
+        match raw.as_ref().map(|m| m.get_ref().as_str()) {
+            None => Ok(base),
+            Some("on") => Ok(AgentUse::On),
+            Some("observe") => Ok(AgentUse::Observe),
+            Some("off") => Ok(AgentUse::Off),
+            Some(other) => {
+                let message = format!("“{other}” is none of \"on\", \"observe\", \"off\"");
+                Err((self.fail)(span, &format!("{at}.agent"), message))
+            }
+        }
     }
 
     fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {

@@ -6,6 +6,7 @@
 
 pub mod config;
 pub mod hash;
+pub mod histogram;
 pub mod memory;
 pub mod model;
 pub mod plan;

@@ -19,7 +19,8 @@ pub use self::merge::{MergeHost, MergeVm};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::memory::{Memory, VmMemory};
 use crate::sample::{
-    AgentSample, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId, VmSample, Vmstat,
+    AgentSample, HandsOff, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId, VmSample,
+    Vmstat,
 };
 use crate::units::{Bytes, PAGE, Stamp};
 
@@ -202,6 +203,9 @@ pub struct VmModel {
     /// Its vCPUs are stopped.
     #[serde(default)]
     pub paused: bool,
+    /// It is left alone at the operator's word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hands_off: Option<HandsOff>,
     /// It has just started: what it may still take of what it was promised.
     #[serde(default)]
     pub promised: Bytes,
@@ -712,6 +716,7 @@ impl VmModel {
             pinned: vm.pinned.clone(),
             cgroup: vm.cgroup.clone(),
             paused: vm.run == Some(RunState::Paused),
+            hands_off: vm.hands_off,
             offload: vm.offload.clone(),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
@@ -787,6 +792,12 @@ fn standing(
             Link::Slow(why) => off(why),
             _ => off("it has no virtio balloon that answers"),
         };
+    }
+    if let Some(h) = vm.hands_off {
+        return give_only(format!(
+            "hands off for {} s more, as was asked: only given what it needs",
+            h.left_ms.div_ceil(1000)
+        ));
     }
     match vm.run {
         Some(RunState::Running) => {}

@@ -8,6 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::histogram::Histogram;
 use crate::policy::merge::Candidates;
 use crate::units::{Bytes, Stamp};
 use crate::wire::abi::Facts;
@@ -432,6 +433,9 @@ pub struct VmSample {
     /// device, locked, encrypted, huge pages of a pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
+    /// It is left alone at the operator's word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hands_off: Option<HandsOff>,
     /// What was offloaded of it; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
@@ -444,6 +448,15 @@ pub struct VmSample {
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
+}
+
+/// A VM that the operator wants left alone (`ebb hands-off`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HandsOff {
+    /// For so much longer, ms.
+    pub left_ms: u64,
+    /// Nothing of Ebb's touches its memory any more.
+    pub done: bool,
 }
 
 impl VmSample {
@@ -567,6 +580,15 @@ pub struct AgentSample {
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
+    /// How long its windows were open.
+    #[serde(default, skip_serializing_if = "Histogram::is_empty")]
+    pub windows: Histogram,
+    /// How long writes of vCPUs waited for one, at most.
+    #[serde(default, skip_serializing_if = "Histogram::is_empty")]
+    pub waits: Histogram,
+    /// Its tripwires, by guest address, and how often each was the first to tell of a reset.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wires: Vec<(u64, u64)>,
     /// It can open ranges to KSM that it does not recycle.
     #[serde(default)]
     pub advises: bool,

@@ -17,15 +17,18 @@
 //! guest shows.
 
 pub mod abi;
+pub mod firmware;
 pub mod hashes;
 
 use serde::{Deserialize, Serialize};
 
 use self::abi::Facts;
+use self::firmware::Firmware;
+use crate::histogram::Histogram;
 use crate::units::{Bytes, PAGE};
 
 /// Version of this protocol; the agent says which it speaks.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 /// Longest line either way, bytes; 64 segments with 20-digit numbers take 6 KiB.
 pub const LINE_MAX: usize = 16 << 10;
 /// Most pieces of RAM: a VM has one or two, and one for each DIMM.
@@ -94,6 +97,11 @@ pub enum Command {
     /// With this line comes a socket on which the scanner asks for [`hashes`], until it is
     /// closed or the VM is forgotten. Answer: [`Answer::Done`].
     Hashes,
+    /// What [`Status::unclear`] told of is harmless. Answer: [`Answer::Done`].
+    Cleared {
+        /// As it was told.
+        generation: u64,
+    },
     /// Give up all protection and forget the VM; `attach` begins anew. Answer:
     /// [`Answer::Done`].
     StandDown,
@@ -117,9 +125,14 @@ pub struct Attach {
     /// RAM; ROM, video memory and the like left out.
     pub segments: Vec<Segment>,
     /// What the daemon knows that speaks against it (memory encryption,
-    /// vhost-user on shared RAM, firmware that is not known to write to page 0
-    /// at a reset, [`OTHERS_DISCARD`]): the agent stands aside.
+    /// vhost-user on shared RAM, [`OTHERS_DISCARD`]): the agent stands aside.
     pub objections: Vec<String>,
+    /// What starts the guest after a reset; one that is not known: the agent stands aside.
+    pub firmware: Firmware,
+    /// The map is only read: nothing is protected, written or given back.
+    pub observe: bool,
+    /// Windows longer than this, ms, have the agent stand aside; 0: none do.
+    pub window_limit_ms: u64,
     /// Whether the vCPUs run.
     pub running: bool,
     /// What this agent has opened to KSM before stays open: it will be advised on.
@@ -293,6 +306,10 @@ pub struct Hello {
     /// It knows [`Command::Hashes`], and can do it on this kernel.
     #[serde(default)]
     pub hashes: bool,
+    /// It may not make a userfaultfd that sees faults of KVM itself: `attach` wants a
+    /// descriptor of `/dev/userfaultfd`.
+    #[serde(default)]
+    pub wants_descriptor: bool,
 }
 
 /// What the kernel has, and the agent therefore uses.
@@ -340,6 +357,16 @@ pub struct Status {
     pub held: Option<Bytes>,
     /// What was done since `attach`.
     pub counters: Counters,
+    /// RAM is shared, and a socket was opened over which another process may be given it:
+    /// nothing is given back before the daemon has looked and told [`Command::Cleared`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unclear: Option<u64>,
+    /// Guest pages whose first write after a reset drops the map, and how often each did.
+    pub wires: Vec<(u64, u64)>,
+    /// How long windows of protection were open.
+    pub windows: Histogram,
+    /// How long writes of vCPUs waited for one, at most.
+    pub waits: Histogram,
 }
 
 /// The guest's module, as its header says.
@@ -379,7 +406,7 @@ pub struct Counters {
     pub window_max_ns: u64,
     /// Guest writes that had to wait and that the handler thread saw.
     pub faults: u64,
-    /// Writes to guest page 0 that made us drop a map.
+    /// Writes to a tripwire that made us drop a map.
     pub trips: u64,
     /// Challenges that were answered.
     pub challenges: u64,
@@ -572,6 +599,9 @@ mod tests {
             running: true,
             keep_open: true,
             descriptor: true,
+            firmware: Firmware::Edk2,
+            observe: true,
+            window_limit_ms: 5,
         };
         let most = u64::from(u32::MAX);
         let advise = Advise { within: (0, u64::MAX), open: vec![(most, most); SPANS_MAX] };

@@ -1,5 +1,5 @@
-//! What the HTTP interface answers. All of it reads; only `POST /v1/reclaim`, `/v1/merge`
-//! and `/v1/look` (a tick now) ask for something.
+//! What the HTTP interface answers. All of it reads; only `POST /v1/reclaim`, `/v1/merge`,
+//! `/v1/hands-off` and `/v1/look` (a tick now) ask for something.
 //!
 //! Everything is on the Unix socket, whose file mode says who may. On loopback, where any
 //! local user may ask and a browser may be tricked into asking, there is `/metrics` alone,
@@ -36,7 +36,7 @@ use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use hyper::body::{Frame, SizeHint};
 
-use crate::daemon::Inbox;
+use crate::daemon::{HandsOffWish, Inbox};
 use crate::metrics;
 use crate::recorder::{Record, Recorder};
 use crate::server;
@@ -214,7 +214,11 @@ fn asking(inbox: Inbox) -> Router {
         looker.wake();
         (StatusCode::ACCEPTED, "{}")
     };
-    let wisher = inbox.clone();
+    let (wisher, leaver) = (inbox.clone(), inbox.clone());
+    let hands_off = |body: Bytes| async move {
+        let send = |w: HandsOffWish| leaver.hands_off(w);
+        taken("a word on a VM to be left alone", serde_json::from_slice(&body), send)
+    };
     let reclaim = |body: Bytes| async move {
         taken("a reclaim request", serde_json::from_slice(&body), |r: Reclaim| inbox.send(r))
     };
@@ -225,6 +229,7 @@ fn asking(inbox: Inbox) -> Router {
         .route("/v1/look", post(look))
         .route("/v1/reclaim", post(reclaim))
         .route("/v1/merge", post(merge))
+        .route("/v1/hands-off", post(hands_off))
         .layer(DefaultBodyLimit::max(4096))
 }
 

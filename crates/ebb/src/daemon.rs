@@ -20,6 +20,7 @@ use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, MergeOptions, Options, Wake as HostWake};
 use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
+use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::anew;
@@ -49,7 +50,18 @@ pub struct Daemon {
 pub struct Inbox {
     requests: Arc<Mutex<Vec<Reclaim>>>,
     wishes: Arc<Mutex<Vec<MergeWish>>>,
+    hands: Arc<Mutex<Vec<HandsOffWish>>>,
     waker: Waker,
+}
+
+/// The operator's word that a VM is to be left alone, or not any more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HandsOffWish {
+    /// Its name.
+    pub vm: String,
+    /// For so long, ms; 0: no longer.
+    pub ms: u64,
 }
 
 /// Requests that may wait at once: more than one a VM is no use.
@@ -69,6 +81,11 @@ impl Inbox {
     /// The same with a word on merging.
     pub fn wish(&self, wish: MergeWish) -> bool {
         self.put(&self.wishes, wish)
+    }
+
+    /// The same with a VM that is to be left alone.
+    pub fn hands_off(&self, wish: HandsOffWish) -> bool {
+        self.put(&self.hands, wish)
     }
 
     fn put<T>(&self, list: &Mutex<Vec<T>>, item: T) -> bool {
@@ -124,9 +141,19 @@ pub fn ksm_note(state_file: &str) -> PathBuf {
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
-        let options = Options { look_only: state.is_none(), ..options(config) };
+        let hands_off = Path::new(&config.state_file).with_file_name("hands-off.json");
+        let options = Options {
+            look_only: state.is_none(),
+            hands_off: state.is_some().then_some(hands_off),
+            ..options(config)
+        };
         let host = LinuxHost::new(options).context("cannot watch the host")?;
-        let inbox = Inbox { requests: Arc::default(), wishes: Arc::default(), waker: host.waker() };
+        let inbox = Inbox {
+            requests: Arc::default(),
+            wishes: Arc::default(),
+            hands: Arc::default(),
+            waker: host.waker(),
+        };
         Ok(Daemon {
             inbox,
             host,
@@ -215,6 +242,16 @@ impl Host for Daemon {
     }
 
     fn read(&mut self, owed: &[VmId]) -> Sample {
+        for wish in taken(&self.inbox.hands) {
+            match self.host.hands_off(&wish.vm, wish.ms) {
+                Ok(()) if wish.ms == 0 => say(&format!("{}: hands on, as was asked", wish.vm)),
+                Ok(()) => {
+                    let s = wish.ms.div_ceil(1000);
+                    say(&format!("{}: hands off for {s} s, as was asked", wish.vm));
+                }
+                Err(why) => say(&format!("{}: not left alone as was asked: {why}", wish.vm)),
+            }
+        }
         let sample = self.host.sample_owed(owed);
         self.read_at = sample.at;
         let runs = |v: &&ebb_core::sample::VmSample| {

@@ -23,10 +23,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use ebb_core::config::Config;
+use ebb_core::config::{Config, milliseconds};
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
 use ebb_host::client;
+use ebb_host::hands_off::MOST_MS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use cmd::sim;
@@ -122,6 +123,20 @@ enum Command {
         /// The result as JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Leaves a VM alone: before a device is plugged in, a snapshot is loaded, or its QEMU
+    /// is replaced. Ends when nothing of Ebb's touches its memory any more
+    HandsOff {
+        /// This VM
+        vm: String,
+        /// For so long, such as 90s or 1h; then Ebb goes on by itself
+        #[arg(long = "for", default_value = "10min", value_parser = duration)]
+        time: Duration,
+    },
+    /// Goes on with a VM that was left alone
+    HandsOn {
+        /// This VM
+        vm: String,
     },
     /// Page merging: what it would bring, and the way out of it
     Merge {
@@ -228,6 +243,13 @@ impl Command {
     }
 }
 
+fn duration(text: &str) -> Result<Duration, String> {
+    match milliseconds(text) {
+        Some(ms) if (1000.0..=MOST_MS as f64).contains(&ms) => Ok(Duration::from_millis(ms as u64)),
+        _ => Err("a time from \"1s\" to \"24h\"".into()),
+    }
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     raise_file_limit();
@@ -278,6 +300,8 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Reclaim { vm, all: _, bytes, json } => {
             cmd::reclaim::main(&socket, Reclaim { vm, bytes }, json)
         }
+        Command::HandsOff { vm, time } => cmd::hands_off::off(&socket, &vm, time),
+        Command::HandsOn { vm } => cmd::hands_off::on(&socket, &vm),
         Command::Merge { what } => cmd::merge::main(&config, what),
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),

@@ -2,6 +2,9 @@
 
 use std::fmt::Write;
 
+use ebb_core::histogram::Histogram;
+use ebb_core::sample::AgentSample;
+
 use crate::fields::{Field, HOST_FIELDS, Kind, Unit, VM_FIELDS};
 use crate::view::State;
 
@@ -22,7 +25,39 @@ pub fn render(state: &State) -> String {
             }
         }
     }
+    histogram(&mut out, "agent_window", "How long windows of protection were open", state, |a| {
+        &a.windows
+    });
+    histogram(
+        &mut out,
+        "agent_wait",
+        "How long writes of vCPUs waited for one, at most",
+        state,
+        |a| &a.waits,
+    );
     out
+}
+
+/// A histogram of each agent; its sum is the least that it can be.
+fn histogram(
+    out: &mut String,
+    key: &str,
+    help: &str,
+    state: &State,
+    get: impl Fn(&AgentSample) -> &Histogram,
+) {
+    let name = format!("ebb_vm_{key}_seconds");
+    let _ = writeln!(out, "# HELP {name} {help}.\n# TYPE {name} histogram");
+    for vm in &state.vms {
+        let Some(h) = vm.agent.as_ref().map(&get).filter(|h| !h.is_empty()) else { continue };
+        let label = escape(&vm.name);
+        for (end_us, count) in h.cumulative() {
+            let le = end_us.map_or("+Inf".to_owned(), |us| (us as f64 / 1e6).to_string());
+            let _ = writeln!(out, "{name}_bucket{{vm=\"{label}\",le=\"{le}\"}} {count}");
+        }
+        let _ = writeln!(out, "{name}_sum{{vm=\"{label}\"}} {}", h.least_sum_s());
+        let _ = writeln!(out, "{name}_count{{vm=\"{label}\"}} {}", h.count());
+    }
 }
 
 fn head<T>(out: &mut String, f: &Field<T>, prefix: &str) -> String {
@@ -53,6 +88,24 @@ mod tests {
     use crate::view::Vm;
     use ebb_core::units::Bytes;
     use std::collections::BTreeSet;
+
+    #[test]
+    fn windows_are_a_histogram() {
+        let mut windows = Histogram::default();
+        [300, 700_000, 900_000].into_iter().for_each(|ns| windows.add(ns));
+        let agent = Some(AgentSample { windows, ..AgentSample::default() });
+        let vm = Vm { name: "a".into(), agent, ..Vm::default() };
+        let text = render(&State { vms: vec![vm], ..State::default() });
+        let line = |le: &str, n| {
+            let line = format!("ebb_vm_agent_window_seconds_bucket{{vm=\"a\",le=\"{le}\"}} {n}\n");
+            assert!(text.contains(&line), "{line}{text}");
+        };
+        line("0.000001", 1);
+        line("0.001024", 3);
+        line("+Inf", 3);
+        assert!(text.contains("ebb_vm_agent_window_seconds_count{vm=\"a\"} 3\n"));
+        assert!(!text.contains("agent_wait_seconds_count"), "nothing waited");
+    }
 
     #[test]
     fn names_carry_units_and_are_unique_and_labels_are_escaped() {

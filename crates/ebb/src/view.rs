@@ -13,8 +13,8 @@ use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::{Action, Held, Outcome, Reason, RungName};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
-    self, AgentSample, Ksm, Link, MergeSample, OffloadSample, Pool, RunState, ScanSample, SwapArea,
-    TornSample, VmId, VmSample, ZeroSample,
+    self, AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, Pool, RunState, ScanSample,
+    SwapArea, TornSample, VmId, VmSample, ZeroSample,
 };
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
@@ -306,6 +306,9 @@ pub struct Vm {
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
     pub standing: Standing,
+    /// It is left alone at the operator's word.
+    #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
+    pub hands_off: Option<HandsOff>,
     /// Signs that it is short.
     pub distress: String,
     /// What was decided last, and why.
@@ -487,6 +490,7 @@ impl Vm {
             deflate_on_oom: s.balloon.as_ref().and_then(|b| b.deflate_on_oom),
             cgroup: s.cgroup.clone(),
             standing: m.standing.clone(),
+            hands_off: m.hands_off,
             distress: m.distress.clone(),
             verdict: done.verdict(m.id),
             recycle_backoff: remembered.map_or(0, |r| r.recycle.backoff),

@@ -1,9 +1,11 @@
 //! One VM's agent between ticks: connect, introduce, hand over RAM, ask.
 //!
-//! All but one step are non-blocking: [`AgentLink::ask`] queues this tick's
+//! All steps are non-blocking: [`AgentLink::ask`] queues this tick's
 //! questions, the caller drives all agents against one deadline,
-//! [`AgentLink::hear`] takes the answers. The exception is the look at QEMU's
-//! memory map, once per connection and bounded by [`SEGMENTS`].
+//! [`AgentLink::hear`] takes the answers.
+//!
+//! An agent is handed RAM, and told to give some back, only while QEMU's last word on what
+//! can write to that RAM is young and holds nothing against it.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -19,8 +21,8 @@ use ebb_core::wire::{
     Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
 };
 
-use crate::agent::{Agent, AgentError, segments};
-use crate::qmp::Client;
+use crate::agent::{Agent, AgentError};
+use crate::inventory::Verdict;
 use crate::scan::agents::HashLink;
 
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
@@ -28,8 +30,10 @@ use crate::scan::agents::HashLink;
 const USERFAULTFD: &str = "/dev/userfaultfd";
 /// A lost agent is looked for again after this.
 const RETRY: Duration = Duration::from_secs(5);
-/// Most time that QEMU may take to tell where its RAM is.
-const SEGMENTS: Duration = Duration::from_millis(500);
+/// Nothing is given back when QEMU has not told for so long what can write to RAM.
+const VERDICT_OLD: Duration = Duration::from_secs(3);
+/// All processes are looked through for those that map shared RAM this often at most.
+const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// An agent that owes an answer this long is given up. It may be in a batch of
 /// recycling that takes all of its budget.
 const GIVE_UP: Duration = Duration::from_secs(20);
@@ -49,6 +53,21 @@ enum Stage {
     Attached,
     /// Hands off while the VM migrates.
     Apart,
+    /// Told to give up all protection, for good.
+    Leaving,
+}
+
+/// On what terms an agent is handed RAM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// The VM has free page reporting.
+    pub reports: bool,
+    /// What the agent has opened to KSM before stays open.
+    pub keep_open: bool,
+    /// It only looks.
+    pub observe: bool,
+    /// Windows longer than this, ms, have it stand aside; 0: none do.
+    pub window_limit_ms: u64,
 }
 
 /// A VM's agent.
@@ -56,7 +75,6 @@ enum Stage {
 pub(crate) struct AgentLink {
     path: PathBuf,
     pid: u32,
-    objections: Vec<String>,
     agent: Option<Agent>,
     stage: Stage,
     down: Link,
@@ -64,8 +82,18 @@ pub(crate) struct AgentLink {
     asked: Vec<(Ask, u64)>,
     waits_since: Option<Instant>,
     running: Option<bool>,
-    /// The VM had free page reporting when its RAM was handed over.
-    reports: bool,
+    /// What it was handed RAM on.
+    terms: Terms,
+    wants_descriptor: bool,
+    /// When QEMU last told all that can write to the RAM, and what of it forbade the agent
+    /// to work when the RAM was handed over.
+    known_at: Option<Instant>,
+    objections: Vec<String>,
+    /// A socket was opened beside shared RAM: which, and when that was heard.
+    unclear: Option<(u64, Instant)>,
+    /// Whether other processes map the RAM; asked for while something is unclear.
+    mapped: Option<Result<(), String>>,
+    mapped_at: Option<Instant>,
     held_at: Option<Instant>,
     status: Option<Status>,
     facts: Option<Facts>,
@@ -75,8 +103,6 @@ pub(crate) struct AgentLink {
     scanner: Option<Arc<HashLink>>,
     /// What it was handed.
     segments: Vec<Segment>,
-    /// What was open to KSM may stay so when it is attached.
-    keep_open: bool,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
     /// not known.
     told: Option<Vec<(u64, u64)>>,
@@ -97,11 +123,10 @@ enum Ask {
 
 impl AgentLink {
     /// Nothing is connected yet.
-    pub fn new(path: PathBuf, pid: u32, objections: Vec<String>) -> AgentLink {
+    pub fn new(path: PathBuf, pid: u32) -> AgentLink {
         AgentLink {
             path,
             pid,
-            objections,
             agent: None,
             stage: Stage::Hello,
             down: Link::Unknown,
@@ -109,7 +134,13 @@ impl AgentLink {
             asked: Vec::new(),
             waits_since: None,
             running: None,
-            reports: false,
+            terms: Terms::default(),
+            wants_descriptor: false,
+            known_at: None,
+            objections: Vec::new(),
+            unclear: None,
+            mapped: None,
+            mapped_at: None,
             held_at: None,
             status: None,
             facts: None,
@@ -117,7 +148,6 @@ impl AgentLink {
             hashes: false,
             scanner: None,
             segments: Vec::new(),
-            keep_open: false,
             told: None,
             open: None,
             refused: None,
@@ -129,37 +159,98 @@ impl AgentLink {
         self.agent.as_ref()
     }
 
-    /// Does what the moment asks for: connect, introduce, attach, relay, ask.
+    /// Queues what is to be asked in this tick. `verdict`: what QEMU has told of all that can
+    /// write to the VM's memory, if it has in this tick.
     pub fn ask(
         &mut self,
         now: Instant,
         run: Option<&RunState>,
         events: &[VmEvent],
-        (reports, keep_open): (bool, bool),
-        qmp: Option<&mut Client>,
+        terms: Terms,
+        verdict: Option<&Verdict>,
     ) {
-        self.keep_open = keep_open;
+        if self.stage == Stage::Leaving {
+            self.lose("begun anew".into());
+            self.retry_at = None;
+        }
         self.connect(now);
         // What came since the last tick: orders that are done make room for questions.
         self.hear(now);
         if self.agent.is_none() {
             return;
         }
+        let anew = Terms { keep_open: self.terms.keep_open, ..terms } != self.terms;
+        let stood = verdict.filter(|v| v.objections != self.objections);
+        if let Some(v) = verdict {
+            self.known_at = Some(v.begun);
+        }
         match self.stage {
-            Stage::Hello | Stage::Attaching => {}
-            Stage::Met => self.attach(run, reports, qmp),
-            // A balloon that reports free pages was plugged in or out.
-            Stage::Attached if reports != self.reports => {
-                self.send(Ask::Other, Command::StandDown);
-                (self.stage, self.status) = (Stage::Met, None);
+            Stage::Hello | Stage::Attaching | Stage::Leaving => {}
+            Stage::Met => self.attach(run, terms, verdict),
+            // Something was plugged in or out, or the operator wants it otherwise.
+            Stage::Attached if anew || stood.is_some() => self.stand_down(Stage::Met),
+            Stage::Attached => {
+                self.clear(verdict);
+                self.relay(now, run, events);
             }
-            Stage::Attached => self.relay(now, run, events),
             Stage::Apart => {
                 if matches!(run, Some(RunState::Running | RunState::Paused)) {
                     self.stage = Stage::Met;
                 }
             }
         }
+    }
+
+    fn stand_down(&mut self, next: Stage) {
+        self.send(Ask::Other, Command::StandDown);
+        (self.stage, self.status, self.unclear) = (next, None, None);
+    }
+
+    /// Tells the agent that what it found unclear is harmless: QEMU has told all since, and
+    /// no other process maps the RAM.
+    fn clear(&mut self, verdict: Option<&Verdict>) {
+        let Some((generation, heard)) = self.unclear else { return };
+        let fresh = verdict.is_some_and(|v| v.begun > heard && v.objections.is_empty());
+        if fresh && matches!(self.mapped, Some(Ok(()))) {
+            self.send(Ask::Other, Command::Cleared { generation });
+            (self.unclear, self.mapped) = (None, None);
+        }
+    }
+
+    /// The RAM of which is to be known whether other processes map it.
+    pub fn wants_mappers(&self) -> Option<&[Segment]> {
+        let old = self.mapped_at.is_none_or(|at| at.elapsed() >= MAPPED_EVERY);
+        let due = self.mapped.is_none() || matches!(self.mapped, Some(Err(_))) && old;
+        self.unclear.filter(|_| due).map(|_| self.segments.as_slice())
+    }
+
+    /// Whether they do; asked again after a while where they do.
+    pub fn mappers(&mut self, found: Result<(), String>) {
+        self.mapped = Some(found);
+        self.mapped_at = Some(Instant::now());
+    }
+
+    /// It knows of no RAM now, and is to be told where that is.
+    pub fn is_apart(&self) -> bool {
+        self.stage != Stage::Attached
+    }
+
+    /// Has the agent give up all protection, and hangs up when it has.
+    pub fn leave(&mut self) {
+        match self.stage {
+            _ if self.agent.is_none() => {}
+            Stage::Leaving if self.asked.is_empty() => {
+                self.lose("left alone".into());
+                (self.stage, self.retry_at) = (Stage::Hello, None);
+            }
+            Stage::Leaving => {}
+            _ => self.stand_down(Stage::Leaving),
+        }
+    }
+
+    /// Whether [`AgentLink::leave`] has come to its end.
+    pub fn has_left(&self) -> bool {
+        self.agent.is_none()
     }
 
     fn connect(&mut self, now: Instant) {
@@ -183,36 +274,44 @@ impl AgentLink {
         self.agent = Some(agent);
     }
 
-    fn attach(&mut self, run: Option<&RunState>, reports: bool, qmp: Option<&mut Client>) {
+    /// Hands over RAM, if QEMU has told where it is and what else writes to it.
+    fn attach(&mut self, run: Option<&RunState>, terms: Terms, verdict: Option<&Verdict>) {
         let running = match run {
             Some(RunState::Running) => true,
             Some(RunState::Paused) => false,
             _ => return,
         };
-        let Some(qmp) = qmp else { return };
-        let segments = match segments(qmp, SEGMENTS) {
-            Ok(segments) => segments,
-            Err(e) => return self.lose(format!("QEMU does not tell where its RAM is: {e}")),
-        };
+        let Some(verdict) = verdict else { return };
         self.running = Some(running);
-        self.reports = reports;
-        self.segments = segments.clone();
-        let mut objections = self.objections.clone();
-        if reports {
+        self.terms = terms;
+        self.segments = verdict.segments.clone();
+        self.objections = verdict.objections.clone();
+        let mut objections = verdict.objections.clone();
+        if terms.reports {
             objections.push(OTHERS_DISCARD.into());
         }
-        let device = File::options().read(true).write(true).open(USERFAULTFD).ok();
-        let (descriptor, keep_open) = (device.is_some(), self.keep_open);
-        let attach = Attach { segments, objections, running, keep_open, descriptor };
+        // Only who asked for it, and may work, gets it.
+        let device = (self.wants_descriptor && objections.is_empty())
+            .then(|| File::options().read(true).write(true).open(USERFAULTFD).ok())
+            .flatten();
+        let attach = Attach {
+            segments: verdict.segments.clone(),
+            objections,
+            firmware: verdict.firmware,
+            running,
+            keep_open: terms.keep_open,
+            observe: terms.observe,
+            window_limit_ms: terms.window_limit_ms,
+            descriptor: device.is_some(),
+        };
         self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
         (self.stage, self.scanner) = (Stage::Attaching, None);
+        (self.unclear, self.mapped) = (None, None);
     }
 
     fn relay(&mut self, now: Instant, run: Option<&RunState>, events: &[VmEvent]) {
         if run == Some(&RunState::Migrating) {
-            self.send(Ask::Other, Command::StandDown);
-            (self.stage, self.status) = (Stage::Apart, None);
-            return;
+            return self.stand_down(Stage::Apart);
         }
         if events.contains(&VmEvent::Reset) {
             self.send(Ask::Other, Command::ResetSeen);
@@ -252,7 +351,8 @@ impl AgentLink {
         if self.stage != Stage::Attached {
             return;
         }
-        if let Some(recycle) = &order.recycle {
+        let known = self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
+        if let Some(recycle) = order.recycle.as_ref().filter(|_| known) {
             self.send(Ask::Recycle, Command::Recycle(*recycle));
             // What is held is news afterwards.
             self.held_at = None;
@@ -350,6 +450,7 @@ impl AgentLink {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
                 (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
+                self.wants_descriptor = h.wants_descriptor;
             }
             (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
                 "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
@@ -358,7 +459,7 @@ impl AgentLink {
             )),
             (Ask::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
-                self.told = (!self.keep_open).then(Vec::new);
+                self.told = (!self.terms.keep_open).then(Vec::new);
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (Ask::Advise, Ok(Answer::Advised { open })) => {
@@ -378,6 +479,13 @@ impl AgentLink {
                 // What is held is asked for less often: the last answer stands.
                 if status.held.is_none() && status.state == AgentState::Ready {
                     status.held = self.status.as_ref().and_then(|s| s.held);
+                }
+                match (status.unclear, self.unclear) {
+                    (Some(new), Some((known, _))) if new == known => {}
+                    (new, _) => {
+                        self.unclear = new.map(|generation| (generation, Instant::now()));
+                        self.mapped = None;
+                    }
                 }
                 self.status = Some(status);
             }
@@ -409,7 +517,7 @@ impl AgentLink {
         AgentSample {
             link,
             state: status.state,
-            why: status.why,
+            why: self.mapped.clone().and_then(Result::err).or(status.why),
             module: status.module.map(|m| format!("{} on Linux {}", m.version, m.linux)),
             free: status.free,
             held: status.held,
@@ -417,8 +525,135 @@ impl AgentLink {
             facts: self.facts,
             busy: self.asked.iter().any(|(ask, _)| *ask == Ask::Recycle),
             counters: status.counters,
+            windows: status.windows,
+            waits: status.waits,
+            wires: status.wires,
             advises: self.advises && self.stage == Stage::Attached,
             open: self.open,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{IoSliceMut, Write};
+    use std::mem::MaybeUninit;
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use ebb_core::wire::firmware::Firmware;
+    use ebb_core::wire::{Answer, Hello, Lines, Outcome, Reply, Request};
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+    use super::*;
+
+    /// A peer that says hello and tells what came with `attach`, and how many descriptors.
+    fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize) {
+        let (mut lines, mut descriptors) = (Lines::default(), 0);
+        loop {
+            let mut buffer = [0u8; 4096];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut buffer)];
+            let got = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty()).unwrap();
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(fds) = message {
+                    descriptors += fds.count();
+                }
+            }
+            let mut requests = Vec::new();
+            lines
+                .feed(&buffer[..got.bytes], |l| requests.push(Request::parse(l).unwrap()))
+                .unwrap();
+            for request in requests {
+                let answer = match request.command {
+                    Command::Hello => Answer::Hello(Hello {
+                        protocol: PROTOCOL,
+                        version: "0".into(),
+                        pid: std::process::id(),
+                        kernel: Default::default(),
+                        advises: false,
+                        hashes: false,
+                        wants_descriptor,
+                    }),
+                    Command::Attach(attach) => return (attach, descriptors),
+                    _ => Answer::Done,
+                };
+                let reply = Reply { id: request.id, outcome: Outcome::Ok(answer) };
+                (&socket).write_all(&reply.line()).unwrap();
+            }
+        }
+    }
+
+    fn verdict(objections: &[&str]) -> Verdict {
+        Verdict {
+            begun: Instant::now(),
+            objections: objections.iter().map(|o| o.to_string()).collect(),
+            firmware: Firmware::Seabios,
+            segments: vec![Segment { gpa: 0, size: 1 << 30, hva: 1 << 40 }],
+        }
+    }
+
+    /// What an agent that is so is handed, with that against it.
+    fn handed(wants_descriptor: bool, objections: &[&str]) -> (Attach, usize) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let serve = move || peer(listener.accept().unwrap().0, wants_descriptor);
+        let thread = std::thread::spawn(serve);
+        let mut link = AgentLink::new(path, std::process::id());
+        let (run, verdict) = (RunState::Running, verdict(objections));
+        while !thread.is_finished() {
+            link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&verdict));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        thread.join().unwrap()
+    }
+
+    #[test]
+    fn a_descriptor_goes_to_who_asks_for_it_and_may_work() {
+        let there = File::options().read(true).write(true).open(USERFAULTFD).is_ok();
+        let (attach, descriptors) = handed(true, &[]);
+        assert_eq!((attach.descriptor, descriptors), (there, usize::from(there)));
+        let (attach, descriptors) = handed(false, &[]);
+        assert_eq!((attach.descriptor, descriptors), (false, 0), "it can make one itself");
+        let (attach, descriptors) = handed(true, &["a vhost-user device"]);
+        assert_eq!((attach.descriptor, descriptors), (false, 0), "it may not work");
+        assert_eq!(attach.objections, ["a vhost-user device"]);
+    }
+
+    #[test]
+    fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
+        let mut link = AgentLink::new(path, std::process::id());
+        let run = RunState::Running;
+        for _ in 0..100 {
+            link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(!thread.is_finished() && link.stage == Stage::Met);
+        let told = verdict(&[]);
+        while !thread.is_finished() {
+            link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Attached, and QEMU has not told anything for long.
+        link.stage = Stage::Attached;
+        link.known_at = Some(Instant::now() - VERDICT_OLD);
+        let order = |recycle| RecycleOrder {
+            vm: ebb_core::sample::VmId { pid: 1, start: 1 },
+            name: "a".into(),
+            recycle,
+            mark: false,
+            reason: String::new(),
+        };
+        let before = link.asked.len();
+        link.order(&order(Some(Default::default())));
+        assert_eq!(link.asked.len(), before);
+        link.known_at = Some(Instant::now());
+        link.order(&order(Some(Default::default())));
+        assert_eq!(link.asked.len(), before + 1);
     }
 }

@@ -12,6 +12,8 @@ mod agent_link;
 pub mod balloon;
 mod bound;
 pub mod client;
+pub mod hands_off;
+mod inventory;
 pub mod linux;
 mod merge_link;
 pub mod probe;

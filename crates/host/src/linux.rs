@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::{Config, SocketUse};
+use ebb_core::config::{AgentUse, Config, SocketUse};
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
     HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
@@ -27,6 +27,7 @@ use crate::act::torn::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
+use crate::hands_off::HandsOffs;
 use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
 use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
@@ -79,6 +80,8 @@ pub struct Options {
     pub trust: Trust,
     /// How often `/proc` is scanned for new VMs; at once when one vanishes.
     pub scan_every: Duration,
+    /// Where it is written down which VMs are left alone at the operator's word.
+    pub hands_off: Option<PathBuf>,
 }
 
 /// What merging needs to know.
@@ -108,6 +111,7 @@ impl Default for Options {
             look_only: false,
             trust: Trust::default(),
             scan_every: Duration::from_secs(2),
+            hands_off: None,
         }
     }
 }
@@ -165,6 +169,9 @@ pub enum Wake {
 pub struct LinuxHost {
     options: Options,
     vms: BTreeMap<VmId, Vm>,
+    hands_off: HandsOffs,
+    /// Why it is not known which VMs were to be left alone.
+    unread: Option<String>,
     /// Which VM each configured socket turned out to be.
     bound: Vec<Option<VmId>>,
     /// The VMs that Ebb owes something.
@@ -194,6 +201,7 @@ impl LinuxHost {
     /// Opens what is kept open. VMs are looked for by the first sample. Fails
     /// only where the system has no file descriptor left.
     pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
+        let (hands_off, unread) = HandsOffs::load(options.hands_off.clone());
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
         let merger = options
@@ -217,6 +225,8 @@ impl LinuxHost {
             bounds: Bounds::new(options.pool.clone()),
             options,
             vms: BTreeMap::new(),
+            hands_off,
+            unread,
             bound,
             owed: HashSet::new(),
             scanned: None,
@@ -252,11 +262,13 @@ impl LinuxHost {
         let mut host = self.sample_host(&mut problems);
         self.owed = owed.iter().copied().collect();
         self.refresh(started);
-        self.allow();
+        self.allow(at);
         for id in owed {
             self.vms.get_mut(id).into_iter().for_each(|vm| vm.hurry(started));
         }
         problems.extend(self.scan_problems.iter().cloned());
+        let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
+        problems.extend(unread);
         self.query(started, at);
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
@@ -269,9 +281,14 @@ impl LinuxHost {
 
     /// What may be done to each VM: nothing to one that is not managed, unless it is owed
     /// something.
-    fn allow(&mut self) {
+    fn allow(&mut self, at: Stamp) {
+        let vms = &self.vms;
+        self.hands_off.keep(at, |id| vms.contains_key(id));
         for (id, vm) in &mut self.vms {
-            vm.access = access(&self.options, &self.owed, &vm.process);
+            vm.access = Access {
+                hands_off_ms: self.hands_off.left_ms(*id, at),
+                ..access(&self.options, &self.owed, &vm.process)
+            };
             vm.named = self.bound.contains(&Some(*id));
         }
     }
@@ -408,6 +425,14 @@ impl LinuxHost {
         self.notifications = noted(problems, "memory.pressure_level", opened);
     }
 
+    /// Leaves a VM alone for so long; 0 ms: no longer. The error is for people.
+    pub fn hands_off(&mut self, name: &str, ms: u64) -> Result<(), String> {
+        let named = |vm: &Vm| vm.process.name == name;
+        let found = self.vms.iter().find(|(_, vm)| named(vm)).map(|(id, _)| *id);
+        let id = found.ok_or_else(|| format!("no VM is called “{name}”"))?;
+        self.hands_off.set(id, LinuxHost::now(), ms)
+    }
+
     /// Processes that are called QEMU and are not taken for VMs.
     pub fn refused(&self) -> &[Refused] {
         &self.refused
@@ -431,6 +456,9 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        for vm in self.vms.values_mut() {
+            vm.look_for_mappers(&self.options.root);
+        }
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
             let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
@@ -639,6 +667,10 @@ impl LinuxHost {
             sample.offload = self.offloader.sample(*id);
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
+            let busy = sample.offload.as_ref().is_some_and(|o| o.busy)
+                || sample.torn.as_ref().is_some_and(|t| t.busy)
+                || sample.zeros.as_ref().is_some_and(|z| z.busy);
+            sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample
         };
         self.vms.iter_mut().map(one).collect()
@@ -755,6 +787,10 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Acc
         managed: settings.manage || owed.contains(&process.id),
         any_socket: options.config.sockets == SocketUse::Any,
         look_only: options.look_only,
+        agent: if settings.manage { settings.agent } else { AgentUse::Off },
+        private_ram: settings.private_ram,
+        window_limit_ms: settings.window_limit_ms.unwrap_or(0),
+        hands_off_ms: None,
     }
 }
 

@@ -9,20 +9,24 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use ebb_core::config::AgentUse;
 use ebb_core::sample::{
-    BalloonSample, GuestStats, Heard, Link, Problem, ProcessMemory, RunState, VmEvent, VmId,
-    VmSample,
+    BalloonSample, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory, RunState, VmEvent,
+    VmId, VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
 
 use crate::act::merger::Look;
-use crate::agent_link::AgentLink;
+use crate::agent_link::{AgentLink, Terms};
 use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
+use crate::probe::mappers;
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
+use crate::root::Root;
 
 /// First and longest wait before a lost connection is tried again.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -57,6 +61,8 @@ enum Ask {
     DeflateOnOom,
     Interval,
     SetInterval,
+    /// What can write to its memory.
+    Inventory(Inquiry),
 }
 
 /// What is asked of a balloon until it is answered, once.
@@ -84,6 +90,14 @@ pub(crate) struct Access {
     pub any_socket: bool,
     /// It is only looked at: nothing is set in QEMU.
     pub look_only: bool,
+    /// What its agent may do.
+    pub agent: AgentUse,
+    /// The operator's word that nobody else writes to its shared RAM.
+    pub private_ram: bool,
+    /// Windows longer than this have its agent stand aside, ms; 0: none do.
+    pub window_limit_ms: u64,
+    /// The operator wants it left alone for so much longer, ms.
+    pub hands_off_ms: Option<u64>,
 }
 
 /// A VM and its connection.
@@ -142,15 +156,17 @@ pub(crate) struct Vm {
     interval_was: Option<u64>,
     /// Orders that QEMU has not answered.
     unanswered: Vec<u64>,
+    /// Asked for where there is an agent.
+    inventory: Inventory,
+    verdict: Option<Verdict>,
 }
 
 impl Vm {
     pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
         let agent = process.agent.clone();
-        let objections = process.objections.clone();
         let pid = process.id.pid;
         Vm {
-            agent: agent.map(|path| AgentLink::new(path, pid, objections)),
+            agent: agent.map(|path| AgentLink::new(path, pid)),
             merging: MergeLink::default(),
             copied: None,
             merged: None,
@@ -186,7 +202,17 @@ impl Vm {
             named: false,
             interval_was: None,
             unanswered: Vec::new(),
+            inventory: Inventory::default(),
+            verdict: None,
         }
+    }
+
+    /// Whether its agent is spoken to.
+    fn uses_agent(&self) -> bool {
+        let may = self.access.managed && !self.access.look_only;
+        may && self.agent.is_some()
+            && self.access.agent != AgentUse::Off
+            && self.access.hands_off_ms.is_none()
     }
 
     /// The sockets that may be connected to, or why there is none.
@@ -333,6 +359,8 @@ impl Vm {
         self.asked.clear();
         self.unanswered.clear();
         self.answers = Answers::default();
+        self.inventory.forget();
+        self.verdict = None;
         (self.ready, self.slow_since) = (false, None);
         self.looked_up = None;
     }
@@ -382,6 +410,15 @@ impl Vm {
         if self.ready {
             self.ask_balloon();
         }
+        self.verdict = None;
+        if self.ready && self.uses_agent() {
+            if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
+                self.inventory.look_anew();
+            }
+            for (look, command, arguments) in self.inventory.questions(now) {
+                self.send(Ask::Inventory(look), command, arguments);
+            }
+        }
     }
 
     fn ask_balloon(&mut self) {
@@ -429,6 +466,13 @@ impl Vm {
     }
 
     fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
+        if let (Ask::Inventory(look), Ok(_) | Err(QmpError::Command { .. })) = (ask, &answer) {
+            for (look, command, arguments) in self.inventory.answer(look, answer.ok()) {
+                self.send(Ask::Inventory(look), command, arguments);
+            }
+            self.verdict = self.inventory.verdict();
+            return;
+        }
         if matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
             self.owed.retain(|owed| *owed != ask);
         }
@@ -544,6 +588,7 @@ impl Vm {
         for event in client.take_events() {
             if balloon::changes_devices(&event) {
                 self.looked_up = None;
+                self.inventory.look_anew();
             }
             if event.name == "RESET" {
                 self.heard = Heard::default();
@@ -573,20 +618,35 @@ impl Vm {
         self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
     }
 
+    /// Finds out whether other processes map its RAM, where its agent waits for that.
+    pub fn look_for_mappers(&mut self, root: &Root) {
+        let (private, pid) = (self.access.private_ram, self.process.id.pid);
+        let Some(agent) = self.agent.as_mut() else { return };
+        let Some(segments) = agent.wants_mappers() else { return };
+        let found = if private { Ok(()) } else { mappers::are_private(root, pid, segments) };
+        agent.mappers(found);
+    }
+
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
     /// who else discards its pages.
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
-        if !self.access.managed || self.access.look_only {
+        if !self.uses_agent() {
+            self.agent.iter_mut().for_each(AgentLink::leave);
             return;
         }
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
         let usable = self.slow_since.is_none() && self.known();
         let Some(agent) = self.agent.as_mut() else { return };
-        let reports = self.reporting == Some(true);
-        let qmp = self.client.as_mut().filter(|c| usable && c.state() == State::Ready);
-        agent.ask(now, run.as_ref(), &self.events, (reports, keep_open), qmp);
+        let terms = Terms {
+            reports: self.reporting == Some(true),
+            keep_open,
+            observe: self.access.agent == AgentUse::Observe,
+            window_limit_ms: self.access.window_limit_ms,
+        };
+        let verdict = self.verdict.as_ref().filter(|_| usable);
+        agent.ask(now, run.as_ref(), &self.events, terms, verdict);
     }
 
     /// Ends the tick: waits no more for what was not answered, and tells what is known.
@@ -625,6 +685,10 @@ impl Vm {
             events: std::mem::take(&mut self.events),
             age_ms: age_of(id),
             pinned: self.pinned(),
+            hands_off: self.access.hands_off_ms.map(|left_ms| HandsOff {
+                left_ms,
+                done: self.agent.as_ref().is_none_or(AgentLink::has_left),
+            }),
             offload: None,
             zeros: None,
             torn: None,
@@ -819,10 +883,17 @@ mod tests {
                 pinned: None,
                 incoming: false,
                 agent: None,
-                objections: Vec::new(),
             },
             1,
-            Access { managed: true, any_socket: true, look_only: false },
+            Access {
+                managed: true,
+                any_socket: true,
+                look_only: false,
+                agent: AgentUse::On,
+                private_ram: false,
+                window_limit_ms: 0,
+                hands_off_ms: None,
+            },
         )
     }
 

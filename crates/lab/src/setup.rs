@@ -19,6 +19,7 @@ use crate::{LabError, run};
 /// A program and the package it comes from.
 const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
+    ("qemu-storage-daemon", "qemu-system-common"),
     ("busybox", "busybox-static"),
     ("cc", "gcc"),
     ("gcc-12", "gcc-12"),
@@ -34,6 +35,7 @@ const PROGRAMS: &[(&str, &str)] = &[
 ];
 /// A file and the package it comes from.
 const FILES: &[(&str, &str)] = &[
+    ("/usr/share/OVMF/OVMF_CODE_4M.fd", "ovmf"),
     ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev"),
     // objtool, which builds modules, needs it.
     ("/usr/lib/x86_64-linux-gnu/libelf.so.1", "libelf1"),

@@ -53,6 +53,10 @@ const TRANSLATED_CPU: &str = "qemu64,-cx16";
 /// boot. `thread=single` would be safe as well, but costs what tests are about: vCPUs that
 /// run at the same time, and atomic operations that are atomic for QEMU's other threads.
 const ONE_CPU_AT_BOOT: &str = "maxcpus=1 noreplace-smp";
+/// UEFI for VMs as Debian has it: code, and the variables of a VM that never ran.
+const UEFI: (&str, &str) = ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd");
+/// A VM's own variables.
+const UEFI_VARIABLES: &str = "uefi-variables";
 /// From start to the tool's ready line, under KVM.
 const BOOT_DEADLINE: Duration = Duration::from_secs(20);
 
@@ -156,6 +160,8 @@ pub struct VmConfig {
     pub backing: Backing,
     /// QEMU gets no transparent huge pages, whatever this machine's setting.
     pub small_pages: bool,
+    /// It starts by UEFI (OVMF) rather than by QEMU's BIOS.
+    pub uefi: bool,
     /// Emulation whose guest clock counts instructions: one nanosecond each, one
     /// thread for all vCPUs, the same run after run.
     pub counted: bool,
@@ -194,6 +200,7 @@ impl VmConfig {
             balloon: Some(Balloon::default()),
             backing: Backing::default(),
             small_pages: false,
+            uefi: false,
             counted: false,
             accel: None,
             disks: Vec::new(),
@@ -226,6 +233,14 @@ impl VmConfig {
         a.extend([image.initramfs.display().to_string(), "-append".into(), words]);
         a.extend(text(&["-cpu", if accel == Accel::Kvm { "host" } else { TRANSLATED_CPU }]));
         a.extend(self.backing_arguments(mib));
+        if self.uefi {
+            let flash = |unit, rest: &str, file: &str| {
+                format!("if=pflash,unit={unit},format=raw,{rest}file={file}")
+            };
+            let vars = path(UEFI_VARIABLES);
+            a.extend(["-drive".into(), flash(0, "readonly=on,", UEFI.0)]);
+            a.extend(["-drive".into(), flash(1, "", &vars)]);
+        }
         a.extend([
             "-serial".into(),
             format!("file:{}", path("console")),
@@ -383,6 +398,10 @@ impl Vm {
             let more = run_dir.join("initramfs");
             with_files(&image.initramfs, &config.files, &more)?;
             image.initramfs = more;
+        }
+        if config.uefi {
+            let own = run_dir.join(UEFI_VARIABLES);
+            fs::copy(UEFI.1, &own).map_err(LabError::file(&own))?;
         }
         if let Some(user) = config.user {
             hand_over(&mut image, &run_dir, user).map_err(LabError::file(&run_dir))?;

@@ -8,6 +8,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
 use ebb_host::agent::{self, Agent};
 use ebb_host::qmp;
@@ -95,7 +96,8 @@ impl Guest {
         let segments = agent::segments(&mut qmp, MINUTE).unwrap();
         let total: u64 = segments.iter().map(|s| s.size).sum();
         assert_eq!(Bytes(total), self.vm.memory(), "{segments:?}");
-        let attach = Attach { segments, running: true, ..Attach::default() };
+        let attach =
+            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() };
         self.agent.attach(attach, None, SOON).unwrap();
     }
 

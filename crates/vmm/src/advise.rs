@@ -4,8 +4,8 @@
 //! has lost its userfaultfd write-protection (`mm/ksm.c`, `replace_page`; found on
 //! Linux 6.18: 63 of 64 protected pages were written without a fault after they
 //! had been merged). A guest could then write to a page between our second look at
-//! the map and the discard, and the tripwire at guest page 0 could vanish, because
-//! page 0 is alike in many VMs. So an agent takes the RAM it is given out of KSM
+//! the map and the discard, and a tripwire could vanish, because the first pages are alike
+//! in many VMs. So an agent takes the RAM it is given out of KSM
 //! before it protects anything. QEMU opens it by default (`mem-merge=on`).
 //!
 //! The daemon may then name ranges that are worth merging: [`Open`]. They are taken
@@ -21,6 +21,7 @@ use std::io;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Advise;
 use ebb_core::wire::abi::{self, PAGE};
+use ebb_core::wire::firmware::NEVER_OPEN;
 
 use crate::ram::{Bits, Kind, Part, Ram};
 use crate::sys::{self, Range};
@@ -83,20 +84,21 @@ impl Open {
         Ok(Bytes(self.0.iter().map(|r| r.len).sum()))
     }
 
+    /// Closes all that was opened.
+    pub fn close_all(self) -> Result<(), String> {
+        has_room(self.0.iter().map(|r| r.len / PAGE).sum())?;
+        close(&self.0)
+    }
+
     /// Closes the rest once more: somebody may have opened it again. Costs a
     /// microsecond for each stretch of it where nobody has.
     pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
         close(&without(&anonymous(ram), &self.0))
     }
 
-    /// The same for the stretch of guest page 0 alone, which is protected all the time.
-    pub fn keep_tripwire_out(&self, ram: &Ram) -> Result<(), String> {
-        let Some(page) = ram.hva(0, PAGE) else { return Ok(()) };
-        let of_page = |r: &&Range| r.start <= page && page < end(r);
-        let Some(all) = anonymous(ram).iter().find(of_page).copied() else { return Ok(()) };
-        let next = self.0.iter().map(|r| r.start).find(|start| *start > page);
-        let stop = next.map_or(end(&all), |start| start.min(end(&all)));
-        close(&[Range { start: page, len: stop - page }])
+    /// The same for what is never open, which is protected all the time.
+    pub fn keep_tripwires_out(&self, ram: &Ram) -> Result<(), String> {
+        close(&never_open(ram))
     }
 
     /// How many ranges are open.
@@ -127,22 +129,30 @@ fn end(r: &Range) -> u64 {
 }
 
 /// Ranges as they were named, if they are whole pages of anonymous RAM, sorted and
-/// apart, and the tripwire is in none.
+/// apart; without what is never open.
 fn check(ram: &Ram, want: &[(u64, u64)]) -> Result<Vec<Range>, String> {
     let anonymous = anonymous(ram);
-    let tripwire = ram.hva(0, PAGE);
     let mut ranges: Vec<Range> = Vec::with_capacity(want.len());
     for &(start, len) in want {
         let stop = start.checked_add(len).ok_or("no such addresses")?;
         let within = anonymous.iter().any(|r| r.start <= start && stop <= end(r));
         let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
-        let wired = tripwire.is_some_and(|page| start < page + PAGE && stop > page);
-        if !within || !whole || wired || ranges.last().is_some_and(|r| start < end(r)) {
+        if !within || !whole || ranges.last().is_some_and(|r| start < end(r)) {
             return Err(format!("{start:#x}+{len:#x} cannot be opened to KSM"));
         }
         ranges.push(Range { start, len });
     }
-    Ok(ranges)
+    Ok(without(&ranges, &never_open(ram)))
+}
+
+/// Where tripwires may be, as we have it, sorted and apart.
+fn never_open(ram: &Ram) -> Vec<Range> {
+    let here =
+        |(gpa, end): &(u64, u64)| Some(Range { start: ram.hva(*gpa, end - gpa)?, len: end - gpa });
+    if !ram.pieces().first().is_some_and(|p| matches!(p.kind, Kind::Anonymous)) {
+        return Vec::new();
+    }
+    NEVER_OPEN.iter().filter_map(here).collect()
 }
 
 /// What of `a` is not in `b`; both sorted and apart.

@@ -9,22 +9,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use ebb_core::histogram::Histogram;
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
     AgentState, Answer, Attach, Command, Counters, Hello, OTHERS_DISCARD, PROTOCOL, Recycle,
     Refusal, Refused, Status, clip,
 };
 
 use crate::advise::{self, Open};
-use crate::aside;
+use crate::aside::Devices;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
 use crate::ram::Ram;
 use crate::recycle::{Marks, Pace, Recycler};
+use crate::selftest::{self, Failed};
 use crate::sys::Range;
-use crate::track::Tracker;
+use crate::track::{Sight, Tracker};
 use crate::turns::{self, Turns};
 use crate::uffd::Uffd;
 
@@ -34,6 +37,8 @@ const ASIDE_EVERY: Duration = Duration::from_secs(1);
 const FEW: usize = 64;
 /// It is closed again this often then, and before anything is recycled.
 const REST_EVERY: Duration = Duration::from_secs(10);
+/// RAM in which no header has been found for so long needs no protection.
+const LOST_LONG: Duration = Duration::from_secs(10);
 /// Tries to read the facts between two writes of the guest.
 const FACTS_TRIES: usize = 20;
 
@@ -51,6 +56,14 @@ struct Attached {
     open: Open,
     pace: Pace,
     counters: Counters,
+    windows: Histogram,
+    devices: Devices,
+    firmware: Firmware,
+    /// RAM can be protected: it is registered, and closed to KSM.
+    registered: bool,
+    observe: bool,
+    /// Windows longer than this have the agent stand aside.
+    window_limit: Option<Duration>,
     aside_at: Instant,
     /// When all that is not to be open to KSM was closed last.
     closed_at: Instant,
@@ -102,14 +115,15 @@ impl Agent {
             return self.stand_aside("the thread that reads faults has ended");
         }
         let now = Instant::now();
-        vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), now);
+        let mut found = vm.step(now).err();
         vm.tell_map();
-        if now >= vm.aside_at {
+        if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let open = vm.keep_closed(now, false).err();
-            if let Some(why) = aside::reason().or(open) {
-                self.stand_aside(&why);
-            }
+            found = vm.devices.look().or(open);
+        }
+        if let Some(why) = found {
+            self.stand_aside(&why);
         }
     }
 
@@ -134,10 +148,9 @@ impl Agent {
             Command::Mark => self.mark(),
             Command::Facts => self.facts().map(Answer::Facts),
             Command::RunState { running } => {
-                let vm = self.attached()?;
                 // What beat until now counts; what did not does not.
-                vm.tracker.step(&vm.ram, &vm.guard, !vm.open.is_empty(), Instant::now());
-                vm.tracker.run_state(*running);
+                self.step();
+                self.attached()?.tracker.run_state(*running);
                 Ok(Answer::Done)
             }
             Command::ResetSeen => {
@@ -163,6 +176,10 @@ impl Agent {
                 vm.tell_map();
                 Ok(Answer::Done)
             }
+            Command::Cleared { generation } => {
+                self.attached()?.devices.clear(*generation);
+                Ok(Answer::Done)
+            }
             Command::StandDown => {
                 self.detach();
                 Ok(Answer::Done)
@@ -178,6 +195,7 @@ impl Agent {
             kernel: crate::ram::kernel_parts(),
             advises: true,
             hashes: crate::ram::kernel_parts().pagemap_scan,
+            wants_descriptor: Uffd::open(None, false).is_err(),
         }
     }
 
@@ -201,17 +219,47 @@ impl Agent {
             }
             _ => {}
         }
-        let found = aside::reason().map_or(Ok(()), Err);
+        let mut devices = Devices::default();
+        let found = devices.look().map_or(Ok(()), Err);
         let ram = found.and_then(|()| Ram::check(&attach.segments)).and_then(|ram| {
             let turns = turns::taken();
             let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
-            let objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
+            let mut objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
+            if attach.firmware == Firmware::Unknown {
+                objections
+                    .push("its firmware is not known: what it writes first at a reset".into());
+            }
             if objections.is_empty() { Ok(ram) } else { Err(objections.join("; ")) }
         });
         let kept = std::mem::take(&mut self.kept);
         let made = ram.and_then(|ram| {
-            let open = if attach.keep_open { kept.still(&ram) } else { Open::default() };
-            Attached::new(ram, open, attach.running, device, self.faults)
+            let device = device.as_ref().map(AsFd::as_fd);
+            let uffd = Uffd::open(device, !self.faults.no_unpopulated());
+            Ok((ram, uffd.map_err(|e| e.to_string())?))
+        });
+        if let (Ok((_, uffd)), false) = (&made, self.faults.no_self_test() || attach.observe)
+            && let Err(failed) = selftest::keeps_protection(uffd)
+        {
+            return Err(match failed {
+                Failed::Loses(why) => {
+                    self.stand_aside(&why);
+                    refuse(Refused::Aside, why)
+                }
+                Failed::Unknown(why) => refuse(Refused::System, why),
+            });
+        }
+        let made = made.and_then(|(ram, uffd)| {
+            let kept = kept.still(&ram);
+            let open = if attach.keep_open {
+                kept
+            } else {
+                kept.close_all()?;
+                Open::default()
+            };
+            if ram.has_shared() {
+                devices.watch_sockets();
+            }
+            Attached::new(ram, uffd, devices, open, attach, self.faults)
         });
         match made {
             Ok(vm) => {
@@ -240,6 +288,10 @@ impl Agent {
             free: free.map(|f| f.0),
             held: free.and_then(|f| f.1),
             counters: vm.counters(),
+            unclear: vm.devices.unclear(),
+            wires: vm.guard.wires(),
+            windows: vm.windows,
+            waits: vm.guard.waits(),
         }
     }
 
@@ -254,11 +306,29 @@ impl Agent {
             self.stand_aside(&why);
         }
         let vm = self.attached()?;
-        let recycling = Arc::clone(&vm.recycling);
+        if vm.observe {
+            return Err(refuse(Refused::NotReady, "this VM is only observed"));
+        }
+        if vm.devices.unclear().is_some() && !faults.no_devices() {
+            let why = "a socket was opened beside shared RAM: the daemon has to look first";
+            return Err(refuse(Refused::NotReady, why));
+        }
+        let (recycling, limit) = (Arc::clone(&vm.recycling), vm.window_limit);
         let mut recycler = vm.recycler(faults)?;
         recycling.store(true, SeqCst);
         let done = recycler.run(want, interrupt);
         recycling.store(false, SeqCst);
+        let longest = Duration::from_nanos(recycler.counters.window_max_ns);
+        let late = limit.filter(|limit| longest > *limit).map(|limit| {
+            format!(
+                "a window took {} ms, more than the operator's window_limit of {} ms",
+                longest.as_millis(),
+                limit.as_millis()
+            )
+        });
+        if let Some(why) = recycler.found.take().or(late) {
+            self.stand_aside(&why);
+        }
         // A map that fell into doubt is dropped now, not at the next call.
         self.step();
         Ok(Answer::Recycled(done))
@@ -296,25 +366,12 @@ impl Agent {
 impl Attached {
     fn new(
         ram: Ram,
+        uffd: Uffd,
+        devices: Devices,
         open: Open,
-        running: bool,
-        device: Option<OwnedFd>,
+        attach: &Attach,
         faults: Faults,
     ) -> Result<Attached, String> {
-        // Before anything is protected: merging would lift the protection.
-        advise::leave_ksm(&ram, &open)?;
-        let device = device.as_ref().map(AsFd::as_fd);
-        let uffd = Uffd::open(device, !faults.no_unpopulated()).map_err(|e| e.to_string())?;
-        for p in ram.pieces() {
-            uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| {
-                match e.raw_os_error() {
-                    Some(libc::EBUSY) => {
-                        "another userfaultfd guards this RAM (postcopy, background snapshot)".into()
-                    }
-                    _ => format!("RAM at {:#x} cannot be guarded: {e}", p.gpa),
-                }
-            })?;
-        }
         let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
         let guard = Arc::new(Guard::new(uffd).map_err(system)?);
         let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
@@ -322,6 +379,7 @@ impl Attached {
             true => None,
             false => Some(Turns::begin(&guard, &ram).ok_or("too many agents in this process")?),
         };
+        let limit = Duration::from_millis(attach.window_limit_ms);
         Ok(Attached {
             watch,
             _turns: turns,
@@ -329,22 +387,57 @@ impl Attached {
             ram: Arc::new(ram),
             hasher: None,
             recycling: Arc::default(),
-            tracker: Tracker::new(running, faults),
+            tracker: Tracker::new(attach.running, attach.firmware, attach.observe, faults),
             marks: Marks::default(),
             open,
             pace: Pace::default(),
             counters: Counters::default(),
+            windows: Histogram::default(),
+            devices,
+            firmware: attach.firmware,
+            registered: false,
+            observe: attach.observe,
+            window_limit: Some(limit).filter(|l| !l.is_zero()),
             aside_at: Instant::now() + ASIDE_EVERY,
             closed_at: Instant::now(),
         })
     }
 
+    /// Looks for the guest's header and at it. RAM is registered when something is to be
+    /// protected, and no longer than that.
+    fn step(&mut self, now: Instant) -> Result<(), String> {
+        let (ram, guard, open) = (&self.ram, &self.guard, &self.open);
+        // What is merged is to stay so, as long as nothing has to be protected.
+        let gently = !open.is_empty() || !self.registered;
+        let registered = &mut self.registered;
+        let mut prepare = || {
+            if !std::mem::replace(registered, true) {
+                // Before anything is protected: merging would lift the protection.
+                advise::leave_ksm(ram, open)?;
+                register(ram, guard.uffd())?;
+            }
+            Ok(())
+        };
+        let mut sight = Sight { ram, guard, gently, prepare: &mut prepare };
+        self.tracker.step(&mut sight, now)?;
+        if self.registered && self.tracker.lost_for(now).is_some_and(|lost| lost > LOST_LONG) {
+            self.registered = false;
+            for p in self.ram.pieces() {
+                let _ = self.guard.uffd().unregister(Range { start: p.hva, len: p.size });
+            }
+        }
+        Ok(())
+    }
+
     /// What somebody may have opened to KSM again is closed: what is about to be `recycled`
-    /// must have been looked at within a second, guest page 0 always.
+    /// must have been looked at within a second, tripwires always.
     fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), String> {
+        if !self.registered {
+            return Ok(());
+        }
         let soon = recycled || self.open.count() <= FEW;
         if now - self.closed_at < if soon { ASIDE_EVERY } else { REST_EVERY } {
-            return self.open.keep_tripwire_out(&self.ram);
+            return self.open.keep_tripwires_out(&self.ram);
         }
         self.closed_at = now;
         self.open.keep_rest_out(&self.ram)
@@ -363,6 +456,7 @@ impl Attached {
     }
 
     fn recycler(&mut self, faults: Faults) -> Result<Recycler<'_>, Refusal> {
+        let beat = self.tracker.beat();
         let Some(live) = self.tracker.ready() else { return Err(self.not_ready()) };
         Ok(Recycler {
             ram: &self.ram,
@@ -373,6 +467,11 @@ impl Attached {
             open: &self.open,
             pace: &mut self.pace,
             counters: &mut self.counters,
+            windows: &mut self.windows,
+            devices: &mut self.devices,
+            beat,
+            early: self.firmware.early(),
+            found: None,
             faults,
         })
     }
@@ -381,4 +480,17 @@ impl Attached {
         let (faults, trips) = self.guard.counts();
         Counters { faults, trips, challenges: self.tracker.challenges(), ..self.counters }
     }
+}
+
+/// Pages of it can be protected from now on.
+fn register(ram: &Ram, uffd: &Uffd) -> Result<(), String> {
+    for p in ram.pieces() {
+        uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| match e.raw_os_error() {
+            Some(libc::EBUSY) => {
+                "another userfaultfd guards this RAM (postcopy, background snapshot)".into()
+            }
+            _ => format!("RAM at {:#x} cannot be guarded: {e}", p.gpa),
+        })?;
+    }
+    Ok(())
 }

@@ -1,9 +1,132 @@
 //! When to leave a VM alone: what this process itself can see.
 //!
-//! Devices that write to guest memory past the page tables (VFIO, vDPA), locked
+//! Devices that write to guest memory past the page tables (VFIO, vDPA, RDMA), locked
 //! memory, confidential guests. What only QEMU knows comes from the daemon.
+//!
+//! Such a device is looked for in each window as well ([`Devices::new`]), between the
+//! protection and the discard. A page that it pinned before the protection was pinned by a
+//! file that is open by then, so it is seen; a page that it wants to pin afterwards has to
+//! be written to, so it waits for the end of the window.
 
+use std::collections::BTreeSet;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
+
+use rustix::fs::FileType;
+use rustix::net::AddressFamily;
+use rustix::net::sockopt::socket_domain;
+
+/// Descriptors beyond the highest one that was seen open. The kernel gives the lowest that
+/// is free.
+const BEYOND: i32 = 64;
+
+/// The character devices that this process has open, all of which were looked at, and its
+/// Unix sockets, of which the daemon knows what they are for.
+///
+/// Shared RAM is given to another process (vhost-user) as a descriptor over a Unix socket.
+/// So where RAM is shared, a socket that is new means that nothing may be discarded before
+/// the daemon has asked QEMU again what can write to RAM.
+#[derive(Debug, Default)]
+pub struct Devices {
+    harmless: BTreeSet<u64>,
+    highest: i32,
+    /// RAM is shared: the sockets that were there, by inode.
+    sockets: Option<BTreeSet<u64>>,
+    /// Counts what is unclear; `cleared` follows it.
+    generation: u64,
+    cleared: u64,
+}
+
+/// What is new in a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum New {
+    /// A character device.
+    Device,
+    /// A Unix socket, beside shared RAM.
+    Socket,
+}
+
+/// What a descriptor is open on.
+enum Kind {
+    Device(u64),
+    Socket(u64),
+}
+
+impl Devices {
+    /// Looks at all open files by their names: a reason to stand aside.
+    pub fn look(&mut self) -> Option<String> {
+        if let Some(why) = reason() {
+            return Some(why);
+        }
+        let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+        let numbers = open.filter_map(|e| e.file_name().to_str()?.parse().ok());
+        self.highest = numbers.max().unwrap_or(0);
+        let device = |fd| match kind(fd)? {
+            Kind::Device(device) => Some(device),
+            Kind::Socket(_) => None,
+        };
+        self.harmless = (0..=self.highest).filter_map(device).collect();
+        // One that was opened in between is in that set now.
+        reason()
+    }
+
+    /// RAM is shared: from now on new Unix sockets are looked for. Those that are there are
+    /// unclear until the daemon has looked.
+    pub fn watch_sockets(&mut self) {
+        self.sockets = Some(BTreeSet::new());
+        self.generation += 1;
+        self.take_sockets();
+    }
+
+    fn take_sockets(&mut self) {
+        let socket = |fd| match kind(fd)? {
+            Kind::Socket(inode) => Some(inode),
+            Kind::Device(_) => None,
+        };
+        let all = (0..=self.highest.saturating_add(BEYOND)).filter_map(socket).collect();
+        if self.sockets.replace(all) != self.sockets {
+            self.generation += 1;
+        }
+    }
+
+    /// What the daemon has to look at before anything is discarded.
+    pub fn unclear(&mut self) -> Option<u64> {
+        if self.new() == Some(New::Socket) {
+            self.take_sockets();
+        }
+        (self.generation != self.cleared).then_some(self.generation)
+    }
+
+    /// The daemon has looked at what was there then.
+    pub fn clear(&mut self, generation: u64) {
+        self.cleared = self.cleared.max(generation.min(self.generation));
+    }
+
+    /// What may have been opened since the last look: some 100 ns a descriptor.
+    pub fn new(&self) -> Option<New> {
+        let new = |fd| match (kind(fd)?, &self.sockets) {
+            (Kind::Device(d), _) => (!self.harmless.contains(&d)).then_some(New::Device),
+            (Kind::Socket(s), Some(all)) => (!all.contains(&s)).then_some(New::Socket),
+            (Kind::Socket(_), None) => None,
+        };
+        (0..=self.highest.saturating_add(BEYOND)).find_map(new)
+    }
+}
+
+/// A character device or a Unix socket.
+fn kind(fd: i32) -> Option<Kind> {
+    // SAFETY: borrowed for calls that fail where nothing is open.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let stat = rustix::fs::fstat(fd).ok()?;
+    match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
+        FileType::CharacterDevice => Some(Kind::Device(stat.st_rdev)),
+        FileType::Socket => {
+            let unix = socket_domain(fd).ok()? == AddressFamily::UNIX;
+            unix.then_some(Kind::Socket(stat.st_ino))
+        }
+        _ => None,
+    }
+}
 
 /// A reason to stand aside, from what this process has open and locked.
 pub fn reason() -> Option<String> {
@@ -25,6 +148,10 @@ fn of_file(link: &str) -> Option<String> {
         l if l.starts_with("/dev/vfio/") || l.contains("[vfio-") || l == "/dev/iommu" => {
             "a VFIO device writes to guest memory by itself"
         }
+        "anon_inode:kvm-vfio" | "anon_inode:[kvm-vfio]" => {
+            "a VFIO device writes to guest memory by itself"
+        }
+        l if l.starts_with("/dev/infiniband/") => "an RDMA device writes to guest memory by itself",
         l if l.starts_with("/dev/vhost-vdpa") => "a vDPA device writes to guest memory by itself",
         "/dev/sev"
         | "anon_inode:kvm-gmem"
@@ -53,6 +180,7 @@ mod tests {
         }
         assert!(of_file("/dev/vhost-vdpa-0").unwrap().contains("vDPA"));
         assert!(of_file("/dev/sev").unwrap().contains("encrypted"));
+        assert!(of_file("/dev/infiniband/uverbs0").unwrap().contains("RDMA"));
         for good in ["/dev/kvm", "anon_inode:kvm-vm", "/dev/vhost-net", "/memfd:ram (deleted)"] {
             assert_eq!(of_file(good), None, "{good}");
         }

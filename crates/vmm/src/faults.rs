@@ -35,11 +35,15 @@ impl Faults {
     fault!(no_doubt, 7, "State, generation and tripwire are not looked at again.");
     fault!(no_turns, 8, "Discards of the VMM's own do not wait for the window.");
     fault!(no_apart, 9, "What is open to KSM is recycled too.");
+    fault!(no_devices, 10, "Devices are not looked for in a window.");
+    fault!(no_beats, 11, "A map is used although its beat stands still.");
+    fault!(wider, 13, "The same, long enough for a disk.");
+    fault!(no_self_test, 12, "The kernel does not have to prove that it keeps protection.");
 
     /// By the names of the questions, with `+` between them.
     #[cfg(feature = "faults")]
     pub fn parse(text: &str) -> Option<Faults> {
-        const NAMES: [&str; 10] = [
+        const NAMES: [&str; 14] = [
             "no_protect",
             "no_reread",
             "no_unpopulated",
@@ -50,6 +54,10 @@ impl Faults {
             "no_doubt",
             "no_turns",
             "no_apart",
+            "no_devices",
+            "no_beats",
+            "no_self_test",
+            "wider",
         ];
         let mut bits = 0;
         for name in text.split('+').filter(|n| !n.is_empty()) {
@@ -62,6 +70,9 @@ impl Faults {
     pub fn widen(self) {
         if self.wide() {
             std::thread::sleep(std::time::Duration::from_micros(300));
+        }
+        if self.wider() {
+            std::thread::sleep(std::time::Duration::from_millis(20));
         }
     }
 }

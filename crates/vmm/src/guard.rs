@@ -1,21 +1,22 @@
-//! The window of protection, the tripwire, and the thread that reads the faults.
+//! The window of protection, the tripwires, and the thread that reads the faults.
 //!
 //! One lock stands for "a window is open": a recycle batch holds it from its
 //! first protection to its last. The handler thread takes it before it lets a
 //! faulting write go on, so a write inside a window waits for that window, and a
 //! write that slipped between a discard and its wake-up is found here and woken.
 //!
-//! The tripwire is guest page 0, protected as long as a map is in use. Firmware
-//! writes there first thing after a reset, a running Linux does not. A write
-//! there first marks the map as dropped, then waits for the open window, which
+//! Tripwires are guest pages that stay protected as long as a map is in use: those
+//! that firmware writes to first after a reset, and a running Linux does not. A
+//! write there first marks the map as dropped, then waits for the open window, which
 //! discards nothing once it sees the mark, and only then goes on.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ebb_core::histogram::Histogram;
 use ebb_core::wire::abi::PAGE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -26,6 +27,21 @@ use crate::uffd::Uffd;
 /// any scheduler.
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
+/// Most tripwires.
+pub const WIRES: usize = 4;
+/// Writes that were woken lately: one that comes again within [`RECENT`] was missed.
+const WOKEN: usize = 8;
+const RECENT: Duration = Duration::from_secs(1);
+
+/// A page that stays protected.
+#[derive(Debug, Default)]
+struct Wire {
+    /// Our address of it, or 0 while it is not armed.
+    page: AtomicU64,
+    /// The guest's, for people.
+    gpa: AtomicU64,
+    trips: AtomicU64,
+}
 
 /// What the recycler and the handler thread share.
 #[derive(Debug)]
@@ -33,12 +49,17 @@ pub struct Guard {
     uffd: Uffd,
     window: Mutex<()>,
     waiting: AtomicU64,
-    /// The protected page 0, or 0 while there is none.
-    tripwire: AtomicU64,
+    wires: [Wire; WIRES],
     tripped: AtomicBool,
     faults: AtomicU64,
-    trips: AtomicU64,
+    /// When the window was opened that is open now, or was last.
+    opened: Mutex<Instant>,
+    waits: Mutex<Histogram>,
     quit: OwnedFd,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Guard {
@@ -48,10 +69,11 @@ impl Guard {
             uffd,
             window: Mutex::new(()),
             waiting: AtomicU64::new(0),
-            tripwire: AtomicU64::new(0),
+            wires: Default::default(),
             tripped: AtomicBool::new(false),
             faults: AtomicU64::new(0),
-            trips: AtomicU64::new(0),
+            opened: Mutex::new(Instant::now()),
+            waits: Mutex::default(),
             quit: eventfd(0, EventfdFlags::CLOEXEC)?,
         })
     }
@@ -69,69 +91,102 @@ impl Guard {
             }
             std::thread::sleep(YIELD);
         }
-        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+        let window = lock(&self.window);
+        *lock(&self.opened) = Instant::now();
+        window
     }
 
     /// Waits for the open window and keeps the next one from opening meanwhile.
     pub fn between(&self) -> MutexGuard<'_, ()> {
         self.waiting.fetch_add(1, SeqCst);
-        let window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
+        let window = lock(&self.window);
         self.waiting.fetch_sub(1, SeqCst);
         window
     }
 
-    /// Protects page 0, at this address. What tripped before is forgotten.
-    pub fn arm(&self, page: u64) -> std::io::Result<()> {
+    /// Protects these pages of the guest (its address, ours), at most [`WIRES`]. What
+    /// tripped before is forgotten.
+    pub fn arm(&self, pages: &[(u64, u64)]) -> std::io::Result<()> {
         let _window = self.open();
+        self.disarm();
         self.tripped.store(false, SeqCst);
-        self.tripwire.store(page, SeqCst);
-        self.uffd.protect(Range { start: page, len: PAGE })
+        for (wire, (gpa, page)) in self.wires.iter().zip(pages) {
+            if wire.gpa.swap(*gpa, SeqCst) != *gpa {
+                wire.trips.store(0, SeqCst);
+            }
+            wire.page.store(*page, SeqCst);
+            self.uffd.protect(Range { start: *page, len: PAGE })?;
+        }
+        Ok(())
     }
 
-    /// Lifts the tripwire.
+    /// Lifts the tripwires.
     pub fn disarm(&self) {
-        let page = self.tripwire.swap(0, SeqCst);
-        if page != 0 {
-            let _ = self.uffd.lift(Range { start: page, len: PAGE });
+        for wire in &self.wires {
+            let page = wire.page.swap(0, SeqCst);
+            if page != 0 {
+                let _ = self.uffd.lift(Range { start: page, len: PAGE });
+            }
         }
     }
 
-    /// Whether somebody wrote to page 0 since it was armed.
+    /// Whether somebody wrote to a tripwire since they were armed.
     pub fn tripped(&self) -> bool {
         self.tripped.load(SeqCst)
     }
 
     /// Writes that waited and were seen by the handler, and trips.
     pub fn counts(&self) -> (u64, u64) {
-        (self.faults.load(SeqCst), self.trips.load(SeqCst))
+        let trips = self.wires.iter().map(|w| w.trips.load(SeqCst)).sum();
+        (self.faults.load(SeqCst), trips)
     }
 
-    /// Lets one faulting write go on.
-    fn handle(&self, address: u64, again: bool) {
+    /// The guest pages that were armed, and how often each was the first to be written to.
+    pub fn wires(&self) -> Vec<(u64, u64)> {
+        let of = |w: &Wire| (w.gpa.load(SeqCst), w.trips.load(SeqCst));
+        let armed = |w: &&Wire| w.page.load(SeqCst) != 0 || w.trips.load(SeqCst) > 0;
+        self.wires.iter().filter(armed).map(of).collect()
+    }
+
+    /// How long writes waited, at most: from the opening of the window that they met.
+    pub fn waits(&self) -> Histogram {
+        *lock(&self.waits)
+    }
+
+    /// Lets one faulting write go on, which was read at `read`.
+    fn handle(&self, address: u64, again: bool, read: Instant) {
         self.faults.fetch_add(1, SeqCst);
         let page = Range { start: address & !(PAGE - 1), len: PAGE };
-        let wire = page.start == self.tripwire.load(SeqCst);
-        if wire {
-            self.tripped.store(true, SeqCst);
-            self.trips.fetch_add(1, SeqCst);
+        let armed = |w: &&Wire| w.page.load(SeqCst) == page.start;
+        let wire = self.wires.iter().find(armed);
+        if let Some(wire) = wire
+            && !self.tripped.swap(true, SeqCst)
+        {
+            wire.trips.fetch_add(1, SeqCst);
         }
+        // What is protected and no wire was met by the window that was opened last.
+        let begun = if wire.is_some() { read } else { read.min(*lock(&self.opened)) };
         let window = self.between();
         // A window lifts its own protection, so waking is enough; lifting 4 KiB
         // would split the mapping of a huge page. Whoever comes back was missed.
-        if wire || again {
+        if wire.is_some() || again {
             let _ = self.uffd.lift(page);
         } else {
             let _ = self.uffd.wake(page);
         }
-        if wire {
-            self.tripwire.store(0, SeqCst);
+        if let Some(wire) = wire {
+            // Armed anew between the two locks: this wire is lifted, so it counts again.
+            self.tripped.store(true, SeqCst);
+            wire.page.store(0, SeqCst);
         }
         drop(window);
+        lock(&self.waits).add(begun.elapsed().as_nanos() as u64);
     }
 
     fn run(&self) {
         let mut messages = [UffdMsg::default(); 16];
-        let mut last = 0;
+        let mut woken = [(0, None); WOKEN];
+        let mut next = 0;
         loop {
             let mut fds = [
                 PollFd::from_borrowed_fd(self.uffd.fd(), PollFlags::IN),
@@ -146,9 +201,15 @@ impl Guard {
                 return;
             }
             let Ok(found) = self.uffd.read(&mut messages) else { return };
+            let now = Instant::now();
             for m in found.iter().filter(|m| m.event == sys::EVENT_PAGEFAULT) {
-                self.handle(m.address, m.address == last);
-                last = m.address;
+                let page = m.address & !(PAGE - 1);
+                let again = woken.iter().any(|(p, at): &(u64, Option<Instant>)| {
+                    *p == page && at.is_some_and(|at| now.duration_since(at) < RECENT)
+                });
+                self.handle(m.address, again, now);
+                woken[next % WOKEN] = (page, Some(now));
+                next += 1;
             }
         }
     }

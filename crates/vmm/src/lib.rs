@@ -8,7 +8,7 @@
 //! Files, from the outside in: `server` (socket, thread), `agent` (commands),
 //! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
 //! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`,
-//! `uffd`, `sys` (system calls), `hasher` (what pages hold, for the scanner of merging), `aside` (when to leave a VM alone), `advise` (what
+//! `uffd`, `sys` (system calls), `selftest` (whether the kernel keeps protection), `hasher` (what pages hold, for the scanner of merging), `aside` (when to leave a VM alone), `advise` (what
 //! is recycled is closed to KSM), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
@@ -18,7 +18,8 @@
 //!
 //! It must never harm the VM that it is in: no panic leaves its threads, memory
 //! is bounded by the VM's RAM (a few KiB per GiB), it waits for no lock of the
-//! VMM, and a guest write waits no longer than one window of about a millisecond.
+//! VMM, and a guest write waits no longer than one window: about a millisecond of its
+//! thread's own processor time.
 // System calls on raw addresses, symbols for the VMM's loader, and a constructor
 // are what this crate is for. Each block says why it is sound.
 #![allow(unsafe_code)]
@@ -31,6 +32,7 @@ pub mod guard;
 pub mod hasher;
 pub mod ram;
 pub mod recycle;
+pub mod selftest;
 pub mod server;
 pub mod sys;
 pub mod track;
@@ -44,7 +46,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
 use crate::faults::Faults;
-use crate::server::{Server, complain};
+use crate::server::{Peers, Server, complain};
 
 /// Version of the plug-in interface that we claim. QEMU reads it when it has
 /// loaded us, after the constructor ran, and refuses what lies outside of its own
@@ -86,7 +88,8 @@ extern "C" fn at_load() {
             // What this process starts is not a VMM.
             // SAFETY: constructors run before the process has a second thread.
             unsafe { std::env::remove_var("EBB_AGENT_SOCKET") };
-            start(Path::new(&path), "");
+            let own = std::env::var_os("EBB_AGENT_PEER").is_some_and(|v| v == "own");
+            start(Path::new(&path), if own { Peers::Own } else { Peers::Root }, "");
         }
     });
 }
@@ -104,11 +107,11 @@ fn in_qemu() -> bool {
 }
 
 /// Starts the server; a failure is told and otherwise ignored.
-fn start(path: &Path, faults: &str) {
+fn start(path: &Path, peers: Peers, faults: &str) {
     let Some(faults) = parse_faults(faults) else {
         return eprintln!("ebb agent: this build knows no faults `{faults}`");
     };
-    match (Server::start(path, faults), SERVER.lock()) {
+    match (Server::start(path, peers, faults), SERVER.lock()) {
         (Ok(server), Ok(mut held)) => *held = Some(server),
         (Err(e), _) => complain(&path.display().to_string(), &e),
         (_, Err(_)) => {}
@@ -125,8 +128,8 @@ fn parse_faults(text: &str) -> Option<Faults> {
     text.is_empty().then(Faults::default)
 }
 
-/// QEMU's entry point. 0: loaded. Only a missing `socket=` is an error, which ends
-/// QEMU before it has a guest; what goes wrong later costs the agent alone.
+/// QEMU's entry point. 0: loaded. Only a missing `socket=` or a wrong `peer=` is an error,
+/// which ends QEMU before it has a guest; what goes wrong later costs the agent alone.
 ///
 /// # Safety
 /// QEMU passes `argc` strings that end with NUL.
@@ -147,7 +150,16 @@ pub unsafe extern "C" fn qemu_plugin_install(
         return -1;
     };
     let faults = String::from_utf8_lossy(find(b"faults=").unwrap_or_default()).into_owned();
+    let peers = match find(b"peer=") {
+        None | Some(b"root") => Peers::Root,
+        Some(b"own") => Peers::Own,
+        Some(other) => {
+            let other = String::from_utf8_lossy(other);
+            eprintln!("ebb agent: peer={other} is neither root nor own");
+            return -1;
+        }
+    };
     let path = Path::new(OsStr::from_bytes(path)).to_path_buf();
-    let _ = std::panic::catch_unwind(|| start(&path, &faults));
+    let _ = std::panic::catch_unwind(|| start(&path, peers, &faults));
     0
 }

@@ -121,6 +121,11 @@ impl Ram {
         self.pieces.iter().any(|p| matches!(p.kind, Kind::Anonymous))
     }
 
+    /// Whether some of it is a shared file, which another process may map as well.
+    pub fn has_shared(&self) -> bool {
+        self.pieces.iter().any(|p| matches!(p.kind, Kind::Shared { .. }))
+    }
+
     /// Our address of `len` bytes of guest memory that lie in one piece.
     pub fn hva(&self, gpa: u64, len: u64) -> Option<u64> {
         let at = self.ranges.iter().position(|r| r.holds(gpa, len))?;

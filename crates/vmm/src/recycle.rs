@@ -3,12 +3,14 @@
 //! For each batch of runs that the map calls free and the host holds:
 //!
 //! 1. protect them against writes,
-//! 2. read their bits again, and after that the state word and generation,
-//! 3. discard what is still free,
-//! 4. lift the protection, which wakes who waits.
+//! 2. read their bits again, and after that the state word, generation and beat,
+//! 3. look whether a device that writes past the page tables has been opened,
+//! 4. discard what is still free,
+//! 5. lift the protection, which wakes who waits.
 //!
 //! The guest clears a bit before it writes, we protect before we read: one of
-//! the two always sees the other.
+//! the two always sees the other. The map page is read once before the protection, so
+//! that no page of it has to come from swap while writers wait.
 //!
 //! A write that meets an open window waits for it, so a window is short: the
 //! number of pages in it follows the time that the last one took. Whole 2 MiB
@@ -17,6 +19,7 @@
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
+use ebb_core::histogram::Histogram;
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{
     self, GuestState, HEADER_BYTES, Header, Layout, LivePart, MapPage, PAGE,
@@ -24,6 +27,7 @@ use ebb_core::wire::abi::{
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
 use crate::advise::Open;
+use crate::aside::{Devices, New};
 use crate::faults::Faults;
 use crate::guard::Guard;
 use crate::ram::{Bits, Kind, Part, Ram, blocks};
@@ -32,6 +36,10 @@ use crate::sys;
 /// A window that took longer makes the next one smaller; a vCPU waits no more
 /// than about one window.
 const WINDOW_LONG: Duration = Duration::from_micros(1200);
+/// The thread of a window that took so much longer was off the CPU: the next one is small.
+const WINDOW_LATE: Duration = Duration::from_millis(3);
+/// A map whose beat is this many times its own tick old is not used while vCPUs run.
+const BEATS_MISSED: u32 = 3;
 /// A window that took less makes the next one larger.
 const WINDOW_SHORT: Duration = Duration::from_micros(500);
 /// Pages that a call costs as much as, beyond those it is about.
@@ -96,9 +104,22 @@ pub struct Recycler<'a> {
     pub pace: &'a mut Pace,
     /// Since attach.
     pub counters: &'a mut Counters,
+    /// The same, of windows.
+    pub windows: &'a mut Histogram,
+    /// Devices that were found harmless.
+    pub devices: &'a mut Devices,
+    /// While vCPUs run: the last beat, and when it was new.
+    pub beat: Option<(u64, Instant)>,
+    /// What is never given back: first address, and the first after it.
+    pub early: (u64, u64),
+    /// A device was found that writes past the page tables.
+    pub found: Option<String>,
     /// Steps left out, in test builds.
     pub faults: Faults,
 }
+
+/// Video memory, ROM and what the firmware's management mode has: RAM, but not the guest's.
+const BELOW_1M: std::ops::Range<u64> = 0xa0..0x100;
 
 /// Why a pass ended before its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,6 +162,7 @@ impl Recycler<'_> {
     /// Gives back what `want` asks for. `interrupt` is asked between windows.
     pub fn run(&mut self, want: &Recycle, interrupt: &mut dyn FnMut() -> bool) -> Recycled {
         let (begun, cpu) = (Instant::now(), cpu_ns());
+        self.found = None;
         let budget = want.budget_ms.min(ebb_core::wire::BUDGET_MS_MAX);
         let mut call = Call {
             want,
@@ -174,7 +196,7 @@ impl Recycler<'_> {
 
     fn page(&mut self, page: &MapPage, pass: Pass, call: &mut Call<'_>) -> Result<(), Stop> {
         let Some(mut free) = self.ram.bits(page.gpa) else { return Err(Stop::Doubt) };
-        keep_usable(page, &mut free);
+        self.keep_usable(page, &mut free);
         if call.want.marked {
             let Some(marked) = self.marks.of(page.pfn) else { return Ok(()) };
             free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
@@ -289,12 +311,17 @@ impl Recycler<'_> {
         let begun = Instant::now();
         let found = self.window(page, part, batch, call);
         let took = begun.elapsed();
+        let late = took > WINDOW_LATE;
+        self.windows.add(took.as_nanos() as u64);
         call.done.window_ns += took.as_nanos() as u64;
         self.counters.batches += 1;
         self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
         let pace = if whole { &mut self.pace.whole } else { &mut self.pace.rest };
         let floor = if whole { BLOCK + RUN_COST } else { *WEIGHT.start() };
-        if took > WINDOW_LONG {
+        if late {
+            // The thread was off the CPU: the less is open then, the better.
+            *pace = floor;
+        } else if took > WINDOW_LONG {
             *pace = (*pace / 2).max(floor);
         } else if took < WINDOW_SHORT {
             *pace = (*pace * 2).min(*WEIGHT.end());
@@ -319,6 +346,8 @@ impl Recycler<'_> {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let guard = self.guard;
+        // Brings the pages in, so that nothing in the window waits for them.
+        self.read_again(page, batch)?;
         let _open = guard.open();
         let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
         if !self.faults.no_protect() {
@@ -328,6 +357,7 @@ impl Recycler<'_> {
             }
         }
         let bits = self.read_again(page, batch)?;
+        self.look_for_devices()?;
         self.faults.widen();
         let (mut ranges, mut kept) = (Vec::with_capacity(batch.len()), Vec::new());
         let mut pages = 0;
@@ -363,8 +393,21 @@ impl Recycler<'_> {
         Ok(())
     }
 
+    /// What pins memory from now on waits for the end of the window; what did before is
+    /// seen here.
+    fn look_for_devices(&mut self) -> Result<(), Stop> {
+        match self.devices.new().filter(|_| !self.faults.no_devices()) {
+            None => Ok(()),
+            Some(New::Socket) => Err(Stop::Doubt),
+            Some(New::Device) => {
+                self.found = self.devices.look();
+                if self.found.is_some() { Err(Stop::Doubt) } else { Ok(()) }
+            }
+        }
+    }
+
     /// The bits of a batch and then the header's word on them, in this order.
-    fn read_again(&self, page: &MapPage, batch: &[Run]) -> Result<Box<Bits>, Stop> {
+    fn read_again(&mut self, page: &MapPage, batch: &[Run]) -> Result<Box<Bits>, Stop> {
         let mut bits = Box::new([u64::MAX; abi::MAP_WORDS]);
         let first = batch.iter().map(|r| r.first).min().unwrap_or(0) / 64;
         let end = batch.iter().map(|r| r.first + r.len).max().unwrap_or(0).div_ceil(64);
@@ -384,13 +427,38 @@ impl Recycler<'_> {
     }
 
     /// Whether the header is the one that was proven alive, and records.
-    fn still_good(&self, bytes: &[u8; HEADER_BYTES]) -> bool {
+    fn still_good(&mut self, bytes: &[u8; HEADER_BYTES]) -> bool {
         let live = LivePart::parse(bytes);
         self.faults.no_doubt()
             || (!self.guard.tripped()
+                && self.beats(&live)
                 && bytes[..abi::STATIC_BYTES] == self.header.fixed
                 && live.state == GuestState::Running
                 && live.generation == self.layout.generation)
+    }
+
+    /// Whether the guest has beaten lately, if its vCPUs run. Where they stand still
+    /// unknown to the daemon, a snapshot may be being loaded over this map.
+    fn beats(&mut self, live: &LivePart) -> bool {
+        let Some((last, at)) = &mut self.beat else { return true };
+        let now = Instant::now();
+        if live.beat != *last && live.beats_right(self.header.key) {
+            (*last, *at) = (live.beat, now);
+        }
+        let most = Duration::from_millis(live.tick_ms.into()) * BEATS_MISSED;
+        self.faults.no_beats() || now.duration_since(*at) <= most
+    }
+
+    /// What firmware writes before its first write is noticed is never ours to give, nor
+    /// are the tripwires.
+    fn keep_usable(&self, page: &MapPage, bits: &mut Bits) {
+        let (first, end) = (self.early.0 / PAGE, self.early.1.div_ceil(PAGE));
+        let wires = self.guard.wires();
+        let kept = wires.iter().map(|(gpa, _)| gpa / PAGE).chain(first..end).chain(BELOW_1M);
+        for pfn in kept.filter(|pfn| (page.pfn..page.pfn + abi::MAP_PFNS).contains(pfn)) {
+            let at = (pfn - page.pfn) as usize;
+            bits[at / 64] &= !(1 << (at % 64));
+        }
     }
 
     /// Splits the huge pages that were given back in part: the host has those
@@ -412,7 +480,7 @@ impl Recycler<'_> {
         let (mut free, mut kept) = (0, 0);
         for page in &self.layout.pages {
             let mut bits = self.ram.bits(page.gpa)?;
-            keep_usable(page, &mut bits);
+            self.keep_usable(page, &mut bits);
             for part in self.ram.parts(page.pfn) {
                 let mut mask = [0; abi::MAP_WORDS];
                 abi::fill(&mut mask, part.first, part.len, true);
@@ -442,13 +510,6 @@ impl Recycler<'_> {
 pub fn cpu_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-/// Page 0 is the tripwire: never ours to give.
-fn keep_usable(page: &MapPage, bits: &mut Bits) {
-    if page.pfn == 0 {
-        bits[0] &= !1;
-    }
 }
 
 /// The stretches of a part that have bits set: page tables of the others need not be walked.

@@ -1,7 +1,8 @@
 //! The socket on which the agent waits for its daemon.
 //!
 //! One thread, one daemon at a time, one request after the other. The peer must
-//! be root or our own user. When it goes, or says something that is not of the
+//! be root; with `peer=own` our own user may as well. Under libvirt that is every other
+//! VM's QEMU, so nobody gets it unasked. When it goes, or says something that is not of the
 //! protocol, all protection is lifted and the agent waits for the next one.
 //!
 //! The thread keeps the VMM's priority: a vCPU may wait for its window, and would
@@ -16,7 +17,7 @@ use std::time::Duration;
 
 use ebb_core::wire::{Command, Lines, Outcome, Refusal, Refused, Reply, Request};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::Mode;
+use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
@@ -30,6 +31,16 @@ use crate::sys;
 /// How long an answer may take to go out before its daemon is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Who may speak with the agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Peers {
+    /// Root.
+    #[default]
+    Root,
+    /// Root and the VMM's own user.
+    Own,
+}
+
 /// A listening agent. In a VMM it lives as long as the process; in tests,
 /// dropping it ends it.
 #[derive(Debug)]
@@ -42,7 +53,7 @@ pub struct Server {
 impl Server {
     /// Listens at `path` (mode 0600) on a thread of its own. A socket that nobody
     /// serves any more is replaced.
-    pub fn start(path: &Path, faults: Faults) -> Result<Server> {
+    pub fn start(path: &Path, peers: Peers, faults: Faults) -> Result<Server> {
         let listener = listen(path)?;
         sys::close_in_children(Some(listener.as_fd()));
         let quit = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
@@ -51,7 +62,7 @@ impl Server {
             sys::block_signals();
             // A panic ends the agent, not the VMM: unwinding closes the
             // userfaultfd, which lifts all protection.
-            let serve = || serve(&listener, &theirs, faults);
+            let serve = || serve(&listener, &theirs, peers, faults);
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(serve));
             sys::close_in_children(None);
         })?;
@@ -79,7 +90,9 @@ fn listen(path: &Path) -> Result<OwnedFd> {
     let listener = socket()?;
     if let Err(e) = rustix::net::bind(&listener, &address) {
         let served = rustix::net::connect(&socket()?, &address) != Err(Errno::CONNREFUSED);
-        if e != Errno::ADDRINUSE || served {
+        let file = rustix::fs::lstat(path)?;
+        let socket = FileType::from_raw_mode(file.st_mode).is_socket();
+        if e != Errno::ADDRINUSE || served || !socket {
             return Err(e.into());
         }
         std::fs::remove_file(path)?;
@@ -172,7 +185,7 @@ struct Peer {
     session: Session,
 }
 
-fn serve(listener: &OwnedFd, quit: &OwnedFd, faults: Faults) {
+fn serve(listener: &OwnedFd, quit: &OwnedFd, peers: Peers, faults: Faults) {
     let mut agent = Agent::new(faults);
     let mut peer: Option<Peer> = None;
     loop {
@@ -197,7 +210,7 @@ fn serve(listener: &OwnedFd, quit: &OwnedFd, faults: Faults) {
             peer = None;
             agent.detach();
         }
-        if called && let Some(new) = accept(listener) {
+        if called && let Some(new) = accept(listener, peers) {
             match peer {
                 None => peer = Some(new),
                 Some(_) => new.answer(0, no("another daemon is connected")),
@@ -208,15 +221,15 @@ fn serve(listener: &OwnedFd, quit: &OwnedFd, faults: Faults) {
 }
 
 /// Somebody who may speak with us.
-fn accept(listener: &OwnedFd) -> Option<Peer> {
+fn accept(listener: &OwnedFd, peers: Peers) -> Option<Peer> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::accept_with(listener, flags).ok()?;
     let uid = sockopt::socket_peercred(&socket).ok()?.uid;
     let peer = Peer { socket, session: Session::default() };
-    if uid.is_root() || uid == rustix::process::geteuid() {
+    if uid.is_root() || peers == Peers::Own && uid == rustix::process::geteuid() {
         return Some(peer);
     }
-    peer.answer(0, no("only root and the VMM's own user may"));
+    peer.answer(0, no("only root may (the VMM's own user as well with peer=own)"));
     None
 }
 

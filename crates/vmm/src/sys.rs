@@ -47,6 +47,7 @@ pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const UFFD_API: u64 = 0xaa;
 const UFFDIO_API: c_ulong = 0xc018_aa3f;
 const UFFDIO_REGISTER: c_ulong = 0xc020_aa00;
+const UFFDIO_UNREGISTER: c_ulong = 0x8010_aa01;
 const UFFDIO_WAKE: c_ulong = 0x8010_aa02;
 const UFFDIO_WRITEPROTECT: c_ulong = 0xc018_aa06;
 const USERFAULTFD_IOC_NEW: c_ulong = 0xaa00;
@@ -100,6 +101,11 @@ pub fn uffd_api(fd: &OwnedFd, features: u64) -> Result<u64> {
 pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
     let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
     ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
+}
+
+/// Takes a range out again; what is protected of it is lifted, who waits is woken.
+pub fn uffd_unregister(fd: &OwnedFd, range: Range) -> Result<()> {
+    ioctl(fd.as_raw_fd(), UFFDIO_UNREGISTER, &mut [range.start, range.len]).map(drop)
 }
 
 /// Protects a range, or lifts its protection and wakes who waits there.
@@ -293,6 +299,16 @@ pub fn discard(range: Range) -> Result<()> {
 /// Marks a page cold, which splits a huge page that is no longer mapped whole.
 pub fn cold(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLD)
+}
+
+/// Pages a range out to swap, where there is any.
+pub fn page_out(range: Range) -> Result<()> {
+    advise(range, libc::MADV_PAGEOUT)
+}
+
+/// Makes huge pages of a range now (6.1 on).
+pub fn collapse(range: Range) -> Result<()> {
+    advise(range, libc::MADV_COLLAPSE)
 }
 
 /// Takes a range out of KSM and breaks what is merged of it; its contents stay.

@@ -8,16 +8,20 @@
 //!
 //! RAM outlives a reset, so what looks like a header may be the picture of one:
 //! nothing is written into its page before it beats, and nothing is believed
-//! before it has answered a random number. The tripwire is armed before that
+//! before it has answered a random number. The tripwires are armed before that
 //! number is written, so a reset after the answer cannot pass unnoticed. A
 //! running guest that stops beating is doubted until it beats and answers again;
 //! a paused one cannot beat, and cannot be reset unnoticed either.
+//!
+//! Who only observes writes no number and arms nothing: two right beats are enough to
+//! read a map, of which nothing is given back.
 
 use std::time::{Duration, Instant};
 
 use ebb_core::wire::abi::{
     self, Bad, CANDIDATES_MAX, GuestState, HEADER_BYTES, Header, Layout, LivePart, PAGE,
 };
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Module};
 
 use crate::faults::Faults;
@@ -86,17 +90,37 @@ pub struct Tracker {
     why: Option<String>,
     challenges: u64,
     running: bool,
+    firmware: Firmware,
+    observe: bool,
+    /// Since when nothing is known.
+    lost_at: Instant,
     faults: Faults,
+}
+
+/// What [`Tracker::step`] works with.
+pub struct Sight<'a> {
+    /// The VM's memory.
+    pub ram: &'a Ram,
+    /// Its tripwires.
+    pub guard: &'a Guard,
+    /// Some of RAM may be merged, and is to stay so.
+    pub gently: bool,
+    /// Makes protection possible: called before the first page is protected. An error is a
+    /// reason to leave the VM alone.
+    pub prepare: &'a mut dyn FnMut() -> Result<(), String>,
 }
 
 impl Tracker {
     /// Knows nothing yet.
-    pub fn new(running: bool, faults: Faults) -> Tracker {
+    pub fn new(running: bool, firmware: Firmware, observe: bool, faults: Faults) -> Tracker {
         Tracker {
             at: At::Searching { next: None, since: None },
             why: None,
             challenges: 0,
             running,
+            firmware,
+            observe,
+            lost_at: Instant::now(),
             faults,
         }
     }
@@ -104,19 +128,33 @@ impl Tracker {
     /// Nothing known holds any more.
     pub fn forget(&mut self, guard: &Guard, why: &str) {
         guard.disarm();
+        if matches!(self.at, At::Challenged { .. } | At::Ready(_)) {
+            self.lost_at = Instant::now();
+        }
         self.at = At::Searching { next: None, since: None };
         self.why = Some(why.to_string());
+    }
+
+    /// How long no header has been found; nothing has to be protected meanwhile.
+    pub fn lost_for(&self, now: Instant) -> Option<Duration> {
+        let searching = matches!(self.at, At::Searching { .. } | At::Checking { .. });
+        searching.then(|| now.duration_since(self.lost_at))
+    }
+
+    /// The last beat of a running guest, and when it was seen first.
+    pub fn beat(&self) -> Option<(u64, Instant)> {
+        match &self.at {
+            At::Ready(live) if self.running => Some((live.beat, live.beat_at)),
+            _ => None,
+        }
     }
 
     /// Whether the vCPUs run, as the daemon knows.
     pub fn run_state(&mut self, running: bool) {
         self.running = running;
         match &mut self.at {
-            At::Ready(live) => {
-                live.beat_at = Instant::now();
-                // Silence was the pause; the tripwire has been watching.
-                live.silent &= running;
-            }
+            // A doubt from before the pause stays: only a beat and an answer end it.
+            At::Ready(live) => live.beat_at = Instant::now(),
             At::Searching { next, since } => (*next, *since) = (None, None),
             At::Checking { .. } | At::Challenged { .. } => {}
         }
@@ -182,20 +220,23 @@ impl Tracker {
         }
     }
 
-    /// Looks, and goes on to the next state where it can. `gently`: some of RAM may be
-    /// merged, and is to stay so.
-    pub fn step(&mut self, ram: &Ram, guard: &Guard, gently: bool, now: Instant) {
+    /// Looks, and goes on to the next state where it can. The error is a reason to leave
+    /// the VM alone.
+    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+        let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
         if relied && guard.tripped() && !self.faults.no_doubt() {
-            self.forget(guard, "something wrote to guest page 0: a reset");
+            let wires = guard.wires();
+            let which = wires.iter().find(|w| w.1 > 0).map_or(0, |w| w.0);
+            self.forget(guard, &format!("something wrote to guest page {which:#x}: a reset"));
         }
         match &mut self.at {
             At::Searching { next, since } if next.is_none_or(|n| now >= n) => {
                 let searched = now - *since.get_or_insert(now);
                 let pause = (searched / SEARCH_SHARE).clamp(SEARCH_EVERY, SEARCH_MOST);
                 *next = Some(now + if self.running { pause } else { SEARCH_PAUSED });
-                let (found, why) = search(ram, gently);
+                let (found, why) = search(ram, sight.gently);
                 self.why = why.or(self.why.take());
                 if !found.is_empty() {
                     self.at = At::Checking { since: now, found };
@@ -206,21 +247,46 @@ impl Tracker {
                 let late = self.running && now.duration_since(*since) > PATIENCE;
                 let alive = watch(ram, found, self.faults.no_challenge());
                 match alive {
-                    Some(header) => self.challenge(ram, guard, header, now),
+                    Some(header) if self.observe => self.believe(ram, guard, header, now),
+                    Some(header) => return self.challenge(sight, header, now),
                     None if late => self.forget(guard, "found a header, but it does not beat"),
                     None => {}
                 }
             }
             At::Challenged { .. } => self.answered(ram, guard, now),
-            At::Ready(_) => self.look(ram, guard, now),
+            At::Ready(_) => return self.look(sight, now),
         }
+        Ok(())
     }
 
-    /// Arms the tripwire and asks the module for a sign.
-    fn challenge(&mut self, ram: &Ram, guard: &Guard, header: Header, now: Instant) {
-        let page = ram.hva(0, PAGE).filter(|_| !self.faults.no_tripwire());
-        if let Some(Err(e)) = page.map(|p| guard.arm(p)) {
-            return self.forget(guard, &format!("cannot watch guest page 0: {e}"));
+    /// Guest pages that firmware writes to first and this kernel never does, and where we
+    /// have them.
+    fn wires(&self, ram: &Ram, header: &Header) -> Vec<(u64, u64)> {
+        let kept = self.firmware.kept_wire().filter(|gpa| *gpa == header.kept_gpa);
+        let all = self.firmware.wires().iter().copied().chain(kept);
+        all.filter_map(|gpa| Some((gpa, ram.hva(gpa, PAGE)?))).collect()
+    }
+
+    /// Arms the tripwires and asks the module for a sign.
+    fn challenge(
+        &mut self,
+        sight: &mut Sight<'_>,
+        header: Header,
+        now: Instant,
+    ) -> Result<(), String> {
+        let (ram, guard) = (sight.ram, sight.guard);
+        (sight.prepare)()?;
+        let wires = self.wires(ram, &header);
+        if wires.is_empty() && !self.faults.no_tripwire() {
+            let why = "there is no page that its firmware writes to first at a reset and its \
+                kernel never does: load the guest with this version of ebb.ko";
+            self.forget(guard, why);
+            return Ok(());
+        }
+        let armed = if self.faults.no_tripwire() { Ok(()) } else { guard.arm(&wires) };
+        if let Err(e) = armed {
+            self.forget(guard, &format!("cannot watch guest page {:#x}: {e}", wires[0].0));
+            return Ok(());
         }
         let challenge = sys::random().max(1);
         if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
@@ -228,6 +294,21 @@ impl Tracker {
                 sys::store_u64(at, challenge);
             }
             self.at = At::Challenged { since: now, header: Box::new(header), challenge };
+        }
+        Ok(())
+    }
+
+    /// Takes a header's map for what it is, to read it.
+    fn believe(&mut self, ram: &Ram, guard: &Guard, fresh: Header, now: Instant) {
+        match collect(ram, &fresh) {
+            Ok(layout) => {
+                let (beat, state) = (fresh.live.beat, fresh.live.state);
+                let live = Live { header: fresh, layout, beat, beat_at: now, silent: false, state };
+                self.at = At::Ready(Box::new(live));
+                self.why = None;
+            }
+            Err(Bad::Changing) => {}
+            Err(e) => self.forget(guard, &format!("its map cannot be used: {e}")),
         }
     }
 
@@ -246,31 +327,28 @@ impl Tracker {
             }
             return;
         }
-        match collect(ram, &fresh) {
-            Ok(layout) => {
-                self.challenges += 1;
-                let beat = fresh.live.beat;
-                let state = fresh.live.state;
-                let live = Live { header: fresh, layout, beat, beat_at: now, silent: false, state };
-                self.at = At::Ready(Box::new(live));
-                self.why = None;
-            }
-            Err(Bad::Changing) => {}
-            Err(e) => self.forget(guard, &format!("its map cannot be used: {e}")),
+        self.believe(ram, guard, fresh, now);
+        if matches!(self.at, At::Ready(_)) {
+            self.challenges += 1;
         }
     }
 
     /// A header that answered: the same, alive, with the map we know?
-    fn look(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
-        let At::Ready(live) = &mut self.at else { return };
+    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+        let (ram, guard) = (sight.ram, sight.guard);
+        let At::Ready(live) = &mut self.at else { return Ok(()) };
         let fresh = match read_header(ram, live.header.gpa) {
             Some(h) if h.fixed == live.header.fixed => h,
-            _ if self.faults.no_doubt() => return,
-            _ => return self.forget(guard, "the module is gone"),
+            _ if self.faults.no_doubt() => return Ok(()),
+            _ => {
+                self.forget(guard, "the module is gone");
+                return Ok(());
+            }
         };
         live.state = fresh.live.state;
         if live.state == GuestState::Stopped && !self.faults.no_doubt() {
-            return self.forget(guard, "the module stopped");
+            self.forget(guard, "the module stopped");
+            return Ok(());
         }
         let beats = fresh.live.beat != live.beat && fresh.live.beats_right(fresh.key);
         if beats {
@@ -278,8 +356,10 @@ impl Tracker {
         }
         let silence = self.running && now.duration_since(live.beat_at) > SILENCE;
         live.silent |= silence && !self.faults.no_challenge();
-        if live.silent && beats {
-            return self.challenge(ram, guard, fresh, now);
+        if live.silent && beats && self.observe {
+            live.silent = false;
+        } else if live.silent && beats {
+            return self.challenge(sight, fresh, now);
         }
         if fresh.live.generation != live.layout.generation {
             match collect(ram, &fresh) {
@@ -288,6 +368,7 @@ impl Tracker {
                 Err(e) => self.forget(guard, &format!("its map cannot be used: {e}")),
             }
         }
+        Ok(())
     }
 }
 

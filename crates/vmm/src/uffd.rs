@@ -43,6 +43,11 @@ impl Uffd {
         sys::uffd_register(&self.fd, range)
     }
 
+    /// Nothing of it can be any more; what is, is lifted.
+    pub fn unregister(&self, range: Range) -> std::io::Result<()> {
+        sys::uffd_unregister(&self.fd, range)
+    }
+
     /// Writes wait from now on.
     pub fn protect(&self, range: Range) -> std::io::Result<()> {
         again(|| sys::uffd_protect(&self.fd, range, true))

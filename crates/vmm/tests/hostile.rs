@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::abi::PAGE;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Attach, Command, HugePages, Recycle, Segment};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
@@ -21,7 +22,12 @@ const BEYOND: u64 = 2 << 20;
 fn attach_part(guest: &Guest) -> Command {
     let size = guest.pages * PAGE - BEYOND;
     let segment = Segment { gpa: 0, size, hva: guest.memory.address() };
-    Command::Attach(Attach { segments: vec![segment], running: true, ..Attach::default() })
+    Command::Attach(Attach {
+        segments: vec![segment],
+        running: true,
+        firmware: Firmware::Seabios,
+        ..Attach::default()
+    })
 }
 
 fn beyond(guest: &Guest) -> std::ops::Range<u64> {
@@ -128,7 +134,7 @@ proptest! {
             size: (size % (64 << 20)) & !4095,
             hva: place(*hva),
         });
-        let attach = Attach { segments: segments.collect(), running: true, ..Attach::default() };
+        let attach = Attach { segments: segments.collect(), running: true, firmware: Firmware::Seabios, ..Attach::default() };
         let mut agent = Agent::new(Faults::default());
         let _ = ask(&mut agent, Command::Attach(attach));
         status(&mut agent, true);

@@ -112,18 +112,19 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
         assert!(!open(&guest));
         assert_eq!(left(&mut agent, &guest, 1024, 4096), 0);
         // Not the tripwire, not what is no RAM, nothing odd; and nothing is changed.
-        let bad: [&[(u64, u64)]; 4] = [&[(0, 8)], &[(8190, 8)], &[(9, 8), (17, 8)], &[(8, 0)]];
+        assert_eq!(advise(&mut agent, &guest, &[(0, 8)]), Ok(0));
+        let bad: [&[(u64, u64)]; 3] = [&[(8190, 8)], &[(9, 8), (17, 8)], &[(8, 0)]];
         for spans in bad {
             let no = advise(&mut agent, &guest, spans).unwrap_err();
             assert!(no.text.contains("cannot be opened"), "{no:?}");
         }
         assert!(!open(&guest));
         // Stretch by stretch: what lies in others stays as it is.
-        advise(&mut agent, &guest, &[(1100, 8), (2000, 100), (3000, 8)]).unwrap();
+        advise(&mut agent, &guest, &[(1100, 8), (2100, 100), (3000, 8)]).unwrap();
         let at = |page: u64| guest.memory.address() + page * PAGE;
         let within = |from, to, open| Advise { within: (at(from), at(to)), open };
         assert_eq!(
-            advise_one(&mut agent, within(1104, 2050, vec![(96, 4)])),
+            advise_one(&mut agent, within(1104, 2150, vec![(96, 4)])),
             Ok((4 + 4 + 50 + 8) << 12)
         );
         assert_eq!(advise_one(&mut agent, within(1500, 3008, vec![])), Ok((4 + 4) << 12));
@@ -144,7 +145,8 @@ fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
     let (mut agent, beats) = attached(&guest, Faults::default());
     guest.fill_and_free(4096, 2048);
     let spans: Vec<(u64, u64)> = (0..200).map(|n| (1024 + 8 * n, 4)).collect();
-    assert_eq!(advise(&mut agent, &guest, &spans).unwrap(), 800 << 12);
+    // All but those where UEFI's first pages are.
+    assert_eq!(advise(&mut agent, &guest, &spans).unwrap(), (800 - 16) << 12);
     guest.memory.mergeable().unwrap();
     std::thread::sleep(Duration::from_millis(1100));
     agent.step();

@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
     Answer, Attach, Command, Hello, OTHERS_DISCARD, Outcome, Reply, Request, Segment,
 };
@@ -81,7 +82,13 @@ fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -
     assert_eq!(standin.says().0, "loaded");
     let segments = vec![Segment { gpa: 0, size: SIZE, hva: standin.says().1 }];
     let objections = vec![OTHERS_DISCARD.to_string()];
-    let attach = Attach { segments, objections, running: true, ..Attach::default() };
+    let attach = Attach {
+        segments,
+        objections,
+        running: true,
+        firmware: Firmware::Seabios,
+        ..Attach::default()
+    };
     let outcome = ask(&socket, Command::Attach(attach));
     drop(standin);
     let _ = std::fs::remove_file(&socket);

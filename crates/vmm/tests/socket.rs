@@ -1,6 +1,8 @@
 //! The agent behind its socket: requests as lines, who may speak, what happens
 //! when a daemon goes.
 
+#![allow(unsafe_code)]
+
 mod common;
 
 use std::io::{BufRead, BufReader, Write};
@@ -15,7 +17,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use ebb_core::wire::{AgentState, Answer, Command, Outcome, PROTOCOL, Recycle, Reply, Request};
 use ebb_vmm::faults::Faults;
-use ebb_vmm::server::Server;
+use ebb_vmm::server::{Peers, Server};
 
 fn path(name: &str) -> PathBuf {
     let dir = std::env::temp_dir();
@@ -72,7 +74,7 @@ impl Daemon {
 
 fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, std::thread::JoinHandle<()>) {
     let path = path(name);
-    let server = Server::start(&path, Faults::default()).unwrap();
+    let server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
     let guest = Guest::new(64, Memory::Small);
     let beats = guest.beating();
     (server, path, guest, beats)
@@ -174,11 +176,59 @@ fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
 #[test]
 fn a_socket_that_is_served_is_not_taken_over_a_dead_one_is() {
     let path = path("stale");
-    let server = Server::start(&path, Faults::default()).unwrap();
-    assert!(Server::start(&path, Faults::default()).is_err());
+    let server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
+    assert!(Server::start(&path, Peers::Root, Faults::default()).is_err());
     assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
     drop(server);
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    let _server = Server::start(&path, Faults::default()).unwrap();
+    let _server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
     assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
+}
+
+#[test]
+fn a_file_that_is_no_socket_is_left_alone() {
+    let path = path("file");
+    std::fs::write(&path, "precious").unwrap();
+    assert!(Server::start(&path, Peers::Root, Faults::default()).is_err());
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// Does something as another user. The system call is for this thread alone, and for those
+/// that it starts.
+fn as_user<T: Send>(uid: u32, act: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(move || {
+            // SAFETY: changes this thread's own credentials, and nothing in memory.
+            let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
+            assert_eq!(done, 0);
+            act()
+        });
+        thread.join().unwrap()
+    })
+}
+
+#[test]
+fn only_root_is_served_unless_the_vmm_says_otherwise() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can be somebody else");
+    }
+    const OWN: u32 = 65534;
+    for (peers, own) in [(Peers::Root, false), (Peers::Own, true)] {
+        let path = path(&format!("peers-{own}"));
+        let server = as_user(OWN, || Server::start(&path, peers, Faults::default()).unwrap());
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o777)).unwrap();
+        let served = || matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_));
+        assert!(served(), "root");
+        // The last one has to be seen to have gone.
+        let again = |uid| {
+            (0..50).any(|_| {
+                std::thread::sleep(Duration::from_millis(10));
+                as_user(uid, served)
+            })
+        };
+        assert_eq!(again(OWN), own, "{peers:?}");
+        assert!(!again(OWN - 1), "{peers:?}");
+        drop(server);
+    }
 }

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::*;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
     AgentState, Attach, Command, Outcome, Recycle, Refused, Reply, Request, Segment,
 };
@@ -81,7 +82,8 @@ impl Vmm {
         let (word, hva) = standin.says();
         assert_eq!(word, "ram");
         let segments = vec![Segment { gpa: 0, size: MIB << 20, hva }];
-        let attach = Attach { segments, running: true, ..Attach::default() };
+        let attach =
+            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() };
         Vmm { standin, guest, attach, place }
     }
 

@@ -113,12 +113,8 @@ impl Ledger {
         self.before = self.before.filter(|b| at.since(b.at) < RESTART_MS);
         let Some(b) = self.before.filter(|b| b.ordered.abs_diff(now) < LEAST) else { return false };
         let seen = self.seen.map(|(ram, _)| (ram, now));
-        *self = Ledger {
-            others: Some(b.others),
-            ordered: Some(b.ordered),
-            seen,
-            ..Ledger::default()
-        };
+        *self =
+            Ledger { others: Some(b.others), ordered: Some(b.ordered), seen, ..Ledger::default() };
         true
     }
 
@@ -262,7 +258,10 @@ mod tests {
             l.at(512, actual);
         }
         assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338));
-        assert_eq!((l.ledger.ordered, l.ledger.left_ms(Stamp(l.at))), (Some(Bytes::mib(338)), None));
+        assert_eq!(
+            (l.ledger.ordered, l.ledger.left_ms(Stamp(l.at))),
+            (Some(Bytes::mib(338)), None)
+        );
         // Much later the same size is an operator's.
         let mut l = look(false);
         l.at(512, 512);

@@ -61,6 +61,7 @@ pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
 pub(super) fn untouchable(settings: &VmSettings, vm: &VmSample) -> Option<String> {
     match (&vm.link, &vm.run) {
         _ if !settings.manage => Some("manage = false in the configuration".to_string()),
+        _ if vm.hands_off.is_some() => Some("hands off, as was asked".into()),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
         (Link::Unknown, _) => Some("not sampled yet".into()),
         (Link::Up, Some(RunState::Running | RunState::Paused)) => None,

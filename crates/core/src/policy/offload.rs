@@ -96,7 +96,12 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
 fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     let paused = vm.paused;
     let reachable = vm.standing == Standing::Ready || vm.beyond_balloon || paused;
-    if !vm.managed || !reachable || vm.pinned.is_some() || !vm.distress.is_empty() {
+    if !vm.managed
+        || vm.hands_off.is_some()
+        || !reachable
+        || vm.pinned.is_some()
+        || !vm.distress.is_empty()
+    {
         return None;
     }
     if vm.offload.as_ref().is_some_and(|o| o.busy) {

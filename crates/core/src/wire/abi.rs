@@ -145,6 +145,9 @@ pub struct Header {
     pub features: u32,
     /// Printable part of the module's version.
     pub module_version: String,
+    /// A page that the kernel never writes to, because the module keeps it or firmware does;
+    /// 0: none.
+    pub kept_gpa: u64,
     /// What changes.
     pub live: LivePart,
 }
@@ -270,6 +273,7 @@ impl Header {
             linux_version: u32_at(bytes, 80),
             features: u32_at(bytes, 84),
             module_version: text.map(|b| *b as char).collect(),
+            kept_gpa: u64_at(bytes, 112),
             live: LivePart::parse(bytes),
         })
     }

@@ -2,6 +2,7 @@
 
 pub mod doctor;
 pub mod explain;
+pub mod hands_off;
 pub mod manual;
 pub mod merge;
 pub mod past;

@@ -105,7 +105,6 @@ fn plain_process(root: &Root, trust: &Trust, pid: u32) -> Result<QemuProcess, St
         pinned: None,
         incoming: false,
         agent: None,
-        objections: Vec::new(),
     })
 }
 
@@ -327,7 +326,6 @@ impl Scanner {
             pinned: args.pinned,
             incoming: args.incoming,
             agent,
-            objections: args.objections,
         })))
     }
 

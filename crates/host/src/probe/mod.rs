@@ -4,6 +4,7 @@
 pub mod cgroup;
 pub mod discovery;
 pub mod ksm;
+pub mod mappers;
 pub mod maps;
 pub mod meminfo;
 pub mod process;

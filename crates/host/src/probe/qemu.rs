@@ -1,5 +1,5 @@
-//! What QEMU's command lines tell: name, QMP socket, balloon, and what forbids to touch the
-//! memory.
+//! What QEMU's command lines tell: name, QMP socket, balloon, and what pins the memory.
+//! What may write to it is asked of QEMU itself (`inventory`).
 //!
 //! A command line is what its user typed: any bytes, any length up to the read
 //! limit. Only what starts at `-option` is believed; what is not understood is
@@ -10,7 +10,6 @@ use std::path::PathBuf;
 
 use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
-use ebb_core::wire::OTHERS_DISCARD;
 use serde_json::Value;
 
 use super::trust::is_qemu;
@@ -19,8 +18,6 @@ use super::trust::is_qemu;
 const MAX_NAME: usize = 100;
 /// The same for a uuid, a file's name and an object's type.
 const MAX_KIND: usize = 64;
-/// Why the agent must not touch a VM that shares its RAM with such a process.
-const WRITES_UNSEEN: &str = "a vhost-user device writes to guest RAM unseen by userfaultfd";
 /// Most QMP sockets of one VM that are tried.
 const MAX_SOCKETS: usize = 8;
 
@@ -60,8 +57,6 @@ pub struct QemuArgs {
     pub incoming: bool,
     /// Socket of Ebb's agent: `-plugin file=…libebb_vmm.so,socket=PATH`.
     pub agent: Option<PathBuf>,
-    /// What forbids the agent to touch this VM, for people.
-    pub objections: Vec<String>,
 }
 
 /// A running QEMU.
@@ -89,8 +84,6 @@ pub struct QemuProcess {
     pub incoming: bool,
     /// Socket of Ebb's agent inside it, absolute.
     pub agent: Option<PathBuf>,
-    /// What forbids the agent to touch this VM, for people.
-    pub objections: Vec<String>,
 }
 
 impl QemuProcess {
@@ -132,7 +125,6 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
         mem_paths: Vec::new(),
         incoming: false,
         agent: None,
-        objections: Vec::new(),
     };
     let mut monitors = Monitors::default();
     while let Some(arg) = args.next() {
@@ -165,7 +157,7 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
 }
 
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 21] = [
+const OPTIONS: [&str; 19] = [
     "name",
     "uuid",
     "qmp",
@@ -184,8 +176,6 @@ const OPTIONS: [&str; 21] = [
     "M",
     "overcommit",
     "realtime",
-    "bios",
-    "drive",
     "append",
 ];
 
@@ -204,13 +194,6 @@ impl QemuArgs {
                 let driver = Options::parse(value, "driver").get("driver").unwrap_or_default();
                 self.balloon |= driver.starts_with("virtio-balloon");
                 self.passthrough |= driver.starts_with("vfio-") || driver.starts_with("vhost-vdpa");
-                if driver.starts_with("virtio-mem") {
-                    self.objections.push(OTHERS_DISCARD.into());
-                }
-                if driver.starts_with("vhost-user") {
-                    self.objections.push(WRITES_UNSEEN.into());
-                }
-                self.objections.truncate(MAX_SOCKETS);
             }
             "balloon" => self.balloon |= value.starts_with("virtio"),
             "object" => {
@@ -220,7 +203,6 @@ impl QemuArgs {
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
                     let kind = shown(&kind, MAX_KIND);
                     let why = format!("guest memory is encrypted ({kind})");
-                    self.objections.push(why.clone());
                     self.pinned = Some(why);
                 }
                 self.mem_paths.extend(options.get("mem-path"));
@@ -232,8 +214,6 @@ impl QemuArgs {
                 let key = ["confidential-guest-support", "memory-encryption"];
                 if let Some(key) = key.iter().find(|key| options.get(key).is_some()) {
                     let why = format!("guest memory is encrypted ({key})");
-                    self.objections.push(why.clone());
-                    self.objections.truncate(MAX_SOCKETS);
                     self.pin(why);
                 }
             }
@@ -256,14 +236,6 @@ impl QemuArgs {
                     self.agent = options.get("socket").map(PathBuf::from);
                 }
             }
-            // The tripwire relies on firmware that writes to page 0 after a reset.
-            "bios" => self.firmware(value),
-            "drive" => {
-                let options = Options::parse(value, "file");
-                if options.get("if").as_deref() == Some("pflash") {
-                    self.firmware(&options.get("file").unwrap_or_default());
-                }
-            }
             _ => {}
         }
         self.mem_paths.truncate(MAX_SOCKETS);
@@ -273,21 +245,9 @@ impl QemuArgs {
         self.pinned.get_or_insert(why);
     }
 
-    fn firmware(&mut self, file: &str) {
-        let name = shown(file.rsplit('/').next().unwrap_or(file), MAX_KIND);
-        if !["bios", "seabios", "qboot"].iter().any(|known| name.starts_with(known)) {
-            self.objections.push(format!("firmware “{name}” is not known to write to page 0"));
-        }
-        self.objections.truncate(MAX_SOCKETS);
-    }
-
     fn vdpa(&mut self, value: &str, key: &'static str) {
         let kind = Options::parse(value, key).get(key).unwrap_or_default();
         self.passthrough |= kind.contains("vhost-vdpa");
-        if kind.contains("vhost-user") {
-            self.objections.push(WRITES_UNSEEN.into());
-            self.objections.truncate(MAX_SOCKETS);
-        }
     }
 }
 
@@ -568,7 +528,6 @@ mod tests {
             pinned: None,
             incoming: false,
             agent: None,
-            objections: Vec::new(),
         };
         for (mut vm, by_uuid, by_name) in [
             (vm("a", Some(uuid)), true, true),

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
 use ebb_host::agent::{self, Agent};
 use ebb_host::qmp;
@@ -132,7 +133,11 @@ impl Place {
         let mut agent = Agent::connect(socket)?;
         let mut qmp = qmp::Client::connect(self.vm.qmp_path(), SOON)?;
         let segments = agent::segments(&mut qmp, SOON)?;
-        agent.attach(Attach { segments, running: true, ..Attach::default() }, None, SOON)?;
+        agent.attach(
+            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() },
+            None,
+            SOON,
+        )?;
         self.agent = Some(agent);
         let until = Instant::now() + MINUTE;
         while self.agent()?.status(false, SOON)?.state != AgentState::Ready {

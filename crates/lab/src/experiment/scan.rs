@@ -24,6 +24,7 @@ use anyhow::{Context, Result, ensure};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
+use ebb_core::wire::firmware::Firmware;
 use ebb_host::agent::{self, Agent};
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
@@ -149,7 +150,11 @@ impl Held {
             let mut agent = Agent::connect(socket)?;
             let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE)?;
             let segments = agent::segments(&mut qmp, MINUTE)?;
-            let attach = Attach { segments: segments.clone(), ..Attach::default() };
+            let attach = Attach {
+                segments: segments.clone(),
+                firmware: Firmware::Seabios,
+                ..Attach::default()
+            };
             agent.attach(attach, None, MINUTE)?;
             let link = agent.hashes(&segments, MINUTE)?;
             Ok((agent, Arc::new(link)))

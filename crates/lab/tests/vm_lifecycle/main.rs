@@ -21,6 +21,7 @@ use std::thread::{JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{self, Agent, AgentError};
 use ebb_host::qmp;
@@ -167,6 +168,10 @@ impl Recycling {
         Recycling::go_on(attached(vm, socket))
     }
 
+    fn start_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Recycling {
+        Recycling::go_on(attached_by(vm, socket, firmware))
+    }
+
     fn go_on(mut agent: Agent) -> Recycling {
         let (quit, seen) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let (their_quit, theirs) = (Arc::clone(&quit), Arc::clone(&seen));
@@ -258,13 +263,19 @@ fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
 
 /// A connection to a VM's agent that has been told where RAM is.
 fn attached(vm: &Vm, socket: &Path) -> Agent {
+    attached_by(vm, socket, Firmware::Seabios)
+}
+
+/// The same with the firmware that starts the guest.
+fn attached_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Agent {
     let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
     let segments = agent::segments(&mut qmp, MINUTE).unwrap();
     let until = Instant::now() + SOON;
     loop {
         // The agent lets one daemon in, and sees a moment later that one has gone.
         let mut agent = Agent::connect(socket).unwrap();
-        let attach = Attach { segments: segments.clone(), running: true, ..Attach::default() };
+        let attach =
+            Attach { segments: segments.clone(), running: true, firmware, ..Attach::default() };
         match agent.attach(attach, None, SOON) {
             Ok(()) => return agent,
             Err(e) if Instant::now() > until => panic!("{e}"),

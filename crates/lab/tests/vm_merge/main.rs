@@ -15,6 +15,7 @@ use std::time::Duration;
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Attach;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::hashes::Ask;
 use ebb_host::act::mergeable::{Marks, marks};
 use ebb_host::agent::{self, Agent};
@@ -302,7 +303,12 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
         let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
         let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
         let segments = agent::segments(&mut qmp, MINUTE).unwrap();
-        let attach = Attach { segments: segments.clone(), keep_open: true, ..Attach::default() };
+        let attach = Attach {
+            segments: segments.clone(),
+            keep_open: true,
+            firmware: Firmware::Seabios,
+            ..Attach::default()
+        };
         agent.attach(attach, None, MINUTE).unwrap();
         let link = agent.hashes(&segments, MINUTE).unwrap();
         let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_core::wire::abi::{self, MAP_PFNS, PAGE};
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Answer, Attach, Command, Recycle, Recycled, Refusal, Segment, Status};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::sys::Mapping;
@@ -119,6 +120,15 @@ impl Guest {
         self.put32(h + 128, 2);
     }
 
+    /// Whether the kernel guards its memory for a userfaultfd, by smaps.
+    pub fn registered(&self) -> bool {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = format!("{:x}-", self.memory.address());
+        let mine = smaps.lines().skip_while(|l| !l.starts_with(&start));
+        let flags = mine.skip(1).find_map(|l| l.strip_prefix("VmFlags:")).unwrap();
+        flags.split_whitespace().any(|f| f == "uw")
+    }
+
     /// One beat, and the answer to a challenge.
     pub fn beat(&self) {
         let beat = self.word(HEADER + 192).fetch_add(1, SeqCst) + 1;
@@ -210,7 +220,12 @@ impl Guest {
 
     pub fn attach(&self) -> Command {
         let segment = Segment { gpa: 0, size: self.pages * PAGE, hva: self.memory.address() };
-        Command::Attach(Attach { segments: vec![segment], running: true, ..Attach::default() })
+        Command::Attach(Attach {
+            segments: vec![segment],
+            running: true,
+            firmware: Firmware::Seabios,
+            ..Attach::default()
+        })
     }
 
     /// Bytes of its RAM that this process holds, by smaps.
@@ -234,7 +249,11 @@ pub fn status(agent: &mut Agent, held: bool) -> Status {
     }
 }
 
+/// As a daemon does that knows that nobody else shares the memory.
 pub fn recycle(agent: &mut Agent, want: Recycle) -> Result<Recycled, Refusal> {
+    if let Some(generation) = status(agent, false).unclear {
+        ask(agent, Command::Cleared { generation }).unwrap();
+    }
     match ask(agent, Command::Recycle(want)) {
         Ok(Answer::Recycled(r)) => Ok(r),
         Ok(other) => panic!("{other:?}"),

@@ -1,0 +1,58 @@
+//! Which firmware starts a guest, and what that means for a map that outlived a reset.
+//!
+//! After a reset the old kernel's map still lies in RAM. What tells of the reset is the
+//! first write of the firmware to a page that no running kernel writes to. Sources: SeaBIOS
+//! `src/romlayout.S`, `src/post.c`; edk2 `OvmfPkg/OvmfPkgX64.fdf`,
+//! `OvmfPkg/ResetVector/Ia32/PageTables64.asm`, `OvmfPkg/Sec/X64/SecEntry.nasm`.
+
+use serde::{Deserialize, Serialize};
+
+use super::abi::PAGE;
+
+/// Guest pages that are never open to KSM, whatever the firmware: merging drops the
+/// protection of a tripwire, and these pages are alike in many VMs. First address, and the
+/// first after it.
+pub const NEVER_OPEN: [(u64, u64); 2] = [(0, 16 * PAGE), (0x80_0000, 0x82_0000)];
+
+/// Firmware that Ebb knows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Firmware {
+    /// None of these: the agent stands aside.
+    #[default]
+    Unknown,
+    /// QEMU's own BIOS. Its stack (page 6) is the first RAM that it writes to, page 0
+    /// follows. Linux keeps off both (all below 1 MiB, since 5.13).
+    Seabios,
+    /// OVMF of edk2. It writes page tables at 8 MiB, and then its stack.
+    Edk2,
+}
+
+/// Temporary RAM of OVMF's first phase. Reserved for good where the VM has S3; elsewhere
+/// the guest's module has to keep it.
+const EDK2_STACK: u64 = 0x81_0000;
+
+impl Firmware {
+    /// Guest pages that it writes first, and that a running kernel never writes to, for all
+    /// that is known without the guest's word.
+    pub fn wires(self) -> &'static [u64] {
+        match self {
+            Firmware::Unknown | Firmware::Edk2 => &[],
+            Firmware::Seabios => &[6 * PAGE, 0],
+        }
+    }
+
+    /// The page that it writes early, which the guest's module has to say nobody else does.
+    pub fn kept_wire(self) -> Option<u64> {
+        (self == Firmware::Edk2).then_some(EDK2_STACK)
+    }
+
+    /// What it writes before it comes to its wire: first address, and the first after it.
+    /// Nothing of that is ever given back.
+    pub fn early(self) -> (u64, u64) {
+        match self {
+            Firmware::Unknown | Firmware::Seabios => (0, PAGE),
+            Firmware::Edk2 => (0x80_0000, 0x82_0000),
+        }
+    }
+}

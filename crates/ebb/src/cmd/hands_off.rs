@@ -1,0 +1,61 @@
+//! `ebb hands-off` and `ebb hands-on`: a VM is left alone while others handle its memory.
+//!
+//! For whoever plugs in a device, loads a snapshot or replaces a QEMU: when `hands-off` has
+//! ended with 0, nothing of Ebb's touches the VM's memory until the time is up.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use crate::client;
+use crate::cmd::explain;
+use crate::daemon::HandsOffWish;
+use crate::table::emit;
+use crate::view::{State, Vm};
+
+/// Between two looks.
+const ROUND: Duration = Duration::from_millis(100);
+/// An agent ends what it does between two windows, a page-out within a second.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Has the VM left alone; `false`: it is not known to be by now.
+pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
+    let ms = time.as_millis() as u64;
+    if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done))? {
+        bail!("{name}: Ebb may still touch its memory; what it says: ebb explain {name}");
+    }
+    emit(&format!("{name}: hands off for {} s\n", ms.div_ceil(1000)))?;
+    Ok(true)
+}
+
+/// Has Ebb go on with it.
+pub fn on(socket: &str, name: &str) -> Result<bool> {
+    if !ask(socket, name, 0, |vm| vm.hands_off.is_none())? {
+        bail!("{name}: it is still left alone");
+    }
+    emit(&format!("{name}: hands on\n"))?;
+    Ok(true)
+}
+
+fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<bool> {
+    let state: State = client::get_json(socket, "/v1/state")?;
+    explain::find(&state, name)?;
+    if state.daemon.dry_run {
+        bail!("the daemon is in a dry run: it touches no VM");
+    }
+    let (tick, wish) = (state.tick, HandsOffWish { vm: name.into(), ms });
+    client::post(socket, "/v1/hands-off", &serde_json::to_string(&wish)?)?;
+    let until = Instant::now() + PATIENCE;
+    while Instant::now() < until {
+        std::thread::sleep(ROUND);
+        let state: State = client::get_json(socket, "/v1/state")?;
+        let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
+            bail!("{name}: it has ended");
+        };
+        // A tick that began before the word came says nothing.
+        if state.tick > tick && done(vm) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,112 @@
+//! VMs that are left alone for a while at the operator's word: before a device is plugged,
+//! a snapshot is loaded, a VM is migrated or its QEMU is replaced.
+//!
+//! It is written down, so that it holds for a daemon that is started anew in the middle.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use ebb_core::sample::VmId;
+use ebb_core::units::Stamp;
+
+/// Longest time, ms: what is forgotten comes to its end.
+pub const MOST_MS: u64 = 24 * 3600 * 1000;
+
+/// Which VMs, and until when.
+#[derive(Debug, Default)]
+pub struct HandsOffs {
+    file: Option<PathBuf>,
+    until: BTreeMap<VmId, Stamp>,
+}
+
+impl HandsOffs {
+    /// What the file says. One that cannot be read says nothing of any VM: the error is for
+    /// people.
+    pub fn load(file: Option<PathBuf>) -> (HandsOffs, Option<String>) {
+        let mut found = HandsOffs { file, ..HandsOffs::default() };
+        let Some(path) = &found.file else { return (found, None) };
+        let read = match std::fs::read(path) {
+            Ok(text) => serde_json::from_slice::<Vec<(VmId, Stamp)>>(&text)
+                .map_err(|e| format!("{}: {e}", path.display())),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(format!("{}: {e}", path.display())),
+        };
+        match read {
+            Ok(list) => {
+                found.until = list.into_iter().collect();
+                (found, None)
+            }
+            Err(why) => (found, Some(why)),
+        }
+    }
+
+    /// Leaves a VM alone for so long from `now` on; 0 ms: no longer.
+    pub fn set(&mut self, vm: VmId, now: Stamp, ms: u64) -> Result<(), String> {
+        let before = self.until.clone();
+        match ms {
+            0 => drop(self.until.remove(&vm)),
+            ms => drop(self.until.insert(vm, Stamp(now.0 + ms.min(MOST_MS)))),
+        }
+        self.write().inspect_err(|_| self.until = before)
+    }
+
+    /// Forgets VMs that have ended, and words whose time is up.
+    pub fn keep(&mut self, now: Stamp, is_there: impl Fn(&VmId) -> bool) {
+        let before = self.until.len();
+        self.until.retain(|vm, until| *until > now && is_there(vm));
+        if self.until.len() < before {
+            // What is left in the file is past anyhow.
+            let _ = self.write();
+        }
+    }
+
+    /// How much longer this VM is left alone, ms.
+    pub fn left_ms(&self, vm: VmId, now: Stamp) -> Option<u64> {
+        self.until.get(&vm).map(|until| until.since(now)).filter(|left| *left > 0)
+    }
+
+    fn write(&self) -> Result<(), String> {
+        let Some(path) = &self.file else { return Ok(()) };
+        let list: Vec<(VmId, Stamp)> = self.until.iter().map(|(vm, at)| (*vm, *at)).collect();
+        let new = path.with_extension("new");
+        let text = serde_json::to_vec(&list).map_err(|e| e.to_string())?;
+        std::fs::write(&new, text)
+            .and_then(|()| std::fs::rename(&new, path))
+            .map_err(|e| format!("{}: {e}", path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_said_outlives_the_daemon_and_comes_to_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = Some(dir.path().join("hands-off.json"));
+        let vm = |pid| VmId { pid, start: 7 };
+        let (mut hands, problem) = HandsOffs::load(file.clone());
+        assert_eq!(problem, None);
+        hands.set(vm(1), Stamp(1000), 500).unwrap();
+        hands.set(vm(2), Stamp(1000), u64::MAX).unwrap();
+        let (mut again, _) = HandsOffs::load(file.clone());
+        assert_eq!(again.left_ms(vm(1), Stamp(1100)), Some(400));
+        assert_eq!(again.left_ms(vm(1), Stamp(1500)), None);
+        assert_eq!(again.left_ms(vm(2), Stamp(1000)), Some(MOST_MS));
+        assert_eq!(again.left_ms(vm(3), Stamp(1000)), None);
+        again.set(vm(2), Stamp(1100), 0).unwrap();
+        again.keep(Stamp(1200), |vm| vm.pid == 2);
+        let (last, _) = HandsOffs::load(file.clone());
+        assert!(last.until.is_empty());
+        std::fs::write(file.as_ref().unwrap(), "nonsense").unwrap();
+        assert!(HandsOffs::load(file).1.is_some());
+    }
+
+    #[test]
+    fn what_cannot_be_written_down_is_not_promised() {
+        let (mut hands, _) = HandsOffs::load(Some("/nonexistent/hands-off.json".into()));
+        let vm = VmId { pid: 1, start: 1 };
+        assert!(hands.set(vm, Stamp(1), 1000).is_err());
+        assert_eq!(hands.left_ms(vm, Stamp(1)), None);
+    }
+}

@@ -1,0 +1,408 @@
+//! What can write to a VM's memory, as QEMU itself tells, and where it has that memory.
+//!
+//! Before an agent may work, everything that can write has to be known: devices, backends,
+//! network and block drivers, machine, firmware. What is not on a list here is unknown, and
+//! unknown means that the agent stands aside. It is asked at each look (a tick), since
+//! devices come and go without an event. A process that shares the memory writes to it past
+//! the page tables that userfaultfd watches, so a discard could lose what it wrote.
+//!
+//! Nothing blocks: [`Inventory::questions`] says what to ask, [`Inventory::answer`] takes an
+//! answer and may say what to ask next, [`Inventory::verdict`] is there when all have come.
+//! Sources: QEMU `qapi/*.json`, `net/net.c` (`print_net_client`), `softmmu/memory.c`
+//! (`mtree_print_flatview`), `softmmu/physmem.c` (`ram_block_add`).
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use ebb_core::wire::firmware::Firmware;
+use ebb_core::wire::{OBJECTIONS_MAX, OTHERS_DISCARD, Segment, clip};
+use serde_json::{Value, json};
+
+use crate::agent::{main_ram, parse_gpa2hva, parse_mtree};
+use crate::balloon::{self, DEVICE_FOLDERS};
+
+/// Most stretches of RAM; a VM has two, and one for each DIMM.
+const STRETCHES: usize = 8;
+/// The end of OVMF's table of GUIDs in its flash, 48 bytes below 4 GiB:
+/// 96b582de-1fb2-45f7-baea-a366c55a082d. Source: edk2 `OvmfPkg/ResetVector`.
+const EDK2_GUID: &str = "de82b596b21ff745baeaa366c55a082d";
+/// QEMU's own BIOS, by the names that QEMU has for it.
+const SEABIOS: [&str; 2] = ["bios-256k.bin", "bios.bin"];
+/// Properties of `/machine`.
+const MACHINE: [&str; 5] =
+    ["type", "pflash0", "firmware", "confidential-guest-support", "memory-encryption"];
+
+/// Device types that write to guest memory from QEMU's own mapping, or through the kernel
+/// with QEMU's page tables (vhost). A name that ends in `*` stands for all that begin so.
+const DEVICES: &str = "\
+    virtio-net-* virtio-blk-* virtio-scsi-* virtio-serial-* virtio-rng-* virtio-balloon-* \
+    virtio-input-* virtio-keyboard-* virtio-mouse-* virtio-tablet-* virtio-multitouch-* \
+    virtio-gpu-pci virtio-gpu-device virtio-vga virtio-9p-* virtio-crypto-* virtio-iommu-* \
+    virtio-sound-* virtserialport virtconsole vhost-vsock-* vhost-scsi-* pcie-root-port \
+    pci-bridge pcie-pci-bridge ioh3420 x3130-upstream xio3130-downstream i82801b11-bridge pxb \
+    pxb-pcie qemu-xhci nec-usb-xhci ich9-* piix3-* piix4-* usb-* pci-ohci ide-* scsi-* ahci \
+    megasas* lsi* mptsas1068 pvscsi am53c974 dc390 nvme nvme-ns nvme-subsys sdhci-pci sd-card \
+    floppy isa-* e1000* igb rtl8139 pcnet ne2k_* i825* tulip vmxnet3 VGA secondary-vga \
+    cirrus-vga bochs-display qxl qxl-vga vmware-svga ramfb intel-hda hda-* AC97 ES1370 sb16 \
+    pci-serial* tpm-* i6300esb ib700 pvpanic* vmcoreinfo vmgenid PIIX* port92 i8042 vmmouse \
+    vmport kvm-* hpet mc146818rtc intel-iommu amd-iommu pc-dimm nvdimm ccid-card-* smbus-* \
+    split-irq";
+/// Types of objects that are backends of such.
+const OBJECTS: &str = "\
+    memory-backend-ram memory-backend-memfd memory-backend-file memory-backend-shm iothread \
+    throttle-group rng-* secret secret_keyring tls-* authz-* cryptodev-backend \
+    cryptodev-backend-builtin cryptodev-backend-lkcf filter-* colo-compare can-bus \
+    can-host-socketcan input-* main-loop thread-context pr-manager-helper qtest dbus-* \
+    memory-region accel-*";
+/// Network backends that are QEMU's own, or the kernel's with QEMU's page tables.
+const NETWORK: &str = "\
+    nic user tap bridge socket stream dgram hubport l2tpv3 vde netmap passt";
+/// Block drivers that are.
+const BLOCK: &str = "\
+    file raw qcow2 host_device host_cdrom nbd rbd iscsi ssh gluster http https ftp ftps null-co \
+    null-aio throttle blkdebug blklogwrites blkreplay blkverify qcow qed vmdk vdi vhdx vpc luks \
+    dmg bochs cloop parallels copy-on-read copy-before-write preallocate quorum nfs vvfat \
+    snapshot-access backup-top";
+
+/// A question of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Look {
+    /// A folder of devices.
+    Folder(usize),
+    /// Backends.
+    Objects,
+    /// Network backends.
+    Network,
+    /// Block drivers.
+    Block,
+    /// What a migration would do.
+    Capabilities,
+    /// How it would.
+    Parameters,
+    /// A property of the machine.
+    Machine(usize),
+    /// The last bytes of its firmware.
+    Firmware,
+    /// The memory tree.
+    Tree,
+    /// Memory backends.
+    Backends,
+    /// In which order QEMU has its RAM.
+    Order,
+    /// Where a stretch of RAM is.
+    Address(usize),
+}
+
+/// A command, its arguments, and what it is for.
+pub type Question = (Look, &'static str, Option<Value>);
+
+/// What a whole round says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// When the round began.
+    pub begun: Instant,
+    /// What forbids the agent to touch this VM, for people.
+    pub objections: Vec<String>,
+    /// What starts the guest.
+    pub firmware: Firmware,
+    /// Where QEMU has its RAM.
+    pub segments: Vec<Segment>,
+}
+
+/// One VM's answers.
+#[derive(Debug, Default)]
+pub struct Inventory {
+    begun: Option<Instant>,
+    waits: Vec<Look>,
+    answers: BTreeMap<Look, Option<Value>>,
+    /// Asked once for a connection, and when devices changed.
+    lasting: bool,
+}
+
+fn hmp(line: String) -> Option<Value> {
+    Some(json!({ "command-line": line }))
+}
+
+impl Inventory {
+    /// Nothing that was heard holds any more.
+    pub fn forget(&mut self) {
+        *self = Inventory::default();
+    }
+
+    /// Machine, firmware and RAM are asked about again in the next round.
+    pub fn look_anew(&mut self) {
+        self.lasting = false;
+    }
+
+    /// Begins a round; empty while one is under way.
+    pub fn questions(&mut self, now: Instant) -> Vec<Question> {
+        if !self.waits.is_empty() {
+            return Vec::new();
+        }
+        const HUMAN: &str = "human-monitor-command";
+        let mut all: Vec<Question> = Vec::new();
+        for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
+            all.push((Look::Folder(i), "qom-list", Some(balloon::list(folder))));
+        }
+        all.push((Look::Objects, "qom-list", Some(balloon::list("/objects"))));
+        all.push((Look::Network, HUMAN, hmp("info network".into())));
+        all.push((Look::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
+        all.push((Look::Capabilities, "query-migrate-capabilities", None));
+        all.push((Look::Parameters, "query-migrate-parameters", None));
+        if !self.lasting {
+            self.answers.clear();
+            for (i, property) in MACHINE.iter().enumerate() {
+                let get = balloon::get("/machine", property);
+                all.push((Look::Machine(i), "qom-get", Some(get)));
+            }
+            all.push((Look::Firmware, HUMAN, hmp("xp /16xb 0xffffffd0".into())));
+            all.push((Look::Tree, HUMAN, hmp("info mtree -f".into())));
+            all.push((Look::Backends, "query-memdev", None));
+            all.push((Look::Order, HUMAN, hmp("info ramblock".into())));
+        }
+        self.begun = Some(now);
+        self.waits = all.iter().map(|q| q.0).collect();
+        all
+    }
+
+    /// Takes an answer; `None`: QEMU refused. What is to be asked next.
+    pub fn answer(&mut self, look: Look, value: Option<Value>) -> Vec<Question> {
+        self.waits.retain(|w| *w != look);
+        self.answers.insert(look, value);
+        if !matches!(look, Look::Tree | Look::Backends)
+            || self.waits.contains(&Look::Tree)
+            || self.waits.contains(&Look::Backends)
+        {
+            return Vec::new();
+        }
+        let question = |(i, start): (usize, u64)| {
+            (Look::Address(i), "human-monitor-command", hmp(format!("gpa2hva {start:#x}")))
+        };
+        let starts = self.stretches().into_iter().map(|(start, _, _)| start);
+        let asked: Vec<Question> = starts.enumerate().map(question).collect();
+        self.waits.extend(asked.iter().map(|q| q.0));
+        asked
+    }
+
+    /// When all of a round have come.
+    pub fn verdict(&mut self) -> Option<Verdict> {
+        let begun = self.begun.filter(|_| self.waits.is_empty())?;
+        self.lasting = true;
+        let mut objections = self.devices();
+        objections.extend(self.objects());
+        objections.extend(self.network());
+        objections.extend(self.block());
+        objections.extend(self.migration());
+        objections.extend(self.machine());
+        let (segments, order) = self.segments();
+        objections.extend(order);
+        objections.sort();
+        objections.dedup();
+        objections.truncate(OBJECTIONS_MAX - 2);
+        let objections =
+            objections.iter().map(|o| if o == OTHERS_DISCARD { o.clone() } else { clip(o) });
+        Some(Verdict {
+            begun,
+            objections: objections.collect(),
+            firmware: self.firmware(),
+            segments,
+        })
+    }
+
+    fn value(&self, look: Look) -> Option<&Value> {
+        self.answers.get(&look)?.as_ref()
+    }
+
+    fn text(&self, look: Look) -> &str {
+        self.value(look).and_then(Value::as_str).unwrap_or_default()
+    }
+
+    fn devices(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for i in 0..DEVICE_FOLDERS.len() {
+            match children(self.value(Look::Folder(i))) {
+                Some(kinds) => found.extend(kinds.iter().filter_map(|kind| device(kind))),
+                None => found.push(untold("its devices")),
+            }
+        }
+        found
+    }
+
+    fn objects(&self) -> Vec<String> {
+        match children(self.value(Look::Objects)) {
+            Some(kinds) => kinds.iter().filter_map(|kind| object(kind)).collect(),
+            None => vec![untold("its backends")],
+        }
+    }
+
+    fn network(&self) -> Vec<String> {
+        if self.value(Look::Network).and_then(Value::as_str).is_none() {
+            return vec![untold("its network backends")];
+        }
+        let lines = self.text(Look::Network).lines().filter(|l| !l.trim().is_empty());
+        lines.filter_map(network).collect()
+    }
+
+    fn block(&self) -> Vec<String> {
+        let Some(nodes) = self.value(Look::Block).and_then(Value::as_array) else {
+            return vec![untold("its block drivers")];
+        };
+        let drivers = nodes.iter().map(|n| n.get("drv").and_then(Value::as_str).unwrap_or("?"));
+        let unknown = drivers.filter(|d| !matches(BLOCK, d));
+        unknown.map(|d| format!("block driver “{d}” may write to guest memory by itself")).collect()
+    }
+
+    fn migration(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let all = self.value(Look::Capabilities).and_then(Value::as_array);
+        for (name, why) in [
+            ("x-ignore-shared", "another QEMU may map this memory (x-ignore-shared)"),
+            ("background-snapshot", "QEMU guards this memory itself (background-snapshot)"),
+        ] {
+            let is = |c: &&Value| c.get("capability").and_then(Value::as_str) == Some(name);
+            let state = all.and_then(|all| all.iter().find(is)?.get("state")?.as_bool());
+            found.extend((state == Some(true)).then(|| why.to_owned()));
+        }
+        let mode = self.value(Look::Parameters).and_then(|p| p.get("mode")?.as_str());
+        let mode = mode.filter(|m| *m != "normal");
+        found.extend(mode.map(|m| format!("another QEMU may map this memory (migration “{m}”)")));
+        found
+    }
+
+    fn machine(&self) -> Vec<String> {
+        let of = |i: usize| self.text(Look::Machine(i));
+        let mut found = Vec::new();
+        if !of(0).starts_with("pc-") {
+            found.push(format!("machine “{}” is not known", of(0)));
+        }
+        for i in [3, 4] {
+            if !of(i).is_empty() {
+                found.push(format!("guest memory is encrypted ({})", MACHINE[i]));
+            }
+        }
+        found
+    }
+
+    /// What is seen in the firmware's memory, then what QEMU says that it loads.
+    fn firmware(&self) -> Firmware {
+        let bytes = self.text(Look::Firmware).lines().filter_map(|l| Some(l.split_once(": ")?.1));
+        let bytes: String = bytes.flat_map(|l| l.split_whitespace()).map(hex_digits).collect();
+        let file = self.text(Look::Machine(2));
+        let name = file.rsplit('/').next().unwrap_or(file);
+        if bytes == EDK2_GUID {
+            Firmware::Edk2
+        } else if self.text(Look::Machine(1)).is_empty()
+            && (name.is_empty() || SEABIOS.contains(&name))
+        {
+            Firmware::Seabios
+        } else {
+            Firmware::Unknown
+        }
+    }
+
+    /// Stretches of RAM: start, end, and the backend's name.
+    fn stretches(&self) -> Vec<(u64, u64, String)> {
+        let backends = self.value(Look::Backends).and_then(Value::as_array);
+        let id = |b: &Value| b.get("id").and_then(Value::as_str).map(str::to_owned);
+        let ids: Vec<String> = backends.into_iter().flatten().filter_map(id).collect();
+        let plain = |name: &str| name.strip_prefix("/objects/").unwrap_or(name).to_owned();
+        let tree = main_ram(&parse_mtree(self.text(Look::Tree)));
+        let ram = tree.into_iter().map(|r| (r.start, r.end, plain(&r.name)));
+        ram.filter(|r| ids.is_empty() || ids.contains(&r.2)).take(STRETCHES).collect()
+    }
+
+    /// Where RAM is. QEMU loads a snapshot in the order in which it has its RAM: what it
+    /// writes first has to hold a tripwire.
+    fn segments(&self) -> (Vec<Segment>, Option<String>) {
+        let stretches = self.stretches();
+        let mut segments = Vec::new();
+        for (i, (start, end, _)) in stretches.iter().enumerate() {
+            match parse_gpa2hva(self.text(Look::Address(i))) {
+                Some(hva) => segments.push(Segment { gpa: *start, size: end - start, hva }),
+                None => return (Vec::new(), Some(untold("where its RAM is"))),
+            }
+        }
+        let names: Vec<&str> = stretches.iter().map(|s| s.2.as_str()).collect();
+        let plain = |name: &'_ str| name.strip_prefix("/objects/").unwrap_or(name).to_owned();
+        let lines = self.text(Look::Order).lines();
+        let mut blocks = lines.filter_map(|l| Some(plain(l.split_whitespace().next()?)));
+        let first = blocks.find(|b| names.contains(&b.as_str()));
+        let wrong = first.as_deref() != names.first().copied();
+        let why = "QEMU would load a snapshot into another part of RAM before guest page 0: start \
+            it with the largest part first";
+        (segments, (wrong && names.len() > 1 || first.is_none()).then(|| why.into()))
+    }
+}
+
+fn untold(what: &str) -> String {
+    format!("QEMU does not tell {what}")
+}
+
+/// Whether a name is on a list of words.
+fn matches(list: &str, name: &str) -> bool {
+    list.split(' ').any(|known| match known.strip_suffix('*') {
+        Some(start) => name.starts_with(start),
+        None => name == known,
+    })
+}
+
+/// Types of the children that `qom-list` tells.
+fn children(value: Option<&Value>) -> Option<Vec<String>> {
+    let kind = |item: &Value| {
+        let kind = item.get("type").and_then(Value::as_str).unwrap_or("?");
+        match kind.strip_prefix("child<") {
+            Some(inner) => Some(inner.trim_end_matches('>').to_owned()),
+            None if matches("string link<* bool", kind) => None,
+            None => Some(kind.to_owned()),
+        }
+    };
+    Some(value?.as_array()?.iter().filter_map(kind).collect())
+}
+
+fn device(kind: &str) -> Option<String> {
+    let harmless = matches(DEVICES, kind) || kind.ends_with("-x86_64-cpu");
+    match kind {
+        _ if kind.starts_with("virtio-mem") => Some(OTHERS_DISCARD.into()),
+        _ if kind.starts_with("vhost-user") => Some(format!(
+            "a vhost-user device ({kind}) writes to guest memory unseen by userfaultfd"
+        )),
+        _ if kind.starts_with("vfio") => {
+            Some(format!("a VFIO device ({kind}) writes to guest memory by itself"))
+        }
+        _ if harmless => None,
+        _ => Some(format!("device “{kind}” may write to guest memory by itself")),
+    }
+}
+
+fn object(kind: &str) -> Option<String> {
+    let encrypted = ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p));
+    match kind {
+        _ if encrypted => Some(format!("guest memory is encrypted ({kind})")),
+        _ if matches(OBJECTS, kind) => None,
+        _ => Some(format!("backend “{kind}” may write to guest memory by itself")),
+    }
+}
+
+/// A line of `info network`: `NAME: index=0,type=user,…`, after ` \ ` for a backend.
+fn network(line: &str) -> Option<String> {
+    if line.trim_start().starts_with("hub ") {
+        return None;
+    }
+    let kind = line
+        .split_once(": index=")
+        .and_then(|(_, rest)| rest.split(',').find_map(|part| part.strip_prefix("type=")));
+    match kind {
+        Some(kind) if matches(NETWORK, kind) => None,
+        Some(kind) => Some(format!(
+            "network backend “{kind}” may write to guest memory unseen by userfaultfd"
+        )),
+        None => Some(untold("its network backends in words that are known")),
+    }
+}
+
+fn hex_digits(byte: &str) -> &str {
+    byte.strip_prefix("0x").unwrap_or(byte)
+}
+
+#[cfg(test)]
+mod tests;

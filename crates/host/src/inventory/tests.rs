@@ -1,0 +1,158 @@
+//! Rounds against answers as QEMU 7.2 gives them, and against what it never gave.
+
+use ebb_core::wire::firmware::Firmware;
+use serde_json::{Value, json};
+
+use super::*;
+
+const TREE: &str = "FlatView #0
+ AS \"memory\", root: system
+ Root memory region: system
+  0000000000000000-000000000009ffff (prio 0, ram): a
+  00000000000c0000-00000000000dffff (prio 1, rom): pc.rom
+  0000000000100000-0000000003ffffff (prio 0, ram): a @0000000000100000
+  0000000004000000-000000001fffffff (prio 0, ram): b
+";
+const ORDER: &str = "  Block Name  PSize Offset Used Total\n  a  4 KiB 0x0 0x0 0x0\n \
+    /objects/b  4 KiB 0x0 0x0 0x0\n  pc.rom 4 KiB 0x0 0x0 0x0\n";
+const NETWORK: &str = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00\r\n \
+    \\ n0: index=0,type=user,net=10.0.2.0,restrict=off\r\n";
+
+fn plain(look: Look) -> Option<Value> {
+    let child = |kind: &str| json!({ "name": "x", "type": format!("child<{kind}>") });
+    let none = json!([{ "name": "type", "type": "string" }]);
+    match look {
+        Look::Folder(0) => Some(json!([child("virtio-balloon-pci"), child("virtio-blk-pci")])),
+        Look::Folder(_) => Some(none),
+        Look::Objects => Some(json!([child("memory-backend-ram"), child("memory-backend-ram")])),
+        Look::Network => Some(json!(NETWORK)),
+        Look::Block => Some(json!([{ "drv": "qcow2" }, { "drv": "file" }])),
+        Look::Capabilities => Some(json!([{ "capability": "x-ignore-shared", "state": false }])),
+        Look::Parameters => Some(json!({ "max-bandwidth": 1 })),
+        Look::Machine(0) => Some(json!("pc-i440fx-7.2-machine")),
+        Look::Machine(1) => None,
+        Look::Machine(2) => Some(json!("bios-256k.bin")),
+        Look::Machine(_) => Some(json!("")),
+        Look::Firmware => Some(json!("00000000ffffffd0: 0x00 0x01\r\n")),
+        Look::Tree => Some(json!(TREE)),
+        Look::Backends => Some(json!([{ "id": "a" }, { "id": "b" }])),
+        Look::Order => Some(json!(ORDER)),
+        Look::Address(i) => {
+            Some(json!(format!("Host virtual address for 0x0 (a) is 0x7f{i}0000\r\n")))
+        }
+    }
+}
+
+/// A whole round.
+fn round(says: impl Fn(Look) -> Option<Value>) -> Verdict {
+    let mut inventory = Inventory::default();
+    let mut waiting = inventory.questions(Instant::now());
+    while let Some((look, ..)) = waiting.pop() {
+        assert_eq!(inventory.verdict(), None);
+        waiting.extend(inventory.answer(look, says(look)));
+    }
+    inventory.verdict().unwrap()
+}
+
+fn objections(says: impl Fn(Look) -> Option<Value>) -> String {
+    round(says).objections.join("; ")
+}
+
+#[test]
+fn a_plain_vm_is_known_whole() {
+    let verdict = round(plain);
+    assert_eq!((verdict.objections.join("; ").as_str(), verdict.firmware), ("", Firmware::Seabios));
+    let segment = |gpa, size, hva| Segment { gpa, size, hva };
+    let low = segment(0, 0x400_0000, 0x7f00000);
+    assert_eq!(verdict.segments, [low, segment(0x400_0000, 0x1c00_0000, 0x7f10000)]);
+}
+
+/// A VM that is plain but for one answer.
+macro_rules! but {
+    ($look:pat, $says:expr) => {
+        |look: Look| if matches!(look, $look) { $says } else { plain(look) }
+    };
+}
+
+fn kinds(list: &[&str]) -> Option<Value> {
+    let all = list.iter().map(|k| json!({ "name": "x", "type": format!("child<{k}>") }));
+    Some(all.collect())
+}
+
+#[test]
+fn what_is_not_known_to_be_harmless_is_an_objection() {
+    assert!(objections(but!(Look::Folder(1), kinds(&["vhost-user-fs-pci"]))).contains("unseen"));
+    assert!(objections(but!(Look::Folder(0), kinds(&["vfio-user-pci"]))).contains("VFIO"));
+    assert!(objections(but!(Look::Folder(0), kinds(&["x-pci-proxy-dev"]))).contains("x-pci-proxy"));
+    assert!(objections(but!(Look::Folder(0), kinds(&["virtio-mem-pci"]))).contains("virtio-mem"));
+    assert!(objections(but!(Look::Folder(0), kinds(&["ivshmem-plain"]))).contains("ivshmem"));
+    assert!(objections(but!(Look::Folder(0), kinds(&["virtio-gpu-gl-pci"]))).contains("gpu-gl"));
+    assert!(
+        objections(but!(Look::Objects, kinds(&["cryptodev-vhost-user"]))).contains("cryptodev")
+    );
+    assert!(objections(but!(Look::Objects, kinds(&["sev-snp-guest"]))).contains("encrypted"));
+    assert!(objections(but!(Look::Objects, kinds(&["iommufd"]))).contains("iommufd"));
+    let vhost = "n: index=0,type=vhost-user,chardev=c\r\n";
+    assert!(objections(but!(Look::Network, Some(json!(vhost)))).contains("“vhost-user”"));
+    assert!(objections(but!(Look::Network, Some(json!("n: type=user\n")))).contains("not tell"));
+    let block = json!([{ "drv": "virtio-blk-vhost-vdpa" }, {}]);
+    assert!(objections(but!(Look::Block, Some(block.clone()))).contains("vhost-vdpa"));
+    let shared = json!([{ "capability": "x-ignore-shared", "state": true }]);
+    assert!(objections(but!(Look::Capabilities, Some(shared.clone()))).contains("x-ignore-shared"));
+    let mode = json!({ "mode": "cpr-transfer" });
+    assert!(objections(but!(Look::Parameters, Some(mode.clone()))).contains("cpr-transfer"));
+    assert!(objections(but!(Look::Machine(0), Some(json!("microvm-machine")))).contains("microvm"));
+    assert!(objections(but!(Look::Machine(3), Some(json!("/objects/sev0")))).contains("encrypted"));
+}
+
+#[test]
+fn what_qemu_does_not_tell_is_an_objection() {
+    assert!(objections(but!(Look::Folder(0), None)).contains("not tell its devices"));
+    assert!(objections(but!(Look::Folder(1), Some(json!("?")))).contains("not tell its devices"));
+    assert!(objections(but!(Look::Objects, None)).contains("backends"));
+    assert!(objections(but!(Look::Network, None)).contains("network"));
+    assert!(objections(but!(Look::Block, Some(json!({})))).contains("block"));
+    assert!(objections(but!(Look::Machine(0), None)).contains("machine"));
+    assert!(objections(but!(Look::Address(1), Some(json!("No memory is mapped")))).contains("RAM"));
+    assert!(objections(but!(Look::Order, None)).contains("snapshot"));
+    let larger = "Block\n b 4 KiB\n a 4 KiB\n";
+    assert!(objections(but!(Look::Order, Some(json!(larger)))).contains("before guest page 0"));
+}
+
+#[test]
+fn firmware_is_known_by_a_positive_match() {
+    let edk2 = "00000000ffffffd0: 0xde 0x82 0xb5 0x96 0xb2 0x1f 0xf7 0x45\r\n\
+        00000000ffffffd8: 0xba 0xea 0xa3 0x66 0xc5 0x5a 0x08 0x2d\r\n";
+    assert_eq!(round(but!(Look::Firmware, Some(json!(edk2)))).firmware, Firmware::Edk2);
+    // Flash that holds something else, and files that are called otherwise.
+    let flash = round(but!(Look::Machine(1), Some(json!("pflash0"))));
+    assert_eq!(flash.firmware, Firmware::Unknown);
+    for (file, is) in [
+        ("/fw/bios_ovmf.fd", Firmware::Unknown),
+        ("qboot.rom", Firmware::Unknown),
+        ("/usr/share/seabios/bios-256k.bin", Firmware::Seabios),
+    ] {
+        let found = round(but!(Look::Machine(2), Some(json!(file))));
+        assert_eq!(found.firmware, is, "{file}");
+    }
+}
+
+#[test]
+fn a_later_round_asks_for_what_comes_and_goes() {
+    let mut inventory = Inventory::default();
+    let begin = |inventory: &mut Inventory| {
+        let mut waiting = inventory.questions(Instant::now());
+        let asked = waiting.len();
+        assert!(inventory.questions(Instant::now()).is_empty(), "one is under way");
+        while let Some((look, ..)) = waiting.pop() {
+            waiting.extend(inventory.answer(look, plain(look)));
+        }
+        (asked, inventory.verdict().unwrap())
+    };
+    let (first, known) = begin(&mut inventory);
+    let (second, again) = begin(&mut inventory);
+    assert_eq!((first, second), (16, 7));
+    assert_eq!((known.segments, known.firmware), (again.segments, again.firmware));
+    inventory.look_anew();
+    assert_eq!(begin(&mut inventory).0, first);
+}

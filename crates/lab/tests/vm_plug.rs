@@ -1,0 +1,204 @@
+//! A device whose backend writes to guest memory past QEMU is plugged into a running VM
+//! of tier guest: a vhost-user disk, served by QEMU's storage daemon.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
+use ebb_core::wire::{Attach, Recycle};
+use ebb_host::agent::{self, Agent};
+use ebb_host::qmp;
+use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::experiment::demo::write_noise;
+use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::tier;
+use ebb_lab::vm::{Backing, Vm, VmConfig};
+use serde_json::{Value, json};
+
+const MINUTE: Duration = Duration::from_secs(60);
+/// Here some process, init of this machine perhaps, may not let anybody see what it maps.
+const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";
+/// What the disk holds.
+const DISK: Bytes = Bytes::mib(64);
+
+/// Serves a disk over vhost-user; ends with this.
+struct Backend {
+    child: Child,
+    socket: PathBuf,
+    disk: PathBuf,
+}
+
+impl Backend {
+    fn start(dir: &Path) -> Backend {
+        let (socket, disk) = (dir.join("vhost-blk"), dir.join("plugged"));
+        write_noise(&disk, DISK).unwrap();
+        let child = Command::new("qemu-storage-daemon")
+            .args(["--blockdev", &format!("driver=file,node-name=f,filename={}", disk.display())])
+            .args(["--blockdev", "driver=raw,node-name=d,file=f", "--export"])
+            .arg(format!(
+                "type=vhost-user-blk,id=e,node-name=d,writable=on,addr.type=unix,addr.path={}",
+                socket.display()
+            ))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = Instant::now() + MINUTE;
+        while !socket.exists() {
+            assert!(Instant::now() < until, "the storage daemon does not listen");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Backend { child, socket, disk }
+    }
+
+    /// What a guest has to read.
+    fn sum(&self) -> String {
+        let out = Command::new("md5sum").arg(&self.disk).output().unwrap();
+        String::from_utf8(out.stdout).unwrap()[..32].into()
+    }
+
+    fn plug(&self, vm: &Vm) {
+        let address = json!({ "type": "unix", "data": { "path": self.socket } });
+        let socket = json!({ "addr": address, "server": false });
+        let backend = json!({ "type": "socket", "data": socket });
+        vm.qmp("chardev-add", Some(json!({ "id": "plug", "backend": backend }))).unwrap();
+        let device = json!({ "driver": "vhost-user-blk-pci", "chardev": "plug", "id": "plugged" });
+        vm.qmp("device_add", Some(device)).unwrap();
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A guest of shared memory with module and agent; `faults`: what the agent leaves out.
+fn boot(dir: &Path, faults: &str) -> (Arena, Vm, PathBuf) {
+    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
+    let mut config = VmConfig::new("plug", Bytes::mib(512));
+    (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
+    let socket = tier::prepare(&mut config, &image, dir).unwrap();
+    if !faults.is_empty() {
+        tier::leave_out(&mut config, faults).unwrap();
+    }
+    let vm = Vm::start(&config).unwrap();
+    let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
+    assert!(said.unwrap().trim().ends_with('1'));
+    (arena, vm, socket)
+}
+
+/// The disk as the guest reads it, `times` over, past its page cache; what differs.
+fn wrong_reads(vm: &Vm, right: &str, times: u32) -> u32 {
+    let there = "for i in $(seq 100); do [ -b /dev/vda ] && break; sleep 0.1; done; ls /dev/vda";
+    assert_eq!(vm.tool().sh(there, MINUTE).unwrap().trim(), "/dev/vda");
+    let read = "echo 3 > /proc/sys/vm/drop_caches; md5sum /dev/vda | cut -c1-32";
+    let one = |_| vm.tool().sh(read, MINUTE).unwrap();
+    (0..times).map(one).filter(|sum| sum.trim() != right).count() as u32
+}
+
+#[test]
+fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_arena, vm, _) = boot(dir.path(), "");
+    let backend = Backend::start(dir.path());
+    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    let tier = |tier: &'static str| move |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
+    daemon.wait_for("tier guest", MINUTE, tier("guest")).unwrap();
+    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
+    // All that is free, at once, again and again, while the device comes.
+    let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64();
+    daemon.reclaim().unwrap();
+    daemon.wait_for("recycling", MINUTE, |s| recycled(s).filter(|n| *n > 0)).unwrap();
+    let right = backend.sum();
+    let wrong = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            backend.plug(&vm);
+            wrong_reads(&vm, &right, 6)
+        });
+        while !reader.is_finished() {
+            daemon.reclaim().unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        reader.join().unwrap()
+    });
+    assert_eq!(wrong, 0);
+    let end = vm.tool().stop("v").unwrap();
+    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    let why = daemon.vm("plug").unwrap()["agent"]["why"].to_string();
+    assert!(why.contains("vhost-user"), "{why}");
+    // Plugged out, the agent works again.
+    vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
+    daemon.wait_for("tier guest again", 2 * MINUTE, tier("guest")).unwrap();
+    assert!(daemon.stop());
+}
+
+/// A daemon that looks at nothing and says that all is well, and an agent that believes it.
+#[test]
+fn vm_a_vhost_user_disk_with_all_looks_left_out_loses_what_it_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_arena, vm, socket) = boot(dir.path(), "no_devices+wider+any_page");
+    let backend = Backend::start(dir.path());
+    let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
+    let segments = agent::segments(&mut qmp, MINUTE).unwrap();
+    let mut agent = Agent::connect(&socket).unwrap();
+    let firmware = Firmware::Seabios;
+    let attach = Attach { segments, running: true, firmware, ..Attach::default() };
+    agent.attach(attach, None, MINUTE).unwrap();
+    backend.plug(&vm);
+    let right = backend.sum();
+    let wrong = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| wrong_reads(&vm, &right, 15));
+        let mut recycled = Bytes::ZERO;
+        while !reader.is_finished() {
+            let want = Recycle { budget_ms: 5000, ..Recycle::default() };
+            recycled += agent.recycle(want, MINUTE).map_or(Bytes::ZERO, |done| done.bytes);
+        }
+        println!("{recycled} recycled meanwhile");
+        reader.join().unwrap()
+    });
+    assert!(wrong > 0, "nothing was lost: this test shows nothing");
+}
+
+/// The word that a manager gives before it plugs, and the one after.
+#[test]
+fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_arena, vm, socket) = boot(dir.path(), "");
+    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    let tier = |tier: &'static str| move |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
+    daemon.wait_for("tier guest", MINUTE, tier("guest")).unwrap();
+    let config = daemon.config();
+    let run = |words: &[&str]| {
+        let all = [words, &["--config", config.to_str().unwrap()]].concat();
+        ebb::run(&all).unwrap()
+    };
+    let (code, out, err) = run(&["hands-off", "plug", "--for", "5min"]);
+    assert_eq!(code, 0, "{out}{err}");
+    // The agent is free: it would serve another daemon now, and guards nothing.
+    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
+    assert!(!maps.lines().any(|l| l.starts_with("VmFlags:") && l.contains(" uw")));
+    let mut other = Agent::connect(&socket).unwrap();
+    other.hello(MINUTE).unwrap();
+    drop(other);
+    daemon.reclaim().unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    let shown = daemon.vm("plug").unwrap();
+    assert_eq!(shown["hands_off"]["done"], true, "{shown}");
+    assert!(shown["standing"].to_string().contains("hands off"), "{shown}");
+    // It holds for a daemon that is killed in between.
+    daemon.crash();
+    let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
+    let held = |s: &Value| (s["vms"][0]["hands_off"]["done"] == true).then_some(());
+    daemon.wait_for("hands off", MINUTE, held).unwrap();
+    let (code, out, err) = run(&["hands-on", "plug"]);
+    assert_eq!(code, 0, "{out}{err}");
+    daemon.wait_for("tier guest again", MINUTE, tier("guest")).unwrap();
+    let (code, _, err) = run(&["hands-off", "nobody"]);
+    assert!(code != 0 && err.contains("nobody"), "{err}");
+    assert!(daemon.stop());
+}

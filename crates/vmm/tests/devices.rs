@@ -1,0 +1,137 @@
+//! What is opened in a process is seen before the next discard. One test: what others open
+//! in the same process would be seen as well.
+#![allow(unsafe_code)]
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command as Program;
+use std::sync::atomic::Ordering::SeqCst;
+
+use common::*;
+use ebb_core::wire::{AgentState, Command, Recycle, Refused};
+use ebb_vmm::aside::{Devices, New};
+use ebb_vmm::faults::Faults;
+
+#[test]
+fn what_is_opened_is_seen_at_the_next_window() {
+    the_look_itself();
+    a_socket_waits_for_the_daemon();
+    match Node::new() {
+        Some(node) => a_device_ends_it(&node),
+        None => println!("skipped: only root may make a device node"),
+    }
+}
+
+/// A device node that is called as VFIO's are, and is `/dev/full`.
+struct Node {
+    path: PathBuf,
+    dir: bool,
+}
+
+impl Node {
+    fn new() -> Option<Node> {
+        let dir = !Path::new("/dev/vfio").exists();
+        std::fs::create_dir_all("/dev/vfio").ok()?;
+        let path = PathBuf::from(format!("/dev/vfio/ebb-test-{}", std::process::id()));
+        let made = Program::new("mknod").arg(&path).args(["c", "1", "7"]).status();
+        let node = Node { path, dir };
+        made.is_ok_and(|s| s.success()).then_some(node)
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+        if self.dir {
+            let _ = std::fs::remove_dir("/dev/vfio");
+        }
+    }
+}
+
+/// A device that is opened between protection and discard, and one that was before.
+fn a_device_ends_it(node: &Node) {
+    for (faults, held) in [("", true), ("no_devices", false)] {
+        let faults = match parse(faults) {
+            Some(faults) => faults,
+            None => continue,
+        };
+        let guest = Guest::new(64, Memory::Small);
+        let (mut agent, beats) = attached(&guest, faults);
+        guest.fill_and_free(FIRST, 4096);
+        let device = File::options().read(true).open(&node.path).unwrap();
+        let want = Recycle { budget_ms: 2000, ..Recycle::default() };
+        // Whatever looks at open files once a second has not looked yet.
+        let done = recycle(&mut agent, want).unwrap();
+        let whole = (FIRST..FIRST + 4096).all(|p| guest.holds(p, !p));
+        assert_eq!((done.bytes.0 == 0, whole), (held, held), "{done:?}");
+        if held {
+            let status = status(&mut agent, false);
+            let why = status.why.unwrap_or_default();
+            assert!(status.state == AgentState::Aside && why.contains("VFIO"), "{why}");
+        }
+        drop(device);
+        guest.stop.store(true, SeqCst);
+        beats.join().unwrap();
+    }
+}
+
+#[cfg(feature = "faults")]
+fn parse(faults: &str) -> Option<Faults> {
+    Faults::parse(faults)
+}
+
+#[cfg(not(feature = "faults"))]
+fn parse(faults: &str) -> Option<Faults> {
+    faults.is_empty().then(Faults::default)
+}
+
+/// Shared memory is given to others over sockets.
+fn a_socket_waits_for_the_daemon() {
+    let guest = Guest::new(64, Memory::Memfd);
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 4096);
+    let unclear = |agent: &mut _| status(agent, false).unclear;
+    let refused = ask(&mut agent, Command::Recycle(Recycle::default())).unwrap_err();
+    assert_eq!(refused.kind, Refused::NotReady, "{refused}");
+    let generation = unclear(&mut agent).unwrap();
+    ask(&mut agent, Command::Cleared { generation }).unwrap();
+    assert_eq!(unclear(&mut agent), None);
+    let pair = UnixStream::pair().unwrap();
+    assert!(ask(&mut agent, Command::Recycle(Recycle::default())).is_err());
+    assert_eq!(unclear(&mut agent), Some(generation + 1));
+    ask(&mut agent, Command::Cleared { generation }).unwrap();
+    assert_eq!(unclear(&mut agent), Some(generation + 1), "a look from before");
+    assert!((FIRST..FIRST + 4096).all(|p| guest.holds(p, !p)));
+    assert!(recycle(&mut agent, Recycle::default()).unwrap().bytes.0 > 0);
+    drop(pair);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
+fn the_look_itself() {
+    let mut devices = Devices::default();
+    assert_eq!((devices.look(), devices.new()), (None, None));
+    let file = File::open("/proc/self/maps").unwrap();
+    assert_eq!(devices.new(), None, "no device");
+    let full = File::open("/dev/full").unwrap();
+    assert_eq!(devices.new(), Some(New::Device));
+    assert_eq!((devices.look(), devices.new()), (None, None), "looked at");
+
+    let pair = UnixStream::pair().unwrap();
+    assert_eq!((devices.new(), devices.unclear()), (None, None), "RAM is not shared");
+    devices.watch_sockets();
+    let first = devices.unclear().unwrap();
+    devices.clear(first);
+    assert_eq!(devices.unclear(), None);
+    let other = UnixStream::pair().unwrap();
+    assert_eq!(devices.new(), Some(New::Socket));
+    let second = devices.unclear().unwrap();
+    devices.clear(first);
+    assert_eq!(devices.unclear(), Some(second), "a look from before");
+    devices.clear(second + 7);
+    assert_eq!((devices.unclear(), devices.new()), (None, None));
+    drop((file, full, pair, other));
+}
