@@ -128,10 +128,10 @@ static bool may_record(void)
 	return may;
 }
 
-/* A scan, at load the self-test, and an audit: what must be good before RUNNING. */
-static int check(bool load)
+/* A scan, once the self-test, and an audit: what must be good before RUNNING. */
+static int check(void)
 {
-	bool tested = !(ebb_fault & EBB_FAULT_SELFTEST);
+	static bool tested;
 	u64 passing, repaired = ebb.repaired;
 	struct ebb_look sum;
 	const char *why;
@@ -139,15 +139,19 @@ static int check(bool load)
 
 	ebb_scan(0, ebb.map.pages * EBB_MAP_PFNS);
 	ebb.repaired = repaired;	/* that was no repair */
-	why = load && tested ? ebb_selftest() : NULL;
+	if (ebb_fault & EBB_FAULT_SELFTEST)
+		return 0;
+	why = tested ? NULL : ebb_selftest();
 	if (why) {
 		pr_err("refused: self-test of the hooks: %s\n", why);
 		return -ENODEV;
 	}
+	tested = true;
 	err = ebb_audit(&sum, &passing);
-	if (!err && sum.wrong && tested) {
-		pr_err("the first audit found %llu pages in use that are marked as free\n", sum.wrong);
-		err = -EIO;
+	if (!err && sum.wrong) {
+		pr_err("refused: the audit found %llu pages in use that are marked as free, please report\n",
+		       sum.wrong);
+		err = -ENODEV;
 	}
 	return err;
 }
@@ -156,13 +160,13 @@ static int check(bool load)
  * Records from now on; RUNNING after a scan and an audit, unless something else
  * came first, which the thread will see.
  */
-static int start_recording(bool load)
+static int start_recording(void)
 {
 	int err;
 
 	if (!may_record())
 		return 0;
-	err = check(load);
+	err = check();
 	if (err)
 		return err;
 	mutex_lock(&ebb.life);
@@ -175,10 +179,10 @@ static int start_recording(bool load)
 /* By the thread: from QUIET to RUNNING, once nothing speaks against it. */
 static void resume_recording(void)
 {
-	int err = start_recording(false);
+	int err = start_recording();
 
-	if (err == -EIO)
-		ebb_withdraw();
+	if (err == -ENODEV)
+		ebb_stop_recording(EBB_STOPPED, EBB_WHY_BROKEN);
 	else if (err)		/* no memory for an audit: with the next beat */
 		ebb_stop_recording(EBB_QUIET, EBB_WHY_NONE);
 }
@@ -678,7 +682,7 @@ static int __init ebb_init(void)
 	err = ebb_hooks_arm();
 	if (err)
 		goto out_faults;
-	err = start_recording(true);
+	err = start_recording();
 	if (err)
 		goto out_recording;
 	ebb_facts_update();
