@@ -39,6 +39,9 @@
  * that failed, extfrag before 6.10, frees that found the per-CPU lists locked,
  * memory that came online.
  *
+ * Tracepoints are silent on a CPU that is not online: while there is one that is
+ * not dead either, the map is empty (cpu.c).
+ *
  * Entries are ftrace callbacks, not kprobes: with FTRACE_OPS_FL_PERMANENT
  * nobody can switch them off behind our back (sysctl kernel.ftrace_enabled,
  * debugfs kprobes/enabled).

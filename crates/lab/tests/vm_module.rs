@@ -230,8 +230,8 @@ fn sources() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../guest"))
 }
 
-#[test]
-fn the_build_refuses_kernels_that_cannot_be_trusted() {
+/// `make`, where the headers say so.
+fn refused_by_make() {
     let dir = tempfile::tempdir().unwrap();
     for path in ["scripts/basic", "include/config"] {
         fs::create_dir_all(dir.path().join(path)).unwrap();
@@ -255,29 +255,33 @@ fn the_build_refuses_kernels_that_cannot_be_trusted() {
 
 /// A module that kbuild made without our Makefile refuses when it is loaded.
 #[test]
-fn vm_the_module_refuses_builds_that_cannot_be_trusted() {
+fn vm_kernels_that_cannot_be_trusted_are_refused_by_make_and_at_load() {
     let _arena = held();
-    let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
-    let headers = image.headers.clone().unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let build = dir.path().join("build");
-    let modules = DISTRUSTED.map(|option| {
-        let mut make = Command::new("make");
-        make.arg("-s").arg("-C").arg(sources()).arg(format!("KDIR={}", headers.display()));
-        make.arg(format!("BUILD={}", build.display()));
-        make.arg(format!("CFLAGS_hooks.o=-DCONFIG_{option}=1"));
-        assert!(make.output().unwrap().status.success(), "{option}");
-        let kept = dir.path().join(option);
-        fs::rename(build.join("ebb.ko"), &kept).unwrap();
-        (format!("{option}.ko"), kept)
+    refused_by_make();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let image = Image::get(&Cache::from_env(), kernel).unwrap();
+        let headers = image.headers.clone().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let build = dir.path().join("build");
+        let modules = DISTRUSTED.map(|option| {
+            let mut make = Command::new("make");
+            make.arg("-s").arg("-C").arg(sources()).arg(format!("KDIR={}", headers.display()));
+            make.arg(format!("BUILD={}", build.display()));
+            make.arg(format!("CFLAGS_hooks.o=-DCONFIG_{option}=1"));
+            assert!(make.output().unwrap().status.success(), "{kernel}: {option}");
+            let kept = dir.path().join(option);
+            fs::rename(build.join("ebb.ko"), &kept).unwrap();
+            (format!("{option}.ko"), kept)
+        });
+        let guest = Guest::boot(kernel, false, |c| c.files.extend(modules));
+        for option in DISTRUSTED {
+            let said =
+                guest.sh(&format!("insmod /{option}.ko 2>&1; dmesg | grep ebb: | tail -n 1"));
+            let message = format!("refused: this kernel is built with CONFIG_{option}");
+            assert!(said.contains(&message), "{kernel}: {said}");
+        }
+        assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
     });
-    let guest = Guest::boot(Kernel::V6_12, false, |c| c.files.extend(modules));
-    for option in DISTRUSTED {
-        let said = guest.sh(&format!("insmod /{option}.ko 2>&1; dmesg | grep ebb: | tail -n 1"));
-        let message = format!("refused: this kernel is built with CONFIG_{option}");
-        assert!(said.contains(&message), "{said}");
-    }
-    assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
 }
 
 #[test]
