@@ -23,6 +23,7 @@
 static struct cpumask between;		/* under ebb.life */
 static enum cpuhp_state prepare, online;
 
+/* Whether every CPU is online or dead. */
 bool ebb_cpus_settled(void)
 {
 	lockdep_assert_held(&ebb.life);
