@@ -18,8 +18,10 @@ static int audit_show(struct seq_file *m, void *v)
 {
 	struct ebb_look sum;
 	u64 passing, t = ktime_get_ns();
+	int err = ebb_audit(&sum, &passing);
 
-	ebb_audit(&sum, &passing);
+	if (err)
+		return err;
 	line(m, "pages", sum.pages);
 	line(m, "free", sum.free);
 	line(m, "set", sum.set);
@@ -61,6 +63,9 @@ static int stats_show(struct seq_file *m, void *v)
 	line(m, "scan_hold_ns", s->scan_hold_ns);
 	line(m, "uncovered", s->uncovered);
 	line(m, "drains", s->drains);
+#ifdef EBB_FAULTS
+	line(m, "taken_between", ebb_faults_taken());
+#endif
 	return 0;
 }
 DEFINE_SHOW_ATTRIBUTE(stats);

@@ -39,10 +39,10 @@ static unsigned long held(struct zone *zone)
 	return sum;
 }
 
-/* A pageblock all of whose pages are free, from the end of the zone; 0: none. */
-static unsigned long free_pageblock(struct zone *zone)
+/* A pageblock below a page, all of whose pages are free, from the end of the zone; 0: none. */
+static unsigned long free_pageblock(struct zone *zone, unsigned long below)
 {
-	unsigned long pfn = round_down(zone_end_pfn(zone), pageblock_nr_pages);
+	unsigned long pfn = round_down(min(below, zone_end_pfn(zone)), pageblock_nr_pages);
 
 	while (pfn >= zone->zone_start_pfn + pageblock_nr_pages) {
 		pfn -= pageblock_nr_pages;
@@ -52,26 +52,51 @@ static unsigned long free_pageblock(struct zone *zone)
 	return 0;
 }
 
-static void drain(struct zone *zone)
+/* The last one of any zone below a page. */
+unsigned long ebb_free_pageblock(unsigned long below)
 {
-	unsigned long pfn;
+	unsigned long pfn = 0;
+	int nid, i;
+
+	for_each_online_node(nid) {
+		for (i = 0; i < MAX_NR_ZONES; i++) {
+			struct zone *zone = &NODE_DATA(nid)->node_zones[i];
+
+			if (populated_zone(zone) && zone->zone_start_pfn < below)
+				pfn = max(pfn, free_pageblock(zone, below));
+		}
+	}
+	return pfn;
+}
+
+/* Takes the first page of a free pageblock and gives it back. */
+bool ebb_take_one(unsigned long pfn)
+{
 	bool done = false;
 
-	if (held(zone) < max_t(unsigned long, MIN_PAGES, zone_managed_pages(zone) / ZONE_PART))
-		return;
 	/* Not while memory goes: its struct pages may go too. */
 	mutex_lock(&ebb.scanning);
-	pfn = free_pageblock(zone);
-	if (pfn && pfn_to_online_page(pfn) && !test_bit(pfn / EBB_MAP_PFNS, ebb.blocked) &&
+	if (pfn_to_online_page(pfn) && !test_bit(pfn / EBB_MAP_PFNS, ebb.blocked) &&
 	    !alloc_contig_range(pfn, pfn + 1, HOW, GFP_KERNEL | __GFP_NOWARN)) {
 		free_contig_range(pfn, 1);
-		ebb.drains++;
 		done = true;
 	}
 	mutex_unlock(&ebb.scanning);
 	/* The rest of the block came back while it was isolated: no hook tells. */
 	if (done)
 		ebb_scan(pfn, pfn + pageblock_nr_pages);
+	return done;
+}
+
+static void drain(struct zone *zone)
+{
+	unsigned long pfn;
+
+	if (held(zone) < max_t(unsigned long, MIN_PAGES, zone_managed_pages(zone) / ZONE_PART))
+		return;
+	pfn = free_pageblock(zone, ~0ul);
+	if (pfn && ebb_take_one(pfn))
+		ebb.drains++;
 }
 
 /* With every update of the facts: `allocated` is their counter. */

@@ -10,7 +10,6 @@
 #include <linux/mutex.h>
 #include <linux/percpu.h>
 #include <linux/seq_file.h>
-#include <linux/timer.h>
 #include <linux/types.h>
 
 #include "map.h"
@@ -32,7 +31,14 @@ struct ebb {
 	unsigned int order;		/* smallest recorded */
 	bool recording;			/* hooks may set bits */
 
-	/* Under `scanning`: scans, blocked, extents, and the way to a state. */
+	/*
+	 * The way from one state to the next.  Nobody waits for memory with it
+	 * held, so reboot, sleep and CPUs that go do not either.
+	 */
+	struct mutex life;
+	bool asleep;			/* under it */
+
+	/* Scans, blocked, extents; held over allocations.  Never with `life`. */
 	struct mutex scanning;
 	unsigned long *blocked;		/* sections that are going offline */
 	struct ebb_extent_page **extents;
@@ -46,9 +52,8 @@ struct ebb {
 	u64 repaired, suspect, scans, scan_pages, scan_hold_ns, drains;
 	u64 allocated;			/* by the whole guest, at the last look */
 
-	struct timer_list timer;	/* beats and answers */
-	unsigned long challenged;	/* jiffies of the last new challenge */
-	struct task_struct *thread;	/* facts, hints, scans */
+	struct task_struct *thread;	/* facts, hints, scans, the way back to RUNNING */
+	struct task_struct *tester;	/* in the self-test */
 	unsigned long scan_at;		/* where the re-scan is */
 	unsigned long *events;
 	struct dentry *debug;
@@ -56,7 +61,7 @@ struct ebb {
 
 extern struct ebb ebb;
 extern unsigned int ebb_rescan_ms, ebb_facts_ms;
-extern bool ebb_drain_on;
+extern bool ebb_drain_on, ebb_force_unknown;
 
 /* Left out on purpose, in test builds: bits of ebb_fault. */
 enum ebb_fault {
@@ -70,18 +75,41 @@ enum ebb_fault {
 	EBB_FAULT_PUTBACK	= 1 << 7,
 	EBB_FAULT_HINT		= 1 << 8,
 	EBB_FAULT_NOTIFIERS	= 1 << 9,
+	EBB_FAULT_SELFTEST	= 1 << 10,	/* self-test and audit at load */
+	EBB_FAULT_CPUS		= 1 << 11,	/* cpu.c */
+	/* Not left out but done: */
+	EBB_FAULT_DYING		= 1 << 12,	/* CPUs take pages unseen (faults.c) */
+	EBB_FAULT_STUCK		= 1 << 13,	/* __isolate_free_page stays traced */
+	EBB_FAULT_VENDOR	= 1 << 14,	/* the kernel is somebody's own build */
+	EBB_FAULT_HELD		= 1 << 15,	/* the thread waits for memory for ever */
 };
 
 #ifdef EBB_FAULTS
 extern unsigned int ebb_fault;
+int ebb_faults_start(void);
+u64 ebb_faults_taken(void);
+void ebb_faults_stop(void);
 #else
 #define ebb_fault 0u
+static inline int ebb_faults_start(void) { return 0; }
+static inline void ebb_faults_stop(void) { }
 #endif
+
+/* What the self-test waits for. */
+enum ebb_hook {
+	EBB_HOOK_ZONE_LOCKED,
+	EBB_HOOK_EXTFRAG,
+	EBB_HOOK_ALLOC,
+	EBB_HOOK_ISOLATE,
+	EBB_HOOKS,
+};
 
 /* hooks.c */
 const char *ebb_hooks_refuse(void);
 int ebb_hooks_arm(void);
 void ebb_hooks_disarm(void);
+bool ebb_hooks_stuck(void);
+bool ebb_hooks_extfrag(void);
 void ebb_lock_cycle(void);
 void ebb_ring_add(unsigned long pfn, unsigned int what);
 
@@ -95,10 +123,25 @@ bool ebb_in_buddy(unsigned long pfn, unsigned int order);
 void ebb_scan(unsigned long start, unsigned long end);
 void ebb_scan_some(unsigned long pages);
 void ebb_ring_drain(void);
-void ebb_audit(struct ebb_look *sum, u64 *passing);
+int ebb_audit(struct ebb_look *sum, u64 *passing);
 
 /* drain.c */
 void ebb_drain(u64 allocated);
+unsigned long ebb_free_pageblock(unsigned long below);
+bool ebb_take_one(unsigned long pfn);
+
+/* selftest.c */
+const char *ebb_selftest(void);
+void ebb_test_saw(enum ebb_hook hook, unsigned long pfn, unsigned int order);
+
+/* beat.c */
+void ebb_beat_start(void);
+void ebb_beat_stop(void);
+
+/* cpu.c */
+int ebb_cpus_watch(void);
+void ebb_cpus_forget(void);
+bool ebb_cpus_settled(void);
 
 /* keep.c */
 u64 ebb_keep_page(void);

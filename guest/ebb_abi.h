@@ -20,6 +20,9 @@
  *      EBB_RUNNING.  The first answer takes up to tick_ms, further ones up to
  *      EBB_CHALLENGED_MS (guest running time), as long as a challenge changes at
  *      least every 10 s.  Both words belong to the host's current epoch only.
+ * Beats come about ten times a second from a guest at work.  An idle one is not
+ * woken for that: between two of its beats there are up to tick_ms, never more
+ * (guest running time; tick_ms is EBB_TICK_MS).
  * `challenge` is the only word that the host ever writes.  A paused guest
  * neither beats nor answers and cannot have been reset unnoticed either: the
  * last answer stays good until the guest runs or is reset.
@@ -40,7 +43,8 @@
  *
  * Stop: state leaves EBB_RUNNING (one store), SETs end, the map is cleared; on
  * unload the magic is wiped, and then pages are freed.  EBB_QUIET may go back to
- * EBB_RUNNING (hibernation cancelled); EBB_STOPPED does not.
+ * EBB_RUNNING (hibernation cancelled, a CPU that came or went); EBB_STOPPED does
+ * not.
  */
 #ifndef EBB_ABI_H
 #define EBB_ABI_H
@@ -61,12 +65,13 @@
 #define EBB_EXTENTS_A_PAGE	255
 #define EBB_EXTENT_LEN_MAX	(1u << 20)	/* map pages in all: 128 TiB */
 
+#define EBB_TICK_MS		500
 #define EBB_CHALLENGED_MS	20
 
 enum ebb_state {
 	EBB_STARTING	= 1,	/* hooks are being armed, first scan: do not use */
 	EBB_RUNNING	= 2,	/* the map holds */
-	EBB_QUIET	= 3,	/* cleared, not recording: hibernation */
+	EBB_QUIET	= 3,	/* cleared, not recording: sleep, a CPU comes or goes */
 	EBB_STOPPED	= 4,	/* cleared, for good: unload, reboot, kexec, panic */
 };
 
@@ -77,6 +82,7 @@ enum ebb_reason {
 	EBB_WHY_PANIC	= 3,
 	EBB_WHY_SLEEP	= 4,	/* hibernation, suspend, restore */
 	EBB_WHY_BROKEN	= 5,	/* the module found its own map wrong */
+	EBB_WHY_CPU	= 6,	/* a CPU comes or goes */
 };
 
 /* ebb_header.features */
@@ -172,7 +178,7 @@ struct ebb_header {
 	__u32 state;
 	__u32 reason;
 	__u32 tick_ms;		/* longest time between two beats of a running guest */
-	__u32 facts_ms;		/* between two updates of facts and stats */
+	__u32 facts_ms;		/* longest time between two updates of facts and stats */
 	__u8  reserved1[48];
 
 	/* 192: signs of life. */

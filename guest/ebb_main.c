@@ -11,18 +11,19 @@
  * This file has the module's life.  Its one state word is header->state:
  *
  *	load:	STARTING	CLEARs armed, all zone locks cycled, SETs armed,
- *				first scan
+ *				first scan, self-test of the hooks, audit
  *		RUNNING		the map holds
- *	sleep:	QUIET		SETs ignored, map cleared; back to STARTING after
+ *	sleep,	QUIET		SETs ignored, map cleared; back to STARTING after,
+ *	a CPU:			for a scan and an audit
  *	end:	STOPPED		the same, for good: unload, reboot, kexec, panic,
  *				or a false bit found by ourselves
  *
  * On unload the magic is wiped and pages are given back last: the host looks at
  * the state after it looked at the map.  Map pages are never given back before.
  *
- * One timer beats and answers challenges (also under load, so that the host
- * does not take a busy guest for a picture of one); one thread does what may
- * take longer: facts, second looks, the slow re-scan.
+ * Timers beat and answer challenges (beat.c); one thread, woken by beats, does
+ * what may take longer: facts, second looks, the slow re-scan, and the way back
+ * from QUIET.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -51,8 +52,8 @@
 /* Room in the table for memory that comes later: 512 GiB, 32 KiB of table. */
 #define ROOM_PAGES	4096u
 #define CHUNK_ORDER	4	/* map pages that are asked for in one piece */
-#define TICK_MS		100
-#define CHALLENGED_FOR	(10 * HZ)
+#define WORK_MS		80	/* less than a beat, so that each one counts */
+#define SCAN_PAGES_MS	2621	/* at most, of the re-scan: 10 GiB a second */
 #define GRACE_MS	50	/* between STOPPED and the end of its pages */
 
 struct ebb ebb;
@@ -73,10 +74,14 @@ bool ebb_drain_on = true;
 module_param_named(drain, ebb_drain_on, bool, 0644);
 MODULE_PARM_DESC(drain, "empty large per-CPU lists of a quiet guest into the map (default Y)");
 
+bool ebb_force_unknown;
+module_param_named(force_unknown, ebb_force_unknown, bool, 0444);
+MODULE_PARM_DESC(force_unknown, "load on a kernel of a known series that somebody else built: if its page allocator was changed, the guest can lose data");
+
 #ifdef EBB_FAULTS
 unsigned int ebb_fault;
 module_param_named(fault, ebb_fault, uint, 0444);
-MODULE_PARM_DESC(fault, "hooks to leave out, bits of enum ebb_fault; for tests");
+MODULE_PARM_DESC(fault, "what to leave out, bits of enum ebb_fault; for tests");
 #endif
 
 static enum ebb_state state(void)
@@ -92,36 +97,94 @@ static void set_state(enum ebb_state to, enum ebb_reason why)
 	smp_mb();		/* the word, and then what is done now */
 }
 
-/* Records from now on, and scans; RUNNING unless something else came first. */
-static void start_recording(void)
-{
-	mutex_lock(&ebb.scanning);
-	if (state() == EBB_STOPPED) {
-		mutex_unlock(&ebb.scanning);
-		return;
-	}
-	set_state(EBB_STARTING, EBB_WHY_NONE);
-	WRITE_ONCE(ebb.recording, true);
-	mutex_unlock(&ebb.scanning);
-	ebb_scan(0, ebb.map.pages * EBB_MAP_PFNS);
-	ebb.repaired = 0;	/* that was no repair */
-	mutex_lock(&ebb.scanning);
-	if (state() == EBB_STARTING)
-		set_state(EBB_RUNNING, EBB_WHY_NONE);
-	mutex_unlock(&ebb.scanning);
-}
-
-/* Leaves RUNNING; on return the map is clear and stays so. */
+/*
+ * Leaves RUNNING; on return the map is clear and stays so: hooks and scans set
+ * bits under a zone's lock only, and look at `recording` there.
+ */
 void ebb_stop_recording(enum ebb_state to, enum ebb_reason why)
 {
-	mutex_lock(&ebb.scanning);
+	mutex_lock(&ebb.life);
 	if (state() != EBB_STOPPED) {
 		set_state(to, why);
 		WRITE_ONCE(ebb.recording, false);
 		ebb_lock_cycle();
 		ebb_map_zero(&ebb.map);
 	}
-	mutex_unlock(&ebb.scanning);
+	mutex_unlock(&ebb.life);
+}
+
+/* Whether it may be recorded now; if so, it is. */
+static bool may_record(void)
+{
+	bool may;
+
+	mutex_lock(&ebb.life);
+	may = state() != EBB_STOPPED && !ebb.asleep && ebb_cpus_settled();
+	if (may) {
+		set_state(EBB_STARTING, EBB_WHY_NONE);
+		WRITE_ONCE(ebb.recording, true);
+	}
+	mutex_unlock(&ebb.life);
+	return may;
+}
+
+/* A scan, once the self-test, and an audit: what must be good before RUNNING. */
+static int check(void)
+{
+	static bool tested;
+	u64 passing, repaired = ebb.repaired;
+	struct ebb_look sum;
+	const char *why;
+	int err;
+
+	ebb_scan(0, ebb.map.pages * EBB_MAP_PFNS);
+	ebb.repaired = repaired;	/* that was no repair */
+	if (ebb_fault & EBB_FAULT_SELFTEST)
+		return 0;
+	why = tested ? NULL : ebb_selftest();
+	if (why) {
+		pr_err("refused: self-test of the hooks: %s\n", why);
+		return -ENODEV;
+	}
+	tested = true;
+	err = ebb_audit(&sum, &passing);
+	if (!err && sum.wrong) {
+		pr_err("refused: the audit found %llu pages in use that are marked as free, please report\n",
+		       sum.wrong);
+		err = -ENODEV;
+	}
+	return err;
+}
+
+/*
+ * Records from now on; RUNNING after a scan and an audit, unless something else
+ * came first, which the thread will see.
+ */
+static int start_recording(void)
+{
+	int err;
+
+	if (!may_record())
+		return 0;
+	err = check();
+	if (err)
+		return err;
+	mutex_lock(&ebb.life);
+	if (state() == EBB_STARTING)
+		set_state(EBB_RUNNING, EBB_WHY_NONE);
+	mutex_unlock(&ebb.life);
+	return 0;
+}
+
+/* By the thread: from QUIET to RUNNING, once nothing speaks against it. */
+static void resume_recording(void)
+{
+	int err = start_recording();
+
+	if (err == -ENODEV)
+		ebb_stop_recording(EBB_STOPPED, EBB_WHY_BROKEN);
+	else if (err)		/* no memory for an audit: with the next beat */
+		ebb_stop_recording(EBB_QUIET, EBB_WHY_NONE);
 }
 
 /* A page in use was marked as free: this kernel is not as we know it. */
@@ -149,6 +212,13 @@ static int on_reboot(struct notifier_block *nb, unsigned long event, void *data)
 	return NOTIFY_DONE;
 }
 
+static void set_asleep(bool asleep)
+{
+	mutex_lock(&ebb.life);
+	ebb.asleep = asleep;
+	mutex_unlock(&ebb.life);
+}
+
 /* Hibernation and restore write to pages that are free. */
 static int on_sleep(struct notifier_block *nb, unsigned long event, void *data)
 {
@@ -156,13 +226,13 @@ static int on_sleep(struct notifier_block *nb, unsigned long event, void *data)
 	case PM_HIBERNATION_PREPARE:
 	case PM_SUSPEND_PREPARE:
 	case PM_RESTORE_PREPARE:
+		set_asleep(true);
 		ebb_stop_recording(EBB_QUIET, EBB_WHY_SLEEP);
 		break;
 	case PM_POST_HIBERNATION:
 	case PM_POST_SUSPEND:
 	case PM_POST_RESTORE:
-		if (state() == EBB_QUIET)
-			start_recording();
+		set_asleep(false);
 		break;
 	}
 	return NOTIFY_DONE;
@@ -308,67 +378,67 @@ static int on_memory(struct notifier_block *nb, unsigned long event, void *data)
 
 static struct notifier_block memory_nb = { .notifier_call = on_memory };
 
-/* Softirq: nothing here may sleep or take long.  Ends when the module does. */
-static void on_timer(struct timer_list *t)
-{
-	struct ebb_header *h = ebb.header;
-	u64 challenge = READ_ONCE(h->challenge), answer = 0;
-	unsigned int ms = TICK_MS;
-
-	if (state() == EBB_STOPPED)
-		return;
-	/* The host may read between the two: it looks again then. */
-	WRITE_ONCE(h->beat, h->beat + 1);
-	smp_wmb();
-	WRITE_ONCE(h->beat_check, ebb_beat_check(h->beat, h->key));
-	if (challenge && state() == EBB_RUNNING)
-		answer = ebb_response(challenge, h->key);
-	if (answer && READ_ONCE(h->response) != answer)
-		ebb.challenged = jiffies;
-	WRITE_ONCE(h->response, answer);
-	if (answer && time_before(jiffies, ebb.challenged + CHALLENGED_FOR))
-		ms = EBB_CHALLENGED_MS;
-	mod_timer(&ebb.timer, jiffies + msecs_to_jiffies(ms));
-}
-
-static void stop_timer(void)
-{
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
-	timer_delete_sync(&ebb.timer);
-#else
-	del_timer_sync(&ebb.timer);
-#endif
-}
-
-/* How many pages a tick may look at, for a pass in rescan_ms. */
-static unsigned long allowance(void)
+/* How many pages may be looked at after so long, for a pass in rescan_ms. */
+static unsigned long allowance(unsigned int elapsed)
 {
 	unsigned int ms = READ_ONCE(ebb_rescan_ms);
 	u64 pages = (u64)ebb.header->map_pages * EBB_MAP_PFNS;
 
 	if (!ms || state() != EBB_RUNNING)
 		return 0;
-	return clamp_t(u64, pages * TICK_MS / ms, EBB_BLOCK, 1ul << 18);
+	elapsed = min(elapsed, EBB_TICK_MS);
+	return clamp_t(u64, pages * elapsed / ms, EBB_BLOCK, elapsed * SCAN_PAGES_MS);
 }
 
+/* Test builds: as if an allocation under the lock did not end. */
+static void wait_for_memory(void)
+{
+	mutex_lock(&ebb.scanning);
+	while (!kthread_should_stop())
+		schedule_timeout_interruptible(HZ);
+	mutex_unlock(&ebb.scanning);
+}
+
+static void work_once(unsigned long *facts, unsigned int elapsed)
+{
+	if (ebb_fault & EBB_FAULT_HELD)
+		return wait_for_memory();
+	ebb_ring_drain();
+	ebb_scan_some(allowance(elapsed));
+	if (state() == EBB_QUIET)
+		resume_recording();
+	if (time_before(jiffies, *facts))
+		return;
+	*facts = jiffies + msecs_to_jiffies(ebb_facts_ms);
+	ebb_facts_update();
+	ebb_stats_update();
+	if (ebb.header->stats.leaked)
+		ebb_withdraw();
+	if (READ_ONCE(ebb_drain_on))
+		ebb_drain(ebb.header->facts.alloc);
+}
+
+/* Beats wake it, more often while the host asks: once in WORK_MS is enough. */
 static int work(void *unused)
 {
-	unsigned long facts = jiffies;
+	unsigned long facts = jiffies, last = jiffies;
 
-	while (!kthread_should_stop()) {
-		ebb_ring_drain();
-		ebb_scan_some(allowance());
-		if (time_after_eq(jiffies, facts)) {
-			facts = jiffies + msecs_to_jiffies(ebb_facts_ms);
-			ebb_facts_update();
-			ebb_stats_update();
-			if (ebb.header->stats.leaked)
-				ebb_withdraw();
-			if (READ_ONCE(ebb_drain_on))
-				ebb_drain(ebb.header->facts.alloc);
+	for (;;) {
+		unsigned int elapsed;
+
+		set_current_state(TASK_INTERRUPTIBLE);
+		if (kthread_should_stop())
+			break;
+		elapsed = jiffies_to_msecs(jiffies - last);
+		if (elapsed < WORK_MS) {
+			schedule();
+			continue;
 		}
-		schedule_timeout_interruptible(msecs_to_jiffies(TICK_MS));
+		__set_current_state(TASK_RUNNING);
+		last = jiffies;
+		work_once(&facts, elapsed);
 	}
+	__set_current_state(TASK_RUNNING);
 	return 0;
 }
 
@@ -404,8 +474,8 @@ static int make_header(void)
 	/* Nobody shall find it before it is whole. */
 	memset(h->magic, 0, sizeof(h->magic));
 	h->state = EBB_STARTING;
-	h->tick_ms = TICK_MS;
-	h->facts_ms = ebb_facts_ms;
+	h->tick_ms = EBB_TICK_MS;
+	h->facts_ms = max(ebb_facts_ms, EBB_TICK_MS);
 	return 0;
 }
 
@@ -524,11 +594,16 @@ static int add_notifiers(void)
 	int err;
 
 	err = register_memory_notifier(&memory_nb);
-	if (err || (ebb_fault & EBB_FAULT_NOTIFIERS))
+	if (err)
 		return err;
-	err = register_pm_notifier(&sleep_nb);
+	err = ebb_cpus_watch();
 	if (err)
 		goto out_memory;
+	if (ebb_fault & EBB_FAULT_NOTIFIERS)
+		return 0;
+	err = register_pm_notifier(&sleep_nb);
+	if (err)
+		goto out_cpus;
 	err = register_reboot_notifier(&reboot_nb);
 	if (err)
 		goto out_sleep;
@@ -541,6 +616,8 @@ out_reboot:
 	unregister_reboot_notifier(&reboot_nb);
 out_sleep:
 	unregister_pm_notifier(&sleep_nb);
+out_cpus:
+	ebb_cpus_forget();
 out_memory:
 	unregister_memory_notifier(&memory_nb);
 	return err;
@@ -553,7 +630,29 @@ static void remove_notifiers(void)
 		unregister_reboot_notifier(&reboot_nb);
 		unregister_pm_notifier(&sleep_nb);
 	}
+	ebb_cpus_forget();
 	unregister_memory_notifier(&memory_nb);
+}
+
+/*
+ * Hooks that could not be taken off go on calling into the module: its code and
+ * its map must stay.  At load a reference keeps it from being unloaded; an
+ * unload that has begun cannot be refused any more, so it does not end.
+ */
+static int stay(void)
+{
+	pr_err("ftrace is broken and its hooks cannot be removed: the module stays, stopped, until the next boot\n");
+	__module_get(THIS_MODULE);
+	return 0;
+}
+
+static void __noreturn stay_for_ever(void)
+{
+	stay();
+	for (;;) {
+		set_current_state(TASK_IDLE);
+		schedule();
+	}
 }
 
 static int __init ebb_init(void)
@@ -572,8 +671,8 @@ static int __init ebb_init(void)
 		return -EINVAL;
 	}
 	ebb.order = order;
+	mutex_init(&ebb.life);
 	mutex_init(&ebb.scanning);
-	timer_setup(&ebb.timer, on_timer, 0);
 	err = make_tables();
 	if (err) {
 		pr_err("no memory for the map, or none in ZONE_DMA for its header\n");
@@ -582,10 +681,15 @@ static int __init ebb_init(void)
 	err = add_notifiers();
 	if (err)
 		goto out_tables;
-	err = ebb_hooks_arm();
+	err = ebb_faults_start();
 	if (err)
 		goto out_notifiers;
-	start_recording();
+	err = ebb_hooks_arm();
+	if (err)
+		goto out_faults;
+	err = start_recording();
+	if (err)
+		goto out_recording;
 	ebb_facts_update();
 	ebb_stats_update();
 	ebb.thread = kthread_run(work, NULL, "ebb");
@@ -593,7 +697,7 @@ static int __init ebb_init(void)
 		err = PTR_ERR(ebb.thread);
 		goto out_recording;
 	}
-	mod_timer(&ebb.timer, jiffies + 1);
+	ebb_beat_start();
 	show_header(true);
 	ebb_debug_init();
 	pr_info("free pages are told to the host: %u map pages%s\n", ebb.header->map_pages,
@@ -603,8 +707,12 @@ static int __init ebb_init(void)
 out_recording:
 	ebb_stop_recording(EBB_STOPPED, EBB_WHY_UNLOAD);
 	ebb_hooks_disarm();
+out_faults:
+	ebb_faults_stop();
 out_notifiers:
 	remove_notifiers();
+	if (ebb_hooks_stuck())
+		return stay();
 out_tables:
 	free_tables();
 	return err;
@@ -614,12 +722,15 @@ static void __exit ebb_exit(void)
 {
 	ebb_debug_exit();
 	ebb_stop_recording(EBB_STOPPED, EBB_WHY_UNLOAD);
-	stop_timer();
+	ebb_beat_stop();
 	kthread_stop(ebb.thread);
 	ebb_hooks_disarm();
+	ebb_faults_stop();
 	remove_notifiers();
 	msleep(GRACE_MS);
 	show_header(false);
+	if (ebb_hooks_stuck())
+		stay_for_ever();
 	free_tables();
 }
 

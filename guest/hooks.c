@@ -39,6 +39,9 @@
  * that failed, extfrag before 6.10, frees that found the per-CPU lists locked,
  * memory that came online.
  *
+ * Tracepoints are silent on a CPU that is not online: while there is one that is
+ * not dead either, the map is empty (cpu.c).
+ *
  * Entries are ftrace callbacks, not kprobes: with FTRACE_OPS_FL_PERMANENT
  * nobody can switch them off behind our back (sysctl kernel.ftrace_enabled,
  * debugfs kprobes/enabled).
@@ -51,9 +54,12 @@
 #include <linux/mmzone.h>
 #include <linux/nodemask.h>
 #include <linux/tracepoint.h>
+#include <linux/utsname.h>
 #include <linux/version.h>
+#include <trace/events/kmem.h>
 
 #include "ebb.h"
+#include "known.h"
 
 /*
  * A series is known when every way into and out of the free lists was read in
@@ -123,7 +129,14 @@ static noinline void set_block(unsigned long pfn, unsigned int order)
 	count_set(ebb_map_set(&ebb.map, pfn, n));
 }
 
-static void on_drain(void *data, struct page *page, unsigned int order)
+/* For the self-test. */
+static inline void note(enum ebb_hook hook, struct page *page, unsigned int order)
+{
+	if (unlikely(READ_ONCE(ebb.tester)))
+		ebb_test_saw(hook, page_to_pfn(page), order);
+}
+
+static void on_drain(void *data, struct page *page, unsigned int order, int migratetype)
 {
 	unsigned long pfn = page_to_pfn(page);
 
@@ -135,17 +148,28 @@ static void on_drain(void *data, struct page *page, unsigned int order)
 		set_block(pfn, order);
 }
 
-static void on_zone_locked(void *data, struct page *page, unsigned int order)
+static void on_zone_locked(void *data, struct page *page, unsigned int order, int migratetype,
+			   int percpu_refill)
 {
 	clear(page, order);
+	note(EBB_HOOK_ZONE_LOCKED, page, order);
 }
 
-static void on_alloc(void *data, struct page *page, unsigned int order)
+static void on_extfrag(void *data, struct page *page, int alloc_order, int fallback_order,
+		       int alloc_migratetype, int fallback_migratetype)
+{
+	clear(page, alloc_order);
+	note(EBB_HOOK_EXTFRAG, page, alloc_order);
+}
+
+static void on_alloc(void *data, struct page *page, unsigned int order, gfp_t gfp_flags,
+		     int migratetype)
 {
 	unsigned long pfn, n;
 
 	if (!page)
 		return;
+	note(EBB_HOOK_ALLOC, page, order);
 	pfn = page_to_pfn(page);
 	if (likely(order ? !ebb_map_any(&ebb.map, pfn, 1ul << order) : !ebb_map_test(&ebb.map, pfn)))
 		return;
@@ -167,10 +191,19 @@ struct probe {
 
 static struct probe probes[] = {
 	{ "mm_page_alloc_zone_locked", on_zone_locked, false, EBB_FAULT_ZONE_LOCKED },
-	{ "mm_page_alloc_extfrag", on_zone_locked, false, EBB_FAULT_EXTFRAG },
+	{ "mm_page_alloc_extfrag", on_extfrag, false, EBB_FAULT_EXTFRAG },
 	{ "mm_page_alloc", on_alloc, false, EBB_FAULT_BACKSTOP },
 	{ "mm_page_pcpu_drain", on_drain, true, EBB_FAULT_DRAIN },
 };
+
+/* The compiler compares each probe with what its tracepoint calls. */
+static void __always_unused check_types(void)
+{
+	check_trace_callback_type_mm_page_alloc_zone_locked(on_zone_locked);
+	check_trace_callback_type_mm_page_alloc_extfrag(on_extfrag);
+	check_trace_callback_type_mm_page_alloc(on_alloc);
+	check_trace_callback_type_mm_page_pcpu_drain(on_drain);
+}
 
 static unsigned long argument(struct ftrace_regs *fregs, unsigned int n)
 {
@@ -190,7 +223,11 @@ static void on_putback(unsigned long ip, unsigned long parent, struct ftrace_ops
 static void on_isolate(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
 		       struct ftrace_regs *fregs)
 {
-	clear((struct page *)argument(fregs, 0), argument(fregs, 1));
+	struct page *page = (struct page *)argument(fregs, 0);
+	unsigned int order = argument(fregs, 1);
+
+	clear(page, order);
+	note(EBB_HOOK_ISOLATE, page, order);
 }
 
 static void on_offline(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
@@ -327,24 +364,51 @@ static int arm(bool set)
 	return 0;
 }
 
+/* Once ftrace has found an error of its own it takes nothing off any more. */
+static int disarm_entry(struct entry *e)
+{
+	int err;
+
+	if ((ebb_fault & EBB_FAULT_STUCK) && e->func == on_isolate)
+		return -ENODEV;
+	err = unregister_ftrace_function(&e->ops);
+	if (!err)
+		ftrace_free_filter(&e->ops);
+	return err;
+}
+
 static void disarm(bool set)
 {
 	int i;
 
-	for (i = ARRAY_SIZE(entries) - 1; i >= 0; i--) {
-		if (entries[i].set != set || !entries[i].armed)
-			continue;
-		unregister_ftrace_function(&entries[i].ops);
-		ftrace_free_filter(&entries[i].ops);
-		entries[i].armed = false;
-	}
-	for (i = ARRAY_SIZE(probes) - 1; i >= 0; i--) {
-		if (probes[i].set != set || !probes[i].armed)
-			continue;
-		tracepoint_probe_unregister(probes[i].tp, probes[i].func, NULL);
-		probes[i].armed = false;
-	}
+	for (i = ARRAY_SIZE(entries) - 1; i >= 0; i--)
+		if (entries[i].set == set && entries[i].armed)
+			entries[i].armed = disarm_entry(&entries[i]);
+	for (i = ARRAY_SIZE(probes) - 1; i >= 0; i--)
+		if (probes[i].set == set && probes[i].armed)
+			probes[i].armed = tracepoint_probe_unregister(probes[i].tp,
+								      probes[i].func, NULL);
 	tracepoint_synchronize_unregister();
+}
+
+/* Whether a hook is there that could not be removed. */
+bool ebb_hooks_stuck(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(entries); i++)
+		if (entries[i].armed)
+			return true;
+	for (i = 0; i < ARRAY_SIZE(probes); i++)
+		if (probes[i].armed)
+			return true;
+	return false;
+}
+
+/* Whether some removals fire mm_page_alloc_extfrag only. */
+bool ebb_hooks_extfrag(void)
+{
+	return series->extfrag;
 }
 
 /* Whoever was between a hook and the end of its critical section is through. */
@@ -389,6 +453,36 @@ void ebb_hooks_disarm(void)
 	disarm(false);
 }
 
+/* Vendors that leave the number of a release as it is. */
+#if defined(RHEL_RELEASE_CODE) || defined(CONFIG_VERSION_SIGNATURE) || \
+	defined(CONFIG_SUSE_KERNEL) || defined(CONFIG_ANDROID_VENDOR_HOOKS)
+#define VENDOR	true
+#else
+#define VENDOR	false
+#endif
+
+static const char *refuse_build(void)
+{
+	const struct new_utsname *uts = &init_uts_ns.name;
+
+	/* A call that link-time optimisation inlines is a removal that no hook sees. */
+	if (IS_ENABLED(CONFIG_LTO_CLANG))
+		return "this kernel is built with CONFIG_LTO_CLANG: calls that are traced may be inlined";
+	if (IS_ENABLED(CONFIG_CFI_CLANG) || IS_ENABLED(CONFIG_CFI))
+		return "this kernel is built with CONFIG_CFI_CLANG: hooks were not checked under it";
+	/* It comes back to this kernel, and no notifier tells. */
+	if (IS_ENABLED(CONFIG_KEXEC_JUMP))
+		return "this kernel is built with CONFIG_KEXEC_JUMP: another one may use its free pages";
+	if (!VENDOR && !(ebb_fault & EBB_FAULT_VENDOR) &&
+	    ebb_build_known(uts->release, uts->version))
+		return NULL;
+	if (!ebb_force_unknown)
+		return "this kernel is not a build by Debian or of kernel.org's sources, so its page allocator was not checked; force_unknown=1 loads all the same: where it differs, this guest can lose data";
+	pr_warn("force_unknown: the page allocator of %s was not checked: where it differs from Linux %u.%u, this guest can lose data\n",
+		uts->release, LINUX_VERSION_MAJOR, LINUX_VERSION_PATCHLEVEL);
+	return NULL;
+}
+
 /* Why not on this kernel; NULL: it will do. */
 const char *ebb_hooks_refuse(void)
 {
@@ -414,5 +508,5 @@ const char *ebb_hooks_refuse(void)
 		return "init_on_free relies on what free pages hold";
 	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT))
 		return "the memory of this guest is encrypted: the host cannot take it";
-	return NULL;
+	return refuse_build();
 }

@@ -20,14 +20,12 @@
 #include <linux/kernel.h>
 #include <linux/string.h>
 
-#define load(p)		READ_ONCE(*(p))
 #define store(p, v)	WRITE_ONCE(*(p), v)
 #define full_barrier()	smp_mb()
 #define weight(v)	hweight64(v)
 #else
 #include <errno.h>
 
-#define load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
 #ifdef __SANITIZE_THREAD__	/* it knows no fences */
 #define store(p, v)	__atomic_store_n(p, v, __ATOMIC_SEQ_CST)
 #define full_barrier()	((void)0)
@@ -61,7 +59,7 @@ static inline unsigned long change_words(__u64 *word, unsigned long words, bool 
 	unsigned long i, were = 0;
 
 	for (i = 0; i < words; i++) {
-		were += weight(load(&word[i]));
+		were += weight(ebb_load(&word[i]));
 		store(&word[i], to ? ~0ull : 0);
 	}
 	return were;
@@ -124,7 +122,7 @@ unsigned long ebb_map_count(const struct ebb_map *m, unsigned long pfn, unsigned
 		struct piece p = first_piece(m, pfn, n);
 
 		if (p.word)
-			count += weight(load(p.word) & p.mask);
+			count += weight(ebb_load(p.word) & p.mask);
 		pfn += p.len;
 		n -= p.len;
 	}
@@ -151,7 +149,7 @@ bool ebb_map_any(const struct ebb_map *m, unsigned long pfn, unsigned long n)
 	while (n) {
 		struct piece p = first_piece(m, pfn, n);
 
-		if (p.word && (load(p.word) & p.mask))
+		if (p.word && (ebb_load(p.word) & p.mask))
 			return true;
 		pfn += p.len;
 		n -= p.len;

@@ -11,6 +11,8 @@
 #include <linux/bitops.h>
 #include <linux/types.h>
 
+#define ebb_load(p)		READ_ONCE(*(p))
+#define ebb_load_acquire(p)	smp_load_acquire(p)
 #define ebb_fetch_or(p, v)	((__u64)atomic64_fetch_or((s64)(v), (atomic64_t *)(p)))
 #define ebb_fetch_and(p, v)	((__u64)atomic64_fetch_and((s64)(v), (atomic64_t *)(p)))
 #define ebb_bit_set(p, b)	test_and_set_bit(b, (unsigned long *)(p))
@@ -20,6 +22,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define ebb_load(p)		__atomic_load_n(p, __ATOMIC_RELAXED)
+#define ebb_load_acquire(p)	__atomic_load_n(p, __ATOMIC_ACQUIRE)
 #define ebb_fetch_or(p, v)	__atomic_fetch_or(p, v, __ATOMIC_SEQ_CST)
 #define ebb_fetch_and(p, v)	__atomic_fetch_and(p, v, __ATOMIC_SEQ_CST)
 #define ebb_bit_set(p, b)	(ebb_fetch_or(&(p)[(b) / 64], 1ull << (b) % 64) >> (b) % 64 & 1)
@@ -40,7 +44,7 @@ static inline __u64 *ebb_map_page(const struct ebb_map *m, unsigned long pfn)
 {
 	unsigned long at = pfn / EBB_MAP_PFNS;
 
-	return at < m->pages ? __atomic_load_n(&m->page[at], __ATOMIC_ACQUIRE) : NULL;
+	return at < m->pages ? ebb_load_acquire(&m->page[at]) : NULL;
 }
 
 /* The word of a page's bit; NULL: it is not covered. */
@@ -56,7 +60,7 @@ static inline bool ebb_map_test(const struct ebb_map *m, unsigned long pfn)
 {
 	const __u64 *word = ebb_map_word(m, pfn);
 
-	return word && (__atomic_load_n(word, __ATOMIC_RELAXED) >> pfn % EBB_WORD_PFNS & 1);
+	return word && (ebb_load(word) >> pfn % EBB_WORD_PFNS & 1);
 }
 
 /*

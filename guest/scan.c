@@ -292,7 +292,7 @@ static bool still_wrong(unsigned long pfn)
  * Compares every bit with the buddy allocator.  A wrong bit counts when it is
  * still wrong AUDIT_WAIT_MS later; those that were not are `passing`.
  */
-void ebb_audit(struct ebb_look *sum, u64 *passing)
+int ebb_audit(struct ebb_look *sum, u64 *passing)
 {
 	struct lookout l = { .run = audit_run, .sum = sum };
 	unsigned long limit = ebb.map.pages * EBB_MAP_PFNS, pfn;
@@ -302,7 +302,7 @@ void ebb_audit(struct ebb_look *sum, u64 *passing)
 	*passing = 0;
 	l.wrong = kvcalloc(AUDIT_RUNS, sizeof(*l.wrong), GFP_KERNEL);
 	if (!l.wrong)
-		return;
+		return -ENOMEM;
 	for (pfn = 0; pfn < limit; pfn += EBB_BLOCK) {
 		mutex_lock(&ebb.scanning);
 		if (!test_bit(pfn / EBB_MAP_PFNS, ebb.blocked) && !look_at_block(pfn, &l))
@@ -326,4 +326,5 @@ void ebb_audit(struct ebb_look *sum, u64 *passing)
 		mutex_unlock(&ebb.scanning);
 	}
 	kvfree(l.wrong);
+	return 0;
 }

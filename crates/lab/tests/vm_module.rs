@@ -24,6 +24,14 @@ const MINUTE: Duration = Duration::from_secs(60);
 const RUNNING: u64 = 2;
 const STOPPED: u64 = 4;
 
+/// Bits of `enum ebb_fault` besides those of single hooks.
+const NO_SELF_TEST: u32 = 1 << 10;
+const NO_CPUS: u32 = 1 << 11;
+const DYING: u32 = 1 << 12;
+const STUCK: u32 = 1 << 13;
+const VENDOR: u32 = 1 << 14;
+const HELD: u32 = 1 << 15;
+
 /// Loops until /tmp/go is gone: what moves pages about, besides `verify`.
 const STRESS: &str = r#"
 mkdir -p /tmp/s; touch /tmp/go
@@ -65,6 +73,13 @@ report)
 	pieces 22000; rm -f /tmp/s/h*; sleep 8 ;;
 fill)
 	pieces 15000; rm -f /tmp/s/h* ;;
+cpus)	# memory and loopback at work, while CPUs come and go
+	ifconfig lo 127.0.0.1 up
+	( while [ -f /tmp/go ]; do weak nc -l -p 99 > /dev/null; done ) &
+	( while [ -f /tmp/go ]; do weak dd if=/dev/zero bs=64k count=200 | nc 127.0.0.1 99; done ) &
+	( while [ -f /tmp/go ]; do pieces 4000; rm -f /tmp/s/h*; done ) &
+	( while [ -f /tmp/go ]; do for i in 1 2 3 4; do ls -l /bin & done; wait; done ) &
+	wait ;;
 esac
 "#;
 
@@ -194,6 +209,82 @@ fn vm_the_module_refuses_what_it_cannot_trust() {
 }
 
 #[test]
+fn vm_a_kernel_that_somebody_else_built_is_loaded_on_demand_only() {
+    let _arena = held();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let guest = Guest::boot(kernel, true, |_| ());
+        let said = guest.insmod(&format!("fault={VENDOR}"));
+        assert!(said.contains("refused: this kernel is not a build by Debian"), "{kernel}: {said}");
+        assert!(said.contains("force_unknown=1"), "{kernel}: {said}");
+        assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
+        let said = guest.insmod(&format!("fault={VENDOR} force_unknown=1"));
+        assert!(said.contains("this guest can lose data"), "{kernel}: {said}");
+        assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}: {said}");
+    });
+}
+
+/// Options of a kernel under which the hooks cannot be trusted.
+const DISTRUSTED: [&str; 3] = ["LTO_CLANG", "CFI_CLANG", "KEXEC_JUMP"];
+
+fn sources() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../guest"))
+}
+
+/// `make`, where the headers say so.
+fn refused_by_make() {
+    let dir = tempfile::tempdir().unwrap();
+    for path in ["scripts/basic", "include/config"] {
+        fs::create_dir_all(dir.path().join(path)).unwrap();
+    }
+    for path in ["Makefile", "Module.symvers", "scripts/basic/fixdep"] {
+        fs::write(dir.path().join(path), "").unwrap();
+    }
+    let check = |config: &str| {
+        fs::write(dir.path().join("include/config/auto.conf"), config).unwrap();
+        let mut make = Command::new("make");
+        make.arg("-C").arg(sources()).arg("check-kdir");
+        let out = make.arg(format!("KDIR={}", dir.path().display())).output().unwrap();
+        (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    assert!(check("CONFIG_LTO_NONE=y\nCONFIG_KEXEC=y\n").0);
+    for option in DISTRUSTED {
+        let (built, said) = check(&format!("CONFIG_KEXEC=y\nCONFIG_{option}=y\n"));
+        assert!(!built && said.contains(&format!("built with CONFIG_{option}")), "{said}");
+    }
+}
+
+/// A module that kbuild made without our Makefile refuses when it is loaded.
+#[test]
+fn vm_kernels_that_cannot_be_trusted_are_refused_by_make_and_at_load() {
+    let _arena = held();
+    refused_by_make();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let image = Image::get(&Cache::from_env(), kernel).unwrap();
+        let headers = image.headers.clone().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let build = dir.path().join("build");
+        let modules = DISTRUSTED.map(|option| {
+            let mut make = Command::new("make");
+            make.arg("-s").arg("-C").arg(sources()).arg(format!("KDIR={}", headers.display()));
+            make.arg(format!("BUILD={}", build.display()));
+            make.arg(format!("CFLAGS_hooks.o=-DCONFIG_{option}=1"));
+            assert!(make.output().unwrap().status.success(), "{kernel}: {option}");
+            let kept = dir.path().join(option);
+            fs::rename(build.join("ebb.ko"), &kept).unwrap();
+            (format!("{option}.ko"), kept)
+        });
+        let guest = Guest::boot(kernel, false, |c| c.files.extend(modules));
+        for option in DISTRUSTED {
+            let said =
+                guest.sh(&format!("insmod /{option}.ko 2>&1; dmesg | grep ebb: | tail -n 1"));
+            let message = format!("refused: this kernel is built with CONFIG_{option}");
+            assert!(said.contains(&message), "{kernel}: {said}");
+        }
+        assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
+    });
+}
+
+#[test]
 fn vm_no_false_bit_under_stress() {
     let _arena = held();
     in_pairs(&Kernel::ALL, |&kernel| {
@@ -319,7 +410,8 @@ fn faulty(kernel: Kernel, reporting: bool, bit: u32) -> Guest {
     let guest = Guest::boot(kernel, true, |c: &mut VmConfig| {
         c.balloon = Some(Balloon { reporting, deflate_on_oom: false });
     });
-    guest.insmod(&format!("rescan_ms=0 fault={bit}"));
+    let bits = if bit == 0 { 0 } else { bit | NO_SELF_TEST };
+    guest.insmod(&format!("rescan_ms=0 fault={bits}"));
     guest
 }
 
@@ -347,6 +439,96 @@ fn left_out(kernel: Kernel, f: &Fault) -> Numbers {
         guest.tidy();
     }
     guest.judged()
+}
+
+/// One page allocation that no hook sees is enough; tests build the module so that a
+/// CPU makes some whenever it is neither online nor dead.
+#[test]
+fn vm_cpus_that_come_and_go_leave_no_false_bit() {
+    let _arena = held();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let guest = Guest::boot(kernel, true, |_| ());
+        let said = guest.insmod(&format!("fault={DYING}"));
+        assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}: {said}");
+        let cpus = escape("sh /tmp/stress cpus >/dev/null 2>&1 </dev/null");
+        guest.vm.tool().send(&format!("sh oom=-900 cmd={cpus}")).unwrap();
+        let rounds = if soak() { 15 } else { 6 };
+        for round in 0..rounds {
+            for online in [0, 1] {
+                let before = guest.numbers("stats")["taken_between"];
+                guest.sh(&format!("echo {online} > /sys/devices/system/cpu/cpu1/online"));
+                let running = |_: &Vm| (guest.numbers("stats")["state"] == RUNNING).then_some(());
+                guest.vm.wait_for("the map to count again", MINUTE, running).unwrap();
+                let (audit, after) = (guest.numbers("audit"), guest.numbers("stats"));
+                let at = format!("{kernel}, round {round}, online {online}");
+                assert_eq!(audit["false"], 0, "{at}: {audit:?}");
+                assert!(audit["set"] > 50_000, "{at}: {audit:?}");
+                assert!(after["taken_between"] > before, "{at}: {after:?}");
+                assert_eq!(after["leaked"], 0, "{at}: {after:?}");
+            }
+        }
+        println!("{kernel}: {rounds} rounds, {:?}", guest.numbers("stats"));
+        guest.sh("rm /tmp/go; sleep 2; rm -rf /tmp/s");
+        assert_eq!(guest.sh("rmmod ebb && echo gone"), "gone\n");
+        assert_eq!(guest.complaints(), "", "{kernel}");
+        // What the audit says of a module that does not watch CPUs.
+        guest.insmod(&format!("rescan_ms=0 fault={}", DYING | NO_CPUS));
+        assert_eq!(guest.numbers("audit")["false"], 0, "{kernel}");
+        guest.sh("echo 0 > /sys/devices/system/cpu/cpu1/online");
+        let audit = guest.numbers("audit");
+        assert!(wrong(&audit), "{kernel}: unwatched CPUs are not found: {audit:?}");
+    });
+}
+
+#[test]
+fn vm_the_self_test_finds_a_hook_left_out_at_load() {
+    let _arena = held();
+    let hooks = [
+        (1, "mm_page_alloc_zone_locked", ALL),
+        (4, "mm_page_alloc", ALL),
+        (8, "__isolate_free_page", ALL),
+        (2, "mm_page_alloc_extfrag", NEW),
+    ];
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let guest = Guest::boot(kernel, true, |_| ());
+        for (bit, name, _) in hooks.iter().filter(|h| h.2.contains(&kernel)) {
+            let said = guest.insmod(&format!("fault={bit}"));
+            let message = format!("refused: self-test of the hooks: {name} was not seen");
+            assert!(said.contains(&message), "{kernel}: {said}");
+            assert_eq!(guest.sh("lsmod | grep -c ebb").trim(), "0");
+        }
+        for _ in 0..5 {
+            let said = guest.insmod("");
+            assert!(!said.contains("no free block"), "{kernel}: {said}");
+            assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}: {said}");
+            assert_eq!(guest.sh("rmmod ebb && echo gone"), "gone\n");
+        }
+    });
+}
+
+/// After an error of its own ftrace removes nothing; what it still calls must be there.
+#[test]
+fn vm_hooks_that_cannot_be_removed_keep_the_module() {
+    let _arena = held();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        const LOADED: &str = "cat /sys/module/ebb/initstate";
+        const SAID: &str = "dmesg | grep -c 'its hooks cannot be removed: the module stays'";
+        let guest = Guest::boot(kernel, true, |_| ());
+        // A load that fails: refused by the self-test, and with a hook that stays.
+        guest.insmod(&format!("fault={}", STUCK | 1));
+        assert_eq!((guest.sh(LOADED).trim(), guest.sh(SAID).trim()), ("live", "1"), "{kernel}");
+        guest.stress("compact");
+        let said = guest.sh("rmmod ebb 2>&1");
+        assert!(said.contains("temporarily unavailable"), "{kernel}: {said}");
+        assert_eq!(guest.sh(LOADED).trim(), "live");
+
+        let guest = Guest::boot(kernel, true, |_| ());
+        guest.insmod(&format!("fault={STUCK}"));
+        guest.sh("rmmod ebb >/dev/null 2>&1 </dev/null & sleep 5");
+        assert_eq!((guest.sh(LOADED).trim(), guest.sh(SAID).trim()), ("going", "1"), "{kernel}");
+        guest.stress("compact");
+        assert_eq!(guest.sh("dmesg | grep -E 'BUG|WARNING|Oops' | head -n 5"), "", "{kernel}");
+    });
 }
 
 /// The host's side of the header: guest RAM is a file, guest-physical addresses
@@ -413,11 +595,11 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-fn seen_from_outside(kernel: Kernel) -> (Guest, Ram, tempfile::NamedTempFile) {
+fn seen_from_outside(kernel: Kernel, faults: bool) -> (Guest, Ram, tempfile::NamedTempFile) {
     let shm = Path::new("/dev/shm");
     let dir = if shm.is_dir() { shm.to_path_buf() } else { std::env::temp_dir() };
     let file = tempfile::NamedTempFile::new_in(dir).unwrap();
-    let guest = Guest::boot(kernel, false, |c| {
+    let guest = Guest::boot(kernel, faults, |c| {
         c.backing = Backing::File(file.path().into());
         c.memory = Bytes::mib(512);
         c.append.clear();
@@ -430,7 +612,7 @@ fn seen_from_outside(kernel: Kernel) -> (Guest, Ram, tempfile::NamedTempFile) {
 fn vm_the_host_finds_believes_and_loses_the_header() {
     let _arena = held();
     in_pairs(&Kernel::ALL, |&kernel| {
-        let (guest, ram, _file) = seen_from_outside(kernel);
+        let (guest, ram, _file) = seen_from_outside(kernel, false);
         assert!(ram.headers().is_empty());
         guest.insmod("");
         let found = ram.headers();
@@ -446,6 +628,19 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
             .vm
             .wait_for("beats", MINUTE, |_| (ram.u64(h + 192) > beat + 3).then_some(()))
             .unwrap();
+        // Not more seldom than it says, as far as this machine's load allows to tell.
+        let tick = Duration::from_millis(ram.u32(h + 136));
+        let (begun, mut last) = (Instant::now(), (Instant::now(), ram.u64(h + 192)));
+        let mut longest = Duration::ZERO;
+        while begun.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(2));
+            longest = longest.max(last.0.elapsed());
+            if ram.u64(h + 192) != last.1 {
+                last = (Instant::now(), ram.u64(h + 192));
+            }
+        }
+        println!("{kernel}: idle for up to {longest:?} between beats, tick_ms {tick:?}");
+        assert!(tick <= Duration::from_secs(1) && longest < tick * 3, "{kernel}: {longest:?}");
         let right =
             |_: &Vm| (ram.u64(h + 200) == mix(ram.u64(h + 192).wrapping_add(key))).then_some(());
         guest.vm.wait_for("a right beat", MINUTE, right).unwrap();
@@ -501,13 +696,38 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
     });
 }
 
+/// Timer interrupts of all vCPUs in a second, over `seconds` in which the guest does nothing.
+fn woken(guest: &Guest, seconds: u32) -> f64 {
+    const COUNT: &str = "$(awk '/LOC:/ { print $2 + $3 }' /proc/interrupts)";
+    let said = guest.sh(&format!("a={COUNT}; sleep {seconds}; echo $(({COUNT} - a))"));
+    said.trim().parse::<f64>().unwrap() / f64::from(seconds)
+}
+
+#[test]
+fn vm_an_idle_guest_is_hardly_woken() {
+    let _arena = held();
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let guest = Guest::boot(kernel, false, |_| ());
+        guest.sh("sleep 10");
+        let without = woken(&guest, 30);
+        guest.insmod("");
+        guest.sh("sleep 5");
+        let with = woken(&guest, 30);
+        println!("{kernel}: {without:.1} timer interrupts a second, with the module {with:.1}");
+        assert!(with < without + 5.0, "{kernel}: {without} without the module, {with} with it");
+        assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}");
+    });
+}
+
 #[test]
 fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
     let _arena = held();
     for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
-        in_pairs(&[("poweroff", 2), ("reboot", 2), ("sysrq c=c", 3)], |&(command, reason)| {
-            let (guest, ram, _file) = seen_from_outside(kernel);
-            guest.insmod("");
+        // One of them while the module's thread waits for memory with its lock held.
+        let ends = [("poweroff", 2, 0), ("reboot", 2, 0), ("sysrq c=c", 3, 0), ("reboot", 2, HELD)];
+        in_pairs(&ends, |&(command, reason, fault)| {
+            let (guest, ram, _file) = seen_from_outside(kernel, fault != 0);
+            guest.insmod(&if fault == 0 { String::new() } else { format!("fault={fault}") });
             // Firmware would write over what the guest left.
             let pause = serde_json::json!({"reboot": "shutdown", "shutdown": "pause"});
             guest.vm.qmp("set-action", Some(pause)).unwrap();
