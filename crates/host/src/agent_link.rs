@@ -546,8 +546,9 @@ mod tests {
 
     use super::*;
 
-    /// A peer that says hello and tells what came with `attach`, and how many descriptors.
-    fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize) {
+    /// A peer that says hello and tells what came with `attach`, how many descriptors, and
+    /// its socket.
+    fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize, UnixStream) {
         let (mut lines, mut descriptors) = (Lines::default(), 0);
         loop {
             let mut buffer = [0u8; 4096];
@@ -575,7 +576,7 @@ mod tests {
                         hashes: false,
                         wants_descriptor,
                     }),
-                    Command::Attach(attach) => return (attach, descriptors),
+                    Command::Attach(attach) => return (attach, descriptors, socket),
                     _ => Answer::Done,
                 };
                 let reply = Reply { id: request.id, outcome: Outcome::Ok(answer) };
@@ -606,7 +607,8 @@ mod tests {
             link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&verdict));
             std::thread::sleep(Duration::from_millis(1));
         }
-        thread.join().unwrap()
+        let (attach, descriptors, _) = thread.join().unwrap();
+        (attach, descriptors)
     }
 
     #[test]
@@ -639,6 +641,7 @@ mod tests {
             link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
             std::thread::sleep(Duration::from_millis(1));
         }
+        let _open = thread.join().unwrap();
         // Attached, and QEMU has not told anything for long.
         link.stage = Stage::Attached;
         link.known_at = Some(Instant::now() - VERDICT_OLD);

@@ -264,6 +264,7 @@ impl Tracker {
     fn wires(&self, ram: &Ram, header: &Header) -> Vec<(u64, u64)> {
         let kept = self.firmware.kept_wire().filter(|gpa| *gpa == header.kept_gpa);
         let all = self.firmware.wires().iter().copied().chain(kept);
+        let all = all.skip(usize::from(self.faults.late_wire()));
         all.filter_map(|gpa| Some((gpa, ram.hva(gpa, PAGE)?))).collect()
     }
 

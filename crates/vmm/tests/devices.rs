@@ -5,20 +5,26 @@
 mod common;
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::{AgentState, Command, Recycle, Refused};
 use ebb_vmm::aside::{Devices, New};
 use ebb_vmm::faults::Faults;
+use ebb_vmm::sys::Mapping;
 
 #[test]
 fn what_is_opened_is_seen_at_the_next_window() {
     the_look_itself();
     a_socket_waits_for_the_daemon();
+    a_backend_with_a_mapping_of_its_own(true);
+    a_backend_with_a_mapping_of_its_own(false);
     match Node::new() {
         Some(node) => a_device_ends_it(&node),
         None => println!("skipped: only root may make a device node"),
@@ -109,6 +115,48 @@ fn a_socket_waits_for_the_daemon() {
     drop(pair);
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
+}
+
+/// What writes to shared memory through a mapping of its own, which no userfaultfd sees. It
+/// got the memory over a socket; nobody has told the agent that this is harmless.
+fn a_backend_with_a_mapping_of_its_own(looks: bool) {
+    let Some(faults) = parse(if looks { "" } else { "no_devices+wide" }) else { return };
+    let guest = Guest::new(64, Memory::Memfd);
+    let (mut agent, beats) = attached(&guest, faults);
+    if let Some(generation) = status(&mut agent, false).unclear {
+        ask(&mut agent, Command::Cleared { generation }).unwrap();
+    }
+    let socket = UnixStream::pair().unwrap();
+    let theirs = Arc::clone(&guest);
+    let backend = std::thread::spawn(move || {
+        let len = (theirs.pages * 4096) as usize;
+        let other = Mapping::shared(theirs.file.as_ref().unwrap().as_fd(), len).unwrap();
+        let word = |page: u64| &other.words()[(page * 512) as usize];
+        let mut serial = 0;
+        while !theirs.stop.load(SeqCst) && theirs.lost.load(SeqCst) == 0 {
+            for page in FIRST..FIRST + 256 {
+                serial += 1;
+                theirs.set(page, false);
+                word(page).store(serial, SeqCst);
+                std::hint::spin_loop();
+                if word(page).load(SeqCst) != serial {
+                    theirs.lost.fetch_add(1, SeqCst);
+                }
+                theirs.set(page, true);
+            }
+        }
+    });
+    let until = Instant::now() + Duration::from_secs(if looks { 1 } else { 30 });
+    while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
+        let _ = ask(&mut agent, Command::Recycle(Recycle::default()));
+    }
+    guest.stop.store(true, SeqCst);
+    backend.join().unwrap();
+    beats.join().unwrap();
+    let recycled = status(&mut agent, false).counters.recycled.0;
+    let lost = guest.lost.load(SeqCst) > 0;
+    assert_eq!((lost, recycled > 0), (!looks, !looks), "{recycled}");
+    drop(socket);
 }
 
 fn the_look_itself() {

@@ -41,7 +41,7 @@ pub const EXTENT_PAGES_MAX: u32 = 64;
 pub const EXTENTS_A_PAGE: u32 = 255;
 /// Map pages in all at most.
 pub const MAP_PAGES_MAX: u32 = 1 << 20;
-/// Longest `tick_ms` believed: ten times the module's own.
+/// Longest `tick_ms` believed: twice the module's own.
 pub const TICK_MS_MAX: u32 = 1000;
 
 /// A piece of the VM's RAM, guest-physical, in bytes.

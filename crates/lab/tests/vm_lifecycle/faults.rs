@@ -69,7 +69,7 @@ fn booted(guest: &mut Guest, first: &Boot) -> Result<(), String> {
 #[test]
 fn vm_without_the_tripwire_a_reset_ruins_the_next_boot() {
     let _arena = held();
-    let guest = Guest::boot_with_faults(Kernel::V6_12, "no_tripwire", |_| ());
+    let guest = Guest::boot_with_faults(Kernel::V6_12, "no_tripwire+no_beats", |_| ());
     assert!(reset_until_lost(guest, Reset::Button, "", 10), "nothing was lost in ten resets");
 }
 
@@ -100,7 +100,7 @@ fn vm_without_the_modules_notifiers_kexec_ruins_the_next_boot() {
 #[test]
 fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
     let _arena = held();
-    let guest = Guest::boot_with_faults(Kernel::V6_12, "no_tripwire", |_| ());
+    let guest = Guest::boot_with_faults(Kernel::V6_12, "no_tripwire+no_beats", |_| ());
     add_image(&guest);
     guest.insmod();
     guest.start_verify(250 << 20, "");
@@ -116,7 +116,7 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
         recycling.wait_recycled(&guest.vm, goal);
         job(&guest.vm, "snapshot-load", snapshot.clone());
         let found = checked(&guest, 60_000);
-        println!("no_tripwire {round}: {found:?}");
+        println!("no tripwire {round}: {found:?}");
         found.is_err()
     });
     assert!(lost.is_some(), "nothing was lost in ten loads");

@@ -1,5 +1,6 @@
 //! What becomes of a guest's memory when its life takes a turn while the host
-//! recycles as fast as it can: resets of every kind (`resets`), steps of the
+//! recycles as fast as it can: resets of every kind (`resets`), the first moments of firmware
+//! after one (`firmware`), steps of the
 //! defence left out (`faults`), module, agent and daemon coming and going
 //! (`life`), migration, snapshots and hibernation (`moves`), and all of a kernel's
 //! work at once (`soak`).
@@ -9,6 +10,7 @@
 //! `EBB_RESETS` make the tests long; then they run on every kernel.
 
 mod faults;
+mod firmware;
 mod life;
 mod moves;
 mod resets;
