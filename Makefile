@@ -15,7 +15,8 @@ COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vend
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
-  vm_a_crash_kernel vm_pulses vm_two_thousand
+  vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
+  vm_a_kernel_that_somebody
 VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 

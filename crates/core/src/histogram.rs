@@ -6,22 +6,25 @@ use serde::{Deserialize, Serialize};
 const CLASSES: usize = 24;
 
 /// Counts of durations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<u64>", into = "Vec<u64>")]
 pub struct Histogram {
-    counts: [u64; CLASSES],
+    /// Of the classes up to the last one that is not empty.
+    counts: Vec<u64>,
 }
 
 impl Histogram {
     /// Counts one, nanoseconds.
     pub fn add(&mut self, ns: u64) {
         let class = (u64::BITS - (ns / 1000).leading_zeros()) as usize;
-        self.counts[class.min(CLASSES - 1)] += 1;
+        let class = class.min(CLASSES - 1);
+        self.counts.resize(self.counts.len().max(class + 1), 0);
+        self.counts[class] += 1;
     }
 
     /// How many were counted.
     pub fn count(&self) -> u64 {
-        self.counts.iter().sum()
+        self.counts.iter().fold(0, |sum: u64, n| sum.saturating_add(*n))
     }
 
     /// Nothing was counted.
@@ -35,7 +38,7 @@ impl Histogram {
         let wanted = (self.count() as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;
         let mut seen = 0;
         let class = self.counts.iter().position(|c| {
-            seen += c;
+            seen = u64::saturating_add(seen, *c);
             seen >= wanted
         })?;
         Some(1 << class)
@@ -44,8 +47,8 @@ impl Histogram {
     /// Upper ends in microseconds and counts up to there, for a histogram of Prometheus; the
     /// last class has no end.
     pub fn cumulative(&self) -> impl Iterator<Item = (Option<u64>, u64)> + '_ {
-        self.counts.iter().enumerate().scan(0, |sum, (i, count)| {
-            *sum += count;
+        (0..CLASSES).scan(0, |sum, i| {
+            *sum = u64::saturating_add(*sum, self.counts.get(i).copied().unwrap_or(0));
             Some(((i + 1 < CLASSES).then_some(1 << i), *sum))
         })
     }
@@ -58,18 +61,16 @@ impl Histogram {
 }
 
 impl From<Vec<u64>> for Histogram {
-    fn from(counts: Vec<u64>) -> Histogram {
-        let mut h = Histogram::default();
-        h.counts.iter_mut().zip(counts).for_each(|(to, n)| *to = n);
-        h
+    /// Of another's classes those beyond the last are left out.
+    fn from(mut counts: Vec<u64>) -> Histogram {
+        counts.truncate(CLASSES);
+        Histogram { counts }
     }
 }
 
 impl From<Histogram> for Vec<u64> {
-    /// Without the empty classes at the end.
     fn from(h: Histogram) -> Vec<u64> {
-        let used = h.counts.iter().rposition(|c| *c > 0).map_or(0, |last| last + 1);
-        h.counts[..used].to_vec()
+        h.counts
     }
 }
 

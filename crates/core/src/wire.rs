@@ -256,6 +256,7 @@ pub struct Reply {
 /// Yes or no.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[expect(clippy::large_enum_variant, reason = "one is made, sent or read, and dropped")]
 pub enum Outcome {
     /// It was done.
     Ok(Answer),

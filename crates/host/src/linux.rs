@@ -5,13 +5,15 @@
 //! fails becomes a [`Problem`]; nothing here ends the tick. Connections are
 //! `vm.rs`'s; what is read of the kernel is `probe/`'s; this file only joins.
 
+mod options;
+
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::{AgentUse, Config, SocketUse};
+use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
 use ebb_core::sample::{
     HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
@@ -19,7 +21,6 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::act::ksm::Manners;
 use crate::act::mergeable::room_to_close;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
@@ -32,13 +33,14 @@ use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
 use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
-use crate::probe::trust::Trust;
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
-use crate::root::{ProbeError, Root};
+use crate::root::ProbeError;
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
+
+pub use self::options::{MergeOptions, Options};
 
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
@@ -50,71 +52,6 @@ const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
 const OTHERS_KSM_EVERY: Duration = Duration::from_secs(10);
-
-/// What the configuration says of the host's surroundings.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Where files are read from.
-    pub root: Root,
-    /// QMP sockets beside those on command lines, with the name of the VM.
-    pub sockets: Vec<(String, PathBuf)>,
-    /// Only VMs of these names, or `uuid:` and their uuid, are looked at; `None`: all.
-    pub only: Option<Vec<String>>,
-    /// Seconds between QEMU's questions to a guest, at least 1.
-    pub stats_interval_s: u64,
-    /// How long all VMs together may take to answer in a tick.
-    pub deadline: Duration,
-    /// The cgroup to take as pool instead of the one found.
-    pub pool: Option<String>,
-    /// Stall and window of the PSI trigger, microseconds; `None` for no trigger.
-    pub psi_trigger_us: Option<(u32, u32)>,
-    /// Where merging is not off.
-    pub merge: Option<MergeOptions>,
-    /// Pages of zeros may be looked for and let go of.
-    pub zeros: bool,
-    /// Which VMs are managed, and which sockets are Ebb's.
-    pub config: Config,
-    /// Nothing is set in any QEMU: for commands and dry runs that only look.
-    pub look_only: bool,
-    /// Which processes are taken for VMs.
-    pub trust: Trust,
-    /// How often `/proc` is scanned for new VMs; at once when one vanishes.
-    pub scan_every: Duration,
-    /// Where it is written down which VMs are left alone at the operator's word.
-    pub hands_off: Option<PathBuf>,
-}
-
-/// What merging needs to know.
-#[derive(Clone, Debug)]
-pub struct MergeOptions {
-    /// Where what KSM's knobs were is written down.
-    pub note: PathBuf,
-    /// What is left alone of what moves pages, and what is not.
-    pub manners: Manners,
-    /// KSM is steered (else VMs are only scanned).
-    pub steer: bool,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            root: Root::default(),
-            sockets: Vec::new(),
-            only: None,
-            stats_interval_s: 2,
-            deadline: Duration::from_millis(200),
-            pool: None,
-            psi_trigger_us: Some((100_000, 1_000_000)),
-            merge: None,
-            zeros: false,
-            config: Config::default(),
-            look_only: false,
-            trust: Trust::default(),
-            scan_every: Duration::from_secs(2),
-            hands_off: None,
-        }
-    }
-}
 
 /// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -814,6 +751,9 @@ fn noted<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::act::ksm::Manners;
+    use crate::probe::trust::Trust;
+    use crate::root::Root;
     use ebb_core::plan::MergeOrder;
     use ebb_core::sample::Link;
     use std::os::unix::net::UnixListener;

@@ -290,7 +290,7 @@ impl Agent {
             counters: vm.counters(),
             unclear: vm.devices.unclear(),
             wires: vm.guard.wires(),
-            windows: vm.windows,
+            windows: vm.windows.clone(),
             waits: vm.guard.waits(),
         }
     }

@@ -3,7 +3,7 @@
 //! Devices that write to guest memory past the page tables (VFIO, vDPA, RDMA), locked
 //! memory, confidential guests. What only QEMU knows comes from the daemon.
 //!
-//! Such a device is looked for in each window as well ([`Devices::new`]), between the
+//! Such a device is looked for in each window as well ([`Devices::whats_new`]), between the
 //! protection and the discard. A page that it pinned before the protection was pinned by a
 //! file that is open by then, so it is seen; a page that it wants to pin afterwards has to
 //! be written to, so it waits for the end of the window.
@@ -91,7 +91,7 @@ impl Devices {
 
     /// What the daemon has to look at before anything is discarded.
     pub fn unclear(&mut self) -> Option<u64> {
-        if self.new() == Some(New::Socket) {
+        if self.whats_new() == Some(New::Socket) {
             self.take_sockets();
         }
         (self.generation != self.cleared).then_some(self.generation)
@@ -103,7 +103,7 @@ impl Devices {
     }
 
     /// What may have been opened since the last look: some 100 ns a descriptor.
-    pub fn new(&self) -> Option<New> {
+    pub fn whats_new(&self) -> Option<New> {
         let new = |fd| match (kind(fd)?, &self.sockets) {
             (Kind::Device(d), _) => (!self.harmless.contains(&d)).then_some(New::Device),
             (Kind::Socket(s), Some(all)) => (!all.contains(&s)).then_some(New::Socket),

@@ -150,7 +150,7 @@ impl Guard {
 
     /// How long writes waited, at most: from the opening of the window that they met.
     pub fn waits(&self) -> Histogram {
-        *lock(&self.waits)
+        lock(&self.waits).clone()
     }
 
     /// Lets one faulting write go on, which was read at `read`.

@@ -396,7 +396,7 @@ impl Recycler<'_> {
     /// What pins memory from now on waits for the end of the window; what did before is
     /// seen here.
     fn look_for_devices(&mut self) -> Result<(), Stop> {
-        match self.devices.new().filter(|_| !self.faults.no_devices()) {
+        match self.devices.whats_new().filter(|_| !self.faults.no_devices()) {
             None => Ok(()),
             Some(New::Socket) => Err(Stop::Doubt),
             Some(New::Device) => {

@@ -161,25 +161,25 @@ fn a_backend_with_a_mapping_of_its_own(looks: bool) {
 
 fn the_look_itself() {
     let mut devices = Devices::default();
-    assert_eq!((devices.look(), devices.new()), (None, None));
+    assert_eq!((devices.look(), devices.whats_new()), (None, None));
     let file = File::open("/proc/self/maps").unwrap();
-    assert_eq!(devices.new(), None, "no device");
+    assert_eq!(devices.whats_new(), None, "no device");
     let full = File::open("/dev/full").unwrap();
-    assert_eq!(devices.new(), Some(New::Device));
-    assert_eq!((devices.look(), devices.new()), (None, None), "looked at");
+    assert_eq!(devices.whats_new(), Some(New::Device));
+    assert_eq!((devices.look(), devices.whats_new()), (None, None), "looked at");
 
     let pair = UnixStream::pair().unwrap();
-    assert_eq!((devices.new(), devices.unclear()), (None, None), "RAM is not shared");
+    assert_eq!((devices.whats_new(), devices.unclear()), (None, None), "RAM is not shared");
     devices.watch_sockets();
     let first = devices.unclear().unwrap();
     devices.clear(first);
     assert_eq!(devices.unclear(), None);
     let other = UnixStream::pair().unwrap();
-    assert_eq!(devices.new(), Some(New::Socket));
+    assert_eq!(devices.whats_new(), Some(New::Socket));
     let second = devices.unclear().unwrap();
     devices.clear(first);
     assert_eq!(devices.unclear(), Some(second), "a look from before");
     devices.clear(second + 7);
-    assert_eq!((devices.unclear(), devices.new()), (None, None));
+    assert_eq!((devices.unclear(), devices.whats_new()), (None, None));
     drop((file, full, pair, other));
 }

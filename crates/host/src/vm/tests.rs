@@ -1,0 +1,135 @@
+//! One VM against a scripted QEMU.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+
+#[test]
+fn what_a_look_takes_decides_how_soon_the_next_may_be() {
+    let (ms, s) = (Duration::from_millis, Duration::from_secs);
+    for (news, age, took, due) in [
+        (true, ms(999), ms(1), false),
+        (true, s(1), ms(1), true),
+        (true, s(4), ms(45), false),
+        (true, s(5), ms(45), true),
+        (true, s(30), s(2), true),
+        (false, s(59), ms(1), false),
+        (false, s(60), ms(1), true),
+        (false, s(1999), s(2), false),
+    ] {
+        assert_eq!(look_is_due(news, age, took), due, "{news} {age:?} {took:?}");
+    }
+}
+
+/// A QEMU with a balloon that answers at once, but for the question whether
+/// it reports free pages: what it says to that is held back in `held`, where
+/// there is one, or there is no such property.
+fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>, old: bool) -> UnixStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    let ours = stream.try_clone().unwrap();
+    std::thread::spawn(move || {
+        stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let said = match asked["execute"].as_str().unwrap() {
+                "query-status" => json!({ "status": "running" }),
+                "query-memory-size-summary" => json!({ "base-memory": 1u64 << 30 }),
+                "qom-list" => {
+                    json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }])
+                }
+                "query-balloon" => json!({ "actual": 1u64 << 30 }),
+                "qom-get" if line.contains(balloon::REPORTING) => json!(true),
+                _ => json!({}),
+            };
+            let error = json!({ "class": "GenericError", "desc": "Property not found" });
+            let (key, what) = match said == json!(true) && old {
+                true => ("error", &error),
+                false => ("return", &said),
+            };
+            let answer = json!({ key: what, "id": asked["id"] }).to_string() + "\n";
+            match held.lock().unwrap().as_mut().filter(|_| said == json!(true)) {
+                Some(held) => held.push_str(&answer),
+                None => drop(stream.write_all(answer.as_bytes())),
+            }
+        }
+    });
+    ours
+}
+
+fn tick(vm: &mut Vm) -> VmSample {
+    vm.ask(Instant::now(), Stamp(0));
+    let until = Instant::now() + Duration::from_millis(300);
+    while !vm.asked.is_empty() && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.hear();
+        std::thread::yield_now();
+    }
+    vm.sample(Stamp(0), 0, None, &mut Vec::new())
+}
+
+fn vm(path: std::path::PathBuf) -> Vm {
+    Vm::new(
+        QemuProcess {
+            id: VmId { pid: std::process::id(), start: 0 },
+            name: "v".into(),
+            given: "v".into(),
+            uuid: None,
+            qmp: QmpAddress::Paths(vec![path]),
+            balloon: true,
+            passthrough: false,
+            hugepages: false,
+            pinned: None,
+            incoming: false,
+            agent: None,
+        },
+        1,
+        Access {
+            managed: true,
+            any_socket: true,
+            look_only: false,
+            agent: AgentUse::On,
+            private_ram: false,
+            window_limit_ms: 0,
+            hands_off_ms: None,
+        },
+    )
+}
+
+/// On a busy machine an answer can miss its tick. The agent is not told of RAM
+/// before it is known whether the balloon reports free pages.
+#[test]
+fn what_a_balloon_is_asked_once_is_asked_again_until_it_is_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let held = Arc::new(Mutex::new(Some(String::new())));
+    let theirs = Arc::clone(&held);
+    let peer = std::thread::spawn(move || qemu(listener, theirs, false));
+    let mut vm = vm(path);
+    while held.lock().unwrap().as_deref() == Some("") {
+        assert_eq!(tick(&mut vm).balloon.and_then(|b| b.reporting), None);
+        assert!(!vm.known());
+    }
+    // Too late for the tick that asked.
+    let late = held.lock().unwrap().take().unwrap();
+    peer.join().unwrap().write_all(late.as_bytes()).unwrap();
+    let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
+    assert_eq!((found, vm.known()), (Some(true), true));
+}
+
+#[test]
+fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let peer = std::thread::spawn(move || qemu(listener, Arc::default(), true));
+    let mut vm = vm(path);
+    let known = (0..20).any(|_| {
+        tick(&mut vm);
+        vm.device.is_some() && vm.known()
+    });
+    assert!(known && vm.reporting.is_none());
+    drop(peer.join());
+}
