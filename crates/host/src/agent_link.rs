@@ -17,6 +17,7 @@ use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{AgentSample, Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
     Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
 };
@@ -89,6 +90,7 @@ pub(crate) struct AgentLink {
     /// to work when the RAM was handed over.
     known_at: Option<Instant>,
     objections: Vec<String>,
+    firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.
     unclear: Option<(u64, Instant)>,
     /// Whether other processes map the RAM; asked for while something is unclear.
@@ -138,6 +140,7 @@ impl AgentLink {
             wants_descriptor: false,
             known_at: None,
             objections: Vec::new(),
+            firmware: Firmware::Unknown,
             unclear: None,
             mapped: None,
             mapped_at: None,
@@ -180,7 +183,11 @@ impl AgentLink {
             return;
         }
         let anew = Terms { keep_open: self.terms.keep_open, ..terms } != self.terms;
-        let stood = verdict.filter(|v| v.objections != self.objections);
+        let other = |v: &&Verdict| {
+            let known = (&self.objections, &self.segments, self.firmware);
+            (&v.objections, &v.segments, v.firmware) != known
+        };
+        let stood = verdict.filter(other);
         if let Some(v) = verdict {
             self.known_at = Some(v.begun);
         }
@@ -232,7 +239,7 @@ impl AgentLink {
 
     /// It knows of no RAM now, and is to be told where that is.
     pub fn is_apart(&self) -> bool {
-        self.stage != Stage::Attached
+        self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met | Stage::Apart)
     }
 
     /// Has the agent give up all protection, and hangs up when it has.
@@ -286,6 +293,7 @@ impl AgentLink {
         self.terms = terms;
         self.segments = verdict.segments.clone();
         self.objections = verdict.objections.clone();
+        self.firmware = verdict.firmware;
         let mut objections = verdict.objections.clone();
         if terms.reports {
             objections.push(OTHERS_DISCARD.into());
@@ -540,7 +548,6 @@ mod tests {
     use std::mem::MaybeUninit;
     use std::os::unix::net::{UnixListener, UnixStream};
 
-    use ebb_core::wire::firmware::Firmware;
     use ebb_core::wire::{Answer, Hello, Lines, Outcome, Reply, Request};
     use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 

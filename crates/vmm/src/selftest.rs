@@ -79,7 +79,7 @@ fn check(uffd: &Uffd, disturb: &mut dyn FnMut(&Mapping)) -> Result<(), Failed> {
 /// A huge page full of zeros; `None` where huge pages are switched off.
 fn huge_page() -> io::Result<Option<Mapping>> {
     let switch = std::fs::read_to_string(SWITCH).unwrap_or_default();
-    if switch.is_empty() || switch.contains("[never]") {
+    if switch.is_empty() || switch.contains("[never]") || sys::huge_pages_are_off() {
         return Ok(None);
     }
     let pagemap = File::open("/proc/self/pagemap")?;

@@ -306,6 +306,12 @@ pub fn page_out(range: Range) -> Result<()> {
     advise(range, libc::MADV_PAGEOUT)
 }
 
+/// Whether this process gets no transparent huge pages (`PR_SET_THP_DISABLE`).
+pub fn huge_pages_are_off() -> bool {
+    // SAFETY: asks for a flag; reads and writes no memory.
+    unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1 }
+}
+
 /// Makes huge pages of a range now (6.1 on).
 pub fn collapse(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLLAPSE)
