@@ -88,7 +88,6 @@ install: ## binary, agent, units, manual, completions and documents below $(DEST
 	install -d $(SHARE)/man/man8 $(SHARE)/doc/ebb $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system packaging/*.service
 	install -m 0644 -t $(SHARE)/doc/ebb README.md SECURITY.md packaging/ebb.toml docs/*.md
-	install -m 0755 -t $(SHARE)/doc/ebb packaging/libvirt-hook
 	$(BUILT)/ebb man $(SHARE)/man/man8
 	for s in bash zsh fish; do $(BUILT)/ebb completions $$s > \
 	  $(SHARE)/$$(printf '%s\n' $(COMPLETIONS) | grep $$s) || exit 1; done
