@@ -144,7 +144,7 @@ struct Run {
 }
 
 #[test]
-fn reads_that_fail_or_lie_leave_each_vm_what_it_is_owed() {
+fn reads_that_fail_or_lie_leave_to_each_what_it_is_owed() {
     let of = |name: &str, usual| std::env::var(name).map_or(usual, |v| v.parse().unwrap());
     let (seed, steps) = (of("EBB_SEED", 1), of("EBB_STEPS", 25));
     let Some(mut run) = Run::new(seed) else { return };

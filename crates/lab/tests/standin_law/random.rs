@@ -40,17 +40,17 @@ struct Run {
 }
 
 #[test]
-fn faults_in_any_order_leave_each_vm_what_it_is_owed_1() {
+fn faults_in_any_order_leave_to_each_what_it_is_owed_1() {
     run(1);
 }
 
 #[test]
-fn faults_in_any_order_leave_each_vm_what_it_is_owed_2() {
+fn faults_in_any_order_leave_to_each_what_it_is_owed_2() {
     run(2);
 }
 
 #[test]
-fn faults_in_any_order_leave_each_vm_what_it_is_owed_3() {
+fn faults_in_any_order_leave_to_each_what_it_is_owed_3() {
     run(3);
 }
 
