@@ -18,7 +18,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
 /// Ticks in which anything that is wrong would have been ordered.
-const TICKS: u64 = 4;
+const TICKS: u64 = 10;
 
 fn start(name: &str, deflate_on_oom: bool) -> (Arena, Vm) {
     let arena = Arena::enter(&ArenaConfig::default()).unwrap();
