@@ -2,16 +2,31 @@
 //! connections, foreign names, floods of requests. Looks at no VM of this machine
 //! (`vms = "listed"` and none is).
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 /// Waits for what must come; a machine that is busy is slow.
 const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A free port, below `ip_local_port_range`, so that no outgoing connection takes it;
+/// another one with each call.
+fn free_port() -> u16 {
+    static TRIED: AtomicU16 = AtomicU16::new(0);
+    let first = (std::process::id() * 16 % 10_000) as u16;
+    loop {
+        let port = 20_000 + (first + TRIED.fetch_add(1, Ordering::Relaxed)) % 10_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
 
 struct Daemon {
     child: Child,
@@ -23,7 +38,7 @@ impl Daemon {
     /// A daemon that has said it is ready; with so many descriptors at most.
     fn start(descriptors: Option<u32>) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let d = dir.path().display();
         let text = format!(
             "[host]\nvms = \"listed\"\n[daemon]\nsocket = \"{d}/s\"\nstate_file = \"{d}/state.json\"\n\
@@ -44,14 +59,17 @@ impl Daemon {
             .args(["run", "--config"])
             .arg(dir.path().join("ebb.toml"))
             .env("NOTIFY_SOCKET", dir.path().join("notify"))
-            .stderr(Stdio::null())
+            .stderr(File::create(dir.path().join("log")).unwrap())
             .spawn()
             .unwrap();
         let daemon = Daemon { child, dir, port };
         let mut ready = [0; 200];
         // The watchdog is told of the first tick before that.
         while !ready.starts_with(b"READY=1") {
-            socket.recv(&mut ready).expect("READY=1 from the daemon");
+            if let Err(e) = socket.recv(&mut ready) {
+                let log = std::fs::read_to_string(daemon.dir.path().join("log"));
+                panic!("no READY=1 from the daemon: {e}; it said: {log:?}");
+            }
         }
         daemon
     }
