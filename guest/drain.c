@@ -23,12 +23,6 @@
 #define MIN_PAGES	256
 #define ZONE_PART	256
 
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
-#define HOW ACR_FLAGS_NONE
-#else
-#define HOW MIGRATE_MOVABLE
-#endif
-
 static unsigned long held(struct zone *zone)
 {
 	unsigned long sum = 0;
@@ -77,7 +71,7 @@ bool ebb_take_one(unsigned long pfn)
 	/* Not while memory goes: its struct pages may go too. */
 	mutex_lock(&ebb.scanning);
 	if (pfn_to_online_page(pfn) && !test_bit(pfn / EBB_MAP_PFNS, ebb.blocked) &&
-	    !alloc_contig_range(pfn, pfn + 1, HOW, GFP_KERNEL | __GFP_NOWARN)) {
+	    !alloc_contig_range(pfn, pfn + 1, EBB_CONTIG_ANY, GFP_KERNEL | __GFP_NOWARN)) {
 		free_contig_range(pfn, 1);
 		done = true;
 	}

@@ -11,8 +11,16 @@
 #include <linux/percpu.h>
 #include <linux/seq_file.h>
 #include <linux/types.h>
+#include <linux/version.h>
 
 #include "map.h"
+
+/* alloc_contig_range() of pages of any kind. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+#define EBB_CONTIG_ANY	ACR_FLAGS_NONE
+#else
+#define EBB_CONTIG_ANY	MIGRATE_MOVABLE
+#endif
 
 #define EBB_MODULE_VERSION	"0.1.0"
 

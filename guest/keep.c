@@ -18,12 +18,6 @@
 
 #define FIRST_STACK_PFN	0x810
 
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
-#define HOW ACR_FLAGS_NONE
-#else
-#define HOW MIGRATE_MOVABLE
-#endif
-
 static bool taken;
 
 /* Its address; 0 where firmware needs none, or the page is not to be had. */
@@ -34,7 +28,7 @@ u64 ebb_keep_page(void)
 		return 0;
 	if (page_is_ram(FIRST_STACK_PFN)) {
 		if (!pfn_to_online_page(FIRST_STACK_PFN) ||
-		    alloc_contig_range(FIRST_STACK_PFN, FIRST_STACK_PFN + 1, HOW,
+		    alloc_contig_range(FIRST_STACK_PFN, FIRST_STACK_PFN + 1, EBB_CONTIG_ANY,
 				       GFP_KERNEL | __GFP_NOWARN)) {
 			pr_warn("page %#x is in use: the host cannot notice a reset and leaves this guest alone; load ebb.ko earlier\n",
 				FIRST_STACK_PFN << PAGE_SHIFT);

@@ -462,6 +462,16 @@ const SOCKETS: [(&str, SocketUse, &str); 2] = [
     ("own", SocketUse::Own, "with `ebb` in the file name, or named by [vm.NAME] qmp"),
     ("any", SocketUse::Any, "all on a VM's command line"),
 ];
+const AGENT: [(&str, AgentUse, &str); 3] = [
+    ("on", AgentUse::On, "recycle what the guest freed"),
+    ("observe", AgentUse::Observe, "attach and count, discard nothing"),
+    ("off", AgentUse::Off, "leave it alone"),
+];
+const MERGE: [(&str, MergeMode, &str); 3] = [
+    ("off", MergeMode::Off, "leave KSM alone"),
+    ("report", MergeMode::Report, "scan and tell"),
+    ("on", MergeMode::On, "merge"),
+];
 
 type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
 
@@ -532,7 +542,7 @@ impl Checker<'_> {
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
             merge: raw.merge.or(base.merge),
             zeros: raw.zeros.unwrap_or(base.zeros),
-            agent: self.agent(at, raw.agent, base.agent)?,
+            agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?.unwrap_or(base.agent),
             private_ram: raw.private_ram.unwrap_or(base.private_ram),
             window_limit_ms: match raw.window_limit {
                 None => base.window_limit_ms,
@@ -558,39 +568,7 @@ impl Checker<'_> {
         Ok(settings)
     }
 
-    fn agent(
-        &self,
-        at: &str,
-        raw: Option<Spanned<String>>,
-        base: AgentUse,
-    ) -> Result<AgentUse, ConfigError> {
-        let span = raw.as_ref().map(Spanned::span);
-        match raw.as_ref().map(|m| m.get_ref().as_str()) {
-            None => Ok(base),
-            Some("on") => Ok(AgentUse::On),
-            Some("observe") => Ok(AgentUse::Observe),
-            Some("off") => Ok(AgentUse::Off),
-            Some(other) => {
-                let message = format!("“{other}” is none of \"on\", \"observe\", \"off\"");
-                Err((self.fail)(span, &format!("{at}.agent"), message))
-            }
-        }
-    }
-
     fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
-        let span = raw.mode.as_ref().map(Spanned::span);
-        let mode = match raw.mode.as_ref().map(|m| m.get_ref().as_str()) {
-            None => base.mode,
-            Some("off") => MergeMode::Off,
-            Some("report") => MergeMode::Report,
-            Some("on") => MergeMode::On,
-            Some(other) => {
-                let message = format!(
-                    "“{other}” is not allowed: \"off\", \"report\" (scan and tell) or \"on\""
-                );
-                return Err((self.fail)(span, "merge.mode", message));
-            }
-        };
         let Settings { cores, clear_cores, floor } = base.settings;
         let settings = Settings {
             cores: self.share("merge.cpu", 1.0, raw.cpu)?.unwrap_or(cores),
@@ -598,7 +576,7 @@ impl Checker<'_> {
             floor: raw.floor.unwrap_or(floor),
         };
         Ok(MergeConfig {
-            mode,
+            mode: self.one_of("merge.mode", raw.mode, MERGE)?.unwrap_or(base.mode),
             group: raw.group.or(base.group),
             across_groups: raw.across_groups.unwrap_or(base.across_groups),
             settings,
@@ -649,12 +627,12 @@ impl Checker<'_> {
         }
     }
 
-    /// What one of two words stands for.
-    fn one_of<T: Copy>(
+    /// What one of these words stands for.
+    fn one_of<T: Copy, const N: usize>(
         &self,
         field: &str,
         raw: Option<Spanned<String>>,
-        choices: [(&str, T, &str); 2],
+        choices: [(&str, T, &str); N],
     ) -> Result<Option<T>, ConfigError> {
         let Some(raw) = raw else { return Ok(None) };
         let (span, said) = (raw.span(), raw.into_inner());
@@ -662,7 +640,8 @@ impl Checker<'_> {
             return Ok(Some(*value));
         }
         let allowed = choices.map(|(word, _, meaning)| format!("\"{word}\" ({meaning})"));
-        let message = format!("“{said}” is not allowed: {}", allowed.join(" or "));
+        let (last, others) = allowed.split_last().expect("there are words");
+        let message = format!("“{said}” is not allowed: {} or {last}", others.join(", "));
         Err((self.fail)(Some(span), field, message))
     }
 

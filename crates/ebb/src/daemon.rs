@@ -17,7 +17,7 @@ use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::tick::{Host, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::act::ksm::Manners;
-use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, MergeOptions, Options, Wake as HostWake};
+use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
 use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
@@ -269,15 +269,7 @@ impl Host for Daemon {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        let orders: Vec<BalloonOrder> =
-            actions.iter().map(|a| BalloonOrder { vm: a.vm, to: a.to, gives: a.gives() }).collect();
-        let results = self.host.set_balloons(&orders);
-        let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
-            vm: a.vm,
-            unanswered: matches!(r, Err(ActError::Unanswered { .. })),
-            error: r.err().map(|e| e.to_string()),
-        };
-        actions.iter().zip(results).map(outcome).collect()
+        self.host.apply(actions)
     }
 
     fn recycle(&mut self, orders: &[RecycleOrder]) {

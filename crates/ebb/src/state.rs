@@ -6,11 +6,11 @@
 //! so: only where no daemon has run, or the file was lost, there is none.
 
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::memory::Owned;
+use ebb_host::durable;
 use rustix::fs::{FlockOperation, flock};
 
 /// No state file is larger; a larger one is not ours.
@@ -72,14 +72,8 @@ impl StateFile {
 
     /// Replaces it, durably.
     pub fn write(&self, owned: &Owned) -> Result<()> {
-        let new = self.path.with_extension("new");
-        let write = || -> std::io::Result<()> {
-            let mut file = File::create(&new)?;
-            file.write_all(&serde_json::to_vec_pretty(owned)?)?;
-            file.sync_all()?;
-            fs::rename(&new, &self.path)
-        };
-        write().with_context(|| format!("cannot write {}", self.path.display()))
+        durable::replace(&self.path, &serde_json::to_vec_pretty(owned)?)
+            .with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
 

@@ -9,6 +9,8 @@ use std::path::PathBuf;
 use ebb_core::sample::VmId;
 use ebb_core::units::Stamp;
 
+use crate::durable;
+
 /// Longest time, ms: what is forgotten comes to its end.
 pub const MOST_MS: u64 = 24 * 3600 * 1000;
 
@@ -68,11 +70,8 @@ impl HandsOffs {
     fn write(&self) -> Result<(), String> {
         let Some(path) = &self.file else { return Ok(()) };
         let list: Vec<(VmId, Stamp)> = self.until.iter().map(|(vm, at)| (*vm, *at)).collect();
-        let new = path.with_extension("new");
         let text = serde_json::to_vec(&list).map_err(|e| e.to_string())?;
-        std::fs::write(&new, text)
-            .and_then(|()| std::fs::rename(&new, path))
-            .map_err(|e| format!("{}: {e}", path.display()))
+        durable::replace(path, &text).map_err(|e| format!("{}: {e}", path.display()))
     }
 }
 
@@ -104,7 +103,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_down_is_not_promised() {
-        let (mut hands, _) = HandsOffs::load(Some("/nonexistent/hands-off.json".into()));
+        let (mut hands, _) = HandsOffs::load(Some("/proc/none/hands-off.json".into()));
         let vm = VmId { pid: 1, start: 1 };
         assert!(hands.set(vm, Stamp(1), 1000).is_err());
         assert_eq!(hands.left_ms(vm, Stamp(1)), None);

@@ -116,7 +116,17 @@ pub struct Inventory {
     waits: Vec<Look>,
     answers: BTreeMap<Look, Option<Value>>,
     /// Asked once for a connection, and when devices changed.
-    lasting: bool,
+    lasting: Option<Lasting>,
+    /// The next round asks for that again.
+    anew: bool,
+}
+
+/// What changes with the devices only.
+#[derive(Debug)]
+struct Lasting {
+    objections: Vec<String>,
+    firmware: Firmware,
+    segments: Vec<Segment>,
 }
 
 fn hmp(line: String) -> Option<Value> {
@@ -131,13 +141,16 @@ impl Inventory {
 
     /// Machine, firmware and RAM are asked about again in the next round.
     pub fn look_anew(&mut self) {
-        self.lasting = false;
+        self.anew = true;
     }
 
     /// Begins a round; empty while one is under way.
     pub fn questions(&mut self, now: Instant) -> Vec<Question> {
         if !self.waits.is_empty() {
             return Vec::new();
+        }
+        if std::mem::take(&mut self.anew) {
+            self.lasting = None;
         }
         const HUMAN: &str = "human-monitor-command";
         let mut all: Vec<Question> = Vec::new();
@@ -149,8 +162,7 @@ impl Inventory {
         all.push((Look::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
         all.push((Look::Capabilities, "query-migrate-capabilities", None));
         all.push((Look::Parameters, "query-migrate-parameters", None));
-        if !self.lasting {
-            self.answers.clear();
+        if self.lasting.is_none() {
             for (i, property) in MACHINE.iter().enumerate() {
                 let get = balloon::get("/machine", property);
                 all.push((Look::Machine(i), "qom-get", Some(get)));
@@ -186,27 +198,31 @@ impl Inventory {
 
     /// When all of a round have come.
     pub fn verdict(&mut self) -> Option<Verdict> {
-        let begun = self.begun.filter(|_| self.waits.is_empty())?;
-        self.lasting = true;
+        let begun = self.begun.take_if(|_| self.waits.is_empty())?;
         let mut objections = self.devices();
         objections.extend(self.objects());
         objections.extend(self.network());
         objections.extend(self.block());
         objections.extend(self.migration());
-        objections.extend(self.machine());
-        let (segments, order) = self.segments();
-        objections.extend(order);
+        let lasting = self.lasting.take().unwrap_or_else(|| self.lasting());
+        self.answers.clear();
+        objections.extend(lasting.objections.iter().cloned());
         objections.sort();
         objections.dedup();
         objections.truncate(OBJECTIONS_MAX - 2);
         let objections =
             objections.iter().map(|o| if o == OTHERS_DISCARD { o.clone() } else { clip(o) });
-        Some(Verdict {
-            begun,
-            objections: objections.collect(),
-            firmware: self.firmware(),
-            segments,
-        })
+        let objections = objections.collect();
+        let (firmware, segments) = (lasting.firmware, lasting.segments.clone());
+        self.lasting = Some(lasting);
+        Some(Verdict { begun, objections, firmware, segments })
+    }
+
+    fn lasting(&self) -> Lasting {
+        let (segments, order) = self.segments();
+        let mut objections = self.machine();
+        objections.extend(order);
+        Lasting { objections, firmware: self.firmware(), segments }
     }
 
     fn value(&self, look: Look) -> Option<&Value> {
@@ -305,9 +321,8 @@ impl Inventory {
         let backends = self.value(Look::Backends).and_then(Value::as_array);
         let id = |b: &Value| b.get("id").and_then(Value::as_str).map(str::to_owned);
         let ids: Vec<String> = backends.into_iter().flatten().filter_map(id).collect();
-        let plain = |name: &str| name.strip_prefix("/objects/").unwrap_or(name).to_owned();
         let tree = main_ram(&parse_mtree(self.text(Look::Tree)));
-        let ram = tree.into_iter().map(|r| (r.start, r.end, plain(&r.name)));
+        let ram = tree.into_iter().map(|r| (r.start, r.end, plain(&r.name).to_owned()));
         ram.filter(|r| ids.is_empty() || ids.contains(&r.2)).take(STRETCHES).collect()
     }
 
@@ -323,15 +338,19 @@ impl Inventory {
             }
         }
         let names: Vec<&str> = stretches.iter().map(|s| s.2.as_str()).collect();
-        let plain = |name: &'_ str| name.strip_prefix("/objects/").unwrap_or(name).to_owned();
         let lines = self.text(Look::Order).lines();
         let mut blocks = lines.filter_map(|l| Some(plain(l.split_whitespace().next()?)));
-        let first = blocks.find(|b| names.contains(&b.as_str()));
-        let wrong = first.as_deref() != names.first().copied();
+        let first = blocks.find(|b| names.contains(b));
+        let wrong = first != names.first().copied();
         let why = "QEMU would load a snapshot into another part of RAM before guest page 0: start \
             it with the largest part first";
         (segments, (wrong && names.len() > 1 || first.is_none()).then(|| why.into()))
     }
+}
+
+/// A backend's own name.
+fn plain(name: &str) -> &str {
+    name.strip_prefix("/objects/").unwrap_or(name)
 }
 
 fn untold(what: &str) -> String {

@@ -12,6 +12,7 @@ mod agent_link;
 pub mod balloon;
 mod bound;
 pub mod client;
+pub mod durable;
 pub mod hands_off;
 mod inventory;
 pub mod linux;

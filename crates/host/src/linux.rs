@@ -14,7 +14,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_core::config::{AgentUse, SocketUse};
-use ebb_core::plan::{MergePlan, OffloadOrder, RecycleOrder, TornOrder, ZeroOrder};
+use ebb_core::plan::{
+    Action, MergePlan, OffloadOrder, Outcome, RecycleOrder, TornOrder, ZeroOrder,
+};
 use ebb_core::sample::{
     HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
 };
@@ -219,8 +221,9 @@ impl LinuxHost {
     /// What may be done to each VM: nothing to one that is not managed, unless it is owed
     /// something.
     fn allow(&mut self, at: Stamp) {
-        let vms = &self.vms;
-        self.hands_off.keep(at, |id| vms.contains_key(id));
+        let (vms, root) = (&self.vms, &self.options.root);
+        let is_there = |id: &VmId| vms.contains_key(id) || life(root, *id) != Life::Ended;
+        self.hands_off.keep(at, is_there);
         for (id, vm) in &mut self.vms {
             vm.access = Access {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
@@ -613,6 +616,18 @@ impl LinuxHost {
         self.vms.iter_mut().map(one).collect()
     }
 
+    /// Carries out what the policy decided; outcomes in the order of the actions.
+    pub fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        let order = |a: &Action| BalloonOrder { vm: a.vm, to: a.to, gives: a.gives() };
+        let orders: Vec<BalloonOrder> = actions.iter().map(order).collect();
+        let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
+            vm: a.vm,
+            unanswered: matches!(r, Err(ActError::Unanswered { .. })),
+            error: r.err().map(|e| e.to_string()),
+        };
+        actions.iter().zip(self.set_balloons(&orders)).map(outcome).collect()
+    }
+
     /// Tells QEMU what each guest shall be left with (whole MiB make sense).
     /// Every VM's process is checked right before. All share one deadline;
     /// results are in the order of the orders. `Ok` means that QEMU has asked
@@ -749,116 +764,4 @@ fn noted<T>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::act::ksm::Manners;
-    use crate::probe::trust::Trust;
-    use crate::root::Root;
-    use ebb_core::plan::MergeOrder;
-    use ebb_core::sample::Link;
-    use std::os::unix::net::UnixListener;
-
-    fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
-        let (root, trust) = (Root::at(dir), Trust::anything());
-        LinuxHost::new(Options { root, trust, ..options }).unwrap()
-    }
-
-    #[test]
-    fn an_empty_machine_is_a_sample_of_unknowns() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir(dir.path().join("proc")).unwrap();
-        let mut host = host(dir.path(), Options { pool: Some("/x".into()), ..Options::default() });
-        let sample = host.sample();
-        assert_eq!((sample.host, sample.vms), (HostSample::default(), vec![]));
-        let sources: Vec<&str> = sample.problems.iter().map(|p| p.source.as_str()).collect();
-        assert_eq!(sources, ["/x"]);
-    }
-
-    #[test]
-    fn what_others_merge_is_read_now_and_then_and_shown_all_the_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let ksm = dir.path().join("sys/kernel/mm/ksm");
-        std::fs::create_dir_all(dir.path().join("proc")).unwrap();
-        std::fs::create_dir_all(&ksm).unwrap();
-        let shared = |n: u64| {
-            std::fs::write(ksm.join("run"), "1\n").unwrap();
-            std::fs::write(ksm.join("pages_shared"), format!("{n}\n")).unwrap();
-        };
-        let mut host = host(dir.path(), Options::default());
-        let mut seen = || host.sample().host.ksm.map(|k| k.pages_shared);
-        shared(5);
-        assert_eq!(seen(), Some(5));
-        shared(6);
-        assert_eq!(seen(), Some(5));
-    }
-
-    #[test]
-    fn a_sleep_ends_in_time_or_by_the_waker() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut host = host(dir.path(), Options::default());
-        assert_eq!(host.wait(Instant::now() + Duration::from_millis(5)), Wake::Timer);
-        let waker = host.waker();
-        let thread = std::thread::spawn(move || waker.wake());
-        assert_eq!(host.wait(Instant::now() + Duration::from_secs(60)), Wake::Woken);
-        thread.join().unwrap();
-        assert_eq!(host.wait(Instant::now()), Wake::Timer, "a wake-up counts once");
-    }
-
-    #[test]
-    fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
-        let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("ebb-q");
-        let _not_the_vm = UnixListener::bind(&socket).unwrap();
-        let proc = dir.path().join("proc/10");
-        std::fs::create_dir_all(&proc).unwrap();
-        let line = format!("kvm\0-name\0a\0-qmp\0unix:{},server\0", socket.display());
-        std::fs::write(proc.join("cmdline"), line).unwrap();
-        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
-        let mut host = host(dir.path(), Options::default());
-        let sample = host.sample();
-        let Link::Down(why) = &sample.vms[0].link else { panic!("{:?}", sample.vms[0].link) };
-        assert!(why.contains(&format!("served by process {}", std::process::id())), "{why}");
-        let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
-        let act = host.set_balloons(&[order]).remove(0).unwrap_err();
-        assert_eq!(act, ActError::NoLink(why.clone()));
-        // The pid is another process's now.
-        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
-        let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
-        let act = host.set_balloons(&[order]).remove(0).unwrap_err();
-        assert_eq!(act, ActError::Gone { pid: 10 });
-    }
-
-    #[test]
-    fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let proc = dir.path().join("proc/10");
-        std::fs::create_dir_all(&proc).unwrap();
-        std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
-        std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
-        std::fs::write(proc.join("ksm_stat"), "ksm_merging_pages 100000\n").unwrap();
-        let meminfo = |kib: u64| {
-            let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
-            std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
-        };
-        let merge = MergeOptions {
-            note: dir.path().join("ksm.json"),
-            manners: Manners::default(),
-            steer: true,
-        };
-        let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
-        meminfo(600_000);
-        let vm = host.sample().vms[0].id;
-        let order = |open| MergePlan {
-            vms: vec![MergeOrder { vm, name: "a".into(), open, reason: String::new() }],
-            ..MergePlan::default()
-        };
-        let mut said = |kib, open| {
-            meminfo(kib);
-            host.merge(&order(open));
-            host.sample().vms[0].merge.clone().unwrap().error.unwrap_or_default()
-        };
-        assert!(said(600_000, false).contains("breaking"), "390 MiB and what must stay free");
-        assert!(said(700_000, false).contains("no QMP connection"), "there is room");
-        assert!(said(600_000, true).contains("no QMP connection"), "opening takes none");
-    }
-}
+mod tests;

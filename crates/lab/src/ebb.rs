@@ -174,6 +174,12 @@ impl Daemon {
         }
     }
 
+    /// Waits until its first VM is in this tier.
+    pub fn wait_for_tier(&self, tier: &str) -> Result<(), LabError> {
+        let there = |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
+        self.wait_for(&format!("tier {tier}"), Duration::from_secs(120), there)
+    }
+
     /// Has it take a VM's idle memory, until the VM is no larger than `most`. A wish is for
     /// one tick, and a guest's word may just then be too old: asked again and again.
     pub fn squeeze(&self, name: &str, most: Bytes) -> Result<(), LabError> {

@@ -44,6 +44,13 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
     Ok(stripped)
 }
 
+/// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
+/// guest said.
+pub fn load(vm: &Vm) -> Result<(), VmError> {
+    let load = "insmod /ebb.ko 2>&1 && grep -q ^ebb /proc/modules || { dmesg | tail -n 5; false; }";
+    vm.tool().sh(load, Duration::from_secs(60)).map(drop).map_err(|e| vm.explain(e))
+}
+
 /// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.
 pub fn plugin() -> Result<PathBuf, LabError> {
     crate::ebb::built("EBB_AGENT", "libebb_vmm.so", "ebb-vmm")
@@ -124,8 +131,7 @@ impl Fleet<'_> {
         for vm in &mut vms {
             vm.wait_ready()?;
             if self.guest {
-                let insmod = vm.tool().sh("insmod /ebb.ko", Duration::from_secs(30));
-                insmod.map_err(|e| vm.explain(e))?;
+                load(vm)?;
             }
         }
         Ok(vms)

@@ -40,13 +40,11 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     if config.user.is_some() {
         unprivileged(vm.pid());
     }
-    let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
-    assert!(said.unwrap().trim().ends_with('1'));
+    tier::load(&vm).unwrap();
 
     let state_dir = dir.path().join("daemon");
     let daemon = Daemon::start(&state_dir, &["load"], "users = [65534]").unwrap();
-    let tier = |s: &Value| (s["vms"][0]["tier"] == "guest").then_some(());
-    if let Err(e) = daemon.wait_for("tier guest", MINUTE, tier) {
+    if let Err(e) = daemon.wait_for_tier("guest") {
         let config = daemon.config();
         let doctor = ebb::run(&["doctor", "--config", config.to_str().unwrap()]);
         panic!("{e}\n{doctor:?}");

@@ -82,8 +82,7 @@ fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
     let socket = tier::prepare(&mut config, &image, dir).unwrap();
     let vm = Vm::start(&config).unwrap();
-    let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
-    assert!(said.unwrap().trim().ends_with('1'));
+    tier::load(&vm).unwrap();
     (arena, vm, socket)
 }
 
@@ -102,8 +101,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
     let (_arena, vm, _) = boot(dir.path());
     let backend = Backend::start(dir.path());
     let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
-    let tier = |tier: &'static str| move |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
-    daemon.wait_for("tier guest", MINUTE, tier("guest")).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
     vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
     // All that is free, at once, again and again, while the device comes.
     let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64();
@@ -128,7 +126,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
     vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
-    daemon.wait_for("tier guest again", 2 * MINUTE, tier("guest")).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
     assert!(daemon.stop());
 }
 
@@ -138,8 +136,7 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     let dir = tempfile::tempdir().unwrap();
     let (_arena, vm, socket) = boot(dir.path());
     let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
-    let tier = |tier: &'static str| move |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
-    daemon.wait_for("tier guest", MINUTE, tier("guest")).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
     let config = daemon.config();
     let run = |words: &[&str]| {
         let all = [words, &["--config", config.to_str().unwrap()]].concat();
@@ -165,7 +162,7 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     daemon.wait_for("hands off", MINUTE, held).unwrap();
     let (code, out, err) = run(&["hands-on", "plug"]);
     assert_eq!(code, 0, "{out}{err}");
-    daemon.wait_for("tier guest again", MINUTE, tier("guest")).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
     let (code, _, err) = run(&["hands-off", "nobody"]);
     assert!(code != 0 && err.contains("nobody"), "{err}");
     assert!(daemon.stop());

@@ -231,7 +231,7 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     with_agent.args = ["-plugin", &plugin].map(String::from).to_vec();
     let mut vms = [&with_agent, &config("guest", &systemd)].map(|c| Vm::spawn(c).unwrap());
     vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
-    vms[0].tool().sh("insmod /ebb.ko", MINUTE).unwrap();
+    tier::load(&vms[0]).unwrap();
     systemd.systemctl(&["start", "ebb"]);
     let socket = systemd.path("/run/ebb/ebb.sock");
     let state = || client::get_json::<Value>(&socket, "/v1/state").unwrap();

@@ -45,8 +45,7 @@ impl Place {
         }
         tier::prepare(&mut config, &image, dir.path()).unwrap();
         let vm = Vm::start(&config).unwrap();
-        let said = vm.tool().sh("insmod /ebb.ko 2>&1; grep -c ^ebb /proc/modules", MINUTE);
-        assert!(said.unwrap().trim().ends_with('1'));
+        tier::load(&vm).unwrap();
         Place { arena, vm, dir }
     }
 
@@ -56,9 +55,7 @@ impl Place {
 
     fn daemon(&self, config: &str) -> Daemon {
         let daemon = Daemon::start(self.dir.path(), &["tier"], config).unwrap();
-        daemon
-            .wait_for("tier guest", MINUTE, |s| (s["vms"][0]["tier"] == "guest").then_some(()))
-            .unwrap();
+        daemon.wait_for_tier("guest").unwrap();
         daemon
     }
 
@@ -160,10 +157,8 @@ fn vm_reboots_drop_the_map_and_a_new_module_is_found_again() {
     daemon.wait_for("no map", MINUTE, |s| (s["vms"][0]["tier"] != "guest").then_some(())).unwrap();
     place.vm.tool().start("v", "verify", "size=50000000 seconds=5").unwrap();
     assert_eq!(place.vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
-    place.vm.tool().sh("insmod /ebb.ko", MINUTE).unwrap();
-    daemon
-        .wait_for("tier guest again", MINUTE, |s| (s["vms"][0]["tier"] == "guest").then_some(()))
-        .unwrap();
+    tier::load(&place.vm).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
     daemon.crash();
     place.vm.tool().start("w", "verify", "size=50000000 seconds=5").unwrap();
     assert_eq!(place.vm.tool().wait_end("w", MINUTE).unwrap().u64("errors"), 0);

@@ -30,9 +30,7 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     let before = cgroup.usage();
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["torn"], "").unwrap();
-    daemon
-        .wait_for("its tier", MINUTE, |s| (s["vms"][0]["tier"] == "stock").then_some(()))
-        .unwrap();
+    daemon.wait_for_tier("stock").unwrap();
     let freed = |s: &Value| Bytes(s["vms"][0]["torn"]["freed"].as_u64().unwrap_or(0));
     let enough = |s: &Value| {
         // Asked again until the guest has said what is idle.

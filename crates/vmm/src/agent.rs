@@ -4,7 +4,7 @@
 //! [`Agent::step`] in between. All that touches guest RAM hangs on the one
 //! `Attached`, whose end lifts every protection.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -219,58 +219,54 @@ impl Agent {
             }
             _ => {}
         }
-        let mut devices = Devices::default();
-        let found = devices.look().map_or(Ok(()), Err);
-        let ram = found.and_then(|()| Ram::check(&attach.segments)).and_then(|ram| {
-            let turns = turns::taken();
-            let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
-            let mut objections: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
-            if attach.firmware == Firmware::Unknown {
-                objections
-                    .push("its firmware is not known: what it writes first at a reset".into());
-            }
-            if objections.is_empty() { Ok(ram) } else { Err(objections.join("; ")) }
-        });
-        let kept = std::mem::take(&mut self.kept);
-        let made = ram.and_then(|ram| {
-            let device = device.as_ref().map(AsFd::as_fd);
-            let uffd = Uffd::open(device, !self.faults.no_unpopulated());
-            Ok((ram, uffd.map_err(|e| e.to_string())?))
-        });
-        if let (Ok((_, uffd)), false) = (&made, self.faults.no_self_test() || attach.observe)
-            && let Err(failed) = selftest::keeps_protection(uffd)
-        {
-            return Err(match failed {
-                Failed::Loses(why) => {
-                    self.stand_aside(&why);
-                    refuse(Refused::Aside, why)
-                }
-                Failed::Unknown(why) => refuse(Refused::System, why),
-            });
-        }
-        let made = made.and_then(|(ram, uffd)| {
-            let kept = kept.still(&ram);
-            let open = if attach.keep_open {
-                kept
-            } else {
-                kept.close_all()?;
-                Open::default()
-            };
-            if ram.has_shared() {
-                devices.watch_sockets();
-            }
-            Attached::new(ram, uffd, devices, open, attach, self.faults)
-        });
-        match made {
+        match self.attachment(attach, device.as_ref().map(AsFd::as_fd)) {
             Ok(vm) => {
                 self.vm = Some(vm);
                 Ok(Answer::Done)
             }
-            Err(why) => {
-                self.stand_aside(&why);
-                Err(refuse(Refused::Aside, why))
+            Err(refusal) => {
+                if refusal.kind == Refused::Aside {
+                    self.stand_aside(&refusal.text);
+                }
+                Err(refusal)
             }
         }
+    }
+
+    /// All that is needed for work, each step only where those before allow it.
+    fn attachment(
+        &mut self,
+        attach: &Attach,
+        device: Option<BorrowedFd<'_>>,
+    ) -> Result<Attached, Refusal> {
+        let aside = |why: String| refuse(Refused::Aside, why);
+        let kept = std::mem::take(&mut self.kept);
+        let mut devices = Devices::default();
+        devices.look().map_or(Ok(()), |why| Err(aside(why)))?;
+        let ram = Ram::check(&attach.segments).map_err(aside)?;
+        let objections = objections(attach, &ram);
+        if !objections.is_empty() {
+            return Err(aside(objections.join("; ")));
+        }
+        let uffd = Uffd::open(device, !self.faults.no_unpopulated());
+        let uffd = uffd.map_err(|e| aside(e.to_string()))?;
+        if !self.faults.no_self_test() && !attach.observe {
+            selftest::keeps_protection(&uffd).map_err(|failed| match failed {
+                Failed::Loses(why) => aside(why),
+                Failed::Unknown(why) => refuse(Refused::System, why),
+            })?;
+        }
+        let kept = kept.still(&ram);
+        let open = if attach.keep_open {
+            kept
+        } else {
+            kept.close_all().map_err(aside)?;
+            Open::default()
+        };
+        if ram.has_shared() {
+            devices.watch_sockets();
+        }
+        Attached::new(ram, uffd, devices, open, attach, self.faults).map_err(aside)
     }
 
     fn status(&mut self, held: bool) -> Status {
@@ -480,6 +476,17 @@ impl Attached {
         let (faults, trips) = self.guard.counts();
         Counters { faults, trips, challenges: self.tracker.challenges(), ..self.counters }
     }
+}
+
+/// What forbids the agent to touch this VM.
+fn objections(attach: &Attach, ram: &Ram) -> Vec<String> {
+    let turns = turns::taken();
+    let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
+    let mut found: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
+    if attach.firmware == Firmware::Unknown {
+        found.push("its firmware is not known: what it writes first at a reset".into());
+    }
+    found
 }
 
 /// Pages of it can be protected from now on.

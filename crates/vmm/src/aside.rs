@@ -55,19 +55,20 @@ enum Kind {
 impl Devices {
     /// Looks at all open files by their names: a reason to stand aside.
     pub fn look(&mut self) -> Option<String> {
-        if let Some(why) = reason() {
-            return Some(why);
-        }
         let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
         let numbers = open.filter_map(|e| e.file_name().to_str()?.parse().ok());
-        self.highest = numbers.max().unwrap_or(0);
+        let highest = numbers.max().unwrap_or(0);
         let device = |fd| match kind(fd)? {
             Kind::Device(device) => Some(device),
             Kind::Socket(_) => None,
         };
-        self.harmless = (0..=self.highest).filter_map(device).collect();
-        // One that was opened in between is in that set now.
-        reason()
+        let harmless = (0..=highest).filter_map(device).collect();
+        // After that: what was opened in between is in the set, and has to be seen here.
+        let reason = reason();
+        if reason.is_none() {
+            (self.highest, self.harmless) = (highest, harmless);
+        }
+        reason
     }
 
     /// RAM is shared: from now on new Unix sockets are looked for. Those that are there are

@@ -9,8 +9,8 @@
 //! `mm/ksm.c`, `Documentation/admin-guide/mm/ksm.rst`.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -18,6 +18,7 @@ use ebb_core::policy::merge::Order;
 use ebb_core::sample::Ksm;
 use ebb_core::units::Bytes;
 
+use crate::durable;
 use crate::probe::ksm::read_ksm;
 use crate::probe::meminfo::read_meminfo;
 use crate::root::{ProbeError, Root};
@@ -230,17 +231,10 @@ impl KsmOwner {
 
     /// On disk before anything is changed.
     fn write_down(&self, found: &BTreeMap<String, String>) -> Result<(), KsmError> {
-        let new = self.state.with_extension("new");
-        let write = || -> io::Result<()> {
-            if let Some(dir) = self.state.parent() {
-                fs::create_dir_all(dir)?;
-            }
-            let mut file = File::create(&new)?;
-            file.write_all(&serde_json::to_vec_pretty(found)?)?;
-            file.sync_all()?;
-            fs::rename(&new, &self.state)
-        };
-        write().map_err(|error| KsmError::Write { path: self.state.clone(), error })
+        serde_json::to_vec_pretty(found)
+            .map_err(io::Error::from)
+            .and_then(|text| durable::replace(&self.state, &text))
+            .map_err(|error| KsmError::Write { path: self.state.clone(), error })
     }
 }
 

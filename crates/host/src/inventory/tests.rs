@@ -155,4 +155,12 @@ fn a_later_round_asks_for_what_comes_and_goes() {
     assert_eq!((known.segments, known.firmware), (again.segments, again.firmware));
     inventory.look_anew();
     assert_eq!(begin(&mut inventory).0, first);
+    // Devices change while a round is under way: the next one asks for all.
+    let mut waiting = inventory.questions(Instant::now());
+    inventory.look_anew();
+    while let Some((look, ..)) = waiting.pop() {
+        waiting.extend(inventory.answer(look, plain(look)));
+    }
+    assert!(inventory.verdict().is_some() && inventory.verdict().is_none(), "told once");
+    assert_eq!(begin(&mut inventory).0, first);
 }

@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Read};
 
 use ebb_core::wire::Segment;
 
+use crate::probe::maps::parse_line;
 use crate::root::Root;
 
 /// Most bytes read of one process: a QEMU of which KSM has 65,530 ranges has 6 MB.
@@ -68,20 +69,10 @@ fn each_mapping(
             return if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) };
         }
         let line = String::from_utf8_lossy(&line);
-        if let Some((start, end, file)) = parse(&line) {
-            each(start, end, file);
+        if let Some(m) = parse_line(&line) {
+            each(m.start, m.end, (m.device.to_owned(), m.inode));
         }
     }
-}
-
-/// `START-END PERMS OFFSET DEVICE INODE …`.
-fn parse(line: &str) -> Option<(u64, u64, Inode)> {
-    let mut words = line.split_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let hex = |t| u64::from_str_radix(t, 16).ok();
-    let (start, end) = (hex(start)?, hex(end)?);
-    let device = words.nth(2)?.to_owned();
-    Some((start, end, (device, words.next()?.parse().ok()?)))
 }
 
 #[cfg(test)]

@@ -20,21 +20,47 @@ pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, 
     root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
 }
 
+/// A line of it.
+pub struct Mapping<'a> {
+    /// First address.
+    pub start: u64,
+    /// The address after the last.
+    pub end: u64,
+    /// As in `rw-p`.
+    pub permissions: &'a str,
+    /// Of the file, as in `fe:00`.
+    pub device: &'a str,
+    /// Of the file; 0: none.
+    pub inode: u64,
+    /// The file, or what the kernel calls the memory; may be empty.
+    pub path: &'a str,
+}
+
+/// `START-END PERMISSIONS OFFSET DEVICE INODE PATH`; `None` for anything else.
+pub fn parse_line(line: &str) -> Option<Mapping<'_>> {
+    let mut fields = line.splitn(6, ' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let address = |t| u64::from_str_radix(t, 16).ok();
+    Some(Mapping {
+        start: address(start)?,
+        end: address(end)?,
+        permissions: fields.next()?,
+        device: fields.nth(1)?,
+        inode: fields.next()?.parse().ok()?,
+        path: fields.next().unwrap_or_default().trim(),
+    })
+}
+
 /// Parses them (proc(5)): writable and not executable (translated code is), without
 /// a file or in shared memory, and large. `joined`: see [`read_ram_neighbours`].
 pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
     let mut ranges: Vec<Range> = Vec::new();
     for (i, line) in text.lines().enumerate() {
         let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        let mut fields = line.splitn(6, ' ');
-        let (range, perms) = (fields.next().ok_or_else(bad)?, fields.next().ok_or_else(bad)?);
-        let path = fields.nth(3).unwrap_or("").trim();
-        let (start, end) = range.split_once('-').ok_or_else(bad)?;
-        let address = |t| u64::from_str_radix(t, 16).map_err(|_| bad());
-        let (start, end) = (address(start)?, address(end)?);
+        let Mapping { start, end, permissions, path, .. } = parse_line(line).ok_or_else(bad)?;
         let shared = ["/memfd:", "/dev/shm/"].iter().any(|p| path.starts_with(p));
         let private = path.is_empty() || path.starts_with("[anon:");
-        let ours = match perms {
+        let ours = match permissions {
             "rw-p" => private || shared,
             "rw-s" => shared,
             _ => false,

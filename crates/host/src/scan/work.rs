@@ -22,7 +22,7 @@ use super::tags::{Tags, tag};
 use super::tally::{Blocks, Rules, Tally, VmTally};
 use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
-use crate::probe::process::read_stat;
+use crate::probe::process::{Life, life};
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, VECTOR_MAX, read_process, set_idle};
 
@@ -417,9 +417,7 @@ impl<'j, 'a> Worker<'j, 'a> {
     }
 
     fn is_alive(&self, vm: usize) -> bool {
-        let id = self.job.targets[vm].id;
-        let stat = read_stat(self.job.root, id.pid).ok().flatten();
-        stat.is_some_and(|s| s.start == id.start && !matches!(s.state, 'Z' | 'X'))
+        life(self.job.root, self.job.targets[vm].id) == Life::Alive
     }
 
     fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {

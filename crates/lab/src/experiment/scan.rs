@@ -141,7 +141,7 @@ impl Held {
         let socket = agent.map(|dir| tier::prepare(&mut config, &image, dir)).transpose()?;
         let vm = Vm::start(&config)?;
         if agent.is_some() {
-            vm.tool().sh("insmod /ebb.ko", MINUTE)?;
+            tier::load(&vm)?;
         }
         let hold = format!("size={} seed={n}", size.0);
         vm.tool().start_ready("h", "hold", &hold, 5 * MINUTE).map_err(|e| vm.explain(e))?;

@@ -14,7 +14,7 @@ use ebb_core::plan::{Action, Outcome, Reclaim};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Stamp;
-use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options};
+use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::{Fault, Root};
 use fastrand::Rng;
 use rustix::io::Errno;
@@ -114,14 +114,7 @@ impl Host for Driven {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        let order = |a: &Action| BalloonOrder { vm: a.vm, to: a.to, gives: a.gives() };
-        let orders: Vec<BalloonOrder> = actions.iter().map(order).collect();
-        let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
-            vm: a.vm,
-            unanswered: matches!(r, Err(ActError::Unanswered { .. })),
-            error: r.err().map(|e| e.to_string()),
-        };
-        actions.iter().zip(self.host.set_balloons(&orders)).map(outcome).collect()
+        self.host.apply(actions)
     }
 
     fn wait(&mut self, _: Stamp) -> Wake {

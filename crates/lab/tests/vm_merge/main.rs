@@ -65,7 +65,7 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
         vm.wait_ready().unwrap();
         let tool = vm.tool();
         if agents.is_some() {
-            tool.sh("insmod /ebb.ko", MINUTE).unwrap();
+            tier::load(vm).unwrap();
         }
         // Memory that moves by itself is no matter of this test.
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();

@@ -134,7 +134,7 @@ impl Fleet {
         for vm in &mut fleet.vms {
             vm.wait_ready()?;
             if agents {
-                vm.tool().sh("insmod /ebb.ko", MINUTE)?;
+                tier::load(vm)?;
             }
         }
         fleet.fill()?;
