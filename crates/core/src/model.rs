@@ -16,11 +16,11 @@ use serde::{Deserialize, Serialize};
 use self::guest::{Around, distress, trust};
 pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 pub use self::merge::{MergeHost, MergeVm};
-use crate::config::{Config, LEAST_FLOOR};
+use crate::config::{Config, LEAST_FLOOR, VmSettings};
 use crate::memory::{Memory, VmMemory};
 use crate::sample::{
-    AgentSample, HandsOff, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId, VmSample,
-    Vmstat,
+    AgentSample, Claim, HandsOff, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId,
+    VmSample, Vmstat,
 };
 use crate::units::{Bytes, PAGE, Stamp};
 
@@ -191,6 +191,9 @@ pub struct VmModel {
     /// Why it should have what it may need although it shows no need, for people.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unseen: String,
+    /// What it is in its share group by is more than its own word; or there is one group.
+    #[serde(default)]
+    pub group_is_proven: bool,
     /// Its share group.
     #[serde(default)]
     pub group: String,
@@ -705,7 +708,7 @@ impl VmModel {
             ceiling,
             whole,
             owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
-            managed: settings.manage,
+            managed: left_alone(settings, vm).is_none(),
             // The configuration's reader refuses others; a record may hold any.
             weight: if settings.weight > 0.0 && settings.weight.is_finite() {
                 settings.weight
@@ -713,6 +716,7 @@ impl VmModel {
                 1.0
             },
             group: settings.group.clone(),
+            group_is_proven: config.has_one_group() || vm.claim == Claim::Proven,
             pinned: vm.pinned.clone(),
             cgroup: vm.cgroup.clone(),
             paused: vm.run == Some(RunState::Paused),
@@ -738,8 +742,8 @@ impl VmModel {
             model.guest = GuestModel::new(&around, &stats, remembered, rates);
         }
         model.trust = trust(model.guest.as_ref(), remembered);
-        model.standing = standing(settings.manage, vm, &model, remembered, sample.at);
-        model.beyond_balloon = settings.manage && beyond_balloon(vm, remembered, sample.at);
+        model.standing = standing(left_alone(settings, vm), vm, &model, remembered, sample.at);
+        model.beyond_balloon = model.managed && beyond_balloon(vm, remembered, sample.at);
         let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
         model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
         if !model.distress.is_empty() && model.guest.is_some_and(|g| g.by_module) {
@@ -769,9 +773,20 @@ impl VmModel {
     }
 }
 
+/// Why Ebb does not act on a VM at all, by the configuration.
+fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String> {
+    match &vm.claim {
+        Claim::Refused(why) => Some(format!(
+            "it calls itself “{}”, and is not the VM of that section of the configuration: {why}",
+            vm.given_name()
+        )),
+        _ => (!settings.manage).then(|| "manage = false in the configuration".into()),
+    }
+}
+
 /// Whether the VM can be acted upon; the first reason against it is told.
 fn standing(
-    manage: bool,
+    left_alone: Option<String>,
     vm: &VmSample,
     model: &VmModel,
     memory: Option<&VmMemory>,
@@ -779,8 +794,8 @@ fn standing(
 ) -> Standing {
     let off = |why: &str| Standing::Off(why.to_string());
     let give_only = |why: String| Standing::GiveOnly(why);
-    if !manage {
-        return off("manage = false in the configuration");
+    if let Some(why) = left_alone {
+        return Standing::Off(why);
     }
     match &vm.link {
         Link::Up | Link::Slow(_) => {}

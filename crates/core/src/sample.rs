@@ -393,6 +393,27 @@ pub struct VmId {
     pub start: u64,
 }
 
+/// What a VM's claim to a section of the configuration is worth: the name by which it has
+/// one is its own word ([`crate::config::Identity`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Claim {
+    /// Nothing that it cannot change is asked for.
+    #[default]
+    Open,
+    /// Its user or its cgroup is the one that is asked for.
+    Proven,
+    /// It is another VM: why.
+    Refused(String),
+}
+
+impl Claim {
+    /// Nothing that it cannot change is asked for.
+    pub fn is_open(&self) -> bool {
+        *self == Claim::Open
+    }
+}
+
 /// One VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmSample {
@@ -407,6 +428,9 @@ pub struct VmSample {
     /// `-uuid`, where given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
+    /// What its claim to its section of the configuration is worth.
+    #[serde(default, skip_serializing_if = "Claim::is_open")]
+    pub claim: Claim,
     /// RAM the guest was given at start plus what was plugged since.
     pub ram: Option<Bytes>,
     /// What the process holds of the host's memory.

@@ -129,8 +129,8 @@ pub fn options(config: &Config) -> Options {
 
 /// Which processes are taken for VMs, by the configuration.
 pub fn trust(config: &Config) -> Trust {
-    let (users, containers) = (Some(config.users.clone()), config.containers);
-    Trust { users, containers, ..Trust::default() }
+    let (users, programs) = (config.users.clone(), config.programs.clone());
+    Trust { users: Some(users), programs: Some(programs), containers: config.containers }
 }
 
 /// Where what KSM's knobs were is written down: beside the state file.

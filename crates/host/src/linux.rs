@@ -18,7 +18,7 @@ use ebb_core::plan::{
     Action, MergePlan, OffloadOrder, Outcome, RecycleOrder, TornOrder, ZeroOrder,
 };
 use ebb_core::sample::{
-    HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
+    Claim, HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
@@ -31,7 +31,9 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
+use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
+use crate::probe::identity::claim;
 use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
@@ -224,13 +226,20 @@ impl LinuxHost {
         let (vms, root) = (&self.vms, &self.options.root);
         let is_there = |id: &VmId| vms.contains_key(id) || life(root, *id) != Life::Ended;
         self.hands_off.keep(at, is_there);
+        let version = self.cgroups();
         for (id, vm) in &mut self.vms {
+            vm.claim = claim(root, &self.options.config, version, &vm.process);
             vm.access = Access {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
-                ..access(&self.options, &self.owed, &vm.process)
+                ..access(&self.options, &self.owed, &vm.process, &vm.claim)
             };
             vm.named = self.bound.contains(&Some(*id));
         }
+    }
+
+    /// Where memory cgroups are, so that a VM's is found.
+    fn cgroups(&self) -> Version {
+        self.bounds.hierarchy().map_or(Version::V2, |h| h.version)
     }
 
     fn sample_host(&mut self, problems: &mut Vec<Problem>) -> HostSample {
@@ -282,8 +291,10 @@ impl LinuxHost {
             let (id, interval_s) = (process.id, self.options.stats_interval_s);
             let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
             if listed || self.owed.contains(&id) {
-                let access = access(&self.options, &self.owed, &process);
-                self.vms.entry(id).or_insert_with(|| Vm::new(process, interval_s, access));
+                // What may be done to it is said before anything is (`allow`).
+                self.vms
+                    .entry(id)
+                    .or_insert_with(|| Vm::new(process, interval_s, Access::default()));
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
@@ -339,10 +350,14 @@ impl LinuxHost {
         let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
         let mut process = serving(root, &self.options.trust, &self.owed, pid)?;
         process.call(name)?;
+        let claim = claim(root, &self.options.config, self.cgroups(), &process);
+        if let Claim::Refused(why) = &claim {
+            return Err(format!("the VM there is not that of the section: {why}"));
+        }
         process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
-        let access = access(&self.options, &self.owed, &process);
+        let access = access(&self.options, &self.owed, &process, &claim);
         let new = || Vm::new(process.clone(), interval_s, access);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named) = (process, true);
@@ -733,13 +748,14 @@ impl LinuxHost {
 }
 
 /// What may be done to the VM of this process.
-fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess) -> Access {
+fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim: &Claim) -> Access {
     let settings = options.config.settings(&process.given, process.uuid.as_deref());
+    let manage = settings.manage && !matches!(claim, Claim::Refused(_));
     Access {
-        managed: settings.manage || owed.contains(&process.id),
+        managed: manage || owed.contains(&process.id),
         any_socket: options.config.sockets == SocketUse::Any,
         look_only: options.look_only,
-        agent: if settings.manage { settings.agent } else { AgentUse::Off },
+        agent: if manage { settings.agent } else { AgentUse::Off },
         private_ram: settings.private_ram,
         window_limit_ms: settings.window_limit_ms.unwrap_or(0),
         hands_off_ms: None,

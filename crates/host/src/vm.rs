@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::AgentUse;
 use ebb_core::sample::{
-    BalloonSample, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory, RunState, VmEvent,
-    VmId, VmSample,
+    BalloonSample, Claim, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory, RunState,
+    VmEvent, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
@@ -81,8 +81,8 @@ struct Answers {
     problems: Vec<(String, String)>,
 }
 
-/// What may be done to a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What may be done to a VM; by default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Access {
     /// Ebb may act on it, or owes it something.
     pub managed: bool,
@@ -150,6 +150,8 @@ pub(crate) struct Vm {
     asked_at: Stamp,
     answers: Answers,
     pub access: Access,
+    /// What its claim to its section is worth.
+    pub claim: Claim,
     /// Its socket is named in the configuration.
     pub named: bool,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
@@ -199,6 +201,7 @@ impl Vm {
             asked_at: Stamp(0),
             answers: Answers::default(),
             access,
+            claim: Claim::Open,
             named: false,
             interval_was: None,
             unanswered: Vec::new(),
@@ -218,7 +221,7 @@ impl Vm {
     /// The sockets that may be connected to, or why there is none.
     fn sockets(&self) -> Result<Vec<PathBuf>, String> {
         if !self.access.managed {
-            return Err("manage = false: it is not connected to".into());
+            return Err("it is not managed, so it is not connected to".into());
         }
         let paths = match &self.process.qmp {
             QmpAddress::Paths(paths) => paths,
@@ -675,6 +678,7 @@ impl Vm {
             name: self.process.name.clone(),
             given: Some(&self.process.given).filter(|g| **g != self.process.name).cloned(),
             uuid: self.process.uuid.clone(),
+            claim: self.claim.clone(),
             ram: self.ram,
             process: memory,
             cgroup: self.cgroup.clone(),

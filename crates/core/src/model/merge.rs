@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::left_alone;
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
@@ -46,7 +47,7 @@ impl MergeVm {
         let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
         let sample = vm.merge.clone()?;
         let fixed = untouchable(settings, vm);
-        let (wanted, managed) = (settings.merge, settings.manage);
+        let (wanted, managed) = (settings.merge, left_alone(settings, vm).is_none());
         Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
     }
 }
@@ -59,8 +60,9 @@ pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
 
 /// Why nothing may be done to a VM's RAM now, whatever its guest says.
 pub(super) fn untouchable(settings: &VmSettings, vm: &VmSample) -> Option<String> {
+    let alone = left_alone(settings, vm);
     match (&vm.link, &vm.run) {
-        _ if !settings.manage => Some("manage = false in the configuration".to_string()),
+        _ if alone.is_some() => alone,
         _ if vm.hands_off.is_some() => Some("hands off, as was asked".into()),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
         (Link::Unknown, _) => Some("not sampled yet".into()),

@@ -3,6 +3,7 @@
 
 pub mod cgroup;
 pub mod discovery;
+pub mod identity;
 pub mod ksm;
 pub mod mappers;
 pub mod maps;

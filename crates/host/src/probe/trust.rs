@@ -1,9 +1,12 @@
 //! Which processes are taken for VMs. A name on a command line proves nothing: whoever can
 //! start a process can call it `kvm`. So its user must be one that VMs run as, its program a
-//! file named like QEMU that only root can change, and it must be in the pid namespace of
-//! `/proc`. Mount namespaces tell nothing: libvirt gives each VM one of its own.
+//! file named like QEMU that only root can change, at a place where QEMU is installed and
+//! the file that this place has here too, and it must be in the pid namespace of `/proc`. A
+//! mount namespace of its own tells nothing (libvirt gives each VM one), but in one a user
+//! can mount any file of root's under any path.
 
 use std::collections::BTreeSet;
+use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use ebb_core::config::User;
@@ -15,6 +18,18 @@ use crate::root::{ProbeError, Root};
 /// host does not have one, it is nobody's.
 const VM_USERS: [&str; 7] = ["root", "qemu", "libvirt-qemu", "kvm", "oneadmin", "incus", "lxd"];
 
+/// Where QEMU is installed: Debian, Ubuntu, Proxmox, SUSE, Arch; Fedora and RHEL; from source;
+/// NixOS; Incus; LXD as a snap; Kata. `*` is one name.
+const FOLDERS: [&str; 7] = [
+    "/usr/bin",
+    "/usr/libexec",
+    "/usr/local/bin",
+    "/nix/store/*/bin",
+    "/opt/incus/bin",
+    "/snap/lxd/*/bin",
+    "/opt/kata/bin",
+];
+
 /// Longest part of a foreign path that is shown.
 const SHOWN: usize = 120;
 
@@ -23,15 +38,15 @@ const SHOWN: usize = 120;
 pub struct Trust {
     /// Users beside those that VMs always run as; `None`: any user.
     pub users: Option<Vec<User>>,
-    /// The program must be QEMU, and only root may be able to change it.
-    pub program: bool,
+    /// QEMU programs beside those in the usual folders; `None`: any program.
+    pub programs: Option<Vec<String>>,
     /// It may be in a pid namespace of its own.
     pub containers: bool,
 }
 
 impl Default for Trust {
     fn default() -> Trust {
-        Trust { users: Some(Vec::new()), program: true, containers: false }
+        Trust { users: Some(Vec::new()), programs: Some(Vec::new()), containers: false }
     }
 }
 
@@ -39,7 +54,7 @@ impl Trust {
     /// Every process that is called QEMU: for fixture trees, whose files belong to whoever
     /// runs the tests.
     pub fn anything() -> Trust {
-        Trust { users: None, program: false, containers: true }
+        Trust { users: None, programs: None, containers: true }
     }
 
     /// The uids of the users, by `/etc/passwd`, and what of `users` it does not have.
@@ -66,8 +81,10 @@ impl Trust {
 
     /// Looks at a process that is called QEMU.
     pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<Verdict, ProbeError> {
-        if uids.allowed.is_some() || !self.containers {
+        let mut contained = false;
+        if uids.allowed.is_some() || self.programs.is_some() || !self.containers {
             let Some(whose) = read_credentials(root, pid)? else { return Ok(Verdict::Gone) };
+            contained = whose.contained;
             let stranger = |uid: &&u32| uids.allowed.as_ref().is_some_and(|a| !a.contains(uid));
             if let Some(uid) = whose.uids.iter().find(stranger) {
                 let why = format!("it runs as uid {uid}: add it to host.users if it is a VM");
@@ -78,7 +95,10 @@ impl Trust {
                 return Ok(Verdict::Refused(why.into()));
             }
         }
-        if self.program { program(root, pid) } else { Ok(Verdict::Trusted) }
+        match &self.programs {
+            Some(programs) => program(root, pid, programs, contained),
+            None => Ok(Verdict::Trusted),
+        }
     }
 }
 
@@ -103,14 +123,27 @@ pub enum Verdict {
 }
 
 /// The program itself: the file that was started, also where it was deleted since.
-fn program(root: &Root, pid: u32) -> Result<Verdict, ProbeError> {
+fn program(
+    root: &Root,
+    pid: u32,
+    programs: &[String],
+    contained: bool,
+) -> Result<Verdict, ProbeError> {
     let exe = format!("/proc/{pid}/exe");
     let Some(path) = root.read_link(&exe)? else { return Ok(Verdict::Gone) };
     let Some(file) = root.metadata(&exe)? else { return Ok(Verdict::Gone) };
     let path = path.to_string_lossy();
+    let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
     let shown: String = path.escape_debug().take(SHOWN).collect();
-    if !is_qemu(path.trim_end_matches(" (deleted)")) {
+    let named = programs.iter().any(|p| p == path);
+    if !named && !is_qemu(path) {
         return Ok(Verdict::Refused(format!("its program {shown} is not QEMU")));
+    }
+    if !named && !FOLDERS.iter().any(|folder| is_in(path, folder)) {
+        return Ok(Verdict::Refused(format!(
+            "its program {shown} is not where QEMU is installed: add it to host.programs if it \
+             is a VM"
+        )));
     }
     if !file.is_file() || !only_roots(file.uid(), file.mode()) {
         let (uid, mode) = (file.uid(), file.mode() & 0o7777);
@@ -120,7 +153,21 @@ fn program(root: &Root, pid: u32) -> Result<Verdict, ProbeError> {
         );
         return Ok(Verdict::Refused(why));
     }
+    // An upgrade replaces the file. In a container the path is the container's.
+    let same = |here: Metadata| (here.dev(), here.ino()) == (file.dev(), file.ino());
+    if file.nlink() > 0 && !contained && !root.metadata(path)?.is_some_and(same) {
+        let why = format!("its program {shown} is another file than the one that is there");
+        return Ok(Verdict::Refused(why));
+    }
     Ok(Verdict::Trusted)
+}
+
+/// Whether a file is directly in a folder of [`FOLDERS`].
+fn is_in(path: &str, folder: &str) -> bool {
+    let Some((dir, _)) = path.rsplit_once('/') else { return false };
+    let (dir, folder) = (dir.split('/'), folder.split('/'));
+    let same = |(d, f): (&str, &str)| f == "*" && !d.is_empty() && d != ".." || d == f;
+    dir.clone().count() == folder.clone().count() && dir.zip(folder).all(same)
 }
 
 /// Whether a path's file name is QEMU's; NixOS wraps it.
@@ -163,6 +210,10 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
         symlink(&file, root.path("/proc/10/exe")).unwrap();
+        // Its path leads there from this root too.
+        let again = root.path(root.path("/bin"));
+        std::fs::create_dir_all(again.parent().unwrap()).unwrap();
+        symlink(root.path("/bin"), again).unwrap();
         (dir, root)
     }
 
@@ -176,7 +227,7 @@ mod tests {
     }
 
     fn without_program() -> Trust {
-        Trust { program: false, ..Trust::default() }
+        Trust { programs: None, ..Trust::default() }
     }
 
     #[test]
@@ -217,13 +268,23 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_qemu_or_not_roots_alone_is_no_vm() {
-        let trust = Trust { users: None, ..Trust::default() };
+        let mut trust = Trust { users: None, ..Trust::default() };
         let (_dir, root) = machine("Uid: 0 0 0 0\n", "python3");
         assert!(refused(check(&trust, &root)).contains("is not QEMU"));
         let (_dir, root) = machine("Uid: 0 0 0 0\n", "qemu-system-x86_64");
+        assert!(refused(check(&trust, &root)).contains("add it to host.programs"));
+        let file = root.path("/bin/qemu-system-x86_64");
+        trust.programs = Some(vec![file.display().to_string()]);
         if rustix::process::geteuid().is_root() {
             assert_eq!(check(&trust, &root), Verdict::Trusted);
-            let file = root.path("/bin/qemu-system-x86_64");
+            // In its mount namespace another file is mounted at that path.
+            let link = root.path(&file);
+            std::fs::remove_file(link.parent().unwrap()).unwrap();
+            std::fs::create_dir(link.parent().unwrap()).unwrap();
+            std::fs::write(&link, "").unwrap();
+            assert!(refused(check(&trust, &root)).contains("another file than the one"));
+            std::fs::remove_file(&link).unwrap();
+            std::fs::hard_link(&file, &link).unwrap();
             for (mode, trusted) in [(0o775, false), (0o757, false), (0o4755, true)] {
                 std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
                 assert_eq!(check(&trust, &root) == Verdict::Trusted, trusted, "{mode:o}");
@@ -247,13 +308,26 @@ mod tests {
         std::fs::copy("/bin/sleep", &file).unwrap();
         let mut child = std::process::Command::new(&file).arg("1000").spawn().unwrap();
         std::fs::remove_file(&file).unwrap();
-        let (root, trust) = (Root::default(), Trust { containers: true, ..Trust::default() });
+        let programs = Some(vec![file.display().to_string()]);
+        let trust = Trust { programs, containers: true, ..Trust::default() };
+        let root = Root::default();
         let found = trust.check(&root, &trust.uids(&root).unwrap(), child.id());
         let link = root.read_link(format!("/proc/{}/exe", child.id())).unwrap().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(link.to_string_lossy().ends_with("(deleted)"), "{}", link.display());
         assert_eq!(found.unwrap(), Verdict::Trusted);
+    }
+
+    #[test]
+    fn qemu_is_installed_in_known_folders() {
+        let known = |path| FOLDERS.iter().any(|folder| is_in(path, folder));
+        for path in ["/usr/bin/kvm", "/usr/libexec/qemu-kvm", "/nix/store/abc-qemu-9/bin/kvm"] {
+            assert!(known(path), "{path}");
+        }
+        for path in ["/tmp/kvm", "/usr/bin/x/kvm", "/nix/store/../bin/kvm", "kvm", "/kvm", ""] {
+            assert!(!known(path), "{path}");
+        }
     }
 
     #[test]

@@ -225,6 +225,13 @@ fn out(
         Ok(Some(group)) if *group != vm.group => {
             return must(format!("it is of group {}, and {group} is merged here", vm.group));
         }
+        Ok(Some(_)) if !vm.group_is_proven => {
+            return must(format!(
+                "it is of group {} by a name that it gives itself: its section needs user or \
+                 cgroup where there are several groups",
+                vm.group
+            ));
+        }
         Ok(_) => {}
     }
     if remembered.asked.or(memory.merge.asked) == Some(false) {

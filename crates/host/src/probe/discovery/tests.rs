@@ -227,7 +227,7 @@ fn a_stranger_that_poses_as_a_vm_is_refused_and_told_of() {
     fixture.vm(11, 5, "posing");
     fixture.write(10, "status", "Uid: 0 0 0 0\nNSpid: 10\n");
     fixture.write(11, "status", "Uid: 4000000 4000000 4000000 4000000\nNSpid: 11\n");
-    let trust = Trust { program: false, ..Trust::default() };
+    let trust = Trust { programs: None, ..Trust::default() };
     let mut scanner = Scanner::new(trust.clone());
     for _ in 0..3 {
         let scan = scanner.scan(&fixture.root(), &none()).unwrap();

@@ -8,8 +8,8 @@ use crate::memory::Owned;
 use crate::plan::{MergeWish, Plan};
 use crate::policy::Decided;
 use crate::sample::{
-    AgentSample, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId, VmSample,
-    Vmstat,
+    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId,
+    VmSample, Vmstat,
 };
 use crate::tick::{Engine, Host, Tick, Wake};
 
@@ -78,6 +78,10 @@ fn with(mut vm: VmSample, change: impl FnOnce(&mut MergeSample)) -> VmSample {
     vm
 }
 
+fn proven(pid: u32, name: &str) -> VmSample {
+    VmSample { claim: Claim::Proven, ..vm(pid, name) }
+}
+
 #[test]
 fn off_is_off_and_a_report_leaves_ksm_alone() {
     let config = Config::default();
@@ -93,19 +97,19 @@ fn off_is_off_and_a_report_leaves_ksm_alone() {
 #[test]
 fn nothing_is_merged_while_a_vm_of_another_group_is_open_or_not_known() {
     let config = format!("{ON}group = \"acme\"\n[vm.a]\ngroup = \"acme\"\n");
-    assert!(runs(&once(&config, vec![vm(1, "a")])));
-    let plan = once(&config, vec![vm(1, "a"), vm(2, "b")]);
+    assert!(runs(&once(&config, vec![proven(1, "a")])));
+    let plan = once(&config, vec![proven(1, "a"), vm(2, "b")]);
     assert!(!runs(&plan) && plan.why.contains("b is being closed"), "{plan:?}");
     assert_eq!(switched(&plan), [(2, false)]);
     let new = with(vm(2, "b"), |m| m.open = None);
-    let plan = once(&config, vec![vm(1, "a"), new]);
+    let plan = once(&config, vec![proven(1, "a"), new]);
     assert!(!runs(&plan) && plan.why.contains("b was not looked at yet"), "{plan:?}");
     let closed = with(vm(2, "b"), |m| m.open = Some(false));
-    assert!(runs(&once(&config, vec![vm(1, "a"), closed])));
+    assert!(runs(&once(&config, vec![proven(1, "a"), closed])));
     // One that cannot be closed blocks, and it is said how to start it.
     let mut deaf = vm(2, "b");
     deaf.link = Link::Down("no socket".into());
-    let plan = once(&config, vec![vm(1, "a"), deaf]);
+    let plan = once(&config, vec![proven(1, "a"), deaf]);
     assert!(!runs(&plan) && plan.why.contains("no socket; start it with"), "{plan:?}");
     assert_eq!(switched(&plan), []);
 }
@@ -119,7 +123,23 @@ fn several_groups_and_none_chosen_is_no_merging_and_nothing_is_touched() {
     assert!(runs(&once(&joined, vec![vm(1, "a"), vm(2, "b")])));
     // One that stays out in any case is no second group.
     let out = config + "merge = false\n";
-    assert_eq!(switched(&once(&out, vec![vm(1, "a"), vm(2, "b")])), [(2, false)]);
+    assert_eq!(switched(&once(&out, vec![proven(1, "a"), vm(2, "b")])), [(2, false)]);
+}
+
+/// A QEMU that its guest has taken over may change its name, and would see by the time that
+/// a write takes what others of that group hold.
+#[test]
+fn where_there_are_several_groups_a_name_alone_puts_no_vm_into_one() {
+    let config =
+        format!("{ON}group = \"acme\"\n[vm.a]\ngroup = \"acme\"\n[vm.b]\ngroup = \"acme\"\n");
+    let plan = once(&config, vec![proven(1, "a"), vm(2, "b")]);
+    assert!(!runs(&plan), "{plan:?}");
+    assert_eq!(switched(&plan), [(2, false)]);
+    assert!(plan.vms[0].reason.contains("by a name that it gives itself"), "{plan:?}");
+    let joined = config.replace("group = \"acme\"\n[vm.a]", "across_groups = true\n[vm.a]");
+    assert!(runs(&once(&joined, vec![proven(1, "a"), vm(2, "b")])));
+    // Of one group are all, whatever they call themselves.
+    assert!(runs(&once(ON, vec![vm(1, "a"), vm(2, "b")])));
 }
 
 #[test]

@@ -1,0 +1,465 @@
+//! From TOML to a [`Config`]: what may be written, and what is said of the rest.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Deserializer};
+use toml::Spanned;
+
+use super::*;
+
+/// Reads a configuration as a whole.
+pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
+    let fail = |span: Option<std::ops::Range<usize>>, field: &str, message: String| ConfigError {
+        file: file.to_string(),
+        line: span.map(|s| line_of(text, s.start)),
+        field: field.to_string(),
+        message,
+    };
+    let raw: RawConfig = toml::from_str(text).map_err(|e| {
+        let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        let field = e.span().map(|s| key_at(text, s.start)).unwrap_or_default();
+        fail(e.span(), &field, message)
+    })?;
+    let check = Checker { fail: &fail };
+    check.config(raw)
+}
+
+/// What holds for VMs without a section.
+const DEFAULTS: &str = "defaults";
+
+/// How QEMU writes a `-uuid`.
+const UUID: &str = "8-4-4-4-12 hexadecimal digits";
+
+/// Whether QEMU takes this as `-uuid`.
+fn is_uuid(text: &str) -> bool {
+    let groups: Vec<&str> = text.split('-').collect();
+    let hex = |g: &&str| g.bytes().all(|b| b.is_ascii_hexdigit());
+    groups.iter().map(|g| g.len()).eq([8, 4, 4, 4, 12]) && groups.iter().all(hex)
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|b| *b == b'\n').count() + 1
+}
+
+/// The key on the line at `offset`: what a person would call the field.
+fn key_at(text: &str, offset: usize) -> String {
+    let offset =
+        (0..=offset.min(text.len())).rev().find(|o| text.is_char_boundary(*o)).unwrap_or(0);
+    let start = text[..offset].rfind('\n').map_or(0, |n| n + 1);
+    let line = text[start..].lines().next().unwrap_or("");
+    line.split('=').next().unwrap_or("").trim().chars().take(60).collect()
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawConfig {
+    daemon: RawDaemon,
+    host: RawHost,
+    merge: RawMerge,
+    defaults: RawVm,
+    vm: BTreeMap<Spanned<String>, RawVm>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawDaemon {
+    tick: Option<Spanned<String>>,
+    fast_tick: Option<Spanned<String>>,
+    socket: Option<Spanned<String>>,
+    listen: Option<Spanned<String>>,
+    state_file: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawHost {
+    reserve: Option<Bytes>,
+    cgroup: Option<Spanned<String>>,
+    vms: Option<Spanned<String>>,
+    offload: Option<bool>,
+    sockets: Option<Spanned<String>>,
+    users: Option<Vec<Spanned<RawUser>>>,
+    programs: Option<Vec<Spanned<String>>>,
+    containers: Option<bool>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawMerge {
+    mode: Option<Spanned<String>>,
+    group: Option<String>,
+    across_groups: Option<bool>,
+    cpu: Option<Spanned<String>>,
+    cpu_clear: Option<Spanned<String>>,
+    floor: Option<Bytes>,
+    scan: Option<Spanned<String>>,
+    advisor: Option<bool>,
+    hold_khugepaged: Option<bool>,
+    zeros: Option<bool>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawVm {
+    manage: Option<bool>,
+    min: Option<Spanned<RawAmount>>,
+    max: Option<Spanned<RawAmount>>,
+    weight: Option<Spanned<f64>>,
+    group: Option<Spanned<String>>,
+    qmp: Option<Spanned<String>>,
+    merge: Option<bool>,
+    zeros: Option<bool>,
+    agent: Option<Spanned<String>>,
+    private_ram: Option<bool>,
+    window_limit: Option<Spanned<String>>,
+    user: Option<Spanned<RawUser>>,
+    uuid: Option<Spanned<String>>,
+    cgroup: Option<Spanned<String>>,
+}
+
+/// A user as written: `"alice"` or `1001`.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a user's name such as \"alice\" or a uid such as 1001")]
+enum RawUser {
+    Uid(i64),
+    Name(String),
+}
+
+/// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
+struct RawAmount(Amount);
+
+impl<'de> Deserialize<'de> for RawAmount {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<RawAmount, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(
+            untagged,
+            expecting = "expected a size such as \"512MiB\" or a share such as \"25%\""
+        )]
+        enum Any {
+            Number(u64),
+            Text(String),
+        }
+        let amount = match Any::deserialize(d)? {
+            Any::Number(n) => Amount::Bytes(Bytes(n)),
+            Any::Text(t) => match t.trim().strip_suffix('%') {
+                Some(p) => match p.trim().parse::<f64>() {
+                    Ok(v) if (0.0..=100.0).contains(&v) => Amount::Share(v / 100.0),
+                    _ => {
+                        let said: String = t.chars().take(40).collect();
+                        return Err(serde::de::Error::custom(format!(
+                            "“{said}” is not a share: 0% to 100%"
+                        )));
+                    }
+                },
+                None => Amount::Bytes(t.parse().map_err(serde::de::Error::custom)?),
+            },
+        };
+        Ok(RawAmount(amount))
+    }
+}
+
+/// Least and most of a tick, and of the time between scans.
+const TICK: (&str, &str) = ("100ms", "60s");
+const SCAN: (&str, &str) = ("1s", "24h");
+
+/// A time in milliseconds: `500ms`, `2s`, `10min`, `1h`.
+pub fn milliseconds(text: &str) -> Option<f64> {
+    let units = [("ms", 1.0), ("min", 60_000.0), ("s", 1000.0), ("h", 3_600_000.0)];
+    let (number, unit) =
+        units.iter().find_map(|(name, unit)| Some((text.trim().strip_suffix(name)?, unit)))?;
+    Some(number.trim().parse::<f64>().ok()? * unit)
+}
+
+/// Words of which one is allowed, with what each stands for.
+const ALL: (&str, bool, &str) = ("all", false, "every VM");
+const LISTED: (&str, bool, &str) = ("listed", true, "those with a [vm.NAME] section");
+const SOCKETS: [(&str, SocketUse, &str); 2] = [
+    ("own", SocketUse::Own, "with `ebb` in the file name, or named by [vm.NAME] qmp"),
+    ("any", SocketUse::Any, "all on a VM's command line"),
+];
+const AGENT: [(&str, AgentUse, &str); 3] = [
+    ("on", AgentUse::On, "recycle what the guest freed"),
+    ("observe", AgentUse::Observe, "attach and count, discard nothing"),
+    ("off", AgentUse::Off, "leave it alone"),
+];
+const MERGE: [(&str, MergeMode, &str); 3] = [
+    ("off", MergeMode::Off, "leave KSM alone"),
+    ("report", MergeMode::Report, "scan and tell"),
+    ("on", MergeMode::On, "merge"),
+];
+
+type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
+
+struct Checker<'a> {
+    fail: &'a Fail<'a>,
+}
+
+impl Checker<'_> {
+    fn config(&self, raw: RawConfig) -> Result<Config, ConfigError> {
+        let base = Config::default();
+        let tick_ms = self.duration("daemon.tick", raw.daemon.tick, TICK, base.tick_ms)?;
+        let fast_tick_ms = self.duration(
+            "daemon.fast_tick",
+            raw.daemon.fast_tick,
+            TICK,
+            base.fast_tick_ms.min(tick_ms),
+        )?;
+        if fast_tick_ms > tick_ms {
+            let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
+            return Err((self.fail)(None, "daemon.fast_tick", message));
+        }
+        let defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
+        let mut vms = BTreeMap::new();
+        for (name, section) in raw.vm {
+            let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &defaults)?;
+            vms.insert(self.vm_name(name, &vms)?, settings);
+        }
+        Ok(Config {
+            tick_ms,
+            fast_tick_ms,
+            socket: self.path("daemon.socket", raw.daemon.socket)?.unwrap_or(base.socket),
+            listen: self.listen(raw.daemon.listen)?,
+            state_file: self
+                .path("daemon.state_file", raw.daemon.state_file)?
+                .unwrap_or(base.state_file),
+            reserve: raw.host.reserve,
+            pool: self.path("host.cgroup", raw.host.cgroup)?,
+            listed_only: self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false),
+            sockets: self.one_of("host.sockets", raw.host.sockets, SOCKETS)?.unwrap_or_default(),
+            users: self.users(raw.host.users.unwrap_or_default())?,
+            programs: self.programs(raw.host.programs.unwrap_or_default())?,
+            containers: raw.host.containers.unwrap_or(base.containers),
+            offload: raw.host.offload,
+            merge: self.merge(raw.merge, base.merge)?,
+            defaults,
+            vms,
+        })
+    }
+
+    fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
+        let identity = self.identity(at, &mut raw)?;
+        let min_span = raw.min.as_ref().map(Spanned::span);
+        let weight = match raw.weight {
+            None => base.weight,
+            Some(w) => {
+                let (span, w) = (w.span(), w.into_inner());
+                if !(w.is_finite() && (0.001..=1000.0).contains(&w)) {
+                    let message = format!("{w} is not a weight: a number from 0.001 to 1000");
+                    return Err((self.fail)(Some(span), &format!("{at}.weight"), message));
+                }
+                w
+            }
+        };
+        let settings = VmSettings {
+            manage: raw.manage.unwrap_or(base.manage),
+            min: raw.min.map_or(base.min, |m| m.into_inner().0),
+            max: raw.max.map(|m| m.into_inner().0).or(base.max),
+            weight,
+            group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
+            qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
+            merge: raw.merge.or(base.merge),
+            zeros: raw.zeros.unwrap_or(base.zeros),
+            agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?.unwrap_or(base.agent),
+            private_ram: raw.private_ram.unwrap_or(base.private_ram),
+            window_limit_ms: match raw.window_limit {
+                None => base.window_limit_ms,
+                limit => {
+                    let name = format!("{at}.window_limit");
+                    Some(self.duration(&name, limit, ("1ms", "10s"), 0)?)
+                }
+            },
+            identity,
+        };
+        let crossed = match (settings.min, settings.max) {
+            (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
+            (Amount::Share(a), Some(Amount::Share(b))) => a > b,
+            _ => false, // known only with the VM's RAM: the floor then gives way, see VmModel
+        };
+        if crossed {
+            let message = format!(
+                "min {} is above max {}: min must not exceed max",
+                settings.min,
+                settings.max.map(|m| m.to_string()).unwrap_or_default()
+            );
+            return Err((self.fail)(min_span, &format!("{at}.min"), message));
+        }
+        Ok(settings)
+    }
+
+    fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
+        let Settings { cores, clear_cores, floor } = base.settings;
+        let settings = Settings {
+            cores: self.share("merge.cpu", 1.0, raw.cpu)?.unwrap_or(cores),
+            clear_cores: self.share("merge.cpu_clear", 0.1, raw.cpu_clear)?.unwrap_or(clear_cores),
+            floor: raw.floor.unwrap_or(floor),
+        };
+        Ok(MergeConfig {
+            mode: self.one_of("merge.mode", raw.mode, MERGE)?.unwrap_or(base.mode),
+            group: raw.group.or(base.group),
+            across_groups: raw.across_groups.unwrap_or(base.across_groups),
+            settings,
+            scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
+            advisor: raw.advisor.unwrap_or(base.advisor),
+            hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
+            zeros: raw.zeros.unwrap_or(base.zeros),
+        })
+    }
+
+    /// Cores, given as percent of one, at least so many percent.
+    fn share(
+        &self,
+        field: &str,
+        least: f64,
+        raw: Option<Spanned<String>>,
+    ) -> Result<Option<f64>, ConfigError> {
+        let Some(text) = raw else { return Ok(None) };
+        let said = text.get_ref();
+        match said.trim().strip_suffix('%').map(|p| p.trim().parse()) {
+            Some(Ok(p)) if (least..=3200.0).contains(&p) => Ok(Some(p / 100.0)),
+            _ => {
+                let message = format!(
+                    "“{said}” is not allowed: percent of a core, \"{least}%\" to \"3200%\""
+                );
+                Err((self.fail)(Some(text.span()), field, message))
+            }
+        }
+    }
+
+    fn duration(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+        (least, most): (&str, &str),
+        default: u64,
+    ) -> Result<u64, ConfigError> {
+        let Some(raw) = raw else { return Ok(default) };
+        let (span, text) = (raw.span(), raw.into_inner());
+        let limit = |text| milliseconds(text).unwrap_or(f64::NAN);
+        match milliseconds(&text) {
+            Some(ms) if (limit(least)..=limit(most)).contains(&ms) => Ok(ms as u64),
+            _ => Err((self.fail)(
+                Some(span),
+                field,
+                format!("“{text}” is not allowed: a time from \"{least}\" to \"{most}\""),
+            )),
+        }
+    }
+
+    /// What one of these words stands for.
+    fn one_of<T: Copy, const N: usize>(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+        choices: [(&str, T, &str); N],
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, said) = (raw.span(), raw.into_inner());
+        if let Some((_, value, _)) = choices.iter().find(|c| c.0 == said) {
+            return Ok(Some(*value));
+        }
+        let allowed = choices.map(|(word, _, meaning)| format!("\"{word}\" ({meaning})"));
+        let (last, others) = allowed.split_last().expect("there are words");
+        let message = format!("“{said}” is not allowed: {} or {last}", others.join(", "));
+        Err((self.fail)(Some(span), field, message))
+    }
+
+    fn users(&self, raw: Vec<Spanned<RawUser>>) -> Result<Vec<User>, ConfigError> {
+        raw.into_iter().map(|raw| self.user("host.users", raw)).collect()
+    }
+
+    fn user(&self, field: &str, raw: Spanned<RawUser>) -> Result<User, ConfigError> {
+        let span = raw.span();
+        let fail = |message| Err((self.fail)(Some(span), field, message));
+        match raw.into_inner() {
+            // The last is no user: the kernel takes it for “unchanged”.
+            RawUser::Uid(uid) => match u32::try_from(uid) {
+                Ok(uid) if uid < u32::MAX => Ok(User::Uid(uid)),
+                _ => fail(format!("{uid} is not a uid: 0 to {}", u32::MAX - 1)),
+            },
+            RawUser::Name(name) => {
+                let odd = |c: char| c == ':' || c.is_whitespace() || c.is_control();
+                match name.is_empty() || name.contains(odd) {
+                    true => fail(format!("“{}” is not the name of a user", name.escape_debug())),
+                    false => Ok(User::Name(name)),
+                }
+            }
+        }
+    }
+
+    fn programs(&self, raw: Vec<Spanned<String>>) -> Result<Vec<String>, ConfigError> {
+        let path = |raw| Ok(self.path("host.programs", Some(raw))?.unwrap_or_default());
+        raw.into_iter().map(path).collect()
+    }
+
+    fn identity(&self, at: &str, raw: &mut RawVm) -> Result<Identity, ConfigError> {
+        let spans = [
+            ("user", raw.user.as_ref().map(Spanned::span)),
+            ("uuid", raw.uuid.as_ref().map(Spanned::span)),
+            ("cgroup", raw.cgroup.as_ref().map(Spanned::span)),
+        ];
+        let given = spans.into_iter().find(|(_, span)| span.is_some());
+        if let (DEFAULTS, Some((field, span))) = (at, given) {
+            let message = "this tells one VM from another: write it in a [vm.NAME] section";
+            return Err((self.fail)(span, &format!("{at}.{field}"), message.into()));
+        }
+        let user = raw.user.take().map(|user| self.user(&format!("{at}.user"), user));
+        let uuid = raw.uuid.take().map(|uuid| {
+            let field = format!("{at}.uuid");
+            match is_uuid(uuid.get_ref()) {
+                true => Ok(uuid.into_inner().to_ascii_lowercase()),
+                false => Err((self.fail)(Some(uuid.span()), &field, UUID.into())),
+            }
+        });
+        let cgroup = self.path(&format!("{at}.cgroup"), raw.cgroup.take())?;
+        Ok(Identity { user: user.transpose()?, uuid: uuid.transpose()?, cgroup })
+    }
+
+    /// The name of a section, one by uuid in small letters.
+    fn vm_name(
+        &self,
+        name: Spanned<String>,
+        others: &BTreeMap<String, VmSettings>,
+    ) -> Result<String, ConfigError> {
+        let (span, written) = (name.span(), name.into_inner());
+        let Some(uuid) = written.strip_prefix(BY_UUID) else { return Ok(written) };
+        let fail = |message| Err((self.fail)(Some(span), &format!("vm.{written}"), message));
+        if !is_uuid(uuid) {
+            return fail(format!("after “uuid:” comes the VM's -uuid: {UUID}"));
+        }
+        let name = by_uuid(uuid);
+        match others.contains_key(&name) {
+            true => fail("there is a section of this VM already".into()),
+            false => Ok(name),
+        }
+    }
+
+    fn path(
+        &self,
+        field: &str,
+        raw: Option<Spanned<String>>,
+    ) -> Result<Option<String>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, path) = (raw.span(), raw.into_inner());
+        if path.starts_with('/') && !path.contains('\0') {
+            Ok(Some(path))
+        } else {
+            Err((self.fail)(Some(span), field, format!("“{path}” is not an absolute path")))
+        }
+    }
+
+    fn listen(&self, raw: Option<Spanned<String>>) -> Result<Option<String>, ConfigError> {
+        let Some(raw) = raw else { return Ok(None) };
+        let (span, text) = (raw.span(), raw.into_inner());
+        match text.parse::<std::net::SocketAddr>() {
+            Ok(a) if a.ip().is_loopback() => Ok(Some(text)),
+            _ => Err((self.fail)(
+                Some(span),
+                "daemon.listen",
+                format!(
+                    "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:9177\" \
+                     (the interface has no passwords; publish it through a proxy that has)"
+                ),
+            )),
+        }
+    }
+}
