@@ -8,9 +8,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::{Config, SocketUse};
-use ebb_core::sample::{Link, RunState, Sample, VmEvent, VmId, VmSample};
+use ebb_core::memory::Memory;
+use ebb_core::model::{Model, Standing};
+use ebb_core::sample::{Claim, Link, RunState, Sample, VmEvent, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options, Wake};
+use ebb_host::probe::cgroup::{Version, read_hierarchy, read_process_cgroup};
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
@@ -59,7 +62,9 @@ fn qemu(name: &str, extra: &[&str]) -> Qemu {
     for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid] {
         symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
     }
-    symlink("/sys", root.path("/sys")).unwrap();
+    for dir in ["/sys", "/usr"] {
+        symlink(dir, root.path(dir)).unwrap();
+    }
     Qemu { child, socket, name, root, _dir: dir }
 }
 
@@ -121,6 +126,43 @@ fn vm_pretty_qmp_is_understood() {
     let vm = qemu("pretty", &["-qmp-pretty", "unix:p.sock,server=on,wait=off"]);
     let mut client = connect(&vm.socket.with_file_name("p.sock"));
     assert!(client.execute("query-version", None, LONG).unwrap()["qemu"].is_object());
+}
+
+#[test]
+fn vm_a_vm_that_claims_the_section_of_another_is_left_alone() {
+    let vm = qemu("claim", &[]);
+    let root = Root::default();
+    let version = read_hierarchy(&root).unwrap().map_or(Version::V2, |h| h.version);
+    let cgroup = read_process_cgroup(&root, version, vm.child.id()).unwrap().unwrap();
+    let uid = rustix::process::geteuid().as_raw();
+    for (says, is) in [
+        ("", Ok(Claim::Open)),
+        ("uuid = \"11111111-2222-3333-4444-555555555555\"", Ok(Claim::Open)),
+        (&format!("user = {uid}"), Ok(Claim::Proven)),
+        (&format!("cgroup = \"{cgroup}\""), Ok(Claim::Proven)),
+        (&format!("user = {}", uid + 1), Err("it runs as uid")),
+        ("cgroup = \"/nowhere\"", Err("not below /nowhere")),
+        ("uuid = \"21111111-2222-3333-4444-555555555555\"", Err("its uuid is 1")),
+    ] {
+        let text = format!("[host]\nsockets = \"any\"\n[vm.{}]\n{says}\n", vm.name);
+        let config = Config::parse("f", &text).unwrap();
+        let mut host = LinuxHost::new(Options { config: config.clone(), ..vm.options() }).unwrap();
+        let seen = sample_until(&mut host, &vm, |v| {
+            v.balloon.is_some() || matches!(v.link, Link::Down(_))
+        });
+        let sample = host.sample();
+        let model = Model::new(&config, &sample, &Memory::default());
+        match is {
+            Ok(claim) => assert_eq!((seen.claim, model.vms[0].managed), (claim, true), "{says}"),
+            Err(why) => {
+                let Standing::Off(told) = &model.vms[0].standing else {
+                    panic!("{says}: {seen:?}")
+                };
+                assert!(told.contains(why) && told.contains("it calls itself"), "{told}");
+                assert!(!model.vms[0].managed && seen.balloon.is_none(), "not connected to");
+            }
+        }
+    }
 }
 
 #[test]

@@ -13,11 +13,13 @@ use ebb_core::config::{Config, MergeMode};
 use ebb_core::memory::OwnedMark;
 use ebb_core::plan::MergeWish;
 use ebb_core::policy::merge::{Candidates, Settings};
-use ebb_core::sample::{Ksm, KsmStat};
+use ebb_core::sample::{Claim, Ksm, KsmStat};
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
 use ebb_host::act::mergeable::{self, Done};
+use ebb_host::probe::cgroup::{Version, read_hierarchy};
 use ebb_host::probe::discovery::{Program, discover, inspect_owed};
+use ebb_host::probe::identity::claim;
 use ebb_host::probe::ksm::{ksmtuned, read_ksm, read_ksm_stat};
 use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
@@ -261,9 +263,22 @@ fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
     let wanted = all.iter().filter(|k| names.contains(&k.process.name));
     let groups: BTreeSet<String> = wanted.map(|k| group(&k)).collect();
     let open = |k: &&Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+    let by_name: Vec<&str> = all
+        .iter()
+        .filter(|k| names.contains(&k.process.name) && !k.group_is_proven)
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if !by_name.is_empty() && !across_groups {
+        bail!(
+            "{}: of a share group by a name that the VM gives itself. Where there are several \
+             groups its section needs user or cgroup; or say --across-groups",
+            by_name.join(", ")
+        );
+    }
     let others: Vec<&str> = all
         .iter()
-        .filter(|k| open(k) && !(groups.len() == 1 && groups.contains(&k.group)))
+        .filter(|k| open(k))
+        .filter(|k| groups.len() != 1 || !groups.contains(&k.group) || !k.group_is_proven)
         .map(|k| k.process.name.as_str())
         .collect();
     if (groups.len() > 1 || !others.is_empty()) && !across_groups {
@@ -366,6 +381,7 @@ fn off_all(config: &Config) -> Result<bool> {
 struct Known {
     process: QemuProcess,
     group: String,
+    group_is_proven: bool,
     found: Option<Found>,
     stat: Option<KsmStat>,
     why: Option<String>,
@@ -409,8 +425,11 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
         bail!("no VM {unknown}; there are: {}", there.join(" "));
     }
     processes.retain(|p| names.is_empty() || names.contains(&p.name));
+    let version = read_hierarchy(root)?.map_or(Version::V2, |h| h.version);
     let one = |process: QemuProcess| {
         let group = config.settings(&process.given, process.uuid.as_deref()).group.clone();
+        let claim = claim(root, config, version, &process);
+        let group_is_proven = config.has_one_group() || claim == Claim::Proven;
         let (found, why) = match Found::look(root, process.id, &process.name, &group) {
             Ok(Some(found)) => (Some(found), None),
             Ok(None) => (None, Some("it has ended".to_string())),
@@ -418,7 +437,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
         };
         let why = why.or_else(|| refused(found.as_ref()?));
         let stat = read_ksm_stat(root, process.id.pid).ok().flatten();
-        Known { process, group, found, stat, why }
+        Known { process, group, group_is_proven, found, stat, why }
     };
     Ok(processes.into_iter().map(one).collect())
 }

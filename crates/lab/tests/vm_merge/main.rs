@@ -80,7 +80,9 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
 /// Each VM by its name in this group; others on this machine are not looked at.
 fn config(dir: &Path, groups: &[(&str, &str)]) -> String {
     let file = dir.join("ebb.toml");
-    let vm = |(name, group): &(&str, &str)| format!("[vm.{name}]\ngroup = \"{group}\"\n");
+    let vm = |(name, group): &(&str, &str)| {
+        format!("[vm.{name}]\nuser = \"root\"\ngroup = \"{group}\"\n")
+    };
     let text =
         "[host]\nvms = \"listed\"\n".to_string() + &groups.iter().map(vm).collect::<String>();
     std::fs::write(&file, text).unwrap();
