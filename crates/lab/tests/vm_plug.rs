@@ -2,6 +2,8 @@
 //! of tier guest: a vhost-user disk, served by QEMU's storage daemon. What such a backend
 //! loses where nobody looks is shown in one process (`crates/vmm/tests/devices.rs`).
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -127,6 +129,70 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
     // Plugged out, the agent works again.
     vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
     daemon.wait_for_tier("guest").unwrap();
+    assert!(daemon.stop());
+}
+
+/// A device node that is called as VFIO's are, and is `/dev/full`.
+struct Node(PathBuf);
+
+impl Node {
+    fn new() -> Node {
+        std::fs::create_dir_all("/dev/vfio").unwrap();
+        let path = PathBuf::from(format!("/dev/vfio/ebb-test-{}", std::process::id()));
+        let made = Command::new("mknod").arg(&path).args(["c", "1", "7"]).status();
+        assert!(made.unwrap().success());
+        Node(path)
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+        // Not where the machine has VFIO.
+        let _ = std::fs::remove_dir("/dev/vfio");
+    }
+}
+
+/// QEMU opens a device that pins guest memory. There is none on this machine: the kernel pins
+/// without waiting for userfaultfd, as it does for the writer of `/proc/PID/mem`.
+#[test]
+fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_arena, vm, _) = boot(dir.path());
+    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
+    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
+    let address = |gpa: u64| {
+        let line = json!({ "command-line": format!("gpa2hva {gpa:#x}") });
+        let said = vm.qmp("human-monitor-command", Some(line)).unwrap();
+        let said = said.as_str().unwrap();
+        let hex = said.rsplit("0x").next().unwrap().trim().to_owned();
+        u64::from_str_radix(&hex, 16).unwrap_or_else(|_| panic!("{said}"))
+    };
+    let wires = [address(0), address(0x6000)];
+    let open = || File::options().read(true).write(true).open(format!("/proc/{}/mem", vm.pid()));
+    let memory = open().unwrap();
+    let pin = |at: u64| {
+        let mut byte = [0];
+        memory.read_at(&mut byte, at).unwrap();
+        memory.write_at(&byte, at).is_ok()
+    };
+    assert_eq!(wires.map(pin), [false, false], "a page that is protected cannot be pinned");
+    let node = Node::new();
+    let backend = json!({ "type": "file", "data": { "out": node.0 } });
+    vm.qmp("chardev-add", Some(json!({ "id": "group", "backend": backend }))).unwrap();
+    assert_eq!(wires.map(pin), [true, true]);
+    let aside = |s: &Value| {
+        let why = s["vms"][0]["agent"]["why"].to_string();
+        why.contains("VFIO").then_some(())
+    };
+    daemon.wait_for("the agent to stand aside", MINUTE, aside).unwrap();
+    vm.qmp("chardev-remove", Some(json!({ "id": "group" }))).unwrap();
+    drop(node);
+    daemon.wait_for_tier("guest").unwrap();
+    assert_eq!(wires.map(pin), [false, false]);
+    let end = vm.tool().stop("v").unwrap();
+    assert_eq!(end.u64("errors"), 0, "{end:?}");
     assert!(daemon.stop());
 }
 

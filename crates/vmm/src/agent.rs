@@ -20,6 +20,7 @@ use ebb_core::wire::{
 
 use crate::advise::{self, Open};
 use crate::aside::Devices;
+use crate::doors::Doors;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
@@ -369,7 +370,8 @@ impl Attached {
         faults: Faults,
     ) -> Result<Attached, String> {
         let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
-        let guard = Arc::new(Guard::new(uffd).map_err(system)?);
+        let doors = if faults.no_doors() { None } else { Doors::watch().ok() };
+        let guard = Arc::new(Guard::new(uffd, doors).map_err(system)?);
         let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
         let turns = match faults.no_turns() {
             true => None,

@@ -39,12 +39,13 @@ impl Faults {
     fault!(no_beats, 11, "A map is used although its beat stands still.");
     fault!(wider, 13, "The same, long enough for a disk.");
     fault!(late_wire, 14, "Of several tripwires the first is not armed.");
+    fault!(no_doors, 15, "Wires stay where a device that pins memory may be opened.");
     fault!(no_self_test, 12, "The kernel does not have to prove that it keeps protection.");
 
     /// By the names of the questions, with `+` between them.
     #[cfg(feature = "faults")]
     pub fn parse(text: &str) -> Option<Faults> {
-        const NAMES: [&str; 15] = [
+        const NAMES: [&str; 16] = [
             "no_protect",
             "no_reread",
             "no_unpopulated",
@@ -60,6 +61,7 @@ impl Faults {
             "no_self_test",
             "wider",
             "late_wire",
+            "no_doors",
         ];
         let mut bits = 0;
         for name in text.split('+').filter(|n| !n.is_empty()) {

@@ -9,6 +9,9 @@
 //! that firmware writes to first after a reset, and a running Linux does not. A
 //! write there first marks the map as dropped, then waits for the open window, which
 //! discards nothing once it sees the mark, and only then goes on.
+//!
+//! Where a device that pins guest memory may be opened ([`Doors`]), nothing is protected for
+//! a while: the map is dropped in the same way.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -20,6 +23,7 @@ use ebb_core::histogram::Histogram;
 use ebb_core::wire::abi::PAGE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
+use crate::doors::Doors;
 use crate::sys::{self, Range, UffdMsg};
 use crate::uffd::Uffd;
 
@@ -32,6 +36,9 @@ pub const WIRES: usize = 4;
 /// Writes that were woken lately: one that comes again within [`RECENT`] was missed.
 const WOKEN: usize = 8;
 const RECENT: Duration = Duration::from_secs(1);
+/// How long nothing is protected once such a device may be opened: QEMU takes less to plug
+/// one. By then it is open, which is a reason to leave the VM alone, or is not coming.
+const HOLD: Duration = Duration::from_secs(10);
 
 /// A page that stays protected.
 #[derive(Debug, Default)]
@@ -55,6 +62,8 @@ pub struct Guard {
     /// When the window was opened that is open now, or was last.
     opened: Mutex<Instant>,
     waits: Mutex<Histogram>,
+    doors: Option<Doors>,
+    held: Mutex<Option<Instant>>,
     quit: OwnedFd,
 }
 
@@ -63,10 +72,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Guard {
-    /// Around a userfaultfd; [`Watch::start`] makes it work.
-    pub fn new(uffd: Uffd) -> std::io::Result<Guard> {
+    /// Around a userfaultfd; [`Watch::start`] makes it work. Without `doors`, devices that
+    /// pin memory fail to be plugged while a map is in use.
+    pub fn new(uffd: Uffd, doors: Option<Doors>) -> std::io::Result<Guard> {
         Ok(Guard {
             uffd,
+            doors,
+            held: Mutex::new(None),
             window: Mutex::new(()),
             waiting: AtomicU64::new(0),
             wires: Default::default(),
@@ -108,6 +120,9 @@ impl Guard {
     /// tripped before is forgotten.
     pub fn arm(&self, pages: &[(u64, u64)]) -> std::io::Result<()> {
         let _window = self.open();
+        if self.is_held(Instant::now()) {
+            return Err(std::io::Error::other("a device may be opened that pins memory"));
+        }
         self.disarm();
         self.tripped.store(false, SeqCst);
         for (wire, (gpa, page)) in self.wires.iter().zip(pages) {
@@ -128,6 +143,22 @@ impl Guard {
                 let _ = self.uffd.lift(Range { start: page, len: PAGE });
             }
         }
+    }
+
+    /// Whether nothing may be protected now: a device that pins memory may be opened.
+    pub fn is_held(&self, now: Instant) -> bool {
+        lock(&self.held).is_some_and(|since| now.saturating_duration_since(since) < HOLD)
+    }
+
+    /// Protects nothing any more, for a while.
+    fn hold(&self) {
+        *lock(&self.held) = Some(Instant::now());
+        self.tripped.store(true, SeqCst);
+        let window = self.between();
+        // Armed anew between the two locks: that is lifted as well.
+        self.tripped.store(true, SeqCst);
+        self.disarm();
+        drop(window);
     }
 
     /// Whether somebody wrote to a tripwire since they were armed.
@@ -188,9 +219,11 @@ impl Guard {
         let mut woken = [(0, None); WOKEN];
         let mut next = 0;
         loop {
+            let doors = self.doors.as_ref().map_or(self.quit.as_fd(), Doors::fd);
             let mut fds = [
                 PollFd::from_borrowed_fd(self.uffd.fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(self.quit.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(doors, PollFlags::IN),
             ];
             match poll(&mut fds, None) {
                 Ok(_) => {}
@@ -199,6 +232,9 @@ impl Guard {
             }
             if !fds[1].revents().is_empty() {
                 return;
+            }
+            if !fds[2].revents().is_empty() && self.doors.as_ref().is_some_and(Doors::opened) {
+                self.hold();
             }
             let Ok(found) = self.uffd.read(&mut messages) else { return };
             let now = Instant::now();

@@ -27,6 +27,7 @@
 pub mod advise;
 pub mod agent;
 pub mod aside;
+pub mod doors;
 pub mod faults;
 pub mod guard;
 pub mod hasher;

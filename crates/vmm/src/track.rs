@@ -226,6 +226,10 @@ impl Tracker {
         let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
+        if guard.is_held(now) {
+            self.forget(guard, "a device that pins guest memory may be plugged in now");
+            return Ok(());
+        }
         if relied && guard.tripped() && !self.faults.no_doubt() {
             let wires = guard.wires();
             let which = wires.iter().find(|w| w.1 > 0).map_or(0, |w| w.0);

@@ -6,6 +6,7 @@ mod common;
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;
@@ -26,7 +27,11 @@ fn what_is_opened_is_seen_at_the_next_window() {
     a_backend_with_a_mapping_of_its_own(true);
     a_backend_with_a_mapping_of_its_own(false);
     match Node::new() {
-        Some(node) => a_device_ends_it(&node),
+        Some(node) => {
+            a_device_ends_it(&node);
+            wires_are_lifted_where_memory_may_be_pinned(&node, true);
+            wires_are_lifted_where_memory_may_be_pinned(&node, false);
+        }
         None => println!("skipped: only root may make a device node"),
     }
 }
@@ -59,7 +64,7 @@ impl Drop for Node {
 
 /// A device that is opened between protection and discard, and one that was before.
 fn a_device_ends_it(node: &Node) {
-    for (faults, held) in [("", true), ("no_devices", false)] {
+    for (faults, held) in [("", true), ("no_doors", true), ("no_doors+no_devices", false)] {
         let faults = match parse(faults) {
             Some(faults) => faults,
             None => continue,
@@ -70,18 +75,49 @@ fn a_device_ends_it(node: &Node) {
         let device = File::options().read(true).open(&node.path).unwrap();
         let want = Recycle { budget_ms: 2000, ..Recycle::default() };
         // Whatever looks at open files once a second has not looked yet.
-        let done = recycle(&mut agent, want).unwrap();
+        let bytes = recycle(&mut agent, want).map_or(0, |done| done.bytes.0);
         let whole = (FIRST..FIRST + 4096).all(|p| guest.holds(p, !p));
-        assert_eq!((done.bytes.0 == 0, whole), (held, held), "{done:?}");
-        if held {
+        assert_eq!((bytes == 0, whole), (held, held), "{bytes}");
+        let until = Instant::now() + Duration::from_secs(20);
+        let mut aside = || {
             let status = status(&mut agent, false);
             let why = status.why.unwrap_or_default();
-            assert!(status.state == AgentState::Aside && why.contains("VFIO"), "{why}");
+            assert!(Instant::now() < until, "{:?} {why}", status.state);
+            status.state == AgentState::Aside && why.contains("VFIO")
+        };
+        while held && !aside() {
+            std::thread::sleep(Duration::from_millis(50));
         }
         drop(device);
         guest.stop.store(true, SeqCst);
         beats.join().unwrap();
     }
+}
+
+/// The kernel pins memory without waiting for userfaultfd, here as the writer of
+/// `/proc/self/mem`.
+fn wires_are_lifted_where_memory_may_be_pinned(node: &Node, lifts: bool) {
+    let Some(faults) = parse(if lifts { "" } else { "no_doors" }) else { return };
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, beats) = attached(&guest, faults);
+    let wires = status(&mut agent, false).wires;
+    assert!(!wires.is_empty());
+    let memory = File::options().write(true).open("/proc/self/mem").unwrap();
+    let pin =
+        || wires.iter().all(|w| memory.write_at(&[0], guest.word(w.0).as_ptr() as u64).is_ok());
+    assert!(!pin(), "a page that is protected cannot be pinned");
+    let device = File::options().read(true).open(&node.path).unwrap();
+    let opened = Instant::now();
+    let patience = Duration::from_millis(if lifts { 5000 } else { 300 });
+    while !pin() && opened.elapsed() < patience {
+        std::hint::spin_loop();
+    }
+    assert_eq!(pin(), lifts);
+    println!("lifted {lifts}: {:?} after it was opened", opened.elapsed());
+    assert_eq!(recycle(&mut agent, Recycle::default()).is_err(), lifts);
+    drop(device);
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
 }
 
 #[cfg(feature = "faults")]
