@@ -1,16 +1,24 @@
 //! How often something took how long, in classes that double.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Classes: below 1 µs, below 2 µs, …, and the rest from 4 s on.
 const CLASSES: usize = 24;
 
 /// Counts of durations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Vec<u64>", into = "Vec<u64>")]
 pub struct Histogram {
-    /// Of the classes up to the last one that is not empty.
+    /// Of the classes up to the last one that is not empty. Another's may be more.
+    #[serde(deserialize_with = "classes")]
     counts: Vec<u64>,
+    /// The longest, nanoseconds.
+    max_ns: u64,
+}
+
+fn classes<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
+    let mut counts = Vec::deserialize(d)?;
+    counts.truncate(CLASSES);
+    Ok(counts)
 }
 
 impl Histogram {
@@ -20,6 +28,7 @@ impl Histogram {
         let class = class.min(CLASSES - 1);
         self.counts.resize(self.counts.len().max(class + 1), 0);
         self.counts[class] += 1;
+        self.max_ns = self.max_ns.max(ns);
     }
 
     /// How many were counted.
@@ -32,16 +41,22 @@ impl Histogram {
         self.count() == 0
     }
 
-    /// The end of the class in which this share of all lies, microseconds; `None` where
-    /// nothing was counted. `share` is 0 to 1.
-    pub fn quantile_us(&self, share: f64) -> Option<u64> {
+    /// The longest, nanoseconds.
+    pub fn max_ns(&self) -> u64 {
+        self.max_ns
+    }
+
+    /// What this share of all was no longer than, nanoseconds: the end of a class, or the
+    /// longest of all. `None` where nothing was counted. `share` is 0 to 1.
+    pub fn quantile_ns(&self, share: f64) -> Option<u64> {
         let wanted = (self.count() as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;
         let mut seen = 0;
         let class = self.counts.iter().position(|c| {
             seen = u64::saturating_add(seen, *c);
             seen >= wanted
         })?;
-        Some(1 << class)
+        let end = if class + 1 < CLASSES { 1000 << class } else { u64::MAX };
+        Some(end.min(self.max_ns))
     }
 
     /// Upper ends in microseconds and counts up to there, for a histogram of Prometheus; the
@@ -60,35 +75,21 @@ impl Histogram {
     }
 }
 
-impl From<Vec<u64>> for Histogram {
-    /// Of another's classes those beyond the last are left out.
-    fn from(mut counts: Vec<u64>) -> Histogram {
-        counts.truncate(CLASSES);
-        Histogram { counts }
-    }
-}
-
-impl From<Histogram> for Vec<u64> {
-    fn from(h: Histogram) -> Vec<u64> {
-        h.counts
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_ends_of_classes() {
+    fn quantiles_are_ends_of_classes_or_the_longest() {
         let mut h = Histogram::default();
-        assert_eq!(h.quantile_us(0.5), None);
+        assert_eq!(h.quantile_ns(0.5), None);
         for us in 0..1000 {
             h.add(us * 1000);
         }
-        assert_eq!((h.count(), h.quantile_us(0.0)), (1000, Some(1)));
-        assert_eq!((h.quantile_us(0.5), h.quantile_us(1.0)), (Some(512), Some(1024)));
+        assert_eq!((h.count(), h.quantile_ns(0.0)), (1000, Some(1000)));
+        assert_eq!((h.quantile_ns(0.5), h.quantile_ns(1.0)), (Some(512_000), Some(999_000)));
         h.add(u64::MAX);
-        assert_eq!(h.quantile_us(1.0), Some(1 << 23));
+        assert_eq!((h.quantile_ns(1.0), h.max_ns()), (Some(u64::MAX), u64::MAX));
         assert_eq!(h.cumulative().last(), Some((None, 1001)));
         assert_eq!(h.cumulative().nth(10), Some((Some(1024), 1000)));
     }
@@ -98,8 +99,9 @@ mod tests {
         let mut h = Histogram::default();
         h.add(5_000);
         let text = serde_json::to_string(&h).unwrap();
-        assert_eq!(text, "[0,0,0,1]");
+        assert_eq!(text, r#"{"counts":[0,0,0,1],"max_ns":5000}"#);
         assert_eq!(serde_json::from_str::<Histogram>(&text).unwrap(), h);
-        assert!(serde_json::from_str::<Histogram>(&format!("{:?}", [1; 99])).is_ok());
+        let more = format!(r#"{{"counts":{:?},"max_ns":1}}"#, [1; 99]);
+        assert_eq!(serde_json::from_str::<Histogram>(&more).unwrap().count(), CLASSES as u64);
     }
 }

@@ -38,7 +38,10 @@ pub fn render(state: &State) -> String {
     out
 }
 
-/// A histogram of each agent; its sum is the least that it can be.
+/// Shares of all for which it is told what they were no longer than; 1 is the longest.
+const QUANTILES: [f64; 4] = [0.5, 0.99, 0.999, 1.0];
+
+/// A histogram of each agent, whose sum is the least that it can be, and its quantiles.
 fn histogram(
     out: &mut String,
     key: &str,
@@ -57,6 +60,16 @@ fn histogram(
         }
         let _ = writeln!(out, "{name}_sum{{vm=\"{label}\"}} {}", h.least_sum_s());
         let _ = writeln!(out, "{name}_count{{vm=\"{label}\"}} {}", h.count());
+    }
+    let name = format!("ebb_vm_{key}_quantile_seconds");
+    let _ = writeln!(out, "# HELP {name} {help}, by share.\n# TYPE {name} gauge");
+    for vm in &state.vms {
+        let Some(h) = vm.agent.as_ref().map(&get) else { continue };
+        for share in QUANTILES {
+            let Some(ns) = h.quantile_ns(share) else { continue };
+            let (label, seconds) = (escape(&vm.name), ns as f64 / 1e9);
+            let _ = writeln!(out, "{name}{{vm=\"{label}\",quantile=\"{share}\"}} {seconds}");
+        }
     }
 }
 
@@ -104,6 +117,11 @@ mod tests {
         line("0.001024", 3);
         line("+Inf", 3);
         assert!(text.contains("ebb_vm_agent_window_seconds_count{vm=\"a\"} 3\n"));
+        for (share, seconds) in [("0.5", "0.0009"), ("1", "0.0009")] {
+            let name = "ebb_vm_agent_window_quantile_seconds";
+            let line = format!("{name}{{vm=\"a\",quantile=\"{share}\"}} {seconds}\n");
+            assert!(text.contains(&line), "{line}{text}");
+        }
         assert!(!text.contains("agent_wait_seconds_count"), "nothing waited");
     }
 
