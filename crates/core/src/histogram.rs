@@ -1,5 +1,7 @@
 //! How often something took how long, in classes that double.
 
+use std::fmt;
+
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Classes: below 1 µs, below 2 µs, …, and the rest from 4 s on.
@@ -75,6 +77,19 @@ impl Histogram {
     }
 }
 
+impl fmt::Display for Histogram {
+    /// How many, and what half, 99 %, 99.9 % and all of them were no longer than.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.count())?;
+        for (name, share) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)] {
+            let Some(ns) = self.quantile_ns(share) else { break };
+            let comma = if name == "p50" { ":" } else { "," };
+            write!(f, "{comma} {name} {:.2} ms", ns as f64 / 1e6)?;
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,12 +97,14 @@ mod tests {
     #[test]
     fn quantiles_are_ends_of_classes_or_the_longest() {
         let mut h = Histogram::default();
-        assert_eq!(h.quantile_ns(0.5), None);
+        assert_eq!((h.quantile_ns(0.5), h.to_string()), (None, "0".into()));
         for us in 0..1000 {
             h.add(us * 1000);
         }
         assert_eq!((h.count(), h.quantile_ns(0.0)), (1000, Some(1000)));
         assert_eq!((h.quantile_ns(0.5), h.quantile_ns(1.0)), (Some(512_000), Some(999_000)));
+        let text = "1000: p50 0.51 ms, p99 1.00 ms, p99.9 1.00 ms, max 1.00 ms";
+        assert_eq!(h.to_string(), text);
         h.add(u64::MAX);
         assert_eq!((h.quantile_ns(1.0), h.max_ns()), (Some(u64::MAX), u64::MAX));
         assert_eq!(h.cumulative().last(), Some((None, 1001)));

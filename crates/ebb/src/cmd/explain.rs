@@ -1,7 +1,6 @@
 //! `ebb explain VM`: what is so, what was done, and why.
 
 use anyhow::{Result, bail};
-use ebb_core::histogram::Histogram;
 use ebb_core::sample::MergeSample;
 use serde_json::{Value, json};
 
@@ -77,7 +76,9 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     }
     if let Some(a) = &vm.agent {
         for (what, h) in [("windows ", &a.windows), ("waits   ", &a.waits)] {
-            out += &times(h).map_or(String::new(), |t| format!("  {what}  {t}\n"));
+            if !h.is_empty() {
+                out += &format!("  {what}  {h}\n");
+            }
         }
     }
     if let Some(o) = &vm.offload {
@@ -115,16 +116,6 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         );
     }
     out
-}
-
-/// How long something took: half, 99 %, 99.9 % and all were no longer than this.
-fn times(h: &Histogram) -> Option<String> {
-    let ms = |share| Some(h.quantile_ns(share)? as f64 / 1e6);
-    let (p50, p99, p999, most) = (ms(0.5)?, ms(0.99)?, ms(0.999)?, ms(1.0)?);
-    Some(format!(
-        "{}: p50 {p50:.2} ms, p99 {p99:.2} ms, p99.9 {p999:.2} ms, max {most:.2} ms",
-        h.count()
-    ))
 }
 
 /// What became of its pages of zeros, or why nothing does.

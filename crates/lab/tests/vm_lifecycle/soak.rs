@@ -83,8 +83,9 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
         let checks = guest.stop_verify();
         let seen = recycling.seen();
         println!(
-            "{kernel}: {checks} pages checked, {audits} audits, {did:?}, {memory:?}; {} calls, {:?}",
-            seen.calls, seen.status
+            "{kernel}: {checks} pages checked, {audits} audits, {did:?}, {memory:?}; {} calls, {:?}\n\
+             windows {}\nwaits {}",
+            seen.calls, seen.status, seen.status.windows, seen.status.waits
         );
         assert_eq!(wrong, "", "{kernel}: a disk was not what it was");
         assert!(did.iter().all(|k| k.1 > 0), "{kernel}: {did:?}");
