@@ -10,14 +10,18 @@ BUILD := $(CARGO) build --release --quiet
 BUILT ?= target/release
 SHARE = $(DESTDIR)/usr/share
 COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vendor_completions.d/ebb.fish
-# VM tests share one machine: no two at once. Those of a guest's life that take
-# minutes are left to `make soak`, which runs them all, on both kernels.
+# VM tests share one machine. Those of a guest's life that take minutes are left to
+# `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody
-VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-threads=1 vm_ \
+# They go in two lanes, as much of them waits. A test says by its arena whether others may
+# work meanwhile (`Arena::beside`); those that watch all VMs of the machine are in one lane.
+LANE := vm_lifecycle vm_module vm_smoke
+OTHERS := vm_qemu $(filter-out $(LANE),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
+VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
@@ -25,7 +29,7 @@ VM_TESTS := $(CARGO) test --release --quiet --workspace --tests -- --test-thread
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen
 
-.PHONY: help setup demo test soak check bench report fuzz install clean
+.PHONY: help setup demo test vm-lane vm-others soak check bench report fuzz install clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -53,7 +57,13 @@ check: ## format, lint, house rules, tests without VMs
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(VM_TESTS)
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 vm-lane vm-others
+
+vm-lane:
+	@$(call VM_TESTS,$(LANE))
+
+vm-others:
+	@$(call VM_TESTS,$(OTHERS))
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)

@@ -1,18 +1,19 @@
 //! The arena: everything an experiment changes on the machine, put back for sure.
 //!
-//! One arena at a time (a lock on a file). Each change is written to a journal
-//! *before* it is made: the knob's old value, the cgroup, the swap area. Leaving
-//! undoes the journal backwards; so does SIGINT or SIGTERM; and after a SIGKILL
-//! or a crash the next one to enter does it first. What the journal says is
-//! undone whether or not the change was made, so every undoing tolerates that
-//! there is nothing to undo. Lock and journal live in `/run`, which a reboot
-//! empties, as it does what they are about.
+//! One arena at a time (a lock on a file), or several that each say that they are no
+//! matter to the others ([`ArenaConfig::beside`]). Each change is written to the arena's
+//! journal *before* it is made: the knob's old value, the cgroup, the swap area. Leaving
+//! undoes the journal backwards; so does SIGINT or SIGTERM; and after a SIGKILL or a crash
+//! the next one to enter does it first. What the journal says is undone whether or not the
+//! change was made, so every undoing tolerates that there is nothing to undo. Lock and
+//! journals live in `/run`, which a reboot empties, as it does what they are about.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,6 +24,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::image::Cache;
 use crate::{LabError, run};
+
+/// What journals are called.
+const JOURNAL: &str = "journal";
 
 /// Where an arena looks for the machine; `/` but in tests.
 #[derive(Clone, Debug)]
@@ -80,6 +84,9 @@ pub struct ArenaConfig {
     pub swap: Option<SwapConfig>,
     /// Knobs to set, as absolute path and value.
     pub knobs: Vec<(String, String)>,
+    /// Others that say the same may work on the machine meanwhile: for tests, never for
+    /// what measures. What is set must be no matter to them, or the same as theirs.
+    pub beside: bool,
 }
 
 /// What was changed, enough to undo it.
@@ -97,6 +104,8 @@ enum Change {
 struct Journal {
     path: PathBuf,
     places: Places,
+    /// Shows that it is in use.
+    _lock: File,
 }
 
 impl Journal {
@@ -287,10 +296,14 @@ impl Arena {
         Arena::enter_at(Places::here(), config)
     }
 
+    /// The machine for a test that is no matter to others and sets nothing.
+    pub fn beside() -> Result<Arena, LabError> {
+        Arena::enter(&ArenaConfig { beside: true, ..ArenaConfig::default() })
+    }
+
     /// The same on another root, for tests.
     pub fn enter_at(places: Places, config: &ArenaConfig) -> Result<Arena, LabError> {
-        let (lock, journal) = hold(&places)?;
-        let failed = journal.undo();
+        let Held { lock, journal, failed, .. } = hold(&places, config.beside)?;
         if !failed.is_empty() {
             let text = format!("an earlier run left what cannot be undone: {}", failed.join("; "));
             return Err(LabError::Missing(text));
@@ -360,23 +373,59 @@ impl Drop for Arena {
 /// Puts back what earlier runs left; returns how much there was, or what could
 /// not be undone.
 pub fn clean(places: &Places) -> Result<Result<usize, Vec<String>>, LabError> {
-    let (_lock, journal) = hold(places)?;
-    let count = journal.read().len();
-    let failed = journal.undo();
-    Ok(if failed.is_empty() { Ok(count) } else { Err(failed) })
+    let Held { changes, failed, .. } = hold(places, false)?;
+    Ok(if failed.is_empty() { Ok(changes) } else { Err(failed) })
 }
 
-/// Takes the lock, waiting for it; it is let go when the file is closed.
-fn hold(places: &Places) -> Result<(File, Journal), LabError> {
+/// Journals whose arena has ended without undoing them: they are locked as long as it lives.
+fn left(places: &Places) -> Vec<Journal> {
+    let files = fs::read_dir(&places.state).into_iter().flatten().flatten().map(|e| e.path());
+    let journals = files.filter(|p| p.extension().is_some_and(|e| e == JOURNAL));
+    let ended = |path: PathBuf| {
+        let file = File::open(&path).ok()?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+        Some(Journal { path, places: places.clone(), _lock: file })
+    };
+    journals.filter_map(ended).collect()
+}
+
+/// The machine, and what came of what earlier runs left.
+struct Held {
+    lock: File,
+    journal: Journal,
+    /// How much they had left, and what of it could not be undone.
+    changes: usize,
+    failed: Vec<String>,
+}
+
+/// Takes the lock, waiting for it, and undoes what was left; it is let go when the file is
+/// closed. All go through the gate one by one, so those that share the machine do not
+/// overtake one that waits for the whole.
+fn hold(places: &Places, beside: bool) -> Result<Held, LabError> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
     fs::create_dir_all(&places.state).map_err(LabError::file(&places.state))?;
-    let path = places.state.join("lock");
-    let error = |e: rustix::io::Errno| LabError::file(&path)(e.into());
-    let lock = File::create(&path).map_err(LabError::file(&path))?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        eprintln!("ebb-lab: another run holds the machine; waiting");
-        flock(&lock, FlockOperation::LockExclusive).map_err(error)?;
-    }
-    Ok((lock, Journal { path: places.state.join("journal"), places: places.clone() }))
+    let locked = |name: &str, beside: bool| {
+        let path = places.state.join(name);
+        let file = File::create(&path).map_err(LabError::file(&path))?;
+        let (at_once, waiting) = match beside {
+            true => (FlockOperation::NonBlockingLockShared, FlockOperation::LockShared),
+            false => (FlockOperation::NonBlockingLockExclusive, FlockOperation::LockExclusive),
+        };
+        if flock(&file, at_once).is_err() {
+            eprintln!("ebb-lab: another run holds the machine; waiting");
+            flock(&file, waiting).map_err(|e| LabError::file(&path)(e.into()))?;
+        }
+        Ok((file, path))
+    };
+    let _gate = locked("gate", false)?;
+    let (lock, _) = locked("lock", beside)?;
+    let left = left(places);
+    let changes = left.iter().map(|j| j.read().len()).sum();
+    let failed = left.iter().flat_map(Journal::undo).collect();
+    let name = format!("{}-{}.{JOURNAL}", std::process::id(), COUNT.fetch_add(1, Relaxed));
+    let (own, path) = locked(&name, false)?;
+    let journal = Journal { path, places: places.clone(), _lock: own };
+    Ok(Held { lock, journal, changes, failed })
 }
 
 type Shared = Arc<Mutex<Journal>>;
@@ -491,6 +540,35 @@ mod tests {
         (dir, places)
     }
 
+    /// What an arena leaves that was killed.
+    fn journal(places: &Places) -> Journal {
+        let path = places.state.join("1-0.journal");
+        let _lock = File::create(places.state.join("unlocked")).unwrap();
+        Journal { path, places: places.clone(), _lock }
+    }
+
+    #[test]
+    fn some_share_the_machine_and_undo_what_is_their_own() {
+        let (_dir, places) = fixture("");
+        let knob = |value: &str| vec![("/sys/kernel/mm/ksm/run".to_string(), value.to_string())];
+        let beside = |knobs| ArenaConfig { knobs, beside: true, ..ArenaConfig::default() };
+        let read = || fs::read_to_string(places.root.join("sys/kernel/mm/ksm/run")).unwrap();
+        let first = Arena::enter_at(places.clone(), &beside(knob("1"))).unwrap();
+        let second = Arena::enter_at(places.clone(), &beside(Vec::new())).unwrap();
+        assert!(left(&places).is_empty(), "both are in use");
+        drop(second);
+        assert!(read().starts_with('1'));
+        let alone = {
+            let places = places.clone();
+            thread::spawn(move || drop(Arena::enter_at(places, &ArenaConfig::default()).unwrap()))
+        };
+        thread::sleep(Duration::from_millis(50));
+        assert!(!alone.is_finished());
+        drop(first);
+        alone.join().unwrap();
+        assert!(read().starts_with('0'));
+    }
+
     #[test]
     fn knobs_are_put_back_on_leaving() {
         let (_dir, places) = fixture("");
@@ -506,7 +584,7 @@ mod tests {
         drop(arena);
         assert!(read("sys/kernel/mm/ksm/run").starts_with('0'));
         assert!(read("sys/thp").starts_with("madvise"));
-        assert!(!places.state.join("journal").exists());
+        assert!(left(&places).is_empty());
     }
 
     #[test]
@@ -514,7 +592,7 @@ mod tests {
         let (_dir, places) = fixture("");
         let knob = places.root.join("sys/kernel/mm/ksm/run");
         fs::create_dir_all(&places.state).unwrap();
-        let journal = Journal { path: places.state.join("journal"), places: places.clone() };
+        let journal = journal(&places);
         journal.note(&Change::Knob { path: knob.clone(), old: "0".into() }).unwrap();
         journal.note(&Change::Cgroup { path: places.root.join("none") }).unwrap();
         fs::write(&knob, "1").unwrap();
@@ -529,7 +607,7 @@ mod tests {
     fn what_cannot_be_undone_stays_in_the_journal() {
         let (_dir, places) = fixture("");
         fs::create_dir_all(&places.state).unwrap();
-        let journal = Journal { path: places.state.join("journal"), places: places.clone() };
+        let journal = journal(&places);
         let stuck = places.root.join("sys");
         journal.note(&Change::File { path: stuck.clone() }).unwrap();
         journal.note(&Change::Swap { area: "/none".into() }).unwrap();

@@ -324,7 +324,7 @@ fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
         let (path, value) = knob.split_once('=').context("--knob is PATH=VALUE")?;
         knobs.push((path.to_string(), value.to_string()));
     }
-    let arena = Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs })?;
+    let arena = Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: false })?;
     println!("held {}", arena.cgroup().map_or("-".into(), |c| c.dir.display().to_string()));
     // The arena's own signal thread undoes everything and ends the process.
     loop {

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::Arena;
 use ebb_lab::guest::escape;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig};
@@ -159,7 +159,7 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    Arena::enter(&ArenaConfig::default()).unwrap()
+    Arena::beside().unwrap()
 }
 
 fn seconds() -> u64 {

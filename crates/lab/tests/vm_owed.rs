@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::Arena;
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,7 +21,7 @@ const SQUEEZED: Bytes = Bytes::mib(300);
 const TICKS: u64 = 10;
 
 fn start(name: &str, deflate_on_oom: bool) -> (Arena, Vm) {
-    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let arena = Arena::beside().unwrap();
     let mut config = VmConfig::new(name, RAM);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom });
     let vm = Vm::start(&config).unwrap();

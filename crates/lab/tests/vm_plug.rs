@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::agent::Agent;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::Arena;
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;
 use ebb_lab::image::{Cache, Image, Kernel};
@@ -78,7 +78,7 @@ impl Drop for Backend {
 
 /// A guest of shared memory with module and agent.
 fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
-    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let arena = Arena::beside().unwrap();
     let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
     let mut config = VmConfig::new("plug", Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);

@@ -30,7 +30,7 @@ fn config(name: &str, kernel: Kernel) -> VmConfig {
 
 /// The machine, for tests that measure or that start several VMs.
 fn held() -> Arena {
-    Arena::enter(&ArenaConfig::default()).unwrap()
+    Arena::beside().unwrap()
 }
 
 #[test]
@@ -366,7 +366,8 @@ fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
     let before = swaps();
     drop(arena);
     let budget = Some(Bytes::mib(250));
-    let arena = Arena::enter(&ArenaConfig { budget, swap: Some(swap), knobs: Vec::new() }).unwrap();
+    let arena =
+        Arena::enter(&ArenaConfig { budget, swap: Some(swap), ..ArenaConfig::default() }).unwrap();
     let cgroup = arena.cgroup().unwrap().clone();
     let mut config = config("squeezed", Kernel::V6_1);
     config.cgroup = Some(cgroup.dir.clone());

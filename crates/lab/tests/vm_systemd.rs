@@ -33,7 +33,7 @@ struct Host {
 impl Host {
     /// With the daemon running, and some of the guest's memory taken.
     fn squeezed() -> Host {
-        let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+        let arena = Arena::beside().unwrap();
         let systemd = Systemd::start(&arena, "").unwrap();
         let vm = Vm::start(&config("guest", &systemd)).unwrap();
         let host = Host { vm, systemd, _arena: arena };

@@ -30,7 +30,8 @@ impl Place {
     /// The same within a budget, with a disk that is full of noise.
     fn within(kernel: Kernel, budget: Bytes, disk: Option<Bytes>) -> Place {
         let budget = Some(budget);
-        let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
+        let arena =
+            Arena::enter(&ArenaConfig { budget, beside: true, ..ArenaConfig::default() }).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = VmConfig::new("tier", Bytes::mib(768));

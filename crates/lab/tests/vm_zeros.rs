@@ -129,7 +129,8 @@ fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
 #[test]
 fn vm_zeros_in_small_pages_go_on_request_and_nothing_else_does() {
     let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::File, priority: 100 };
-    let config = ArenaConfig { budget: Some(Bytes::gib(3)), swap: Some(swap), knobs: Vec::new() };
+    let config =
+        ArenaConfig { budget: Some(Bytes::gib(3)), swap: Some(swap), ..ArenaConfig::default() };
     let arena = Arena::enter(&config).unwrap();
     let vms = boot(&["asked", "stays"], true, &arena);
     assert_eq!(in_huge_pages(&vms[0]), Bytes::ZERO);

@@ -264,6 +264,11 @@ impl Agent {
             kept.close_all().map_err(aside)?;
             Open::default()
         };
+        // The daemon names what is to be open, so what QEMU opened by default is closed. Else
+        // that stays open as long as nothing has to be protected.
+        if attach.keep_open && !attach.observe {
+            advise::leave_ksm(&ram, &open).map_err(aside)?;
+        }
         if ram.has_shared() {
             devices.watch_sockets();
         }

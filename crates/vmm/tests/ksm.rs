@@ -57,6 +57,24 @@ fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
     }
 }
 
+/// A daemon that does not merge leaves alone what QEMU opened, as long as the guest has no
+/// module. One that does says what is to be open, and takes what it sees open for its own.
+#[test]
+fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
+    let guest = Guest::new(32, Memory::Small);
+    if guest.memory.mergeable().is_err() {
+        eprintln!("skipped: this kernel has no KSM");
+        return;
+    }
+    let Command::Attach(attach) = guest.attach() else { panic!() };
+    let mut agent = Agent::new(Faults::default());
+    for keep_open in [false, true] {
+        ask(&mut agent, Command::Attach(Attach { keep_open, ..attach.clone() })).unwrap();
+        agent.step();
+        assert_eq!(open(&guest), !keep_open);
+    }
+}
+
 #[test]
 fn shared_ram_is_no_matter_of_ksm() {
     let guest = Guest::new(32, Memory::Memfd);

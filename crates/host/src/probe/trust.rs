@@ -1,12 +1,11 @@
 //! Which processes are taken for VMs. A name on a command line proves nothing: whoever can
 //! start a process can call it `kvm`. So its user must be one that VMs run as, its program a
-//! file named like QEMU that only root can change, at a place where QEMU is installed and
-//! the file that this place has here too, and it must be in the pid namespace of `/proc`. A
-//! mount namespace of its own tells nothing (libvirt gives each VM one), but in one a user
-//! can mount any file of root's under any path.
+//! file named like QEMU that only root can change, at a place where QEMU is installed, and
+//! it must be in the pid namespace of `/proc` and in Ebb's user namespace. A mount namespace
+//! of its own tells nothing (libvirt gives each VM one) as long as only root could make it:
+//! in a user namespace any user can mount any file under any path.
 
 use std::collections::BTreeSet;
-use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use ebb_core::config::User;
@@ -81,22 +80,29 @@ impl Trust {
 
     /// Looks at a process that is called QEMU.
     pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<Verdict, ProbeError> {
-        let mut contained = false;
-        if uids.allowed.is_some() || self.programs.is_some() || !self.containers {
+        if uids.allowed.is_some() || !self.containers {
             let Some(whose) = read_credentials(root, pid)? else { return Ok(Verdict::Gone) };
-            contained = whose.contained;
             let stranger = |uid: &&u32| uids.allowed.as_ref().is_some_and(|a| !a.contains(uid));
             if let Some(uid) = whose.uids.iter().find(stranger) {
                 let why = format!("it runs as uid {uid}: add it to host.users if it is a VM");
                 return Ok(Verdict::Refused(why));
             }
-            if whose.contained && !self.containers {
-                let why = "it is in another pid namespace: host.containers = true allows that";
-                return Ok(Verdict::Refused(why.into()));
+            let users = |of: &str| root.read_link(format!("/proc/{of}/ns/user"));
+            let other = match whose.contained {
+                _ if self.containers => None,
+                true => Some("pid"),
+                false => (users(&pid.to_string())? != users("self")?).then_some("user"),
+            };
+            if let Some(kind) = other {
+                let why = format!(
+                    "it is in another {kind} namespace: host.containers = true \
+                    allows that"
+                );
+                return Ok(Verdict::Refused(why));
             }
         }
         match &self.programs {
-            Some(programs) => program(root, pid, programs, contained),
+            Some(programs) => program(root, pid, programs),
             None => Ok(Verdict::Trusted),
         }
     }
@@ -123,12 +129,7 @@ pub enum Verdict {
 }
 
 /// The program itself: the file that was started, also where it was deleted since.
-fn program(
-    root: &Root,
-    pid: u32,
-    programs: &[String],
-    contained: bool,
-) -> Result<Verdict, ProbeError> {
+fn program(root: &Root, pid: u32, programs: &[String]) -> Result<Verdict, ProbeError> {
     let exe = format!("/proc/{pid}/exe");
     let Some(path) = root.read_link(&exe)? else { return Ok(Verdict::Gone) };
     let Some(file) = root.metadata(&exe)? else { return Ok(Verdict::Gone) };
@@ -151,12 +152,6 @@ fn program(
             "its program {shown} belongs to uid {uid} with mode {mode:o}: only root may be able to \
              change it"
         );
-        return Ok(Verdict::Refused(why));
-    }
-    // An upgrade replaces the file. In a container the path is the container's.
-    let same = |here: Metadata| (here.dev(), here.ino()) == (file.dev(), file.ino());
-    if file.nlink() > 0 && !contained && !root.metadata(path)?.is_some_and(same) {
-        let why = format!("its program {shown} is another file than the one that is there");
         return Ok(Verdict::Refused(why));
     }
     Ok(Verdict::Trusted)
@@ -210,10 +205,6 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
         symlink(&file, root.path("/proc/10/exe")).unwrap();
-        // Its path leads there from this root too.
-        let again = root.path(root.path("/bin"));
-        std::fs::create_dir_all(again.parent().unwrap()).unwrap();
-        symlink(root.path("/bin"), again).unwrap();
         (dir, root)
     }
 
@@ -264,6 +255,17 @@ mod tests {
         assert!(refused(check(&without_program(), &root)).contains("host.containers"));
         let allowed = Trust { containers: true, ..without_program() };
         assert_eq!(check(&allowed, &root), Verdict::Trusted);
+        // In a user namespace of its own a user can mount what it likes at QEMU's path.
+        let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10\n", "kvm");
+        for (process, namespace) in [("self", "user:[1]"), ("10", "user:[1]")] {
+            std::fs::create_dir_all(root.path(format!("/proc/{process}/ns"))).unwrap();
+            symlink(namespace, root.path(format!("/proc/{process}/ns/user"))).unwrap();
+        }
+        assert_eq!(check(&without_program(), &root), Verdict::Trusted);
+        std::fs::remove_file(root.path("/proc/10/ns/user")).unwrap();
+        symlink("user:[2]", root.path("/proc/10/ns/user")).unwrap();
+        assert!(refused(check(&without_program(), &root)).contains("another user namespace"));
+        assert_eq!(check(&allowed, &root), Verdict::Trusted);
     }
 
     #[test]
@@ -277,14 +279,6 @@ mod tests {
         trust.programs = Some(vec![file.display().to_string()]);
         if rustix::process::geteuid().is_root() {
             assert_eq!(check(&trust, &root), Verdict::Trusted);
-            // In its mount namespace another file is mounted at that path.
-            let link = root.path(&file);
-            std::fs::remove_file(link.parent().unwrap()).unwrap();
-            std::fs::create_dir(link.parent().unwrap()).unwrap();
-            std::fs::write(&link, "").unwrap();
-            assert!(refused(check(&trust, &root)).contains("another file than the one"));
-            std::fs::remove_file(&link).unwrap();
-            std::fs::hard_link(&file, &link).unwrap();
             for (mode, trusted) in [(0o775, false), (0o757, false), (0o4755, true)] {
                 std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
                 assert_eq!(check(&trust, &root) == Verdict::Trusted, trusted, "{mode:o}");

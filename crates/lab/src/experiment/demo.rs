@@ -117,7 +117,7 @@ impl Demo {
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(self.budget),
             swap: Some(swap),
-            knobs: Vec::new(),
+            ..ArenaConfig::default()
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");

@@ -109,7 +109,7 @@ impl Handback {
     fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, Outcome)> {
         let budget = Some(if full { self.full_budget } else { self.idle_budget });
         let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
-        let arena = Arena::enter(&ArenaConfig { budget, swap, knobs: Vec::new() })?;
+        let arena = Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
         write_noise(&disk, self.cache)?;

@@ -40,7 +40,7 @@ impl Overhead {
         // Less than three guests hold that have touched 256 MiB each.
         let budget = Some(Bytes::mib(1250));
         let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
-        let arena = Arena::enter(&ArenaConfig { budget, swap, knobs: Vec::new() })?;
+        let arena = Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() })?;
         let vms = self.boot(&arena)?;
         let names: Vec<&str> = vms.iter().map(Vm::name).collect();
         let dir = tempfile::tempdir()?;

@@ -27,7 +27,7 @@ use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{self, Agent, AgentError};
 use ebb_host::qmp;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::Arena;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
@@ -38,7 +38,7 @@ const SOON: Duration = Duration::from_secs(10);
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    Arena::enter(&ArenaConfig::default()).unwrap()
+    Arena::beside().unwrap()
 }
 
 /// How long guests are stressed; 20 s where nobody says.
