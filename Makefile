@@ -12,7 +12,7 @@ SHARE = $(DESTDIR)/usr/share
 COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vendor_completions.d/ebb.fish
 # VM tests share one machine. Those of a guest's life that take minutes are left to
 # `make soak`, which runs them all, on both kernels.
-SOAK_ONLY := vm_resets_during vm_without_the_challenge vm_without_the_modules_notifiers \
+SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge vm_without_the_modules_notifiers \
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \

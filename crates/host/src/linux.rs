@@ -32,7 +32,7 @@ use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
 use crate::probe::cgroup::Version;
-use crate::probe::discovery::{Refused, Scanner, make_names_unique, serving};
+use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
 use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
@@ -120,7 +120,6 @@ pub struct LinuxHost {
     scanner: Scanner,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
-    refused: Vec<Refused>,
     bounds: Bounds,
     trigger: Option<PsiTrigger>,
     /// Where there is no PSI of the pool, and when they last ended a sleep.
@@ -172,7 +171,6 @@ impl LinuxHost {
             owed: HashSet::new(),
             scanned: None,
             scan_problems: Vec::new(),
-            refused: Vec::new(),
             waker,
         })
     }
@@ -298,7 +296,6 @@ impl LinuxHost {
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
-        self.refused = scan.refused;
         self.bounds.find(&root, Instant::now(), self.vms.values_mut(), &mut problems);
         self.open_notifications(&mut problems);
         self.scan_problems = problems;
@@ -386,11 +383,6 @@ impl LinuxHost {
         let found = self.vms.iter().find(|(_, vm)| named(vm)).map(|(id, _)| *id);
         let id = found.ok_or_else(|| format!("no VM is called “{name}”"))?;
         self.hands_off.set(id, LinuxHost::now(), ms)
-    }
-
-    /// Processes that are called QEMU and are not taken for VMs.
-    pub fn refused(&self) -> &[Refused] {
-        &self.refused
     }
 
     fn query(&mut self, started: Instant, at: Stamp) {

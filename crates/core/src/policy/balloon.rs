@@ -15,7 +15,7 @@ use crate::policy::Verdict;
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
-    Candidate, LEAST_STEP, base, busy, force, keep, priced, round_up, share_out, step, take,
+    Candidate, LEAST_STEP, base, busy, force, keep, pinned, priced, round_up, share_out, step, take,
 };
 use crate::units::Bytes;
 
@@ -268,8 +268,8 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
             continue;
         }
-        if let Some(why) = vm.pinned.as_ref() {
-            verdicts[index] = Some(Verdict::Hold(format!("ballooning it frees nothing: {why}")));
+        if let Some(why) = pinned(vm) {
+            verdicts[index] = Some(Verdict::Hold(why));
             continue;
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };

@@ -234,10 +234,15 @@ fn candidate(
     Ok(priced(vm, g, index, (base, idle, most)))
 }
 
+/// What keeps its memory where it is, for people.
+pub(super) fn pinned(vm: &VmModel) -> Option<String> {
+    vm.pinned.as_ref().map(|why| format!("ballooning it frees nothing: {why}"))
+}
+
 /// Why the host would have nothing of a larger balloon, for people.
 pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<String> {
-    if let Some(why) = &vm.pinned {
-        return Some(format!("ballooning it frees nothing: {why}"));
+    if let Some(why) = pinned(vm) {
+        return Some(why);
     }
     if vm.outside {
         return Some(format!(

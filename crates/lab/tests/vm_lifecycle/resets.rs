@@ -175,6 +175,52 @@ fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
     }
 }
 
+/// Resets without a word of the guest, of guests that QEMU itself gives their kernel: it
+/// is in RAM before SeaBIOS runs, and a map that is believed too long takes it. Several
+/// guests at once: a reset mostly waits.
+#[test]
+fn vm_resets_by_the_hundred_hang_no_guest() {
+    let _arena = held();
+    let count = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok()).unwrap_or(20);
+    let next = AtomicUsize::new(0);
+    let guest = |number: usize| {
+        let kernel = Kernel::ALL[number % Kernel::ALL.len()];
+        let mut guest = Guest::boot(kernel, |c| c.name = format!("reset-{number}"));
+        let recycling = Recycling::start(&guest.vm, &guest.socket);
+        loop {
+            let round = next.fetch_add(1, SeqCst);
+            if round >= count {
+                break;
+            }
+            guest.insmod();
+            recycling.wait_ready(&guest.vm);
+            recycling.wait_more(&guest.vm, Bytes::mib(16));
+            let kind = [Reset::Button, Reset::SysrqB][round % 2];
+            kind.of(&guest).unwrap();
+            if let Err(e) = guest.vm.wait_ready() {
+                let (seen, at) = (recycling.seen(), registers(&guest.vm));
+                panic!("{kernel} {round} {kind:?}: {e}\n{seen:?}\n{at}");
+            }
+            if round.is_multiple_of(50) {
+                println!("{kernel} {round} {kind:?}: boot {:.1?}", guest.vm.boot_time);
+            }
+        }
+        recycling.seen().status.wires
+    };
+    let wires: Vec<_> = std::thread::scope(|scope| {
+        let guests: Vec<_> = (0..4)
+            .map(|n| {
+                scope.spawn({
+                    let guest = &guest;
+                    move || guest(n)
+                })
+            })
+            .collect();
+        guests.into_iter().map(|g| g.join().unwrap()).collect()
+    });
+    println!("{count} resets; which page tripped how often: {wires:x?}");
+}
+
 /// UEFI writes elsewhere first: to a page that it reserves for itself where the VM can
 /// suspend to RAM, and that the guest's module keeps where it cannot.
 #[test]
