@@ -17,10 +17,14 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody
-# They go in two lanes, as much of them waits. A test says by its arena whether others may
-# work meanwhile (`Arena::beside`); those that watch all VMs of the machine are in one lane.
-LANE := vm_lifecycle vm_module vm_smoke
-OTHERS := vm_qemu $(filter-out $(LANE),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
+# They go in three lanes, as much of a test is waiting. A test says by its arena whether others
+# may work meanwhile (`Arena::beside`). Daemons that manage VMs by name are in one lane; KSM is
+# one test's alone, in the end.
+GUESTS := vm_lifecycle vm_module
+HOSTS := vm_qemu vm_smoke vm_recycle vm_systemd vm_offload
+ALONE := vm_load vm_merge vm_zeros
+DAEMONS := $(filter-out $(GUESTS) $(HOSTS) $(ALONE),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
+LANES := vm-guests vm-hosts vm-daemons
 VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
@@ -29,7 +33,7 @@ VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen
 
-.PHONY: help setup demo test vm-lane vm-others soak check bench report fuzz install clean
+.PHONY: help setup demo test $(LANES) soak check bench report fuzz install clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -57,13 +61,17 @@ check: ## format, lint, house rules, tests without VMs
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 vm-lane vm-others
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j3 $(LANES)
+	@$(call VM_TESTS,$(ALONE))
 
-vm-lane:
-	@$(call VM_TESTS,$(LANE))
+vm-guests:
+	@$(call VM_TESTS,$(GUESTS))
 
-vm-others:
-	@$(call VM_TESTS,$(OTHERS))
+vm-hosts:
+	@$(call VM_TESTS,$(HOSTS))
+
+vm-daemons:
+	@$(call VM_TESTS,$(DAEMONS))
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)

@@ -85,7 +85,7 @@ pub struct ArenaConfig {
     /// Knobs to set, as absolute path and value.
     pub knobs: Vec<(String, String)>,
     /// Others that say the same may work on the machine meanwhile: for tests, never for
-    /// what measures. What is set must be no matter to them, or the same as theirs.
+    /// what measures. What is set must be no matter to them.
     pub beside: bool,
 }
 

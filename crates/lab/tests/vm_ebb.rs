@@ -30,7 +30,7 @@ const FLOOR: u64 = 128 << 20;
 /// A place where the host is as small as `budget`.
 fn arena(budget: Option<Bytes>) -> Arena {
     let swap = budget.map(|_| SwapConfig { size: RAM, kind: SwapKind::Any, priority: 100 });
-    Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() }).unwrap()
+    Arena::enter(&ArenaConfig { budget, swap, beside: true, ..ArenaConfig::default() }).unwrap()
 }
 
 fn config(name: &str, kernel: Kernel, reporting: bool, arena: &Arena) -> VmConfig {

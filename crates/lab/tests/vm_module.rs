@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::Arena;
-use ebb_lab::guest::escape;
+use ebb_lab::guest::{ToolError, escape};
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig};
+use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig, VmError};
 use ebb_lab::{in_pairs, tier};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -143,8 +143,17 @@ impl Guest {
         audit
     }
 
+    /// A stress that fills memory to the brim may end with its shell killed, when nothing
+    /// else is left to kill: what it did is done.
     fn stress(&self, kind: &str) {
-        self.sh(&format!("sh /tmp/stress {kind} >/dev/null 2>&1 </dev/null"));
+        let command = escape(&format!("sh /tmp/stress {kind} >/dev/null 2>&1 </dev/null"));
+        match self.vm.request(&format!("sh oom=-900 cmd={command}"), 5 * MINUTE) {
+            Ok(_) => {}
+            Err(VmError::Tool { error: ToolError::Refused { why, .. }, .. }) if why == "killed" => {
+                println!("{}: {kind} was killed", self.vm.name());
+            }
+            Err(e) => panic!("{e}"),
+        }
     }
 
     /// Puts back what a stress has taken.

@@ -17,7 +17,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 100 };
     let _arena =
-        Arena::enter(&ArenaConfig { budget: None, swap: Some(swap), ..ArenaConfig::default() })
+        Arena::enter(&ArenaConfig { swap: Some(swap), beside: true, ..ArenaConfig::default() })
             .unwrap();
     let vm = Vm::start(&VmConfig::new("cold", Bytes::mib(256))).unwrap();
     vm.tool().start("v", "verify", "size=67108864 seconds=15 seed=7").unwrap();

@@ -179,7 +179,8 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    let config = ArenaConfig { budget: Some(Bytes::gib(4)), ..ArenaConfig::default() };
+    let config =
+        ArenaConfig { budget: Some(Bytes::gib(4)), beside: true, ..ArenaConfig::default() };
     Arena::enter(&config).unwrap()
 }
 

@@ -13,7 +13,8 @@ const MINUTE: Duration = Duration::from_secs(60);
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     let budget = Some(Bytes::gib(3));
-    let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
+    let arena =
+        Arena::enter(&ArenaConfig { budget, beside: true, ..ArenaConfig::default() }).unwrap();
     let cgroup = arena.cgroup().unwrap();
     let mut config = VmConfig::new("torn", Bytes::mib(640));
     config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
