@@ -11,7 +11,7 @@ use ebb_core::model::default_reserve;
 use ebb_core::plan::{Action, MergePlan, Outcome};
 use ebb_core::policy::merge::{Candidates, Order};
 use ebb_core::sample::{
-    HostSample, Ksm, KsmStat, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample,
+    Claim, HostSample, Ksm, KsmStat, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample,
     ScanSample, VmId, VmSample, Vmstat,
 };
 use ebb_core::tick::{Engine, Host, Wake};
@@ -117,6 +117,7 @@ impl Toy {
             process: Some(ProcessMemory { anon: vm.resident, ..ProcessMemory::default() }),
             age_ms: Some(if vm.boots.is_some() && !hides_boot { self.at } else { 1 << 40 }),
             merge: Some(merge),
+            claim: Claim::Proven,
             ..VmSample::default()
         }
     }

@@ -4,7 +4,7 @@ use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
 use crate::law::{Breach, Laws};
-use crate::rival::{Policy, Sight, mom, none, proxmox, qmemman, squeezed, vmpressure};
+use crate::rival::{Policy, Sight, mom, none, proxmox, qmemman, simple, squeezed, vmpressure};
 use crate::score::Score;
 use crate::world::{Setup, World};
 
@@ -26,6 +26,14 @@ pub enum Contestant {
     Qmemman,
     /// The prototype of 2013.
     AutoBalloon,
+    /// qmemman with guests that push each change to it within a tenth of a second.
+    QmemmanPushed,
+    /// Every guest has its part for good.
+    StaticSplit,
+    /// What is used and a fifth more.
+    Demand,
+    /// ChromeOS's balloon policy.
+    BalanceAvailable,
 }
 
 /// All of them, Ebb first.
@@ -37,6 +45,19 @@ pub const CONTESTANTS: [Contestant; 7] = [
     Contestant::Squeezed,
     Contestant::Qmemman,
     Contestant::AutoBalloon,
+];
+
+/// All whose guests tell them what KVM's guests tell.
+pub const RIVALS: [Contestant; 9] = [
+    Contestant::None,
+    Contestant::Mom,
+    Contestant::Proxmox,
+    Contestant::Squeezed,
+    Contestant::Qmemman,
+    Contestant::AutoBalloon,
+    Contestant::StaticSplit,
+    Contestant::Demand,
+    Contestant::BalanceAvailable,
 ];
 
 /// What became of one run.
@@ -60,6 +81,10 @@ impl Contestant {
             Contestant::Squeezed => "squeezed",
             Contestant::Qmemman => "qmemman",
             Contestant::AutoBalloon => "vmpressure",
+            Contestant::QmemmanPushed => "qmemman, pushed",
+            Contestant::StaticSplit => "static split",
+            Contestant::Demand => "demand + 20 %",
+            Contestant::BalanceAvailable => "balance available",
         }
     }
 
@@ -72,6 +97,10 @@ impl Contestant {
             Contestant::Squeezed => Box::new(squeezed::Squeezed::default()),
             Contestant::Qmemman => Box::new(qmemman::Qmemman::default()),
             Contestant::AutoBalloon => Box::new(vmpressure::AutoBalloon),
+            Contestant::QmemmanPushed => Box::new(qmemman::Qmemman::pushed()),
+            Contestant::StaticSplit => Box::new(simple::StaticSplit),
+            Contestant::Demand => Box::new(simple::Demand),
+            Contestant::BalanceAvailable => Box::new(simple::BalanceAvailable),
         })
     }
 
@@ -94,6 +123,7 @@ impl Contestant {
 fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> Score {
     let config = setup.config();
     let mut world = World::new(setup);
+    world.asked_every_ms = policy.told_every_ms();
     world.guests.iter_mut().for_each(|g| g.shrinker = policy.shrinker());
     while !world.over() {
         let sample = world.look();

@@ -63,6 +63,9 @@ pub struct Spec {
     pub deflate_on_oom: bool,
     /// Free page reporting.
     pub reporting: bool,
+    /// Which part of the files that it reads is mapped: Linux counts major faults for those
+    /// only, and nothing for what read(2) misses.
+    pub mapped: f64,
     /// Tier guest: an agent in its VMM, a module in its kernel.
     pub agent: bool,
     /// Memory it used once and freed again before the run, host still holding it.
@@ -84,6 +87,7 @@ impl Spec {
             swap: Bytes::ZERO,
             deflate_on_oom: true,
             reporting: false,
+            mapped: 1.0,
             agent: false,
             stale: Bytes::ZERO,
             starts_ms: 0,
@@ -111,8 +115,12 @@ pub struct Counts {
     pub swap_in: Bytes,
     /// See `swap_in`.
     pub swap_out: Bytes,
-    /// Pages read again after being dropped, since boot.
+    /// Pages of files read again after being dropped, since boot.
     pub refaults: u64,
+    /// Pages of processes read back from the guest's swap by faults, since boot.
+    pub anon_refaults: u64,
+    /// Read from its disks, since the run began.
+    pub disk_read: Bytes,
     /// Allocations that had to wait, since boot.
     pub alloc_stalls: u64,
     /// Pages of direct reclaim, since boot.
@@ -280,6 +288,12 @@ impl Guest {
         }
     }
 
+    /// Faults that had to read, as Linux counts them. A fault reads ahead eight pages.
+    pub fn major_faults(&self) -> u64 {
+        let mapped = (self.counts.refaults as f64 * self.spec.mapped) as u64;
+        (mapped + self.counts.anon_refaults) / 8
+    }
+
     /// Free, and the host holds it.
     pub fn held(&self) -> Bytes {
         self.stale - self.out
@@ -413,6 +427,7 @@ impl Guest {
             host_swap_out: kept.host_swap_out,
             recycled: kept.recycled,
             paged_out: kept.paged_out,
+            disk_read: kept.disk_read,
             ..Counts::default()
         };
     }
@@ -457,14 +472,14 @@ impl Guest {
             let got = self.touch(free, time, room);
             self.guest_swapped = self.guest_swapped - got;
             self.counts.swap_in += got;
-            self.counts.refaults += got.0 / PAGE;
+            self.counts.anon_refaults += got.0 / PAGE;
             time.wait(got, GUEST_SWAP_RATE);
             if got < missing {
                 // It swaps hot pages against hot pages.
                 let thrashed = time.at(GUEST_SWAP_RATE / 2.0);
                 self.counts.swap_in += thrashed;
                 self.counts.swap_out += thrashed;
-                self.counts.refaults += thrashed.0 / PAGE;
+                self.counts.anon_refaults += thrashed.0 / PAGE;
                 time.wait_in_vain(false);
             }
         }
@@ -487,11 +502,13 @@ impl Guest {
             time.wait_share((missing - got).fraction_of(self.known_files));
             let again = Bytes((DISK_RATE * (time.spent() - before) / 1000.0) as u64);
             self.counts.refaults += (got + again).0 / PAGE;
+            self.counts.disk_read += got + again;
         }
         let new = (self.want.files - self.known_files).min(time.at(DISK_RATE));
         let got = self.cache_more(new, time, room);
         self.hot_cache += got;
         self.known_files += got;
+        self.counts.disk_read += got;
     }
 
     fn cache_more(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
@@ -516,6 +533,7 @@ impl Guest {
         let bytes = time.at(self.spec.need.stream).min(spare);
         let got = self.touch(bytes, time, room);
         self.cold_cache += got;
+        self.counts.disk_read += bytes;
     }
 
     fn watermark(&self) -> Bytes {

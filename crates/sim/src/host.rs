@@ -8,9 +8,9 @@ use crate::psi::Stalls;
 use crate::room::{Room, SWAP_OUT_RATE};
 
 /// Below this share of memory the host begins to swap (`kswapd`'s low mark).
-const LOW_MARK: f64 = 0.02;
+pub const LOW_MARK: f64 = 0.02;
 /// Up to this share it swaps then.
-const HIGH_MARK: f64 = 0.03;
+pub const HIGH_MARK: f64 = 0.03;
 /// The host's kernel, daemons and QEMU itself.
 const OWN_SHARE: f64 = 0.02;
 /// The kernel does not know what is hot: of what it swaps out, so much is taken
@@ -55,6 +55,10 @@ pub struct HostMemory {
     in_vain_ms: u64,
     /// `kswapd` runs: from the low mark until the high one is reached.
     swapping: bool,
+    /// Shares of memory at which it begins and ends.
+    marks: (f64, f64),
+    /// What others than VMs have now.
+    pub others: Bytes,
 }
 
 impl HostMemory {
@@ -72,7 +76,14 @@ impl HostMemory {
             scanned: (0.0, 0.0),
             in_vain_ms: 0,
             swapping: false,
+            marks: (LOW_MARK, HIGH_MARK),
+            others: Bytes::ZERO,
         }
+    }
+
+    /// The same with these watermarks, as shares of memory.
+    pub fn with_marks(self, low: f64, high: f64) -> HostMemory {
+        HostMemory { marks: (low, high), ..self }
     }
 
     fn own(&self) -> Bytes {
@@ -81,7 +92,7 @@ impl HostMemory {
 
     /// Free memory.
     pub fn free(&self, guests: &[Guest]) -> Bytes {
-        self.total - self.own() - guests.iter().map(Guest::resident).sum()
+        self.total - self.own() - self.others - guests.iter().map(Guest::resident).sum()
     }
 
     fn swap_free(&self, guests: &[Guest]) -> Bytes {
@@ -106,8 +117,8 @@ impl HostMemory {
         self.swap_out(guests, room.wanted_out);
         self.page_out(guests, room, dt_ms);
         let free = self.free(guests);
-        let low = free < self.total.share(LOW_MARK);
-        let lacking = self.total.share(HIGH_MARK) - free;
+        let low = free < self.total.share(self.marks.0);
+        let lacking = self.total.share(self.marks.1) - free;
         self.overfull_ms += if low { dt_ms } else { 0 };
         self.swapping = low || (self.swapping && lacking > Bytes::ZERO);
         if self.swapping {

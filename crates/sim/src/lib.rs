@@ -12,14 +12,17 @@ pub mod host;
 pub mod law;
 pub mod mood;
 pub mod need;
+pub mod oracle;
 pub mod psi;
 pub mod rival;
 pub mod room;
 pub mod scenario;
 pub mod score;
+pub mod search;
 pub mod trace;
 pub mod voice;
 pub mod world;
+pub mod worlds;
 
 pub use contest::{CONTESTANTS, Contestant};
 pub use scenario::{SCENARIOS, Scenario};

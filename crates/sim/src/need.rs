@@ -165,6 +165,14 @@ impl Need {
         Want { anon, hot: anon.share(self.hot_share), files }
     }
 
+    /// The moments at which what it wants changes.
+    pub fn moments(&self) -> Vec<u64> {
+        let mut all: Vec<u64> = self.anon.moments().chain(self.files.moments()).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
     /// What it wants at a moment, all together.
     pub fn sum_at(&self, ms: u64) -> Bytes {
         self.anon.at(ms) + self.files.at(ms)

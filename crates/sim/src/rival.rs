@@ -9,6 +9,7 @@ pub mod mom;
 pub mod none;
 pub mod proxmox;
 pub mod qmemman;
+pub mod simple;
 pub mod squeezed;
 pub mod vmpressure;
 
@@ -17,6 +18,7 @@ use ebb_core::sample::{Link, Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 
 use crate::host::VmPressure;
+use crate::voice::ASKED_EVERY_MS;
 
 /// What a policy sees.
 pub struct Sight<'a> {
@@ -32,6 +34,10 @@ pub struct Sight<'a> {
 pub trait Policy {
     /// How often it looks, ms.
     fn period_ms(&self) -> u64;
+    /// How old guests' words are at most, ms.
+    fn told_every_ms(&self) -> u64 {
+        ASKED_EVERY_MS
+    }
     /// The sizes it wants from now on, in the order in which they are set.
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)>;
     /// Whether guests have the seed's driver, whose shrinker deflates by itself.

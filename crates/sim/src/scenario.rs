@@ -130,7 +130,7 @@ pub fn scenario(name: &str) -> Option<&'static Scenario> {
 
 fn setup(host: Bytes, run_ms: u64, guests: Vec<Spec>) -> Setup {
     let swap = host.share(0.5);
-    Setup { host, swap, run_ms, seed: 0, guests, probes: Vec::new(), offload: true }
+    Setup::of(host, swap, run_ms, guests)
 }
 
 /// What guests differ in whatever they do.

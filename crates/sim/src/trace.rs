@@ -72,7 +72,7 @@ impl Trace {
         let host = host.unwrap_or(self.host);
         let probes = Vec::new();
         let swap = self.swap;
-        let setup = Setup { host, swap, run_ms: end, seed, guests, probes, offload: true };
+        let setup = Setup { seed, probes, ..Setup::of(host, swap, end, guests) };
         (!setup.guests.is_empty() && host > Bytes::ZERO).then_some(setup)
     }
 }

@@ -22,7 +22,7 @@ use crate::world::EPOCH_MS;
 /// QEMU asks a guest for its numbers so often where nobody sets it otherwise, ms.
 pub const ASKED_EVERY_MS: u64 = 1_000;
 /// One guest in so many does not answer at once when it is asked out of turn, ...
-const LATE_ONE_IN: u32 = 10;
+pub const LATE_ONE_IN: u32 = 10;
 /// ... but within this, ms.
 const LATE_MS: u64 = 1_000;
 
@@ -37,6 +37,7 @@ pub struct Voice {
     /// What the host knows of when they came.
     heard: Heard,
     rhythm: fastrand::Rng,
+    late_one_in: u32,
     /// When QEMU asks next, ms into the run.
     asked_ms: u64,
     /// The kernel that it asked last.
@@ -59,12 +60,13 @@ struct Said {
 
 impl Voice {
     /// One that nobody has heard yet.
-    pub fn new(index: u32, seed: u64) -> Voice {
+    pub fn new(index: u32, seed: u64, late_one_in: u32) -> Voice {
         let mut rhythm = fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32) ^ 0xa5ced);
         Voice {
             asked_ms: rhythm.u64(0..ASKED_EVERY_MS),
             heard: Heard::default(),
             rhythm,
+            late_one_in: late_one_in.max(1),
             kernel: 0,
             id: VmId { pid: 1000 + index, start: seed },
             name: name(index),
@@ -108,7 +110,7 @@ impl Voice {
             return;
         }
         self.see(at);
-        let late = self.rhythm.u32(0..LATE_ONE_IN) == 0;
+        let late = self.rhythm.u32(0..self.late_one_in) == 0;
         self.asked_ms = at_ms + if late { self.rhythm.u64(1..LATE_MS) } else { 0 };
         self.listen(g, at_ms, every_ms);
     }
@@ -193,8 +195,7 @@ fn words(g: &Guest) -> GuestStats {
         caches: Some(g.cache()),
         swap_in: Some(c.swap_in),
         swap_out: Some(c.swap_out),
-        // A fault reads ahead eight pages.
-        major_faults: Some(c.refaults / 8),
+        major_faults: Some(g.major_faults()),
         minor_faults: Some(c.allocated.0 / PAGE),
         oom_kills: new.then_some(c.kills),
         alloc_stalls: new.then_some(c.alloc_stalls),
@@ -215,8 +216,9 @@ fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
         alloc_stall: c.alloc_stalls,
         scan_direct: c.direct_reclaim,
         refault_file: c.refaults,
+        refault_anon: c.anon_refaults,
         oom_kill: c.kills,
-        major_fault: c.refaults / 8,
+        major_fault: g.major_faults(),
         swap_in: c.swap_in.0 / PAGE,
         swap_out: c.swap_out.0 / PAGE,
         ..Facts::default()

@@ -14,10 +14,11 @@ use ebb_core::units::{Bytes, Stamp};
 use serde::Serialize;
 
 use crate::guest::{Guest, Spec};
-use crate::host::HostMemory;
+use crate::host::{HIGH_MARK, HostMemory, LOW_MARK};
 use crate::mood::Mood;
+use crate::need::Curve;
 use crate::score::{Gauge, Score};
-use crate::voice::{self, ASKED_EVERY_MS, Voice};
+use crate::voice::{self, ASKED_EVERY_MS, LATE_ONE_IN, Voice};
 
 /// The monotonic clock when a run starts, ms: moments before it can be told.
 pub(crate) const EPOCH_MS: u64 = 1_000_000;
@@ -83,9 +84,31 @@ pub struct Setup {
     pub probes: Vec<Probe>,
     /// Ebb may page out cold memory.
     pub offload: bool,
+    /// Watermarks at which the host begins and ends to swap, as shares of memory.
+    pub marks: (f64, f64),
+    /// What others than VMs use.
+    pub others: Curve,
+    /// One answer of a guest in so many comes late, up to a second; 1: all.
+    pub late_one_in: u32,
 }
 
 impl Setup {
+    /// A world of these guests; with the marks of a small host and nothing else on it.
+    pub fn of(host: Bytes, swap: Bytes, run_ms: u64, guests: Vec<Spec>) -> Setup {
+        Setup {
+            host,
+            swap,
+            run_ms,
+            seed: 0,
+            guests,
+            probes: Vec::new(),
+            offload: true,
+            marks: (LOW_MARK, HIGH_MARK),
+            others: Curve::default(),
+            late_one_in: LATE_ONE_IN,
+        }
+    }
+
     /// Ebb's configuration for it; the floors are also those of the rivals.
     pub fn config(&self) -> Config {
         let mut config = Config { offload: Some(self.offload), ..Config::default() };
@@ -116,6 +139,7 @@ pub struct World {
     pub remembered: Owned,
     /// QEMU asks guests for their numbers so often, ms.
     pub asked_every_ms: u64,
+    others: Curve,
     voices: Vec<Voice>,
     watches: Vec<Watch>,
     orders: u64,
@@ -142,10 +166,11 @@ impl World {
         let watch =
             |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
         World {
-            voices: (0..n).map(|i| Voice::new(i, setup.seed)).collect(),
+            voices: (0..n).map(|i| Voice::new(i, setup.seed, setup.late_one_in)).collect(),
             gauges: vec![Gauge::default(); guests.len()],
             watches: setup.probes.iter().map(watch).collect(),
-            host: HostMemory::new(setup.host, setup.swap),
+            host: HostMemory::new(setup.host, setup.swap).with_marks(setup.marks.0, setup.marks.1),
+            others: setup.others.clone(),
             guests,
             outside: Duration::ZERO,
             cannot_remember: false,
@@ -181,6 +206,7 @@ impl World {
 
     fn step(&mut self, dt: u64) {
         let at = self.at_ms;
+        self.host.others = self.others.at(at);
         let mut room = self.host.room(&self.guests, dt);
         // Nobody is always first at the pot.
         let n = self.guests.len();

@@ -270,15 +270,7 @@ fn the_same_seed_gives_the_same_run() {
 fn memory_promised_but_never_touched_costs_the_host_nothing() {
     let need = Need::of(Curve::flat(Bytes::mib(100)));
     let guests = vec![ebb_sim::guest::Spec::new(Bytes::gib(64), need); 4];
-    let setup = Setup {
-        host: Bytes::gib(2),
-        swap: Bytes::ZERO,
-        run_ms: 60_000,
-        seed: 1,
-        guests,
-        probes: Vec::new(),
-        offload: true,
-    };
+    let setup = Setup::of(Bytes::gib(2), Bytes::ZERO, 60_000, guests);
     let outcome = Contestant::Ebb.run(&setup);
     assert_eq!((outcome.score.orders, outcome.score.held), (0, 4));
 }

@@ -161,7 +161,8 @@ fn start(dir: &Path, names: &[String]) -> Result<Children> {
     let (file, d) = (dir.join("ebb.toml"), dir.display());
     let mut text = format!(
         "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\ntick = \"500ms\"\n\
-         [host]\nvms = \"listed\"\n"
+         [host]\nvms = \"listed\"\nprograms = [\"{d}/{}\"]\n",
+        standin::PROGRAM
     );
     names.iter().for_each(|name| text += &format!("[vm.\"{name}\"]\n"));
     std::fs::write(&file, text)?;

@@ -194,7 +194,8 @@ impl Place {
         let vms: String = vms.iter().map(|vm| format!("[vm.\"{}\"]\n", vm.name)).collect();
         let text = format!(
             "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n{ticks}\
-             [host]\nvms = \"listed\"\n{vms}"
+             [host]\nvms = \"listed\"\nprograms = [\"{}\"]\n{vms}",
+            self.program().display()
         );
         std::fs::write(self.dir.path().join("ebb.toml"), &text).unwrap();
         Config::parse("ebb.toml", &text).unwrap()

@@ -15,6 +15,7 @@ use ebb_core::sample::{Sample, VmId};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
+use ebb_host::probe::trust::Trust;
 use ebb_host::root::{Fault, Root};
 use fastrand::Rng;
 use rustix::io::Errno;
@@ -265,6 +266,7 @@ impl Driven {
             root: root(switch),
             only: Some(config.vms.keys().cloned().collect()),
             config: config.clone(),
+            trust: Trust { programs: Some(config.programs.clone()), ..Trust::default() },
             psi_trigger_us: None,
             scan_every: Duration::from_millis(100),
             ..Options::default()

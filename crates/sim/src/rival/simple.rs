@@ -1,0 +1,122 @@
+//! Rules that are a line each: what a newcomer has to beat.
+//!
+//! - *static split*: every guest has its part of the host, by RAM, for good.
+//! - *demand + 20 %*: what a guest uses and a fifth more (Hyper-V's documented rule: demand
+//!   and a buffer of 20 %), each second; where that does not fit, all get the same part less.
+//! - *balance available*: the host and each guest are to have as much available above what is
+//!   critical (ChromeOS's balloon policy): each second half of the difference is moved.
+
+use ebb_core::sample::VmId;
+use ebb_core::units::Bytes;
+
+use super::{Policy, Seen, Sight, bytes, signed};
+
+/// What all of them leave to the host.
+const HOST_KEEPS: f64 = 0.06;
+const BUFFER: f64 = 1.2;
+/// ChromeOS has 400 MiB for hosts and guests of some GiB.
+const CRITICAL_SHARE: f64 = 0.05;
+const CHANGE_LEAST: f64 = 16.0 * 1048576.0;
+
+fn for_guests(sight: &Sight<'_>) -> Option<f64> {
+    Some(signed(sight.sample.host.memory?.total) * (1.0 - HOST_KEEPS))
+}
+
+fn order(g: &Seen, to: f64) -> Option<(VmId, Bytes)> {
+    let to = to.clamp(signed(g.min).min(signed(g.ram)), signed(g.ram));
+    ((to - signed(g.actual)).abs() >= CHANGE_LEAST).then(|| (g.id, bytes(to)))
+}
+
+/// Those that shrink come first.
+fn sorted(guests: &[Seen], mut plan: Vec<(VmId, Bytes)>) -> Vec<(VmId, Bytes)> {
+    let grows = |p: &(VmId, Bytes)| guests.iter().any(|g| g.id == p.0 && p.1 >= g.actual);
+    plan.sort_by_key(grows);
+    plan
+}
+
+/// Every guest has its part.
+pub struct StaticSplit;
+
+impl Policy for StaticSplit {
+    fn period_ms(&self) -> u64 {
+        5_000
+    }
+
+    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = sight.guests();
+        let Some(room) = for_guests(sight) else { return Vec::new() };
+        let ram: f64 = guests.iter().map(|g| signed(g.ram)).sum();
+        let part = (room / ram.max(1.0)).min(1.0);
+        let plan = guests.iter().filter_map(|g| order(g, signed(g.ram) * part)).collect();
+        sorted(&guests, plan)
+    }
+}
+
+/// What is used, and a fifth more.
+pub struct Demand;
+
+impl Policy for Demand {
+    fn period_ms(&self) -> u64 {
+        1_000
+    }
+
+    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = sight.guests();
+        let Some(room) = for_guests(sight) else { return Vec::new() };
+        let wants = |g: &Seen| {
+            let used = signed(g.actual) - signed(g.free?) - signed(g.caches);
+            Some((used * BUFFER).clamp(signed(g.min), signed(g.ram)))
+        };
+        let want: Vec<f64> = guests.iter().map(|g| wants(g).unwrap_or(signed(g.actual))).collect();
+        let sum: f64 = want.iter().sum();
+        // What is left over is divided alike: cache is of use.
+        let (part, more) = match room >= sum {
+            true => (1.0, (room - sum) / guests.len().max(1) as f64),
+            false => (room / sum, 0.0),
+        };
+        let each = guests.iter().zip(want);
+        let plan = each.filter_map(|(g, want)| order(g, want * part + more)).collect();
+        sorted(&guests, plan)
+    }
+}
+
+/// As much available here as there.
+pub struct BalanceAvailable;
+
+impl Policy for BalanceAvailable {
+    fn period_ms(&self) -> u64 {
+        1_000
+    }
+
+    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = sight.guests();
+        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+        let host = signed(m.available) - CRITICAL_SHARE * signed(m.total);
+        let one = |g: &Seen| {
+            let available = signed(g.free?) + signed(g.caches);
+            let guest = available - CRITICAL_SHARE * signed(g.ram);
+            // The host's is everybody's: each guest weighs its part of it.
+            let delta = (guest - host / guests.len() as f64) / 2.0;
+            order(g, signed(g.actual) - delta)
+        };
+        let plan = guests.iter().filter_map(one).collect();
+        sorted(&guests, plan)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rival::testing::{ask, sample};
+
+    #[test]
+    fn each_does_what_its_line_says() {
+        // RAM, size, free and cache; the host has 1000 MiB, of which 940 are for guests.
+        let two = sample(1000, 500, &[(800, 800, 600, 0), (800, 400, 0, 0)]);
+        assert_eq!(ask(&mut StaticSplit, &two), [(1, 470), (2, 470)]);
+        // 200 and 400 are used: 240 and 480, and 110 more for each.
+        assert_eq!(ask(&mut Demand, &two), [(1, 350), (2, 590)]);
+        // The host has 450 above what is critical, half of it for each: 560 and none.
+        assert_eq!(ask(&mut BalanceAvailable, &two), [(1, 632), (2, 532)]);
+    }
+}

@@ -1,0 +1,290 @@
+//! Worlds that nobody chose: a space of hosts, guests and loads, each a point in a unit cube.
+//!
+//! The scenarios were made by those who made the controller. Here a point says everything, so
+//! a search can walk to where the controller does worst ([`crate::search`]). All guests' needs
+//! fit the host unless the point says that they do not.
+
+use ebb_core::units::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::guest::Spec;
+use crate::need::{Curve, Need, fit};
+use crate::world::Setup;
+
+/// What a point tells, coordinate by coordinate.
+pub const KNOBS: [&str; 24] = [
+    "guests",
+    "ram",
+    "shape",
+    "period",
+    "duty",
+    "low",
+    "high",
+    "rate",
+    "jitter",
+    "fit",
+    "swap",
+    "guest-swap",
+    "files",
+    "mapped",
+    "stream",
+    "marks",
+    "others",
+    "late",
+    "deflate-on-oom",
+    "reporting",
+    "agents",
+    "weights",
+    "hot",
+    "stale",
+];
+/// The run, ms.
+const RUN_MS: u64 = 400_000;
+/// In so many of a hundred worlds not even all needs fit.
+const OVERLOAD: f64 = 0.06;
+
+/// A world: each coordinate 0 to 1, and a seed for what is left to chance.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// For what is left to chance.
+    pub seed: u64,
+    /// By [`KNOBS`].
+    pub at: Vec<f64>,
+}
+
+/// How guests' loads go together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// A job at the same moments in all.
+    Together,
+    /// Two groups are busy by turns.
+    Turns,
+    /// Each has a rhythm of its own.
+    Own,
+    /// Short spikes now and then.
+    Spikes,
+    /// Phases of any length.
+    Phases,
+}
+
+const SHAPES: [Shape; 5] =
+    [Shape::Together, Shape::Turns, Shape::Own, Shape::Spikes, Shape::Phases];
+
+/// A value between two by its logarithm.
+fn log(u: f64, least: f64, most: f64) -> f64 {
+    least * (most / least).powf(u)
+}
+
+fn lin(u: f64, least: f64, most: f64) -> f64 {
+    least + (most - least) * u
+}
+
+/// One of several.
+fn one_of<T: Copy>(u: f64, all: &[T]) -> T {
+    all[((u * all.len() as f64) as usize).min(all.len() - 1)]
+}
+
+impl Point {
+    /// Any.
+    pub fn random(rng: &mut fastrand::Rng) -> Point {
+        Point { seed: rng.u64(0..1 << 32), at: KNOBS.iter().map(|_| rng.f64()).collect() }
+    }
+
+    /// Another one near it: a few coordinates move, some far.
+    pub fn near(&self, rng: &mut fastrand::Rng) -> Point {
+        let mut next = self.clone();
+        for _ in 0..rng.usize(1..4) {
+            let i = rng.usize(0..next.at.len());
+            next.at[i] = match rng.bool() {
+                true => rng.f64(),
+                false => (next.at[i] + (rng.f64() - 0.5) * 0.2).clamp(0.0, 1.0),
+            };
+        }
+        next
+    }
+
+    fn of(&self, knob: &str) -> f64 {
+        let i = KNOBS.iter().position(|k| *k == knob).expect("a knob");
+        self.at.get(i).copied().unwrap_or(0.5).clamp(0.0, 1.0)
+    }
+
+    /// How its loads go together.
+    pub fn shape(&self) -> Shape {
+        one_of(self.of("shape"), &SHAPES)
+    }
+
+    /// The share of the host that all need at once at most, above 1 where that is too much.
+    pub fn load(&self) -> f64 {
+        match self.of("fit") {
+            u if u > 1.0 - OVERLOAD => lin((u - 1.0 + OVERLOAD) / OVERLOAD, 1.02, 1.2),
+            u => lin(u / (1.0 - OVERLOAD), 0.5, 0.88),
+        }
+    }
+
+    /// In a few words, for people.
+    pub fn about(&self) -> String {
+        format!(
+            "{:?}, {} guests of {:.1} GiB, period {:.0} s, duty {:.0} %, load {:.0} %, swap {:.0} %, \
+             {:.0} MB/s, mapped {:.0} %",
+            self.shape(),
+            self.guests(),
+            self.ram().0 as f64 / f64::from(1 << 30),
+            self.period() / 1000.0,
+            self.duty() * 100.0,
+            self.load() * 100.0,
+            self.swap() * 100.0,
+            self.rate() / 1e6,
+            self.mapped() * 100.0
+        )
+    }
+
+    fn guests(&self) -> usize {
+        4 + (self.of("guests") * 16.99) as usize
+    }
+
+    fn ram(&self) -> Bytes {
+        Bytes(log(self.of("ram"), 1.0, 8.0) as u64 * (1 << 30))
+    }
+
+    fn period(&self) -> f64 {
+        log(self.of("period"), 4_000.0, 240_000.0)
+    }
+
+    fn duty(&self) -> f64 {
+        lin(self.of("duty"), 0.1, 0.6)
+    }
+
+    fn rate(&self) -> f64 {
+        log(self.of("rate"), 50e6, 2e9)
+    }
+
+    /// None in two of five worlds.
+    fn swap(&self) -> f64 {
+        ((self.of("swap") - 0.4) / 0.6).max(0.0) * 0.5
+    }
+
+    fn mapped(&self) -> f64 {
+        one_of(self.of("mapped"), &[0.0, 0.1, 1.0])
+    }
+
+    /// The world.
+    pub fn setup(&self) -> Setup {
+        let mut rng = fastrand::Rng::with_seed(self.seed ^ 0x3057);
+        let count = self.guests();
+        let mut guests: Vec<Spec> = (0..count).map(|i| self.guest(i, &mut rng)).collect();
+        let peak = peak(&guests);
+        let others_share = lin(self.of("others"), 0.0, 0.2);
+        let host = Bytes((peak.0 as f64 / self.load()) as u64 + (256 << 20));
+        let host = Bytes((host.0 as f64 / (1.0 - others_share / 2.0)) as u64);
+        let others = self.others(host.share(others_share), &mut rng);
+        if self.load() <= 1.0 {
+            let room = host.share(0.93) - host.share(others_share);
+            let mut needs: Vec<&mut Need> = guests.iter_mut().map(|g| &mut g.need).collect();
+            fit(&mut needs, room.share(0.95));
+        }
+        let low = log(self.of("marks"), 0.002, 0.03);
+        Setup {
+            seed: self.seed,
+            marks: (low, low * 1.5),
+            others,
+            late_one_in: one_of(self.of("late"), &[40, 10, 4, 2]),
+            ..Setup::of(host, host.share(self.swap()), RUN_MS, guests)
+        }
+    }
+
+    fn guest(&self, i: usize, rng: &mut fastrand::Rng) -> Spec {
+        let ram = self.ram();
+        let low = ram.share(lin(self.of("low"), 0.05, 0.3) * lin(rng.f64(), 0.8, 1.2));
+        let high = ram.share(lin(self.of("high"), 0.35, 0.85) * lin(rng.f64(), 0.8, 1.1));
+        let anon = self.curve(i, low, high.max(low), rng);
+        let mut need = Need::of(anon);
+        need.rate = self.rate();
+        need.hot_share = lin(self.of("hot"), 0.2, 0.9);
+        need.files = Curve::flat(ram.share(lin(self.of("files"), -0.1, 0.25).max(0.0)));
+        need.stream = lin(self.of("stream"), 0.0, 50e6);
+        let mut spec = Spec::new(ram, need);
+        spec.mapped = self.mapped();
+        spec.deflate_on_oom = self.of("deflate-on-oom") > 0.4;
+        spec.reporting = rng.f64() < one_of(self.of("reporting"), &[0.0, 0.5, 1.0]);
+        spec.agent = rng.f64() < one_of(self.of("agents"), &[0.0, 0.0, 0.5, 1.0]);
+        spec.stale = ram.share(lin(self.of("stale"), 0.0, 0.7));
+        if self.of("guest-swap") > 0.6 {
+            spec.swap = ram.share(0.25);
+        }
+        if self.of("weights") > 0.7 {
+            spec.weight = [0.5, 1.0, 2.0, 4.0][rng.usize(0..4)];
+        }
+        spec
+    }
+
+    fn curve(&self, i: usize, low: Bytes, high: Bytes, rng: &mut fastrand::Rng) -> Curve {
+        let (period, duty) = (self.period(), self.duty());
+        let jitter = self.of("jitter") * 0.5;
+        let (own, begin) = match self.shape() {
+            Shape::Spikes => {
+                let more = Curve::spikes(rng, RUN_MS, period as u64, high - low);
+                return Curve::flat(low).plus(&more);
+            }
+            Shape::Phases => return Curve::phases(rng, RUN_MS, low, high),
+            Shape::Together => (period, 0.0),
+            Shape::Turns => (period, if i.is_multiple_of(2) { 0.0 } else { period / 2.0 }),
+            Shape::Own => (period * lin(rng.f64(), 0.5, 1.5), period * rng.f64()),
+        };
+        let mut points = vec![(0, low)];
+        let mut at = begin + 10_000.0;
+        while at < RUN_MS as f64 {
+            let from = at + own * jitter * rng.f64();
+            points.push((from as u64, high));
+            points.push(((from + own * duty) as u64, low));
+            at += own;
+        }
+        Curve::new(points)
+    }
+
+    /// What else runs there: a saw of its own period.
+    fn others(&self, most: Bytes, rng: &mut fastrand::Rng) -> Curve {
+        let every = rng.u64(10_000..120_000);
+        let steps = (0..RUN_MS).step_by(2_000);
+        Curve::new(steps.map(|ms| (ms, most.share((ms % every) as f64 / every as f64))).collect())
+    }
+}
+
+/// What all need at most at one moment.
+fn peak(guests: &[Spec]) -> Bytes {
+    let moments = guests.iter().flat_map(|g| g.need.moments());
+    let at = |ms| guests.iter().map(|g| g.need.sum_at(ms)).sum::<Bytes>();
+    moments.map(at).max().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_point_is_a_world_and_its_needs_fit_unless_it_says_otherwise() {
+        let mut rng = fastrand::Rng::with_seed(7);
+        for _ in 0..60 {
+            let point = Point::random(&mut rng);
+            let setup = point.setup();
+            assert_eq!(format!("{setup:?}"), format!("{:?}", point.setup()));
+            assert!((4..=20).contains(&setup.guests.len()), "{}", point.about());
+            if point.load() <= 1.0 {
+                let others = (0..RUN_MS).step_by(500).map(|ms| setup.others.at(ms)).max().unwrap();
+                assert!(
+                    peak(&setup.guests) + others <= setup.host.share(0.94),
+                    "{}",
+                    point.about()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_differ_in_a_few_coordinates() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        let point = Point::random(&mut rng);
+        let near = point.near(&mut rng);
+        let moved = point.at.iter().zip(&near.at).filter(|(a, b)| a != b).count();
+        assert!((1..4).contains(&moved) && near.at.iter().all(|u| (0.0..=1.0).contains(u)));
+    }
+}
