@@ -2,8 +2,8 @@
 //! another version of its program.
 //!
 //! It executes itself with its arguments, in the same process. What it remembers of the VMs
-//! is handed over in a file beside the state file; what it owes is in the state file as always, so a hand-over that
-//! goes wrong is no worse than a crash. Before that the new program is asked whether it takes
+//! is handed over in a file beside the state file; what it owes is in the state file as
+//! always, so a hand-over that goes wrong is no worse than a crash. Before that the new program is asked whether it takes
 //! the configuration.
 
 use std::fs::File;
@@ -68,9 +68,11 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
     let program = program()?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1));
-    if let Some(state_file) = state_file {
-        hand_over(memory, state_file)?;
-        command.env(VARIABLE, std::process::id().to_string());
+    // Without it the new program knows what the state file says: enough to go on.
+    match state_file.map(|file| hand_over(memory, file)) {
+        Some(Ok(())) => drop(command.env(VARIABLE, std::process::id().to_string())),
+        Some(Err(e)) => eprintln!("what is remembered of VMs is not handed over: {e:#}"),
+        None => {}
     }
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
 }

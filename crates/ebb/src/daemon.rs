@@ -1,8 +1,6 @@
 //! The machine as the tick loop sees it: `LinuxHost` plus state file and signals.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -21,11 +19,11 @@ use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
 use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::anew;
 use crate::cmd::run::say;
 use crate::give_back::{Left, give_back};
+use crate::signals::{self, Signals};
 use crate::state::StateFile;
 
 /// Guests are asked for fresh numbers so long before a fast tick reads them.
@@ -37,8 +35,7 @@ const LEAST_TICK_MS: u64 = 150;
 pub struct Daemon {
     host: LinuxHost,
     state: Option<StateFile>,
-    stop: Arc<AtomicBool>,
-    reload: Arc<AtomicBool>,
+    signals: Signals,
     fast_tick_ms: u64,
     read_at: Stamp,
     running: Vec<VmId>,
@@ -140,7 +137,7 @@ pub fn ksm_note(state_file: &str) -> PathBuf {
 
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
-    pub fn new(config: &Config, state: Option<StateFile>) -> Result<Daemon> {
+    pub fn new(config: &Config, state: Option<StateFile>, signals: Signals) -> Result<Daemon> {
         let hands_off = Path::new(&config.state_file).with_file_name("hands-off.json");
         let options = Options {
             look_only: state.is_none(),
@@ -158,8 +155,7 @@ impl Daemon {
             inbox,
             host,
             state,
-            stop: Arc::default(),
-            reload: Arc::default(),
+            signals,
             fast_tick_ms: config.fast_tick_ms,
             read_at: Stamp(0),
             running: Vec::new(),
@@ -171,29 +167,19 @@ impl Daemon {
         self.inbox.clone()
     }
 
-    /// SIGTERM and SIGINT end the loop. So does SIGHUP: to begin anew where no terminal
-    /// is open, whose end it tells otherwise.
-    pub fn stop_on_signals(&self) -> Result<()> {
-        let (stop, reload, waker) = (self.stop.clone(), self.reload.clone(), self.host.waker());
-        let terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
-        let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    /// A signal ends the loop at once.
+    pub fn wake_on_signals(&self) -> Result<()> {
+        let waker = self.host.waker();
+        let mut signals = signal_hook::iterator::Signals::new(signals::SIGNALS)?;
         std::thread::Builder::new().name("signals".into()).spawn(move || {
-            for signal in signals.forever() {
-                let end = signal != SIGHUP || terminal;
-                if end { &stop } else { &reload }.store(true, Ordering::SeqCst);
-                waker.wake();
-            }
+            signals.forever().for_each(|_| waker.wake());
         })?;
         Ok(())
     }
 
-    fn is_signalled(&self) -> bool {
-        self.stop.load(Ordering::SeqCst) || self.reload.load(Ordering::SeqCst)
-    }
-
     /// Whether the loop ended to begin anew.
     pub fn begins_anew(&self) -> bool {
-        self.reload.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
+        self.signals.reloads() && !self.signals.stops()
     }
 
     /// Gives back until all is seen to be, or the time is up: what is still owed.
@@ -219,13 +205,13 @@ impl Daemon {
 
     /// Whether it is to begin anew, and can: a bad configuration is said, and nothing else.
     fn asked_to_reload(&mut self) -> bool {
-        if !self.reload.load(Ordering::SeqCst) {
+        if !self.signals.reloads() {
             return false;
         }
         let ready = anew::check();
         if let Err(why) = &ready {
             say(&format!("SIGHUP: {why:#}; going on as before"));
-            self.reload.store(false, Ordering::SeqCst);
+            self.signals.reloaded();
         }
         ready.is_ok()
     }
@@ -306,7 +292,7 @@ impl Host for Daemon {
         let fast = until.since(self.read_at) <= self.fast_tick_ms;
         let mut kicked = !fast;
         loop {
-            if self.stop.load(Ordering::SeqCst) || self.asked_to_reload() {
+            if self.signals.stops() || self.asked_to_reload() {
                 return Wake::Stop;
             }
             let now = LinuxHost::now();
@@ -320,7 +306,7 @@ impl Host for Daemon {
                 continue;
             }
             match self.sleep_until(due) {
-                HostWake::Woken if self.is_signalled() => {}
+                HostWake::Woken if self.signals.any() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS);
                     if LinuxHost::now() < soonest {

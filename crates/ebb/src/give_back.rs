@@ -97,7 +97,8 @@ impl Debt {
             self.why = unheard(&vm.link);
             return false;
         };
-        let to = self.vm.whole(ram);
+        // Never smaller than it is: somebody may have given it more.
+        let to = self.vm.whole(ram).max(size);
         // QEMU may still have the order to make it smaller: a guest that was paused would
         // follow that one when it runs.
         let told = self.told.is_some_and(|(told, _)| told == to);
@@ -105,7 +106,7 @@ impl Debt {
             say(&format!("{name}: has {size}"));
             return true;
         }
-        self.goal = Some((size, to.max(size)));
+        self.goal = Some((size, to));
         if told {
             let why = match vm.run {
                 Some(RunState::Paused) => "the VM is paused",
@@ -194,6 +195,18 @@ mod tests {
             assert_eq!(settled(&mut debt, &sample), done, "{sample:?}");
             assert!(debt.why.starts_with(why), "{}", debt.why);
         }
+    }
+
+    /// It was given more while no daemon ran, and QEMU may still have the order to shrink.
+    #[test]
+    fn a_vm_that_has_more_than_it_is_owed_is_told_its_size_and_done() {
+        let mut debt = debt();
+        debt.vm.others = Some(Bytes::mib(256));
+        debt.vm.ordered = Some(Bytes::mib(500));
+        assert!(!settled(&mut debt, &seen(Some(GIB), Link::Up)));
+        assert_eq!(debt.goal, Some((GIB, GIB)));
+        debt.ordered(Instant::now(), Ok(()), &mut |_| ());
+        assert!(settled(&mut debt, &seen(Some(GIB), Link::Up)));
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod observer;
 mod quiet;
 mod recorder;
 mod server;
+mod signals;
 mod state;
 mod table;
 mod view;

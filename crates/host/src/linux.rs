@@ -86,6 +86,9 @@ pub enum ActError {
         /// How long was waited, milliseconds.
         ms: u64,
     },
+    /// The connection ended before QEMU answered: it may have done it.
+    #[error("{0} before QEMU answered: it may have done it")]
+    Lost(String),
     /// QEMU refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
@@ -629,7 +632,7 @@ impl LinuxHost {
         let orders: Vec<BalloonOrder> = actions.iter().map(order).collect();
         let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
             vm: a.vm,
-            unanswered: matches!(r, Err(ActError::Unanswered { .. })),
+            unanswered: matches!(r, Err(ActError::Unanswered { .. } | ActError::Lost(_))),
             error: r.err().map(|e| e.to_string()),
         };
         actions.iter().zip(self.set_balloons(&orders)).map(outcome).collect()
@@ -647,6 +650,9 @@ impl LinuxHost {
             let gone = ActError::Gone { pid: order.vm.pid };
             let vm = self.vms.get_mut(&order.vm).ok_or(gone)?;
             match vm.client.as_mut().and_then(|c| c.take_reply(command)) {
+                Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
+                    Err(ActError::Lost(e.to_string()))
+                }
                 Some(answer) => Ok(answer.map(drop)?),
                 None => {
                     vm.not_answered(command);

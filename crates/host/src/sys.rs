@@ -169,3 +169,18 @@ pub fn is_idle(thread: Pid) -> bool {
     let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
     policy == libc::SCHED_IDLE
 }
+/// Holds these signals back from the calling thread, or lets them come. What is held back
+/// waits, also while the process executes another program.
+pub fn hold_signals(signals: &[i32], hold: bool) -> Result<()> {
+    let how = if hold { libc::SIG_BLOCK } else { libc::SIG_UNBLOCK };
+    // SAFETY: `set` is emptied before it is used, and only this thread's mask changes.
+    let error = unsafe {
+        let mut set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut set);
+        signals.iter().for_each(|signal| {
+            libc::sigaddset(&mut set, *signal);
+        });
+        libc::pthread_sigmask(how, &set, std::ptr::null_mut())
+    };
+    if error == 0 { Ok(()) } else { Err(Error::from_raw_os_error(error)) }
+}

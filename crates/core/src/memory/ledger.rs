@@ -34,6 +34,9 @@ pub struct Ledger {
     /// What QEMU was last told by Ebb that the balloon shall hold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<Bytes>,
+    /// The order before that, until the balloon has turned from it: it may go on a while.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) prior: Option<Bytes>,
     /// The size that an older version of Ebb wrote down as owed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Bytes>,
@@ -89,6 +92,9 @@ impl Ledger {
         }
         let (_, was) = *self.seen.get_or_insert((ram, now));
         if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
+            if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {
+                self.prior = None;
+            }
             (self.seen, self.suspect) = (Some((ram, now)), false);
             return Move::Own;
         }
@@ -105,6 +111,7 @@ impl Ledger {
             self.before = Some(Before { at, others, ordered });
         }
         (self.others, self.ordered, self.foreign) = (Some(now), None, Some(at));
+        self.prior = None;
         Move::Foreign
     }
 
@@ -118,17 +125,24 @@ impl Ledger {
         true
     }
 
-    /// Whether this move leads to what Ebb ordered, and not beyond.
+    /// Whether this move leads to what Ebb ordered, or ordered before, and not beyond.
     fn is_ordered(&self, was: Bytes, now: Bytes) -> bool {
         self.ordered.is_some_and(|to| {
-            let (low, high) = (was.min(to), was.max(to));
+            let prior = self.prior.unwrap_or(to);
+            let (low, high) = (was.min(to).min(prior), was.max(to).max(prior));
             now + LEAST > low && now < high + LEAST
         })
     }
 
     /// Takes in that QEMU was told this size, or may have been.
     pub fn order(&mut self, ram: Bytes, to: Bytes) {
-        (self.ordered, self.before) = (Some(ram - to), None);
+        let to = ram - to;
+        // A second order on the way to the first one leaves that where it is.
+        if self.ordered.is_some_and(|o| o.abs_diff(to) >= LEAST) {
+            let arrived = |o: &Bytes| self.seen.is_some_and(|(_, b)| b.abs_diff(*o) < LEAST);
+            self.prior = self.ordered.filter(|o| !arrived(o));
+        }
+        (self.ordered, self.before) = (Some(to), None);
     }
 
     /// The size that the VM has without Ebb.
@@ -206,6 +220,21 @@ mod tests {
             assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
         }
         assert!(!l.ledger.owes());
+    }
+
+    /// The driver was on its way when the new order came.
+    #[test]
+    fn a_balloon_that_goes_on_a_while_after_a_new_order_leaves_the_debt() {
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(300);
+        l.at(512, 400);
+        l.order(464);
+        for actual in [350, 320, 360, 440, 464] {
+            assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
+        }
+        // It has turned: what goes back there now is another's order.
+        assert_eq!([l.at(512, 310), l.at(512, 310)], [Move::Own, Move::Foreign]);
     }
 
     #[test]

@@ -20,6 +20,7 @@ use crate::cmd::merge;
 use crate::daemon::{Daemon, ksm_note};
 use crate::observer::Observer;
 use crate::recorder::Head;
+use crate::signals::Signals;
 use crate::state::StateFile;
 
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
@@ -29,14 +30,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Runs until a signal.
 pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
     anew::begin();
+    let signals = Signals::note()?;
     let state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
     if let Some(state) = &state {
         begin_merging(&config, state, &mut owned)?;
     }
-    let mut daemon = Daemon::new(&config, state)?;
-    daemon.stop_on_signals()?;
+    let mut daemon = Daemon::new(&config, state, signals.clone())?;
+    daemon.wake_on_signals()?;
     let mut engine = Engine::new(config.clone(), dry_run);
     let remembered = if dry_run { None } else { anew::handed_over(&config.state_file) };
     match &remembered {
@@ -70,7 +72,7 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);
     }
-    if daemon.begins_anew() {
+    if daemon.begins_anew() && signals.hold()? {
         say("SIGHUP: beginning anew, nothing is given back");
         let now = NotifyState::monotonic_usec_now()?;
         let _ = sd_notify::notify(&[NotifyState::Reloading, now]);

@@ -1,0 +1,67 @@
+//! The signals that end the daemon, noted from its first moment on.
+//!
+//! A signal that nobody handles ends the process, which systemd takes for a clean end: nothing
+//! would be given back. So they are noted before anything else is done, and held back while
+//! the process executes itself anew.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+use ebb_host::sys;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+/// All that end the loop.
+pub const SIGNALS: [i32; 3] = [SIGTERM, SIGINT, SIGHUP];
+
+/// Which have come.
+#[derive(Clone, Debug)]
+pub struct Signals {
+    stop: Arc<AtomicBool>,
+    reload: Arc<AtomicBool>,
+}
+
+impl Signals {
+    /// Notes them from now on. SIGTERM and SIGINT stop the daemon. So does SIGHUP on a
+    /// terminal, whose end it tells; elsewhere it has the daemon begin anew.
+    pub fn note() -> Result<Signals> {
+        let signals = Signals { stop: Arc::default(), reload: Arc::default() };
+        let terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
+        for signal in SIGNALS {
+            let stops = signal != SIGHUP || terminal;
+            let flag = if stops { &signals.stop } else { &signals.reload };
+            signal_hook::flag::register(signal, Arc::clone(flag))?;
+        }
+        // Those that came while the process executed itself come now.
+        sys::hold_signals(&SIGNALS, false)?;
+        Ok(signals)
+    }
+
+    /// The daemon is to stop.
+    pub fn stops(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    /// The daemon is to begin anew.
+    pub fn reloads(&self) -> bool {
+        self.reload.load(Ordering::SeqCst)
+    }
+
+    /// It is not to, after all.
+    pub fn reloaded(&self) {
+        self.reload.store(false, Ordering::SeqCst);
+    }
+
+    /// One of them has come.
+    pub fn any(&self) -> bool {
+        self.stops() || self.reloads()
+    }
+
+    /// Holds them back until the next [`Signals::note`], also where that is in another
+    /// program that this process executes. Whether none has come that stops the daemon.
+    pub fn hold(&self) -> Result<bool> {
+        sys::hold_signals(&SIGNALS, true)?;
+        Ok(!self.stops())
+    }
+}
