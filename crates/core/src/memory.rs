@@ -16,6 +16,7 @@ mod yields;
 mod zeros;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -116,6 +117,10 @@ pub struct OwnedVm {
     pub id: VmId,
     /// Its name, for people.
     pub name: String,
+    /// The QMP socket over which it was heard last: a configuration that cannot be read any
+    /// more does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
     /// What the balloon holds that Ebb did not order: all beyond that is owed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub others: Option<Bytes>,
@@ -130,7 +135,8 @@ pub struct OwnedVm {
 impl OwnedVm {
     fn new(m: &VmMemory, ledger: &Ledger) -> OwnedVm {
         let Ledger { others, ordered, baseline, .. } = *ledger;
-        OwnedVm { id: m.id, name: m.name.clone(), others, ordered, baseline }
+        let (name, socket) = (m.name.clone(), m.socket.clone());
+        OwnedVm { id: m.id, name, socket, others, ordered, baseline }
     }
 
     fn ledger(&self) -> Ledger {
@@ -141,6 +147,11 @@ impl OwnedVm {
     /// Whether QEMU may have the order to make it smaller than it would be without Ebb.
     pub fn is_ordered(&self) -> bool {
         self.ordered > self.others
+    }
+
+    /// Where it was heard.
+    pub fn reached_at(&self) -> Option<(VmId, PathBuf)> {
+        Some((self.id, PathBuf::from(self.socket.as_ref()?)))
     }
 
     /// The size that the VM is owed, where it has this much RAM.
@@ -171,6 +182,7 @@ impl Memory {
         for o in &owned.vms {
             let vm = self.vm_mut(o.id);
             vm.name = o.name.clone();
+            vm.socket.clone_from(&o.socket);
             vm.ledger = o.ledger();
         }
         for o in &owned.marks {

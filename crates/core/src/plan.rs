@@ -288,6 +288,8 @@ pub enum Reason {
     /// The guest did not follow an order to shrink: the order is withdrawn, so
     /// that it does not bite later.
     Withdrawn,
+    /// The VM is to be left alone while it was shrinking: the order is withdrawn.
+    HandsOff,
     /// The operator asked for it (`ebb reclaim`).
     Requested,
     /// Ebb stops, or an earlier daemon left the balloon inflated.
@@ -309,6 +311,7 @@ impl fmt::Display for Reason {
             Reason::HostClear { surplus } => write!(f, "host has {surplus} to spare"),
             Reason::AboveCeiling => f.write_str("guest is above its configured max"),
             Reason::Withdrawn => f.write_str("guest did not shrink: order withdrawn"),
+            Reason::HandsOff => f.write_str("hands off: the order to shrink is withdrawn"),
             Reason::Requested => f.write_str("the operator asked for its idle memory"),
             Reason::Returned => f.write_str("what was taken is returned"),
         }

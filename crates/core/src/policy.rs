@@ -142,7 +142,8 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
         Verdict::Set { to, reason } => (to, reason),
     };
     let Some(actual) = vm.actual else { return Err("its size is not known".into()) };
-    let order = matches!(reason, Reason::Withdrawn | Reason::Rebooted | Reason::Refresh);
+    let order =
+        matches!(reason, Reason::Withdrawn | Reason::HandsOff | Reason::Rebooted | Reason::Refresh);
     let gives = to > actual || order;
     match &vm.standing {
         Standing::Ready => {}

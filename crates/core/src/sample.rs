@@ -440,6 +440,9 @@ pub struct VmSample {
     pub cgroup: Option<String>,
     /// Whether QMP can be used.
     pub link: Link,
+    /// The QMP socket over which it was heard.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
     /// `query-status`, where QMP answered.
     pub run: Option<RunState>,
     /// The balloon; `None` where there is no device or QMP did not answer.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::memory::Owned;
+use ebb_core::memory::{Owned, OwnedVm};
 use ebb_core::plan::{
     Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, TornOrder,
     ZeroOrder,
@@ -165,6 +165,11 @@ impl Daemon {
     /// Where clients put requests.
     pub fn inbox(&self) -> Inbox {
         self.inbox.clone()
+    }
+
+    /// What is owed already was taken over these sockets.
+    pub fn reach_at(&mut self, owned: &Owned) {
+        self.host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
     }
 
     /// A signal ends the loop at once.

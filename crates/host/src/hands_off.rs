@@ -3,7 +3,7 @@
 //!
 //! It is written down, so that it holds for a daemon that is started anew in the middle.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use ebb_core::sample::VmId;
@@ -19,12 +19,18 @@ pub const MOST_MS: u64 = 24 * 3600 * 1000;
 pub struct HandsOffs {
     file: Option<PathBuf>,
     until: BTreeMap<VmId, Stamp>,
+    /// It is not known which: all but these, until then.
+    unknown: Option<(Stamp, BTreeSet<VmId>)>,
 }
 
+/// How long all VMs are left alone where it is not known which are to be, ms: what
+/// `ebb hands-off` says unless told otherwise.
+const UNKNOWN_MS: u64 = 600_000;
+
 impl HandsOffs {
-    /// What the file says. One that cannot be read says nothing of any VM: the error is for
-    /// people.
-    pub fn load(file: Option<PathBuf>) -> (HandsOffs, Option<String>) {
+    /// What the file says. Where it cannot be read all VMs are left alone for a while: the
+    /// error is for people.
+    pub fn load(file: Option<PathBuf>, now: Stamp) -> (HandsOffs, Option<String>) {
         let mut found = HandsOffs { file, ..HandsOffs::default() };
         let Some(path) = &found.file else { return (found, None) };
         let read = match std::fs::read(path) {
@@ -38,7 +44,10 @@ impl HandsOffs {
                 found.until = list.into_iter().collect();
                 (found, None)
             }
-            Err(why) => (found, Some(why)),
+            Err(why) => {
+                found.unknown = Some((now.plus(UNKNOWN_MS), BTreeSet::new()));
+                (found, Some(format!("{why}: all VMs are left alone for ten minutes")))
+            }
         }
     }
 
@@ -46,7 +55,12 @@ impl HandsOffs {
     pub fn set(&mut self, vm: VmId, now: Stamp, ms: u64) -> Result<(), String> {
         let before = self.until.clone();
         match ms {
-            0 => drop(self.until.remove(&vm)),
+            0 => {
+                self.until.remove(&vm);
+                if let Some((_, known)) = &mut self.unknown {
+                    known.insert(vm);
+                }
+            }
             ms => drop(self.until.insert(vm, Stamp(now.0 + ms.min(MOST_MS)))),
         }
         self.write().inspect_err(|_| self.until = before)
@@ -64,7 +78,9 @@ impl HandsOffs {
 
     /// How much longer this VM is left alone, ms.
     pub fn left_ms(&self, vm: VmId, now: Stamp) -> Option<u64> {
-        self.until.get(&vm).map(|until| until.since(now)).filter(|left| *left > 0)
+        let unknown = self.unknown.as_ref().filter(|(_, known)| !known.contains(&vm));
+        let until = self.until.get(&vm).copied().max(unknown.map(|(until, _)| *until));
+        until.map(|until| until.since(now)).filter(|left| *left > 0)
     }
 
     fn write(&self) -> Result<(), String> {
@@ -84,26 +100,31 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = Some(dir.path().join("hands-off.json"));
         let vm = |pid| VmId { pid, start: 7 };
-        let (mut hands, problem) = HandsOffs::load(file.clone());
+        let (mut hands, problem) = HandsOffs::load(file.clone(), Stamp(0));
         assert_eq!(problem, None);
         hands.set(vm(1), Stamp(1000), 500).unwrap();
         hands.set(vm(2), Stamp(1000), u64::MAX).unwrap();
-        let (mut again, _) = HandsOffs::load(file.clone());
+        let (mut again, _) = HandsOffs::load(file.clone(), Stamp(0));
         assert_eq!(again.left_ms(vm(1), Stamp(1100)), Some(400));
         assert_eq!(again.left_ms(vm(1), Stamp(1500)), None);
         assert_eq!(again.left_ms(vm(2), Stamp(1000)), Some(MOST_MS));
         assert_eq!(again.left_ms(vm(3), Stamp(1000)), None);
         again.set(vm(2), Stamp(1100), 0).unwrap();
         again.keep(Stamp(1200), |vm| vm.pid == 2);
-        let (last, _) = HandsOffs::load(file.clone());
+        let (last, _) = HandsOffs::load(file.clone(), Stamp(0));
         assert!(last.until.is_empty());
         std::fs::write(file.as_ref().unwrap(), "nonsense").unwrap();
-        assert!(HandsOffs::load(file).1.is_some());
+        let (mut damaged, why) = HandsOffs::load(file, Stamp(1000));
+        assert!(why.unwrap().contains("all VMs are left alone"));
+        assert_eq!(damaged.left_ms(vm(5), Stamp(2000)), Some(UNKNOWN_MS - 1000));
+        damaged.set(vm(5), Stamp(2000), 0).unwrap();
+        assert_eq!(damaged.left_ms(vm(5), Stamp(2000)), None, "the operator's word");
+        assert_eq!(damaged.left_ms(vm(6), Stamp(UNKNOWN_MS + 1000)), None);
     }
 
     #[test]
     fn what_cannot_be_written_down_is_not_promised() {
-        let (mut hands, _) = HandsOffs::load(Some("/proc/none/hands-off.json".into()));
+        let (mut hands, _) = HandsOffs::load(Some("/proc/none/hands-off.json".into()), Stamp(0));
         let vm = VmId { pid: 1, start: 1 };
         assert!(hands.set(vm, Stamp(1), 1000).is_err());
         assert_eq!(hands.left_ms(vm, Stamp(1)), None);

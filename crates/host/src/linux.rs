@@ -120,6 +120,8 @@ pub struct LinuxHost {
     bound: Vec<Option<VmId>>,
     /// The VMs that Ebb owes something.
     owed: HashSet<VmId>,
+    /// Where they were heard, by an earlier daemon.
+    owed_at: BTreeMap<VmId, PathBuf>,
     scanner: Scanner,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
@@ -144,7 +146,7 @@ impl LinuxHost {
     /// Opens what is kept open. VMs are looked for by the first sample. Fails
     /// only where the system has no file descriptor left.
     pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
-        let (hands_off, unread) = HandsOffs::load(options.hands_off.clone());
+        let (hands_off, unread) = HandsOffs::load(options.hands_off.clone(), LinuxHost::now());
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
         let merger = options
@@ -172,6 +174,7 @@ impl LinuxHost {
             unread,
             bound,
             owed: HashSet::new(),
+            owed_at: BTreeMap::new(),
             scanned: None,
             scan_problems: Vec::new(),
             waker,
@@ -187,6 +190,12 @@ impl LinuxHost {
     /// For ending [`LinuxHost::wait`] from elsewhere.
     pub fn waker(&self) -> Waker {
         self.waker.clone()
+    }
+
+    /// VMs that are owed something are reached over these sockets as long as they are, also
+    /// where the configuration does not name them (any more).
+    pub fn reach_at(&mut self, sockets: impl IntoIterator<Item = (VmId, PathBuf)>) {
+        self.owed_at.extend(sockets);
     }
 
     /// Reads everything. Takes at most the deadline, plus what `/proc` takes.
@@ -235,6 +244,7 @@ impl LinuxHost {
                 ..access(&self.options, &self.owed, &vm.process, &vm.claim)
             };
             vm.named = self.bound.contains(&Some(*id));
+            vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
         }
     }
 
@@ -617,7 +627,8 @@ impl LinuxHost {
             sample.offload = self.offloader.sample(*id);
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
-            let busy = sample.offload.as_ref().is_some_and(|o| o.busy)
+            let busy = vm.shrinks()
+                || sample.offload.as_ref().is_some_and(|o| o.busy)
                 || sample.torn.as_ref().is_some_and(|t| t.busy)
                 || sample.zeros.as_ref().is_some_and(|z| z.busy);
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);

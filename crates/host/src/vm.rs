@@ -154,6 +154,8 @@ pub(crate) struct Vm {
     pub claim: Claim,
     /// Its socket is named in the configuration.
     pub named: bool,
+    /// It is owed something that was taken over this socket.
+    pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     interval_was: Option<u64>,
     /// Orders that QEMU has not answered.
@@ -203,6 +205,7 @@ impl Vm {
             access,
             claim: Claim::Open,
             named: false,
+            owed_at: None,
             interval_was: None,
             unanswered: Vec::new(),
             inventory: Inventory::default(),
@@ -218,10 +221,19 @@ impl Vm {
             && self.access.hands_off_ms.is_none()
     }
 
+    /// The one that is in use, once QEMU has answered.
+    fn socket(&self) -> Option<String> {
+        let client = self.client.as_ref().filter(|_| self.ready)?;
+        client.path().to_str().map(str::to_owned)
+    }
+
     /// The sockets that may be connected to, or why there is none.
     fn sockets(&self) -> Result<Vec<PathBuf>, String> {
         if !self.access.managed {
             return Err("it is not managed, so it is not connected to".into());
+        }
+        if let Some(path) = &self.owed_at {
+            return Ok(vec![path.clone()]);
         }
         let paths = match &self.process.qmp {
             QmpAddress::Paths(paths) => paths,
@@ -270,6 +282,12 @@ impl Vm {
         let sent = client.send("balloon", Some(balloon::balloon(target)))?;
         self.ordered = Some(target);
         Ok(sent)
+    }
+
+    /// Whether it has an order to shrink that its guest has not followed yet.
+    pub fn shrinks(&self) -> bool {
+        let below = |o: Bytes| self.actual.is_some_and(|a| o + Bytes::mib(1) <= a);
+        self.ordered.is_some_and(below)
     }
 
     /// QEMU was told and has not answered in time: its answer is dropped when it comes.
@@ -683,6 +701,7 @@ impl Vm {
             process: memory,
             cgroup: self.cgroup.clone(),
             link: self.link(),
+            socket: self.socket(),
             run,
             balloon: self.balloon(at, wall_ms),
             agent: self.agent.as_ref().map(AgentLink::sample),

@@ -80,6 +80,9 @@ pub struct VmMemory {
     pub id: VmId,
     /// Its name when last seen.
     pub name: String,
+    /// The QMP socket over which it was heard last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
     /// Whose its balloon is.
     #[serde(default)]
     pub ledger: Ledger,
@@ -359,6 +362,9 @@ impl VmMemory {
     ) {
         // What QEMU said in an earlier tick tells of no move.
         let actual = vm.balloon.as_ref().filter(|b| b.age_ms == 0).map(|b| b.actual);
+        if vm.socket.is_some() {
+            self.socket.clone_from(&vm.socket);
+        }
         self.follow_start(at, first, vm);
         self.follow_facts(at, vm);
         let reset = vm.events.contains(&VmEvent::Reset);
@@ -419,6 +425,7 @@ impl VmMemory {
                 let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
                 self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
             }
+            Reason::HandsOff => self.order = None,
             // What was taken went with the old kernel.
             Reason::Rebooted => {
                 if let Some(r) = self.reboot.as_mut() {

@@ -110,6 +110,10 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if is_poor(vm, m) {
         return None; // all of these together: `relieve`
     }
+    let shrinks = m.order.is_some_and(|o| o.to < actual && o.to < o.moved_from);
+    if vm.hands_off.is_some() && shrinks {
+        return Some(Verdict::Set { to: actual, reason: Reason::HandsOff });
+    }
     if m.stalled(vm) {
         return Some(Verdict::Set { to: actual, reason: Reason::Withdrawn });
     }
@@ -813,6 +817,30 @@ mod tests {
         assert_eq!(ask(one), (None, Some(880)));
         let some = Reclaim { vm: None, bytes: Some(Bytes::mib(172)) };
         assert_eq!(ask(some), (Some(1024 - 172), None), "from who pays most for it");
+    }
+
+    /// What was ordered before would go on for as long as the guest takes.
+    #[test]
+    fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
+        let mut one = vm(1, 800, 300);
+        one.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
+        one.standing = Standing::GiveOnly("hands off".into());
+        let at = Stamp(1000);
+        let moves = |to: u64| crate::memory::Order {
+            to: Bytes::mib(to),
+            moved_from: Bytes::mib(900),
+            moved_at: at,
+            still_ms: 0,
+            since: at,
+        };
+        let ordered = |to| {
+            let mut m = remembered(1);
+            m.order = Some(moves(to));
+            decide(host(Pressure::Hard, 500, 0), vec![one.clone()], vec![m]).remove(0)
+        };
+        let to = Bytes::mib(800);
+        assert_eq!(ordered(500), Verdict::Set { to, reason: Reason::HandsOff });
+        assert_ne!(ordered(1000), Verdict::Set { to, reason: Reason::HandsOff }, "it grows");
     }
 
     #[test]

@@ -92,6 +92,7 @@ impl Toy {
     /// What an earlier daemon had taken: every guest is owed its RAM.
     pub fn owed(&self) -> Owned {
         let one = |(i, g): (usize, &Guest)| OwnedVm {
+            socket: None,
             id: id(i),
             name: format!("vm{i}"),
             others: Some(Bytes::ZERO),

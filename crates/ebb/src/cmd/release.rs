@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
-use ebb_core::memory::Owned;
+use ebb_core::memory::{Owned, OwnedVm};
 use ebb_host::act::ksm;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;
@@ -57,6 +57,7 @@ fn give_back_vms(config: &Config, owned: &Owned, patience: Duration) -> Result<V
     let wanted =
         Options { only: None, merge: None, zeros: false, psi_trigger_us: None, ..options(config) };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
+    host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
     Ok(give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say))
 }
 

@@ -39,6 +39,7 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
     }
     let mut daemon = Daemon::new(&config, state, signals.clone())?;
     daemon.wake_on_signals()?;
+    daemon.reach_at(&owned);
     let mut engine = Engine::new(config.clone(), dry_run);
     let remembered = if dry_run { None } else { anew::handed_over(&config.state_file) };
     match &remembered {

@@ -36,7 +36,7 @@ fn a_vm_that_is_not_seen_is_still_left_alone() {
     starts(7);
     let file = Some(dir.path().join("hands-off.json"));
     let vm = VmId { pid: 10, start: 7 };
-    let (mut hands_off, _) = HandsOffs::load(file.clone());
+    let (mut hands_off, _) = HandsOffs::load(file.clone(), LinuxHost::now());
     hands_off.set(vm, LinuxHost::now(), 60_000).unwrap();
     // Its command line cannot be read: the scan finds no VM.
     let options = Options { hands_off: file, ..Options::default() };

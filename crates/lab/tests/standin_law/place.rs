@@ -151,7 +151,9 @@ impl Place {
     /// a daemon goes by names.
     pub fn start(&self, name: &str, deflates: bool) -> Standin {
         let name = &format!("{name}-{}", std::process::id());
-        let socket = self.dir.path().join(format!("{name}-ebb.sock"));
+        // One that is called so has a socket that is not Ebb's by its name.
+        let ours = if name.starts_with("plain") { "" } else { "-ebb" };
+        let socket = self.dir.path().join(format!("{name}{ours}.sock"));
         let (deflates, least) = if deflates { ("on", 128 * MIB) } else { ("off", 192 * MIB) };
         let child = Command::new(self.program())
             .args(["-name", name, "-m", &(RAM / MIB).to_string(), "-qmp"])
@@ -218,6 +220,14 @@ impl Place {
         let (code, out, err) =
             ebb_lab::ebb::run(&[command, "--config", config.to_str().unwrap()]).unwrap();
         (code, out + &err)
+    }
+
+    /// Changes the configuration.
+    pub fn reconfigure(&self, from: &str, to: &str) {
+        let file = self.dir.path().join("ebb.toml");
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(text.contains(from), "{text}");
+        std::fs::write(file, text.replace(from, to)).unwrap();
     }
 
     /// What the state file says, as it is on disk.

@@ -150,6 +150,54 @@ fn garbage_errors_and_closed_sockets_cost_nobody_what_it_is_owed() {
     end_well(&place, daemon, watch, &vms);
 }
 
+/// QEMU has done what it was told, and nobody hears of it.
+#[test]
+fn an_order_whose_answer_is_lost_is_owed_all_the_same() {
+    let Some(place) = Place::new() else { return };
+    let vms = [true, false].map(|d| place.standin(&format!("loses-{d}"), d));
+    let vms: Vec<&Standin> = vms.iter().collect();
+    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
+    let watch = Watch::start(&place, &peers);
+    let daemon = place.daemon(OFTEN, &vms);
+    for vm in &vms {
+        wait_link(&daemon, vm);
+        vm.tell(&json!({ "loses": true }));
+        squeeze(&daemon, vm);
+        watch.check();
+    }
+    wait_ticks(&daemon, 5);
+    end_well(&place, daemon, watch, &vms);
+}
+
+#[test]
+fn what_was_taken_over_a_socket_is_given_back_over_it_whatever_the_configuration_says() {
+    let Some(place) = Place::new() else { return };
+    let vms = [place.standin("plain-a", true), place.standin("plain-b", true)];
+    let (a, b) = (&vms[0], &vms[1]);
+    place.configure(OFTEN, &[a, b]);
+    place.reconfigure("[host]\n", "[host]\nsockets = \"any\"\n");
+    let daemon = place.daemon_again();
+    squeeze(&daemon, a);
+    squeeze(&daemon, b);
+    daemon.crash();
+    // The next daemon, and `ebb release` after it.
+    place.reconfigure("sockets = \"any\"\n", "");
+    let daemon = place.daemon_again();
+    let (code, log) = daemon.end();
+    assert_eq!(code, Some(0), "{log}");
+    a.wait_size(RAM);
+    b.wait_size(RAM);
+
+    place.reconfigure("[host]\n", "[host]\nsockets = \"any\"\n");
+    let daemon = place.daemon_again();
+    squeeze(&daemon, a);
+    daemon.crash();
+    place.reconfigure("sockets = \"any\"\n", "");
+    let (code, said) = place.ebb("release");
+    assert_eq!(code, 0, "{said}");
+    a.wait_size(RAM);
+}
+
 #[test]
 fn a_guest_that_is_reset_has_all_its_memory_again() {
     let Some(place) = Place::new() else { return };

@@ -159,7 +159,8 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
         MergeMode::On => out(v, m, memory, &group, model.at).is_none(),
         _ => m.managed,
     };
-    let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| inside(v, m)).collect();
+    let read = |v: &VmModel, m: &MergeVm| inside(v, m) && v.hands_off.is_none();
+    let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| read(v, m)).collect();
     let settings = &host.config.settings;
     let cores = settings.share(model.host.state);
     plan.scan_cores = host.scan.busy.then_some(cores);

@@ -10,6 +10,7 @@
 //! | `errors`, `answers` | commands that fail with this text, or return this value, till named anew |
 //! | `garbage` | these bytes are sent now, or once somebody is connected |
 //! | `cut` | the connection is closed |
+//! | `loses` | the answer to the next order: the connection is closed instead |
 //! | `order` | somebody else sets the size, bytes |
 //! | `need`, `speed`, `follows`, `run` | of the guest |
 //! | `help` | the guest takes so much from its balloon itself |
@@ -32,6 +33,7 @@ pub struct Faults {
     pub errors: HashMap<String, String>,
     pub answers: HashMap<String, Value>,
     pub garbage: Option<String>,
+    pub loses: bool,
     pub watch: Option<PathBuf>,
 }
 
@@ -47,6 +49,7 @@ impl Faults {
             "errors" => self.errors = serde_json::from_value(value.clone()).unwrap_or_default(),
             "answers" => self.answers = serde_json::from_value(value.clone()).unwrap_or_default(),
             "garbage" => self.garbage = text(),
+            "loses" => self.loses = value == true,
             "watch" => self.watch = text().map(PathBuf::from),
             _ => return false,
         }

@@ -185,6 +185,9 @@ impl Server {
             (None, Some(value)) => Ok(value.clone()),
             (None, None) => self.execute(name, &w.command["arguments"], now),
         };
+        if name == "balloon" && std::mem::take(&mut self.faults.loses) {
+            return self.client = None;
+        }
         let id = &w.command["id"];
         let said = match answer {
             Ok(value) => json!({ "return": value, "id": id }),
