@@ -271,7 +271,9 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("floor", "FLOOR", Bytes, Gauge, "Size below which it is never asked", |v| bytes(
         v.floor
     )),
-    field!("ceiling", "", Bytes, Gauge, "Size it is owed", |v| bytes(v.ceiling)),
+    field!("ceiling", "", Bytes, Gauge, "Size above which it is not given more", |v| bytes(
+        v.ceiling
+    )),
     field!("ballooned", "", Bytes, Gauge, "Held by the balloon of what it is owed", |v| bytes(
         v.ballooned
     )),
