@@ -350,6 +350,9 @@ pub struct Status {
     pub state: AgentState,
     /// Why it is there, where that is not plain.
     pub why: Option<String>,
+    /// It stands aside for something that may pass: a device that is open.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub passes: bool,
     /// The guest's module.
     pub module: Option<Module>,
     /// Free in the guest, from its map.

@@ -31,6 +31,8 @@ use crate::scan::agents::HashLink;
 const USERFAULTFD: &str = "/dev/userfaultfd";
 /// A lost agent is looked for again after this.
 const RETRY: Duration = Duration::from_secs(5);
+/// RAM is handed anew to one that stands aside for what may pass.
+const PASSES: Duration = Duration::from_secs(10);
 /// Nothing is given back when QEMU has not told for so long what can write to RAM.
 const VERDICT_OLD: Duration = Duration::from_secs(3);
 /// All processes are looked through for those that map shared RAM this often at most.
@@ -93,6 +95,8 @@ pub(crate) struct AgentLink {
     firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.
     unclear: Option<(u64, Instant)>,
+    /// Since when it stands aside for what may pass.
+    aside_since: Option<Instant>,
     /// Whether other processes map the RAM; asked for while something is unclear.
     mapped: Option<Result<(), String>>,
     mapped_at: Option<Instant>,
@@ -142,6 +146,7 @@ impl AgentLink {
             objections: Vec::new(),
             firmware: Firmware::Unknown,
             unclear: None,
+            aside_since: None,
             mapped: None,
             mapped_at: None,
             held_at: None,
@@ -196,6 +201,11 @@ impl AgentLink {
             Stage::Met => self.attach(run, terms, verdict),
             // Something was plugged in or out, or the operator wants it otherwise.
             Stage::Attached if anew || stood.is_some() => self.stand_down(Stage::Met),
+            // The device that it stood aside for may be gone.
+            Stage::Attached if self.aside_since.is_some_and(|at| now - at >= PASSES) => {
+                self.aside_since = None;
+                self.stand_down(Stage::Met);
+            }
             Stage::Attached => {
                 self.clear(verdict);
                 self.relay(now, run, events);
@@ -495,6 +505,10 @@ impl AgentLink {
                         self.mapped = None;
                     }
                 }
+                self.aside_since = match (status.passes, self.aside_since) {
+                    (true, since) => since.or_else(|| Some(Instant::now())),
+                    (false, _) => None,
+                };
                 self.status = Some(status);
             }
             (Ask::Facts, Ok(Answer::Facts(facts))) => {

@@ -98,7 +98,12 @@ fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> boo
     }
 }
 
+/// Connects to a socket that QEMU may not have opened yet: it has opened another one.
 fn connect(path: &Path) -> Client {
+    let until = Instant::now() + LONG;
+    while !path.exists() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
     Client::connect(path, LONG).unwrap()
 }
 

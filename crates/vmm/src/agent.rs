@@ -19,7 +19,7 @@ use ebb_core::wire::{
 };
 
 use crate::advise::{self, Open};
-use crate::aside::Devices;
+use crate::aside::{self, Devices};
 use crate::doors::Doors;
 use crate::faults::Faults;
 use crate::guard::{Guard, Watch};
@@ -77,6 +77,8 @@ pub struct Agent {
     /// What was open to KSM when the VM was let go of: it is still, and merged.
     kept: Open,
     aside: Option<String>,
+    /// That may pass.
+    passes: bool,
     faults: Faults,
 }
 
@@ -113,24 +115,27 @@ impl Agent {
     pub fn step(&mut self) {
         let Some(vm) = &mut self.vm else { return };
         if !vm.watch.alive() {
-            return self.stand_aside("the thread that reads faults has ended");
+            return self.stand_aside("the thread that reads faults has ended", false);
         }
         let now = Instant::now();
         let mut found = vm.step(now).err();
         vm.tell_map();
+        let mut device = None;
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            let open = vm.keep_closed(now, false).err();
-            found = vm.devices.look().or(open);
+            found = vm.keep_closed(now, false).err();
+            device = vm.devices.look();
         }
-        if let Some(why) = found {
-            self.stand_aside(&why);
+        let passes = device.is_some();
+        if let Some(why) = device.or(found) {
+            self.stand_aside(&why, passes);
         }
     }
 
-    fn stand_aside(&mut self, why: &str) {
+    /// `passes`: the reason may, and the daemon is to try again.
+    fn stand_aside(&mut self, why: &str, passes: bool) {
         self.let_go();
-        self.aside = Some(clip(why));
+        (self.aside, self.passes) = (Some(clip(why)), passes);
     }
 
     /// Does what is asked. `descriptor` came with the request; `interrupt` says
@@ -227,7 +232,7 @@ impl Agent {
             }
             Err(refusal) => {
                 if refusal.kind == Refused::Aside {
-                    self.stand_aside(&refusal.text);
+                    self.stand_aside(&refusal.text, aside::reason().is_some());
                 }
                 Err(refusal)
             }
@@ -279,13 +284,15 @@ impl Agent {
         self.step();
         let Some(vm) = &mut self.vm else {
             let state = if self.aside.is_some() { AgentState::Aside } else { AgentState::Idle };
-            return Status { state, why: self.aside.clone(), ..Status::default() };
+            let (why, passes) = (self.aside.clone(), self.aside.is_some() && self.passes);
+            return Status { state, why, passes, ..Status::default() };
         };
         let free = vm.recycler(self.faults).ok().and_then(|r| r.free(held));
         let (state, why) = vm.tracker.state();
         Status {
             state,
             why,
+            passes: false,
             module: vm.tracker.module(),
             free: free.map(|f| f.0),
             held: free.and_then(|f| f.1),
@@ -305,7 +312,7 @@ impl Agent {
         self.step();
         let faults = self.faults;
         if let Err(why) = self.attached()?.keep_closed(Instant::now(), true) {
-            self.stand_aside(&why);
+            self.stand_aside(&why, false);
         }
         let vm = self.attached()?;
         if vm.observe {
@@ -328,8 +335,10 @@ impl Agent {
                 limit.as_millis()
             )
         });
-        if let Some(why) = recycler.found.take().or(late) {
-            self.stand_aside(&why);
+        let device = recycler.found.take();
+        let passes = device.is_some();
+        if let Some(why) = device.or(late) {
+            self.stand_aside(&why, passes);
         }
         // A map that fell into doubt is dropped now, not at the next call.
         self.step();

@@ -169,33 +169,28 @@ fn an_order_whose_answer_is_lost_is_owed_all_the_same() {
     end_well(&place, daemon, watch, &vms);
 }
 
+/// By the next daemon, and by `ebb release`.
 #[test]
 fn what_was_taken_over_a_socket_is_given_back_over_it_whatever_the_configuration_says() {
-    let Some(place) = Place::new() else { return };
-    let vms = [place.standin("plain-a", true), place.standin("plain-b", true)];
-    let (a, b) = (&vms[0], &vms[1]);
-    place.configure(OFTEN, &[a, b]);
-    place.reconfigure("[host]\n", "[host]\nsockets = \"any\"\n");
-    let daemon = place.daemon_again();
-    squeeze(&daemon, a);
-    squeeze(&daemon, b);
-    daemon.crash();
-    // The next daemon, and `ebb release` after it.
-    place.reconfigure("sockets = \"any\"\n", "");
-    let daemon = place.daemon_again();
-    let (code, log) = daemon.end();
-    assert_eq!(code, Some(0), "{log}");
-    a.wait_size(RAM);
-    b.wait_size(RAM);
-
-    place.reconfigure("[host]\n", "[host]\nsockets = \"any\"\n");
-    let daemon = place.daemon_again();
-    squeeze(&daemon, a);
-    daemon.crash();
-    place.reconfigure("sockets = \"any\"\n", "");
-    let (code, said) = place.ebb("release");
-    assert_eq!(code, 0, "{said}");
-    a.wait_size(RAM);
+    for release in [false, true] {
+        let Some(place) = Place::new() else { return };
+        let vm = place.standin(&format!("plain-{release}"), true);
+        place.configure(OFTEN, &[&vm]);
+        place.reconfigure("[host]\n", "[host]\nsockets = \"any\"\n");
+        let daemon = place.daemon_again();
+        squeeze(&daemon, &vm);
+        daemon.crash();
+        place.reconfigure("sockets = \"any\"\n", "");
+        let (code, said) = match release {
+            true => place.ebb("release"),
+            false => {
+                let (code, log) = place.daemon_again().end();
+                (code.unwrap_or(-1), log)
+            }
+        };
+        assert_eq!(code, 0, "{said}");
+        vm.wait_size(RAM);
+    }
 }
 
 #[test]
