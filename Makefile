@@ -17,14 +17,12 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody
-# They go in three lanes, as much of a test is waiting. A test says by its arena whether others
-# may work meanwhile (`Arena::beside`). Daemons that manage VMs by name are in one lane; KSM is
-# one test's alone, in the end.
+# Those without a daemon go in two lanes, as much of them is waiting; a test says by its arena
+# whether others may work meanwhile (`Arena::beside`). Daemons judge by time: one after the other.
 GUESTS := vm_lifecycle vm_module
-HOSTS := vm_qemu vm_smoke vm_recycle vm_systemd vm_offload
-ALONE := vm_load vm_merge vm_zeros
-DAEMONS := $(filter-out $(GUESTS) $(HOSTS) $(ALONE),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
-LANES := vm-guests vm-hosts vm-daemons
+HOSTS := vm_qemu vm_smoke vm_recycle vm_offload
+DAEMONS := $(filter-out $(GUESTS) $(HOSTS),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
+LANES := vm-guests vm-hosts
 VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
@@ -61,17 +59,14 @@ check: ## format, lint, house rules, tests without VMs
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j3 $(LANES)
-	@$(call VM_TESTS,$(ALONE))
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 $(LANES)
+	@$(call VM_TESTS,$(DAEMONS))
 
 vm-guests:
 	@$(call VM_TESTS,$(GUESTS))
 
 vm-hosts:
 	@$(call VM_TESTS,$(HOSTS))
-
-vm-daemons:
-	@$(call VM_TESTS,$(DAEMONS))
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)

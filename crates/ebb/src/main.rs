@@ -218,6 +218,13 @@ enum Command {
         /// The commit to name there
         #[arg(long, requires = "markdown")]
         commit: Option<String>,
+        /// Looks for worlds in which the controller does worst: so many at random, and worse
+        /// ones near the worst of them
+        #[arg(long, value_name = "WORLDS", conflicts_with_all = ["compare", "trace", "hosts"])]
+        search: Option<usize>,
+        /// Steps from the worst worlds to worse ones, each eight
+        #[arg(long, default_value_t = 10, requires = "search")]
+        steps: usize,
         /// Every policy on guests that want what those of a record had
         #[arg(long, value_name = "FILE", conflicts_with = "compare")]
         trace: Option<String>,
@@ -327,6 +334,8 @@ fn dispatch(cli: Cli) -> Result<bool> {
             scenario,
             markdown,
             commit,
+            search,
+            steps,
             trace,
             json,
         } => {
@@ -334,6 +343,10 @@ fn dispatch(cli: Cli) -> Result<bool> {
             let (host_size, one) = (host.unwrap_or(half), seed.unwrap_or(1));
             let each = sim::Run { vms, ram, host: host_size, seed: one, seconds };
             let job = match (compare, trace, hosts) {
+                _ if search.is_some() => {
+                    let worlds = search.unwrap_or_default();
+                    sim::Job::Search(sim::Search { seed: seed.unwrap_or(0), worlds, steps })
+                }
                 (true, ..) => {
                     let first = seed.unwrap_or(0);
                     let (seeds, only) = (first..first.saturating_add(seeds), scenario);

@@ -1,6 +1,7 @@
 //! `ebb sim`: the daemon's loop and its rivals on synthetic guests.
 
 mod crowd;
+mod search;
 mod table;
 
 use std::fs::File;
@@ -16,6 +17,7 @@ use crate::recorder::{self, Line};
 use crate::table::{emit, emit_json};
 
 pub use crowd::{Hosts, Run};
+pub use search::Settings as Search;
 pub use table::Compare;
 
 /// What is simulated.
@@ -26,6 +28,8 @@ pub enum Job {
     Hosts(Hosts),
     /// Every policy on every scenario.
     Compare(Compare),
+    /// Looks for worlds in which Ebb does worst.
+    Search(Search),
     /// Every policy on the guests of a record.
     Trace(TraceRun),
 }
@@ -44,6 +48,7 @@ pub fn main(job: &Job, json: bool) -> Result<()> {
         Job::Run(run) => crowd::run(run, json),
         Job::Hosts(hosts) => crowd::hosts(hosts, json),
         Job::Compare(compare) => table::compare_all(compare, json),
+        Job::Search(settings) => search::run(settings, json),
         Job::Trace(run) => trace(run, json),
     }
 }
