@@ -82,6 +82,15 @@ pub enum User {
     Name(String),
 }
 
+impl fmt::Display for User {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            User::Uid(uid) => uid.fmt(f),
+            User::Name(name) => f.write_str(name),
+        }
+    }
+}
+
 /// What the agent inside a VM's QEMU may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -7,6 +7,10 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Classes: below 1 µs, below 2 µs, …, and the rest from 4 s on.
 const CLASSES: usize = 24;
 
+/// Shares of all for which it is told what they were no longer than, by their names.
+pub const QUANTILES: [(&str, f64); 4] =
+    [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
+
 /// Counts of durations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram {
@@ -43,11 +47,6 @@ impl Histogram {
         self.count() == 0
     }
 
-    /// The longest, nanoseconds.
-    pub fn max_ns(&self) -> u64 {
-        self.max_ns
-    }
-
     /// What this share of all was no longer than, nanoseconds: the end of a class, or the
     /// longest of all. `None` where nothing was counted. `share` is 0 to 1.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
@@ -81,7 +80,7 @@ impl fmt::Display for Histogram {
     /// How many, and what half, 99 %, 99.9 % and all of them were no longer than.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count())?;
-        for (name, share) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)] {
+        for (name, share) in QUANTILES {
             let Some(ns) = self.quantile_ns(share) else { break };
             let comma = if name == "p50" { ":" } else { "," };
             write!(f, "{comma} {name} {:.2} ms", ns as f64 / 1e6)?;
@@ -106,7 +105,7 @@ mod tests {
         let text = "1000: p50 0.51 ms, p99 1.00 ms, p99.9 1.00 ms, max 1.00 ms";
         assert_eq!(h.to_string(), text);
         h.add(u64::MAX);
-        assert_eq!((h.quantile_ns(1.0), h.max_ns()), (Some(u64::MAX), u64::MAX));
+        assert_eq!((h.quantile_ns(1.0), h.max_ns), (Some(u64::MAX), u64::MAX));
         assert_eq!(h.cumulative().last(), Some((None, 1001)));
         assert_eq!(h.cumulative().nth(10), Some((Some(1024), 1000)));
     }

@@ -358,8 +358,12 @@ impl Model {
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
     pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
         let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));
-        let mut vms: Vec<VmModel> =
-            sample.vms.iter().map(|vm| VmModel::new(config, sample, vm, memory)).collect();
+        let one_group = config.has_one_group();
+        let one = |vm: &VmSample| {
+            let group_is_proven = one_group || vm.claim == Claim::Proven;
+            VmModel { group_is_proven, ..VmModel::new(config, sample, vm, memory) }
+        };
+        let mut vms: Vec<VmModel> = sample.vms.iter().map(one).collect();
         let mut host = HostModel::new(config, sample, memory, (dt_ms, &vms));
         for vm in &mut vms {
             vm.outside =
@@ -716,7 +720,6 @@ impl VmModel {
                 1.0
             },
             group: settings.group.clone(),
-            group_is_proven: config.has_one_group() || vm.claim == Claim::Proven,
             pinned: vm.pinned.clone(),
             cgroup: vm.cgroup.clone(),
             paused: vm.run == Some(RunState::Paused),

@@ -3,8 +3,8 @@
 //!
 //! It executes itself with its arguments, in the same process. What it remembers of the VMs
 //! is handed over in a file beside the state file; what it owes is in the state file as
-//! always, so a hand-over that goes wrong is no worse than a crash. Before that the new program is asked whether it takes
-//! the configuration.
+//! always, so a hand-over that goes wrong is no worse than a crash. Before that the new
+//! program is asked whether it takes the configuration.
 
 use std::fs::File;
 use std::io::{Read, Write};

@@ -97,7 +97,7 @@ impl Debt {
             self.why = unheard(&vm.link);
             return false;
         };
-        // Never smaller than it is: somebody may have given it more.
+        // Never smaller than it is: another program may have given it more.
         let to = self.vm.whole(ram).max(size);
         // QEMU may still have the order to make it smaller: a guest that was paused would
         // follow that one when it runs.

@@ -218,7 +218,7 @@ enum Command {
         /// The commit to name there
         #[arg(long, requires = "markdown")]
         commit: Option<String>,
-        /// Looks for worlds in which the controller does worst: so many at random, and worse
+        /// Looks for worlds in which the controller does worst: this many at random, then worse
         /// ones near the worst of them
         #[arg(long, value_name = "WORLDS", conflicts_with_all = ["compare", "trace", "hosts"])]
         search: Option<usize>,
@@ -342,18 +342,18 @@ fn dispatch(cli: Cli) -> Result<bool> {
             let half = Bytes(ram.0.saturating_mul(u64::from(vms)) / 2);
             let (host_size, one) = (host.unwrap_or(half), seed.unwrap_or(1));
             let each = sim::Run { vms, ram, host: host_size, seed: one, seconds };
-            let job = match (compare, trace, hosts) {
-                _ if search.is_some() => {
-                    let worlds = search.unwrap_or_default();
-                    sim::Job::Search(sim::Search { seed: seed.unwrap_or(0), worlds, steps })
+            let job = match (search, compare, trace, hosts) {
+                (Some(worlds), ..) => {
+                    let (seed, threads) = (seed.unwrap_or(0), sim::threads());
+                    sim::Job::Search(sim::Search { seed, worlds, steps, threads })
                 }
-                (true, ..) => {
+                (_, true, ..) => {
                     let first = seed.unwrap_or(0);
                     let (seeds, only) = (first..first.saturating_add(seeds), scenario);
                     sim::Job::Compare(sim::Compare { seeds, only, markdown, commit })
                 }
-                (_, Some(file), _) => sim::Job::Trace(sim::TraceRun { file, host }),
-                (_, _, Some(hosts)) => sim::Job::Hosts(sim::Hosts { hosts, each }),
+                (.., Some(file), _) => sim::Job::Trace(sim::TraceRun { file, host }),
+                (.., Some(hosts)) => sim::Job::Hosts(sim::Hosts { hosts, each }),
                 _ => sim::Job::Run(each),
             };
             sim::main(&job, json).map(|()| true)

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use ebb_core::histogram::Histogram;
+use ebb_core::histogram::{Histogram, QUANTILES};
 use ebb_core::sample::AgentSample;
 
 use crate::fields::{Field, HOST_FIELDS, Kind, Unit, VM_FIELDS};
@@ -38,9 +38,6 @@ pub fn render(state: &State) -> String {
     out
 }
 
-/// Shares of all for which it is told what they were no longer than; 1 is the longest.
-const QUANTILES: [f64; 4] = [0.5, 0.99, 0.999, 1.0];
-
 /// A histogram of each agent, whose sum is the least that it can be, and its quantiles.
 fn histogram(
     out: &mut String,
@@ -65,7 +62,7 @@ fn histogram(
     let _ = writeln!(out, "# HELP {name} {help}, by share.\n# TYPE {name} gauge");
     for vm in &state.vms {
         let Some(h) = vm.agent.as_ref().map(&get) else { continue };
-        for share in QUANTILES {
+        for (_, share) in QUANTILES {
             let Some(ns) = h.quantile_ns(share) else { continue };
             let (label, seconds) = (escape(&vm.name), ns as f64 / 1e9);
             let _ = writeln!(out, "{name}{{vm=\"{label}\",quantile=\"{share}\"}} {seconds}");

@@ -1,6 +1,6 @@
 //! The signals that end the daemon, noted from its first moment on.
 //!
-//! A signal that nobody handles ends the process, which systemd takes for a clean end: nothing
+//! An unhandled signal ends the process, which systemd takes for a clean end: nothing
 //! would be given back. So they are noted before anything else is done, and held back while
 //! the process executes itself anew.
 

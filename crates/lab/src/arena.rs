@@ -389,7 +389,7 @@ fn left(places: &Places) -> Vec<Journal> {
     journals.filter_map(ended).collect()
 }
 
-/// The machine, and what came of what earlier runs left.
+/// The lock on the machine, and how undoing the changes of earlier runs ended.
 struct Held {
     lock: File,
     journal: Journal,

@@ -119,8 +119,6 @@ pub struct Counts {
     pub refaults: u64,
     /// Pages of processes read back from the guest's swap by faults, since boot.
     pub anon_refaults: u64,
-    /// Read from its disks, since the run began.
-    pub disk_read: Bytes,
     /// Allocations that had to wait, since boot.
     pub alloc_stalls: u64,
     /// Pages of direct reclaim, since boot.
@@ -427,7 +425,6 @@ impl Guest {
             host_swap_out: kept.host_swap_out,
             recycled: kept.recycled,
             paged_out: kept.paged_out,
-            disk_read: kept.disk_read,
             ..Counts::default()
         };
     }
@@ -502,13 +499,11 @@ impl Guest {
             time.wait_share((missing - got).fraction_of(self.known_files));
             let again = Bytes((DISK_RATE * (time.spent() - before) / 1000.0) as u64);
             self.counts.refaults += (got + again).0 / PAGE;
-            self.counts.disk_read += got + again;
         }
         let new = (self.want.files - self.known_files).min(time.at(DISK_RATE));
         let got = self.cache_more(new, time, room);
         self.hot_cache += got;
         self.known_files += got;
-        self.counts.disk_read += got;
     }
 
     fn cache_more(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
@@ -533,7 +528,6 @@ impl Guest {
         let bytes = time.at(self.spec.need.stream).min(spare);
         let got = self.touch(bytes, time, room);
         self.cold_cache += got;
-        self.counts.disk_read += bytes;
     }
 
     fn watermark(&self) -> Bytes {

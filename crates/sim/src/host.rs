@@ -12,7 +12,7 @@ pub const LOW_MARK: f64 = 0.02;
 /// Up to this share it swaps then.
 pub const HIGH_MARK: f64 = 0.03;
 /// The host's kernel, daemons and QEMU itself.
-const OWN_SHARE: f64 = 0.02;
+pub const OWN_SHARE: f64 = 0.02;
 /// The kernel does not know what is hot: of what it swaps out, so much is taken
 /// from hot and idle pages alike.
 const MISJUDGED: f64 = 0.1;

@@ -6,6 +6,7 @@
 
 use ebb_core::units::Bytes;
 
+use crate::host::OWN_SHARE;
 use crate::mood::Mood;
 use crate::score::Score;
 use crate::world::{Setup, World};
@@ -31,7 +32,7 @@ pub fn run(setup: &Setup) -> Score {
         let at = world.at_ms();
         let keeps = setup.host.share(setup.marks.1 + 0.01) + others(setup, at);
         let fixed = |m: Mood| matches!(m, Mood::Pinned | Mood::Bare | Mood::Stuck);
-        let mut room = setup.host - setup.host.share(0.02) - keeps;
+        let mut room = setup.host - setup.host.share(OWN_SHARE) - keeps;
         let mut wants = Vec::new();
         for vm in &sample.vms {
             let Some(i) = world.index(vm.id) else { continue };

@@ -4,6 +4,8 @@
 //! worse still. The share of random worlds in which nobody beats Ebb is the honest figure; the
 //! worst ones found are for mending, and then for keeping.
 
+use std::fmt;
+
 use serde::Serialize;
 
 use crate::compare::in_parallel;
@@ -27,27 +29,47 @@ pub struct Found {
     pub about: String,
     /// Guests.
     pub vms: u64,
-    /// Held, stall in seconds, and killed: Ebb.
-    pub ebb: (u64, f64, u64),
-    /// The same of the best rival with the eyes that KVM gives.
-    pub best: (u64, f64, u64),
+    /// Ebb.
+    pub ebb: Brief,
+    /// The best rival with the eyes that KVM gives.
+    pub best: Brief,
     /// Who that is.
     pub rival: &'static str,
-    /// The same of one whose guests tell it of each change within a tenth of a second.
-    pub pushed: (u64, f64, u64),
-    /// The same of one that knows the future.
-    pub oracle: (u64, f64, u64),
+    /// One whose guests tell it of each change within a tenth of a second.
+    pub pushed: Brief,
+    /// One that knows the future.
+    pub oracle: Brief,
     /// Laws that Ebb broke.
     pub broken: usize,
 }
 
-fn brief(s: &Score) -> (u64, f64, u64) {
-    (s.held, s.stall_s, s.ooms)
+/// What counts of a score.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Brief {
+    /// Guests that were not harmed.
+    pub held: u64,
+    /// Time that guests waited for memory, seconds.
+    pub stall_s: f64,
+    /// Processes and guests killed for lack of memory.
+    pub ooms: u64,
 }
 
-/// Whether the first is at least as good as the second: in guests held and in stall.
-fn as_good((held, stall, _): (u64, f64, u64), (other, its, _): (u64, f64, u64)) -> bool {
-    held >= other && stall <= its + (its * SAME_SHARE).max(SAME_S)
+impl Brief {
+    fn of(s: &Score) -> Brief {
+        Brief { held: s.held, stall_s: s.stall_s, ooms: s.ooms }
+    }
+
+    /// At least as good as another: in guests held and in stall.
+    fn is_as_good_as(self, other: Brief) -> bool {
+        let same = other.stall_s + (other.stall_s * SAME_SHARE).max(SAME_S);
+        self.held >= other.held && self.stall_s <= same
+    }
+}
+
+impl fmt::Display for Brief {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} / {:.0} s / {}", self.held, self.stall_s, self.ooms)
+    }
 }
 
 impl Found {
@@ -67,28 +89,28 @@ impl Found {
             point: point.clone(),
             about: point.about(),
             vms: ebb.score.vms,
-            ebb: brief(&ebb.score),
-            best: brief(best),
+            ebb: Brief::of(&ebb.score),
+            best: Brief::of(best),
             rival: rival.name(),
-            pushed: brief(&Contestant::QmemmanPushed.run(&setup).score),
-            oracle: brief(&oracle::run(&setup)),
+            pushed: Brief::of(&Contestant::QmemmanPushed.run(&setup).score),
+            oracle: Brief::of(&oracle::run(&setup)),
             broken: ebb.broken.len(),
         }
     }
 
     /// Nobody with the eyes that KVM gives does better.
     pub fn is_unbeaten(&self) -> bool {
-        as_good(self.ebb, self.best)
+        self.ebb.is_as_good_as(self.best)
     }
 
     /// Not even one whose guests tell it at once.
     pub fn beats_pushed(&self) -> bool {
-        as_good(self.ebb, self.pushed)
+        self.ebb.is_as_good_as(self.pushed)
     }
 
     /// How much worse than the best: a guest that is harmed counts as 30 s.
     pub fn loss(&self) -> f64 {
-        let cost = |(held, stall, _): (u64, f64, u64)| stall + 30.0 * (self.vms - held) as f64;
+        let cost = |b: Brief| b.stall_s + 30.0 * (self.vms - b.held) as f64;
         cost(self.ebb) - cost(self.best)
     }
 }
@@ -128,6 +150,14 @@ impl Search {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn as_good(
+        (held, stall_s, ooms): (u64, f64, u64),
+        (other, its, killed): (u64, f64, u64),
+    ) -> bool {
+        let other = Brief { held: other, stall_s: its, ooms: killed };
+        Brief { held, stall_s, ooms }.is_as_good_as(other)
+    }
 
     #[test]
     fn as_good_is_in_both_figures() {

@@ -305,7 +305,7 @@ impl Checker<'_> {
         })
     }
 
-    /// Cores, given as percent of one, at least so many percent.
+    /// Cores, given as percent of one; `least` percent at least.
     fn share(
         &self,
         field: &str,

@@ -425,11 +425,12 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
         bail!("no VM {unknown}; there are: {}", there.join(" "));
     }
     processes.retain(|p| names.is_empty() || names.contains(&p.name));
+    let one_group = config.has_one_group();
     let version = read_hierarchy(root)?.map_or(Version::V2, |h| h.version);
     let one = |process: QemuProcess| {
         let group = config.settings(&process.given, process.uuid.as_deref()).group.clone();
         let claim = claim(root, config, version, &process);
-        let group_is_proven = config.has_one_group() || claim == Claim::Proven;
+        let group_is_proven = one_group || claim == Claim::Proven;
         let (found, why) = match Found::look(root, process.id, &process.name, &group) {
             Ok(Some(found)) => (Some(found), None),
             Ok(None) => (None, Some("it has ended".to_string())),

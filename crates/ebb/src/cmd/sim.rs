@@ -17,7 +17,7 @@ use crate::recorder::{self, Line};
 use crate::table::{emit, emit_json};
 
 pub use crowd::{Hosts, Run};
-pub use search::Settings as Search;
+pub use ebb_sim::search::Search;
 pub use table::Compare;
 
 /// What is simulated.
@@ -48,7 +48,7 @@ pub fn main(job: &Job, json: bool) -> Result<()> {
         Job::Run(run) => crowd::run(run, json),
         Job::Hosts(hosts) => crowd::hosts(hosts, json),
         Job::Compare(compare) => table::compare_all(compare, json),
-        Job::Search(settings) => search::run(settings, json),
+        Job::Search(search) => search::run(search, json),
         Job::Trace(run) => trace(run, json),
     }
 }
@@ -64,7 +64,7 @@ fn scenarios(names: &[String]) -> Result<Vec<Scenario>> {
 }
 
 /// How many threads there are to use.
-fn threads() -> usize {
+pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 

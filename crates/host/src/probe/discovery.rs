@@ -93,19 +93,9 @@ fn plain_process(root: &Root, trust: &Trust, pid: u32) -> Result<QemuProcess, St
     }
     let stat = read_stat(root, pid).map_err(|e| e.to_string())?;
     let start = stat.ok_or("the process behind it has ended")?.start;
-    Ok(QemuProcess {
-        id: VmId { pid, start },
-        name: String::new(),
-        given: format!("pid-{pid}"),
-        uuid: None,
-        qmp: QmpAddress::None { why: String::new() },
-        balloon: false,
-        passthrough: false,
-        hugepages: false,
-        pinned: None,
-        incoming: false,
-        agent: None,
-    })
+    let plain = QemuProcess::plain(VmId { pid, start }, format!("pid-{pid}"));
+    // Its name comes from the configuration.
+    Ok(QemuProcess { name: String::new(), ..plain })
 }
 
 fn refused(pid: u32, why: &str) -> String {

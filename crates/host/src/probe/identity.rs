@@ -9,7 +9,7 @@ use ebb_core::sample::Claim;
 use super::cgroup::{Version, read_process_cgroup};
 use super::process::read_credentials;
 use super::qemu::QemuProcess;
-use super::trust::uid_of;
+use super::trust::uid;
 use crate::root::Root;
 
 /// What a VM's claim to its section is worth. `version` is that of the hierarchy that
@@ -42,15 +42,12 @@ fn differs(
         }
     }
     if let Some(user) = &identity.user {
-        let uid = match user {
-            User::Uid(uid) => *uid,
-            User::Name(name) => {
-                let passwd = root.read("/etc/passwd").ok().flatten().unwrap_or_default();
-                match uid_of(&passwd, name) {
-                    Some(uid) => uid,
-                    None => return Some(format!("there is no user {name}")),
-                }
-            }
+        let passwd = match user {
+            User::Name(_) => root.read("/etc/passwd").ok().flatten().unwrap_or_default(),
+            User::Uid(_) => String::new(),
+        };
+        let Some(uid) = uid(&passwd, user) else {
+            return Some(format!("there is no user {user}"));
         };
         let whose = read_credentials(root, pid).ok().flatten();
         let Some(whose) = whose else { return Some("its user cannot be read".into()) };
@@ -71,25 +68,13 @@ fn differs(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::qemu::QmpAddress;
     use ebb_core::sample::VmId;
 
     const UUID: &str = "11111111-2222-3333-4444-555555555555";
 
     fn process(name: &str, uuid: Option<&str>) -> QemuProcess {
-        QemuProcess {
-            id: VmId { pid: 10, start: 7 },
-            name: name.into(),
-            given: name.into(),
-            uuid: uuid.map(str::to_owned),
-            qmp: QmpAddress::None { why: String::new() },
-            balloon: true,
-            passthrough: false,
-            hugepages: false,
-            pinned: None,
-            incoming: false,
-            agent: None,
-        }
+        let uuid = uuid.map(str::to_owned);
+        QemuProcess { uuid, ..QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into()) }
     }
 
     #[test]

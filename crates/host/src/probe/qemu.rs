@@ -87,6 +87,23 @@ pub struct QemuProcess {
 }
 
 impl QemuProcess {
+    /// One of which nothing but its name is known.
+    pub fn plain(id: VmId, given: String) -> QemuProcess {
+        QemuProcess {
+            id,
+            name: given.clone(),
+            given,
+            uuid: None,
+            qmp: QmpAddress::None { why: String::new() },
+            balloon: false,
+            passthrough: false,
+            hugepages: false,
+            pinned: None,
+            incoming: false,
+            agent: None,
+        }
+    }
+
     /// Whether the configuration's section of one of these names is this VM's.
     pub fn is_one_of(&self, sections: &[String]) -> bool {
         let by_uuid = self.uuid.as_deref().map(by_uuid);
@@ -517,17 +534,8 @@ mod tests {
         let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
         let section = format!("uuid:{}", uuid.to_lowercase());
         let vm = |name: &str, uuid: Option<&str>| QemuProcess {
-            id: VmId::default(),
-            name: name.into(),
-            given: name.into(),
             uuid: uuid.map(str::to_owned),
-            qmp: QmpAddress::Paths(Vec::new()),
-            balloon: false,
-            passthrough: false,
-            hugepages: false,
-            pinned: None,
-            incoming: false,
-            agent: None,
+            ..QemuProcess::plain(VmId::default(), name.into())
         };
         for (mut vm, by_uuid, by_name) in [
             (vm("a", Some(uuid)), true, true),

@@ -67,12 +67,10 @@ impl Trust {
         allowed.extend(VM_USERS.iter().filter_map(|name| uid_of(&passwd, name)));
         let mut unknown = Vec::new();
         for user in users {
-            match user {
-                User::Uid(uid) => drop(allowed.insert(*uid)),
-                User::Name(name) => match uid_of(&passwd, name) {
-                    Some(uid) => drop(allowed.insert(uid)),
-                    None => unknown.push(name.clone()),
-                },
+            match (uid(&passwd, user), user) {
+                (Some(uid), _) => drop(allowed.insert(uid)),
+                (None, User::Name(name)) => unknown.push(name.clone()),
+                (None, User::Uid(_)) => {}
             }
         }
         Ok(Uids { allowed: Some(allowed), unknown })
@@ -94,11 +92,10 @@ impl Trust {
                 false => (users(&pid.to_string())? != users("self")?).then_some("user"),
             };
             if let Some(kind) = other {
-                let why = format!(
-                    "it is in another {kind} namespace: host.containers = true \
-                    allows that"
-                );
-                return Ok(Verdict::Refused(why));
+                let allows = "host.containers = true allows that";
+                return Ok(Verdict::Refused(format!(
+                    "it is in another {kind} namespace: {allows}"
+                )));
             }
         }
         match &self.programs {
@@ -176,6 +173,14 @@ pub fn is_qemu(path: &str) -> bool {
 /// Whether nobody but root can change a file of this owner and mode.
 fn only_roots(owner: u32, mode: u32) -> bool {
     owner == 0 && mode & 0o022 == 0
+}
+
+/// A user's uid; by name it is looked up in the text of `/etc/passwd`.
+pub fn uid(passwd: &str, user: &User) -> Option<u32> {
+    match user {
+        User::Uid(uid) => Some(*uid),
+        User::Name(name) => uid_of(passwd, name),
+    }
 }
 
 /// A user's uid in the text of `/etc/passwd`: `name:password:uid:…` (passwd(5)).

@@ -72,17 +72,9 @@ fn tick(vm: &mut Vm) -> VmSample {
 fn vm(path: std::path::PathBuf) -> Vm {
     Vm::new(
         QemuProcess {
-            id: VmId { pid: std::process::id(), start: 0 },
-            name: "v".into(),
-            given: "v".into(),
-            uuid: None,
             qmp: QmpAddress::Paths(vec![path]),
             balloon: true,
-            passthrough: false,
-            hugepages: false,
-            pinned: None,
-            incoming: false,
-            agent: None,
+            ..QemuProcess::plain(VmId { pid: std::process::id(), start: 0 }, "v".into())
         },
         1,
         Access {

@@ -22,16 +22,16 @@ fn for_guests(sight: &Sight<'_>) -> Option<f64> {
     Some(signed(sight.sample.host.memory?.total) * (1.0 - HOST_KEEPS))
 }
 
-fn order(g: &Seen, to: f64) -> Option<(VmId, Bytes)> {
-    let to = to.clamp(signed(g.min).min(signed(g.ram)), signed(g.ram));
-    ((to - signed(g.actual)).abs() >= CHANGE_LEAST).then(|| (g.id, bytes(to)))
-}
-
-/// Those that shrink come first.
-fn sorted(guests: &[Seen], mut plan: Vec<(VmId, Bytes)>) -> Vec<(VmId, Bytes)> {
-    let grows = |p: &(VmId, Bytes)| guests.iter().any(|g| g.id == p.0 && p.1 >= g.actual);
-    plan.sort_by_key(grows);
-    plan
+/// The sizes that `to` wants, as far as they change anything; those that shrink come first.
+fn plan(guests: &[Seen], mut to: impl FnMut(&Seen) -> Option<f64>) -> Vec<(VmId, Bytes)> {
+    let order = |g: &Seen| {
+        let to = to(g)?.clamp(signed(g.min).min(signed(g.ram)), signed(g.ram));
+        let changes = (to - signed(g.actual)).abs() >= CHANGE_LEAST;
+        changes.then(|| (g.id, bytes(to), bytes(to) >= g.actual))
+    };
+    let mut orders: Vec<_> = guests.iter().filter_map(order).collect();
+    orders.sort_by_key(|o| o.2);
+    orders.into_iter().map(|(id, to, _)| (id, to)).collect()
 }
 
 /// Every guest has its part.
@@ -47,8 +47,7 @@ impl Policy for StaticSplit {
         let Some(room) = for_guests(sight) else { return Vec::new() };
         let ram: f64 = guests.iter().map(|g| signed(g.ram)).sum();
         let part = (room / ram.max(1.0)).min(1.0);
-        let plan = guests.iter().filter_map(|g| order(g, signed(g.ram) * part)).collect();
-        sorted(&guests, plan)
+        plan(&guests, |g| Some(signed(g.ram) * part))
     }
 }
 
@@ -74,9 +73,8 @@ impl Policy for Demand {
             true => (1.0, (room - sum) / guests.len().max(1) as f64),
             false => (room / sum, 0.0),
         };
-        let each = guests.iter().zip(want);
-        let plan = each.filter_map(|(g, want)| order(g, want * part + more)).collect();
-        sorted(&guests, plan)
+        let mut want = want.into_iter();
+        plan(&guests, |_| Some(want.next()? * part + more))
     }
 }
 
@@ -97,10 +95,9 @@ impl Policy for BalanceAvailable {
             let guest = available - CRITICAL_SHARE * signed(g.ram);
             // The host's is everybody's: each guest weighs its part of it.
             let delta = (guest - host / guests.len() as f64) / 2.0;
-            order(g, signed(g.actual) - delta)
+            Some(signed(g.actual) - delta)
         };
-        let plan = guests.iter().filter_map(one).collect();
-        sorted(&guests, plan)
+        plan(&guests, one)
     }
 }
 

@@ -4,18 +4,7 @@ use anyhow::Result;
 use ebb_sim::search::{Found, Search};
 use serde::Serialize;
 
-use super::threads;
 use crate::table::{emit, emit_json, table};
-
-/// Settings of a search.
-pub struct Settings {
-    /// For all that is random.
-    pub seed: u64,
-    /// Worlds at random.
-    pub worlds: usize,
-    /// Steps from the worst of them to worse ones.
-    pub steps: usize,
-}
 
 #[derive(Serialize)]
 struct Worlds {
@@ -24,8 +13,7 @@ struct Worlds {
 }
 
 /// Runs it and tells.
-pub fn run(s: &Settings, json: bool) -> Result<()> {
-    let search = Search { seed: s.seed, worlds: s.worlds, steps: s.steps, threads: threads() };
+pub fn run(search: &Search, json: bool) -> Result<()> {
     let (random, worst) = search.run();
     if json {
         return emit_json(&Worlds { random, worst });
@@ -38,18 +26,16 @@ fn percent(of: &[Found], is: impl Fn(&Found) -> bool) -> f64 {
 }
 
 fn text(random: &[Found], worst: &[Found]) -> String {
-    let kills = |f: &&Found| f.ebb.2 > 0 && f.oracle.2 == 0;
+    let kills = |f: &&Found| f.ebb.ooms > 0 && f.oracle.ooms == 0;
     let cells: Vec<Vec<String>> = worst
         .iter()
         .map(|f| {
-            let score =
-                |(held, stall, ooms): (u64, f64, u64)| format!("{held} / {stall:.0} s / {ooms}");
             vec![
-                score(f.ebb),
-                score(f.best),
+                f.ebb.to_string(),
+                f.best.to_string(),
                 f.rival.to_string(),
-                score(f.pushed),
-                score(f.oracle),
+                f.pushed.to_string(),
+                f.oracle.to_string(),
                 format!("{} of {}", f.vms, f.about),
             ]
         })
