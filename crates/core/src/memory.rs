@@ -29,7 +29,7 @@ pub use self::vm::*;
 pub use self::yields::Yields;
 pub use self::zeros::ZeroMemory;
 use crate::model::{Model, Pressure};
-use crate::plan::{MergeWish, Outcome, Plan, Rung, RungName};
+use crate::plan::{Action, MergeWish, Outcome, Plan, Rung, RungName};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
@@ -127,6 +127,13 @@ pub struct OwnedVm {
     /// What QEMU may have been told by Ebb that the balloon shall hold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<Bytes>,
+    /// The most that it may come to hold by this order or earlier ones. Older versions do not
+    /// tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub most: Option<Bytes>,
+    /// QEMU may not have the last order: its answer was lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsure: bool,
     /// The size that is owed, as older versions wrote it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Bytes>,
@@ -134,19 +141,28 @@ pub struct OwnedVm {
 
 impl OwnedVm {
     fn new(m: &VmMemory, ledger: &Ledger) -> OwnedVm {
-        let Ledger { others, ordered, baseline, .. } = *ledger;
+        let Ledger { others, ordered, baseline, unsure, .. } = *ledger;
         let (name, socket) = (m.name.clone(), m.socket.clone());
-        OwnedVm { id: m.id, name, socket, others, ordered, baseline }
+        let most = ledger.most.max(ordered);
+        OwnedVm { id: m.id, name, socket, others, ordered, most, unsure, baseline }
     }
 
     fn ledger(&self) -> Ledger {
-        let OwnedVm { others, ordered, baseline, .. } = *self;
-        Ledger { others, ordered, baseline, ..Ledger::default() }
+        let OwnedVm { others, ordered, most, unsure, baseline, .. } = *self;
+        // On its way to the last order it may be anywhere.
+        let prior = most.filter(|m| ordered.is_none_or(|o| *m > o));
+        Ledger { others, ordered, most, unsure, prior, baseline, ..Ledger::default() }
     }
 
     /// Whether QEMU may have the order to make it smaller than it would be without Ebb.
     pub fn is_ordered(&self) -> bool {
-        self.ordered > self.others
+        self.ordered.max(self.most) > self.others
+    }
+
+    /// As it stands while it is given back what it is owed, and may not have heard of it.
+    pub fn given_back(&self) -> OwnedVm {
+        let most = self.most.max(self.ordered);
+        OwnedVm { ordered: self.others, most, unsure: true, ..self.clone() }
     }
 
     /// Where it was heard.
@@ -177,9 +193,14 @@ impl Memory {
     }
 
     /// Takes over what an earlier daemon had taken. An entry stays until its VM is seen
-    /// whole or its process is proven to have ended.
+    /// whole or its process is proven to have ended. What is remembered of a balloon counts
+    /// more: it was handed over.
     pub fn adopt(&mut self, owned: &Owned) {
+        let unknown = |m: &VmMemory| m.ledger == Ledger::default();
         for o in &owned.vms {
+            if !self.vm(o.id).is_none_or(unknown) {
+                continue;
+            }
             let vm = self.vm_mut(o.id);
             vm.name = o.name.clone();
             vm.socket.clone_from(&o.socket);
@@ -188,7 +209,7 @@ impl Memory {
         for o in &owned.marks {
             let vm = self.vm_mut(o.id);
             vm.name = o.name.clone();
-            vm.merge.was = Some(o.open);
+            vm.merge.was.get_or_insert(o.open);
         }
     }
 
@@ -347,12 +368,11 @@ impl Memory {
         }
         let outcomes: BTreeMap<VmId, &Outcome> = outcomes.iter().map(|o| (o.vm, o)).collect();
         for action in &plan.actions {
-            let outcome = outcomes.get(&action.vm);
-            if outcome.is_none_or(|o| o.error.is_some() && !o.unanswered) {
+            let Some(answered) = outcomes.get(&action.vm).and_then(|o| o.answered()) else {
                 continue;
-            }
+            };
             let ram = model.vm(action.vm).and_then(|v| v.ram);
-            self.vm_mut(action.vm).learn(model.at, ram, action);
+            self.vm_mut(action.vm).learn(model.at, ram, action, answered);
         }
     }
 
@@ -361,16 +381,21 @@ impl Memory {
         self.vms.iter().filter(|m| m.is_owed()).map(|m| m.id).collect()
     }
 
-    /// What must be on disk before `plan` is applied: every VM whose balloon holds more
-    /// than what others ordered, or is about to.
-    pub fn owned(&self, model: &Model, plan: &Plan) -> Owned {
-        let takes: BTreeMap<VmId, Bytes> =
-            plan.actions.iter().filter(|a| !a.gives()).map(|a| (a.vm, a.to)).collect();
+    /// What must be on disk before what `plan` takes is applied: every VM whose balloon holds
+    /// more than what others ordered, or is about to. What it gives was ordered already, with
+    /// these outcomes.
+    pub fn owned(&self, model: &Model, plan: &Plan, given: &[Outcome]) -> Owned {
+        let answered = |a: &Action| match a.gives() {
+            true => given.iter().find(|o| o.vm == a.vm)?.answered(),
+            false => Some(true),
+        };
+        let orders = plan.actions.iter().filter_map(|a| Some((a.vm, (a.to, answered(a)?))));
+        let orders: BTreeMap<VmId, (Bytes, bool)> = orders.collect();
         let vms = self.vms.iter().filter_map(|m| {
             let mut ledger = m.ledger;
             let ram = model.vm(m.id).and_then(|v| v.ram);
-            if let (Some(to), Some(ram)) = (takes.get(&m.id), ram) {
-                ledger.order(ram, *to);
+            if let (Some((to, answered)), Some(ram)) = (orders.get(&m.id), ram) {
+                ledger.order(ram, *to, *answered);
             }
             ledger.owes().then(|| OwnedVm::new(m, &ledger))
         });

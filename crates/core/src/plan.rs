@@ -375,6 +375,13 @@ pub struct Outcome {
     pub unanswered: bool,
 }
 
+impl Outcome {
+    /// Whether QEMU has answered that it took the order; `None` where it surely did not.
+    pub fn answered(&self) -> Option<bool> {
+        (self.error.is_none() || self.unanswered).then_some(self.error.is_none())
+    }
+}
+
 /// Bounds that every plan keeps, whatever the policy says.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Limits {

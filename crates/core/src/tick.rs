@@ -27,6 +27,10 @@ pub trait Host {
     /// Writes down what will have been taken, before it is taken. An error
     /// forbids taking: the tick applies gives only.
     fn remember(&mut self, owned: &Owned) -> Result<(), String>;
+    /// Whether what was written down last is still there.
+    fn remembers(&mut self) -> bool {
+        true
+    }
     /// What the operator asked for since the last tick.
     fn requests(&mut self) -> Vec<Reclaim> {
         Vec::new()
@@ -143,10 +147,9 @@ impl Engine {
     /// Takes over what an earlier daemon had taken, and what it remembered, where that was
     /// handed over.
     pub fn adopt(&mut self, owned: Owned, memory: Option<Memory>) {
-        match memory {
-            Some(memory) => self.memory = memory,
-            None => self.memory.adopt(&owned),
-        }
+        self.memory = memory.unwrap_or_default();
+        // Also what a hand-over of another version does not tell.
+        self.memory.adopt(&owned);
         self.written = Some(owned);
     }
 
@@ -170,8 +173,8 @@ impl Engine {
             if gives > 0 {
                 outcomes = host.apply(&plan.actions[..gives]);
             }
-            let owned = self.memory.owned(&model, &plan);
-            if self.written.as_ref() != Some(&owned) {
+            let owned = self.memory.owned(&model, &plan, &outcomes);
+            if self.written.as_ref() != Some(&owned) || !host.remembers() {
                 match host.remember(&owned) {
                     Ok(()) => self.written = Some(owned),
                     Err(why) => {

@@ -189,7 +189,12 @@ impl Daemon {
 
     /// Gives back until all is seen to be, or the time is up: what is still owed.
     pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> Vec<Left> {
-        give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say)
+        let state = &mut self.state;
+        let mut note = |vms: Vec<OwnedVm>| {
+            let owed = Owned { vms, ..owed.clone() };
+            let _ = state.as_mut().map(|s| s.write(&owed));
+        };
+        give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say, &mut note)
     }
 
     /// Has QEMU ask the guests for statistics as often as before.
@@ -253,10 +258,14 @@ impl Host for Daemon {
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
-        match &self.state {
+        match &mut self.state {
             Some(state) => state.write(owned).map_err(|e| format!("{e:#}")),
             None => Err("no state file".into()),
         }
+    }
+
+    fn remembers(&mut self) -> bool {
+        self.state.as_ref().is_none_or(StateFile::is_there)
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {

@@ -29,12 +29,14 @@ pub struct Left {
 }
 
 /// Gives back until all have what they are owed or the time is up; each is asked at least
-/// once. `say` hears of each order and each end. Returns what is still owed.
+/// once. `say` hears of each order and each end, `note` what is owed once all were asked: who is
+/// killed after that leaves balloons that move as it told them. Returns what is still owed.
 pub fn give_back(
     host: &mut LinuxHost,
     owed: &[OwnedVm],
     until: Instant,
     say: &mut dyn FnMut(&str),
+    note: &mut dyn FnMut(Vec<OwnedVm>),
 ) -> Vec<Left> {
     let mut debts: Vec<Debt> = owed.iter().map(Debt::new).collect();
     let mut first = true;
@@ -43,10 +45,12 @@ pub fn give_back(
         let sample = host.sample_owed(&ids);
         debts.retain_mut(|debt| !debt.is_settled(&sample, say));
         if debts.is_empty() || Instant::now() >= until && !first {
-            return debts.into_iter().map(|d| Left { vm: d.vm, why: d.why }).collect();
+            return debts.into_iter().map(|d| Left { vm: d.vm.given_back(), why: d.why }).collect();
         }
-        first = false;
         order(host, &mut debts, say);
+        if std::mem::take(&mut first) {
+            note(debts.iter().map(|d| d.vm.given_back()).collect());
+        }
         host.wait(until.min(Instant::now() + ROUND));
     }
 }

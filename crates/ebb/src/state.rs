@@ -6,6 +6,7 @@
 //! so: only where no daemon has run, or the file was lost, there is none.
 
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -19,28 +20,27 @@ const MOST: u64 = 16 << 20;
 /// The open state file, locked while this lives.
 pub struct StateFile {
     path: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 impl StateFile {
     /// Locks it; fails where another daemon holds it.
     pub fn open(path: &str) -> Result<StateFile> {
         let path = PathBuf::from(path);
-        let dir = path.parent().unwrap_or(Path::new("/"));
-        fs::create_dir_all(dir).with_context(|| {
-            format!("cannot create {}: run as root, or set daemon.state_file", dir.display())
-        })?;
-        let lock_path = path.with_extension("lock");
-        let lock = File::create(&lock_path)
-            .with_context(|| format!("cannot create {}", lock_path.display()))?;
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            bail!(
-                "another ebb holds {}: stop it first, or give this one its own daemon.state_file \
-                 and daemon.socket",
-                lock_path.display()
-            );
-        }
-        Ok(StateFile { path, _lock: lock })
+        let lock = lock(&path)?;
+        Ok(StateFile { path, lock })
+    }
+
+    /// Whether file and lock are still where they were left: somebody may have emptied the
+    /// directory.
+    pub fn is_there(&self) -> bool {
+        self.path.exists() && self.is_locked()
+    }
+
+    fn is_locked(&self) -> bool {
+        let id = |m: fs::Metadata| (m.dev(), m.ino());
+        let there = fs::metadata(lock_path(&self.path)).map(id);
+        self.lock.metadata().map(id).is_ok_and(|ours| there.is_ok_and(|there| there == ours))
     }
 
     /// What was written last; nothing where there is no file.
@@ -70,11 +70,36 @@ impl StateFile {
         })
     }
 
-    /// Replaces it, durably.
-    pub fn write(&self, owned: &Owned) -> Result<()> {
+    /// Replaces it, durably. Where the lock was removed it is taken anew; fails where another
+    /// daemon has it now.
+    pub fn write(&mut self, owned: &Owned) -> Result<()> {
+        if !self.is_locked() {
+            self.lock = lock(&self.path)?;
+        }
         durable::replace(&self.path, &serde_json::to_vec_pretty(owned)?)
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
+}
+
+fn lock_path(path: &Path) -> PathBuf {
+    path.with_extension("lock")
+}
+
+fn lock(path: &Path) -> Result<File> {
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    fs::create_dir_all(dir).with_context(|| {
+        format!("cannot create {}: run as root, or set daemon.state_file", dir.display())
+    })?;
+    let path = lock_path(path);
+    let lock = File::create(&path).with_context(|| format!("cannot create {}", path.display()))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        bail!(
+            "another ebb holds {}: stop it first, or give this one its own daemon.state_file \
+             and daemon.socket",
+            path.display()
+        );
+    }
+    Ok(lock)
 }
 
 #[cfg(test)]
@@ -100,7 +125,7 @@ mod tests {
     fn what_is_written_is_read_again_and_nothing_owed_is_not_no_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("deep/state.json");
-        let state = StateFile::open(path.to_str().unwrap()).unwrap();
+        let mut state = StateFile::open(path.to_str().unwrap()).unwrap();
         assert_eq!(state.find().unwrap(), None);
         assert_eq!(state.read().unwrap(), Owned::default());
         state.write(&owned()).unwrap();
@@ -120,5 +145,25 @@ mod tests {
         fs::write(path, "{\"vms\": 3").unwrap();
         let said = format!("{:#}", state.read().unwrap_err());
         assert!(said.contains("is damaged") && said.contains("ebb doctor"), "{said}");
+    }
+
+    #[test]
+    fn a_directory_that_was_removed_is_made_again_and_is_not_shared_with_another_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ebb/state.json");
+        let open = || StateFile::open(path.to_str().unwrap());
+        let mut first = open().unwrap();
+        assert!(!first.is_there(), "nothing is written yet");
+        first.write(&owned()).unwrap();
+        assert!(first.is_there());
+        fs::remove_dir_all(path.parent().unwrap()).unwrap();
+        assert!(!first.is_there());
+        first.write(&owned()).unwrap();
+        assert!(first.is_there() && open().is_err());
+        fs::remove_dir_all(path.parent().unwrap()).unwrap();
+        let mut second = open().unwrap();
+        second.write(&Owned::default()).unwrap();
+        assert!(!first.is_there() && first.write(&owned()).is_err());
+        assert_eq!(second.read().unwrap(), Owned::default());
     }
 }

@@ -214,9 +214,22 @@ fn release_goes_on_where_the_configuration_is_bad_and_every_other_command_refuse
     let out = ebb(&["release", "--config", &file, "--state", state.to_str().unwrap()]);
     assert_eq!(out.status.code(), Some(0), "{}", said(&out));
     assert!(said(&out).contains("tikc") && said(&out).contains("defaults"), "{}", said(&out));
-    for command in [&["run"][..], &["status"], &["doctor"], &["check"]] {
+    let commands: [&[&str]; 11] = [
+        &["run"],
+        &["status"],
+        &["doctor"],
+        &["check"],
+        &["plan"],
+        &["explain", "web"],
+        &["reclaim", "web"],
+        &["hands-off", "web"],
+        &["hands-on", "web"],
+        &["record", "/dev/null"],
+        &["merge", "report"],
+    ];
+    for command in commands {
         let out = ebb(&[command, &["--config", &file]].concat());
-        assert_eq!(out.status.code(), Some(2), "{command:?}");
+        assert_eq!(out.status.code(), Some(2), "{command:?}: {}", said(&out));
         assert!(
             said(&out).contains("ebb.toml:6: ") && said(&out).contains("tikc"),
             "{}",
@@ -238,4 +251,21 @@ fn the_daemon_may_open_as_many_files_as_it_is_ever_allowed_to() {
     let line = limits.lines().find(|l| l.starts_with("Max open files")).unwrap();
     let words: Vec<&str> = line.split_whitespace().collect();
     assert_eq!(words[3], words[4], "soft and hard: {line}");
+}
+
+#[test]
+fn a_damaged_state_file_is_refused_by_name_and_left_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    let state = dir.path().join("state.json");
+    for text in ["", "{\"vms\": 3", "nonsense"] {
+        std::fs::write(&state, text).unwrap();
+        for command in ["run", "release"] {
+            let out = ebb(&[command, "--config", &file]);
+            assert_eq!(out.status.code(), Some(2), "{command}: {}", said(&out));
+            let words = ["state.json is damaged", "ebb doctor", "QMP", "remove the file"];
+            assert!(words.iter().all(|w| said(&out).contains(w)), "{command}: {}", said(&out));
+        }
+        assert_eq!(std::fs::read_to_string(&state).unwrap(), text);
+    }
 }

@@ -73,11 +73,16 @@ impl Daemon {
 
     /// Starts it with the configuration that lies in `dir`.
     pub fn start_again(dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
+        Daemon::start_program(&binary()?, dir, args)
+    }
+
+    /// The same with another program than the one that was built.
+    pub fn start_program(program: &Path, dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
         let file = dir.join("ebb.toml");
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
-            .arg(binary()?)
+            .arg(program)
             .args(["run", "--record"])
             .arg(dir.join("record.jsonl"))
             .arg("--config")

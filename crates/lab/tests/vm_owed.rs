@@ -169,3 +169,40 @@ fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
     vm.qmp("migrate_cancel", None).unwrap();
     assert!(daemon.stop());
 }
+
+/// Paused, saved to a file and ended, as `virsh save` does it: where it is restored there is no
+/// Ebb. QEMU is told while it saves, and the file tells the guest.
+#[test]
+fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
+    let (_arena, vm) = start("saved", false);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("saved");
+    let daemon = Daemon::start(dir.path(), &["saved"], "").unwrap();
+    daemon.squeeze("saved", SQUEEZED).unwrap();
+    vm.pause().unwrap();
+    // A few seconds' worth.
+    vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 32 << 20 }))).unwrap();
+    let uri = format!("exec:cat > {}", file.display());
+    vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
+    let saved = |vm: &Vm| {
+        let said = vm.qmp("query-migrate", None).unwrap();
+        (said["status"] == "completed").then_some(())
+    };
+    vm.wait_for("the end of the save", MINUTE, saved).unwrap();
+    assert!(vm.balloon().unwrap() <= SQUEEZED, "it did not run meanwhile");
+    vm.kill();
+    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
+    assert!(daemon.stop());
+
+    let mut config = VmConfig::new("restored", RAM);
+    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
+    config.args = vec!["-incoming".into(), format!("exec:cat {}", file.display())];
+    let vm = Vm::spawn(&config).unwrap();
+    let loaded = |vm: &Vm| {
+        let status = vm.qmp("query-status", None).unwrap()["status"].clone();
+        (status != "inmigrate").then_some(())
+    };
+    vm.wait_for("the restored VM", MINUTE, loaded).unwrap();
+    vm.resume().unwrap();
+    is(&vm, RAM);
+}

@@ -13,6 +13,10 @@
 //! A driver that starts anew lets go of the balloon and then takes up QEMU's last target.
 //! Where nobody told of the reset, that looks like orders of somebody else. When the
 //! balloon is back at Ebb's last order soon after, it was no order: the debt holds again.
+//!
+//! A daemon that dies leaves what others ordered, its last order, and the most that the balloon
+//! may hold by earlier ones. To the next daemon any move within that is Ebb's own, and a size
+//! outside of it is somebody else's.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +41,13 @@ pub struct Ledger {
     /// The order before that, until the balloon has turned from it: it may go on a while.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) prior: Option<Bytes>,
+    /// The most that it may come to hold by orders of Ebb's before that, until it is seen where
+    /// the last one sent it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) most: Option<Bytes>,
+    /// QEMU may not have the last order: its answer was lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) unsure: bool,
     /// The size that an older version of Ebb wrote down as owed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Bytes>,
@@ -90,7 +101,9 @@ impl Ledger {
         if self.has_restarted(at, now) {
             return Move::Own;
         }
-        let (_, was) = *self.seen.get_or_insert((ram, now));
+        let first = (ram, self.expected(now));
+        let (_, was) = *self.seen.get_or_insert(first);
+        self.arrive(was, now);
         if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
             if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {
                 self.prior = None;
@@ -110,9 +123,33 @@ impl Ledger {
         if let Some(ordered) = self.ordered.filter(|_| now < was) {
             self.before = Some(Before { at, others, ordered });
         }
-        (self.others, self.ordered, self.foreign) = (Some(now), None, Some(at));
-        self.prior = None;
+        let before = self.before;
+        *self = Ledger {
+            others: Some(now),
+            foreign: Some(at),
+            seen: self.seen,
+            before,
+            ..Ledger::default()
+        };
         Move::Foreign
+    }
+
+    /// Where a balloon can be that is seen for the first time: within what an earlier daemon
+    /// had ordered. One that is elsewhere was moved by somebody else.
+    fn expected(&self, now: Bytes) -> Bytes {
+        let (Some(others), Some(ordered), Some(most)) = (self.others, self.ordered, self.most)
+        else {
+            return now;
+        };
+        now.clamp(others.min(ordered), most.max(ordered).max(others))
+    }
+
+    /// Where the last order sent it, no earlier one is followed any more.
+    fn arrive(&mut self, was: Bytes, now: Bytes) {
+        let Some(to) = self.ordered.filter(|to| to.abs_diff(now) < LEAST) else { return };
+        if !self.unsure || was.abs_diff(to) >= LEAST {
+            (self.most, self.unsure) = (None, false);
+        }
     }
 
     /// Whether the balloon is back at Ebb's last order after what looked like another's.
@@ -134,9 +171,12 @@ impl Ledger {
         })
     }
 
-    /// Takes in that QEMU was told this size, or may have been.
-    pub fn order(&mut self, ram: Bytes, to: Bytes) {
+    /// Takes in that QEMU was told this size, or, where it has not answered, may have been.
+    pub fn order(&mut self, ram: Bytes, to: Bytes, answered: bool) {
         let to = ram - to;
+        let held = self.seen.map(|(_, held)| held);
+        self.most = self.most.max(self.ordered).max(held).filter(|most| *most > to);
+        self.unsure = !answered;
         // A second order on the way to the first one leaves that where it is.
         if self.ordered.is_some_and(|o| o.abs_diff(to) >= LEAST) {
             let arrived = |o: &Bytes| self.seen.is_some_and(|(_, b)| b.abs_diff(*o) < LEAST);
@@ -163,7 +203,7 @@ impl Ledger {
     pub fn owes(&self) -> bool {
         let more = |b: Bytes| self.others.is_some_and(|o| b >= o + LEAST);
         self.baseline.is_some()
-            || self.ordered.is_some_and(more)
+            || self.ordered.max(self.most).is_some_and(more)
             || self.seen.map_or(self.others.is_some(), |(_, b)| more(b))
     }
 
@@ -177,6 +217,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::{OwnedVm, VmMemory};
 
     /// Looks at a VM of 512 MiB RAM, a second apart.
     struct Look {
@@ -193,7 +234,7 @@ mod tests {
         }
 
         fn order(&mut self, to: u64) {
-            self.ledger.order(Bytes::mib(512), Bytes::mib(to));
+            self.ledger.order(Bytes::mib(512), Bytes::mib(to), true);
         }
 
         fn owed(&self, ram: u64, actual: u64) -> u64 {
@@ -328,6 +369,74 @@ mod tests {
         assert_eq!([boot(512, true), boot(400, true), boot(300, true)], [Move::Own; 3]);
         assert_eq!([boot(300, false), boot(300, false)], [Move::Own; 2]);
         assert_eq!(l.ledger.others, Some(Bytes::mib(212)));
+    }
+
+    /// As after a crash: the next daemon has what was written down and nothing else.
+    fn next_daemon(l: &mut Look) {
+        let model = VmMemory { ledger: l.ledger, ..VmMemory::default() };
+        l.ledger = OwnedVm::new(&model, &l.ledger).ledger();
+    }
+
+    #[test]
+    fn a_gift_that_was_on_its_way_when_the_daemon_died_leaves_the_debt() {
+        // Given in part, given once more, and given back as a whole.
+        for gifts in [&[464][..], &[400, 464], &[512]] {
+            let mut l = look(false);
+            for actual in [512, 300] {
+                l.at(512, actual);
+                l.order(300);
+            }
+            gifts.iter().for_each(|to| l.order(*to));
+            next_daemon(&mut l);
+            let end = *gifts.last().unwrap();
+            for actual in [310, 350, 400, end, end] {
+                assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
+                assert_eq!(l.ledger.owes(), actual < 512);
+            }
+        }
+    }
+
+    /// What lies between the size that it had and the one that Ebb ordered can be an order of
+    /// Ebb's under way: it is given rather too much.
+    #[test]
+    fn a_size_that_an_operator_set_while_no_daemon_ran_is_theirs_where_it_cannot_be_ebbs() {
+        for (set, owed) in [(200, 0), (300, 212), (400, 112), (512, 0)] {
+            let mut l = look(false);
+            l.at(512, 512);
+            l.order(300);
+            l.at(512, 300);
+            next_daemon(&mut l);
+            l.at(512, set);
+            let moved = l.at(512, set);
+            assert_eq!((moved == Move::Foreign, l.owed(512, set)), (set == 200, owed), "{set}");
+            assert_eq!(l.ledger.owes(), set != 200, "{set}");
+        }
+        // Larger than it was without Ebb.
+        let mut l = look(false);
+        l.at(512, 400);
+        l.order(300);
+        next_daemon(&mut l);
+        assert_eq!([l.at(512, 512), l.at(512, 512)], [Move::Own, Move::Foreign]);
+        assert_eq!((l.owed(512, 512), l.owed(512, 450)), (0, 62));
+    }
+
+    #[test]
+    fn an_order_stays_owed_until_one_that_takes_it_back_was_answered() {
+        let mut l = look(false);
+        l.at(512, 512);
+        l.order(300);
+        l.at(512, 512);
+        // Its guest is paused; what takes the order back is lost.
+        l.ledger.order(Bytes::mib(512), Bytes::mib(512), false);
+        l.at(512, 512);
+        assert!(l.ledger.owes(), "QEMU may have the first order only");
+        next_daemon(&mut l);
+        l.at(512, 512);
+        assert!(l.ledger.owes());
+        assert_eq!((l.at(512, 300), l.owed(512, 300)), (Move::Own, 212), "it runs again");
+        l.order(512);
+        l.at(512, 512);
+        assert!(!l.ledger.owes());
     }
 
     #[test]

@@ -102,6 +102,7 @@ mod tests {
         assert_eq!((r.left_ms(Stamp(110_000)), r.count), (Some(240_000), 2));
         live(&mut r, 111, 350, true);
         assert!(r.unseen(Stamp(349_000)).contains("2 times"));
+        assert_eq!(Reach { count: 9, ..r }.pause(), PAUSE_MOST_MS);
         live(&mut r, 350, 2000, true);
         assert_eq!(r, Reach { spoke: true, ..Reach::default() });
     }

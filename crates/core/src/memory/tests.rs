@@ -338,7 +338,7 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
     assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
-    let owned = memory.owned(&model, &Plan::default());
+    let owned = memory.owned(&model, &Plan::default(), &[]);
     assert_eq!(owned.vms[0].whole(Bytes::mib(1024)), Bytes::mib(1024));
     // And one that leaps ahead neither takes nor forgets.
     let model = tick(&mut memory, &sample(9_000_000, vec![vm(900, 500, 800)]));
@@ -387,7 +387,7 @@ fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
     let unproven = sample(1_500, vec![other.clone()]);
     let model = tick(&mut memory, &unproven);
     assert_eq!((memory.vms.len(), memory.owed_ids()), (2, vec![ID]), "not seen is not gone");
-    assert_eq!(memory.owned(&model, &Plan::default()).vms[0].name, "a");
+    assert_eq!(memory.owned(&model, &Plan::default(), &[]).vms[0].name, "a");
     assert!(model.host.warnings[0].contains("a (process 7) is owed memory"), "{model:?}");
     let model = tick(&mut memory, &Sample { ended: vec![ID], ..sample(2_000, vec![other]) });
     assert_eq!(memory.vms.len(), 1);
@@ -485,4 +485,98 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
 /// A plan in which nothing is merged.
 fn decided(plan: &Plan) -> crate::policy::Decided {
     crate::policy::Decided { plan: plan.clone(), merging: None }
+}
+
+/// The next version may read nothing of it where this one wrote something.
+#[test]
+fn what_a_hand_over_does_not_tell_the_state_file_does() {
+    let owed = OwnedVm { id: ID, others: Some(Bytes::ZERO), ..OwnedVm::default() };
+    let owed = OwnedVm { ordered: Some(Bytes::mib(124)), ..owed };
+    let owned = Owned { vms: vec![owed], ..Owned::default() };
+    let known = VmMemory { id: ID, name: "a".into(), ..VmMemory::default() };
+    for vms in [vec![], vec![known]] {
+        let memory = Memory { vms, ..Memory::default() };
+        let mut engine = crate::tick::Engine::new(Config::default(), false);
+        engine.adopt(owned.clone(), Some(memory));
+        assert_eq!(engine.memory.owed_ids(), [ID]);
+    }
+    // What it tells counts more.
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(900, 500, 800)]));
+    memory.adopt(&owned);
+    assert_eq!(memory.owed_ids(), []);
+}
+
+/// What is owed is a process's, not a name's.
+#[test]
+fn two_vms_of_one_name_are_owed_apart() {
+    let mut memory = Memory::default();
+    let twin = VmId { pid: 8, ..ID };
+    let both =
+        |size| sample(1_000, vec![vm(size, 600, 900), VmSample { id: twin, ..vm(1024, 600, 900) }]);
+    act(&mut memory, &both(1024), Some((1024, 900, short(Pressure::Hard))));
+    let model = tick(&mut memory, &both(900));
+    let owned = memory.owned(&model, &Plan::default(), &[]);
+    assert_eq!(owned.vms.iter().map(|v| v.id).collect::<Vec<_>>(), [ID]);
+    let left = Sample {
+        ended: vec![ID],
+        ..sample(2_000, vec![VmSample { id: twin, ..vm(1024, 600, 900) }])
+    };
+    assert_eq!(tick(&mut memory, &left).vms[0].owed, Bytes::ZERO);
+}
+
+/// Gifts go out before the disk is written: what is written then tells of them.
+#[test]
+fn what_was_given_is_written_down_in_the_same_tick() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(2_000, vec![vm(950, 600, 900)]));
+    let reason = Reason::GuestShort { signs: String::new() };
+    let (from, to) = (Bytes::mib(950), Bytes::mib(1000));
+    let plan = Plan {
+        actions: vec![Action { vm: ID, name: "a".into(), from, to, reason }],
+        ..Plan::default()
+    };
+    let written = |error: Option<&str>, unanswered| {
+        let outcome = Outcome { vm: ID, error: error.map(Into::into), unanswered };
+        let vm = memory.owned(&model, &plan, &[outcome]).vms.remove(0);
+        (vm.ordered.map(|b| b.0 >> 20), vm.most.map(|b| b.0 >> 20), vm.unsure)
+    };
+    assert_eq!(written(None, false), (Some(24), Some(124), false));
+    assert_eq!(written(Some("late"), true), (Some(24), Some(124), true));
+    assert_eq!(written(Some("no"), false), (Some(124), Some(124), false));
+}
+
+#[test]
+fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
+    let mut memory = Memory::default();
+    let mut left = Vec::new();
+    for at in [10_000, 1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000, 6_000_000] {
+        let s = sample(at, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &s, Some((1024, 1024, Reason::Withdrawn)));
+        left.push(memory.vms[0].stuck_until.unwrap().since(Stamp(at)) / 1000);
+    }
+    assert_eq!(left, [30, 60, 120, 240, 480, 600, 600]);
+}
+
+#[test]
+fn who_was_reset_is_left_alone_for_20_s_and_resets_often_from_the_third_time_on() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let mut reset = |at| {
+        let events = vec![crate::sample::VmEvent::Reset];
+        tick(&mut memory, &sample(at, vec![VmSample { events, ..vm(1024, 600, 900) }]));
+        let mut seen = |at| tick(&mut memory, &sample(at, vec![vm(1024, 600, 900)]));
+        let Standing::GiveOnly(why) = &only(&seen(at + 1_000)).standing.clone() else { panic!() };
+        assert!(why.contains("left alone for 19 s more"), "{why}");
+        seen(at + 19_900);
+        assert_eq!(only(&seen(at + 20_000)).standing, Standing::Ready);
+        memory.vms[0].resets_often(Stamp(at))
+    };
+    assert_eq!([10_000, 500_000, 900_000].map(&mut reset), [false, false, true]);
+    assert!(!reset(1_600_000), "ten minutes later");
 }

@@ -404,9 +404,9 @@ impl VmMemory {
     }
 
     /// Takes in an order that QEMU took, or may take when it answers again.
-    pub(super) fn learn(&mut self, at: Stamp, ram: Option<Bytes>, action: &Action) {
+    pub(super) fn learn(&mut self, at: Stamp, ram: Option<Bytes>, action: &Action, answered: bool) {
         if let Some(ram) = ram {
-            self.ledger.order(ram, action.to);
+            self.ledger.order(ram, action.to, answered);
         }
         let same = |o: &Order| (o.to > action.from) == action.gives();
         let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);

@@ -69,7 +69,8 @@ mod tests {
         let still = [(0, 0); 16];
         let with = |orders: &[(u64, u64)]| live(&[orders, &still].concat());
         assert_eq!(with(&[(100, 0)]), None, "too little to tell");
-        assert!(with(&[(100, 0), (100, 5)]).is_some());
+        let until = with(&[(100, 0), (100, 5)]).unwrap();
+        assert!((PAUSE_MS..PAUSE_MS + 20_000).contains(&until.0), "{until:?}");
         assert_eq!(with(&[(100, 60), (100, 5)]), None);
         assert_eq!(live(&[(100, 0), (100, 0)]), None, "it may come in a moment");
         let mut y = Yields { barren_until: Some(Stamp(5)), ..Yields::default() };

@@ -219,6 +219,29 @@ fn an_unreadable_host_takes_nothing() {
     let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
     assert!(!m.known);
     assert_eq!((m.state, m.shortage, m.surplus), (Pressure::Clear, Bytes::ZERO, Bytes::ZERO));
+    // Of a guest that is idle, on a host that was critical a moment ago.
+    let all = Bytes::gib(4);
+    let guest = crate::sample::GuestStats { available: Some(Bytes::gib(3)), ..Default::default() };
+    let vm = VmSample {
+        ram: Some(all),
+        process: Some(crate::sample::ProcessMemory { anon: all, ..Default::default() }),
+        link: Link::Up,
+        run: Some(RunState::Running),
+        balloon: Some(BalloonSample {
+            actual: all,
+            guest: Some(guest),
+            ..BalloonSample::default()
+        }),
+        ..VmSample::default()
+    };
+    let sample = Sample { at: Stamp(10_000), vms: vec![vm], ..Sample::default() };
+    let mut memory =
+        Memory { at: Some(Stamp(9_000)), state: Pressure::Critical, ..Memory::default() };
+    memory.observe(&sample);
+    let model = Model::new(&Config::default(), &sample, &memory);
+    assert_eq!(model.vms[0].standing, Standing::Ready);
+    let decided = crate::policy::decide(&model, &memory, &[], &Default::default());
+    assert_eq!(decided.plan.actions, []);
 }
 
 #[test]

@@ -681,6 +681,18 @@ mod tests {
     }
 
     #[test]
+    fn a_ceiling_holds_for_a_guest_in_distress_too() {
+        let mut short = VmModel { distress: "short".into(), ..vm(1, 500, 10) };
+        short.guest.as_mut().unwrap().need = Bytes::mib(900);
+        let ask = |ceiling| {
+            let one = VmModel { ceiling: Bytes::mib(ceiling), ..short.clone() };
+            size(&decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![one], vec![])[0])
+        };
+        assert_eq!((ask(600), ask(500)), (Some(600), None));
+        assert!(ask(1024) > Some(900));
+    }
+
+    #[test]
     fn who_is_not_managed_any_more_has_what_was_taken_returned() {
         let off = Standing::Off("manage = false in the configuration".into());
         let one = VmModel { managed: false, standing: off, ..vm(1, 400, 300) };

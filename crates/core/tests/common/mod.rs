@@ -92,12 +92,11 @@ impl Toy {
     /// What an earlier daemon had taken: every guest is owed its RAM.
     pub fn owed(&self) -> Owned {
         let one = |(i, g): (usize, &Guest)| OwnedVm {
-            socket: None,
             id: id(i),
             name: format!("vm{i}"),
             others: Some(Bytes::ZERO),
             ordered: Some(g.ram - g.target),
-            baseline: None,
+            ..OwnedVm::default()
         };
         Owned { vms: self.guests.iter().enumerate().map(one).collect(), ..Owned::default() }
     }

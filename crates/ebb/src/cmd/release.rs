@@ -27,14 +27,14 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
         say(&format!("no state file {path}: nothing is known to be owed"));
         return recover_ksm(path);
     }
-    let state = StateFile::open(path)?;
+    let mut state = StateFile::open(path)?;
     let owned = state.read()?;
     if owned.is_empty() {
         say(&format!("nothing is owed, says {path}"));
         return recover_ksm(path).map(|_| true);
     }
     let mut failed = Vec::new();
-    let left = give_back_vms(config, &owned, patience)?;
+    let left = give_back_vms(config, &mut state, &owned, patience)?;
     failed.extend(left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)));
     let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
     state.write(&owed)?;
@@ -50,7 +50,12 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
 }
 
 /// The host's connections end here: a QMP socket serves one client.
-fn give_back_vms(config: &Config, owned: &Owned, patience: Duration) -> Result<Vec<Left>> {
+fn give_back_vms(
+    config: &Config,
+    state: &mut StateFile,
+    owned: &Owned,
+    patience: Duration,
+) -> Result<Vec<Left>> {
     if owned.vms.is_empty() {
         return Ok(Vec::new());
     }
@@ -58,7 +63,10 @@ fn give_back_vms(config: &Config, owned: &Owned, patience: Duration) -> Result<V
         Options { only: None, merge: None, zeros: false, psi_trigger_us: None, ..options(config) };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
     host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
-    Ok(give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say))
+    let mut note = |vms: Vec<OwnedVm>| {
+        let _ = state.write(&Owned { vms, ..owned.clone() });
+    };
+    Ok(give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note))
 }
 
 /// Puts KSM's settings back, where an earlier daemon had changed them.

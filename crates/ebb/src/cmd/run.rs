@@ -31,10 +31,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
     anew::begin();
     let signals = Signals::note()?;
-    let state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
+    let mut state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
-    if let Some(state) = &state {
+    if let Some(state) = &mut state {
         begin_merging(&config, state, &mut owned)?;
     }
     let mut daemon = Daemon::new(&config, state, signals.clone())?;
@@ -73,16 +73,30 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);
     }
-    if daemon.begins_anew() && signals.hold()? {
-        say("SIGHUP: beginning anew, nothing is given back");
-        let now = NotifyState::monotonic_usec_now()?;
-        let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
-        return anew::execute(&engine.memory, (!dry_run).then_some(&config.state_file));
+    // Where that fails it ends as for any other signal: the next start may fail as well.
+    let anew = match daemon.begins_anew() {
+        true => begin_anew(&engine, &signals),
+        false => Ok(()),
+    };
+    if let Err(e) = &anew {
+        say(&format!("SIGHUP: {e:#}; everything is given back"));
     }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
     let result = if dry_run { Ok(()) } else { stop(&engine, daemon, &model) };
     let _ = std::fs::remove_file(&config.socket);
-    result
+    result.and(anew)
+}
+
+/// Returns only where that failed, or another signal came that stops it.
+fn begin_anew(engine: &Engine, signals: &Signals) -> Result<()> {
+    if !signals.hold()? {
+        return Ok(());
+    }
+    say("SIGHUP: beginning anew, nothing is given back");
+    let now = NotifyState::monotonic_usec_now()?;
+    let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
+    let state_file = &engine.config.state_file;
+    anew::execute(&engine.memory, (!engine.dry_run).then_some(state_file))
 }
 
 fn names(owned: &Owned) -> String {
@@ -91,7 +105,7 @@ fn names(owned: &Owned) -> String {
 
 /// Says what is taken over of KSM. Where it is not steered (any more), what an earlier
 /// daemon had changed is put back.
-fn begin_merging(config: &Config, state: &StateFile, owned: &mut Owned) -> Result<()> {
+fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> Result<()> {
     let root = Root::default();
     if config.merge.mode == MergeMode::On {
         if let Some(set) = describe(&root)? {
@@ -113,7 +127,7 @@ fn begin_merging(config: &Config, state: &StateFile, owned: &mut Owned) -> Resul
 
 /// Gives everything back. What is not seen to be back stays written down.
 fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
-    let mut owed = engine.memory.owned(last, &Plan::default());
+    let mut owed = engine.memory.owned(last, &Plan::default(), &[]);
     if !owed.vms.is_empty() {
         say(&format!("stopping: {} balloons are given back", owed.vms.len()));
     }
@@ -124,11 +138,11 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     daemon.restore_intervals();
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon lets go of here.
-    let state = daemon.into_state();
+    let mut state = daemon.into_state();
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
     owed.marks = marks;
     failures.extend(failed);
-    state.iter().try_for_each(|s| s.write(&owed))?;
+    state.iter_mut().try_for_each(|s| s.write(&owed))?;
     if failures.is_empty() {
         return Ok(());
     }

@@ -3,6 +3,7 @@
 
 mod law;
 mod many;
+mod operator;
 mod place;
 mod proc_faults;
 mod random;

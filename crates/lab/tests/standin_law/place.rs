@@ -143,6 +143,11 @@ impl Place {
         self.dir.path().join("qemu-system-x86_64")
     }
 
+    /// A file beside the daemon's.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
     pub fn state_file(&self) -> PathBuf {
         self.dir.path().join("state.json")
     }
@@ -212,6 +217,11 @@ impl Place {
     /// The same with the configuration of before.
     pub fn daemon_again(&self) -> Daemon {
         Daemon::start_again(self.dir.path(), &[]).unwrap()
+    }
+
+    /// The same by a program that lies here.
+    pub fn daemon_of(&self, program: &str) -> Daemon {
+        Daemon::start_program(&self.file(program), self.dir.path(), &[]).unwrap()
     }
 
     /// Runs `ebb COMMAND` with the daemon's configuration: exit code and what it said.

@@ -191,7 +191,7 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     memory.observe(&s(11_000, true));
     let model = Model::new(&config, &s(11_000, true), &memory);
     let plan = Plan { merge: merge(&model, &memory).map(|m| m.0), ..Plan::default() };
-    let owned = memory.owned(&model, &plan);
+    let owned = memory.owned(&model, &plan, &[]);
     assert!(owned.marks.len() == 1 && owned.marks[0].open, "before it is done: {owned:?}");
     assert_eq!(switched(&tick(ON, &mut memory, &s(11_000, true))), [(2, false)]);
     // Not again at once, while QEMU is at it; then again.
@@ -199,14 +199,14 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     assert_eq!(switched(&tick(ON, &mut memory, &s(42_000, true))), [(2, false)]);
     assert!(runs(&tick(ON, &mut memory, &s(43_000, false))));
     let model = Model::new(&config, &s(43_000, false), &memory);
-    let owned = memory.owned(&model, &Plan::default());
+    let owned = memory.owned(&model, &Plan::default(), &[]);
     assert!(owned.marks.len() == 1 && owned.vms.is_empty() && !owned.is_empty());
     // Another daemon takes that over, and puts it back when the word is gone.
     let mut next = Memory::default();
     next.adopt(&owned);
     assert_eq!(switched(&tick(ON, &mut next, &s(50_000, false))), [(2, true)]);
     let model = Model::new(&config, &s(51_000, true), &next);
-    assert_eq!(next.owned(&model, &Plan::default()), Owned::default());
+    assert_eq!(next.owned(&model, &Plan::default(), &[]), Owned::default());
     // All out: nothing is merged until it is said of one.
     memory.wish(&[MergeWish { vm: None, on: false }]);
     assert_eq!(switched(&tick(ON, &mut memory, &s(90_000, false))), [(1, false)]);
