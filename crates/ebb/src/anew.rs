@@ -17,7 +17,8 @@ use std::sync::OnceLock;
 use anyhow::{Context, Result, bail};
 use ebb_core::memory::Memory;
 
-/// Tells the new program that something was handed over, and by which process: its own.
+/// Tells the new program that something was handed over, by which process, its own, and beside
+/// which state file.
 const VARIABLE: &str = "EBB_HANDED_OVER";
 /// No more is read of it.
 const MOST: u64 = 256 << 20;
@@ -69,10 +70,12 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1));
     // Without it the new program knows what the state file says: enough to go on.
-    match state_file.map(|file| hand_over(memory, file)) {
-        Some(Ok(())) => drop(command.env(VARIABLE, std::process::id().to_string())),
-        Some(Err(e)) => eprintln!("what is remembered of VMs is not handed over: {e:#}"),
-        None => {}
+    if let Some(used) = state_file {
+        if let Err(e) = hand_over(memory, used) {
+            eprintln!("what is remembered of VMs is not handed over: {e:#}");
+            let _ = std::fs::remove_file(file(used));
+        }
+        command.env(VARIABLE, format!("{} {used}", std::process::id()));
     }
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
 }
@@ -92,10 +95,23 @@ fn hand_over(memory: &Memory, state_file: &str) -> Result<()> {
     write().with_context(|| format!("cannot write {}", path.display()))
 }
 
+/// The state file that this process has used before it began anew: it is in there what VMs are
+/// owed, whatever the configuration says now.
+pub fn state_file_in_use() -> Option<String> {
+    in_use(&std::env::var(VARIABLE).ok()?)
+}
+
+fn in_use(handed: &str) -> Option<String> {
+    let (pid, file) = handed.split_once(' ')?;
+    (pid == std::process::id().to_string()).then(|| file.into())
+}
+
 /// What was handed over to this process, if anything was. What another version wrote and
 /// this one does not read is left: the state file has what matters.
 pub fn handed_over(state_file: &str) -> Option<Memory> {
-    let ours = std::env::var(VARIABLE).ok()? == std::process::id().to_string();
+    let handed = std::env::var(VARIABLE).ok()?;
+    // Older versions tell of no file.
+    let ours = in_use(&handed).is_some() || handed == std::process::id().to_string();
     let path = file(state_file);
     let mut text = Vec::new();
     let read = File::open(&path).and_then(|f| f.take(MOST).read_to_end(&mut text));
@@ -116,5 +132,9 @@ mod tests {
         hand_over(&Memory::default(), state).unwrap();
         assert_eq!(handed_over(state), None, "no execution has told of it");
         assert!(file(state).exists(), "nor is it touched");
+        let own = std::process::id();
+        assert_eq!(in_use(&format!("{own} /run/a b")), Some("/run/a b".into()));
+        assert_eq!(in_use(&format!("{} /run/ab", own + 1)), None);
+        assert_eq!(in_use(&own.to_string()), None, "an older version's");
     }
 }

@@ -28,8 +28,18 @@ use crate::state::StateFile;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Runs until a signal.
-pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
+pub fn main(
+    mut config: Config,
+    dry_run: bool,
+    record: Option<String>,
+    verbose: bool,
+) -> Result<()> {
     anew::begin();
+    if let Some(file) = anew::state_file_in_use().filter(|f| *f != config.state_file) {
+        let wanted = std::mem::replace(&mut config.state_file, file);
+        let used = &config.state_file;
+        say(&format!("daemon.state_file is {wanted} from the next start on; in use is {used}"));
+    }
     let signals = Signals::note()?;
     let mut state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
