@@ -303,7 +303,7 @@ fn a_vm_that_cannot_be_reached_stays_owed_until_it_can() {
     let (code, log) = daemon.end();
     assert!(code == Some(2) && log.contains(&vm.name), "{code:?} {log}");
     let names: Vec<String> = place.owned().vms.into_iter().map(|v| v.name).collect();
-    assert_eq!(names, [vm.name.clone()]);
+    assert_eq!(names, [vm.name.as_str()]);
     fs::rename(&away, &socket).unwrap();
     let (code, said) = place.ebb("release");
     assert_eq!(code, 0, "{said}");
