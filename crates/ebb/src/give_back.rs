@@ -14,6 +14,8 @@ use ebb_host::linux::{BalloonOrder, LinuxHost};
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(200);
+/// An answer to an order is waited for so long: one that does not come leaves the debt.
+const ANSWER: Duration = Duration::from_secs(1);
 /// An order that a guest has not followed by then is sent again.
 const AGAIN: Duration = Duration::from_secs(5);
 /// What lacks less than this has all: what lacks as much is owed it, as the ledger has it.
@@ -61,7 +63,7 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();
     let order = |d: &&mut Debt| Some(BalloonOrder { vm: d.vm.id, to: d.goal?.1, gives: true });
     let orders: Vec<BalloonOrder> = due.iter().filter_map(order).collect();
-    for (debt, result) in due.iter_mut().zip(host.set_balloons(&orders)) {
+    for (debt, result) in due.iter_mut().zip(host.set_balloons_within(&orders, ANSWER)) {
         debt.ordered(now, result.map_err(|e| e.to_string()), say);
     }
 }

@@ -654,8 +654,17 @@ impl LinuxHost {
     /// results are in the order of the orders. `Ok` means that QEMU has asked
     /// the guest, not that the guest has done it.
     pub fn set_balloons(&mut self, orders: &[BalloonOrder]) -> Vec<Result<(), ActError>> {
+        self.set_balloons_within(orders, self.options.deadline)
+    }
+
+    /// The same, and waits for the answers for so long.
+    pub fn set_balloons_within(
+        &mut self,
+        orders: &[BalloonOrder],
+        wait: Duration,
+    ) -> Vec<Result<(), ActError>> {
         let sent: Vec<_> = orders.iter().map(|order| self.send_order(order)).collect();
-        poll_all(&mut clients(&mut self.vms), Instant::now() + self.options.deadline);
+        poll_all(&mut clients(&mut self.vms), Instant::now() + wait);
         let result = |(sent, order): (Result<u64, ActError>, &BalloonOrder)| {
             let command = sent?;
             let gone = ActError::Gone { pid: order.vm.pid };
@@ -667,7 +676,7 @@ impl LinuxHost {
                 Some(answer) => Ok(answer.map(drop)?),
                 None => {
                     vm.not_answered(command);
-                    Err(ActError::Unanswered { ms: self.options.deadline.as_millis() as u64 })
+                    Err(ActError::Unanswered { ms: wait.as_millis() as u64 })
                 }
             }
         };
