@@ -123,7 +123,7 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
 }
 
 /// Whether so many pages more are as they should be.
-fn checked(guest: &Guest, more: u64) -> Result<(), String> {
+pub fn checked(guest: &Guest, more: u64) -> Result<(), String> {
     let look = || guest.vm.tool().stat("v").map_err(|e| guest.vm.explain(e).to_string());
     let begun = look()?.u64("checks");
     let enough = |_: &Vm| match look() {

@@ -13,6 +13,7 @@ mod faults;
 mod firmware;
 mod life;
 mod moves;
+mod parts;
 mod resets;
 mod soak;
 

@@ -201,7 +201,7 @@ fn vm_resets_by_the_hundred_hang_no_guest() {
                 let (seen, at) = (recycling.seen(), registers(&guest.vm));
                 panic!("{kernel} {round} {kind:?}: {e}\n{seen:?}\n{at}");
             }
-            if round.is_multiple_of(50) {
+            if round.is_multiple_of(10) {
                 println!("{kernel} {round} {kind:?}: boot {:.1?}", guest.vm.boot_time);
             }
         }
