@@ -1,12 +1,13 @@
 //! What the tiers above stock need: the guest's module, built for the guest's
 //! kernel, and the agent that QEMU loads.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
+use rustix::fs::{FlockOperation, flock};
 
 use crate::arena::Arena;
 use crate::image::{Cache, Image, Kernel};
@@ -20,9 +21,6 @@ fn repository() -> PathBuf {
 /// `ebb.ko` for a guest kernel, stripped of debugging information; built where
 /// sources are newer. `faults`: with the switches that leave hooks out.
 pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
-    // One at a time: guests boot side by side, and `make` writes in one folder.
-    static BUILDS: Mutex<()> = Mutex::new(());
-    let _alone = BUILDS.lock().unwrap_or_else(PoisonError::into_inner);
     let headers = image.headers.as_ref().ok_or_else(|| {
         LabError::Missing("no headers of the guest kernels: cargo lab setup --headers".into())
     })?;
@@ -30,6 +28,11 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
     let out = repository().join("target/lab").join(format!("module-{}{kind}", image.release));
     std::fs::create_dir_all(&out).map_err(LabError::file(&out))?;
     let out = out.canonicalize().map_err(LabError::file(&out))?;
+    // One at a time: guests boot side by side, by several programs, and `make` writes in one
+    // folder.
+    let path = out.join("lock");
+    let lock = File::create(&path).map_err(LabError::file(&path))?;
+    flock(&lock, FlockOperation::LockExclusive).map_err(|e| LabError::file(&path)(e.into()))?;
     let mut make = Command::new("make");
     make.arg("-C").arg(repository().join("guest"));
     make.arg(format!("KDIR={}", headers.display())).arg(format!("BUILD={}", out.display()));
