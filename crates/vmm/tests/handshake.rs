@@ -33,10 +33,14 @@ fn contest(memory: Memory, faults: Faults, huge: HugePages, time: Duration) -> (
     }
     guest.stop.store(true, SeqCst);
     threads.into_iter().for_each(|t| t.join().unwrap());
-    let counters = status(&mut agent, false).counters;
+    let last = status(&mut agent, false);
     beats.join().unwrap();
-    let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
-    println!("{memory:?} {faults:?}: {made} allocations, {lost} lost, {counters:?}");
+    let (made, lost, counters) =
+        (guest.allocations.load(SeqCst), guest.lost.load(SeqCst), &last.counters);
+    println!(
+        "{memory:?} {faults:?}: {made} allocations, {lost} lost, {counters:?}\nwindows {}\nwaits {}",
+        last.windows, last.waits
+    );
     (made, lost, counters.recycled.0 / 4096)
 }
 
@@ -51,6 +55,25 @@ fn nothing_is_lost_at_full_speed() {
         assert_eq!(lost, 0, "{memory:?}");
         assert!(made > 10_000 && recycled > 1000, "{memory:?}: {made} {recycled}");
     }
+}
+
+/// How long writes wait where two loops want the CPUs as well. Printed: what else the
+/// machine does is in it too.
+#[test]
+#[ignore = "a measurement"]
+fn waits_beside_busy_loops() {
+    let quit = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let busy = || {
+            while !quit.load(SeqCst) {
+                std::hint::spin_loop()
+            }
+        };
+        let _loops = [scope.spawn(busy), scope.spawn(busy)];
+        let (_, lost, _) = contest(Memory::Small, Faults::default(), HugePages::Keep, seconds(20));
+        quit.store(true, SeqCst);
+        assert_eq!(lost, 0);
+    });
 }
 
 #[cfg(feature = "faults")]

@@ -12,7 +12,8 @@ use crate::*;
 const CHECKED: u64 = 230 << 20;
 /// Checks after which all of it was looked at about once.
 const ALL: u64 = 60_000;
-/// What at least is taken of the other part before a load.
+/// What at least the host holds of the other part, and how much less at the load.
+const MUCH: Bytes = Bytes::mib(64);
 const TAKEN: Bytes = Bytes::mib(16);
 
 /// How RAM is divided, in MiB: what holds guest page 0, then the other part. Of that the
@@ -57,24 +58,28 @@ impl Parts {
     }
 }
 
-/// What the host holds of each part.
-fn held_of(guest: &Guest) -> Vec<Bytes> {
+/// Where the other part is.
+fn other_part(guest: &Guest) -> std::ops::Range<u64> {
     let mut qmp = qmp::Client::connect(guest.vm.qmp_path(), MINUTE).unwrap();
     let parts = agent::segments(&mut qmp, MINUTE).unwrap();
+    assert_eq!(parts.len(), 2, "{parts:?}");
+    parts[1].hva..parts[1].hva + parts[1].size
+}
+
+/// What the host holds of it.
+fn held(guest: &Guest, part: &std::ops::Range<u64>) -> Bytes {
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.vm.pid())).unwrap();
-    let mut all = vec![Bytes::ZERO; parts.len()];
-    let mut part = None;
+    let (mut held, mut inside) = (Bytes::ZERO, false);
     for line in maps.lines() {
-        let word = line.split_whitespace().next().unwrap_or_default();
+        let mut words = line.split_whitespace();
+        let word = words.next().unwrap_or_default();
         if let Some((start, _)) = word.split_once('-') {
-            let start = u64::from_str_radix(start, 16).unwrap();
-            part = parts.iter().position(|p| (p.hva..p.hva + p.size).contains(&start));
-        } else if let (Some(part), "Rss:") = (part, word) {
-            let kib = line.split_whitespace().nth(1).and_then(|n| n.parse().ok());
-            all[part] += Bytes::kib(kib.unwrap());
+            inside = part.contains(&u64::from_str_radix(start, 16).unwrap());
+        } else if inside && word == "Rss:" {
+            held += Bytes::kib(words.next().unwrap().parse().unwrap());
         }
     }
-    all
+    held
 }
 
 /// Loads a snapshot over a guest that has freed what was in use when it was taken, again and
@@ -88,16 +93,16 @@ fn load(parts: Parts, kernel: Kernel, faults: &str, times: u64) -> Result<(), St
     let recycling = Recycling::start(&guest.vm, &guest.socket);
     recycling.wait_ready(&guest.vm);
     guest.verify_on(ALL);
-    let saved = guest.verified();
+    let (saved, other) = (guest.verified(), other_part(&guest));
     let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
     job(&guest.vm, "snapshot-save", snapshot.clone());
     for round in 0..times {
         recycling.wait_ready(&guest.vm);
-        let before = held_of(&guest)[1];
-        let goal = recycling.seen().recycled + Bytes::mib(48);
+        // How much memory `verify` has goes up and down.
+        let much = |_: &Vm| Some(held(&guest, &other)).filter(|held| *held >= MUCH);
+        let before = guest.vm.wait_for("use of the other part", MINUTE, much).unwrap();
         guest.stop_verify();
-        recycling.wait_recycled(&guest.vm, goal);
-        let taken = |_: &Vm| Some(before - held_of(&guest)[1]).filter(|t| *t >= TAKEN);
+        let taken = |_: &Vm| Some(before - held(&guest, &other)).filter(|t| *t >= TAKEN);
         let gone = guest.vm.wait_for("the other part to be taken", MINUTE, taken).unwrap();
         let trips = recycling.seen().status.counters.trips;
         job(&guest.vm, "snapshot-load", snapshot.clone());

@@ -53,6 +53,13 @@ fn all_done(guest: &Guest) -> bool {
     done(guest).iter().chain(&memory(guest)).all(|k| k.1 > 0)
 }
 
+/// The stress of [`STRESS`], until /tmp/go is gone.
+fn stress(guest: &Guest) {
+    let script = "PIECES=9000 HUGE=150 sh /stress >/dev/null 2>&1 </dev/null";
+    let all = format!("sh oom=-900 cmd={}", escape(script));
+    guest.vm.tool().send(&all).unwrap();
+}
+
 #[test]
 fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
     let _arena = held();
@@ -64,9 +71,7 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
         guest.start_verify(450 << 20, "threads=2 oom=-800");
         let recycling = Recycling::start(&guest.vm, &guest.socket);
         recycling.wait_ready(&guest.vm);
-        let script = "PIECES=9000 HUGE=150 sh /stress >/dev/null 2>&1 </dev/null";
-        let all = format!("sh oom=-900 cmd={}", escape(script));
-        guest.vm.tool().send(&all).unwrap();
+        stress(&guest);
         let until = Instant::now() + Duration::from_secs(seconds());
         let mut audits = 0;
         // At least so long, and until everything was done.
@@ -92,5 +97,38 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
         assert!(memory.iter().all(|k| k.1 > 0), "{kernel}: {memory:?}");
         let said = guest.sh("dmesg | grep -E 'BUG|WARNING|Oops|please report' | head -n 3");
         assert_eq!(said, "", "{kernel}");
+    }
+}
+
+/// How long vCPUs wait where two loops want the CPUs as well: printed, since what else the
+/// machine does is in it too.
+#[test]
+fn vm_waits_beside_busy_loops_are_published() {
+    let _arena = held();
+    for kernel in kernels() {
+        let (mut disk, dir) =
+            (tempfile::NamedTempFile::new().unwrap(), tempfile::tempdir().unwrap());
+        let guest = boot(*kernel, &mut disk, dir.path());
+        guest.insmod();
+        guest.start_verify(450 << 20, "threads=2 oom=-800");
+        let recycling = Recycling::start(&guest.vm, &guest.socket);
+        recycling.wait_ready(&guest.vm);
+        stress(&guest);
+        let quit = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let busy = || (0u64..).take_while(|_| !quit.load(SeqCst)).count();
+            let loops = [scope.spawn(busy), scope.spawn(busy)];
+            sleep(Duration::from_secs(seconds()));
+            quit.store(true, SeqCst);
+            assert!(loops.map(|l| l.join().unwrap()) > [0, 0]);
+        });
+        let seen = recycling.seen();
+        guest.sh("rm /tmp/go");
+        let checks = guest.stop_verify();
+        println!(
+            "{kernel}: {checks} pages checked, {} recycled\nwindows {}\nwaits {}",
+            seen.recycled, seen.status.windows, seen.status.waits
+        );
+        println!("{:?} {:?}", seen.status.windows, seen.status.waits);
     }
 }
