@@ -14,7 +14,7 @@ use ebb_host::linux::{BalloonOrder, LinuxHost};
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(200);
-/// An answer to an order is waited for so long: one that does not come leaves the debt.
+/// QEMU has this time to answer an order. A VM whose order is not answered stays owed.
 const ANSWER: Duration = Duration::from_secs(1);
 /// An order that a guest has not followed by then is sent again.
 const AGAIN: Duration = Duration::from_secs(5);

@@ -31,7 +31,7 @@ impl StateFile {
         Ok(StateFile { path, lock })
     }
 
-    /// Whether file and lock are still where they were left: somebody may have emptied the
+    /// Whether file and lock are still where they were left. An operator may have emptied the
     /// directory.
     pub fn is_there(&self) -> bool {
         self.path.exists() && self.is_locked()

@@ -657,7 +657,7 @@ impl LinuxHost {
         self.set_balloons_within(orders, self.options.deadline)
     }
 
-    /// The same, and waits for the answers for so long.
+    /// The same; QEMU has the time `wait` to answer.
     pub fn set_balloons_within(
         &mut self,
         orders: &[BalloonOrder],

@@ -16,7 +16,7 @@
 //!
 //! A daemon that dies leaves what others ordered, its last order, and the most that the balloon
 //! may hold by earlier ones. To the next daemon any move within that is Ebb's own, and a size
-//! outside of it is somebody else's.
+//! outside of it was ordered by others.
 
 use serde::{Deserialize, Serialize};
 
@@ -134,8 +134,8 @@ impl Ledger {
         Move::Foreign
     }
 
-    /// Where a balloon can be that is seen for the first time: within what an earlier daemon
-    /// had ordered. One that is elsewhere was moved by somebody else.
+    /// What a balloon that is seen for the first time holds by orders of an earlier daemon: as
+    /// near to what it holds as those allow. The difference was ordered by others.
     fn expected(&self, now: Bytes) -> Bytes {
         let (Some(others), Some(ordered), Some(most)) = (self.others, self.ordered, self.most)
         else {

@@ -4,7 +4,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
-use std::time::Instant;
 
 use ebb_lab::ebb::{self, Daemon};
 use rustix::process::Signal;
@@ -33,19 +32,26 @@ fn install(place: &Place) -> std::path::PathBuf {
 
 /// The socket is another's for a moment.
 fn wait_answer(daemon: &Daemon) {
-    let until = Instant::now() + PATIENCE;
-    while daemon.get("/v1/state").is_err() {
-        assert!(Instant::now() < until, "{}", daemon.log());
-    }
+    wait_until(|| daemon.get("/v1/state").is_ok(), || daemon.log());
+}
+
+fn wait_nothing_owed(place: &Place) {
+    wait_until(|| place.owned() == Default::default(), || format!("{:?}", place.owned()));
+}
+
+/// A stand-in whose idle memory a daemon has taken, under the law's eyes.
+fn squeezed(name: &str, deflates: bool) -> Option<(Place, Standin, Watch, Daemon)> {
+    let place = Place::new()?;
+    let vm = place.standin(name, deflates);
+    let watch = Watch::start(&place, &[&vm]);
+    let daemon = place.daemon(OFTEN, &[&vm]);
+    squeeze(&daemon, &vm);
+    Some((place, vm, watch, daemon))
 }
 
 #[test]
 fn sigint_and_the_end_of_its_terminal_give_back_as_sigterm_does() {
-    let Some(place) = Place::new() else { return };
-    let vm = place.standin("stops", true);
-    let mut watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
+    let Some((place, vm, mut watch, daemon)) = squeezed("stops", true) else { return };
     daemon.signal(Signal::INT);
     let (code, log) = daemon.end();
     assert_eq!(code, Some(0), "{log}");
@@ -75,10 +81,7 @@ fn sigint_and_the_end_of_its_terminal_give_back_as_sigterm_does() {
     terminal.kill().unwrap();
     terminal.wait().unwrap();
     vm.wait_size(RAM);
-    let until = Instant::now() + PATIENCE;
-    while place.owned() != Default::default() {
-        assert!(Instant::now() < until, "{:?}", place.owned());
-    }
+    wait_nothing_owed(&place);
     watch.end();
 }
 
@@ -93,12 +96,7 @@ fn a_reload_executes_the_program_that_is_there_now_and_no_balloon_moves() {
     let daemon = place.daemon_of("ebb");
     squeeze(&daemon, &vm);
     let orders = vm.truth().orders.len();
-    let said = |words: &str| {
-        let until = Instant::now() + PATIENCE;
-        while !daemon.log().contains(words) {
-            assert!(Instant::now() < until, "{}", daemon.log());
-        }
-    };
+    let said = |words: &str| wait_until(|| daemon.log().contains(words), || daemon.log());
     // One that does not take the configuration.
     executable(&program, "#!/bin/sh\necho the new one refuses it >&2\nexit 2\n");
     daemon.reload();
@@ -163,11 +161,7 @@ fn a_state_file_that_was_removed_is_there_again_before_it_is_needed() {
 
 #[test]
 fn a_second_daemon_and_a_release_beside_a_running_one_change_nothing() {
-    let Some(place) = Place::new() else { return };
-    let vm = place.standin("one", false);
-    let watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
+    let Some((place, vm, watch, daemon)) = squeezed("one", false) else { return };
     let orders = vm.truth().orders.len();
     for command in ["run", "release"] {
         let (code, said) = place.ebb(command);
@@ -183,11 +177,9 @@ fn a_second_daemon_and_a_release_beside_a_running_one_change_nothing() {
 #[test]
 fn who_is_killed_while_it_gives_back_leaves_the_rest_to_the_next() {
     for release in [false, true] {
-        let Some(place) = Place::new() else { return };
-        let vm = place.standin(&format!("half-{release}"), false);
-        let watch = Watch::start(&place, &[&vm]);
-        let daemon = place.daemon(OFTEN, &[&vm]);
-        squeeze(&daemon, &vm);
+        let Some((place, vm, watch, daemon)) = squeezed(&format!("half-{release}"), false) else {
+            return;
+        };
         vm.tell(&json!({ "speed": 20 * MIB }));
         let half = |t: &Truth| (t.size >= vm.least + 40 * MIB).then_some(());
         if release {
@@ -216,8 +208,8 @@ fn who_is_killed_while_it_gives_back_leaves_the_rest_to_the_next() {
     }
 }
 
-/// Below what Ebb had ordered it can be nobody's but theirs; above that it can be Ebb's own
-/// order under way, and the VM is given rather too much.
+/// A size below the one that Ebb ordered is the operator's. One above it can be Ebb's own order
+/// under way: then the VM is given all that it had.
 #[test]
 fn a_size_that_is_set_while_no_daemon_runs_is_theirs_where_it_cannot_be_ebbs() {
     for (set, whole) in [(100, 100), (300, 512)] {
@@ -240,19 +232,12 @@ fn a_size_that_is_set_while_no_daemon_runs_is_theirs_where_it_cannot_be_ebbs() {
 
 #[test]
 fn a_vm_that_is_not_managed_any_more_is_given_back_and_not_spoken_to() {
-    let Some(place) = Place::new() else { return };
-    let vm = place.standin("unmanaged", false);
-    let watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
+    let Some((place, vm, watch, daemon)) = squeezed("unmanaged", false) else { return };
     let section = format!("[vm.\"{}\"]\n", vm.name);
     place.reconfigure(&section, &format!("{section}manage = false\n"));
     daemon.reload();
     vm.wait_size(RAM);
-    let until = Instant::now() + PATIENCE;
-    while place.owned() != Default::default() {
-        assert!(Instant::now() < until, "{:?}", place.owned());
-    }
+    wait_nothing_owed(&place);
     wait_ticks(&daemon, 3);
     let before = vm.truth().commands;
     wait_ticks(&daemon, 10);
@@ -286,11 +271,7 @@ fn while_the_state_file_cannot_be_written_memory_is_only_given() {
 /// Its socket is removed, and is there again.
 #[test]
 fn a_vm_that_cannot_be_reached_stays_owed_until_it_can() {
-    let Some(place) = Place::new() else { return };
-    let vm = place.standin("cut-off", false);
-    let mut watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
+    let Some((place, vm, mut watch, daemon)) = squeezed("cut-off", false) else { return };
     let socket = place.file(&format!("{}-ebb.sock", vm.name));
     let away = place.file("away.sock");
     fs::rename(&socket, &away).unwrap();
@@ -315,19 +296,13 @@ fn a_vm_that_cannot_be_reached_stays_owed_until_it_can() {
 /// A reload that changes where it is.
 #[test]
 fn a_state_file_is_used_until_the_daemon_stops_whatever_the_configuration_says() {
-    let Some(place) = Place::new() else { return };
-    let vm = place.standin("moved", false);
-    let watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
+    let Some((place, vm, watch, daemon)) = squeezed("moved", false) else { return };
     let before = vm.truth().orders.len();
     place.reconfigure("/state.json", "/other/state.json");
     for count in 1..=2 {
         daemon.reload();
-        let until = Instant::now() + PATIENCE;
-        while daemon.log().matches("begun anew").count() < count {
-            assert!(Instant::now() < until, "{}", daemon.log());
-        }
+        let anew = || daemon.log().matches("begun anew").count() >= count;
+        wait_until(anew, || daemon.log());
     }
     wait_answer(&daemon);
     wait_ticks(&daemon, 5);

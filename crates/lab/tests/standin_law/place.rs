@@ -254,6 +254,15 @@ pub fn parse_owned(text: &[u8]) -> Result<Owned, String> {
     serde_json::from_slice(text).map_err(|e| format!("the state file is damaged: {e}"))
 }
 
+/// Waits until it is done; `said` is what is told where it does not come to that.
+pub fn wait_until(mut done: impl FnMut() -> bool, said: impl Fn() -> String) {
+    let until = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < until, "{}", said());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// The state of one VM as the daemon shows it.
 pub fn shown<'a>(state: &'a Value, name: &str) -> &'a Value {
     let vms = state["vms"].as_array().unwrap();
@@ -262,17 +271,10 @@ pub fn shown<'a>(state: &'a Value, name: &str) -> &'a Value {
 
 /// Waits until the daemon shows a VM so.
 pub fn wait_shown(daemon: &Daemon, vm: &Peer, what: &str, is: impl Fn(&Value) -> bool) {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        let state = daemon.get("/v1/state").unwrap();
-        let shown = shown(&state, &vm.name);
-        if is(shown) {
-            return;
-        }
-        let said = || format!("{shown}\n{:?}\n{}", vm.truth(), daemon.log());
-        assert!(Instant::now() < until, "{}: no {what}: {}", vm.name, said());
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let state = || shown(&daemon.get("/v1/state").unwrap(), &vm.name).clone();
+    let said =
+        || format!("{}: no {what}: {}\n{:?}\n{}", vm.name, state(), vm.truth(), daemon.log());
+    wait_until(|| is(&state()), said);
 }
 
 /// Waits until QEMU answers the daemon.

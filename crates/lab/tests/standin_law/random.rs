@@ -252,10 +252,8 @@ impl Run {
         let again =
             |_: &Value| (self.daemon().log().matches("begun anew").count() > before).then_some(());
         // The socket is another's for a moment.
-        let until = Instant::now() + PATIENCE;
-        while self.daemon().wait_for("daemon anew", PATIENCE, again).is_err() {
-            assert!(Instant::now() < until, "{}", self.daemon().log());
-        }
+        let anew = || self.daemon().wait_for("daemon anew", PATIENCE, again).is_ok();
+        wait_until(anew, || self.daemon().log());
     }
 
     /// All is lifted, the daemon gives back everything and starts again.

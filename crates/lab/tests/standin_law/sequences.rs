@@ -1,7 +1,5 @@
 //! One fault at a time.
 
-use std::time::{Duration, Instant};
-
 use ebb_lab::ebb::Daemon;
 use serde_json::{Value, json};
 
@@ -227,10 +225,6 @@ fn a_state_file_that_vanishes_is_noticed_by_the_law() {
     // One that runs would write it again.
     daemon.crash();
     std::fs::remove_file(place.state_file()).unwrap();
-    let until = Instant::now() + PATIENCE;
-    while watch.found().is_empty() {
-        assert!(Instant::now() < until, "nothing is found to be wrong");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until(|| !watch.found().is_empty(), || "nothing is found to be wrong".into());
     assert!(watch.found()[0].contains("384 MiB are or may be taken"), "{:?}", watch.found());
 }

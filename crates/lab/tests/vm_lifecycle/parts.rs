@@ -2,6 +2,10 @@
 //! largest part first, each from its first page on. Where guest page 0 is in that part, its
 //! tripwire is met before any other page is written; elsewhere the agent stands aside.
 
+use std::ops::Range;
+
+use ebb_host::probe::regions::read_smaps;
+use ebb_host::root::Root;
 use ebb_lab::ebb::Daemon;
 use serde_json::Value;
 
@@ -59,7 +63,7 @@ impl Parts {
 }
 
 /// Where the other part is.
-fn other_part(guest: &Guest) -> std::ops::Range<u64> {
+fn other_part(guest: &Guest) -> Range<u64> {
     let mut qmp = qmp::Client::connect(guest.vm.qmp_path(), MINUTE).unwrap();
     let parts = agent::segments(&mut qmp, MINUTE).unwrap();
     assert_eq!(parts.len(), 2, "{parts:?}");
@@ -67,24 +71,14 @@ fn other_part(guest: &Guest) -> std::ops::Range<u64> {
 }
 
 /// What the host holds of it.
-fn held(guest: &Guest, part: &std::ops::Range<u64>) -> Bytes {
-    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.vm.pid())).unwrap();
-    let (mut held, mut inside) = (Bytes::ZERO, false);
-    for line in maps.lines() {
-        let mut words = line.split_whitespace();
-        let word = words.next().unwrap_or_default();
-        if let Some((start, _)) = word.split_once('-') {
-            inside = part.contains(&u64::from_str_radix(start, 16).unwrap());
-        } else if inside && word == "Rss:" {
-            held += Bytes::kib(words.next().unwrap().parse().unwrap());
-        }
-    }
-    held
+fn held(guest: &Guest, part: &Range<u64>) -> Bytes {
+    let all = read_smaps(&Root::default(), guest.vm.pid()).unwrap().unwrap();
+    all.iter().filter(|r| part.contains(&r.range.start)).map(|r| r.resident).sum()
 }
 
-/// Loads a snapshot over a guest that has freed what was in use when it was taken, again and
-/// again, while the host recycles without a pause and nobody tells the agent. The error is
-/// what was lost.
+/// Again and again: the guest frees what was in use when the snapshot was taken, the host
+/// recycles it, and QEMU loads the snapshot without a word to the agent. The error says what
+/// was lost.
 fn load(parts: Parts, kernel: Kernel, faults: &str, times: u64) -> Result<(), String> {
     let guest = parts.boot(kernel, faults);
     add_image(&guest);

@@ -60,6 +60,16 @@ fn stress(guest: &Guest) {
     guest.vm.tool().send(&all).unwrap();
 }
 
+/// `verify`, recycling without a pause, and the stress.
+fn begin(guest: &Guest) -> Recycling {
+    guest.insmod();
+    guest.start_verify(450 << 20, "threads=2 oom=-800");
+    let recycling = Recycling::start(&guest.vm, &guest.socket);
+    recycling.wait_ready(&guest.vm);
+    stress(guest);
+    recycling
+}
+
 #[test]
 fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
     let _arena = held();
@@ -67,11 +77,7 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
         let (mut disk, dir) =
             (tempfile::NamedTempFile::new().unwrap(), tempfile::tempdir().unwrap());
         let guest = boot(*kernel, &mut disk, dir.path());
-        guest.insmod();
-        guest.start_verify(450 << 20, "threads=2 oom=-800");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
-        stress(&guest);
+        let recycling = begin(&guest);
         let until = Instant::now() + Duration::from_secs(seconds());
         let mut audits = 0;
         // At least so long, and until everything was done.
@@ -109,11 +115,7 @@ fn vm_waits_beside_busy_loops_are_published() {
         let (mut disk, dir) =
             (tempfile::NamedTempFile::new().unwrap(), tempfile::tempdir().unwrap());
         let guest = boot(*kernel, &mut disk, dir.path());
-        guest.insmod();
-        guest.start_verify(450 << 20, "threads=2 oom=-800");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
-        stress(&guest);
+        let recycling = begin(&guest);
         let quit = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let busy = || (0u64..).take_while(|_| !quit.load(SeqCst)).count();
