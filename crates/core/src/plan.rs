@@ -268,6 +268,8 @@ pub enum Reason {
         /// The signs.
         signs: String,
     },
+    /// It has less than it needed a moment ago, and the host has it.
+    Likely,
     /// It cannot be heard well: it has what it may need as far as the host has it.
     Unseen {
         /// Why.
@@ -303,6 +305,7 @@ impl fmt::Display for Reason {
                 write!(f, "host {state}, short of {shortage}; guest has {idle} idle")
             }
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
+            Reason::Likely => f.write_str("it has less than it needed lately, and a margin"),
             Reason::Unseen { why } => write!(f, "given while it can be reached: {why}"),
             Reason::Rebooted => f.write_str("guest rebooted: it gets all its memory to boot"),
             Reason::Refresh => f.write_str(

@@ -4,6 +4,7 @@
 //! what they say into a [`Plan`] and enforces [`Limits`]: a policy may be wrong,
 //! a plan may not.
 
+mod allot;
 pub mod balloon;
 mod give;
 pub mod merge;

@@ -43,8 +43,8 @@ fn asked(ram: u64, free: u64, apart_ms: u64) -> Bytes {
     guest.speed = 64 << 30;
     let mut host = Toy::new(ram + free, 0, vec![guest]);
     let mut engine = engine(ram, &host);
-    engine.step(&mut host);
     let (end, before) = (host.now + 2_000, host.guests[0].target);
+    engine.step(&mut host);
     while host.now < end {
         host.wait(host.now().plus(apart_ms));
         engine.step(&mut host);

@@ -99,8 +99,8 @@ fn forget(memory: &mut Memory, fault: Option<Fault>) {
             // A kernel that boots is silent: the second line of defence is off as well.
             Some(Fault::Reach | Fault::Reboots) => vm.reach = Default::default(),
             Some(Fault::Holds) => {
-                (vm.last_take, vm.last_give, vm.turned, vm.gift) = (None, None, None, None);
-                vm.peaks = Default::default();
+                (vm.last_take, vm.last_give, vm.gift) = (None, None, None);
+                vm.recent = Default::default();
                 vm.harm = 0;
             }
             _ => {}

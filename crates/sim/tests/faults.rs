@@ -19,7 +19,7 @@ fn trial(fault: Fault) -> (Law, Vec<Setup>) {
         Fault::Withdrawal => (Law::Stuck, named("one-stuck")),
         Fault::Reboots => (Law::Reboot, all_are(Mood::Rebooting)),
         Fault::Distress => (Law::Relief, named("leak")),
-        Fault::Holds => (Law::Turned, named("spikes")),
+        Fault::Holds => (Law::Turned, named("churn")),
         Fault::Headroom => (Law::FreeBeforeGrant, named("overcommit-2.0")),
         Fault::Reach => (Law::Reach, all_are(Mood::Flaky)),
         Fault::Need => (Law::InUse, named("overcommit-2.0")),

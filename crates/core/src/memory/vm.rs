@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Cold, Ledger, Move, Reach, RecycleMemory, Sizes, Yields, ZeroMemory};
+use super::{Cold, Ledger, Move, Reach, Recent, RecycleMemory, Sizes, Yields, ZeroMemory};
 use crate::model::guest::{bounded, implausible};
 use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
@@ -116,9 +116,9 @@ pub struct VmMemory {
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
-    /// The guest's recent peaks of need, slow and fast in forgetting.
+    /// What the guest needed lately: its working set by how long ago it was so large.
     #[serde(default)]
-    pub peaks: Peaks,
+    pub recent: Recent,
     /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,
@@ -169,9 +169,9 @@ pub struct VmMemory {
     /// What was given last: it may be touched any moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gift: Option<Gift>,
-    /// When it was last asked after having been given.
+    /// When an operator last asked for its idle memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub turned: Option<Stamp>,
+    pub requested: Option<Stamp>,
     /// How well it can be heard.
     #[serde(default)]
     pub reach: Reach,
@@ -269,27 +269,6 @@ pub struct Order {
     pub since: Stamp,
 }
 
-/// What a guest needed lately: peaks that sink towards its present need.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Peaks {
-    /// When they were brought up to date.
-    pub at: Stamp,
-    /// Forgets over a minute.
-    pub slow: Bytes,
-    /// Forgets over ten seconds.
-    pub fast: Bytes,
-}
-
-impl Peaks {
-    pub(super) fn update(&mut self, at: Stamp, need: Bytes) {
-        let ms = at.since(self.at) as f64;
-        let sink = |peak: Bytes, over_ms: f64| {
-            (peak - (peak - need).share((ms / over_ms).min(1.0))).max(need)
-        };
-        *self = Peaks { at, slow: sink(self.slow, 60_000.0), fast: sink(self.fast, 10_000.0) };
-    }
-}
-
 /// How fast a guest's counters move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuestRates {
@@ -377,7 +356,7 @@ impl VmMemory {
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             self.take_stats(at, wall_s, actual, stats);
             if let Some(need) = self.need() {
-                self.peaks.update(at, need);
+                self.recent.see(at, need);
             }
             self.weigh_word(at, vm, &stats);
         }
@@ -441,8 +420,8 @@ impl VmMemory {
             }
             _ if action.gives() => self.learn_gift(at, action, given),
             _ => {
-                if self.last_give > self.last_take {
-                    self.turned = Some(at);
+                if action.reason == Reason::Requested {
+                    self.requested = Some(at);
                 }
                 self.last_take = Some(at);
             }
@@ -477,7 +456,7 @@ impl VmMemory {
         self.rates = None;
         self.order = None;
         self.helped_itself = None;
-        self.peaks = Peaks::default();
+        self.recent = Recent::default();
         self.stuck_until = None;
         self.stuck_count = 0;
         self.facts = None;

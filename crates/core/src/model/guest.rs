@@ -27,6 +27,9 @@ pub struct GuestModel {
     pub available: Bytes,
     /// What it cannot do without: size less available.
     pub need: Bytes,
+    /// The most that it needed in the last half hour, as far as Ebb has seen it.
+    #[serde(default)]
+    pub highest: Bytes,
     /// What is left to it beyond its need when it is asked gently.
     pub buffer: Bytes,
     /// Whether it can deflate its balloon itself before it kills a process.
@@ -109,6 +112,7 @@ impl GuestModel {
         Some(GuestModel {
             available,
             need,
+            highest: remembered.map_or(Bytes::ZERO, |m| m.recent.highest()),
             buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
             deflate_on_oom,
             short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
@@ -124,12 +128,15 @@ impl GuestModel {
 
 /// A guest's growing need is looked ahead for so long: statistics are late by up to
 /// one tick, and giving back takes one more.
-const AHEAD_S: f64 = 2.0;
+const AHEAD_S: f64 = 1.5;
 
 impl GuestModel {
-    /// What it will need in a moment, at the rate its need grows.
+    /// What it will need in a moment, at the rate its need grows. It is expected to stop where
+    /// it stopped before, if it has not passed that.
     pub fn soon(&self) -> Bytes {
-        self.need + Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64)
+        let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64);
+        let soon = self.need + grown;
+        if self.highest > self.need { soon.min(self.highest) } else { soon }
     }
 }
 

@@ -33,8 +33,10 @@ pub struct Wish {
     pub urgent: Bytes,
     /// So much it is to have in any case: others are squeezed for it.
     pub well: Bytes,
-    /// So much is good for it, where the host has it.
+    /// So much is good for it, where the host has more than the mark of critical.
     pub comfort: Bytes,
+    /// So much it is likely to need again, where the host has more than it keeps.
+    pub good: Bytes,
     /// All that it may have.
     pub all: Bytes,
     /// Its weight.
@@ -61,6 +63,10 @@ pub struct Fund {
     pub reserve: Bytes,
     /// Given lately and not touched yet.
     pub outstanding: Bytes,
+    /// What of it will be touched in a moment.
+    pub spoken_for: Bytes,
+    /// What the host keeps of its headroom where nobody is in need.
+    pub keep: Bytes,
     /// The host is clear or soft.
     pub calm: bool,
 }
@@ -75,6 +81,8 @@ impl Fund {
             swap_left: limits().map(|l| l.swap_left).min().unwrap_or_default(),
             reserve: tightest.map_or(host.reserve, |l| l.reserve),
             outstanding: host.outstanding,
+            spoken_for: host.outstanding,
+            keep: Bytes::ZERO,
             calm: host.state <= Pressure::Soft,
         }
     }
@@ -94,7 +102,8 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
         parts.iter().copied().sum::<Bytes>()
     };
     let all = Bytes(u64::MAX);
-    let left = fund.headroom.unwrap_or(all) - fund.outstanding;
+    let there = fund.headroom.unwrap_or(all);
+    let left = there - fund.spoken_for;
     let last = fund.reserve.share(LAST);
     let mut spent = serve(left - last, false, all, |w| w.urgent);
     // What of the last tenth is missing, swap covers first.
@@ -103,6 +112,8 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
     spent += serve(swap, false, most, |w| w.urgent);
     spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
+    let left = there - fund.outstanding;
+    spent += serve(left - fund.keep - spent, true, all, |w| w.good);
     if fund.calm {
         serve(left - fund.reserve - spent, true, all, |w| w.all);
     }
@@ -141,6 +152,8 @@ mod tests {
             reserve: Bytes::mib(1000),
             swap_left: Bytes::ZERO,
             outstanding: Bytes::ZERO,
+            spoken_for: Bytes::ZERO,
+            keep: Bytes::mib(250),
             calm: true,
         }
     }
@@ -151,6 +164,7 @@ mod tests {
             urgent: Bytes::mib(500),
             well: Bytes::mib(800),
             comfort: Bytes::mib(800),
+            good: Bytes::mib(800),
             all: Bytes::mib(2000),
             weight,
         }
@@ -213,8 +227,12 @@ mod tests {
 
     #[test]
     fn nothing_is_granted_twice() {
-        let spent = Fund { outstanding: Bytes::mib(200), ..fund(650) };
+        let spent = Fund { outstanding: Bytes::mib(200), spoken_for: Bytes::mib(200), ..fund(650) };
         assert_eq!(sizes(&spent, &[wish(1.0)]), sizes(&fund(450), &[wish(1.0)]));
+        // What lies idle can be had again: it is nobody's reason to wait, but no surplus.
+        let idle = Fund { outstanding: Bytes::mib(1000), ..fund(2000) };
+        let good = Wish { good: Bytes::mib(1900), ..wish(1.0) };
+        assert_eq!(sizes(&idle, &[good]), [(1150, 0)], "400 are needed, 250 kept of the rest");
     }
 
     proptest! {

@@ -13,9 +13,11 @@ use serde::{Deserialize, Serialize};
 use crate::memory::{Memory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
+use crate::policy::allot::want;
+use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
-use crate::policy::take::{base, force, keep, priced};
-use crate::units::Bytes;
+use crate::policy::take::{base, priced};
+use crate::units::{Bytes, Stamp};
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.
 const OVERHEAD: Bytes = Bytes::mib(64);
@@ -132,7 +134,7 @@ pub struct WorstCase {
 pub fn stock(model: &Model, memory: &Memory) -> Stock {
     let host = &model.host;
     let none = VmMemory::default();
-    let spare = |vm: &VmModel| spare(vm, memory.vm(vm.id).unwrap_or(&none));
+    let spare = |vm: &VmModel| spare(model.at, vm, memory.vm(vm.id).unwrap_or(&none));
     Stock {
         known: host.known,
         state: host.state,
@@ -145,7 +147,7 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
     }
 }
 
-fn spare(vm: &VmModel, m: &VmMemory) -> Spare {
+fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
     let host_side = vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default();
     let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
     let mut spare = Spare {
@@ -158,7 +160,7 @@ fn spare(vm: &VmModel, m: &VmMemory) -> Spare {
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
-        let idle = base - keep(vm, g, m, &force(Pressure::Soft));
+        let idle = base - want(at, vm, g, m, CALM_MS);
         let c = priced(vm, g, 0, (base, idle, idle));
         // Only what the host really holds brings it anything.
         spare.idle = idle.share(c.yields) - spare.free;

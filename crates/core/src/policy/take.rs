@@ -8,10 +8,12 @@
 //! at once and shrink where it does not, where its word is doubted, or where it was
 //! short soon after it had been asked.
 
-use crate::memory::{Memory, Peaks, VmMemory};
+use crate::memory::{Memory, VmMemory};
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
+use crate::policy::allot::Allotment;
+use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
 use crate::units::Bytes;
 
@@ -26,33 +28,11 @@ const STEP_MS: u64 = 500;
 const LEAST_SHRINK: f64 = 0.015;
 /// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
-/// One that was turned around is not turned again within this time unless the
-/// host is critical.
-const TURN_MS: u64 = 60_000;
-
-/// How hard each state takes: share of RAM a second, share of the guest's buffer
-/// that is left to it, how long one that was given memory is left alone, and which
-/// of its recent peaks of need it keeps: one that needed memory a moment ago may
-/// need it again.
-pub(super) struct Force {
-    state: Pressure,
-    step: f64,
-    buffer: f64,
-    hold_ms: u64,
-    turn_ms: u64,
-    recent: fn(&Peaks) -> Bytes,
-}
-
-pub(super) fn force(state: Pressure) -> Force {
-    let slow: fn(&Peaks) -> Bytes = |p| p.slow;
-    let (step, buffer, hold_ms, turn_ms, recent) = match state {
-        Pressure::Clear => (0.0, 1.0, u64::MAX, TURN_MS, slow),
-        Pressure::Soft => (0.05, 1.0, 60_000, TURN_MS, slow),
-        Pressure::Hard => (0.125, 0.5, 8_000, TURN_MS, (|p| p.fast) as fn(&Peaks) -> Bytes),
-        Pressure::Critical => (0.25, 0.25, 4_000, 0, (|_| Bytes::ZERO) as fn(&Peaks) -> Bytes),
-    };
-    Force { state, step, buffer, hold_ms, turn_ms, recent }
-}
+/// Shares of RAM a second: while guests wait for it or the host is critical, while the host
+/// is hard, and else.
+const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
+/// See [`STEPS`].
+pub(super) const CALM_STEP: f64 = STEPS.2;
 
 /// A VM that can be asked, and for how much.
 #[derive(Debug)]
@@ -76,20 +56,12 @@ pub(super) struct Candidate {
     pub share: Bytes,
 }
 
-/// Collects `missing` from those that have idle memory; what the host can expect
-/// of it. `deferred` of it guests wait for.
-///
-/// What nobody has wanted for a minute goes first, whatever the host's state, only faster
-/// on a shorter one. What somebody wanted a moment ago will be wanted back: on a hard
-/// and a critical host it is taken as far as it brings something now, and no more
-/// of it than leads out of that state (all that is missing where tasks really stall).
-///
-/// On a clear host others wait for it, who have what keeps them from harm
-/// already: for their comfort it is taken as on a soft one, and nobody is turned around.
+/// Collects `missing` from those that have more than they are to keep; what the host can
+/// expect of it. `deferred` of it guests wait for.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
-    (missing, deferred): (Bytes, Bytes),
+    (missing, deferred, allot): (Bytes, Bytes, &Allotment),
     verdicts: &mut [Option<Verdict>],
 ) -> Bytes {
     let state = model.host.state.max(Pressure::Soft);
@@ -100,37 +72,28 @@ pub(super) fn take(
         .iter()
         .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
         .sum();
+    let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
+    let pace = match state {
+        _ if urgent => STEPS.0,
+        Pressure::Hard => STEPS.1,
+        _ => STEPS.2,
+    };
     let mut asked: Vec<Asked> = vec![Asked::default(); model.vms.len()];
-    let mut found = Bytes::ZERO;
-    for rung in [Pressure::Soft, Pressure::Hard, Pressure::Critical] {
-        if rung > state {
-            break;
-        }
-        let wanted = match rung {
-            Pressure::Soft => missing,
-            rung => missing.min(model.host.lacks(rung) + deferred),
-        };
-        let force = force(rung);
-        let mut candidates = Vec::new();
-        for (index, vm) in model.vms.iter().enumerate() {
-            if verdicts[index].is_none() {
-                match candidate(model, vm, of(vm), index, (&force, asked[index].share)) {
-                    Ok(c) => candidates.push(c),
-                    Err(why) => asked[index].why = why,
-                }
+    let mut candidates = Vec::new();
+    for (index, vm) in model.vms.iter().enumerate() {
+        if verdicts[index].is_none() {
+            match candidate(model, vm, of(vm), index, (pace, urgent, allot)) {
+                Ok(c) => candidates.push(c),
+                Err(why) => asked[index].why = why,
             }
         }
-        share_out(&mut candidates, wanted - arriving - found);
-        if state < Pressure::Critical {
-            candidates.iter_mut().filter(|c| asked[c.index].share > Bytes::ZERO).for_each(|c| {
-                c.least = Bytes::ZERO;
-            });
-            lump(&mut candidates);
-        }
-        for c in candidates {
-            found += c.share;
-            asked[c.index].take(&c);
-        }
+    }
+    share_out(&mut candidates, missing - arriving);
+    if !urgent {
+        lump(&mut candidates);
+    }
+    for c in candidates {
+        asked[c.index].take(&c);
     }
     let mut expected = Bytes::ZERO;
     for (index, a) in asked.into_iter().enumerate() {
@@ -149,7 +112,7 @@ pub(super) fn take(
     expected
 }
 
-/// What one VM is asked for, all rungs together.
+/// What one VM is asked for.
 #[derive(Clone, Debug, Default)]
 struct Asked {
     base: Bytes,
@@ -167,20 +130,18 @@ impl Asked {
             self.why = format!("{} idle, but others cover what the host lacks", c.idle);
             return;
         }
-        self.base = c.base + self.share;
-        self.idle = c.idle + self.share;
-        self.share += c.share;
-        self.yields += c.share.share(c.yields);
+        (self.base, self.idle, self.share) = (c.base, c.idle, c.share);
+        self.yields = c.share.share(c.yields);
     }
 }
 
-/// `before`: what it is asked for already.
+/// What it could be asked for, or why it is not asked.
 fn candidate(
     model: &Model,
     vm: &VmModel,
     m: &VmMemory,
     index: usize,
-    (force, before): (&Force, Bytes),
+    (pace, urgent, allot): (f64, bool, &Allotment),
 ) -> Result<Candidate, String> {
     if vm.standing != Standing::Ready {
         return Err(vm.standing.why().to_string());
@@ -195,15 +156,11 @@ fn candidate(
     if g.age_ms > FRESH_MS {
         return Err(format!("its numbers are {} ms old", g.age_ms));
     }
-    if let Some(left) = m.last_give.and_then(|t| force.hold_ms.checked_sub(model.at.since(t))) {
+    // Nobody waits for it: it is not turned around for that.
+    let calm = !urgent && model.host.state <= Pressure::Soft;
+    let left = m.last_give.and_then(|t| CALM_MS.checked_sub(model.at.since(t)));
+    if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
-    }
-    let turned = m.turned.filter(|_| m.last_give > m.last_take);
-    if let Some(left) = turned.and_then(|t| force.turn_ms.checked_sub(model.at.since(t))) {
-        return Err(format!(
-            "it was asked and given within a minute: not turned again for {} s",
-            left.div_ceil(1000)
-        ));
     }
     // The ladder: what is free already goes first, and never both at a time.
     if let Some(agent) = usable(vm) {
@@ -212,25 +169,22 @@ fn candidate(
             return Err(format!("{held} that it has freed are recycled first"));
         }
     }
-    let start = base(m, actual);
-    let base = start - before;
+    let base = base(m, actual);
     if base <= vm.floor {
         return Err(format!("it is at its floor of {}", vm.floor));
     }
-    let keep = keep(vm, g, m, force);
-    let idle = base - keep;
+    let Some(part) = allot.parts[index] else {
+        return Err("its guest's need is not known".into());
+    };
+    let idle = base - part.keeps;
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
-    let step = step(vm, m, model, &self::force(model.host.state.max(Pressure::Soft)));
-    let mut most = (step - before).min(idle);
-    if force.state > Pressure::Soft {
-        // What it may want back is left to it where taking it would bring nothing.
-        most = most.min(vm.guest_held().map_or(most, |held| held.min(base) - keep));
+    let step = step(vm, m, model, pace);
+    if !urgent && busy(m, actual, step.min(idle)) {
+        return Err(format!("it is still shrinking to {base}"));
     }
-    if busy(m, actual, step.min(idle)) {
-        return Err(format!("it is still shrinking to {start}"));
-    }
+    let most = step.min(idle);
     Ok(priced(vm, g, index, (base, idle, most)))
 }
 
@@ -292,26 +246,16 @@ pub(super) fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
     m.order.is_some_and(|o| actual - o.to > step.share(0.5).max(LEAST_STEP))
 }
 
-/// What a guest keeps in any case: floor, or working set and buffer, and always so
-/// much that neither the taking itself nor its growing need makes it short. Who is trusted less keeps
-/// up to twice the buffer.
-pub(super) fn keep(vm: &VmModel, g: &GuestModel, m: &VmMemory, force: &Force) -> Bytes {
-    let part = if g.deflate_on_oom { force.buffer } else { force.buffer.max(0.5) };
-    let doubt = 2.0 - vm.trust.level.clamp(0.0, 1.0);
-    let buffer = g.buffer.share(part * doubt).max(g.short_mark.share(1.5));
-    vm.floor.max(g.working_set.max((force.recent)(&m.peaks)).max(g.soon()) + buffer)
-}
-
 /// The largest step now: larger while tasks suffer and while it follows at once, smaller
 /// where its word is doubted. It is for the time since the guest was last asked, so that
 /// many looks take neither faster nor slower than few.
-pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, force: &Force) -> Bytes {
+pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Bytes {
     let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));
     // A late tick does not take more: what it saw is old.
     let ms = since.min(model.dt_ms.max(STEP_MS)).min(2000) as f64;
     let pace = f64::from(1u32 << m.pace.min(2));
     let scale = pace * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
-    let share = (force.step * scale * ms / 1000.0).min(0.5);
+    let share = (rate * scale * ms / 1000.0).min(0.5);
     let least = LEAST_STEP.share((ms / STEP_MS as f64).min(1.0));
     vm.ram.unwrap_or_default().share(share).max(least)
 }

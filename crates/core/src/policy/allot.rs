@@ -1,0 +1,172 @@
+//! Who is to have how much: one rule for all states of the host.
+//!
+//! What a guest needed a moment ago it is likely to need again; what it needed an hour ago, it
+//! is not. So memory goes to the needs of the last T seconds, and T is as long as the host
+//! allows: the longest time for which everybody's peak, the margins and what the host keeps for
+//! itself fit together. Margins and the host's part grow with T. What is left beyond T goes, by
+//! the same share, to what each guest would have at the next longer T. So where T is short the
+//! oldest peaks go first, as in any LRU list, and no period of a load is built in.
+
+use crate::memory::{Memory, VmMemory};
+use crate::model::{GuestModel, Model, Standing, VmModel};
+use crate::policy::take::brings_nothing;
+use crate::units::{Bytes, Stamp};
+
+/// A guest's margin is its whole buffer, and the host keeps its whole reserve, at this T.
+const WHOLE_MS: u64 = 60_000;
+/// A guest's margin grows on with T, to so many buffers.
+const MARGIN_MOST: f64 = 3.0;
+/// T is one of so many, each so much longer than the one before.
+const TIMES: i32 = 48;
+const LONGER: f64 = 1.2;
+/// The shortest T but none, milliseconds.
+const FIRST_MS: f64 = 300.0;
+/// Guests are brought to what they needed within this before they ask, and others may be
+/// squeezed for it.
+pub(super) const SOON_MS: u64 = 5_000;
+/// Cache that is read again counts in whole from this T on: how much it is, is a guess.
+const HOT_MS: u64 = 10_000;
+/// Of the reserve so much is kept whatever guests need.
+pub(super) const LEAST: f64 = 0.25;
+/// Every guest keeps a margin of so many of its marks of shortage.
+const LEAST_MARKS: f64 = 1.5;
+/// And one that cannot deflate its balloon itself, this share of its buffer.
+const RIGID_SHARE: f64 = 0.3;
+
+/// How far margins have grown at T: with its root as far as a minute, then with T.
+fn grown(within_ms: u64) -> f64 {
+    let minutes = within_ms as f64 / WHOLE_MS as f64;
+    minutes.max(minutes.sqrt().min(1.0)).min(MARGIN_MOST)
+}
+
+/// What a guest is to have where the needs of the last `within_ms` count.
+pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, within_ms: u64) -> Bytes {
+    // With twice the weight needs age half as fast.
+    let within_ms = (within_ms as f64 * vm.weight.clamp(0.1, 10.0)) as u64;
+    let least = g.short_mark.share(LEAST_MARKS);
+    let full = g.buffer.max(least);
+    // Doubt asks for more only where there is more: else all would be squeezed for it.
+    let doubt = 2.0 - vm.trust.level.clamp(0.0, 1.0);
+    let share = if g.deflate_on_oom { 0.0 } else { RIGID_SHARE };
+    let share = share + (doubt - share) * grown(within_ms);
+    let margin = least + (full - least).share(share);
+    let was = m.recent.peak(at, within_ms) + least;
+    let hot = (g.working_set - g.need).share((within_ms as f64 / HOT_MS as f64).min(1.0));
+    (was.max(g.soon() + margin) + hot).max(vm.floor).min(vm.ceiling.max(vm.floor))
+}
+
+/// One VM's part.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Part {
+    /// The size that it is to have at least; what is beyond may be taken.
+    pub keeps: Bytes,
+    /// The size that it is brought to, where the host has it.
+    pub good: Bytes,
+    /// The size that it is brought to in any case.
+    pub soon: Bytes,
+}
+
+/// What all are to have.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Allotment {
+    /// By VM; `None`: nothing is known of its need.
+    pub parts: Vec<Option<Part>>,
+    /// Whose needs are so old may be asked for what they were, ms.
+    pub within_ms: u64,
+    /// Not even all that was needed within the longest time fits.
+    pub contended: bool,
+    /// What the host is to keep.
+    pub keep: Bytes,
+    /// What the host lacks to back what all are to have.
+    pub shortage: Bytes,
+    /// What guests may still take of what they are to have.
+    pub growth: Bytes,
+}
+
+/// Whom it concerns, and what is known of it.
+struct Claim<'a> {
+    index: usize,
+    vm: &'a VmModel,
+    g: &'a GuestModel,
+    m: &'a VmMemory,
+    held: Bytes,
+    /// What it needs and the host does not hold: merged, in swap, never touched.
+    apart: Bytes,
+    /// What it is to have in any case.
+    least: Bytes,
+    /// Nothing can be had of it.
+    fixed: bool,
+}
+
+impl Claim<'_> {
+    /// What the host will hold for it when it needs what it needed within this time.
+    fn likely(&self, at: Stamp, within_ms: u64) -> Bytes {
+        let was = self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least);
+        was.min(self.vm.actual.unwrap_or(was)) - self.apart
+    }
+
+    /// What the host would hold for it at most.
+    fn holds(&self, at: Stamp, within_ms: u64) -> Bytes {
+        let want = want(at, self.vm, self.g, self.m, within_ms).max(self.least) - self.apart;
+        match self.fixed {
+            false => want,
+            true => want.min(self.vm.actual.unwrap_or(want)).max(self.held),
+        }
+    }
+}
+
+/// Divides what the host has. `least`: what each VM is to have in any case.
+pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotment {
+    let none = &NONE;
+    let (at, host) = (model.at, &model.host);
+    let claim = |(index, vm): (usize, &'_ VmModel)| {
+        let g = model.vms[index].guest.as_ref().filter(|_| !vm.outside)?;
+        let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
+        let vm = &model.vms[index];
+        let m = memory.vm(vm.id).unwrap_or(none);
+        let apart = g.need - held;
+        let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
+        Some(Claim { index, vm, g, m, held, apart, least: least[index], fixed })
+    };
+    let claims: Vec<Claim<'_>> = model.vms.iter().enumerate().filter_map(claim).collect();
+    let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
+    let keep = |within_ms: u64| {
+        let most = host.reserve.share(1.0 + 0.5 * host.urgency) + host.promised;
+        let least = host.reserve.share(LEAST);
+        least + (most - least).share(grown(within_ms).min(1.0))
+    };
+    let need = |within_ms| {
+        let holds: Bytes = claims.iter().map(|c| c.holds(at, within_ms)).sum();
+        holds + keep(within_ms)
+    };
+    let time = |i: i32| if i == 0 { 0 } else { (FIRST_MS * LONGER.powi(i)) as u64 };
+    // The longest time for which all fits.
+    let (mut fits, mut too_long) = (0, TIMES + 1);
+    while too_long - fits > 1 {
+        let middle = (fits + too_long) / 2;
+        if need(time(middle)) <= all { fits = middle } else { too_long = middle }
+    }
+    let within_ms = time(fits);
+    // What is left of it goes the same way to what comes next.
+    let longer_ms = time((fits + 1).min(TIMES));
+    let (now, next) = (need(within_ms), need(longer_ms));
+    let part = match next > now {
+        true => (all - now).fraction_of(next - now).min(1.0),
+        false => 1.0,
+    };
+    let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
+    let mut parts = vec![None; model.vms.len()];
+    for c in &claims {
+        let of = |ms| want(at, c.vm, c.g, c.m, ms).max(c.least);
+        let keeps = between(of(within_ms), of(longer_ms));
+        let soon = of(within_ms.min(SOON_MS));
+        let good = of(within_ms / 2);
+        parts[c.index] = Some(Part { keeps, good, soon: soon.min(good) });
+    }
+    let keep = between(keep(within_ms), keep(longer_ms));
+    let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
+    let shortage = if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
+    Allotment { parts, within_ms, contended: fits < TIMES, keep, shortage, growth }
+}
+
+static NONE: std::sync::LazyLock<VmMemory> = std::sync::LazyLock::new(VmMemory::default);
