@@ -254,12 +254,15 @@ impl Action {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "rule")]
 pub enum Reason {
-    /// The host is short; idle memory is taken in proportion.
+    /// The host is short, or other guests wait; idle memory is taken in proportion.
     HostShort {
-        /// The host's state.
+        /// The host's state, soft at least.
         state: crate::model::Pressure,
         /// What the host lacks.
         shortage: Bytes,
+        /// What guests in distress wait for.
+        #[serde(default)]
+        waits: Bytes,
         /// What this guest could spare.
         idle: Bytes,
     },
@@ -301,9 +304,10 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Reason::HostShort { state, shortage, idle } => {
-                write!(f, "host {state}, short of {shortage}; guest has {idle} idle")
-            }
+            Reason::HostShort { state, shortage, waits, idle } => match waits {
+                Bytes(0) => write!(f, "host {state}, short of {shortage}; guest has {idle} idle"),
+                waits => write!(f, "others are short of {waits}; guest has {idle} idle"),
+            },
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
             Reason::Likely => f.write_str("it has less than it needed lately, and a margin"),
             Reason::Unseen { why } => write!(f, "given while it can be reached: {why}"),

@@ -177,7 +177,7 @@ impl Laws {
     fn check_direction(&mut self, action: &Action, at: u64) {
         let grows = match action.reason {
             Reason::HostClear { .. } => true,
-            Reason::HostShort { state: Pressure::Soft, .. } => false,
+            Reason::HostShort { state: Pressure::Soft, waits: Bytes(0), .. } => false,
             _ => return,
         };
         let past = self.past.entry(action.vm).or_default();

@@ -65,7 +65,7 @@ fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) 
 }
 
 fn short(state: Pressure) -> Reason {
-    Reason::HostShort { state, shortage: Bytes::ZERO, idle: Bytes::ZERO }
+    Reason::HostShort { state, shortage: Bytes::ZERO, waits: Bytes::ZERO, idle: Bytes::ZERO }
 }
 
 fn only(model: &Model) -> &VmModel {

@@ -106,7 +106,8 @@ pub(super) fn take(
         } else {
             expected += a.yields;
             let shortage = model.host.shortage.max(missing);
-            Verdict::Set { to, reason: Reason::HostShort { state, shortage, idle: a.idle } }
+            let reason = Reason::HostShort { state, shortage, waits: deferred, idle: a.idle };
+            Verdict::Set { to, reason }
         });
     }
     expected
