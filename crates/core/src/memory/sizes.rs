@@ -46,15 +46,20 @@ impl Sizes {
     }
 
     /// What a guest needs that has said, at `said` or later, that so much is available
-    /// to it; `was`: what it needed before.
-    pub(super) fn need(&self, said: Stamp, available: Bytes, was: Option<Bytes>) -> Option<Bytes> {
+    /// to it; `was`: what it needed before. And what it may need at most by the same word.
+    pub(super) fn need(
+        &self,
+        said: Stamp,
+        available: Bytes,
+        was: Option<Bytes>,
+    ) -> Option<(Bytes, Bytes)> {
         let (mut low, mut high) = self.range(Stamp(said.0.saturating_sub(GATHER_MS)))?;
         if available > high {
             // It spoke before that.
             (low, high) = self.range(Stamp(0))?;
         }
         let (low, high) = (low - available, high - available);
-        Some(was.map_or(low, |was| was.clamp(low, high)))
+        Some((was.map_or(low, |was| was.clamp(low, high)), high))
     }
 }
 
@@ -69,7 +74,7 @@ mod tests {
     }
 
     fn need(s: &Sizes, said: u64, available: u64, was: Option<u64>) -> u64 {
-        s.need(Stamp(said), Bytes::mib(available), was.map(Bytes::mib)).unwrap().0 >> 20
+        s.need(Stamp(said), Bytes::mib(available), was.map(Bytes::mib)).unwrap().0.0 >> 20
     }
 
     #[test]
@@ -88,6 +93,8 @@ mod tests {
         assert_eq!(need(&s, 11_500, 200, Some(120)), 200, "80 more at least");
         assert_eq!(need(&s, 11_500, 340, Some(120)), 110);
         assert_eq!(need(&s, 9_000, 340, Some(120)), 120, "it may have spoken at 460");
+        let most = s.need(Stamp(11_500), Bytes::mib(300), Some(Bytes::mib(120))).unwrap().1;
+        assert_eq!(most, Bytes::mib(150), "if it spoke at 450");
     }
 
     #[test]

@@ -119,6 +119,9 @@ pub struct VmMemory {
     /// What the guest needed lately: its working set by how long ago it was so large.
     #[serde(default)]
     pub recent: Recent,
+    /// So much more than is reckoned its guest may need: its balloon moved as it spoke.
+    #[serde(default)]
+    pub unsure: Bytes,
     /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,
@@ -661,10 +664,12 @@ impl VmMemory {
     }
 
     /// The size that goes with the guest's word.
-    fn paired(&self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
+    fn paired(&mut self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
         let available = now.available.or(now.free);
-        let need = available.and_then(|a| self.sizes.need(said, a, self.need()).map(|n| n + a));
-        need.unwrap_or(actual)
+        let need = available.and_then(|a| Some((a, self.sizes.need(said, a, self.need())?)));
+        let Some((available, (need, most))) = need else { return actual };
+        self.unsure = most - need;
+        need + available
     }
 
     fn follow_order(&mut self, at: Stamp, dt_ms: u64, actual: Option<Bytes>) {

@@ -177,7 +177,7 @@ fn candidate(
     let Some(part) = allot.parts[index] else {
         return Err("its guest's need is not known".into());
     };
-    let idle = base - part.keeps;
+    let idle = base - part.keeps.max(g.need + m.unsure);
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }

@@ -252,6 +252,15 @@ fn what_an_operator_asked_for_is_not_given_back_at_once() {
     assert!(ask(Some(61_000)).is_some());
 }
 
+#[test]
+fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved() {
+    let ask = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        size(&decide(host(Pressure::Critical, 2048, 0), vec![vm(1, 1024, 624)], vec![m])[0])
+    };
+    assert_eq!((ask(0), ask(40), ask(200)), (Some(512), Some(512), Some(600)));
+}
+
 /// What was ordered before would go on for as long as the guest takes.
 #[test]
 fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
