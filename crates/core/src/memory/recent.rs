@@ -1,13 +1,13 @@
-//! What a guest needed, by how long ago it last needed so much.
+//! What a guest needed lately: an LRU list of its own memory.
 //!
-//! For each size the moment is known at which the guest last needed it: an LRU list of its
-//! own memory. [`Recent::peak`] is the most that it needed within some time, for any time.
+//! For each size the moment is remembered at which the guest last needed it. [`Recent::peak`]
+//! is the most that it needed within a given time.
 
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
 
-/// Needs are forgotten after so long, milliseconds.
+/// Needs of this age are forgotten, milliseconds.
 const LIFE_MS: u64 = 1_800_000;
 /// No more steps are remembered: those of about the same age become one.
 const MOST: usize = 24;

@@ -119,7 +119,8 @@ pub struct VmMemory {
     /// What the guest needed lately: its working set by how long ago it was so large.
     #[serde(default)]
     pub recent: Recent,
-    /// So much more than is reckoned its guest may need: its balloon moved as it spoke.
+    /// What its guest may need beyond [`VmMemory::need`]: its balloon moved while it spoke, so
+    /// its size at that moment is not known.
     #[serde(default)]
     pub unsure: Bytes,
     /// The sizes it had lately.
@@ -741,8 +742,12 @@ impl VmMemory {
         let (Some(gift), Some(actual)) = (self.gift.filter(live), actual) else {
             return Bytes::ZERO;
         };
-        let size = self.order.map_or(actual, |o| o.to.max(actual));
-        gift.bytes.min(size - host_side)
+        gift.bytes.min(self.grows_to(actual) - host_side)
+    }
+
+    /// The size that it grows to by its last order; the one that it has where it does not grow.
+    pub fn grows_to(&self, actual: Bytes) -> Bytes {
+        self.order.map_or(actual, |o| o.to.max(actual))
     }
 
     fn account(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {

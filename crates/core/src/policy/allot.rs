@@ -14,23 +14,23 @@ use crate::units::{Bytes, Stamp};
 
 /// A guest's margin is its whole buffer, and the host keeps its whole reserve, at this T.
 const WHOLE_MS: u64 = 60_000;
-/// A guest's margin grows on with T, to so many buffers.
+/// With longer T a guest's margin grows on, up to this number of buffers.
 const MARGIN_MOST: f64 = 3.0;
-/// T is one of so many, each so much longer than the one before.
+/// The possible values of T beside zero: their number, the factor from one to the next, and the
+/// value that the first is this factor above, milliseconds.
 const TIMES: i32 = 48;
 const LONGER: f64 = 1.2;
-/// The shortest T but none, milliseconds.
 const FIRST_MS: f64 = 300.0;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
-pub(super) const SOON_MS: u64 = 5_000;
+const SOON_MS: u64 = 5_000;
 /// Cache that is read again counts in whole from this T on: how much it is, is a guess.
 const HOT_MS: u64 = 10_000;
-/// Of the reserve so much is kept whatever guests need.
-pub(super) const LEAST: f64 = 0.25;
-/// Every guest keeps a margin of so many of its marks of shortage.
+/// The share of the reserve that the host keeps whatever guests need.
+const LEAST: f64 = 0.25;
+/// The least margin of a guest, in units of its short mark.
 const LEAST_MARKS: f64 = 1.5;
-/// And one that cannot deflate its balloon itself, this share of its buffer.
+/// The share of its buffer that a guest keeps in any case which cannot deflate its balloon itself.
 const RIGID_SHARE: f64 = 0.3;
 
 /// How far margins have grown at T: with its root as far as a minute, then with T.
@@ -71,7 +71,7 @@ pub(super) struct Part {
 pub(super) struct Allotment {
     /// By VM; `None`: nothing is known of its need.
     pub parts: Vec<Option<Part>>,
-    /// Whose needs are so old may be asked for what they were, ms.
+    /// T, milliseconds: needs that are older do not count.
     pub within_ms: u64,
     /// Not even all that was needed within the longest time fits.
     pub contended: bool,
@@ -117,18 +117,18 @@ impl Claim<'_> {
 
 /// Divides what the host has. `least`: what each VM is to have in any case.
 pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotment {
-    let none = &NONE;
+    let none = VmMemory::default();
     let (at, host) = (model.at, &model.host);
-    let claim = |(index, vm): (usize, &'_ VmModel)| {
-        let g = model.vms[index].guest.as_ref().filter(|_| !vm.outside)?;
-        let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
+    let claim = |index: usize| {
         let vm = &model.vms[index];
-        let m = memory.vm(vm.id).unwrap_or(none);
+        let g = vm.guest.as_ref().filter(|_| !vm.outside)?;
+        let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
+        let m = memory.vm(vm.id).unwrap_or(&none);
         let apart = g.need - held;
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
         Some(Claim { index, vm, g, m, held, apart, least: least[index], fixed })
     };
-    let claims: Vec<Claim<'_>> = model.vms.iter().enumerate().filter_map(claim).collect();
+    let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
     let keep = |within_ms: u64| {
         let most = host.reserve.share(1.0 + 0.5 * host.urgency) + host.promised;
@@ -168,5 +168,3 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let shortage = if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
     Allotment { parts, within_ms, contended: fits < TIMES, keep, shortage, growth }
 }
-
-static NONE: std::sync::LazyLock<VmMemory> = std::sync::LazyLock::new(VmMemory::default);

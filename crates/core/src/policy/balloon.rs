@@ -31,7 +31,8 @@ const MORE: f64 = 0.25;
 const GROW_HOLD_MS: u64 = 60_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
-/// An operator's request leaves what was needed within this.
+/// An operator's request leaves guests what they needed within this, and a guest that was given
+/// memory is not asked within this where nobody waits.
 pub(super) const CALM_MS: u64 = 60_000;
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.1;
@@ -161,7 +162,12 @@ fn is_poor(vm: &VmModel, m: &VmMemory) -> bool {
     }
     m.reboot.is_some_and(|r| r.given.is_none())
         || !vm.distress.is_empty() && actual < vm.ceiling
-        || !vm.unseen.is_empty() && vm.owed > Bytes::ZERO
+        || is_unseen(vm)
+}
+
+/// Whether it cannot be seen to be short, and is owed something.
+fn is_unseen(vm: &VmModel) -> bool {
+    !vm.unseen.is_empty() && vm.owed > Bytes::ZERO
 }
 
 /// What the distress of a guest comes to.
@@ -214,7 +220,7 @@ fn is_low(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> boo
         return false;
     }
     let (Some(actual), Some(part), Some(g)) = (vm.actual, part, &vm.guest) else { return false };
-    let from = m.order.map_or(actual, |o| o.to.max(actual));
+    let from = m.grows_to(actual);
     let step = (part.good - g.need).share(0.25).max(LEAST_STEP);
     // Beyond the size that others gave it only a need counts, not what is likely.
     let good = part.good.min(vm.whole);
@@ -236,12 +242,13 @@ fn relieve(
             && (is_poor(vm, of(i)) || is_low(model, vm, of(i), allot.parts[*i].as_ref()))
     });
     let (inside, outside): (Vec<usize>, Vec<usize>) = poor.partition(|i| !model.vms[*i].outside);
+    let spoken_for = spoken_for(model);
     let mut deferred = Bytes::ZERO;
     let mut given = Bytes::ZERO;
     for some in [inside, outside] {
         let Some(first) = some.first() else { continue };
         let mut fund = Fund::of(&model.host, &model.vms[*first]);
-        fund.spoken_for = spoken_for(model) + given;
+        fund.spoken_for = spoken_for + given;
         fund.outstanding += given;
         fund.keep = allot.keep;
         let wishes: Vec<Wish> = some
@@ -282,7 +289,7 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
     }
     let reason = if !vm.distress.is_empty() {
         Reason::GuestShort { signs: format!("{}{waits}", vm.distress) }
-    } else if !vm.unseen.is_empty() && vm.owed > Bytes::ZERO {
+    } else if is_unseen(vm) {
         Reason::Unseen { why: vm.unseen.clone() }
     } else {
         Reason::Likely
@@ -297,7 +304,7 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
 /// What a guest is to have that is short, cannot be seen to be, boots, or is low.
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
-    let from = m.order.map_or(actual, |o| o.to.max(actual));
+    let from = m.grows_to(actual);
     let weight = vm.weight;
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
@@ -306,15 +313,13 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         return Wish { from, urgent, well: urgent, comfort: all, good: all, all, weight };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
+    let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
     if vm.distress.is_empty() {
         // It may need nothing: no other guest is squeezed for it.
-        let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
-        let unseen = !vm.unseen.is_empty() && vm.owed > Bytes::ZERO;
-        let all = if unseen { vm.whole.max(good) } else { good };
-        let comfort = if unseen { all } else { soon };
+        let all = if is_unseen(vm) { vm.whole.max(good) } else { good };
+        let comfort = if is_unseen(vm) { all } else { soon };
         return Wish { from, urgent: from, well: soon, comfort, good, all, weight };
     }
-    let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
     let urgent = d.least().max(d.spoken);
