@@ -16,7 +16,7 @@ use crate::policy::allot::{Allotment, Part, allot, want};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
-    CALM_STEP, Candidate, LEAST_STEP, base, brings_nothing, busy, pinned, priced, round_up,
+    CALM_STEP, Candidate, LEAST_STEP, base, brings_nothing, busy, idle, pinned, priced, round_up,
     share_out, step, take,
 };
 use crate::units::Bytes;
@@ -345,7 +345,7 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
     let g = vm.guest.as_ref()?;
     let base = base(m, actual);
     let keep = want(model.at, vm, g, m, CALM_MS).max(vm.ceiling);
-    let most = step(vm, m, model, CALM_STEP).min(base - keep);
+    let most = step(vm, m, model, CALM_STEP).min(idle(base, keep, g, m));
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
 }
@@ -367,7 +367,7 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
         let base = base(m, actual);
-        let idle = base - want(model.at, vm, g, m, CALM_MS);
+        let idle = idle(base, want(model.at, vm, g, m, CALM_MS), g, m);
         candidates.push(priced(vm, g, index, (base, idle, idle)));
     }
     share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));
@@ -395,7 +395,12 @@ fn grow(model: &Model, memory: &Memory, allot: &Allotment, verdicts: &mut [Optio
     for i in order {
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);
-        let (Some(actual), true) = (vm.actual, vm.owed > Bytes::ZERO) else { continue };
+        let Some(actual) = vm.actual else { continue };
+        // One above its ceiling, since its guest needs that, is owed what it cannot be given.
+        let room = vm.owed.min(vm.ceiling - actual);
+        if room == Bytes::ZERO {
+            continue;
+        }
         if left < LEAST_STEP {
             verdicts[i] = Some(Verdict::Hold(format!(
                 "{} ballooned; the host gives back slowly, others first",
@@ -417,13 +422,10 @@ fn grow(model: &Model, memory: &Memory, allot: &Allotment, verdicts: &mut [Optio
             )));
             continue;
         }
-        let gift = vm.owed.min(left);
+        let gift = room.min(left);
         left = left - gift;
-        let reason = Reason::HostClear { surplus };
-        verdicts[i] = Some(Verdict::Set {
-            to: round_up(actual + gift).min(vm.whole).min(vm.ceiling),
-            reason,
-        });
+        let to = round_up(actual + gift).min(vm.whole).min(vm.ceiling);
+        verdicts[i] = Some(Verdict::Set { to, reason: Reason::HostClear { surplus } });
     }
 }
 

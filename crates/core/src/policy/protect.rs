@@ -16,7 +16,7 @@ use crate::plan::LastResort;
 use crate::policy::allot::want;
 use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
-use crate::policy::take::{base, priced};
+use crate::policy::take::{base, idle, priced};
 use crate::units::{Bytes, Stamp};
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.
@@ -61,6 +61,13 @@ pub struct Stock {
     pub swap: Bytes,
     /// What each VM could give.
     pub vms: Vec<Spare>,
+}
+
+impl Stock {
+    /// What of its headroom is not for VMs to come.
+    fn spoken_for(&self) -> Bytes {
+        self.promised + self.reserve
+    }
 }
 
 /// What a VM could give without harm.
@@ -160,7 +167,7 @@ fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
-        let idle = base - want(at, vm, g, m, CALM_MS);
+        let idle = idle(base, want(at, vm, g, m, CALM_MS), g, m);
         let c = priced(vm, g, 0, (base, idle, idle));
         // Only what the host really holds brings it anything.
         spare.idle = idle.share(c.yields) - spare.free;
@@ -174,9 +181,11 @@ fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
 pub fn admit(stock: &Stock, ask: &Ask) -> Admission {
     let each = ask.memory + OVERHEAD + ask.memory.share(OVERHEAD_SHARE);
     let need = Bytes(each.0.saturating_mul(u64::from(ask.count)));
-    let free = stock.headroom - stock.promised - stock.reserve;
+    let free = stock.headroom - stock.spoken_for();
     let mut answer = Admission { need, from_headroom: need.min(free), ..Admission::default() };
-    let mut left = need - answer.from_headroom;
+    // What the host lacks itself, others give it first.
+    let lacks = if ask.count == 0 { Bytes::ZERO } else { stock.spoken_for() - stock.headroom };
+    let mut left = need + lacks - answer.from_headroom;
     let mut vms: Vec<&Spare> = stock.vms.iter().collect();
     vms.sort_by(|a, b| b.price.total_cmp(&a.price).then_with(|| a.name.cmp(&b.name)));
     for vm in vms {
@@ -204,9 +213,14 @@ fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
         return "the host's memory cannot be read".into();
     }
     let what = format!("{} × {} need {} with overhead", ask.count, ask.memory, a.need);
+    let (keeps, has) = (stock.spoken_for(), stock.headroom);
     let has = format!(
-        "the host has {} beyond its reserve{}",
-        stock.headroom - stock.promised - stock.reserve,
+        "the host {} its reserve{}",
+        if has < keeps {
+            format!("lacks {} of", keeps - has)
+        } else {
+            format!("has {} beyond", has - keeps)
+        },
         match stock.promised {
             Bytes(0) => String::new(),
             p => format!(" and the {p} promised to VMs that start"),
@@ -342,6 +356,16 @@ mod tests {
         let starting = Stock { promised: Bytes::mib(3000), ..stock_of(5000, vec![]) };
         assert!(!admit(&starting, &ask(1000, 1)).yes);
         assert!(admit(&stock_of(5000, vec![]), &ask(1000, 1)).yes);
+    }
+
+    #[test]
+    fn what_the_host_lacks_itself_is_not_promised_again() {
+        let vms = || vec![spare("a", 0, 1500, 1.0)];
+        let a = admit(&stock_of(600, vms()), &ask(1000, 1));
+        assert!(a.yes && a.why.contains("lacks 400 MiB of its reserve"), "{}", a.why);
+        assert_eq!(a.from[0].bytes, Bytes::mib(1084 + 400));
+        let a = admit(&stock_of(500, vms()), &ask(1000, 1));
+        assert_eq!((a.yes, a.missing), (false, Bytes::mib(84)), "{}", a.why);
     }
 
     #[test]

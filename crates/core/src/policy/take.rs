@@ -177,7 +177,7 @@ fn candidate(
     let Some(part) = allot.parts[index] else {
         return Err("its guest's need is not known".into());
     };
-    let idle = base - part.keeps.max(g.need + m.unsure);
+    let idle = idle(base, part.keeps, g, m);
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
@@ -240,6 +240,12 @@ pub(super) fn priced(
 /// The size the next step starts from: what it was last told, if that is less.
 pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
     m.order.map_or(actual, |o| o.to.min(actual))
+}
+
+/// What may be taken of a size where the guest is to keep `keeps`: nothing that it uses, nor
+/// that it may use.
+pub(super) fn idle(base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
+    base - keeps.max(g.need + m.unsure)
 }
 
 /// Whether the step before is still far from done.

@@ -259,6 +259,23 @@ fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved()
         size(&decide(host(Pressure::Critical, 2048, 0), vec![vm(1, 1024, 624)], vec![m])[0])
     };
     assert_eq!((ask(0), ask(40), ask(200)), (Some(512), Some(512), Some(600)));
+    // Nor by an operator who wants what is idle, or has set a lower size for it.
+    let reclaim = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        let host = host(Pressure::Clear, 0, 2048);
+        let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
+        let memory = Memory { vms: vec![m], ..Memory::default() };
+        let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+        size(&done.verdicts[0]).unwrap()
+    };
+    assert!(reclaim(0) < 600 && reclaim(300) == 700, "{} {}", reclaim(0), reclaim(300));
+    let lower = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        let one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 800, 300) };
+        size(&decide(host(Pressure::Clear, 0, 2048), vec![one], vec![m])[0])
+    };
+    assert!(lower(0).is_some_and(|to| to < 790) && lower(290) == Some(790), "{:?}", lower(0));
+    assert_eq!(lower(300), None);
 }
 
 /// What was ordered before would go on for as long as the guest takes.
