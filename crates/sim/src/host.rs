@@ -213,7 +213,8 @@ impl HostMemory {
             memory: Some(Meminfo {
                 total: self.total,
                 free,
-                available: free,
+                // The kernel leaves out what its high watermarks keep (`si_mem_available`).
+                available: free - self.total.share(self.marks.1),
                 swap_total: self.swap,
                 swap_free,
                 ..Meminfo::default()

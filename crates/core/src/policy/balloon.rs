@@ -31,8 +31,8 @@ const MORE: f64 = 0.25;
 const GROW_HOLD_MS: u64 = 60_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
-/// An operator's request leaves guests what they needed within this, and a guest that was given
-/// memory is not asked within this where nobody waits.
+/// A guest that was given memory is not asked within this where nobody waits, a new ceiling and a
+/// plan leave guests what they needed within it.
 pub(super) const CALM_MS: u64 = 60_000;
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.1;
@@ -351,7 +351,7 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
 }
 
 /// The operator wants idle memory now: no step limit, no hold, but every guest
-/// keeps its need and its full buffer. Guests whose agent recycles are left to it.
+/// keeps its working set and its full buffer. Guests whose agent recycles are left to it.
 fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut [Option<Verdict>]) {
     let mut candidates: Vec<Candidate> = Vec::new();
     for (index, vm) in model.vms.iter().enumerate() {
@@ -367,7 +367,9 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
         let base = base(m, actual);
-        let idle = idle(base, want(model.at, vm, g, m, CALM_MS), g, m);
+        // What it needed a moment ago and has freed is what the operator means.
+        let keep = want(model.at, vm, g, m, 0).max(g.working_set + g.buffer);
+        let idle = idle(base, keep, g, m);
         candidates.push(priced(vm, g, index, (base, idle, idle)));
     }
     share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));

@@ -231,6 +231,16 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
 }
 
 #[test]
+fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
+    let m = VmMemory { recent: needed(900, 2_000), ..remembered(1) };
+    let host = host(Pressure::Clear, 0, 2000);
+    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
+    let memory = Memory { vms: vec![m], ..Memory::default() };
+    let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+    assert_eq!(size(&done.verdicts[0]), Some(400 + 80), "its need and its buffer stay");
+}
+
+#[test]
 fn what_an_operator_asked_for_is_not_given_back_at_once() {
     let ask = |ago_ms: Option<u64>| {
         let m = VmMemory {
