@@ -255,7 +255,8 @@ mod tests {
         let said: String = told.iter().map(text).collect();
         for part in [
             "→",
-            "rule      host",
+            "rule      ",
+            " GiB idle",
             "host      ",
             "left under host",
             "guest     size",
