@@ -227,7 +227,8 @@ impl AgentLink {
     /// no other process maps the RAM.
     fn clear(&mut self, verdict: Option<&Verdict>) {
         let Some((generation, heard)) = self.unclear else { return };
-        let fresh = verdict.is_some_and(|v| v.begun > heard && v.objections.is_empty());
+        let harmless = |v: &Verdict| v.objections.iter().all(|o| o == OTHERS_DISCARD);
+        let fresh = verdict.is_some_and(|v| v.begun > heard && harmless(v));
         if fresh && matches!(self.mapped, Some(Ok(()))) {
             self.send(Ask::Other, Command::Cleared { generation });
             (self.unclear, self.mapped) = (None, None);
@@ -279,9 +280,12 @@ impl AgentLink {
             Ok(agent) => agent,
             Err(e) => return self.down = Link::Down(e.to_string()),
         };
-        if let Some(peer) = agent.peer_pid().filter(|p| *p != self.pid) {
+        let peer = agent.peer_pid();
+        if peer != Some(self.pid) {
             let path = self.path.display();
-            let why = format!("{path}: served by process {peer}, not by this VM's {}", self.pid);
+            let by =
+                peer.map_or("a process that cannot be seen".into(), |p| format!("process {p}"));
+            let why = format!("{path}: served by {by}, not by this VM's {}", self.pid);
             return self.down = Link::Down(why);
         }
         if let Ok(id) = agent.send(Command::Hello) {
@@ -305,13 +309,16 @@ impl AgentLink {
         self.objections = verdict.objections.clone();
         self.firmware = verdict.firmware;
         let mut objections = verdict.objections.clone();
+        // Only who asked for it, and may work, gets it. Of discards by others the agent is the
+        // judge: with a preloaded library, or shared RAM, it works beside them.
+        let may =
+            objections.iter().all(|o| o == OTHERS_DISCARD) && verdict.firmware != Firmware::Unknown;
+        let device = (self.wants_descriptor && may)
+            .then(|| File::options().read(true).write(true).open(USERFAULTFD).ok())
+            .flatten();
         if terms.reports {
             objections.push(OTHERS_DISCARD.into());
         }
-        // Only who asked for it, and may work, gets it.
-        let device = (self.wants_descriptor && objections.is_empty())
-            .then(|| File::options().read(true).write(true).open(USERFAULTFD).ok())
-            .flatten();
         let attach = Attach {
             segments: verdict.segments.clone(),
             objections,
@@ -642,6 +649,9 @@ mod tests {
         let (attach, descriptors) = handed(true, &["a vhost-user device"]);
         assert_eq!((attach.descriptor, descriptors), (false, 0), "it may not work");
         assert_eq!(attach.objections, ["a vhost-user device"]);
+        // Of discards by others the agent is the judge.
+        let (attach, descriptors) = handed(true, &[OTHERS_DISCARD]);
+        assert_eq!((attach.descriptor, descriptors), (there, usize::from(there)));
     }
 
     #[test]

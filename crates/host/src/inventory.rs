@@ -56,7 +56,7 @@ const OBJECTS: &str = "\
     memory-region accel-*";
 /// Network backends that are QEMU's own, or the kernel's with QEMU's page tables.
 const NETWORK: &str = "\
-    nic user tap bridge socket stream dgram hubport l2tpv3 vde netmap passt";
+    nic user tap bridge socket stream dgram hubport l2tpv3 vde netmap";
 /// Block drivers that are.
 const BLOCK: &str = "\
     file raw qcow2 host_device host_cdrom nbd rbd iscsi ssh gluster http https ftp ftps null-co \
@@ -271,6 +271,10 @@ impl Inventory {
     fn migration(&self) -> Vec<String> {
         let mut found = Vec::new();
         let all = self.value(Look::Capabilities).and_then(Value::as_array);
+        let parameters = self.value(Look::Parameters).and_then(Value::as_object);
+        if all.is_none() || parameters.is_none() {
+            return vec![untold("how it migrates")];
+        }
         for (name, why) in [
             ("x-ignore-shared", "another QEMU may map this memory (x-ignore-shared)"),
             ("background-snapshot", "QEMU guards this memory itself (background-snapshot)"),
@@ -279,7 +283,7 @@ impl Inventory {
             let state = all.and_then(|all| all.iter().find(is)?.get("state")?.as_bool());
             found.extend((state == Some(true)).then(|| why.to_owned()));
         }
-        let mode = self.value(Look::Parameters).and_then(|p| p.get("mode")?.as_str());
+        let mode = parameters.and_then(|p| p.get("mode")?.as_str());
         let mode = mode.filter(|m| *m != "normal");
         found.extend(mode.map(|m| format!("another QEMU may map this memory (migration “{m}”)")));
         found
@@ -290,6 +294,9 @@ impl Inventory {
         let mut found = Vec::new();
         if !of(0).starts_with("pc-") {
             found.push(format!("machine “{}” is not known", of(0)));
+        }
+        if [3, 4].iter().all(|i| self.value(Look::Machine(*i)).is_none()) {
+            found.push(untold("whether guest memory is encrypted"));
         }
         for i in [3, 4] {
             if !of(i).is_empty() {
@@ -308,6 +315,8 @@ impl Inventory {
         if bytes == EDK2_GUID {
             Firmware::Edk2
         } else if self.text(Look::Machine(1)).is_empty()
+            // Told, and no file: QEMU's own for such a machine.
+            && self.value(Look::Machine(2)).is_some()
             && (name.is_empty() || SEABIOS.contains(&name))
         {
             Firmware::Seabios
@@ -329,6 +338,9 @@ impl Inventory {
     /// Where RAM is. QEMU loads a snapshot in the order in which it has its RAM: what it
     /// writes first has to hold a tripwire.
     fn segments(&self) -> (Vec<Segment>, Option<String>) {
+        if self.value(Look::Backends).and_then(Value::as_array).is_none() {
+            return (Vec::new(), Some(untold("what backs its RAM")));
+        }
         let stretches = self.stretches();
         let mut segments = Vec::new();
         for (i, (start, end, _)) in stretches.iter().enumerate() {

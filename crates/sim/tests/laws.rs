@@ -237,7 +237,9 @@ fn agents_recycle_what_guests_free_and_nobody_is_harmed_by_it() {
 fn paging_out_breaks_no_law_and_harms_no_guest() {
     let stall = |name: &str, offload| -> (f64, u64, Bytes) {
         let runs = (0..10).map(|seed| {
-            let setup = Setup { offload, ..scenario(name).unwrap().setup(seed) };
+            let setup = scenario(name).unwrap().setup(seed);
+            // A host so small that its tasks stall.
+            let setup = Setup { offload, host: setup.host.share(0.95), ..setup };
             let mut paged = Bytes::ZERO;
             let outcome = Contestant::Ebb.run_seen(&setup, &mut |world| {
                 paged = world.guests.iter().map(|g| g.counts.paged_out).sum();

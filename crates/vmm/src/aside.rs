@@ -37,6 +37,9 @@ pub struct Devices {
     cleared: u64,
 }
 
+/// What is open cannot be seen: it may be anything.
+const UNREAD: &str = "what this process has open or locked cannot be read";
+
 /// What is new in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum New {
@@ -55,8 +58,10 @@ enum Kind {
 impl Devices {
     /// Looks at all open files by their names: a reason to stand aside.
     pub fn look(&mut self) -> Option<String> {
-        let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-        let numbers = open.filter_map(|e| e.file_name().to_str()?.parse().ok());
+        let Ok(open) = std::fs::read_dir("/proc/self/fd") else {
+            return Some(UNREAD.into());
+        };
+        let numbers = open.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
         let highest = numbers.max().unwrap_or(0);
         let device = |fd| match kind(fd)? {
             Kind::Device(device) => Some(device),
@@ -132,14 +137,17 @@ fn kind(fd: i32) -> Option<Kind> {
 /// A reason to stand aside, from what this process has open and locked.
 pub fn reason() -> Option<String> {
     open_files(Path::new("/proc/self/fd")).or_else(|| {
-        let status = std::fs::read_to_string("/proc/self/status").ok()?;
-        locked(&status)
+        std::fs::read_to_string("/proc/self/status").map_or(Some(UNREAD.into()), |s| locked(&s))
     })
 }
 
 fn open_files(dir: &Path) -> Option<String> {
-    let links = std::fs::read_dir(dir).ok()?.flatten();
+    // With no descriptor left it cannot be opened.
+    let Ok(links) = std::fs::read_dir(dir) else {
+        return Some(UNREAD.into());
+    };
     links
+        .flatten()
         .filter_map(|e| std::fs::read_link(e.path()).ok())
         .find_map(|l| of_file(&l.to_string_lossy()))
 }

@@ -1,5 +1,5 @@
 //! Notices that a device which pins guest memory may be about to be opened: VFIO, iommufd,
-//! vDPA.
+//! vDPA, RDMA.
 //!
 //! The kernel does not wait for userfaultfd when it pins a page for such a device: on a page
 //! that is protected the device's mapping fails with “Bad address”. A tripwire is protected all
@@ -16,10 +16,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
 
 /// Folders in which each file pins memory, and the files elsewhere that do.
-const FOLDERS: [&str; 2] = ["/dev/vfio", "/dev/vfio/devices"];
+const FOLDERS: [&str; 3] = ["/dev/vfio", "/dev/vfio/devices", "/dev/infiniband"];
 const FILES: [&str; 1] = ["/dev/iommu"];
 /// What such files and folders in `/dev` are called.
-const NAMES: [&str; 3] = ["vfio", "iommu", "vhost-vdpa"];
+const NAMES: [&str; 4] = ["vfio", "iommu", "vhost-vdpa", "infiniband"];
 
 /// The watch over them.
 #[derive(Debug)]

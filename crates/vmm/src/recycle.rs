@@ -118,8 +118,9 @@ pub struct Recycler<'a> {
     pub faults: Faults,
 }
 
-/// Video memory, ROM and what the firmware's management mode has: RAM, but not the guest's.
-const BELOW_1M: std::ops::Range<u64> = 0xa0..0x100;
+/// Video memory, ROM and what the firmware's management mode has (on q35 also 0x30 to 0x4f):
+/// RAM, but not the guest's.
+const BELOW_1M: std::ops::Range<u64> = 0..0x100;
 
 /// Why a pass ended before its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
