@@ -295,6 +295,8 @@ pub enum Reason {
     Withdrawn,
     /// The VM is to be left alone while it was shrinking: the order is withdrawn.
     HandsOff,
+    /// Its guest may need what it would give: the order to shrink that is under way is withdrawn.
+    Needed,
     /// The operator asked for it (`ebb reclaim`).
     Requested,
     /// Ebb stops, or an earlier daemon left the balloon inflated.
@@ -319,6 +321,9 @@ impl fmt::Display for Reason {
             Reason::AboveCeiling => f.write_str("guest is above its configured max"),
             Reason::Withdrawn => f.write_str("guest did not shrink: order withdrawn"),
             Reason::HandsOff => f.write_str("hands off: the order to shrink is withdrawn"),
+            Reason::Needed => {
+                f.write_str("guest may need what it would give: the order to shrink is withdrawn")
+            }
             Reason::Requested => f.write_str("the operator asked for its idle memory"),
             Reason::Returned => f.write_str("what was taken is returned"),
         }

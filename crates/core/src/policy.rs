@@ -143,8 +143,10 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
         Verdict::Set { to, reason } => (to, reason),
     };
     let Some(actual) = vm.actual else { return Err("its size is not known".into()) };
-    let order =
-        matches!(reason, Reason::Withdrawn | Reason::HandsOff | Reason::Rebooted | Reason::Refresh);
+    let order = matches!(
+        reason,
+        Reason::Withdrawn | Reason::HandsOff | Reason::Needed | Reason::Rebooted | Reason::Refresh
+    );
     let gives = to > actual || order;
     match &vm.standing {
         Standing::Ready => {}
@@ -154,7 +156,7 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
         other => return Err(other.why().to_string()),
     }
     let to = if gives { to.min(vm.ram.unwrap_or(to)) } else { to.max(vm.floor).min(actual) };
-    if to.abs_diff(actual) < limits.deadband && !order && to != vm.ceiling {
+    if to.abs_diff(actual) < limits.deadband && !order && to != vm.ceiling && to != vm.whole {
         return Err(format!("a change of {} is too small to make", to.abs_diff(actual)));
     }
     if to == actual && !order {

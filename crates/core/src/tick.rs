@@ -100,7 +100,8 @@ const LOOK_MOST_MS: u64 = 3_000;
 
 /// Strikes whatever takes from a plan.
 fn only_gives(plan: &mut Plan) {
-    plan.actions.retain(Action::gives);
+    // What takes an order to shrink back takes nothing.
+    plan.actions.retain(|a| a.to >= a.from);
     plan.offload.clear();
     plan.zeros.clear();
     if let Some(merge) = &mut plan.merge {
@@ -266,5 +267,29 @@ pub fn run(
         if !go_on || host.wait(engine.next(&model)) == Wake::Stop {
             return model;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Reason;
+    use crate::units::Bytes;
+
+    #[test]
+    fn an_order_that_is_taken_back_takes_nothing() {
+        let action = |to, reason| Action {
+            vm: VmId { pid: 1, start: 1 },
+            name: "a".into(),
+            from: Bytes::mib(700),
+            to: Bytes::mib(to),
+            reason,
+        };
+        let back = [action(700, Reason::Withdrawn), action(700, Reason::HandsOff)];
+        let taken = action(600, Reason::AboveCeiling);
+        let actions = [back.to_vec(), vec![taken]].concat();
+        let mut plan = Plan { actions, ..Plan::default() };
+        only_gives(&mut plan);
+        assert_eq!(plan.actions, back);
     }
 }

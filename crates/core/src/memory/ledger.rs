@@ -104,6 +104,9 @@ impl Ledger {
         let first = (ram, self.expected(now));
         let (_, was) = *self.seen.get_or_insert(first);
         self.arrive(was, now);
+        // A driver that boots goes no further than to what QEMU was told.
+        let told = others.max(self.ordered.max(self.most).unwrap_or_default());
+        let boots = boots && now < told + LEAST;
         if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
             if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {
                 self.prior = None;

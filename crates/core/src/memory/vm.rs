@@ -408,7 +408,7 @@ impl VmMemory {
                 let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
                 self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
             }
-            Reason::HandsOff => self.order = None,
+            Reason::HandsOff | Reason::Needed => self.order = None,
             // What was taken went with the old kernel.
             Reason::Rebooted => {
                 if let Some(r) = self.reboot.as_mut() {
@@ -698,6 +698,10 @@ impl VmMemory {
             // A tick that came late has not looked meanwhile.
             order.still_ms += dt_ms.min(LOOK_MS);
             self.pace = 0;
+            // QEMU may not have got it, or was told something else since.
+            if order.to > actual && order.still_ms >= STUCK_AFTER_MS {
+                self.order = None;
+            }
         }
     }
 

@@ -52,7 +52,9 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, within
     let margin = least + (full - least).share(share);
     let was = m.recent.peak(at, within_ms) + least;
     let hot = (g.working_set - g.need).share((within_ms as f64 / HOT_MS as f64).min(1.0));
-    (was.max(g.soon() + margin) + hot).max(vm.floor).min(vm.ceiling.max(vm.floor))
+    // One above its ceiling is brought to it no faster than its guest can do without.
+    let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
+    (was.max(g.soon() + margin) + hot).max(vm.floor).min(most)
 }
 
 /// One VM's part.
@@ -105,6 +107,12 @@ impl Claim<'_> {
         was.min(self.vm.actual.unwrap_or(was)) - self.apart
     }
 
+    /// What it needs at most, without a margin, and what the host holds for it.
+    fn needs(&self, at: Stamp, within_ms: u64) -> Bytes {
+        let most = self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least);
+        (most - self.apart).max(self.held)
+    }
+
     /// What the host would hold for it at most.
     fn holds(&self, at: Stamp, within_ms: u64) -> Bytes {
         let want = want(at, self.vm, self.g, self.m, within_ms).max(self.least) - self.apart;
@@ -121,7 +129,8 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let (at, host) = (model.at, &model.host);
     let claim = |index: usize| {
         let vm = &model.vms[index];
-        let g = vm.guest.as_ref().filter(|_| !vm.outside)?;
+        // RAM that is pinned is all there, or of a pool of its own.
+        let g = vm.guest.as_ref().filter(|_| !vm.outside && vm.pinned.is_none())?;
         let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
         let m = memory.vm(vm.id).unwrap_or(&none);
         let apart = g.need - held;
@@ -163,8 +172,11 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
         let good = of(within_ms / 2);
         parts[c.index] = Some(Part { keeps, good, soon: soon.min(good) });
     }
+    let keep_most = keep(time(TIMES));
     let keep = between(keep(within_ms), keep(longer_ms));
     let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
     let shortage = if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
-    Allotment { parts, within_ms, contended: fits < TIMES, keep, shortage, growth }
+    let longest: Bytes = claims.iter().map(|c| c.needs(at, time(TIMES))).sum();
+    let contended = longest + keep_most > all;
+    Allotment { parts, within_ms, contended, keep, shortage, growth }
 }

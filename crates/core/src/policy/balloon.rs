@@ -9,7 +9,7 @@
 //! who was asked is not given any for the host's sake.
 
 use crate::memory::{Memory, Reboot, VmMemory};
-use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
+use crate::model::{FRESH_MS, HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Part, allot, want};
@@ -34,6 +34,8 @@ const REFRESH_MS: u64 = 3_000;
 /// A guest that was given memory is not asked within this where nobody waits, a new ceiling and a
 /// plan leave guests what they needed within it.
 pub(super) const CALM_MS: u64 = 60_000;
+/// Less than this is not given.
+const WORTH: Bytes = Bytes::mib(4);
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.1;
 
@@ -130,6 +132,9 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     }
     if m.stalled(vm) {
         return Some(Verdict::Set { to: actual, reason: Reason::Withdrawn });
+    }
+    if shrinks && m.order.is_some_and(|o| vm.guest.is_some_and(|g| o.to < g.need)) {
+        return Some(Verdict::Set { to: actual, reason: Reason::Needed });
     }
     if !vm.distress.is_empty() {
         return Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
@@ -297,6 +302,10 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
     match m.order {
         // It is on its way up already, as far as it would be sent.
         Some(o) if o.to >= to => Verdict::Hold(format!("{reason}: growing to {}", o.to)),
+        // What it can be given is not worth an order, and the one to shrink would go on.
+        Some(o) if o.to < wish.from && to < wish.from + WORTH => {
+            Verdict::Set { to: wish.from, reason: Reason::Needed }
+        }
         _ => Verdict::Set { to, reason },
     }
 }
@@ -342,7 +351,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {
-    let g = vm.guest.as_ref()?;
+    let g = vm.guest.as_ref().filter(|g| g.age_ms <= FRESH_MS && model.host.known)?;
     let base = base(m, actual);
     let keep = want(model.at, vm, g, m, CALM_MS).max(vm.ceiling);
     let most = step(vm, m, model, CALM_STEP).min(idle(base, keep, g, m));
@@ -366,6 +375,10 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
             continue;
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
+        if g.age_ms > FRESH_MS {
+            verdicts[index] = Some(Verdict::Hold(format!("its numbers are {} ms old", g.age_ms)));
+            continue;
+        }
         let base = base(m, actual);
         // What it needed a moment ago and has freed is what the operator means.
         let keep = want(model.at, vm, g, m, 0).max(g.working_set + g.buffer);
@@ -398,6 +411,11 @@ fn grow(model: &Model, memory: &Memory, allot: &Allotment, verdicts: &mut [Optio
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);
         let Some(actual) = vm.actual else { continue };
+        // Its size is somebody else's for now.
+        let theirs = m.and_then(|m| m.ledger.left_ms(model.at)).is_some();
+        if theirs || vm.hands_off.is_some() {
+            continue;
+        }
         // One above its ceiling, since its guest needs that, is owed what it cannot be given.
         let room = vm.owed.min(vm.ceiling - actual);
         if room == Bytes::ZERO {

@@ -116,9 +116,8 @@ fn what_qemu_does_not_tell_is_an_objection() {
     assert!(objections(but!(Look::Address(1), Some(json!("No memory is mapped")))).contains("RAM"));
     assert!(objections(but!(Look::Order, None)).contains("snapshot"));
     assert!(objections(but!(Look::Backends, None)).contains("what backs its RAM"));
-    for look in [Look::Capabilities, Look::Parameters] {
-        assert!(objections(but!(look, None)).contains("how it migrates"));
-    }
+    assert!(objections(but!(Look::Capabilities, None)).contains("how it migrates"));
+    assert!(objections(but!(Look::Parameters, None)).contains("how it migrates"));
     assert_eq!(round(but!(Look::Machine(2), None)).firmware, Firmware::Unknown);
     let passt = "n: index=0,type=passt,vhost-user,connected to pid 7\n";
     assert!(objections(but!(Look::Network, Some(json!(passt)))).contains("“passt”"));

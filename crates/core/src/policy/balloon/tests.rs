@@ -529,3 +529,108 @@ fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
     };
     assert_eq!((ask(agent(100, false)), ask(agent(0, true)), ask(agent(5, false))), (0, 0, 500));
 }
+
+#[test]
+fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_be_given() {
+    let kept = |available, change: fn(&mut VmModel)| {
+        let order = Order {
+            to: Bytes::mib(512),
+            moved_from: Bytes::mib(700),
+            moved_at: Stamp(NOW.0 - 500),
+            still_ms: 500,
+            since: Stamp(NOW.0 - 4_000),
+        };
+        let m = VmMemory { order: Some(order), ..remembered(1) };
+        let mut one = vm(1, 700, available);
+        change(&mut one);
+        let mut host = limited(host(Pressure::Critical, 2048, 0), 0, 2000);
+        host.limits[0].swap_left = Bytes::ZERO;
+        let model = Model { at: NOW, dt_ms: 500, host, vms: vec![one] };
+        let memory = Memory { vms: vec![m], ..Memory::default() };
+        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        plan.actions.iter().any(|a| a.to >= Bytes::mib(600))
+    };
+    assert!(kept(10, |vm| vm.distress = "10 MiB available".into()));
+    assert!(kept(300, |vm| {
+        vm.unseen = "silent".into();
+        vm.guest = None;
+        vm.standing = Standing::GiveOnly("no statistics".into());
+    }));
+    assert!(kept(100, |_| ()), "it needs 600 by its last word, and is on its way to 512");
+    assert!(!kept(300, |_| ()), "it needs 400");
+}
+
+#[test]
+fn a_vm_whose_ram_is_of_a_pool_takes_nothing_of_what_the_others_share() {
+    let of_a_pool = || {
+        let mut one = VmModel {
+            ram: Some(Bytes::gib(16)),
+            ceiling: Bytes::gib(16),
+            whole: Bytes::gib(16),
+            owed: Bytes::ZERO,
+            floor: Bytes::gib(4),
+            resident: Some(Bytes::mib(60)),
+            pinned: Some("its RAM is huge pages of a pool".into()),
+            ..vm(2, 16 << 10, 12 << 10)
+        };
+        let g = one.guest.as_mut().unwrap();
+        (g.buffer, g.short_mark) = (Bytes::gib(2), Bytes::mib(655));
+        one
+    };
+    let ask = |vms| taken(&decide(host(Pressure::Soft, 800, 0), vms, vec![]), 0);
+    assert_eq!(ask(vec![vm(1, 1024, 900)]), 102);
+    assert_eq!(ask(vec![vm(1, 1024, 900), of_a_pool()]), 102);
+}
+
+#[test]
+fn a_host_with_much_free_memory_gives_back_though_not_everybodys_margins_fit() {
+    let thin = |pid, actual: u64| {
+        let mut one = VmModel { resident: Some(Bytes::mib(100)), ..vm(pid, actual, actual - 60) };
+        let g = one.guest.as_mut().unwrap();
+        (g.buffer, g.deflate_on_oom) = (Bytes::mib(256), false);
+        one
+    };
+    let vms = (1..10).map(|pid| thin(pid, if pid == 1 { 500 } else { 1024 })).collect();
+    // Five reserves are there; all guests together need 540 MiB.
+    let v = decide(limited(host(Pressure::Clear, 0, 0), 4000, 800), vms, vec![]);
+    assert!(size(&v[0]) > Some(500), "{:?}", v[0]);
+}
+
+#[test]
+fn a_lower_ceiling_leaves_a_guest_a_margin() {
+    let lower = |available, change: fn(&mut VmModel)| {
+        let mut one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 900, available) };
+        change(&mut one);
+        size(&decide(host(Pressure::Clear, 0, 2048), vec![one], vec![])[0])
+    };
+    assert_eq!(lower(100, |_| ()), Some(800 + 80), "its need and a buffer");
+    assert!(lower(250, |_| ()).is_some_and(|to| to >= 650 + 80));
+    assert_eq!(lower(250, |vm| vm.guest.as_mut().unwrap().age_ms = 4_000), None, "an old word");
+}
+
+#[test]
+fn a_request_takes_nothing_by_old_words() {
+    let mut one = vm(1, 1024, 624);
+    one.guest.as_mut().unwrap().age_ms = 4_000;
+    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
+    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+    assert_eq!(size(&v[0]), None);
+}
+
+#[test]
+fn a_clear_host_gives_nothing_to_who_is_to_be_left_alone() {
+    let ask = |change: fn(&mut VmModel, &mut VmMemory)| {
+        let (mut one, mut m) = (vm(1, 600, 300), remembered(1));
+        change(&mut one, &mut m);
+        size(&decide(host(Pressure::Clear, 0, 4000), vec![one], vec![m])[0])
+    };
+    assert!(ask(|_, _| ()).is_some());
+    assert_eq!(ask(|_, m| m.ledger.foreign = Some(Stamp(NOW.0 - 1000))), None, "others set it");
+    assert_eq!(
+        ask(|vm, _| {
+            vm.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
+            vm.standing = Standing::GiveOnly("hands off".into());
+        }),
+        None
+    );
+}
