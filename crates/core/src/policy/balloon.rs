@@ -70,10 +70,11 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     let missing = deferred + lacks(allot.shortage.max(host.shortage));
     let mut done = Ballooned { deferred, missing, ..Ballooned::default() };
     let asked = deferred + lacks(allot.shortage);
+    grow(model, memory, (true, surplus_outside(model)), &mut verdicts);
     if asked > Bytes::ZERO {
         done.expected = take(model, memory, (asked - above, deferred, &allot), &mut verdicts);
     } else if host.known {
-        grow(model, memory, &allot, &mut verdicts);
+        grow(model, memory, (false, surplus(model, &allot)), &mut verdicts);
     }
     done.verdicts = verdicts
         .into_iter()
@@ -396,14 +397,32 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
     }
 }
 
-/// A clear host gives back what it can spare: first to those that are tight.
-fn grow(model: &Model, memory: &Memory, allot: &Allotment, verdicts: &mut [Option<Verdict>]) {
-    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
+/// What the host can give back.
+fn surplus(model: &Model, allot: &Allotment) -> Bytes {
     let host = &model.host;
     let kept = allot.keep.share(1.25) + allot.growth + host.outstanding;
-    let surplus = if allot.contended { Bytes::ZERO } else { host.headroom - kept };
+    if allot.contended { Bytes::ZERO } else { host.headroom - kept }
+}
+
+/// What the machine can give back to VMs outside of the cgroup that is the tightest bound.
+fn surplus_outside(model: &Model) -> Bytes {
+    let host = &model.host;
+    let machine = host.limits.first().filter(|_| host.known && host.limits.len() > 1);
+    machine.map_or(Bytes::ZERO, |l| l.headroom - l.reserve.share(1.25) - host.outstanding)
+}
+
+/// Gives back what there is to spare to the VMs outside of the tightest bound, or to those in
+/// it: first to those that are tight.
+fn grow(
+    model: &Model,
+    memory: &Memory,
+    (outside, surplus): (bool, Bytes),
+    verdicts: &mut [Option<Verdict>],
+) {
+    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let mut left = surplus.min(surplus.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
-    let mut order: Vec<usize> = (0..model.vms.len()).filter(|i| verdicts[*i].is_none()).collect();
+    let open = |i: &usize| verdicts[*i].is_none() && model.vms[*i].outside == outside;
+    let mut order: Vec<usize> = (0..model.vms.len()).filter(open).collect();
     let slack =
         |vm: &VmModel| vm.guest.map_or(i64::MAX, |g| g.available.0 as i64 - g.buffer.0 as i64);
     order.sort_by_key(|i| (slack(&model.vms[*i]), model.vms[*i].id));

@@ -634,3 +634,29 @@ fn a_clear_host_gives_nothing_to_who_is_to_be_left_alone() {
         None
     );
 }
+
+#[test]
+fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
+    let limit = |name: &str, headroom, reserve| Limit {
+        name: name.into(),
+        headroom: Bytes::mib(headroom),
+        reserve: Bytes::mib(reserve),
+        swap_left: Bytes::ZERO,
+    };
+    let ask = |machine| {
+        let full = HostModel {
+            bound: "/pool".into(),
+            headroom: Bytes::mib(600),
+            reserve: Bytes::mib(1000),
+            limits: vec![limit("host", machine, 2_000), limit("/pool", 600, 1_000)],
+            ..host(Pressure::Soft, 400, 0)
+        };
+        let one = VmModel { outside: true, cgroup: Some("/other".into()), ..vm(1, 400, 300) };
+        let inside = VmModel { cgroup: Some("/pool/a".into()), ..vm(2, 1024, 100) };
+        let v = decide(full, vec![one, inside], vec![]);
+        assert!(size(&v[1]) <= Some(1024));
+        size(&v[0])
+    };
+    assert!(ask(20_000) > Some(400));
+    assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
+}
