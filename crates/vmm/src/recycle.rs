@@ -118,9 +118,9 @@ pub struct Recycler<'a> {
     pub faults: Faults,
 }
 
-/// Video memory, ROM and what the firmware's management mode has (on q35 also 0x30 to 0x4f):
-/// RAM, but not the guest's.
-const BELOW_1M: std::ops::Range<u64> = 0..0x100;
+/// What the firmware's management mode has on q35; video memory, ROM and what that mode has
+/// elsewhere: RAM, but not the guest's.
+const BELOW_1M: [std::ops::Range<u64>; 2] = [0x30..0x50, 0xa0..0x100];
 
 /// Why a pass ended before its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -455,7 +455,8 @@ impl Recycler<'_> {
     fn keep_usable(&self, page: &MapPage, bits: &mut Bits) {
         let (first, end) = (self.early.0 / PAGE, self.early.1.div_ceil(PAGE));
         let wires = self.guard.wires();
-        let kept = wires.iter().map(|(gpa, _)| gpa / PAGE).chain(first..end).chain(BELOW_1M);
+        let kept = wires.iter().map(|(gpa, _)| gpa / PAGE).chain(first..end);
+        let kept = kept.chain(BELOW_1M.into_iter().flatten());
         for pfn in kept.filter(|pfn| (page.pfn..page.pfn + abi::MAP_PFNS).contains(pfn)) {
             let at = (pfn - page.pfn) as usize;
             bits[at / 64] &= !(1 << (at % 64));
