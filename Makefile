@@ -23,6 +23,9 @@ GUESTS := vm_lifecycle vm_module
 HOSTS := vm_qemu vm_smoke vm_recycle vm_offload
 DAEMONS := $(filter-out $(GUESTS) $(HOSTS),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
 LANES := vm-guests vm-hosts
+# The tests without a VM of their own, whatever they are called.
+ALONE := $(filter-out vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
+  $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))
 VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
@@ -54,7 +57,7 @@ check: ## format, lint, house rules, tests without VMs
 	@$(CARGO) clippy --release --quiet --workspace --all-targets -- -D warnings
 	@$(CARGO) lab tidy
 	@$(MAKE) --no-print-directory -C guest test
-	@$(CARGO) test --release --quiet --workspace -- --skip vm_
+	@$(CARGO) test --release --quiet --workspace --lib --bins $(ALONE:%=--test %) -- $(SOAK_ONLY:%=--skip %)
 	@$(FAULTS)
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
