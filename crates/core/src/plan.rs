@@ -403,8 +403,11 @@ pub struct Limits {
     pub actions: usize,
 }
 
+/// The smallest change of a size that is worth an order.
+pub const DEADBAND: Bytes = Bytes::mib(4);
+
 impl Default for Limits {
     fn default() -> Self {
-        Limits { deadband: Bytes::mib(4), actions: 4096 }
+        Limits { deadband: DEADBAND, actions: 4096 }
     }
 }

@@ -227,8 +227,7 @@ impl AgentLink {
     /// no other process maps the RAM.
     fn clear(&mut self, verdict: Option<&Verdict>) {
         let Some((generation, heard)) = self.unclear else { return };
-        let harmless = |v: &Verdict| v.objections.iter().all(|o| o == OTHERS_DISCARD);
-        let fresh = verdict.is_some_and(|v| v.begun > heard && harmless(v));
+        let fresh = verdict.is_some_and(|v| v.begun > heard && v.leaves_it_to_the_agent());
         if fresh && matches!(self.mapped, Some(Ok(()))) {
             self.send(Ask::Other, Command::Cleared { generation });
             (self.unclear, self.mapped) = (None, None);
@@ -309,10 +308,8 @@ impl AgentLink {
         self.objections = verdict.objections.clone();
         self.firmware = verdict.firmware;
         let mut objections = verdict.objections.clone();
-        // Only who asked for it, and may work, gets it. Of discards by others the agent is the
-        // judge: with a preloaded library, or shared RAM, it works beside them.
-        let may =
-            objections.iter().all(|o| o == OTHERS_DISCARD) && verdict.firmware != Firmware::Unknown;
+        // Only who asked for it, and may work, gets it.
+        let may = verdict.leaves_it_to_the_agent() && verdict.firmware != Firmware::Unknown;
         let device = (self.wants_descriptor && may)
             .then(|| File::options().read(true).write(true).open(USERFAULTFD).ok())
             .flatten();

@@ -109,6 +109,14 @@ pub struct Verdict {
     pub segments: Vec<Segment>,
 }
 
+impl Verdict {
+    /// Whether nothing forbids the agent to work but discards by others: of those it is the judge
+    /// itself, as beside shared RAM, or preloaded, it works.
+    pub fn leaves_it_to_the_agent(&self) -> bool {
+        self.objections.iter().all(|o| o == OTHERS_DISCARD)
+    }
+}
+
 /// One VM's answers.
 #[derive(Debug, Default)]
 pub struct Inventory {

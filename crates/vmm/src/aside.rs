@@ -197,5 +197,6 @@ mod tests {
         assert_eq!(locked("VmLck:\t       0 kB\n"), None);
         assert_eq!(locked("nonsense"), None);
         assert_eq!(reason(), None);
+        assert_eq!(open_files(Path::new("/nowhere")).as_deref(), Some(UNREAD));
     }
 }

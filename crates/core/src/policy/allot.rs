@@ -101,16 +101,15 @@ struct Claim<'a> {
 }
 
 impl Claim<'_> {
-    /// What the host will hold for it when it needs what it needed within this time.
-    fn likely(&self, at: Stamp, within_ms: u64) -> Bytes {
-        let was = self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least);
-        was.min(self.vm.actual.unwrap_or(was)) - self.apart
+    /// The most that it needed within this time or will need in a moment, without a margin.
+    fn needs(&self, at: Stamp, within_ms: u64) -> Bytes {
+        self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least)
     }
 
-    /// What it needs at most, without a margin, and what the host holds for it.
-    fn needs(&self, at: Stamp, within_ms: u64) -> Bytes {
-        let most = self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least);
-        (most - self.apart).max(self.held)
+    /// What the host will hold for it when it needs that, at the size that it has.
+    fn likely(&self, at: Stamp, within_ms: u64) -> Bytes {
+        let needs = self.needs(at, within_ms);
+        needs.min(self.vm.actual.unwrap_or(needs)) - self.apart
     }
 
     /// What the host would hold for it at most.
@@ -172,11 +171,11 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
         let good = of(within_ms / 2);
         parts[c.index] = Some(Part { keeps, good, soon: soon.min(good) });
     }
-    let keep_most = keep(time(TIMES));
+    // What they hold and do not need is not free to give either.
+    let all_needs = |c: &Claim<'_>| (c.needs(at, time(TIMES)) - c.apart).max(c.held);
+    let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep(time(TIMES)) > all;
     let keep = between(keep(within_ms), keep(longer_ms));
     let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
     let shortage = if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
-    let longest: Bytes = claims.iter().map(|c| c.needs(at, time(TIMES))).sum();
-    let contended = longest + keep_most > all;
     Allotment { parts, within_ms, contended, keep, shortage, growth }
 }

@@ -9,15 +9,15 @@
 //! who was asked is not given any for the host's sake.
 
 use crate::memory::{Memory, Reboot, VmMemory};
-use crate::model::{FRESH_MS, HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
-use crate::plan::{Reason, Reclaim};
+use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
+use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Part, allot, want};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
-    CALM_STEP, Candidate, LEAST_STEP, base, brings_nothing, busy, idle, pinned, priced, round_up,
-    share_out, step, take,
+    CALM_STEP, Candidate, LEAST_STEP, base, brings_nothing, busy, idle, outdated, pinned, priced,
+    round_up, share_out, step, take,
 };
 use crate::units::Bytes;
 
@@ -31,11 +31,9 @@ const MORE: f64 = 0.25;
 const GROW_HOLD_MS: u64 = 60_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
-/// A guest that was given memory is not asked within this where nobody waits, a new ceiling and a
-/// plan leave guests what they needed within it.
+/// While no guest waits for memory, one that was given some is not asked for this long. A lowered
+/// `max` and a plan leave guests what they needed within this time.
 pub(super) const CALM_MS: u64 = 60_000;
-/// Less than this is not given.
-const WORTH: Bytes = Bytes::mib(4);
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.1;
 
@@ -304,7 +302,7 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
         // It is on its way up already, as far as it would be sent.
         Some(o) if o.to >= to => Verdict::Hold(format!("{reason}: growing to {}", o.to)),
         // What it can be given is not worth an order, and the one to shrink would go on.
-        Some(o) if o.to < wish.from && to < wish.from + WORTH => {
+        Some(o) if o.to < wish.from && to < wish.from + DEADBAND => {
             Verdict::Set { to: wish.from, reason: Reason::Needed }
         }
         _ => Verdict::Set { to, reason },
@@ -352,7 +350,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {
-    let g = vm.guest.as_ref().filter(|g| g.age_ms <= FRESH_MS && model.host.known)?;
+    let g = vm.guest.as_ref().filter(|g| outdated(g).is_none() && model.host.known)?;
     let base = base(m, actual);
     let keep = want(model.at, vm, g, m, CALM_MS).max(vm.ceiling);
     let most = step(vm, m, model, CALM_STEP).min(idle(base, keep, g, m));
@@ -376,8 +374,8 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
             continue;
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
-        if g.age_ms > FRESH_MS {
-            verdicts[index] = Some(Verdict::Hold(format!("its numbers are {} ms old", g.age_ms)));
+        if let Some(why) = outdated(g) {
+            verdicts[index] = Some(Verdict::Hold(why));
             continue;
         }
         let base = base(m, actual);
@@ -407,7 +405,7 @@ fn surplus(model: &Model, allot: &Allotment) -> Bytes {
 /// What the machine can give back to VMs outside of the cgroup that is the tightest bound.
 fn surplus_outside(model: &Model) -> Bytes {
     let host = &model.host;
-    let machine = host.limits.first().filter(|_| host.known && host.limits.len() > 1);
+    let machine = host.limits.first().filter(|_| host.limits.len() > 1);
     machine.map_or(Bytes::ZERO, |l| l.headroom - l.reserve.share(1.25) - host.outstanding)
 }
 
@@ -430,9 +428,8 @@ fn grow(
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);
         let Some(actual) = vm.actual else { continue };
-        // Its size is somebody else's for now.
-        let theirs = m.and_then(|m| m.ledger.left_ms(model.at)).is_some();
-        if theirs || vm.hands_off.is_some() {
+        let set_by_others = m.and_then(|m| m.ledger.left_ms(model.at)).is_some();
+        if set_by_others || vm.hands_off.is_some() {
             continue;
         }
         // One above its ceiling, since its guest needs that, is owed what it cannot be given.

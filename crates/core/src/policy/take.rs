@@ -153,9 +153,8 @@ fn candidate(
     let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else {
         return Err("its guest's need is not known".into());
     };
-    // It may have touched gigabytes since.
-    if g.age_ms > FRESH_MS {
-        return Err(format!("its numbers are {} ms old", g.age_ms));
+    if let Some(why) = outdated(g) {
+        return Err(why);
     }
     // Nobody waits for it: it is not turned around for that.
     let calm = !urgent && model.host.state <= Pressure::Soft;
@@ -187,6 +186,12 @@ fn candidate(
     }
     let most = step.min(idle);
     Ok(priced(vm, g, index, (base, idle, most)))
+}
+
+/// Why its numbers are too old to take anything by, for people: the guest may have touched
+/// gigabytes since.
+pub(super) fn outdated(g: &GuestModel) -> Option<String> {
+    (g.age_ms > FRESH_MS).then(|| format!("its numbers are {} ms old", g.age_ms))
 }
 
 /// What keeps its memory where it is, for people.

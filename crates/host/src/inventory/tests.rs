@@ -94,6 +94,8 @@ fn what_is_not_known_to_be_harmless_is_an_objection() {
     assert!(objections(but!(Look::Objects, kinds(&["iommufd"]))).contains("iommufd"));
     let vhost = "n: index=0,type=vhost-user,chardev=c\r\n";
     assert!(objections(but!(Look::Network, Some(json!(vhost)))).contains("“vhost-user”"));
+    let passt = "n: index=0,type=passt,vhost-user,connected to pid 7\n";
+    assert!(objections(but!(Look::Network, Some(json!(passt)))).contains("“passt”"));
     assert!(objections(but!(Look::Network, Some(json!("n: type=user\n")))).contains("not tell"));
     let block = json!([{ "drv": "virtio-blk-vhost-vdpa" }, {}]);
     assert!(objections(but!(Look::Block, Some(block.clone()))).contains("vhost-vdpa"));
@@ -118,9 +120,8 @@ fn what_qemu_does_not_tell_is_an_objection() {
     assert!(objections(but!(Look::Backends, None)).contains("what backs its RAM"));
     assert!(objections(but!(Look::Capabilities, None)).contains("how it migrates"));
     assert!(objections(but!(Look::Parameters, None)).contains("how it migrates"));
+    assert!(objections(but!(Look::Machine(3 | 4), None)).contains("is encrypted"));
     assert_eq!(round(but!(Look::Machine(2), None)).firmware, Firmware::Unknown);
-    let passt = "n: index=0,type=passt,vhost-user,connected to pid 7\n";
-    assert!(objections(but!(Look::Network, Some(json!(passt)))).contains("“passt”"));
     let larger = "Block\n b 4 KiB\n a 4 KiB\n";
     assert!(objections(but!(Look::Order, Some(json!(larger)))).contains("before guest page 0"));
 }

@@ -606,6 +606,9 @@ fn a_lower_ceiling_leaves_a_guest_a_margin() {
     assert_eq!(lower(100, |_| ()), Some(800 + 80), "its need and a buffer");
     assert!(lower(250, |_| ()).is_some_and(|to| to >= 650 + 80));
     assert_eq!(lower(250, |vm| vm.guest.as_mut().unwrap().age_ms = 4_000), None, "an old word");
+    let unknown = HostModel { known: false, ..host(Pressure::Clear, 0, 2048) };
+    let one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 900, 250) };
+    assert_eq!(size(&decide(unknown, vec![one], vec![])[0]), None, "the host cannot be read");
 }
 
 #[test]
@@ -615,6 +618,17 @@ fn a_request_takes_nothing_by_old_words() {
     let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
     let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
     assert_eq!(size(&v[0]), None);
+}
+
+/// What is owed may be less than what is else worth an order.
+#[test]
+fn the_last_mebibytes_that_are_owed_are_given_back() {
+    let one = VmModel { whole: Bytes::mib(800), owed: Bytes::mib(2), ..vm(1, 798, 500) };
+    let host = host(Pressure::Clear, 0, 4000);
+    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
+    let memory = Memory { vms: vec![remembered(1)], ..Memory::default() };
+    let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+    assert_eq!(plan.actions.iter().map(|a| a.to).collect::<Vec<_>>(), [Bytes::mib(800)]);
 }
 
 #[test]
