@@ -126,6 +126,7 @@ const struct work *work_find(const char *kind);
 int work_verify(struct job_env *e, struct cmd *c);
 int work_sort(struct job_env *e, struct cmd *c);
 int work_pieces(struct job_env *e, struct cmd *c);
+int work_pipes(struct job_env *e, struct cmd *c);
 int work_chase(struct job_env *e, struct cmd *c);
 int sort_u32(u32 *v, u32 *spare, size_t n);
 int task_write(struct job_env *e, struct cmd *c);

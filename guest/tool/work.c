@@ -8,7 +8,7 @@
  *   memhog      size=
  *   faultloop   size= [seconds= | iterations=] [huge=]
  *   read        dev= size= [offset=]: into the page cache; tells the sum
- *   sort, verify, pieces, chase: see their files
+ *   sort, verify, pieces, pipes, chase: see their files
  *
  * What is held is compared with what was written whenever the job is poked.
  */
@@ -350,6 +350,7 @@ const struct work *work_find(const char *kind)
 		{ "sort", work_sort },
 		{ "verify", work_verify },
 		{ "pieces", work_pieces },
+		{ "pipes", work_pipes },
 		{ "chase", work_chase },
 	};
 

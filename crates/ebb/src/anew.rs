@@ -11,8 +11,9 @@ use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::memory::Memory;
@@ -20,6 +21,8 @@ use ebb_core::memory::Memory;
 /// Tells the new program that something was handed over, by which process, its own, and beside
 /// which state file.
 const VARIABLE: &str = "EBB_HANDED_OVER";
+/// The loop waits while a program reads its configuration, and no longer than this.
+const CHECK_TIME: Duration = Duration::from_secs(10);
 /// No more is read of it.
 const MOST: u64 = 256 << 20;
 
@@ -36,13 +39,26 @@ pub fn begin() {
 
 /// Whether the program that lies there now takes the configuration.
 pub fn check() -> Result<()> {
-    let program = program()?;
-    let config = config_argument();
-    let out = Command::new(program)
-        .arg("check")
-        .args(config.iter().flat_map(|c| ["--config", c]))
-        .output()
-        .with_context(|| format!("cannot run {} check", program.display()))?;
+    let mut command = Command::new(program()?);
+    command.arg("check").args(config_argument().iter().flat_map(|c| ["--config", c]));
+    succeeds(command, CHECK_TIME)
+}
+
+/// Runs it to its end; the error has what it said.
+fn succeeds(mut command: Command, time: Duration) -> Result<()> {
+    let what = format!("cannot run {} check", command.get_program().to_string_lossy());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().with_context(|| what.clone())?;
+    let until = Instant::now() + time;
+    while child.try_wait().with_context(|| what.clone())?.is_none() {
+        if Instant::now() > until {
+            let _ = child.kill();
+            let _ = child.wait();
+            bail!("{what}: no answer within {time:?}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let out = child.wait_with_output().context(what)?;
     if !out.status.success() {
         let said = String::from_utf8_lossy(&out.stderr);
         bail!("the configuration is not taken: {}", said.trim());
@@ -123,6 +139,20 @@ pub fn handed_over(state_file: &str) -> Option<Memory> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_program_that_does_not_end_is_not_waited_for() {
+        let shell = |text: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", text]);
+            succeeds(command, Duration::from_millis(300)).map_err(|e| e.to_string())
+        };
+        assert_eq!(shell("exit 0"), Ok(()));
+        let said = shell("echo f:2: no such key >&2; exit 1").unwrap_err();
+        assert_eq!(said, "the configuration is not taken: f:2: no such key");
+        let said = shell("exec sleep 60").unwrap_err();
+        assert_eq!(said, "cannot run sh check: no answer within 300ms");
+    }
 
     #[test]
     fn what_is_handed_over_is_read_once_and_only_by_the_process_that_wrote_it() {

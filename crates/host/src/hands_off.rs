@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Stamp;
+use serde::{Deserialize, Serialize};
 
 use crate::durable;
 
@@ -23,6 +24,13 @@ pub struct HandsOffs {
     unknown: Option<(Stamp, BTreeSet<VmId>)>,
 }
 
+/// The file's content.
+#[derive(Debug, Default, Deserialize, Serialize)]
+struct Written {
+    until: Vec<(VmId, Stamp)>,
+    unknown: Option<(Stamp, BTreeSet<VmId>)>,
+}
+
 /// How long all VMs are left alone where it is not known which are to be, ms: what
 /// `ebb hands-off` says unless told otherwise.
 const UNKNOWN_MS: u64 = 600_000;
@@ -34,14 +42,15 @@ impl HandsOffs {
         let mut found = HandsOffs { file, ..HandsOffs::default() };
         let Some(path) = &found.file else { return (found, None) };
         let read = match std::fs::read(path) {
-            Ok(text) => serde_json::from_slice::<Vec<(VmId, Stamp)>>(&text)
+            Ok(text) => serde_json::from_slice::<Written>(&text)
                 .map_err(|e| format!("{}: {e}", path.display())),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Written::default()),
             Err(e) => Err(format!("{}: {e}", path.display())),
         };
         match read {
-            Ok(list) => {
-                found.until = list.into_iter().collect();
+            Ok(written) => {
+                found.until = written.until.into_iter().collect();
+                found.unknown = written.unknown;
                 (found, None)
             }
             Err(why) => {
@@ -53,7 +62,7 @@ impl HandsOffs {
 
     /// Leaves a VM alone for so long from `now` on; 0 ms: no longer.
     pub fn set(&mut self, vm: VmId, now: Stamp, ms: u64) -> Result<(), String> {
-        let before = self.until.clone();
+        let before = (self.until.clone(), self.unknown.clone());
         match ms {
             0 => {
                 self.until.remove(&vm);
@@ -63,7 +72,7 @@ impl HandsOffs {
             }
             ms => drop(self.until.insert(vm, Stamp(now.0 + ms.min(MOST_MS)))),
         }
-        self.write().inspect_err(|_| self.until = before)
+        self.write().inspect_err(|_| (self.until, self.unknown) = before)
     }
 
     /// Forgets VMs that have ended, and words whose time is up.
@@ -85,8 +94,9 @@ impl HandsOffs {
 
     fn write(&self) -> Result<(), String> {
         let Some(path) = &self.file else { return Ok(()) };
-        let list: Vec<(VmId, Stamp)> = self.until.iter().map(|(vm, at)| (*vm, *at)).collect();
-        let text = serde_json::to_vec(&list).map_err(|e| e.to_string())?;
+        let until = self.until.iter().map(|(vm, at)| (*vm, *at)).collect();
+        let written = Written { until, unknown: self.unknown.clone() };
+        let text = serde_json::to_vec(&written).map_err(|e| e.to_string())?;
         durable::replace(path, &text).map_err(|e| format!("{}: {e}", path.display()))
     }
 }
@@ -114,12 +124,15 @@ mod tests {
         let (last, _) = HandsOffs::load(file.clone(), Stamp(0));
         assert!(last.until.is_empty());
         std::fs::write(file.as_ref().unwrap(), "nonsense").unwrap();
-        let (mut damaged, why) = HandsOffs::load(file, Stamp(1000));
+        let (mut damaged, why) = HandsOffs::load(file.clone(), Stamp(1000));
         assert!(why.unwrap().contains("all VMs are left alone"));
         assert_eq!(damaged.left_ms(vm(5), Stamp(2000)), Some(UNKNOWN_MS - 1000));
         damaged.set(vm(5), Stamp(2000), 0).unwrap();
         assert_eq!(damaged.left_ms(vm(5), Stamp(2000)), None, "the operator's word");
         assert_eq!(damaged.left_ms(vm(6), Stamp(UNKNOWN_MS + 1000)), None);
+        let (next, _) = HandsOffs::load(file, Stamp(3000));
+        assert_eq!(next.left_ms(vm(5), Stamp(3000)), None);
+        assert!(next.left_ms(vm(6), Stamp(3000)).is_some(), "a new start changes nothing");
     }
 
     #[test]

@@ -59,11 +59,8 @@ huge)	# compaction on behalf of huge pages, which are then held
 	pieces 22000; echo 300 > /proc/sys/vm/nr_hugepages ;;
 compact)
 	pieces 22000; echo 1 > /proc/sys/vm/compact_memory ;;
-steal)	# to the brim, so that blocks of another kind are taken
-	pieces 26000; echo 250 > /proc/sys/vm/nr_hugepages
-	for i in $(seq 200); do weak sleep 3 & done
-	hog 150M
-	echo 1 > /proc/sys/vm/compact_memory; echo 0 > /proc/sys/vm/nr_hugepages ;;
+steal)	# movable blocks with holes of single pages; `Guest::stress` goes on
+	pieces 26000 ;;
 offline)
 	echo offline > $(movable)/state ;;
 soft)
@@ -153,6 +150,12 @@ impl Guest {
                 println!("{}: {kind} was killed", self.vm.name());
             }
             Err(e) => panic!("{e}"),
+        }
+        if kind == "steal" {
+            // No block is free: for what cannot be moved single pages are taken from movable ones.
+            let tool = self.vm.tool();
+            tool.start_ready("p", "pipes", "size=50331648", MINUTE).unwrap();
+            tool.stop("p").unwrap();
         }
     }
 
