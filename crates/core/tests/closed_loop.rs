@@ -161,7 +161,7 @@ fn an_order_that_fails_stops_no_other_and_is_tried_again() {
     let mut host = Toy::new(33, 0, vec![Guest::new(16, 2), Guest::new(16, 2)]);
     host.guests[0].fails = true;
     let mut engine = engine(9, &host);
-    until(&mut engine, &mut host, 40, |h, _| h.guests[1].actual < Bytes::gib(12));
+    until(&mut engine, &mut host, 40, |h, _| h.guests[1].actual < Bytes::gib(13));
     assert_eq!(host.guests[0].actual, Bytes::gib(16));
     host.guests[0].fails = false;
     until(&mut engine, &mut host, 60, |h, _| h.guests[0].actual < Bytes::gib(16));

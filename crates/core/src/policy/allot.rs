@@ -3,16 +3,20 @@
 //! What a guest needed a moment ago it is likely to need again; what it needed an hour ago, it
 //! is not. So memory goes to the needs of the last T seconds, and T is as long as the host
 //! allows: the longest time for which everybody's peak, the margins and what the host keeps for
-//! itself fit together. Margins and the host's part grow with T. What is left beyond T goes, by
+//! itself fit together. Margins grow with T. What is left beyond T goes, by
 //! the same share, to what each guest would have at the next longer T. So where T is short the
 //! oldest peaks go first, as in any LRU list, and no period of a load is built in.
+//!
+//! Which of a guest's page cache is read again nobody tells before it is gone. So a part of it
+//! counts as needed, and the host does without the upper part of its reserve before guests give
+//! up cache for it: up to the whole it takes free memory only.
 
 use crate::memory::{Memory, VmMemory};
 use crate::model::{GuestModel, Model, Standing, VmModel};
 use crate::policy::take::brings_nothing;
 use crate::units::{Bytes, Stamp};
 
-/// A guest's margin is its whole buffer, and the host keeps its whole reserve, at this T.
+/// A guest's margin is its whole buffer at this T.
 const WHOLE_MS: u64 = 60_000;
 /// With longer T a guest's margin grows on, up to this number of buffers.
 const MARGIN_MOST: f64 = 3.0;
@@ -26,8 +30,11 @@ const FIRST_MS: f64 = 300.0;
 const SOON_MS: u64 = 5_000;
 /// Cache that is read again counts in whole from this T on: how much it is, is a guess.
 const HOT_MS: u64 = 10_000;
-/// The share of the reserve that the host keeps whatever guests need.
-const LEAST: f64 = 0.25;
+/// So much cache, as a share of RAM, is taken to be read again, whatever is known of it.
+const CACHE_SHARE: f64 = 0.2;
+/// The share of its reserve below which the host has guests give up cache for it: where there is
+/// swap for as much, and where there is not.
+const KEPT: (f64, f64) = (0.5, 0.75);
 /// The least margin of a guest, in units of its short mark.
 const LEAST_MARKS: f64 = 1.5;
 /// The share of its buffer that a guest keeps in any case which cannot deflate its balloon itself.
@@ -51,7 +58,9 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, within
     let share = share + (doubt - share) * grown(within_ms);
     let margin = least + (full - least).share(share);
     let was = m.recent.peak(at, within_ms) + least;
-    let hot = (g.working_set - g.need).share((within_ms as f64 / HOT_MS as f64).min(1.0));
+    let usual = g.cache.min(vm.ram.unwrap_or_default().share(CACHE_SHARE));
+    let hot = (g.working_set - g.need).max(usual);
+    let hot = hot.share((within_ms as f64 / HOT_MS as f64).min(1.0));
     // One above its ceiling is brought to it no faster than its guest can do without.
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     (was.max(g.soon() + margin) + hot).max(vm.floor).min(most)
@@ -79,8 +88,12 @@ pub(super) struct Allotment {
     pub contended: bool,
     /// What the host is to keep.
     pub keep: Bytes,
-    /// What the host lacks to back what all are to have.
+    /// What of it is worth guests' cache.
+    pub keep_least: Bytes,
+    /// What the host lacks to back what all are to have, and keep what it is to.
     pub shortage: Bytes,
+    /// What of it is worth guests' cache.
+    pub worth_cache: Bytes,
     /// What guests may still take of what they are to have.
     pub growth: Bytes,
 }
@@ -138,15 +151,12 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     };
     let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
-    let keep = |within_ms: u64| {
-        let most = host.reserve.share(1.0 + 0.5 * host.urgency) + host.promised;
-        let least = host.reserve.share(LEAST);
-        least + (most - least).share(grown(within_ms).min(1.0))
-    };
-    let need = |within_ms| {
-        let holds: Bytes = claims.iter().map(|c| c.holds(at, within_ms)).sum();
-        holds + keep(within_ms)
-    };
+    let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
+    let swap = host.limits.iter().map(|l| l.swap_left).min().unwrap_or_default();
+    let least = if swap >= host.reserve.share(KEPT.0) { KEPT.0 } else { KEPT.1 };
+    let (keep, keep_least) = (keep_of(1.0), keep_of(least));
+    let need =
+        |within_ms| claims.iter().map(|c| c.holds(at, within_ms)).sum::<Bytes>() + keep_least;
     let time = |i: i32| if i == 0 { 0 } else { (FIRST_MS * LONGER.powi(i)) as u64 };
     // The longest time for which all fits.
     let (mut fits, mut too_long) = (0, TIMES + 1);
@@ -173,9 +183,10 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     }
     // What they hold and do not need is not free to give either.
     let all_needs = |c: &Claim<'_>| (c.needs(at, time(TIMES)) - c.apart).max(c.held);
-    let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep(time(TIMES)) > all;
-    let keep = between(keep(within_ms), keep(longer_ms));
+    let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep > all;
     let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
-    let shortage = if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
-    Allotment { parts, within_ms, contended, keep, shortage, growth }
+    let lacks =
+        |keep: Bytes| if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
+    let (shortage, worth_cache) = (lacks(keep), lacks(keep_least));
+    Allotment { parts, within_ms, contended, keep, keep_least, shortage, worth_cache, growth }
 }

@@ -16,8 +16,8 @@ use crate::policy::allot::{Allotment, Part, allot, want};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
-    CALM_STEP, Candidate, LEAST_STEP, base, brings_nothing, busy, idle, outdated, pinned, priced,
-    round_up, share_out, step, take,
+    CALM_STEP, Candidate, LEAST_STEP, Missing, base, brings_nothing, busy, idle, outdated, pinned,
+    priced, round_up, share_out, step, take,
 };
 use crate::units::Bytes;
 
@@ -67,10 +67,14 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     // What guests are not to be asked for is still missing: rungs below may have it.
     let missing = deferred + lacks(allot.shortage.max(host.shortage));
     let mut done = Ballooned { deferred, missing, ..Ballooned::default() };
-    let asked = deferred + lacks(allot.shortage);
+    let asked = Missing {
+        all: (deferred + lacks(allot.shortage)) - above,
+        worth_cache: (deferred + lacks(allot.worth_cache)) - above,
+        deferred,
+    };
     grow(model, memory, (true, surplus_outside(model)), &mut verdicts);
-    if asked > Bytes::ZERO {
-        done.expected = take(model, memory, (asked - above, deferred, &allot), &mut verdicts);
+    if deferred + lacks(allot.shortage) > Bytes::ZERO {
+        done.expected = take(model, memory, (asked, &allot), &mut verdicts);
     } else if host.known {
         grow(model, memory, (false, surplus(model, &allot)), &mut verdicts);
     }
@@ -254,7 +258,7 @@ fn relieve(
         let mut fund = Fund::of(&model.host, &model.vms[*first]);
         fund.spoken_for = spoken_for + given;
         fund.outstanding += given;
-        fund.keep = allot.keep;
+        fund.keep = allot.keep_least;
         let wishes: Vec<Wish> = some
             .iter()
             .map(|i| wish(model, &model.vms[*i], of(i), allot.parts[*i].as_ref()))

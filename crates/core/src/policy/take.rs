@@ -31,6 +31,8 @@ const IDLE_COST: f64 = 4.0;
 /// Shares of RAM a second: while guests wait for it or the host is critical, while the host
 /// is hard, and else.
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
+/// What a guest keeps of its free memory where no cache is taken, in units of its short mark.
+const FREE_MARKS: f64 = 1.5;
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
@@ -42,6 +44,8 @@ pub(super) struct Candidate {
     pub base: Bytes,
     /// What it could do without.
     pub idle: Bytes,
+    /// What of it is free memory.
+    pub free: Bytes,
     /// At most this now.
     pub most: Bytes,
     /// Less than this is not worth an order.
@@ -56,14 +60,26 @@ pub(super) struct Candidate {
     pub share: Bytes,
 }
 
-/// Collects `missing` from those that have more than they are to keep; what the host can
-/// expect of it. `deferred` of it guests wait for.
+/// What is to be collected.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Missing {
+    /// All of it.
+    pub all: Bytes,
+    /// What of it is worth guests' cache. Where none is, only free memory is taken.
+    pub worth_cache: Bytes,
+    /// What of it guests wait for.
+    pub deferred: Bytes,
+}
+
+/// Collects what is missing from those that have more than they are to keep; what the host can
+/// expect of it.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
-    (missing, deferred, allot): (Bytes, Bytes, &Allotment),
+    (missing, allot): (Missing, &Allotment),
     verdicts: &mut [Option<Verdict>],
 ) -> Bytes {
+    let deferred = missing.deferred;
     let state = model.host.state.max(Pressure::Soft);
     let none = VmMemory::default();
     let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
@@ -88,7 +104,14 @@ pub(super) fn take(
             }
         }
     }
-    share_out(&mut candidates, missing - arriving);
+    let worth = match missing.worth_cache {
+        Bytes(0) => {
+            candidates.iter_mut().for_each(|c| c.most = c.most.min(c.free));
+            missing.all
+        }
+        some => some,
+    };
+    share_out(&mut candidates, worth - arriving);
     if !urgent {
         lump(&mut candidates);
     }
@@ -105,7 +128,7 @@ pub(super) fn take(
             Verdict::Hold(a.why)
         } else {
             expected += a.yields;
-            let shortage = model.host.shortage.max(missing);
+            let shortage = model.host.shortage.max(missing.all);
             let reason = Reason::HostShort { state, shortage, waits: deferred, idle: a.idle };
             Verdict::Set { to, reason }
         });
@@ -233,6 +256,7 @@ pub(super) fn priced(
         index,
         base,
         idle,
+        free: ((g.available - g.cache) - g.short_mark.share(FREE_MARKS)).min(idle),
         most,
         least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
         yields,

@@ -348,9 +348,9 @@ fn steps_are_larger_on_a_shorter_host_and_end_at_what_is_to_be_kept() {
     let ask = |state, shortage, available| {
         taken(&decide(host(state, shortage, 0), vec![vm(1, 1024, available)], vec![]), 0)
     };
-    assert_eq!(ask(Pressure::Soft, 600, 900), 102);
-    assert_eq!(ask(Pressure::Hard, 600, 900), 256);
-    assert_eq!(ask(Pressure::Critical, 600, 900), 512, "half of RAM at once");
+    assert_eq!(ask(Pressure::Soft, 1400, 900), 102);
+    assert_eq!(ask(Pressure::Hard, 1400, 900), 256);
+    assert_eq!(ask(Pressure::Critical, 1400, 900), 512, "half of RAM at once");
     assert_eq!(ask(Pressure::Critical, 2048, 100), 100 - 60, "a margin stays");
     let at = |actual, available| {
         let v = decide(host(Pressure::Critical, 2048, 0), vec![vm(1, actual, available)], vec![]);
@@ -414,13 +414,46 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
 }
 
+/// A host with 2 GiB of reserve, without swap, and guests with 600 MiB of cache and 100 free.
+#[test]
+fn cache_is_taken_below_three_quarters_of_the_reserve_and_free_memory_below_all_of_it() {
+    let ask = |shortage, swap| {
+        let cached = |pid| {
+            let mut one = vm(pid, 1024, 700);
+            one.guest.as_mut().unwrap().cache = Bytes::mib(500);
+            one
+        };
+        let mut host = limited(host(Pressure::Hard, shortage, 0), 2048 - shortage, 2048);
+        host.limits[0].swap_left = Bytes::mib(swap);
+        let v = decide(host, vec![cached(1)], vec![]);
+        taken(&v, 0)
+    };
+    assert_eq!(ask(480, 0), 200 - 60, "what is free, but for a margin");
+    assert_eq!(ask(800, 0), 256, "a step, cache with it");
+    assert_eq!((ask(800, 2048), ask(1200, 2048)), (140, 176), "with swap below a half");
+    assert_eq!(ask(0, 0), 0);
+}
+
+#[test]
+fn cache_that_nobody_was_seen_to_read_again_is_not_all_idle() {
+    let ask = |cache| {
+        let mut one = vm(1, 1024, 900);
+        one.guest.as_mut().unwrap().cache = Bytes::mib(cache);
+        let v = decide(host(Pressure::Critical, 1100, 0), vec![one, vm(2, 1024, 900)], vec![]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    let (none, some) = (ask(0), ask(900));
+    assert_eq!(none.0, none.1);
+    assert!(some.0 < none.0 && some.1 > none.1, "{none:?} {some:?}");
+}
+
 #[test]
 fn doubted_guests_are_asked_gently_and_followers_faster() {
     let ask = |level, pace| {
         let mut one = vm(1, 1024, 900);
         one.trust.level = level;
         let m = VmMemory { pace, ..remembered(1) };
-        taken(&decide(host(Pressure::Soft, 600, 0), vec![one], vec![m]), 0)
+        taken(&decide(host(Pressure::Soft, 1400, 0), vec![one], vec![m]), 0)
     };
     assert_eq!((ask(1.0, 0), ask(0.5, 0), ask(1.0, 1), ask(1.0, 2)), (102, 51, 204, 409));
 }
@@ -453,7 +486,7 @@ fn what_was_needed_lately_is_kept_as_long_as_all_fits_and_the_oldest_goes_first(
         (taken(&v, 0), taken(&v, 1))
     };
     assert_eq!(ask(100), (50, 50), "what is idle, of both alike");
-    let (old, young) = ask(1500);
+    let (old, young) = ask(1300);
     assert!(old == 512 && young <= 1024 - 930, "{old} {young}");
 }
 
