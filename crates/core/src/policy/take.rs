@@ -180,7 +180,8 @@ fn candidate(
         return Err(why);
     }
     // Nobody waits for it: it is not turned around for that.
-    let calm = !urgent && model.host.state <= Pressure::Soft;
+    let soft = model.host.state <= Pressure::Soft || allot.worth_cache == Bytes::ZERO;
+    let calm = !urgent && soft;
     let left = m.last_give.and_then(|t| CALM_MS.checked_sub(model.at.since(t)));
     if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
