@@ -183,7 +183,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     tool.start_ready("base", "hold", "size=134217728", MINUTE).unwrap();
     tool.start_ready("read", "read", "size=419430400", MINUTE).unwrap();
     let daemon = place.daemon("reserve = \"450MiB\"");
-    let small = |s: &Value| s["vms"][0]["actual"].as_u64().filter(|a| *a < 480 << 20);
+    let small = |s: &Value| s["vms"][0]["actual"].as_u64().filter(|a| *a < 500 << 20);
     let actual = daemon.wait_for("a small guest", 3 * MINUTE, small).unwrap();
 
     // Hardly anything is kept free, so that kswapd comes too late.
