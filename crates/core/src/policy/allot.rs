@@ -3,13 +3,13 @@
 //! What a guest needed a moment ago it is likely to need again; what it needed an hour ago, it
 //! is not. So memory goes to the needs of the last T seconds, and T is as long as the host
 //! allows: the longest time for which everybody's peak, the margins and what the host keeps for
-//! itself fit together. Margins grow with T. What is left beyond T goes, by
-//! the same share, to what each guest would have at the next longer T. So where T is short the
-//! oldest peaks go first, as in any LRU list, and no period of a load is built in.
+//! itself fit together. Margins grow with T. What is left beyond T goes, by the same share, to
+//! what each guest would have at the next longer T. So where T is short the oldest peaks go
+//! first, as in any LRU list, and no period of a load is built in.
 //!
-//! Which of a guest's page cache is read again nobody tells before it is gone. So a part of it
-//! counts as needed, and the host does without the upper part of its reserve before guests give
-//! up cache for it: up to the whole it takes free memory only.
+//! A stock guest does not report which part of its page cache it reads again. So part of the
+//! cache counts as needed, and the host takes cache only while its headroom is below the lower
+//! part of its reserve; above that it takes free memory only.
 
 use crate::memory::{Memory, VmMemory};
 use crate::model::{GuestModel, Model, Standing, VmModel};
@@ -30,13 +30,13 @@ const FIRST_MS: f64 = 300.0;
 const SOON_MS: u64 = 5_000;
 /// Cache that is read again counts in whole from this T on: how much it is, is a guess.
 const HOT_MS: u64 = 10_000;
-/// So much cache, as a share of RAM, is taken to be read again, whatever is known of it.
+/// Page cache up to this share of RAM counts as read again, whatever the guest reports.
 const CACHE_SHARE: f64 = 0.2;
-/// The share of its reserve below which the host has guests give up cache for it: where there is
-/// swap for as much, and where there is not.
-const KEPT: (f64, f64) = (0.5, 0.75);
+/// The part of the reserve for which guests give up page cache: where free swap is at least the
+/// first part of the reserve, and where it is less.
+const CACHE_PART: (f64, f64) = (0.5, 0.75);
 /// The least margin of a guest, in units of its short mark.
-const LEAST_MARKS: f64 = 1.5;
+pub(super) const LEAST_MARKS: f64 = 1.5;
 /// The share of its buffer that a guest keeps in any case which cannot deflate its balloon itself.
 const RIGID_SHARE: f64 = 0.3;
 
@@ -88,12 +88,12 @@ pub(super) struct Allotment {
     pub contended: bool,
     /// What the host is to keep.
     pub keep: Bytes,
-    /// What of it is worth guests' cache.
-    pub keep_least: Bytes,
-    /// What the host lacks to back what all are to have, and keep what it is to.
+    /// The part of `keep` for which guests give up page cache.
+    pub keep_by_cache: Bytes,
+    /// What the host lacks to back what all are to have and keep `keep`.
     pub shortage: Bytes,
-    /// What of it is worth guests' cache.
-    pub worth_cache: Bytes,
+    /// What it lacks to back that and keep `keep_by_cache`.
+    pub cache_shortage: Bytes,
     /// What guests may still take of what they are to have.
     pub growth: Bytes,
 }
@@ -153,10 +153,11 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
     let swap = host.limits.iter().map(|l| l.swap_left).min().unwrap_or_default();
-    let least = if swap >= host.reserve.share(KEPT.0) { KEPT.0 } else { KEPT.1 };
-    let (keep, keep_least) = (keep_of(1.0), keep_of(least));
+    let (with_swap, without) = CACHE_PART;
+    let part = if swap >= host.reserve.share(with_swap) { with_swap } else { without };
+    let (keep, keep_by_cache) = (keep_of(1.0), keep_of(part));
     let need =
-        |within_ms| claims.iter().map(|c| c.holds(at, within_ms)).sum::<Bytes>() + keep_least;
+        |within_ms| claims.iter().map(|c| c.holds(at, within_ms)).sum::<Bytes>() + keep_by_cache;
     let time = |i: i32| if i == 0 { 0 } else { (FIRST_MS * LONGER.powi(i)) as u64 };
     // The longest time for which all fits.
     let (mut fits, mut too_long) = (0, TIMES + 1);
@@ -187,6 +188,6 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
     let lacks =
         |keep: Bytes| if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
-    let (shortage, worth_cache) = (lacks(keep), lacks(keep_least));
-    Allotment { parts, within_ms, contended, keep, keep_least, shortage, worth_cache, growth }
+    let (shortage, cache_shortage) = (lacks(keep), lacks(keep_by_cache));
+    Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }
 }

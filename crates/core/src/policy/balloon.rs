@@ -67,13 +67,14 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Byte
     // What guests are not to be asked for is still missing: rungs below may have it.
     let missing = deferred + lacks(allot.shortage.max(host.shortage));
     let mut done = Ballooned { deferred, missing, ..Ballooned::default() };
+    let short = deferred + lacks(allot.shortage);
     let asked = Missing {
-        all: (deferred + lacks(allot.shortage)) - above,
-        worth_cache: (deferred + lacks(allot.worth_cache)) - above,
+        all: short - above,
+        by_cache: (deferred + lacks(allot.cache_shortage)) - above,
         deferred,
     };
     grow(model, memory, (true, surplus_outside(model)), &mut verdicts);
-    if deferred + lacks(allot.shortage) > Bytes::ZERO {
+    if short > Bytes::ZERO {
         done.expected = take(model, memory, (asked, &allot), &mut verdicts);
     } else if host.known {
         grow(model, memory, (false, surplus(model, &allot)), &mut verdicts);
@@ -258,7 +259,7 @@ fn relieve(
         let mut fund = Fund::of(&model.host, &model.vms[*first]);
         fund.spoken_for = spoken_for + given;
         fund.outstanding += given;
-        fund.keep = allot.keep_least;
+        fund.keep = allot.keep_by_cache;
         let wishes: Vec<Wish> = some
             .iter()
             .map(|i| wish(model, &model.vms[*i], of(i), allot.parts[*i].as_ref()))

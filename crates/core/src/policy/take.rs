@@ -12,7 +12,7 @@ use crate::memory::{Memory, VmMemory};
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
-use crate::policy::allot::Allotment;
+use crate::policy::allot::{Allotment, LEAST_MARKS};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
 use crate::units::Bytes;
@@ -31,8 +31,6 @@ const IDLE_COST: f64 = 4.0;
 /// Shares of RAM a second: while guests wait for it or the host is critical, while the host
 /// is hard, and else.
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
-/// What a guest keeps of its free memory where no cache is taken, in units of its short mark.
-const FREE_MARKS: f64 = 1.5;
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
@@ -65,8 +63,8 @@ pub(super) struct Candidate {
 pub(super) struct Missing {
     /// All of it.
     pub all: Bytes,
-    /// What of it is worth guests' cache. Where none is, only free memory is taken.
-    pub worth_cache: Bytes,
+    /// The part of it for which page cache may be taken. Where it is zero, only free memory is.
+    pub by_cache: Bytes,
     /// What of it guests wait for.
     pub deferred: Bytes,
 }
@@ -104,14 +102,14 @@ pub(super) fn take(
             }
         }
     }
-    let worth = match missing.worth_cache {
+    let collected = match missing.by_cache {
         Bytes(0) => {
             candidates.iter_mut().for_each(|c| c.most = c.most.min(c.free));
             missing.all
         }
-        some => some,
+        by_cache => by_cache,
     };
-    share_out(&mut candidates, worth - arriving);
+    share_out(&mut candidates, collected - arriving);
     if !urgent {
         lump(&mut candidates);
     }
@@ -179,9 +177,9 @@ fn candidate(
     if let Some(why) = outdated(g) {
         return Err(why);
     }
-    // Nobody waits for it: it is not turned around for that.
-    let soft = model.host.state <= Pressure::Soft || allot.worth_cache == Bytes::ZERO;
-    let calm = !urgent && soft;
+    // No guest waits for memory: the order is not turned around for the host's reserve.
+    let takes_no_cache = allot.cache_shortage == Bytes::ZERO;
+    let calm = !urgent && (model.host.state <= Pressure::Soft || takes_no_cache);
     let left = m.last_give.and_then(|t| CALM_MS.checked_sub(model.at.since(t)));
     if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
@@ -257,7 +255,7 @@ pub(super) fn priced(
         index,
         base,
         idle,
-        free: ((g.available - g.cache) - g.short_mark.share(FREE_MARKS)).min(idle),
+        free: ((g.available - g.cache) - g.short_mark.share(LEAST_MARKS)).min(idle),
         most,
         least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
         yields,

@@ -414,19 +414,15 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
 }
 
-/// A host with 2 GiB of reserve, without swap, and guests with 600 MiB of cache and 100 free.
+/// A host with 2 GiB of reserve, and one guest with 500 MiB of page cache and 200 MiB free.
 #[test]
 fn cache_is_taken_below_three_quarters_of_the_reserve_and_free_memory_below_all_of_it() {
     let ask = |shortage, swap| {
-        let cached = |pid| {
-            let mut one = vm(pid, 1024, 700);
-            one.guest.as_mut().unwrap().cache = Bytes::mib(500);
-            one
-        };
+        let mut one = vm(1, 1024, 700);
+        one.guest.as_mut().unwrap().cache = Bytes::mib(500);
         let mut host = limited(host(Pressure::Hard, shortage, 0), 2048 - shortage, 2048);
         host.limits[0].swap_left = Bytes::mib(swap);
-        let v = decide(host, vec![cached(1)], vec![]);
-        taken(&v, 0)
+        taken(&decide(host, vec![one], vec![]), 0)
     };
     assert_eq!(ask(480, 0), 200 - 60, "what is free, but for a margin");
     assert_eq!(ask(800, 0), 256, "a step, cache with it");
