@@ -200,14 +200,26 @@ fn vm_what_a_stop_could_not_give_back_is_given_back_after_it() {
     host.signal_vm(Signal::CONT);
     host.released();
 
-    // The next daemon is not kept waiting for what the one before owes: it owns it.
+    // The next daemon is not kept waiting for what the one before owes: it owns it. Not even where
+    // `ebb-guard` asks for `ebb-release` after the start was asked for.
+    let drop_in = host.systemd.path("/run/units/ebb-guard.service.d");
+    std::fs::create_dir(&drop_in).unwrap();
+    let late = host.systemd.path("/run/units/ebb-guard.service");
+    let late = std::fs::read_to_string(late).unwrap();
+    let asks = late.lines().find(|l| l.starts_with("ExecStop=")).unwrap();
+    let late = format!("[Service]\nExecStop=\nExecStop=sleep 2\n{asks}\n");
+    std::fs::write(drop_in.join("late.conf"), late).unwrap();
+    host.systemctl(&["daemon-reload"]);
     host.systemctl(&["start", "ebb"]);
     host.squeeze();
     host.signal_vm(Signal::STOP);
     host.systemctl(&["stop", "ebb"]);
     host.wait_is("ebb-release", "ActiveState", "activating");
+    let run = || host.is("ebb-release", "ExecMainStartTimestampMonotonic");
+    let before = run();
     host.systemctl(&["start", "ebb"]);
     host.wait_is("ebb-release", "ActiveState", "inactive");
+    assert_eq!(run(), before, "not a second time");
     host.signal_vm(Signal::CONT);
     assert!(host.systemd.log().contains("owned again"), "{}", host.systemd.log());
 
