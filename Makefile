@@ -17,14 +17,17 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody vm_waits_beside
-# Those without a daemon go in two lanes, as much of them is waiting; a test says by its arena
-# whether others may work meanwhile (`Arena::beside`). Daemons judge by time: one after the other.
+# They go in two lanes, as much of them is waiting; a test says by its arena whether others may
+# work meanwhile (`Arena::beside`). Daemons judge by time: they are not beside those that load the
+# machine.
 GUESTS := vm_lifecycle vm_module
 HOSTS := vm_qemu vm_smoke vm_recycle vm_offload
-DAEMONS := $(filter-out $(GUESTS) $(HOSTS),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
-LANES := vm-guests vm-hosts
-# The tests without a VM of their own, whatever they are called.
-ALONE := $(filter-out vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
+SERVICES := vm_systemd vm_tier vm_merge vm_load vm_zeros
+DAEMONS := $(filter-out $(GUESTS) $(HOSTS) $(SERVICES),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
+LANES := vm-guests vm-hosts vm-services vm-daemons
+# The tests without a VM of their own, whatever they are called; and those that mostly wait.
+WAITING := standin_law
+ALONE := $(filter-out vm_% $(WAITING),$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
   $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))
 VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
@@ -62,14 +65,21 @@ check: ## format, lint, house rules, tests without VMs
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 $(LANES)
-	@$(call VM_TESTS,$(DAEMONS))
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 vm-guests vm-hosts
+	@$(MAKE) --no-print-directory -j2 vm-services vm-daemons
 
 vm-guests:
 	@$(call VM_TESTS,$(GUESTS))
 
 vm-hosts:
 	@$(call VM_TESTS,$(HOSTS))
+
+vm-services:
+	@$(call VM_TESTS,$(SERVICES))
+
+vm-daemons:
+	@$(call VM_TESTS,$(DAEMONS))
+	@$(CARGO) test --release --quiet --workspace --test $(WAITING) -- $(SOAK_ONLY:%=--skip %)
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)

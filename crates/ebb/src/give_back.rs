@@ -45,6 +45,7 @@ pub fn give_back(
     loop {
         let ids: Vec<VmId> = debts.iter().map(|d| d.vm.id).collect();
         let sample = host.sample_owed(&ids);
+        debts.iter_mut().for_each(|debt| debt.done_late(host.done_late(debt.vm.id)));
         debts.retain_mut(|debt| !debt.is_settled(&sample, say));
         if debts.is_empty() || Instant::now() >= until && !first {
             return debts.into_iter().map(|d| Left { vm: d.vm.given_back(), why: d.why }).collect();
@@ -76,6 +77,8 @@ struct Debt {
     goal: Option<(Bytes, Bytes)>,
     /// The size that QEMU was told, and when.
     told: Option<(Bytes, Instant)>,
+    /// The size of an order that QEMU did not answer in time, and when it was sent.
+    unanswered: Option<(Bytes, Instant)>,
     /// It was said what is ordered.
     said: bool,
     why: String,
@@ -83,7 +86,14 @@ struct Debt {
 
 impl Debt {
     fn new(vm: &OwnedVm) -> Debt {
-        Debt { vm: vm.clone(), goal: None, told: None, said: false, why: String::new() }
+        Debt {
+            vm: vm.clone(),
+            goal: None,
+            told: None,
+            unanswered: None,
+            said: false,
+            why: String::new(),
+        }
     }
 
     /// Takes in what is seen of it; whether nothing is owed any more.
@@ -140,8 +150,15 @@ impl Debt {
                     say(&format!("{}: {from} → {to}", self.vm.name));
                 }
             }
-            Err(why) => (self.told, self.why) = (None, why),
+            Err(why) => (self.told, self.unanswered, self.why) = (None, Some((to, now)), why),
         }
+    }
+
+    /// QEMU has carried out an order of this size and answered late: a QEMU that takes longer than
+    /// [`ANSWER`] for each order would never be done otherwise.
+    fn done_late(&mut self, size: Option<Bytes>) {
+        let late = self.unanswered.filter(|(to, _)| Some(*to) == size);
+        self.told = self.told.or(late);
     }
 }
 

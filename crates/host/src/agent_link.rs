@@ -562,7 +562,7 @@ impl AgentLink {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{IoSliceMut, Write};
+    use std::io::{IoSliceMut, Read, Write};
     use std::mem::MaybeUninit;
     use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -686,5 +686,66 @@ mod tests {
         link.known_at = Some(Instant::now());
         link.order(&order(Some(Default::default())));
         assert_eq!(link.asked.len(), before + 1);
+    }
+
+    /// The last command that the agent was sent.
+    fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
+        link.agent.as_mut().unwrap().pump();
+        let mut lines = Lines::default();
+        let (mut buffer, mut last) = ([0u8; 4096], None);
+        while last.is_none() {
+            let got = socket.read(&mut buffer).unwrap();
+            lines
+                .feed(&buffer[..got], |l| last = Some(Request::parse(l).unwrap().command))
+                .unwrap();
+        }
+        last.unwrap()
+    }
+
+    #[test]
+    fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_the_ram() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
+        let mut link = AgentLink::new(path, std::process::id());
+        while !thread.is_finished() {
+            let (run, told) = (RunState::Running, verdict(&[]));
+            link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (_, _, socket) = thread.join().unwrap();
+        link.stage = Stage::Attached;
+        let says = |link: &mut AgentLink, unclear| {
+            let status = Status { unclear, ..Status::default() };
+            link.answer(Ask::Status, Ok(Answer::Status(status)));
+        };
+        assert!(link.wants_mappers().is_none(), "nothing is unclear");
+        let before = verdict(&[]);
+        says(&mut link, Some(3));
+        assert_eq!(link.wants_mappers().map(<[_]>::len), Some(1));
+        let asked = link.asked.len();
+        let clear = |link: &mut AgentLink, verdict: &Verdict| {
+            let before = link.asked.len();
+            link.clear(Some(verdict));
+            link.asked.len() > before
+        };
+        assert!(!clear(&mut link, &verdict(&[])), "nobody looked who maps it");
+        link.mappers(Err("process 7 maps it".into()));
+        assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
+        assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
+        assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
+        link.mappers(Ok(()));
+        assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
+        assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
+        // Another socket: who maps the RAM is to be looked at again.
+        says(&mut link, Some(4));
+        assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
+        link.mappers(Ok(()));
+        says(&mut link, Some(4));
+        assert_eq!(link.asked.len(), asked);
+        assert!(clear(&mut link, &verdict(&[])));
+        assert!(matches!(last(&mut link, &socket), Command::Cleared { generation: 4 }));
+        assert!(link.wants_mappers().is_none() && !clear(&mut link, &verdict(&[])));
     }
 }

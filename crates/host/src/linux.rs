@@ -683,6 +683,12 @@ impl LinuxHost {
         sent.into_iter().zip(orders).map(result).collect()
     }
 
+    /// The size of the last order to a VM, if QEMU answered after its time was up that it has
+    /// carried it out.
+    pub fn done_late(&self, id: VmId) -> Option<Bytes> {
+        self.vms.get(&id)?.done_late
+    }
+
     fn send_order(&mut self, order: &BalloonOrder) -> Result<u64, ActError> {
         let gone = ActError::Gone { pid: order.vm.pid };
         let vm = self.vms.get_mut(&order.vm).ok_or_else(|| gone.clone())?;

@@ -158,8 +158,10 @@ pub(crate) struct Vm {
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     interval_was: Option<u64>,
-    /// Orders that QEMU has not answered.
-    unanswered: Vec<u64>,
+    /// Orders that QEMU has not answered: command and size.
+    unanswered: Vec<(u64, Bytes)>,
+    /// The size of the last order, where QEMU has carried it out and answered late.
+    pub done_late: Option<Bytes>,
     /// Asked for where there is an agent.
     inventory: Inventory,
     verdict: Option<Verdict>,
@@ -208,6 +210,7 @@ impl Vm {
             owed_at: None,
             interval_was: None,
             unanswered: Vec::new(),
+            done_late: None,
             inventory: Inventory::default(),
             verdict: None,
         }
@@ -265,9 +268,7 @@ impl Vm {
     /// where commands are served promptly: carried out late it does harm.
     pub fn order(&mut self, target: Bytes, gives: bool) -> Result<u64, ActError> {
         let link = self.link();
-        if let Some(client) = &mut self.client {
-            client.protocol().drop_answers(&mut self.unanswered);
-        }
+        self.take_late();
         let under_way = self.ordered == Some(target) && !self.unanswered.is_empty();
         let client = match &mut self.client {
             Some(c) if c.state() == State::Ready && gives && !under_way => c,
@@ -281,7 +282,21 @@ impl Vm {
         };
         let sent = client.send("balloon", Some(balloon::balloon(target)))?;
         self.ordered = Some(target);
+        self.done_late = self.done_late.filter(|to| *to == target);
         Ok(sent)
+    }
+
+    /// Takes the answers to orders that came after their time was up.
+    fn take_late(&mut self) {
+        let Some(client) = &mut self.client else { return };
+        let (protocol, done) = (client.protocol(), &mut self.done_late);
+        self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
+            Some(answer) => {
+                *done = answer.is_ok().then_some(*to);
+                false
+            }
+            None => protocol.is_pending(*id),
+        });
     }
 
     /// Whether it has an order to shrink that its guest has not followed yet.
@@ -290,9 +305,9 @@ impl Vm {
         self.ordered.is_some_and(below)
     }
 
-    /// QEMU was told and has not answered in time: its answer is dropped when it comes.
+    /// QEMU was told and has not answered in time.
     pub fn not_answered(&mut self, command: u64) {
-        self.unanswered.push(command);
+        self.unanswered.extend(self.ordered.map(|to| (command, to)));
         if let Some(client) = &mut self.client {
             client.protocol().not_wait(command);
         }
@@ -342,8 +357,8 @@ impl Vm {
         self.leave_unwanted();
         if let Some(client) = &mut self.client {
             client.pump();
-            client.protocol().drop_answers(&mut self.unanswered);
         }
+        self.take_late();
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
         self.slow_since = if waits { self.slow_since.or(Some(now)) } else { None };

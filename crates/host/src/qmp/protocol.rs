@@ -493,9 +493,9 @@ impl Protocol {
         }
     }
 
-    /// Drops the answers that have come of these commands; those that are left have none.
-    pub fn drop_answers(&mut self, commands: &mut Vec<u64>) {
-        commands.retain(|id| self.take_reply(*id).is_none() && self.pending.contains_key(id));
+    /// Whether QEMU has still to answer it.
+    pub fn is_pending(&self, id: u64) -> bool {
+        self.pending.contains_key(&id)
     }
 
     /// Commands whose answers are waited for.

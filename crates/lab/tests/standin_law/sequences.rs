@@ -78,6 +78,22 @@ fn what_a_hung_qemu_is_owed_outlives_a_stop_and_release_gives_it_back() {
     watch.end();
 }
 
+/// Longer than a stop waits for the answer to an order.
+#[test]
+fn a_qemu_that_answers_orders_late_is_given_back_within_a_stop() {
+    let Some(place) = Place::new() else { return };
+    let vm = place.standin("late", true);
+    let mut watch = Watch::start(&place, &[&vm]);
+    let daemon = place.daemon(OFTEN, &[&vm]);
+    squeeze(&daemon, &vm);
+    vm.tell(&json!({ "latency_ms": 1300 }));
+    let (code, log) = daemon.end();
+    assert_eq!(code, Some(0), "{log}");
+    vm.wait_size(RAM);
+    assert_eq!(place.owned(), Default::default());
+    watch.end();
+}
+
 #[test]
 fn an_operator_who_raises_or_lowers_a_size_is_not_fought() {
     let Some(place) = Place::new() else { return };
