@@ -106,7 +106,7 @@ impl Host for Driven {
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
         let new = self.file.with_extension("new");
-        std::fs::write(&new, serde_json::to_vec(owned).unwrap()).unwrap();
+        std::fs::write(&new, serde_json::to_vec_pretty(owned).unwrap()).unwrap();
         std::fs::rename(new, &self.file).map_err(|e| e.to_string())
     }
 

@@ -308,8 +308,9 @@ fn next_line(client: &mut Client) -> Option<Vec<u8>> {
     Some(client.unread.drain(..=end).collect())
 }
 
-/// What a state file says of this process; `null` where it says nothing. Only the entry is parsed:
-/// with thousands of stand-ins the whole file would keep each from answering for milliseconds.
+/// What a state file, as the daemon writes it, says of this process; `null` where it says nothing.
+/// Only the entry is parsed: with thousands of stand-ins the whole file would keep each from
+/// answering for milliseconds.
 fn entry(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let pid = format!("\"pid\": {},", std::process::id());
