@@ -4,9 +4,10 @@
 //! tool; `vm` runs QEMU on them; `guest` speaks with the tool; `arena` holds
 //! everything that is global to the machine (lock, budget, swap, knobs) and puts
 //! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
-//! would and `tier` builds what guests and QEMU load; `truth` counts equal pages the slow
-//! way; `experiment` holds the experiments and `result` what they write; `tidy`
-//! holds the house rules; `standin` is a process that looks like a VM. Only developers run any of it.
+//! would and `tier` builds what guests and QEMU load; `rival` runs others'
+//! controllers; `truth` counts equal pages the slow way; `experiment` holds the
+//! experiments and `result` what they write; `tidy` holds the house rules;
+//! `standin` is a process that looks like a VM. Only developers run any of it.
 
 pub mod arena;
 pub mod ebb;
@@ -14,6 +15,7 @@ pub mod experiment;
 pub mod guest;
 pub mod image;
 pub mod result;
+pub mod rival;
 pub mod sampler;
 pub mod setup;
 pub mod standin;

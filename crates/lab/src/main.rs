@@ -14,6 +14,7 @@ use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
+use ebb_lab::experiment::rhythm::Rhythm;
 use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
@@ -62,6 +63,8 @@ enum Cmd {
     MarkCost(trial::Options),
     /// VMs that need memory in turns: swapping and throughput without and with Ebb
     Autoballoon(Autoballoon),
+    /// VMs that need memory all at once, or in turn within seconds
+    Rhythm(Rhythm),
     /// A guest that was shrunk suddenly needs memory: how long until it has it
     Handback(Handback),
     /// Put back what an earlier run left behind
@@ -174,6 +177,7 @@ fn main() -> ExitCode {
         Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
         Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
         Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Rhythm(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),

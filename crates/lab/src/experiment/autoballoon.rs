@@ -286,7 +286,8 @@ impl Autoballoon {
     }
 }
 
-fn swapped() -> Result<Vmstat> {
+/// What the machine has swapped since it started.
+pub(super) fn swapped() -> Result<Vmstat> {
     read_vmstat(&Root::default())?.context("no /proc/vmstat")
 }
 
@@ -301,7 +302,7 @@ fn cpu(vms: &[Vm]) -> Result<f64> {
 }
 
 /// Swap is counted for the whole machine: say so if not only the VMs use it.
-fn warn_of_others(series: &Series) {
+pub(super) fn warn_of_others(series: &Series) {
     let other = series.stat(|p| (p.swap - p.cgroup_swap).0 as f64).max;
     if other > (32 << 20) as f64 {
         println!("  others on this machine swapped too, up to {}", Bytes(other as u64));

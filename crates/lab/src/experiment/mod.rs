@@ -14,6 +14,7 @@ pub mod place;
 pub mod record;
 pub mod recycle;
 pub mod refault;
+pub mod rhythm;
 pub mod scan;
 pub mod tick;
 pub mod trial;

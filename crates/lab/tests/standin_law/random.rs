@@ -220,7 +220,9 @@ impl Run {
         self.vms[i].set_by_others = Some(truth.orders.len());
         self.tell(i, json!({ "order": size }));
         let vm = &self.vms[i].standin;
-        wait_shown(self.daemon(), vm, "operator's size", |v| v["actual"] == size);
+        // An order of Ebb's, decided just before, may come after it: the size is never shown.
+        let crossed = || vm.truth().orders.len() > truth.orders.len();
+        wait_shown(self.daemon(), vm, "operator's size", |v| v["actual"] == size || crossed());
         wait_ticks(self.daemon(), 4);
         if vm.truth().orders.len() == truth.orders.len() {
             self.watch.seen(vm);
