@@ -80,8 +80,6 @@ pub struct HostModel {
     pub reserve: Bytes,
     /// What is missing to the reserve (more while PSI says tasks stall).
     pub shortage: Bytes,
-    /// What is there beyond one and a half reserves.
-    pub surplus: Bytes,
     /// Pages swapped in a second.
     pub swap_in_rate: f64,
     /// Pages swapped out a second.
@@ -519,13 +517,11 @@ impl HostModel {
         if self.urgency < 0.01 {
             self.urgency = 0.0;
         }
-        // At most one and a half reserves: where a clear host begins to give back.
+        // At most one and a half reserves.
         let goal = bound.reserve.share(1.0 + 0.5 * self.urgency);
         let counted = if self.state == Pressure::Soft { left } else { self.headroom };
         if self.state > Pressure::Clear {
             self.shortage = goal - counted;
-        } else {
-            self.surplus = left - self.outstanding - bound.reserve.share(1.5);
         }
         let promised = match self.promised {
             Bytes(0) => String::new(),

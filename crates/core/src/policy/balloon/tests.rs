@@ -14,7 +14,6 @@ fn host(state: Pressure, shortage: u64, surplus: u64) -> HostModel {
         state,
         stalled: state,
         shortage: Bytes::mib(shortage),
-        surplus: Bytes::mib(surplus),
         reserve: Bytes::gib(2),
         headroom: Bytes::gib(2) + Bytes::mib(surplus) - Bytes::mib(shortage),
         known: true,
