@@ -29,7 +29,7 @@ fn world(vms: u64) -> (Engine, Toy) {
     let mut engine = Engine::new(Config::default(), false);
     for _ in 0..20 {
         let (_, model) = engine.step(&mut host);
-        host.wait(engine.next(&model));
+        host.wait(&engine.next(&model));
         host.others = Bytes::ZERO;
     }
     (engine, host)

@@ -276,7 +276,7 @@ impl Default for Config {
     fn default() -> Self {
         Config {
             tick_ms: 1000,
-            fast_tick_ms: 250,
+            fast_tick_ms: 100,
             socket: "/run/ebb/ebb.sock".into(),
             listen: None,
             state_file: "/run/ebb/state.json".into(),

@@ -6,6 +6,7 @@
 //! daemon left. One VM's part is in `memory/vm.rs`.
 
 mod cold;
+mod fastest;
 mod ledger;
 mod rates;
 mod reach;
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use self::cold::Cold;
+pub use self::fastest::Fastest;
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::reach::{Reach, SILENT_MS};
 pub use self::recent::Recent;

@@ -7,7 +7,7 @@ use common::{Guest, Toy, id};
 use ebb_core::config::Config;
 use ebb_core::model::Progress;
 use ebb_core::plan::{Action, Reason, RungName};
-use ebb_core::tick::{Engine, Host, Tick};
+use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::Bytes;
 
 fn engine(reserve_gib: u64, host: &Toy) -> Engine {
@@ -27,7 +27,7 @@ fn until(
     let began = host.now;
     loop {
         let (tick, model) = engine.step(host);
-        host.wait(engine.next(&model));
+        host.wait(&engine.next(&model));
         let seconds = (host.now - began) as f64 / 1000.0;
         if done(host, &tick) {
             return seconds;
@@ -46,7 +46,7 @@ fn asked(ram: u64, free: u64, apart_ms: u64) -> Bytes {
     let (end, before) = (host.now + 2_000, host.guests[0].target);
     engine.step(&mut host);
     while host.now < end {
-        host.wait(host.now().plus(apart_ms));
+        host.wait(&Next { at: host.now().plus(apart_ms), ..Next::default() });
         engine.step(&mut host);
     }
     before - host.guests[0].target

@@ -15,7 +15,7 @@ use ebb_core::config::Config;
 use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{Link, Sample, VmEvent, VmId};
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 
 thread_local! {
@@ -96,9 +96,9 @@ impl Host for Eventful {
         self.toy.apply(actions)
     }
 
-    fn wait(&mut self, until: Stamp) -> Wake {
+    fn wait(&mut self, next: &Next) -> Wake {
         self.ticks += 1;
-        self.toy.wait(until)
+        self.toy.wait(next)
     }
 }
 
@@ -119,7 +119,7 @@ fn grows_not(ticks: u64) {
         }
         let (tick, model) = engine.step(&mut host);
         acted += tick.plan.actions.len();
-        host.wait(engine.next(&model));
+        host.wait(&engine.next(&model));
         drop((tick, model));
         let tenth = &mut most[(n * 10 / ticks) as usize];
         *tenth = LIVE.get().max(*tenth);

@@ -14,7 +14,7 @@ use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample,
     ScanSample, VmId, VmSample, Vmstat,
 };
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
 /// What must hold.
@@ -178,7 +178,7 @@ impl Host for Toy {
         }
     }
 
-    fn wait(&mut self, _: Stamp) -> Wake {
+    fn wait(&mut self, _: &Next) -> Wake {
         Wake::Timer
     }
 }

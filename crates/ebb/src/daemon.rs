@@ -12,7 +12,7 @@ use ebb_core::plan::{
     ZeroOrder,
 };
 use ebb_core::sample::{Link, RunState, Sample, VmId};
-use ebb_core::tick::{Host, Wake};
+use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
@@ -27,7 +27,7 @@ use crate::signals::{self, Signals};
 use crate::state::StateFile;
 
 /// Guests are asked for fresh numbers so long before a fast tick reads them.
-const KICK_AHEAD_MS: u64 = 80;
+const KICK_AHEAD_MS: u64 = 40;
 /// Events do not make ticks follow one another faster than this.
 const LEAST_TICK_MS: u64 = 150;
 
@@ -36,7 +36,7 @@ pub struct Daemon {
     host: LinuxHost,
     state: Option<StateFile>,
     signals: Signals,
-    fast_tick_ms: u64,
+    tick_ms: u64,
     read_at: Stamp,
     running: Vec<VmId>,
     inbox: Inbox,
@@ -156,7 +156,7 @@ impl Daemon {
             host,
             state,
             signals,
-            fast_tick_ms: config.fast_tick_ms,
+            tick_ms: config.tick_ms,
             read_at: Stamp(0),
             running: Vec::new(),
         })
@@ -300,10 +300,11 @@ impl Host for Daemon {
         taken(&self.inbox.wishes)
     }
 
-    fn wait(&mut self, until: Stamp) -> Wake {
+    fn wait(&mut self, next: &Next) -> Wake {
+        let until = next.at;
         // On fast ticks the guests are asked right before, so that the numbers a
         // tick sees are fresh; otherwise QEMU's own interval is good enough.
-        let fast = until.since(self.read_at) <= self.fast_tick_ms;
+        let fast = until.since(self.read_at) < self.tick_ms;
         let mut kicked = !fast;
         loop {
             if self.signals.stops() || self.asked_to_reload() {
@@ -313,8 +314,10 @@ impl Host for Daemon {
             let due = if kicked { until } else { Stamp(until.0.saturating_sub(KICK_AHEAD_MS)) };
             if now >= due {
                 if kicked {
+                    self.host.rest(&next.resting);
                     return Wake::Timer;
                 }
+                self.running.retain(|id| !next.rests(*id));
                 self.host.kick_stats(&self.running);
                 kicked = true;
                 continue;
@@ -322,7 +325,7 @@ impl Host for Daemon {
             match self.sleep_until(due) {
                 HostWake::Woken if self.signals.any() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
-                    let soonest = self.read_at.plus(LEAST_TICK_MS);
+                    let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);
                     if LinuxHost::now() < soonest {
                         let left = soonest.since(LinuxHost::now());
                         std::thread::sleep(Duration::from_millis(left));

@@ -320,7 +320,7 @@ pub fn read(input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -> Re
 mod tests {
     use super::*;
     use ebb_core::sample::Sample;
-    use ebb_core::tick::Host;
+    use ebb_core::tick::{Host, Next};
     use ebb_core::units::Bytes;
     use ebb_sim::World;
     use proptest::prelude::*;
@@ -353,7 +353,7 @@ mod tests {
         std::iter::from_fn(move || {
             let before = engine.memory.clone();
             let (tick, _) = engine.step(&mut world);
-            world.wait(tick.sample.at.plus(500));
+            world.wait(&Next { at: tick.sample.at.plus(500), ..Next::default() });
             Some((before, tick))
         })
     }

@@ -617,7 +617,7 @@ mod tests {
         let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
         loop {
             let (mut tick, model) = engine.step(&mut world);
-            world.wait(engine.next(&model));
+            world.wait(&engine.next(&model));
             let told = decisions(&tick, &model);
             if told.is_empty() {
                 continue;

@@ -120,6 +120,8 @@ pub struct LinuxHost {
     bound: Vec<Option<VmId>>,
     /// The VMs that Ebb owes something.
     owed: HashSet<VmId>,
+    /// The VMs that need not be asked in the next sample.
+    resting: HashSet<VmId>,
     /// Where they were heard, by an earlier daemon.
     owed_at: BTreeMap<VmId, PathBuf>,
     scanner: Scanner,
@@ -174,6 +176,7 @@ impl LinuxHost {
             unread,
             bound,
             owed: HashSet::new(),
+            resting: HashSet::new(),
             owed_at: BTreeMap::new(),
             scanned: None,
             scan_problems: Vec::new(),
@@ -196,6 +199,12 @@ impl LinuxHost {
     /// where the configuration does not name them (any more).
     pub fn reach_at(&mut self, sockets: impl IntoIterator<Item = (VmId, PathBuf)>) {
         self.owed_at.extend(sockets);
+    }
+
+    /// These VMs need not be asked in the next sample: of them it tells what is known, with its
+    /// age.
+    pub fn rest(&mut self, vms: &[VmId]) {
+        self.resting = vms.iter().copied().collect();
     }
 
     /// Reads everything. Takes at most the deadline, plus what `/proc` takes.
@@ -227,6 +236,7 @@ impl LinuxHost {
         let root = &self.options.root;
         let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
         let ended = owed.iter().filter(gone).copied().collect();
+        self.resting.clear();
         Sample { at, wall_ms, host, vms, ended, problems }
     }
 
@@ -275,7 +285,8 @@ impl LinuxHost {
     fn refresh(&mut self, now: Instant) {
         let before = self.vms.len();
         let root = &self.options.root;
-        self.vms.retain(|id, _| life(root, *id) != Life::Ended);
+        let resting = &self.resting;
+        self.vms.retain(|id, _| resting.contains(id) || life(root, *id) != Life::Ended);
         self.offloader.keep(|id| self.vms.contains_key(id));
         self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
@@ -399,7 +410,8 @@ impl LinuxHost {
     }
 
     fn query(&mut self, started: Instant, at: Stamp) {
-        self.vms.values_mut().for_each(|vm| vm.ask(started, at));
+        let resting = &self.resting;
+        self.vms.iter_mut().for_each(|(id, vm)| vm.ask(started, at, resting.contains(id)));
         // From here: what reading took is not QEMU's doing.
         let deadline = Instant::now() + self.options.deadline;
         // A balloon that was just found is asked at once, and then set up.
@@ -621,9 +633,11 @@ impl LinuxHost {
     ) -> Vec<VmSample> {
         let root = &self.options.root;
         let one = |(id, vm): (&VmId, &mut Vm)| {
-            let source = format!("/proc/{}/status", id.pid);
-            let memory = noted(problems, &source, read_status(root, id.pid));
-            let mut sample = vm.sample(at, wall_ms, memory, problems);
+            if !self.resting.contains(id) || vm.memory.is_none() {
+                let source = format!("/proc/{}/status", id.pid);
+                vm.memory = noted(problems, &source, read_status(root, id.pid));
+            }
+            let mut sample = vm.sample(at, wall_ms, problems);
             sample.offload = self.offloader.sample(*id);
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));

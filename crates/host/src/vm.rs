@@ -165,6 +165,8 @@ pub(crate) struct Vm {
     /// Asked for where there is an agent.
     inventory: Inventory,
     verdict: Option<Verdict>,
+    /// What its process held when that was last read.
+    pub memory: Option<ProcessMemory>,
 }
 
 impl Vm {
@@ -213,6 +215,7 @@ impl Vm {
             done_late: None,
             inventory: Inventory::default(),
             verdict: None,
+            memory: None,
         }
     }
 
@@ -352,8 +355,9 @@ impl Vm {
     }
 
     /// Connects where it is time to, and queues this tick's questions. What has not
-    /// answered those of the tick before is slow, and not asked again until it has.
-    pub fn ask(&mut self, now: Instant, at: Stamp) {
+    /// answered those of the tick before is slow, and not asked again until it has. Nor is one
+    /// that `rests`.
+    pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
         self.leave_unwanted();
         if let Some(client) = &mut self.client {
             client.pump();
@@ -374,7 +378,7 @@ impl Vm {
             self.connect();
             self.reap(now);
         }
-        if self.client.is_some() && self.slow_since.is_none() {
+        if self.client.is_some() && self.slow_since.is_none() && !rests {
             self.asked_at = at;
             self.questions(now);
         }
@@ -686,13 +690,7 @@ impl Vm {
     }
 
     /// Ends the tick: waits no more for what was not answered, and tells what is known.
-    pub fn sample(
-        &mut self,
-        at: Stamp,
-        wall_ms: u64,
-        memory: Option<ProcessMemory>,
-        problems: &mut Vec<Problem>,
-    ) -> VmSample {
+    pub fn sample(&mut self, at: Stamp, wall_ms: u64, problems: &mut Vec<Problem>) -> VmSample {
         self.take_events();
         if let Some(client) = &mut self.client {
             self.asked.iter().for_each(|(_, id)| client.protocol().not_wait(*id));
@@ -713,7 +711,7 @@ impl Vm {
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
             ram: self.ram,
-            process: memory,
+            process: self.memory,
             cgroup: self.cgroup.clone(),
             link: self.link(),
             socket: self.socket(),

@@ -147,7 +147,7 @@ fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
         let (tick, model) = engine.step(&mut world);
         laws.check(&world, &tick);
         see(&world);
-        if world.wait(engine.next(&model)) == Wake::Stop {
+        if world.wait(&engine.next(&model)) == Wake::Stop {
             return Outcome { score: world.score(), broken: laws.broken };
         }
     }

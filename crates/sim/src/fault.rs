@@ -8,7 +8,7 @@ use ebb_core::config::{Amount, Config};
 use ebb_core::memory::{Memory, Owned};
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 
 use crate::law::{Breach, Laws};
@@ -77,7 +77,7 @@ pub fn run(setup: &Setup, fault: Option<Fault>) -> Ran {
         let (tick, model) = engine.step(&mut host);
         laws.check(&host.world, &tick);
         forget(&mut engine.memory, fault);
-        if host.wait(engine.next(&model)) == Wake::Stop {
+        if host.wait(&engine.next(&model)) == Wake::Stop {
             let hasty = host.world.gauges.iter().map(|g| g.hasty).sum();
             return Ran { broken: laws.broken, hasty, world: host.world };
         }
@@ -199,7 +199,7 @@ impl Host for Faulty {
         self.world.offload(orders);
     }
 
-    fn wait(&mut self, until: Stamp) -> Wake {
-        self.world.wait(until)
+    fn wait(&mut self, next: &Next) -> Wake {
+        self.world.wait(next)
     }
 }

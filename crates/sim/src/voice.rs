@@ -46,6 +46,10 @@ pub struct Voice {
     boots: u64,
     migrating: bool,
     connected: bool,
+    /// It need not be asked at the next look.
+    pub rests: bool,
+    /// What was seen when it was last asked, and when, ms into the run.
+    seen: Option<(u64, VmSample)>,
 }
 
 /// A guest's last words.
@@ -74,6 +78,8 @@ impl Voice {
             boots: 0,
             migrating: false,
             connected: false,
+            rests: false,
+            seen: None,
         }
     }
 
@@ -122,8 +128,33 @@ impl Voice {
         Some(words)
     }
 
-    /// What the host sees now. `wall_ms` is the same moment as people count it.
+    /// What the host sees now, or of one that rests what it saw. `wall_ms` is the same moment as
+    /// people count it.
     pub fn sample(&mut self, g: &Guest, at_ms: u64, wall_ms: u64) -> VmSample {
+        let rests = std::mem::take(&mut self.rests) && !self.has_news(g, at_ms);
+        if let Some((seen_ms, seen)) = self.seen.as_ref().filter(|_| rests) {
+            let mut sample = seen.clone();
+            sample.events.clear();
+            if let Some(balloon) = &mut sample.balloon {
+                balloon.age_ms = (at_ms - seen_ms).max(1);
+                let age_ms = self.heard.age_ms(Stamp(wall_ms), wall_ms);
+                balloon.guest.iter_mut().for_each(|words| words.age_ms = age_ms);
+            }
+            return sample;
+        }
+        let sample = self.look(g, at_ms, wall_ms);
+        self.seen = Some((at_ms, sample.clone()));
+        sample
+    }
+
+    /// QEMU has told something, or does not answer: the daemon hears that of itself.
+    fn has_news(&self, g: &Guest, at_ms: u64) -> bool {
+        self.boots != g.boots
+            || self.migrating != g.spec.mood.migrates(at_ms)
+            || self.connected != g.spec.mood.answers(at_ms)
+    }
+
+    fn look(&mut self, g: &Guest, at_ms: u64, wall_ms: u64) -> VmSample {
         let answers = g.spec.mood.answers(at_ms);
         let mut events = Vec::new();
         if answers {

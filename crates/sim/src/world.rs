@@ -9,7 +9,7 @@ use ebb_core::config::{Config, VmSettings};
 use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{Sample, VmId};
-use ebb_core::tick::{Host, Wake};
+use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 use serde::Serialize;
 
@@ -28,7 +28,7 @@ const STEP_MS: u64 = 100;
 /// Looks that follow so soon are fast ones, which the daemon has guests asked before,
 /// so long before; otherwise it has QEMU ask them so often. All ms.
 const FAST_MS: u64 = 500;
-const KICK_AHEAD_MS: u64 = 80;
+const KICK_AHEAD_MS: u64 = 40;
 const EBB_ASKS_MS: u64 = 2_000;
 
 /// A moment to measure from.
@@ -408,15 +408,18 @@ impl Host for World {
         }
     }
 
-    /// As the daemon does: guests are asked right before a fast look.
-    fn wait(&mut self, until: Stamp) -> Wake {
-        let until_ms = until.0.saturating_sub(EPOCH_MS).max(self.at_ms + 1);
+    /// As the daemon does: guests are asked right before a fast look, but for those that rest.
+    fn wait(&mut self, next: &Next) -> Wake {
+        let until_ms = next.at.0.saturating_sub(EPOCH_MS).max(self.at_ms + 1);
         self.asked_every_ms = EBB_ASKS_MS;
         if until_ms - self.looked_ms <= FAST_MS {
             self.pass(until_ms.saturating_sub(self.at_ms + KICK_AHEAD_MS));
             let now = (self.now(), self.at_ms);
             for (g, voice) in self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power) {
-                voice.ask(g, now, EBB_ASKS_MS);
+                voice.rests = next.rests(voice.id);
+                if !voice.rests {
+                    voice.ask(g, now, EBB_ASKS_MS);
+                }
             }
         }
         self.pass(until_ms - self.at_ms);

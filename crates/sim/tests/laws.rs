@@ -69,7 +69,7 @@ proptest! {
         let mut engine = Engine::new(setup.config(), false);
         while world.at_ms() < at_s * 1000 {
             let (_, model) = engine.step(&mut world);
-            if world.wait(engine.next(&model)) == Wake::Stop {
+            if world.wait(&engine.next(&model)) == Wake::Stop {
                 break;
             }
         }
@@ -109,7 +109,7 @@ impl Host for Twin {
             .map(|a| ebb_core::plan::Outcome { vm: a.vm, error: None, ..Default::default() })
             .collect()
     }
-    fn wait(&mut self, _: ebb_core::units::Stamp) -> Wake {
+    fn wait(&mut self, _: &ebb_core::tick::Next) -> Wake {
         Wake::Stop
     }
 }

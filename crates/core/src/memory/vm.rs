@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Cold, Ledger, Move, Reach, Recent, RecycleMemory, Sizes, Yields, ZeroMemory};
+use super::{Cold, Fastest, Ledger, Move, Reach, Recent, RecycleMemory, Sizes, Yields, ZeroMemory};
 use crate::model::guest::{bounded, implausible};
 use crate::model::{Convergence, Progress, STALE_MS, VmModel};
 use crate::plan::{Action, Reason};
@@ -191,6 +191,12 @@ pub struct VmMemory {
     /// How often in a row it followed at once: its steps are doubled so often.
     #[serde(default)]
     pub pace: u32,
+    /// When QEMU last told its size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked: Option<Stamp>,
+    /// How fast its need can grow.
+    #[serde(default)]
+    pub fastest: Fastest,
 }
 
 /// A VM that has just started.
@@ -345,6 +351,9 @@ impl VmMemory {
     ) {
         // What QEMU said in an earlier tick tells of no move.
         let actual = vm.balloon.as_ref().filter(|b| b.age_ms == 0).map(|b| b.actual);
+        if actual.is_some() {
+            self.asked = Some(at);
+        }
         if vm.socket.is_some() {
             self.socket.clone_from(&vm.socket);
         }
@@ -651,6 +660,7 @@ impl VmMemory {
             self.rates.iter_mut().for_each(|r| r.need = 0.0);
         }
         if let Some(r) = self.rates {
+            self.fastest.see(at, r.need);
             let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
             let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
             let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));

@@ -9,7 +9,7 @@ use ebb_core::sample::{
     BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, Sample, VmId,
     VmSample,
 };
-use ebb_core::tick::{Host, Wake};
+use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 
 /// A guest that follows its balloon at a constant speed.
@@ -174,9 +174,9 @@ impl Host for Toy {
         actions.iter().map(&mut one).collect()
     }
 
-    fn wait(&mut self, until: Stamp) -> Wake {
-        while self.now < until.0 {
-            let ms = (until.0 - self.now).min(50);
+    fn wait(&mut self, next: &Next) -> Wake {
+        while self.now < next.at.0 {
+            let ms = (next.at.0 - self.now).min(50);
             self.now += ms;
             self.guests.iter_mut().for_each(|g| g.live(ms));
         }

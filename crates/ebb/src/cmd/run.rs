@@ -78,7 +78,7 @@ pub fn main(
         if dry_run { "; dry run: nothing is changed" } else { "" }
     ));
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    while daemon.wait(engine.next(&model)) != Wake::Stop {
+    while daemon.wait(&engine.next(&model)) != Wake::Stop {
         let (tick, next) = engine.step(&mut daemon);
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);

@@ -59,14 +59,14 @@ fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>, old: bool) -> 
 }
 
 fn tick(vm: &mut Vm) -> VmSample {
-    vm.ask(Instant::now(), Stamp(0));
+    vm.ask(Instant::now(), Stamp(0), false);
     let until = Instant::now() + Duration::from_millis(300);
     while !vm.asked.is_empty() && Instant::now() < until {
         vm.client.iter_mut().for_each(Client::pump);
         vm.hear();
         std::thread::yield_now();
     }
-    vm.sample(Stamp(0), 0, None, &mut Vec::new())
+    vm.sample(Stamp(0), 0, &mut Vec::new())
 }
 
 fn vm(path: std::path::PathBuf) -> Vm {

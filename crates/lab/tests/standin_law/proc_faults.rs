@@ -12,7 +12,7 @@ use ebb_core::config::Config;
 use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, Outcome, Reclaim};
 use ebb_core::sample::{Sample, VmId};
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::Trust;
@@ -118,7 +118,7 @@ impl Host for Driven {
         self.host.apply(actions)
     }
 
-    fn wait(&mut self, _: Stamp) -> Wake {
+    fn wait(&mut self, _: &Next) -> Wake {
         Wake::Timer
     }
 }

@@ -105,7 +105,7 @@ fn timed(setup: &Setup) -> (Score, Vec<Breach>, Vec<Duration>) {
         let (tick, model) = engine.step(&mut world);
         cost.push(started.elapsed().saturating_sub(world.outside - outside));
         laws.check(&world, &tick);
-        if world.wait(engine.next(&model)) == Wake::Stop {
+        if world.wait(&engine.next(&model)) == Wake::Stop {
             return (world.score(), laws.broken, cost);
         }
     }

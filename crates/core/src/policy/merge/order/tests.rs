@@ -11,7 +11,7 @@ use crate::sample::{
     AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId,
     VmSample, Vmstat,
 };
-use crate::tick::{Engine, Host, Tick, Wake};
+use crate::tick::{Engine, Host, Next, Tick, Wake};
 
 const ON: &str = "[merge]\nmode = \"on\"\n";
 
@@ -400,7 +400,7 @@ impl Host for Told {
     fn merge(&mut self, plan: &MergePlan) {
         self.done.push(plan.clone());
     }
-    fn wait(&mut self, _: Stamp) -> Wake {
+    fn wait(&mut self, _: &Next) -> Wake {
         Wake::Stop
     }
 }
