@@ -616,6 +616,9 @@ pub struct AgentSample {
     /// Its tripwires, by guest address, and how often each was the first to tell of a reset.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wires: Vec<(u64, u64)>,
+    /// It only looks (`agent = "observe"`): nothing of the VM's memory is touched by it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub observes: bool,
     /// It can open ranges to KSM that it does not recycle.
     #[serde(default)]
     pub advises: bool,

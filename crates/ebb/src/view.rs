@@ -512,6 +512,7 @@ impl Vm {
 /// The highest tier that works for a VM now.
 fn tier(s: &VmSample) -> &'static str {
     match (&s.agent, &s.balloon) {
+        (Some(a), Some(_)) if a.observes => "stock",
         (Some(a), _) if a.link == Link::Up && a.state == AgentState::Ready => "guest",
         (Some(a), _) if a.link == Link::Up && a.state != AgentState::Aside => "agent",
         (_, Some(_)) => "stock",

@@ -114,6 +114,9 @@ pub(crate) struct AgentLink {
     told: Option<Vec<(u64, u64)>>,
     open: Option<Bytes>,
     refused: Option<String>,
+    /// A connection ended while it may have been at work on the VM's memory, and it has not
+    /// answered since.
+    unsettled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,6 +162,7 @@ impl AgentLink {
             told: None,
             open: None,
             refused: None,
+            unsettled: false,
         }
     }
 
@@ -252,22 +256,26 @@ impl AgentLink {
         self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met | Stage::Apart)
     }
 
-    /// Has the agent give up all protection, and hangs up when it has.
+    /// Has the agent give up all protection, and hangs up when it has said so. One whose
+    /// connection was lost is asked on another: it serves one at a time, and gives up all
+    /// protection with each.
     pub fn leave(&mut self) {
         match self.stage {
+            _ if self.agent.is_none() && self.unsettled => self.connect(Instant::now()),
             _ if self.agent.is_none() => {}
             Stage::Leaving if self.asked.is_empty() => {
-                self.lose("left alone".into());
                 (self.stage, self.retry_at) = (Stage::Hello, None);
+                self.lose("left alone".into());
             }
             Stage::Leaving => {}
             _ => self.stand_down(Stage::Leaving),
         }
     }
 
-    /// Whether [`AgentLink::leave`] has come to its end.
+    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or was never
+    /// at work.
     pub fn has_left(&self) -> bool {
-        self.agent.is_none()
+        self.agent.is_none() && !self.unsettled
     }
 
     fn connect(&mut self, now: Instant) {
@@ -391,7 +399,7 @@ impl AgentLink {
     /// whether it was told now.
     pub fn advise(&mut self, open: &[(u64, u64)]) -> bool {
         let same = self.told.as_ref().is_some_and(|told| told == open);
-        if self.stage != Stage::Attached || !self.advises || same {
+        if self.stage != Stage::Attached || !self.advises || self.terms.observe || same {
             return false;
         }
         self.told = Some(open.to_vec());
@@ -472,6 +480,7 @@ impl AgentLink {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
                 (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
+                self.unsettled = false;
                 self.wants_descriptor = h.wants_descriptor;
             }
             (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
@@ -524,6 +533,7 @@ impl AgentLink {
     }
 
     fn lose(&mut self, why: String) {
+        self.unsettled |= self.stage != Stage::Hello;
         self.down = Link::Down(why);
         self.agent = None;
         self.asked.clear();
@@ -554,6 +564,7 @@ impl AgentLink {
             windows: status.windows,
             waits: status.waits,
             wires: status.wires,
+            observes: self.terms.observe && self.stage == Stage::Attached,
             advises: self.advises && self.stage == Stage::Attached,
             open: self.open,
         }
@@ -581,6 +592,7 @@ mod tests {
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut parts = [IoSliceMut::new(&mut buffer)];
             let got = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty()).unwrap();
+            assert!(got.bytes > 0, "the daemon hung up");
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(fds) = message {
                     descriptors += fds.count();
@@ -686,6 +698,37 @@ mod tests {
         link.known_at = Some(Instant::now());
         link.order(&order(Some(Default::default())));
         assert_eq!(link.asked.len(), before + 1);
+    }
+
+    #[test]
+    fn an_agent_whose_connection_was_lost_has_left_only_when_it_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut link = AgentLink::new(path, std::process::id());
+        link.leave();
+        assert!(link.has_left(), "it was never at work");
+        link.connect(Instant::now());
+        link.stage = Stage::Attached;
+        link.lose("silent for 20 s".into());
+        assert!(!link.has_left(), "it may be in the middle of a window");
+        drop(listener.accept().unwrap());
+        link.leave();
+        link.retry_at = None;
+        link.leave();
+        // It answers again, and is told to give up what it has protected.
+        let socket = listener.accept().unwrap().0;
+        let thread = std::thread::spawn(move || peer(socket, false));
+        let until = Instant::now() + Duration::from_secs(10);
+        while !link.has_left() {
+            assert!(Instant::now() < until, "{:?}", link.stage);
+            link.hear(Instant::now());
+            link.leave();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(link.agent.is_none() && link.stage == Stage::Hello);
+        drop(link);
+        let _ = thread.join();
     }
 
     /// The last command that the agent was sent.

@@ -642,6 +642,8 @@ impl LinuxHost {
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
             let busy = vm.shrinks()
+                || vm.merging.is_busy()
+                || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.offload.as_ref().is_some_and(|o| o.busy)
                 || sample.torn.as_ref().is_some_and(|t| t.busy)
                 || sample.zeros.as_ref().is_some_and(|z| z.busy);

@@ -166,6 +166,9 @@ impl Agent {
             }
             Command::Advise(want) => {
                 let vm = self.attached()?;
+                if vm.observe {
+                    return Err(refuse(Refused::NotReady, "this VM is only observed"));
+                }
                 let done = vm.open.set(&vm.ram, want);
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use ebb_core::wire::abi::PAGE;
 
@@ -23,8 +24,8 @@ const PAGES: usize = HUGE / PAGE as usize;
 const TRIES: usize = 4;
 /// Bit of an entry in `/proc/PID/pagemap`: write-protected by userfaultfd.
 const PROTECTED: u64 = 1 << 57;
-/// Huge pages that are off for all cannot be split.
-const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+/// The switches of huge pages; absent where the kernel has none.
+const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
 
 /// Why a kernel cannot be used.
 #[derive(Debug)]
@@ -76,10 +77,29 @@ fn check(uffd: &Uffd, disturb: &mut dyn FnMut(&Mapping)) -> Result<(), Failed> {
     done
 }
 
+/// Whether there can be no huge page in this process, of any size. What cannot be read does not
+/// say so.
+fn are_off(switches: &Path) -> bool {
+    match switches.try_exists() {
+        Ok(true) => {}
+        Ok(false) => return switches.parent().is_some_and(Path::exists),
+        Err(_) => return false,
+    }
+    let of = |path: &Path| std::fs::read_to_string(path.join("enabled")).unwrap_or_default();
+    let all_off = of(switches).contains("[never]");
+    let Ok(sizes) = std::fs::read_dir(switches) else { return false };
+    let mut sizes =
+        sizes.flatten().filter(|s| s.file_name().as_encoded_bytes().starts_with(b"hugepages-"));
+    all_off
+        && sizes.all(|size| {
+            let switch = of(&size.path());
+            switch.contains("[never]") || switch.contains("[inherit]")
+        })
+}
+
 /// A huge page full of zeros; `None` where huge pages are switched off.
 fn huge_page() -> io::Result<Option<Mapping>> {
-    let switch = std::fs::read_to_string(SWITCH).unwrap_or_default();
-    if switch.is_empty() || switch.contains("[never]") || sys::huge_pages_are_off() {
+    if sys::huge_pages_are_off() || are_off(Path::new(SWITCHES)) {
         return Ok(None);
     }
     let pagemap = File::open("/proc/self/pagemap")?;
@@ -98,7 +118,10 @@ fn huge_page() -> io::Result<Option<Mapping>> {
             Err(_) => return Ok(Some(memory)),
         }
     }
-    Err(io::Error::other("none was to be had: memory is fragmented"))
+    Err(io::Error::other(
+        "none was to be had, memory is fragmented: tried again every few seconds; \
+         `echo 1 > /proc/sys/vm/compact_memory` helps",
+    ))
 }
 
 /// Whether all pages are protected.
@@ -121,6 +144,27 @@ fn whole(pagemap: &File, all: Range, when: &str) -> Result<(), Failed> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_kernel_whose_huge_pages_are_all_off_is_not_tried() {
+        let dir = tempfile::tempdir().unwrap();
+        let switches = dir.path().join("mm/transparent_hugepage");
+        assert!(!are_off(&switches), "nothing can be read");
+        std::fs::create_dir(dir.path().join("mm")).unwrap();
+        assert!(are_off(&switches), "a kernel without huge pages");
+        std::fs::create_dir_all(switches.join("hugepages-64kB")).unwrap();
+        assert!(!are_off(&switches), "its switch cannot be read");
+        let set = |file: &str, to| std::fs::write(switches.join(file), to).unwrap();
+        set("enabled", "always madvise [never]");
+        assert!(!are_off(&switches), "that of a size cannot be read");
+        set("hugepages-64kB/enabled", "always [inherit] madvise never");
+        assert!(are_off(&switches));
+        set("hugepages-64kB/enabled", "[always] inherit madvise never");
+        assert!(!are_off(&switches));
+        set("hugepages-64kB/enabled", "always inherit madvise [never]");
+        set("enabled", "always [madvise] never");
+        assert!(!are_off(&switches));
+    }
 
     #[test]
     fn a_kernel_that_loses_protection_is_found() {

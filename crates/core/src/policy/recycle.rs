@@ -71,12 +71,14 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
     model.vms.iter().filter_map(&mut of).collect()
 }
 
-/// The agent, if its map can be used. A paused guest's can, a migrating one's not.
+/// The agent, if its map can be used. A paused guest's can, a migrating one's not, nor one's
+/// that is only observed.
 pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
     if matches!(vm.standing, Standing::Off(_)) {
         return None;
     }
-    vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready)
+    let works = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
+    vm.agent.as_ref().filter(works).filter(|a| !a.observes)
 }
 
 /// All that is free and held, or so much of it, at once.

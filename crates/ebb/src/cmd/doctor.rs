@@ -388,6 +388,11 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
     let why = a.why.as_deref().unwrap_or_default();
     let module = a.module.as_deref().unwrap_or_default();
     match (&a.link, a.state) {
+        (Link::Up, AgentState::Ready) if a.observes => {
+            let found = format!("stock: ebb.ko {module} is there, its agent only observes");
+            let advice = "agent = \"on\" in the VM's section: freed pages then return one by one";
+            add("tier", Verdict::Note, &found, advice);
+        }
         (Link::Up, AgentState::Ready) => {
             add(
                 "tier",
@@ -397,7 +402,10 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
             );
         }
         (Link::Up, AgentState::Aside) => {
-            add("tier", Verdict::Missing, "stock: the agent stands aside", why);
+            let found = format!("stock: the agent stands aside: {why}");
+            let advice = "remove what it names, or `agent = \"off\"` in the VM's section; \
+                          docs/security.md says what it works beside";
+            add("tier", Verdict::Missing, &found, advice);
         }
         (Link::Up, _) => {
             let found = format!("agent: no live module in the guest {why}");

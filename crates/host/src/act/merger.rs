@@ -85,6 +85,8 @@ struct Told {
     ranges: BTreeMap<VmId, Worth>,
     looks: BTreeMap<VmId, Look>,
     looking: BTreeSet<VmId>,
+    /// Those that the scan under way reads.
+    reading: BTreeSet<VmId>,
     knobs: Option<String>,
 }
 
@@ -154,6 +156,7 @@ impl Merger {
         self.pace(order.cores);
         let (glance, bytes_per_second) = (order.glance, order.bytes_per_second);
         let (threads, dial) = (order.threads as usize, Arc::clone(&self.dial));
+        let reading = vms.iter().map(|(id, ..)| *id).collect();
         let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (send, receive) = sync_channel(1);
@@ -168,7 +171,7 @@ impl Merger {
             return;
         }
         match scans.try_send(job) {
-            Ok(()) => told.scan.busy = true,
+            Ok(()) => (told.scan.busy, told.reading) = (true, reading),
             Err(e) => told.scan.error = Some(format!("cannot be ordered: {e}")),
         }
     }
@@ -177,6 +180,11 @@ impl Merger {
     pub fn sample(&self) -> (ScanSample, Option<String>) {
         let told = lock(&self.told);
         (told.scan.clone(), told.knobs.clone())
+    }
+
+    /// Whether a scan that is under way reads this VM.
+    pub fn reads(&self, vm: VmId) -> bool {
+        lock(&self.told).reading.contains(&vm)
     }
 
     /// What is known of a VM: the last look, and what the last scan found.
@@ -299,7 +307,11 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
                 }
             }
         }
-        lock(told).scan.busy = false;
+        {
+            let mut told = lock(told);
+            told.scan.busy = false;
+            told.reading.clear();
+        }
         wake.wake();
     }
 }

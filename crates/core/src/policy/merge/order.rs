@@ -156,7 +156,7 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
         steer(model, memory, host, (&group, &vms), &mut plan, &mut next);
     }
     let inside = |v: &VmModel, m: &MergeVm| match host.config.mode {
-        MergeMode::On => out(v, m, memory, &group, model.at).is_none(),
+        MergeMode::On => m.managed && out(v, m, memory, &group, model.at).is_none(),
         _ => m.managed,
     };
     let read = |v: &VmModel, m: &MergeVm| inside(v, m) && v.hands_off.is_none();
@@ -241,7 +241,7 @@ fn out(
     if part.wanted == Some(false) && remembered.asked != Some(true) {
         return must("merge = false in the configuration".into());
     }
-    if vm.agent.as_ref().is_some_and(|a| a.link != Link::Up || !a.advises) {
+    if vm.agent.as_ref().is_some_and(|a| !a.observes && (a.link != Link::Up || !a.advises)) {
         return must("its RAM is recycled page by page, which merging would break".into());
     }
     let left = remembered.storm_until.map(|until| until.since(at)).filter(|left| *left > 0)?;
@@ -277,7 +277,7 @@ fn steer(
         if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
             blocked.get_or_insert_with(|| blocks(vm, part, out, open));
         }
-        if out.is_none() && vm.agent.is_some() {
+        if out.is_none() && vm.agent.as_ref().is_some_and(|a| !a.observes) {
             plan.ranged.push(vm.id);
         }
         if out.is_none() && open == Some(true) {
