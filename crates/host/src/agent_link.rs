@@ -564,7 +564,7 @@ impl AgentLink {
             windows: status.windows,
             waits: status.waits,
             wires: status.wires,
-            observes: self.terms.observe && self.stage == Stage::Attached,
+            observes: false,
             advises: self.advises && self.stage == Stage::Attached,
             open: self.open,
         }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::AgentUse;
 use ebb_core::sample::{
-    BalloonSample, Claim, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory, RunState,
-    VmEvent, VmId, VmSample,
+    AgentSample, BalloonSample, Claim, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory,
+    RunState, VmEvent, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
@@ -717,7 +717,10 @@ impl Vm {
             socket: self.socket(),
             run,
             balloon: self.balloon(at, wall_ms),
-            agent: self.agent.as_ref().map(AgentLink::sample),
+            agent: self.agent.as_ref().map(|a| AgentSample {
+                observes: self.access.agent == AgentUse::Observe,
+                ..a.sample()
+            }),
             events: std::mem::take(&mut self.events),
             age_ms: age_of(id),
             pinned: self.pinned(),

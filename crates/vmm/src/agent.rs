@@ -333,7 +333,8 @@ impl Agent {
         let longest = Duration::from_nanos(recycler.counters.window_max_ns);
         let late = limit.filter(|limit| longest > *limit).map(|limit| {
             format!(
-                "a window took {} ms, more than the operator's window_limit of {} ms",
+                "a window took {} ms, more than the operator's window_limit of {} ms: \
+                 raise it, or `ebb hands-off` and `ebb hands-on` to try again",
                 longest.as_millis(),
                 limit.as_millis()
             )

@@ -309,8 +309,10 @@ impl Recycler<'_> {
         whole: bool,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
+        // Brings the map's pages in, so that nothing in the window waits for them.
+        let read = self.read_again(page, batch).map(drop);
         let begun = Instant::now();
-        let found = self.window(page, part, batch, call);
+        let found = read.and_then(|()| self.window(page, part, batch, call));
         let took = begun.elapsed();
         let late = took > WINDOW_LATE;
         self.windows.add(took.as_nanos() as u64);
@@ -347,8 +349,6 @@ impl Recycler<'_> {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let guard = self.guard;
-        // Brings the pages in, so that nothing in the window waits for them.
-        self.read_again(page, batch)?;
         let _open = guard.open();
         let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
         if !self.faults.no_protect() {

@@ -100,7 +100,7 @@ impl std::fmt::Display for NoUffd {
             }
             NoUffd::Privilege => f.write_str(
                 "this VMM may not make a userfaultfd that sees faults of KVM: run the daemon as \
-                 root on Linux 6.1 or later, so that it can pass /dev/userfaultfd on",
+                 root on Linux 6.4 or later, so that it can pass /dev/userfaultfd on",
             ),
             NoUffd::System(e) => write!(f, "no userfaultfd: {e}"),
             NoUffd::Features(e) => {

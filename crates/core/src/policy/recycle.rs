@@ -175,6 +175,19 @@ mod tests {
         recycle(&model, &Memory { vms, ..Memory::default() }, &[]).pop()
     }
 
+    #[test]
+    fn an_agent_that_only_observes_is_not_asked_and_keeps_nobody_else_from_asking() {
+        let agent = |observes| AgentSample {
+            link: Link::Up,
+            state: AgentState::Ready,
+            held: Some(Bytes::mib(500)),
+            observes,
+            ..AgentSample::default()
+        };
+        let vm = |observes| VmModel { agent: Some(agent(observes)), ..VmModel::default() };
+        assert!(usable(&vm(false)).is_some() && usable(&vm(true)).is_none());
+    }
+
     fn marked(ms_ago: u64) -> RecycleMemory {
         RecycleMemory { marked: Some(Stamp(100_000 - ms_ago)), ..RecycleMemory::default() }
     }

@@ -22,7 +22,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     let ms = time.as_millis() as u64;
     if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done))? {
-        bail!("{name}: Ebb may still touch its memory; what it says: ebb explain {name}");
+        bail!(
+            "{name}: after 30 s Ebb may still touch its memory; it is left alone as soon as its agent answers and scans end: \
+             `ebb explain {name}` and the journal say what is missing"
+        );
     }
     emit(&format!("{name}: hands off for {} s\n", ms.div_ceil(1000)))?;
     Ok(true)
@@ -50,7 +53,7 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
         std::thread::sleep(ROUND);
         let state: State = client::get_json(socket, "/v1/state")?;
         let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
-            bail!("{name}: it has ended");
+            bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };
         // A tick that began before the word came says nothing.
         if state.tick > tick && done(vm) {

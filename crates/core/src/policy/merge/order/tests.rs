@@ -156,6 +156,23 @@ fn a_vm_of_which_nothing_is_said_stays_as_it_was_started() {
 }
 
 #[test]
+fn a_vm_that_is_not_managed_is_not_scanned() {
+    let new = |pid, name| with(vm(pid, name), |m| m.found = None);
+    let scanned =
+        |config: &str| once(config, vec![new(1, "a"), new(2, "b")]).scan.map(|s| s.vms.len());
+    assert_eq!(scanned(ON), Some(2));
+    assert_eq!(scanned(&format!("{ON}[vm.b]\nmanage = false\n")), Some(1));
+}
+
+#[test]
+fn one_whose_agent_only_observes_is_merged_like_one_without() {
+    let mut observed = vm(2, "b");
+    observed.agent = Some(AgentSample { observes: true, ..AgentSample::default() });
+    let plan = once(ON, vec![vm(1, "a"), observed]);
+    assert!(runs(&plan) && plan.ranged.is_empty() && switched(&plan).is_empty(), "{plan:?}");
+}
+
+#[test]
 fn a_vm_with_an_agent_is_opened_by_ranges_or_not_at_all() {
     let config = format!("{ON}[vm.b]\nmerge = true\n");
     let with_agent = |advises, open| {
