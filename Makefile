@@ -29,7 +29,9 @@ LANES := vm-guests vm-hosts vm-services vm-daemons
 WAITING := standin_law
 ALONE := $(filter-out vm_% $(WAITING),$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
   $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))
-VM_TESTS = $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
+# A test that hangs ends its lane with an error; the runner names each that takes over a minute.
+BOUND := timeout --verbose --kill-after=60 30m
+VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
@@ -60,7 +62,7 @@ check: ## format, lint, house rules, tests without VMs
 	@$(CARGO) clippy --release --quiet --workspace --all-targets -- -D warnings
 	@$(CARGO) lab tidy
 	@$(MAKE) --no-print-directory -C guest test
-	@$(CARGO) test --release --quiet --workspace --lib --bins $(ALONE:%=--test %) -- $(SOAK_ONLY:%=--skip %)
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib --bins $(ALONE:%=--test %) -- $(SOAK_ONLY:%=--skip %)
 	@$(FAULTS)
 
 test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
@@ -79,7 +81,7 @@ vm-services:
 
 vm-daemons:
 	@$(call VM_TESTS,$(DAEMONS))
-	@$(CARGO) test --release --quiet --workspace --test $(WAITING) -- $(SOAK_ONLY:%=--skip %)
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --test $(WAITING) -- $(SOAK_ONLY:%=--skip %)
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)

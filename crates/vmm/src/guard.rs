@@ -24,6 +24,7 @@ use ebb_core::wire::abi::PAGE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::doors::Doors;
+use crate::priority::RealTime;
 use crate::sys::{self, Range, UffdMsg};
 use crate::uffd::Uffd;
 
@@ -264,6 +265,7 @@ impl Watch {
         let theirs = Arc::clone(&guard);
         let thread = std::thread::Builder::new().name("ebb-faults".into()).spawn(move || {
             sys::block_signals();
+            let _first = RealTime::begin();
             // What panics here leaves a closed userfaultfd behind in the end, as
             // the agent finds this thread gone.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| theirs.run()));

@@ -5,11 +5,12 @@
 //! is free, and `recycle` proves each page before it discards it. Nothing happens
 //! before a daemon speaks, and when it goes everything is as it was.
 //!
-//! Files, from the outside in: `server` (socket, thread), `agent` (commands),
-//! `track` (the guest's header: found, alive), `recycle` (the handshake), `guard`
-//! (window, tripwire, fault handler), `turns` (the VMM's own discards), `ram`,
-//! `uffd`, `sys` (system calls), `selftest` (whether the kernel keeps protection), `hasher` (what pages hold, for the scanner of merging), `aside` (when to leave a VM alone), `advise` (what
-//! is recycled is closed to KSM), `faults` (steps left out, for tests).
+//! Files, from the outside in: `server` (socket, thread), `agent` (commands), `track` (the guest's
+//! header: found, alive), `recycle` (the handshake), `guard` (window, tripwire, fault handler),
+//! `priority` (of the threads that a vCPU may wait for), `turns` (the VMM's own discards), `ram`,
+//! `uffd`, `sys` (system calls), `selftest` (whether the kernel keeps protection), `hasher` (what
+//! pages hold, for the scanner of merging), `aside` (when to leave a VM alone), `advise` (what is
+//! recycled is closed to KSM), `faults` (steps left out, for tests).
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
 //! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not
@@ -19,7 +20,7 @@
 //! It must never harm the VM that it is in: no panic leaves its threads, memory
 //! is bounded by the VM's RAM (a few KiB per GiB), it waits for no lock of the
 //! VMM, and a guest write waits no longer than one window: about a millisecond of its
-//! thread's own processor time.
+//! thread's own processor time, at real-time priority where it may have that.
 // System calls on raw addresses, symbols for the VMM's loader, and a constructor
 // are what this crate is for. Each block says why it is sound.
 #![allow(unsafe_code)]
@@ -31,6 +32,7 @@ pub mod doors;
 pub mod faults;
 pub mod guard;
 pub mod hasher;
+pub mod priority;
 pub mod ram;
 pub mod recycle;
 pub mod selftest;

@@ -30,6 +30,7 @@ use crate::advise::Open;
 use crate::aside::{Devices, New};
 use crate::faults::Faults;
 use crate::guard::Guard;
+use crate::priority::Bursts;
 use crate::ram::{Bits, Kind, Part, Ram, blocks};
 use crate::sys;
 
@@ -138,6 +139,7 @@ struct Call<'a> {
     left: u64,
     interrupt: &'a mut dyn FnMut() -> bool,
     done: Recycled,
+    bursts: Bursts,
     /// What of the current part was discarded.
     taken: Box<Bits>,
 }
@@ -171,6 +173,7 @@ impl Recycler<'_> {
             left: want.max_bytes.map_or(u64::MAX, |b| b.0 / PAGE),
             interrupt,
             done: Recycled::default(),
+            bursts: Bursts::default(),
             taken: Box::new([0; abi::MAP_WORDS]),
         };
         // With a limit, what is whole anywhere comes before pieces.
@@ -310,10 +313,17 @@ impl Recycler<'_> {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         // Brings the map's pages in, so that nothing in the window waits for them.
-        let read = self.read_again(page, batch).map(drop);
+        if let Err(stop) = self.read_again(page, batch) {
+            self.counters.dropped_batches += 1;
+            return Err(stop);
+        }
+        call.bursts.before_window();
+        let open = self.guard.open();
         let begun = Instant::now();
-        let found = read.and_then(|()| self.window(page, part, batch, call));
+        let found = self.window(page, part, batch, call);
         let took = begun.elapsed();
+        drop(open);
+        call.bursts.after_window();
         let late = took > WINDOW_LATE;
         self.windows.add(took.as_nanos() as u64);
         call.done.window_ns += took.as_nanos() as u64;
@@ -340,7 +350,7 @@ impl Recycler<'_> {
         Ok(())
     }
 
-    /// One window: protect, read again, discard, lift.
+    /// What is done in a window that is open: protect, read again, discard, lift.
     fn window(
         &mut self,
         page: &MapPage,
@@ -349,7 +359,6 @@ impl Recycler<'_> {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let guard = self.guard;
-        let _open = guard.open();
         let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
         if !self.faults.no_protect() {
             for run in batch {

@@ -5,8 +5,7 @@
 //! VM's QEMU, so nobody gets it unasked. When it goes, or says something that is not of the
 //! protocol, all protection is lifted and the agent waits for the next one.
 //!
-//! The thread keeps the VMM's priority: a vCPU may wait for its window, and would
-//! wait longer if it were put behind others.
+//! The thread keeps the VMM's priority, and has more while a window is open (`priority`).
 
 use std::io::{Error, Result};
 use std::mem::MaybeUninit;

@@ -221,10 +221,29 @@ pub fn run_nice() -> Result<()> {
     if setpriority_process(None, nice).is_ok() {
         return Ok(());
     }
-    // SAFETY: plain numbers; all of it zero is a valid value, and the one asked for.
-    let param = unsafe { std::mem::zeroed::<libc::sched_param>() };
+    set_scheduler(libc::SCHED_IDLE, 0)
+}
+
+/// Gives this thread real-time priority, the lowest there is (`SCHED_FIFO`, 1). `false`: it has
+/// not, as it is none of the ordinary threads, or may not: this takes root, CAP_SYS_NICE or
+/// RLIMIT_RTPRIO, and QEMU's sandbox (`resourcecontrol=deny`) refuses it.
+pub fn real_time_begin() -> bool {
+    // SAFETY: takes and gives plain numbers; 0 is this thread.
+    let policy = unsafe { libc::sched_getscheduler(0) };
+    policy == libc::SCHED_OTHER && set_scheduler(libc::SCHED_FIFO, 1).is_ok()
+}
+
+/// Makes this thread an ordinary one again.
+pub fn real_time_end() {
+    let _ = set_scheduler(libc::SCHED_OTHER, 0);
+}
+
+fn set_scheduler(policy: c_int, priority: c_int) -> Result<()> {
+    // SAFETY: plain numbers; all of it zero is a valid value.
+    let mut param = unsafe { std::mem::zeroed::<libc::sched_param>() };
+    param.sched_priority = priority;
     // SAFETY: `param` is read during the call; 0 is this thread.
-    let done = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &param) };
+    let done = unsafe { libc::sched_setscheduler(0, policy, &param) };
     check(c_long::from(done)).map(drop)
 }
 
