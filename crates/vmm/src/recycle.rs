@@ -41,6 +41,12 @@ const WINDOW_LONG: Duration = Duration::from_micros(1200);
 const WINDOW_LATE: Duration = Duration::from_millis(3);
 /// A map whose beat is this many times its own tick old is not used while vCPUs run.
 const BEATS_MISSED: u32 = 3;
+/// Protecting takes no longer than this and a few runs: the runs that are left have a window of
+/// their own. A run takes 1 µs, and ten times as long where other CPUs have to be interrupted
+/// for it.
+const PROTECT_LONG: Duration = Duration::from_micros(400);
+/// So many runs are protected between two looks at the clock.
+const PROTECT_RUNS: usize = 8;
 /// A window that took less makes the next one larger.
 const WINDOW_SHORT: Duration = Duration::from_micros(500);
 /// Pages that a call costs as much as, beyond those it is about.
@@ -304,6 +310,7 @@ impl Recycler<'_> {
         if batch.is_empty() { Ok(()) } else { self.flush(page, part, &mut batch, whole, call) }
     }
 
+    /// Takes all runs of a batch.
     fn flush(
         &mut self,
         page: &MapPage,
@@ -312,6 +319,24 @@ impl Recycler<'_> {
         whole: bool,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
+        let mut left = &batch[..];
+        while !left.is_empty() {
+            let taken = self.flush_some(page, part, left, whole, call)?;
+            left = &left[taken..];
+        }
+        batch.clear();
+        Ok(())
+    }
+
+    /// Takes runs of a batch in one window; gives their number, at least one.
+    fn flush_some(
+        &mut self,
+        page: &MapPage,
+        part: &Part,
+        batch: &[Run],
+        whole: bool,
+        call: &mut Call<'_>,
+    ) -> Result<usize, Stop> {
         // Brings the map's pages in, so that nothing in the window waits for them.
         if let Err(stop) = self.read_again(page, batch) {
             self.counters.dropped_batches += 1;
@@ -324,6 +349,7 @@ impl Recycler<'_> {
         let took = begun.elapsed();
         drop(open);
         call.bursts.after_window();
+        let some = found.is_ok_and(|taken| taken < batch.len());
         let late = took > WINDOW_LATE;
         self.windows.add(took.as_nanos() as u64);
         call.done.window_ns += took.as_nanos() as u64;
@@ -334,38 +360,34 @@ impl Recycler<'_> {
         if late {
             // The thread was off the CPU: the less is open then, the better.
             *pace = floor;
-        } else if took > WINDOW_LONG {
+        } else if took > WINDOW_LONG || some {
             *pace = (*pace / 2).max(floor);
         } else if took < WINDOW_SHORT {
             *pace = (*pace * 2).min(*WEIGHT.end());
         }
-        batch.clear();
         if found.is_err() {
             self.counters.dropped_batches += 1;
         }
-        found?;
+        let taken = found?;
         if Instant::now() >= call.until || (call.interrupt)() {
             return Err(Stop::Enough);
         }
-        Ok(())
+        Ok(taken)
     }
 
-    /// What is done in a window that is open: protect, read again, discard, lift.
+    /// What is done in a window that is open: protect, read again, discard, lift. Gives how many
+    /// runs of the batch it was about.
     fn window(
         &mut self,
         page: &MapPage,
         part: &Part,
         batch: &[Run],
         call: &mut Call<'_>,
-    ) -> Result<(), Stop> {
+    ) -> Result<usize, Stop> {
         let guard = self.guard;
         let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
-        if !self.faults.no_protect() {
-            for run in batch {
-                let range = part.range(run.first, run.len);
-                guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
-            }
-        }
+        let batch = &batch[..self.protect(part, batch)?];
+        lifted.runs = batch;
         let bits = self.read_again(page, batch)?;
         self.look_for_devices()?;
         self.faults.widen();
@@ -400,7 +422,23 @@ impl Recycler<'_> {
         self.counters.recycled += bytes;
         self.counters.runs += ranges.len() as u64;
         self.counters.saved_pages += saved;
-        Ok(())
+        Ok(batch.len())
+    }
+
+    /// Protects runs, as many as there is time for; gives their number.
+    fn protect(&self, part: &Part, batch: &[Run]) -> Result<usize, Stop> {
+        if self.faults.no_protect() {
+            return Ok(batch.len());
+        }
+        let begun = Instant::now();
+        for (i, run) in batch.iter().enumerate() {
+            if i > 0 && i.is_multiple_of(PROTECT_RUNS) && begun.elapsed() > PROTECT_LONG {
+                return Ok(i);
+            }
+            let range = part.range(run.first, run.len);
+            self.guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
+        }
+        Ok(batch.len())
     }
 
     /// What pins memory from now on waits for the end of the window; what did before is

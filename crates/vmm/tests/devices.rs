@@ -147,7 +147,11 @@ fn a_socket_waits_for_the_daemon() {
     ask(&mut agent, Command::Cleared { generation }).unwrap();
     assert_eq!(unclear(&mut agent), Some(generation + 1), "a look from before");
     assert!((FIRST..FIRST + 4096).all(|p| guest.holds(p, !p)));
-    assert!(recycle(&mut agent, Recycle::default()).unwrap().bytes.0 > 0);
+    // One call may run out of its budget, or of beats, on a busy machine.
+    let until = Instant::now() + Duration::from_secs(20);
+    while recycle(&mut agent, Recycle::default()).map_or(0, |done| done.bytes.0) == 0 {
+        assert!(Instant::now() < until, "nothing is recycled after the daemon has looked");
+    }
     drop(pair);
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
