@@ -27,7 +27,7 @@ pub use self::fastest::Fastest;
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::reach::{Reach, SILENT_MS};
 pub use self::recent::Recent;
-pub use self::recycle::{Batch, RecycleMemory};
+pub use self::recycle::{Batch, RecycleMemory, Whole};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
 pub use self::yields::Yields;
@@ -368,7 +368,14 @@ impl Memory {
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);
-            m.recycle.marked = order.mark.then_some(model.at);
+            let whole = order.recycle.is_some_and(|r| !r.marked && r.is_whole());
+            if whole {
+                let free = model.vms.iter().find(|vm| vm.id == order.vm);
+                let free = free.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
+                m.recycle.whole = Some(Whole { at: model.at, free, brought: Bytes::ZERO });
+            } else {
+                m.recycle.marked = order.mark.then_some(model.at);
+            }
         }
         let outcomes: BTreeMap<VmId, &Outcome> = outcomes.iter().map(|o| (o.vm, o)).collect();
         for action in &plan.actions {

@@ -114,6 +114,9 @@ pub struct HostModel {
     /// out is switched off.
     #[serde(default)]
     pub offload_room: Option<Bytes>,
+    /// What it takes to touch a MiB of new memory, microseconds; `None`: not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub touch_us: Option<u32>,
     /// What in the configuration cannot work out, for people.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
@@ -462,6 +465,7 @@ impl HostModel {
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
+            touch_us: sample.host.touch_us,
             ..HostModel::default()
         };
         let bounds = bounds(config, sample);

@@ -83,6 +83,10 @@ pub struct HostSample {
     /// sample; `None` where nothing is registered (v2 has PSI instead).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmpressure: Option<VmPressure>,
+    /// What it takes to touch a MiB of new memory, microseconds, as measured here: the price
+    /// of what a guest takes back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub touch_us: Option<u32>,
 }
 
 /// Notifications of reclaim that came since the last sample, each counted at its

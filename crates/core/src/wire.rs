@@ -45,6 +45,8 @@ pub const OBJECTIONS_MAX: usize = 16;
 pub const OTHERS_DISCARD: &str = "QEMU discards pages of this VM as well (free page reporting or \
     virtio-mem), which is not safe together in anonymous memory: switch that off, back the RAM \
     with a shared memfd, or load the agent by LD_PRELOAD instead of -plugin";
+/// Pages of a block of 2 MiB.
+pub const BLOCK_PAGES: u32 = 512;
 /// Longest text that is passed on from the other side, characters.
 pub const TEXT_MAX: usize = 300;
 /// Longest `budget_ms` taken, so that a daemon's slip does not bind the agent.
@@ -218,7 +220,8 @@ pub struct Recycle {
     /// At most so much; `None`: all. Blocks of 2 MiB that are free as a whole are
     /// not broken for it.
     pub max_bytes: Option<Bytes>,
-    /// Shortest run of free pages worth a call, at least 1.
+    /// Shortest run of free pages worth a call, at least 1. In a block of 2 MiB that is free
+    /// as a whole any run is worth one: what comes back to it is a huge page.
     pub min_run_pages: u32,
     /// At most so long, ms, up to [`BUDGET_MS_MAX`].
     pub budget_ms: u64,
@@ -228,6 +231,13 @@ pub struct Recycle {
     pub split_min_pages: u32,
     /// Only pages that were free at the last [`Command::Mark`] as well.
     pub marked: bool,
+}
+
+impl Recycle {
+    /// Only blocks that are free as a whole, and runs as long as one.
+    pub fn is_whole(&self) -> bool {
+        self.min_run_pages >= BLOCK_PAGES
+    }
 }
 
 impl Default for Recycle {

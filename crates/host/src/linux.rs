@@ -41,6 +41,7 @@ use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::{Client, QmpError, interest, poll_all};
 use crate::root::ProbeError;
+use crate::sys;
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
 
@@ -56,6 +57,9 @@ const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
 const OTHERS_KSM_EVERY: Duration = Duration::from_secs(10);
+
+/// What touching new memory takes is measured this often.
+const TOUCH_EVERY: Duration = Duration::from_secs(60);
 
 /// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,6 +145,8 @@ pub struct LinuxHost {
     ksm_around: ksm::Around,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
+    /// What a MiB of new memory costs, and when that was measured.
+    touch: Option<(Instant, Option<u32>)>,
     waker: Waker,
 }
 
@@ -168,6 +174,7 @@ impl LinuxHost {
             merger,
             ksm_around: ksm::Around::default(),
             others_ksm: None,
+            touch: None,
             scanner: Scanner::new(options.trust.clone()),
             bounds: Bounds::new(options.pool.clone()),
             options,
@@ -263,7 +270,19 @@ impl LinuxHost {
         self.bounds.hierarchy().map_or(Version::V2, |h| h.version)
     }
 
+    /// Measured anew each minute: it takes less than a millisecond.
+    fn touch_us(&mut self) -> Option<u32> {
+        let fresh = self.touch.filter(|(at, _)| at.elapsed() < TOUCH_EVERY);
+        let measure = || {
+            let time = sys::touch_time().ok();
+            (Instant::now(), time.and_then(|t| u32::try_from(t.as_micros()).ok()))
+        };
+        self.touch = fresh.or_else(|| Some(measure()));
+        self.touch?.1
+    }
+
     fn sample_host(&mut self, problems: &mut Vec<Problem>) -> HostSample {
+        let touch_us = self.touch_us();
         let root = &self.options.root;
         HostSample {
             memory: noted(problems, "/proc/meminfo", meminfo::read_meminfo(root)),
@@ -278,6 +297,7 @@ impl LinuxHost {
             vms_psi: None,
             zswap: noted(problems, "zswap", swaps::read_zswap(root).map(Some)).unwrap_or_default(),
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
+            touch_us,
         }
     }
 

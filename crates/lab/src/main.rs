@@ -12,6 +12,7 @@ use ebb_lab::experiment::autoballoon::Autoballoon;
 use ebb_lab::experiment::boots::Boots;
 use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
+use ebb_lab::experiment::density::Density;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::experiment::rhythm::Rhythm;
@@ -65,6 +66,8 @@ enum Cmd {
     Autoballoon(Autoballoon),
     /// VMs that need memory all at once, or in turn within seconds
     Rhythm(Rhythm),
+    /// How many VMs a budget holds before one of them is harmed
+    Density(Density),
     /// A guest that was shrunk suddenly needs memory: how long until it has it
     Handback(Handback),
     /// Put back what an earlier run left behind
@@ -178,6 +181,7 @@ fn main() -> ExitCode {
         Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
         Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Rhythm(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Density(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Clean => clean(),
         Cmd::Tidy => run_tidy(),

@@ -33,6 +33,21 @@ pub struct Row {
     pub max: f64,
 }
 
+/// Values over time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SeriesRow {
+    /// What was tried.
+    pub arm: String,
+    /// What it is of.
+    pub name: String,
+    /// As in [`Row::unit`].
+    pub unit: String,
+    /// Seconds.
+    pub t: Vec<f64>,
+    /// One for each of `t`.
+    pub v: Vec<f64>,
+}
+
 /// An experiment's outcome.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
@@ -50,6 +65,9 @@ pub struct Outcome {
     pub commit: String,
     /// The numbers.
     pub results: Vec<Row>,
+    /// What was seen over time, where the experiment keeps it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub series: Vec<SeriesRow>,
 }
 
 impl Outcome {
@@ -63,6 +81,7 @@ impl Outcome {
             accel: accel.name().into(),
             commit: commit(),
             results: Vec::new(),
+            series: Vec::new(),
         }
     }
 

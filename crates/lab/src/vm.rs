@@ -70,12 +70,12 @@ pub enum Accel {
 }
 
 impl Accel {
-    /// The value of `-accel`.
-    pub fn option(self) -> &'static str {
+    /// The value of `-accel`, with a translation buffer of this size.
+    pub fn option(self, buffer: Bytes) -> String {
         match self {
-            Accel::Kvm => "kvm",
+            Accel::Kvm => "kvm".into(),
             // The default translation buffer (1 GiB) would drown what is measured.
-            Accel::Tcg => "tcg,tb-size=64,thread=multi",
+            Accel::Tcg => format!("tcg,tb-size={},thread=multi", buffer.0 >> 20),
         }
     }
 
@@ -167,6 +167,8 @@ pub struct VmConfig {
     pub counted: bool,
     /// `None`: the best that works.
     pub accel: Option<Accel>,
+    /// Translated code that QEMU keeps. Of a small VM it is the largest part of QEMU's own memory.
+    pub translations: Bytes,
     /// Raw disk images, `/dev/vda` first.
     pub disks: Vec<PathBuf>,
     /// A cgroup directory to run in, from the first page on.
@@ -203,6 +205,7 @@ impl VmConfig {
             uefi: false,
             counted: false,
             accel: None,
+            translations: Bytes::mib(64),
             disks: Vec::new(),
             cgroup: None,
             within: Vec::new(),
@@ -222,7 +225,8 @@ impl VmConfig {
         let mib = self.memory.0 >> 20;
         let text = |words: &[&str]| words.iter().map(|w| w.to_string()).collect::<Vec<_>>();
         let mut a = text(&["-name", &self.name, "-nodefaults", "-no-user-config"]);
-        let option = if self.counted { COUNTED } else { accel.option() };
+        let best = accel.option(self.translations);
+        let option = if self.counted { COUNTED } else { &best };
         a.extend(text(&["-display", "none", "-accel", option, "-m", &format!("{mib}M")]));
         if self.counted {
             a.extend(text(&["-icount", "shift=0,sleep=off"]));

@@ -246,8 +246,13 @@ impl Recycler<'_> {
         } else if self.ram.held(part, &mut held, &mut huge).is_err() {
             return choice;
         }
+        let offered = mask.clone();
+        let mut emptied = Vec::new();
         mask.iter_mut().zip(held.iter()).for_each(|(m, h)| *m &= h);
         for (first, len) in blocks(part) {
+            if abi::all_set(&offered[..], first, len) {
+                emptied.push(first..first + len);
+            }
             if abi::all_set(&mask[..], first, len) {
                 abi::fill(&mut mask[..], first, len, false);
                 match choice.whole.last_mut() {
@@ -264,7 +269,13 @@ impl Recycler<'_> {
             }
         }
         let min = want.min_run_pages.max(1) as usize;
-        let rest = abi::runs(&mask[..]).filter(|r| r.1 >= min);
+        // What is left in a block that is free as a whole goes too: the next write to it finds
+        // a huge page.
+        let whole = |first: &usize| {
+            let at = emptied.partition_point(|b| b.end <= *first);
+            emptied.get(at).is_some_and(|b| b.contains(first))
+        };
+        let rest = abi::runs(&mask[..]).filter(|r| r.1 >= min || whole(&r.0));
         choice.rest = rest.map(|(first, len)| Run { first, len }).collect();
         if want.max_bytes.is_some() {
             choice.rest.sort_by_key(|r| Reverse(r.len));

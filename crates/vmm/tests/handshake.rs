@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, Answer, Command, HugePages, Recycle, Refused};
+use ebb_core::wire::{AgentState, Answer, BLOCK_PAGES, Command, HugePages, Recycle, Refused};
 use ebb_vmm::faults::Faults;
 
 fn seconds(default: u64) -> Duration {
@@ -357,6 +357,27 @@ fn small_limits_and_budgets_come_round() {
     let rest = recycle(&mut agent, Recycle { budget_ms: 1, ..Recycle::default() }).unwrap();
     assert_eq!(rest.bytes, Bytes::mib(2));
     guest.stop.store(true, SeqCst);
+}
+
+#[test]
+fn what_is_held_of_a_block_that_is_free_as_a_whole_goes_with_the_whole_blocks() {
+    for memory in [Memory::Small, Memory::Memfd] {
+        let guest = Guest::new(64, memory);
+        let (mut agent, _) = attached(&guest, Faults::default());
+        guest.fill_and_free(FIRST, 512);
+        // The host holds 300 pages of this one in two runs, and all of it is free.
+        guest.fill_and_free(FIRST + 1024, 100);
+        guest.fill_and_free(FIRST + 1224, 200);
+        (FIRST + 1024..FIRST + 1536).for_each(|p| guest.set(p, true));
+        // Of this one a part is free.
+        guest.fill_and_free(FIRST + 2048, 300);
+        let whole = Recycle { min_run_pages: BLOCK_PAGES, ..Recycle::default() };
+        assert!(whole.is_whole());
+        let done = recycle(&mut agent, whole).unwrap();
+        assert_eq!((done.bytes, done.runs), (Bytes::pages(812), 3), "{memory:?}");
+        assert_eq!(status(&mut agent, true).held, Some(Bytes::pages(300)), "{memory:?}");
+        guest.stop.store(true, SeqCst);
+    }
 }
 
 #[test]

@@ -2,11 +2,19 @@
 //!
 //! The agent inside the VMM knows which pages are free and proves each one free
 //! before it discards it, so nothing here can lose data: this policy only says
-//! when, how much and how finely. Pages must have been free for a while (two
-//! looks half a period apart), some slack is left to a guest that allocates fast,
-//! and more of it to one that takes back what was recycled. The shorter the host
-//! is, the shorter the period, the smaller the slack, the finer the pieces; when
-//! it is critical, everything goes at once. Works on paused guests too.
+//! when, how much and how finely.
+//!
+//! Blocks of 2 MiB that are free as a whole go as soon as the map shows them, as long as what
+//! the guest takes back of them costs it less than a share of a processor: so many bytes a
+//! second as it was seen to take back, at the measured price of touching new memory. One that
+//! takes back more is treated as pieces are.
+//!
+//! Pieces must have been free for a while (two looks half a period apart), some slack is left
+//! to a guest that allocates fast, and more of it to one that takes back what was recycled.
+//!
+//! The shorter the host is, the more a guest may lose, the shorter the period, the smaller the
+//! slack, the finer the pieces; when it is critical, everything goes at once. Works on paused
+//! guests too.
 
 use crate::memory::{Memory, RecycleMemory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
@@ -20,8 +28,18 @@ const LEAST: Bytes = Bytes::mib(1);
 /// Slack is never more than this share of RAM, however fast the guest allocates.
 const SLACK_MOST: f64 = 0.10;
 
+/// Less than a block of 2 MiB that became free can hold none.
+const BLOCK: Bytes = Bytes::mib(2);
+/// Orders for whole blocks are so far apart: each walks the map.
+const WHOLE_EVERY_MS: u64 = 500;
+/// What touching a MiB takes where that was not measured, in microseconds: pages of 4 KiB,
+/// half a microsecond each.
+const TOUCH_US: u32 = 128;
+
 /// How each state recycles.
 struct Manner {
+    /// What a guest takes back of whole blocks may cost it this share of a processor.
+    loss: f64,
     /// A page is recycled when it has been free for half to all of this, ms, to the
     /// nearest tick; one tick comes on top, so that the clear state keeps well
     /// within the ten seconds of PPR.
@@ -37,15 +55,17 @@ struct Manner {
 
 fn manner(state: Pressure) -> Manner {
     match state {
-        Pressure::Clear => Manner { period_ms: 8_000, slack_s: 4.0, split: None, budget_ms: 250 },
+        Pressure::Clear => {
+            Manner { loss: 0.01, period_ms: 8_000, slack_s: 4.0, split: None, budget_ms: 250 }
+        }
         Pressure::Soft => {
-            Manner { period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 300 }
+            Manner { loss: 0.02, period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 300 }
         }
         Pressure::Hard => {
-            Manner { period_ms: 1_000, slack_s: 1.0, split: Some(64), budget_ms: 300 }
+            Manner { loss: 0.05, period_ms: 1_000, slack_s: 1.0, split: Some(64), budget_ms: 300 }
         }
         Pressure::Critical => {
-            Manner { period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
+            Manner { loss: 1.0, period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
         }
     }
 }
@@ -140,14 +160,46 @@ fn one(
             let why = format!("{held} free and held; {slack} left as slack; free for {age} ms");
             order((want >= LEAST).then(|| job(true)), true, why)
         }
-        Some(_) => None,
+        Some(_) => {
+            let why = whole_at_once(model, agent, m, manner)?;
+            let min_run_pages = crate::wire::BLOCK_PAGES;
+            let budget_ms = manner.budget_ms;
+            let whole = Recycle { min_run_pages, budget_ms, ..Recycle::default() };
+            order(Some(whole), false, why)
+        }
         None => order(None, true, "first look".into()),
     }
+}
+
+/// Why the blocks that are free as a whole are worth taking now, if they are.
+fn whole_at_once(
+    model: &Model,
+    agent: &AgentSample,
+    m: &RecycleMemory,
+    manner: &Manner,
+) -> Option<String> {
+    let touch_us = f64::from(model.host.touch_us.unwrap_or(TOUCH_US));
+    let back = Bytes(m.back_rate as u64);
+    let loss = m.back_rate / f64::from(1 << 20) * touch_us / 1e6;
+    if loss >= manner.loss {
+        return None;
+    }
+    let free = agent.free?;
+    let freed = m.whole.map_or(free, |w| free - w.free);
+    let due = m.whole.is_none_or(|w| {
+        let again = freed >= BLOCK || w.brought >= BLOCK;
+        again && model.at.since(w.at) >= WHOLE_EVERY_MS
+    });
+    due.then(|| {
+        let percent = 100.0 * loss;
+        format!("{freed} became free; {back} a second come back: {percent:.2} % of a processor")
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Whole;
     use crate::model::HostModel;
     use crate::sample::VmId;
     use crate::units::Stamp;
@@ -169,7 +221,8 @@ mod tests {
             standing: Standing::GiveOnly("it is paused".into()),
             ..VmModel::default()
         };
-        let host = HostModel { state, known: true, ..HostModel::default() };
+        let touch_us = Some(100);
+        let host = HostModel { state, known: true, touch_us, ..HostModel::default() };
         let model = Model { at: Stamp(100_000), dt_ms: 1000, host, vms: vec![vm] };
         let vms = vec![VmMemory { id: ID, recycle: m, ..VmMemory::default() }];
         recycle(&model, &Memory { vms, ..Memory::default() }, &[]).pop()
@@ -188,15 +241,56 @@ mod tests {
         assert!(usable(&vm(false)).is_some() && usable(&vm(true)).is_none());
     }
 
+    /// Its blocks that are free as a whole have been taken.
     fn marked(ms_ago: u64) -> RecycleMemory {
-        RecycleMemory { marked: Some(Stamp(100_000 - ms_ago)), ..RecycleMemory::default() }
+        let whole = Whole { at: Stamp(90_000), free: Bytes::gib(4), brought: Bytes::ZERO };
+        let marked = Some(Stamp(100_000 - ms_ago));
+        RecycleMemory { marked, whole: Some(whole), ..RecycleMemory::default() }
+    }
+
+    /// So much was free at the last order for whole blocks, a while ago.
+    fn whole(ms_ago: u64, free: u64, brought: u64) -> RecycleMemory {
+        let (free, brought) = (Bytes::mib(free), Bytes::mib(brought));
+        let whole = Some(Whole { at: Stamp(100_000 - ms_ago), free, brought });
+        RecycleMemory { whole, ..marked(1_000) }
+    }
+
+    #[test]
+    fn whole_blocks_go_when_the_map_shows_them_and_pieces_do_not() {
+        let first = RecycleMemory { whole: None, ..marked(1_000) };
+        let order = ask(Pressure::Clear, 500, first).unwrap();
+        let job = order.recycle.unwrap();
+        assert!(job.is_whole() && !job.marked && job.max_bytes.is_none() && !order.mark);
+        assert_eq!(job.huge, HugePages::Keep);
+        let due = |m| ask(Pressure::Clear, 500, m).is_some();
+        // 600 MiB are free now.
+        assert!(!due(whole(5_000, 600, 0)), "nothing became free");
+        assert!(!due(whole(5_000, 599, 0)), "less than a block");
+        assert!(due(whole(1_000, 560, 0)), "40 MiB became free");
+        assert!(due(whole(1_000, 600, 64)), "the last one may not have come to its end");
+        assert!(!due(whole(100, 560, 0)), "the map was walked a moment ago");
+        let pieces = RecycleMemory { marked: marked(3_900).marked, ..whole(5_000, 560, 0) };
+        let job = ask(Pressure::Clear, 500, pieces).unwrap().recycle.unwrap();
+        assert!(job.marked && !job.is_whole(), "pieces in their turn");
+    }
+
+    #[test]
+    fn a_guest_loses_no_more_than_a_share_of_a_processor_to_what_it_takes_back() {
+        let due = |state, back_mib: f64| {
+            let back_rate = back_mib * f64::from(1 << 20);
+            ask(state, 500, RecycleMemory { back_rate, ..whole(1_000, 560, 0) }).is_some()
+        };
+        // 100 µs a MiB: 1 % is 100 MiB a second.
+        assert!(due(Pressure::Clear, 95.0) && !due(Pressure::Clear, 105.0));
+        assert!(due(Pressure::Soft, 195.0) && !due(Pressure::Soft, 205.0));
+        assert!(due(Pressure::Hard, 490.0));
     }
 
     #[test]
     fn pages_must_have_been_free_for_a_while_and_less_long_the_shorter_the_host_is() {
         let first = ask(Pressure::Clear, 500, RecycleMemory::default()).unwrap();
         assert!(first.mark && first.recycle.is_none());
-        assert_eq!(ask(Pressure::Clear, 500, marked(3_400)), None);
+        assert_eq!(ask(Pressure::Clear, 500, marked(3_400)), None, "only marked pages are due");
         let order = ask(Pressure::Clear, 500, marked(3_900)).unwrap();
         assert!(order.recycle.unwrap().marked && order.mark);
         assert!(ask(Pressure::Hard, 500, marked(500)).unwrap().recycle.is_some());

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use ebb_core::sample::MergeSample;
+use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
 use crate::client;
@@ -45,7 +46,7 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
 }
 
 fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
-    let size = |b: Option<ebb_core::units::Bytes>| b.map_or("?".to_string(), |b| b.to_string());
+    let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(
         "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \
          resident  {}, in swap {}\n  guest     needs {}, working set {}, has {} available\n  \
@@ -71,6 +72,9 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         state.host.state,
         state.host.why,
     );
+    if let Some(parts) = held_for(vm) {
+        out += &format!("  held for  {parts}\n");
+    }
     if !vm.trust.why.is_empty() {
         out += &format!("  trust     {:.0} %: {}\n", vm.trust.level * 100.0, vm.trust.why);
     }
@@ -118,6 +122,23 @@ fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     out
 }
 
+/// What the host's memory of a VM is held for, where its module tells: the guest's own account,
+/// what of its free memory the host still holds, and the rest, which is the VMM's.
+fn held_for(vm: &Vm) -> Option<String> {
+    let (agent, ram, resident) = (vm.agent.as_ref()?, vm.ram?, vm.resident?);
+    let (facts, held) = (agent.facts.as_ref()?, agent.held?);
+    let (free, all) = (agent.free?, vm.actual.unwrap_or(ram));
+    let anon = Bytes::pages(facts.anon + facts.shmem);
+    let cache = Bytes::pages(facts.cached + facts.buffers) - Bytes::pages(facts.shmem);
+    let used = all - free;
+    let vmm = resident - held - used;
+    Some(format!(
+        "{anon} of programs, {cache} page cache, {} of the guest's kernel, {held} free in the guest \
+         ({free} are free in all); the VMM's own: {vmm} or more",
+        used - anon - cache
+    ))
+}
+
 /// What became of its pages of zeros, or why nothing does.
 fn zero_words(vm: &Vm) -> Option<String> {
     let done = vm.zeros.as_ref().map(|z| {
@@ -137,11 +158,7 @@ fn merge_words(vm: &Vm, m: &MergeSample) -> String {
         Some(false) => "out of KSM",
         None => "not looked at",
     };
-    let mut out = format!(
-        "{open}, group {}; {} merged",
-        vm.group,
-        ebb_core::units::Bytes::pages(m.stat.merged())
-    );
+    let mut out = format!("{open}, group {}; {} merged", vm.group, Bytes::pages(m.stat.merged()));
     if let Some(p) = m.stat.profit {
         out += &format!(", {} profit", signed(p));
     }
@@ -154,7 +171,39 @@ fn merge_words(vm: &Vm, m: &MergeSample) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_core::sample::AgentSample;
+    use ebb_core::wire::abi::Facts;
+
     use super::*;
+
+    #[test]
+    fn what_a_vm_holds_is_told_by_what_it_is_for() {
+        let mib = Bytes::mib;
+        let pages = |n| mib(n).0 / ebb_core::units::PAGE;
+        let (cached, anon, shmem) = (pages(60), pages(20), pages(10));
+        let facts = Facts { cached, anon, shmem, ..Facts::default() };
+        let agent = AgentSample {
+            facts: Some(facts),
+            free: Some(mib(400)),
+            held: Some(mib(14)),
+            ..AgentSample::default()
+        };
+        let mut vm = Vm {
+            ram: Some(mib(512)),
+            actual: Some(mib(512)),
+            resident: Some(mib(170)),
+            agent: Some(agent),
+            ..Vm::default()
+        };
+        let said = held_for(&vm).unwrap();
+        assert_eq!(
+            said,
+            "30 MiB of programs, 50 MiB page cache, 32 MiB of the guest's kernel, 14 MiB free in \
+             the guest (400 MiB are free in all); the VMM's own: 44 MiB or more"
+        );
+        vm.agent.as_mut().unwrap().held = None;
+        assert_eq!(held_for(&vm), None, "not known is not zero");
+    }
 
     #[test]
     fn an_unknown_name_lists_those_there_are() {

@@ -5,6 +5,7 @@ pub mod autoballoon;
 pub mod boots;
 pub mod dedup;
 pub mod demo;
+pub mod density;
 pub mod fragmented;
 pub mod handback;
 pub mod mark_cost;

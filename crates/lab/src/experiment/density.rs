@@ -1,0 +1,490 @@
+//! `density`: how many VMs a budget holds before one of them is harmed.
+//!
+//! VMs are added `--step` at a time until one is harmed. Then as many are dropped, and the rest
+//! run for one whole period without harm; where that fails, more are dropped. Harm is 16 MiB
+//! swapped out, a VM or a job that is lost, a byte that is wrong, or a job that took more than
+//! three times as long to touch its memory as in the arm's first two VMs alone. One VM in eight
+//! also runs `verify`.
+//!
+//! With `--vms` a fixed number of VMs runs instead, the jobs a fraction of a period apart:
+//! what the same work holds in each arm.
+//!
+//! Arms: `plain`, `ksm` (a million pages a round, no pause), `ksmtuned` (Debian's, told that the
+//! budget is the machine), `reporting` (QEMU's free page reporting), `mom` (reporting and MOM's
+//! rules), `ebb-stock` (reporting and Ebb), `ebb-guest` (agent and module), `ebb` (the same,
+//! and merging).
+
+mod account;
+mod jobs;
+mod rivals;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use ebb_core::units::Bytes;
+
+use self::account::{Account, Rest};
+use self::jobs::Jobs;
+use self::rivals::{Ksmtuned, knobs};
+use super::autoballoon::warn_of_others;
+use super::demo::write_noise;
+use crate::arena::{Arena, ArenaConfig, MemoryCgroup, SwapConfig, SwapKind};
+use crate::ebb::Daemon;
+use crate::image::{Cache, Image, Kernel};
+use crate::result::{Outcome, SeriesRow, median};
+use crate::rival::Rival;
+use crate::sampler::{Sampler, Series};
+use crate::tier;
+use crate::vm::{Balloon, Vm, VmConfig};
+
+/// All arms.
+pub const ARMS: [&str; 8] =
+    ["plain", "ksm", "ksmtuned", "reporting", "mom", "ebb-stock", "ebb-guest", "ebb"];
+/// What each VM reads of the common disk once it has booted.
+const COMMON: Bytes = Bytes::mib(48);
+/// More than this swapped out is harm.
+const SWAPPED: Bytes = Bytes::mib(16);
+/// A job that takes so many times as long to touch its memory is harmed.
+const SLOW: f64 = 3.0;
+/// Translated code that each QEMU keeps: of a small VM the default is the largest part.
+const TRANSLATIONS: Bytes = Bytes::mib(16);
+/// Below this share of idle processors the number of VMs is bound by them, not by memory.
+const IDLE: f64 = 0.10;
+
+/// What a VM's job does in every period.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Kind {
+    /// Takes its memory, keeps it for a while and frees it whole
+    Cycle,
+    /// Takes its memory and frees every second piece of 64 KiB, until the next period
+    Pieces,
+    /// Reads a file that stays in the page cache until the next period
+    Cache,
+    /// A third of the VMs each
+    Mixed,
+}
+
+/// What is to be run.
+#[derive(Clone, Debug, Args)]
+pub struct Density {
+    /// Figures and series as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// A small budget, a short period and three arms: at most four minutes
+    #[arg(long)]
+    quick: bool,
+    /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
+    #[arg(long, value_delimiter = ',')]
+    arms: Vec<String>,
+    /// RAM of each VM
+    #[arg(long, default_value = "512MiB")]
+    memory: Bytes,
+    /// What all VMs together may hold [default: 6GiB; --quick: 2GiB]
+    #[arg(long)]
+    budget: Option<Bytes>,
+    /// Seconds from one job of a VM to its next [default: 120; --quick: 40]
+    #[arg(long)]
+    period: Option<u64>,
+    /// Seconds that a job keeps its memory [default: 3.7 % of the period]
+    #[arg(long)]
+    hold: Option<f64>,
+    /// What a job takes [default: 75 % of RAM]
+    #[arg(long)]
+    size: Option<Bytes>,
+    /// What jobs do
+    #[arg(long, value_enum, default_value = "cycle")]
+    job: Kind,
+    /// VMs that are added at a time [default: 2; --quick: 1]
+    #[arg(long)]
+    step: Option<u32>,
+    /// No more VMs than this
+    #[arg(long, default_value_t = 96)]
+    most: u32,
+    /// So many VMs from the beginning to the end
+    #[arg(long)]
+    vms: Option<u32>,
+    /// With --vms: measured periods
+    #[arg(long, default_value_t = 2)]
+    periods: u32,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+}
+
+/// The sizes and times that follow from the options.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    memory: Bytes,
+    budget: Bytes,
+    period: Duration,
+    hold: Duration,
+    size: Bytes,
+    job: Kind,
+    step: u32,
+}
+
+/// What one arm came to.
+struct ArmResult {
+    vms: u32,
+    /// Why not one more.
+    harm: String,
+    /// In the time that counts: one period at rest, or all of the fixed run.
+    series: Series,
+    touches: Vec<f64>,
+    /// Median touch of the first two VMs.
+    alone: f64,
+    account: Account,
+    rest: Vec<Rest>,
+    checks: u64,
+}
+
+impl Density {
+    /// Runs every arm, prints, writes the figures.
+    pub fn run(&self) -> Result<()> {
+        let quick = ["plain", "reporting", "ebb"].map(String::from).to_vec();
+        let arms = match (self.arms.is_empty(), self.quick) {
+            (false, _) => self.arms.clone(),
+            (true, true) => quick,
+            (true, false) => ARMS.map(String::from).to_vec(),
+        };
+        if let Some(arm) = arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
+            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
+        }
+        let plan = self.plan();
+        println!(
+            "VMs of {} on a budget of {}: each takes {} every {} s and keeps it for {:.1} s ({:?})",
+            plan.memory,
+            plan.budget,
+            plan.size,
+            plan.period.as_secs(),
+            plan.hold.as_secs_f64(),
+            plan.job
+        );
+        let mut outcome: Option<Outcome> = None;
+        for arm in &arms {
+            let begun = Instant::now();
+            let (result, fresh) = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
+            let outcome = outcome.get_or_insert(fresh);
+            add(outcome, arm, &result);
+            println!("{arm:<10} {}  ({:.0?})", line(&result), begun.elapsed());
+        }
+        let Some(outcome) = outcome else { return Ok(()) };
+        print!("\n{}", outcome.table());
+        if let Some(path) = &self.json {
+            outcome.write(path)?;
+            println!("figures: {}", path.display());
+        }
+        Ok(())
+    }
+
+    fn plan(&self) -> Plan {
+        let or = |given: Option<u64>, quick, full| {
+            given.unwrap_or(if self.quick { quick } else { full })
+        };
+        let period = or(self.period, 40, 120);
+        let hold = self.hold.unwrap_or(period as f64 * 0.037);
+        let budget = or(self.budget.map(|b| b.0), Bytes::gib(2).0, Bytes::gib(6).0);
+        Plan {
+            memory: self.memory,
+            budget: Bytes(budget),
+            period: Duration::from_secs(period),
+            hold: Duration::from_secs_f64(hold),
+            size: self.size.unwrap_or(self.memory.share(0.75).floor_mib()),
+            job: self.job,
+            step: or(self.step.map(u64::from), 1, 2) as u32,
+        }
+    }
+
+    fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, Outcome)> {
+        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
+        let arena = Arena::enter(&ArenaConfig {
+            budget: Some(plan.budget),
+            swap: Some(swap),
+            knobs: knobs(arm),
+            ..ArenaConfig::default()
+        })?;
+        let dir = tempfile::tempdir()?;
+        let disk = dir.path().join("disk");
+        write_noise(&disk, COMMON.max(plan.size))?;
+        let most = self.vms.unwrap_or(self.most);
+        let name = |n: u32| format!("dense{}", n + 1);
+        let names: Vec<String> = (0..most).map(name).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
+        let daemon = arm
+            .starts_with("ebb")
+            .then(|| Daemon::start(dir.path(), &names, config))
+            .transpose()?;
+        let _tuned =
+            (arm == "ksmtuned").then(|| Ksmtuned::start(dir.path(), plan.budget)).transpose()?;
+        let cgroup = arena.cgroup().context("no cgroup")?.clone();
+        let mut fleet = Fleet {
+            plan,
+            arm,
+            kernel: self.kernel,
+            disk: &disk,
+            dir: dir.path(),
+            sampler: Sampler::start(10, Some(cgroup.clone())),
+            cgroup,
+            daemon: daemon.as_ref(),
+            vms: Vec::new(),
+            jobs: Jobs::new(plan.clone()),
+        };
+        let result = match self.vms {
+            Some(vms) => fleet.fixed(vms, self.periods)?,
+            None => fleet.grow(most)?,
+        };
+        let outcome = Outcome::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
+        drop(fleet);
+        if daemon.is_some_and(|d| !d.stop()) {
+            bail!("ebb did not end well");
+        }
+        Ok((result, outcome))
+    }
+}
+
+/// The VMs of one arm.
+struct Fleet<'a> {
+    plan: &'a Plan,
+    arm: &'a str,
+    kernel: Kernel,
+    disk: &'a Path,
+    dir: &'a Path,
+    cgroup: MemoryCgroup,
+    sampler: Sampler,
+    daemon: Option<&'a Daemon>,
+    vms: Vec<Vm>,
+    jobs: Jobs,
+}
+
+impl Fleet<'_> {
+    /// Adds VMs until one is harmed, drops some, and has the rest run for a period.
+    fn grow(&mut self, most: u32) -> Result<ArmResult> {
+        let mut harm = self.add(2, None)?;
+        let first = self.jobs.until_touched(&self.vms, self.plan.period)?;
+        self.jobs.alone = median(&first).unwrap_or_default();
+        while harm.is_none() && (self.vms.len() as u32) < most {
+            harm = self.add(self.plan.step, None)?;
+            if harm.is_none() {
+                harm = drive(self, Instant::now() + Duration::from_secs(1), false)?;
+            }
+        }
+        let mut why = harm.clone().unwrap_or_else(|| format!("no more than {most}"));
+        loop {
+            if harm.is_some() {
+                println!("  {} VMs: {why}", self.vms.len());
+                self.remove()?;
+            }
+            let (mut result, found) = self.period(1)?;
+            match found {
+                None => {
+                    result.harm = why;
+                    return Ok(result);
+                }
+                Some(found) if self.vms.len() as u32 > self.plan.step => {
+                    (why, harm) = (found.clone(), Some(found));
+                }
+                Some(found) => bail!("harm with {} VMs: {found}", self.vms.len()),
+            }
+        }
+    }
+
+    /// A number of VMs, and what they hold over some periods.
+    fn fixed(&mut self, vms: u32, periods: u32) -> Result<ArmResult> {
+        let begun = Instant::now();
+        // All have booted before the first job begins.
+        let first = begun + Duration::from_secs(8) * vms;
+        if let Some(harm) = self.add(vms, Some(first))? {
+            println!("  {harm}");
+        }
+        self.jobs.stagger(Instant::now(), vms);
+        drive(self, Instant::now() + self.plan.period, false)?;
+        let (mut result, harm) = self.period(periods)?;
+        result.harm = harm.unwrap_or_default();
+        Ok(result)
+    }
+
+    /// Boots VMs side by side while the others work, and starts their jobs.
+    fn add(&mut self, count: u32, start: Option<Instant>) -> Result<Option<String>> {
+        let image = Image::get(&Cache::from_env(), self.kernel)?;
+        let mut configs = Vec::new();
+        for n in 0..count as usize {
+            configs.push(self.config(&image, self.vms.len() + n)?);
+        }
+        let guest = self.guest();
+        let boot = move || -> Result<Vec<Vm>> {
+            let mut booted = Vec::new();
+            for pair in configs.chunks(2) {
+                let mut vms = pair.iter().map(Vm::spawn).collect::<Result<Vec<_>, _>>()?;
+                for vm in &mut vms {
+                    vm.wait_ready()?;
+                    if guest {
+                        tier::load(vm)?;
+                    }
+                }
+                booted.append(&mut vms);
+            }
+            Ok(booted)
+        };
+        let mut harm = None;
+        let booted = std::thread::scope(|s| -> Result<Vec<Vm>> {
+            let thread = s.spawn(boot);
+            while !thread.is_finished() {
+                let until = Instant::now() + Duration::from_millis(200);
+                let found = drive(self, until, false)?;
+                harm = harm.take().or(found);
+            }
+            thread.join().map_err(|_| anyhow::anyhow!("booting panicked"))?
+        });
+        let booted = match booted {
+            Ok(booted) => booted,
+            // Where memory is out, the kernel may kill the one that boots.
+            Err(e) if !self.vms.is_empty() => return Ok(Some(format!("one did not boot: {e:#}"))),
+            Err(e) => return Err(e),
+        };
+        for vm in booted {
+            self.sampler.watch(vm.name(), vm.pid());
+            self.jobs.add(&vm, start.unwrap_or_else(Instant::now))?;
+            self.vms.push(vm);
+        }
+        Ok(harm)
+    }
+
+    /// The ones that came last go.
+    fn remove(&mut self) -> Result<()> {
+        let left = self.vms.len().saturating_sub(self.plan.step as usize).max(1);
+        self.vms.truncate(left);
+        self.jobs.truncate(left);
+        Ok(())
+    }
+
+    fn guest(&self) -> bool {
+        ["ebb-guest", "ebb"].contains(&self.arm)
+    }
+
+    fn config(&self, image: &Image, n: usize) -> Result<VmConfig> {
+        let mut config = VmConfig::new(format!("dense{}", n + 1), self.plan.memory);
+        config.kernel = self.kernel;
+        config.translations = TRANSLATIONS;
+        let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);
+        config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+        if self.guest() {
+            tier::prepare(&mut config, image, self.dir)?;
+        }
+        config.disks = vec![self.disk.into()];
+        config.args.push("-snapshot".into());
+        config.cgroup = Some(self.cgroup.dir.clone());
+        Ok(config)
+    }
+
+    /// Runs for some periods and measures.
+    fn period(&mut self, periods: u32) -> Result<(ArmResult, Option<String>)> {
+        let (from, before) = (self.sampler.now(), Account::read(&self.vms, self.daemon)?);
+        let begun = Instant::now();
+        self.jobs.touches.clear();
+        let harm = drive(self, begun + self.plan.period * periods, true)?;
+        let account = Account::read(&self.vms, self.daemon)?.since(&before, begun.elapsed());
+        let mut series = self.sampler.series();
+        series.points.retain(|p| p.at >= from);
+        warn_of_others(&series);
+        let result = ArmResult {
+            vms: self.vms.len() as u32,
+            harm: String::new(),
+            series,
+            touches: self.jobs.touches.clone(),
+            alone: self.jobs.alone,
+            account,
+            rest: account::rest(&self.vms)?,
+            checks: self.jobs.checks,
+        };
+        Ok((result, harm))
+    }
+}
+
+/// Drives jobs and a rival's controller; returns at the first harm, or when it is time.
+/// `strict`: a slow job counts, and swapping from now on rather than all of it.
+fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<String>> {
+    let mom = fleet.arm == "mom" && !fleet.vms.is_empty();
+    let rival = || Rival::mom(&fleet.vms, &fleet.cgroup, fleet.plan.budget);
+    let mut rival = mom.then(rival).transpose()?;
+    let before = if strict { fleet.cgroup.swap() } else { Bytes::ZERO };
+    while Instant::now() < until {
+        if let Some(harm) = fleet.jobs.step(&fleet.vms)? {
+            return Ok(Some(harm));
+        }
+        if let Some(rival) = &mut rival
+            && let Err(e) = rival.tick()
+        {
+            return Ok(Some(e.to_string()));
+        }
+        let swapped = fleet.cgroup.swap() - before;
+        if swapped > SWAPPED {
+            return Ok(Some(format!("{swapped} swapped out")));
+        }
+        if strict && fleet.jobs.alone > 0.0 {
+            let slow = fleet.jobs.touches.iter().find(|t| **t > SLOW * fleet.jobs.alone);
+            if let Some(slow) = slow {
+                let alone = fleet.jobs.alone;
+                return Ok(Some(format!("a job took {slow:.2} s to touch, {alone:.2} s alone")));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(25));
+    }
+    Ok(None)
+}
+
+fn held(series: &Series) -> crate::sampler::Stat {
+    series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64)
+}
+
+fn line(r: &ArmResult) -> String {
+    let each = |v: f64| Bytes((v / f64::from(r.vms)) as u64).to_string();
+    let held = held(&r.series);
+    format!(
+        "{:>3} VMs  a VM {:>8} (peak {}, least {})  touch {:.2} s (alone {:.2})  idle {:.0} %{}  {}",
+        r.vms,
+        each(held.mean),
+        each(held.max),
+        each(held.min),
+        median(&r.touches).unwrap_or_default(),
+        r.alone,
+        100.0 * r.account.idle,
+        if r.account.idle < IDLE { " (bound by the processors: a lower bound)" } else { "" },
+        r.harm
+    )
+}
+
+fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
+    let n = f64::from(r.vms);
+    let held = held(&r.series);
+    let mean = |of: &dyn Fn(&Rest) -> Bytes| {
+        r.rest.iter().map(|rest| of(rest).0 as f64).sum::<f64>() / r.rest.len().max(1) as f64
+    };
+    outcome.add(arm, "vms", "count", &[n]);
+    outcome.add(arm, "held_mean", "bytes", &[held.mean]);
+    outcome.add(arm, "held_peak", "bytes", &[held.max]);
+    outcome.add(arm, "held_least", "bytes", &[held.min]);
+    outcome.add(arm, "vm_mean", "bytes", &[held.mean / n]);
+    outcome.add(arm, "vm_rest_guest", "bytes", &[mean(&|r| r.guest)]);
+    outcome.add(arm, "vm_rest_guest_huge", "bytes", &[mean(&|r| r.huge)]);
+    outcome.add(arm, "vm_rest_vmm", "bytes", &[mean(&|r| r.vmm)]);
+    outcome.add(arm, "swap_peak", "bytes", &[r.series.stat(|p| p.cgroup_swap.0 as f64).max]);
+    outcome.add_median(arm, "touch", "seconds", &r.touches);
+    outcome.add(arm, "touch_alone", "seconds", &[r.alone]);
+    outcome.add(arm, "host_idle", "fraction", &[r.account.idle]);
+    outcome.add(arm, "checks", "count", &[r.checks as f64]);
+    r.account.add(outcome, arm);
+    let t: Vec<f64> = r.series.points.iter().map(|p| p.at.as_secs_f64()).collect();
+    let mut series = |name: &str, v: Vec<f64>| {
+        let (arm, name, unit) = (arm.into(), name.into(), "bytes".into());
+        outcome.series.push(SeriesRow { arm, name, unit, t: t.clone(), v });
+    };
+    series("held", r.series.points.iter().map(|p| p.cgroup.0 as f64).collect());
+    series("swap", r.series.points.iter().map(|p| p.cgroup_swap.0 as f64).collect());
+    for (n, name) in r.series.vms.iter().enumerate() {
+        let of = |p: &crate::sampler::Point| p.resident.get(n).map_or(0.0, |r| r.0 as f64);
+        series(name, r.series.points.iter().map(of).collect());
+    }
+}

@@ -1,0 +1,131 @@
+//! Who used how much processor time, and what holds a VM's memory.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ebb_core::units::Bytes;
+use ebb_host::probe::ksm::ksmd;
+use ebb_host::probe::process::read_stat;
+use ebb_host::probe::regions::{guest_ram, read_smaps};
+use ebb_host::root::Root;
+
+use crate::ebb::Daemon;
+use crate::result::Outcome;
+use crate::vm::Vm;
+
+/// Processor seconds, and what Ebb says came back.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Account {
+    /// By name: `daemon`, `ksmd`, `qemu` (all of it), and each of the agents' threads.
+    seconds: BTreeMap<String, f64>,
+    returned: f64,
+    /// Share of the processors' time that was idle: ticks before it is made a difference.
+    pub(super) idle: f64,
+    all: f64,
+}
+
+impl Account {
+    pub(super) fn read(vms: &[Vm], daemon: Option<&Daemon>) -> Result<Account> {
+        let root = Root::default();
+        let mut account = Account::default();
+        let of = |pid: u32| -> f64 {
+            let stat = read_stat(&root, pid).ok().flatten();
+            stat.map_or(0.0, |s| (s.user_ticks + s.system_ticks) as f64 / 100.0)
+        };
+        if let Some(pid) = ksmd(&root) {
+            account.seconds.insert("ksmd".into(), of(pid));
+        }
+        if let Some(daemon) = daemon {
+            account.seconds.insert("daemon".into(), of(daemon.pid()));
+            let state = daemon.get("/v1/state")?;
+            for vm in state["vms"].as_array().into_iter().flatten() {
+                let part = |key: &str| vm["returned"][key].as_f64().unwrap_or(0.0);
+                account.returned += part("recycled") + part("balloon") + part("reporting");
+            }
+        }
+        for vm in vms {
+            *account.seconds.entry("qemu".into()).or_default() += of(vm.pid());
+            for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid())).into_iter().flatten()
+            {
+                let Ok(task) = task else { continue };
+                let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+                let name = name.trim().replace('-', "_");
+                if name.starts_with("ebb") {
+                    let run = std::fs::read_to_string(task.path().join("schedstat"));
+                    let ns = run.ok().and_then(|t| t.split(' ').next()?.parse::<f64>().ok());
+                    *account.seconds.entry(name).or_default() += ns.unwrap_or(0.0) / 1e9;
+                }
+            }
+        }
+        let stat = std::fs::read_to_string("/proc/stat")?;
+        let ticks: Vec<f64> = stat
+            .lines()
+            .next()
+            .context("/proc/stat is empty")?
+            .split_whitespace()
+            .skip(1)
+            .take(8)
+            .filter_map(|n| n.parse().ok())
+            .collect();
+        account.idle = ticks.iter().skip(3).take(2).sum();
+        account.all = ticks.iter().sum();
+        Ok(account)
+    }
+
+    /// The difference. `time`: how long that was.
+    pub(super) fn since(mut self, before: &Account, time: Duration) -> Account {
+        for (name, seconds) in &mut self.seconds {
+            *seconds = (*seconds - before.seconds.get(name).unwrap_or(&0.0)).max(0.0);
+        }
+        self.returned = (self.returned - before.returned).max(0.0);
+        self.idle = (self.idle - before.idle) / (self.all - before.all).max(1.0);
+        self.all = time.as_secs_f64();
+        self
+    }
+
+    /// Shares of one processor, and seconds a terabyte that came back.
+    pub(super) fn add(&self, outcome: &mut Outcome, arm: &str) {
+        for (name, seconds) in &self.seconds {
+            let share = seconds / self.all.max(0.001);
+            outcome.add(arm, &format!("cpu_{name}"), "fraction", &[share]);
+        }
+        if self.returned > 0.0 {
+            let ours = |name: &&String| name.as_str() != "qemu";
+            let seconds: f64 =
+                self.seconds.iter().filter(|(name, _)| ours(name)).map(|(_, s)| s).sum();
+            outcome.add(arm, "returned", "bytes", &[self.returned]);
+            outcome.add(arm, "cpu_s_per_tb", "count", &[seconds / (self.returned / 1e12)]);
+        }
+    }
+}
+
+/// What holds a VM's memory when its jobs rest.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Rest {
+    /// Resident guest RAM; a page that is merged counts in each VM.
+    pub(super) guest: Bytes,
+    /// In huge pages.
+    pub(super) huge: Bytes,
+    /// Everything else of the process.
+    pub(super) vmm: Bytes,
+}
+
+/// Of each VM.
+pub(super) fn rest(vms: &[Vm]) -> Result<Vec<Rest>> {
+    let mut all = Vec::new();
+    for vm in vms {
+        let Some(regions) = read_smaps(&Root::default(), vm.pid())? else { continue };
+        let mut rest = Rest::default();
+        for region in guest_ram(&regions) {
+            // Video memory and firmware are RAM too, but the VMM's.
+            if region.range.len >= vm.memory().0 / 2 {
+                rest.guest += region.resident;
+                rest.huge += region.huge;
+            }
+        }
+        rest.vmm = regions.iter().map(|r| r.resident).sum::<Bytes>() - rest.guest;
+        all.push(rest);
+    }
+    Ok(all)
+}

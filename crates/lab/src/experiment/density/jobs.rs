@@ -1,0 +1,195 @@
+//! The VMs' jobs: what each does in every period, and how long it took.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::{COMMON, Kind, Plan};
+use crate::guest::Event;
+use crate::vm::Vm;
+
+/// One VM in so many checks what it wrote.
+const CHECKED: usize = 8;
+/// A check's seconds.
+const VERIFY_S: u64 = 2;
+/// Consoles are looked at this often.
+const CHECK_EVERY: Duration = Duration::from_millis(500);
+
+/// A VM's job.
+struct Job {
+    kind: Kind,
+    /// When it begins its next period.
+    next: Instant,
+    /// When it began this one.
+    begun: Option<Instant>,
+    /// When it frees what it took.
+    free: Option<Instant>,
+    /// It is a `cycle` of its own, which keeps its times.
+    started: bool,
+    /// When it checks next, if it is one that does.
+    verify: Option<Instant>,
+}
+
+/// All jobs, in the order of the VMs.
+pub(super) struct Jobs {
+    plan: Plan,
+    jobs: Vec<Job>,
+    /// How long each took to touch its memory, seconds, since this was cleared.
+    pub(super) touches: Vec<f64>,
+    /// Median of the first two VMs alone; 0 where it is not known.
+    pub(super) alone: f64,
+    /// Pages that were checked and right.
+    pub(super) checks: u64,
+    looked: Instant,
+}
+
+impl Jobs {
+    pub(super) fn new(plan: Plan) -> Jobs {
+        let looked = Instant::now();
+        Jobs { plan, jobs: Vec::new(), touches: Vec::new(), alone: 0.0, checks: 0, looked }
+    }
+
+    /// The VM has booted: it reads what all have in common, and begins its job at `start`.
+    pub(super) fn add(&mut self, vm: &Vm, start: Instant) -> Result<()> {
+        let n = self.jobs.len();
+        let read = format!("size={}", COMMON.0);
+        let minute = Duration::from_secs(60);
+        vm.tool().start_ready("common", "read", &read, minute).map_err(|e| vm.explain(e))?;
+        let kind = match self.plan.job {
+            Kind::Mixed => [Kind::Cycle, Kind::Pieces, Kind::Cache][n % 3],
+            kind => kind,
+        };
+        let verify = (n % CHECKED == 1).then_some(start + self.plan.period / 3);
+        self.jobs.push(Job { kind, next: start, begun: None, free: None, started: false, verify });
+        Ok(())
+    }
+
+    /// Has the jobs begin a fraction of a period apart.
+    pub(super) fn stagger(&mut self, from: Instant, vms: u32) {
+        let apart = self.plan.period / vms.max(1);
+        for (n, job) in self.jobs.iter_mut().enumerate() {
+            job.next = from + apart * n as u32;
+            job.verify = job.verify.map(|_| job.next + self.plan.period / 3);
+        }
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.jobs.truncate(len);
+    }
+
+    /// Runs until every VM has touched its memory once.
+    pub(super) fn until_touched(&mut self, vms: &[Vm], most: Duration) -> Result<Vec<f64>> {
+        let until = Instant::now() + most + Duration::from_secs(60);
+        self.touches.clear();
+        while self.touches.len() < vms.len() {
+            if let Some(harm) = self.step(vms)? {
+                bail!("the first VMs: {harm}");
+            }
+            if Instant::now() > until {
+                bail!("the first VMs' jobs did not touch their memory");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(self.touches.clone())
+    }
+
+    /// Begins and ends what is due, and takes what was said; harm, if there was some.
+    pub(super) fn step(&mut self, vms: &[Vm]) -> Result<Option<String>> {
+        let look = self.looked.elapsed() >= CHECK_EVERY;
+        if look {
+            self.looked = Instant::now();
+        }
+        for (n, vm) in vms.iter().enumerate() {
+            if look && let Err(e) = vm.check() {
+                return Ok(Some(format!("{} was lost: {e}", vm.name())));
+            }
+            for event in vm.tool().take_events() {
+                if let Some(harm) = self.hear(n, vm, &event) {
+                    return Ok(Some(harm));
+                }
+            }
+            if let Err(e) = self.due(n, vm) {
+                return Ok(Some(format!("{}: {e:#}", vm.name())));
+            }
+        }
+        Ok(None)
+    }
+
+    fn hear(&mut self, n: usize, vm: &Vm, event: &Event) -> Option<String> {
+        let job = &mut self.jobs[n];
+        match (event.job.as_str(), event.name.as_str(), job.kind) {
+            ("job", "progress", Kind::Cycle) => {
+                self.touches.push(event.fields.f64("touch_ns") / 1e9);
+            }
+            ("job", "ready", Kind::Pieces | Kind::Cache) => {
+                let begun = job.begun.take()?;
+                self.touches.push(begun.elapsed().as_secs_f64());
+                job.free = (job.kind == Kind::Pieces).then(|| Instant::now() + self.plan.hold);
+            }
+            ("verify", "exit", _) => {
+                let stat = vm.tool().stat("verify").ok()?;
+                if event.fields.str("state") == "failed" || stat.u64("errors") > 0 {
+                    return Some(format!("{} read what it did not write: {:?}", vm.name(), stat.0));
+                }
+                if event.fields.str("state") == "killed" {
+                    return Some(format!("{} lost its check to the OOM killer", vm.name()));
+                }
+                self.checks += stat.u64("checks");
+            }
+            // What was stopped says so too.
+            (_, "exit", _) if event.fields.str("state") != "stopped" => {
+                return Some(format!("{} lost a job: {event:?}", vm.name()));
+            }
+            _ => {}
+        }
+        None
+    }
+
+    fn due(&mut self, n: usize, vm: &Vm) -> Result<()> {
+        let (plan, job, now) = (&self.plan, &mut self.jobs[n], Instant::now());
+        let tool = vm.tool();
+        if job.verify.is_some_and(|at| now >= at) {
+            job.verify = Some(now + plan.period);
+            let size = plan.memory.0 / 8;
+            let arguments = format!("size={size} seconds={VERIFY_S} seed={n}");
+            tool.start("verify", "verify", &arguments).context("verify")?;
+        }
+        if job.free.is_some_and(|at| now >= at) {
+            job.free = None;
+            tool.poke("job").context("poke")?;
+        }
+        if now < job.next {
+            return Ok(());
+        }
+        job.next = now.max(job.next + plan.period);
+        if job.next < now + plan.period / 2 {
+            job.next = now + plan.period;
+        }
+        let size = plan.size.0;
+        match job.kind {
+            Kind::Cycle if job.started => {}
+            Kind::Cycle => {
+                let arguments = format!(
+                    "size={size} base=4096 period_ms={} hold_ms={} pattern=touch seed={n}",
+                    plan.period.as_millis(),
+                    plan.hold.as_millis()
+                );
+                tool.start("job", "cycle", &arguments)?;
+            }
+            Kind::Pieces | Kind::Cache | Kind::Mixed => {
+                if job.started {
+                    tool.stop("job")?;
+                }
+                job.begun = Some(now);
+                if job.kind == Kind::Cache {
+                    tool.start("job", "read", &format!("size={size}"))?;
+                } else {
+                    let size = size & !((128 << 10) - 1);
+                    tool.start("job", "pieces", &format!("size={size} piece=65536"))?;
+                }
+            }
+        }
+        self.jobs[n].started = true;
+        Ok(())
+    }
+}

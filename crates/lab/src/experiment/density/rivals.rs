@@ -1,0 +1,65 @@
+//! What the kernel's and Debian's page merging is told.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use ebb_core::units::Bytes;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::image::Cache;
+use crate::setup;
+
+const KSM: &str = "/sys/kernel/mm/ksm/";
+
+/// The knobs of an arm. Those that `ksmtuned` sets are listed as they are, so that the arena
+/// puts them back.
+pub(super) fn knobs(arm: &str) -> Vec<(String, String)> {
+    let knob = |name: &str, value: &str| (format!("{KSM}{name}"), value.to_string());
+    match arm {
+        "ksm" => {
+            vec![knob("pages_to_scan", "1000000"), knob("sleep_millisecs", "0"), knob("run", "1")]
+        }
+        "ksmtuned" => ["pages_to_scan", "sleep_millisecs", "run"]
+            .iter()
+            .filter_map(|name| {
+                let now = std::fs::read_to_string(format!("{KSM}{name}")).ok()?;
+                Some(knob(name, now.trim()))
+            })
+            .collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Debian's `ksmtuned` with its own settings. It knows the machine's memory only, so its
+/// threshold is raised by what the machine has beyond the budget: it acts as on a host of that size.
+pub(super) struct Ksmtuned(Pid);
+
+impl Ksmtuned {
+    pub(super) fn start(dir: &Path, budget: Bytes) -> Result<Ksmtuned> {
+        let package = setup::package(&Cache::from_env(), "ksmtuned")?;
+        let pid = dir.join("ksmtuned.pid");
+        let meminfo = std::fs::read_to_string("/proc/meminfo")?;
+        let total = meminfo.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
+        let total = Bytes::kib(total.context("no MemTotal")?);
+        let threshold = total - budget + budget.share(0.20);
+        let status = Command::new(package.join("usr/sbin/ksmtuned"))
+            .env("KSM_THRES_CONST", (threshold.0 >> 10).to_string())
+            .env("PIDFILE", &pid)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()?;
+        if !status.success() {
+            bail!("ksmtuned: {status}");
+        }
+        let pid = std::fs::read_to_string(pid)?;
+        Ok(Ksmtuned(Pid::from_raw(pid.trim().parse()?).context("ksmtuned has no pid")?))
+    }
+}
+
+impl Drop for Ksmtuned {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::KILL);
+    }
+}
