@@ -354,14 +354,12 @@ impl Vm {
         })
     }
 
-    /// Connects where it is time to, and queues this tick's questions. What has not
+    /// Connects where it is time to, and queues this tick's questions: what QEMU has said was
+    /// read right before. What has not
     /// answered those of the tick before is slow, and not asked again until it has. Nor is one
     /// that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
         self.leave_unwanted();
-        if let Some(client) = &mut self.client {
-            client.pump();
-        }
         self.take_late();
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
@@ -620,7 +618,7 @@ impl Vm {
                 client.protocol().forget(id);
             }
         }
-        client.pump();
+        client.flush();
     }
 
     fn take_events(&mut self) {
@@ -741,7 +739,7 @@ impl Vm {
         match self.usable() {
             Ok(client) => {
                 merging.order(open, client);
-                client.pump();
+                client.flush();
             }
             Err(_) => merging.refuse("no QMP connection".into()),
         }
@@ -752,7 +750,7 @@ impl Vm {
     pub fn go_on_merging(&mut self, look: Option<&Look>) {
         let client = self.client.as_mut().filter(|c| c.state() == State::Ready);
         self.merging.go_on(client, look);
-        self.client.iter_mut().for_each(Client::pump);
+        self.client.iter_mut().for_each(Client::flush);
     }
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
