@@ -34,7 +34,7 @@ use crate::hands_off::HandsOffs;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
-use crate::probe::process::{Life, life, read_status};
+use crate::probe::process::{Life, life};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::vmpressure::PressureEvents;
@@ -49,6 +49,10 @@ pub use self::wait::Wake;
 
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
+
+/// Of so many VMs the files in `/proc` are kept open; where there are more, descriptors are for
+/// their sockets.
+const KEPT_OPEN: usize = 1000;
 
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
@@ -268,8 +272,8 @@ impl LinuxHost {
     fn refresh(&mut self, now: Instant) {
         let before = self.vms.len();
         let root = &self.options.root;
-        let resting = &self.resting;
-        self.vms.retain(|id, _| resting.contains(id) || life(root, *id) != Life::Ended);
+        let (resting, keep) = (&self.resting, before <= KEPT_OPEN);
+        self.vms.retain(|id, vm| resting.contains(id) || vm.look(root, keep) != Life::Ended);
         self.offloader.keep(|id| self.vms.contains_key(id));
         self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
@@ -615,11 +619,11 @@ impl LinuxHost {
         wall_ms: u64,
         problems: &mut Vec<Problem>,
     ) -> Vec<VmSample> {
-        let root = &self.options.root;
+        let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
         let one = |(id, vm): (&VmId, &mut Vm)| {
-            if !self.resting.contains(id) || vm.memory.is_none() {
-                let source = format!("/proc/{}/status", id.pid);
-                vm.memory = noted(problems, &source, read_status(root, id.pid));
+            // One that was just found.
+            if vm.is_unseen() && !self.resting.contains(id) {
+                vm.look(root, keep);
             }
             let mut sample = vm.sample(at, wall_ms, problems);
             sample.offload = self.offloader.sample(*id);

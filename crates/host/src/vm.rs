@@ -24,6 +24,7 @@ use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
 use crate::probe::mappers;
+use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
 use crate::root::Root;
@@ -165,14 +166,19 @@ pub(crate) struct Vm {
     /// Asked for where there is an agent.
     inventory: Inventory,
     verdict: Option<Verdict>,
+    watched: Watched,
     /// What its process held when that was last read.
-    pub memory: Option<ProcessMemory>,
+    memory: Option<ProcessMemory>,
+    /// Why that could not be read.
+    unread: Option<String>,
+    /// Its process was looked at since the last sample.
+    seen: bool,
 }
 
 impl Vm {
     pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
         let agent = process.agent.clone();
-        let pid = process.id.pid;
+        let (pid, watched) = (process.id.pid, Watched::new(process.id));
         Vm {
             agent: agent.map(|path| AgentLink::new(path, pid)),
             merging: MergeLink::default(),
@@ -215,8 +221,24 @@ impl Vm {
             done_late: None,
             inventory: Inventory::default(),
             verdict: None,
+            watched,
             memory: None,
+            unread: None,
+            seen: false,
         }
+    }
+
+    /// Looks at its process.
+    pub fn look(&mut self, root: &Root, keep_open: bool) -> Life {
+        let (life, memory) = self.watched.look(root, keep_open);
+        self.unread = memory.as_ref().err().map(ToString::to_string);
+        (self.memory, self.seen) = (memory.ok().flatten(), true);
+        life
+    }
+
+    /// Whether that is to be done before the next sample.
+    pub fn is_unseen(&self) -> bool {
+        !self.seen
     }
 
     /// Whether its agent is spoken to.
@@ -694,8 +716,10 @@ impl Vm {
             self.asked.iter().for_each(|(_, id)| client.protocol().not_wait(*id));
         }
         let id = self.process.id;
-        let told = std::mem::take(&mut self.answers.problems);
-        problems.extend(told.into_iter().map(|(source, message)| problem(id, source, message)));
+        self.seen = false;
+        let unread = self.unread.take().map(|why| (format!("/proc/{}/status", id.pid), why));
+        let told = unread.into_iter().chain(std::mem::take(&mut self.answers.problems));
+        problems.extend(told.map(|(source, message)| problem(id, source, message)));
         let run = match &self.answers.run {
             Some(RunState::Running | RunState::Paused) if self.answers.migrating => {
                 Some(RunState::Migrating)
