@@ -555,14 +555,14 @@ impl Protocol {
 /// A command on the wire.
 #[derive(Serialize)]
 struct Sent<'a> {
-    execute: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     arguments: Option<Value>,
+    execute: &'a str,
     id: u64,
 }
 
 fn encode(out: &mut Vec<u8>, execute: &str, arguments: Option<Value>, id: u64) {
     // Writing to memory does not fail, and a `Value` is always JSON.
-    let _ = serde_json::to_writer(&mut *out, &Sent { execute, arguments, id });
+    let _ = serde_json::to_writer(&mut *out, &Sent { arguments, execute, id });
     out.push(b'\n');
 }
