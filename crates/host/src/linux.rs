@@ -6,10 +6,10 @@
 //! `vm.rs`'s; what is read of the kernel is `probe/`'s; this file only joins.
 
 mod options;
+mod wait;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -34,25 +34,26 @@ use crate::hands_off::HandsOffs;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
-use crate::probe::process::{Life, life, read_status};
+use crate::probe::process::{Life, life};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
-use crate::qmp::{Client, QmpError, interest, poll_all};
+use crate::qmp::{Client, QmpError, poll_all, pump_ready};
 use crate::root::ProbeError;
 use crate::sys;
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
 
 pub use self::options::{MergeOptions, Options};
+pub use self::wait::Wake;
 
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
 
-/// Notifications of reclaim end a sleep at most so often: they come for every 512
-/// pages that are looked at.
-const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
+/// Of so many VMs the files in `/proc` are kept open; where there are more, descriptors are for
+/// their sockets.
+const KEPT_OPEN: usize = 1000;
 
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
@@ -96,20 +97,6 @@ pub enum ActError {
     /// QEMU refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-}
-
-/// Why [`LinuxHost::wait`] returned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    /// The time was up.
-    Timer,
-    /// Tasks on the host stalled for memory.
-    Pressure,
-    /// A VM reset, stopped, resumed, migrated or went away. Stays until the
-    /// next [`LinuxHost::sample`].
-    Event,
-    /// A [`Waker`] was used.
-    Woken,
 }
 
 /// The machine, with everything that is kept between ticks.
@@ -305,8 +292,8 @@ impl LinuxHost {
     fn refresh(&mut self, now: Instant) {
         let before = self.vms.len();
         let root = &self.options.root;
-        let resting = &self.resting;
-        self.vms.retain(|id, _| resting.contains(id) || life(root, *id) != Life::Ended);
+        let (resting, keep) = (&self.resting, before <= KEPT_OPEN);
+        self.vms.retain(|id, vm| resting.contains(id) || vm.look(root, keep) != Life::Ended);
         self.offloader.keep(|id| self.vms.contains_key(id));
         self.splitter.keep(|id| self.vms.contains_key(id));
         self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
@@ -430,6 +417,7 @@ impl LinuxHost {
     }
 
     fn query(&mut self, started: Instant, at: Stamp) {
+        pump_ready(&mut clients(&mut self.vms));
         let resting = &self.resting;
         self.vms.iter_mut().for_each(|(id, vm)| vm.ask(started, at, resting.contains(id)));
         // From here: what reading took is not QEMU's doing.
@@ -651,11 +639,11 @@ impl LinuxHost {
         wall_ms: u64,
         problems: &mut Vec<Problem>,
     ) -> Vec<VmSample> {
-        let root = &self.options.root;
+        let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
         let one = |(id, vm): (&VmId, &mut Vm)| {
-            if !self.resting.contains(id) || vm.memory.is_none() {
-                let source = format!("/proc/{}/status", id.pid);
-                vm.memory = noted(problems, &source, read_status(root, id.pid));
+            // One that was just found.
+            if vm.is_unseen() && !self.resting.contains(id) {
+                vm.look(root, keep);
             }
             let mut sample = vm.sample(at, wall_ms, problems);
             sample.offload = self.offloader.sample(*id);
@@ -753,58 +741,6 @@ impl LinuxHost {
             }
         }
     }
-
-    /// Sleeps until `until`, or less: see [`Wake`].
-    pub fn wait(&mut self, until: Instant) -> Wake {
-        loop {
-            clients(&mut self.vms).into_iter().for_each(Client::pump);
-            if self.vms.values_mut().any(Vm::is_urgent) {
-                return Wake::Event;
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Wake::Timer;
-            }
-            let (woken, pressure) = self.poll(left);
-            if woken {
-                self.waker.clear();
-                return Wake::Woken;
-            }
-            if pressure {
-                return Wake::Pressure;
-            }
-        }
-    }
-
-    /// One `poll`; whether the waker fired, and whether the host told of pressure.
-    fn poll(&mut self, left: Duration) -> (bool, bool) {
-        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
-        let psi = self.trigger.as_ref().map(|t| PollFd::from_borrowed_fd(t.fd(), PollFlags::PRI));
-        let psi_at = psi.is_some().then_some(fds.len());
-        fds.extend(psi);
-        let heard = self.notified.is_some_and(|at| at.elapsed() < NOTIFIED_EVERY);
-        let levels = self.notifications.as_ref().filter(|_| !heard).map(PressureEvents::fds);
-        let levels_at = fds.len()..fds.len() + levels.map_or(0, |l| l.len());
-        fds.extend(levels.iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)));
-        let clients = self.vms.values().filter_map(|v| v.client.as_ref());
-        fds.extend(clients.filter_map(|c| Some(PollFd::from_borrowed_fd(c.fd()?, interest(c)))));
-        let Ok(timeout) = left.try_into() else { return (false, false) };
-        if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
-            return (false, false);
-        }
-        let woken = !fds[0].revents().is_empty();
-        let psi = psi_at.map_or(PollFlags::empty(), |i| fds[i].revents());
-        let notified = fds[levels_at].iter().any(|fd| !fd.revents().is_empty());
-        drop(fds);
-        if notified {
-            self.notified = Some(Instant::now());
-        }
-        if psi.intersects(PollFlags::ERR | PollFlags::NVAL) {
-            self.trigger = None;
-            return (woken, notified);
-        }
-        (woken, notified || psi.contains(PollFlags::PRI))
-    }
 }
 
 /// What may be done to the VM of this process.
@@ -822,8 +758,12 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim:
     }
 }
 
+fn clients_of(vms: &mut BTreeMap<VmId, Vm>) -> impl Iterator<Item = &mut Client> {
+    vms.values_mut().filter_map(|v| v.client.as_mut())
+}
+
 fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
-    vms.values_mut().filter_map(|v| v.client.as_mut()).collect()
+    clients_of(vms).collect()
 }
 
 /// A failure becomes a problem of the host, and the value unknown.

@@ -132,11 +132,18 @@ impl Client {
     /// `MAX_PUMP` (4 MiB) read.
     pub fn pump(&mut self) {
         self.read_some();
+        self.flush();
+    }
+
+    /// The same without reading: what there is to read, `poll` tells.
+    pub fn flush(&mut self) {
         self.write_some();
-        let silent = self.opened.elapsed();
-        if self.state() == State::Greeting && silent >= GREETING_TIMEOUT {
-            let error = self.taken(silent);
-            self.protocol.fail(error);
+        if self.state() == State::Greeting {
+            let silent = self.opened.elapsed();
+            if silent >= GREETING_TIMEOUT {
+                let error = self.taken(silent);
+                self.protocol.fail(error);
+            }
         }
         if self.state() == State::Failed {
             self.socket = None;
@@ -154,6 +161,10 @@ impl Client {
                     total += n;
                     self.heard = Instant::now();
                     self.protocol.feed(&buffer[..n]);
+                    // There was no more; what comes later `poll` tells.
+                    if n < buffer.len() {
+                        return;
+                    }
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
@@ -218,7 +229,7 @@ impl Client {
             if Instant::now() >= until {
                 return Ok(false);
             }
-            poll_once(&[self], until);
+            poll_once(&[self], until, |_| true);
         }
     }
 
@@ -241,23 +252,33 @@ impl Client {
 /// how many are still waited for. A client whose commands were all forgotten
 /// is read from but not waited for, so a hung QEMU costs one deadline, once.
 pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
-    clients.iter_mut().for_each(|c| c.pump());
+    clients.iter_mut().for_each(|c| c.flush());
     loop {
         let waiting = clients.iter().filter(|c| c.protocol.waiting() > 0).count();
         if waiting == 0 || Instant::now() >= deadline {
             return waiting;
         }
-        for i in poll_once(clients, deadline) {
+        for i in poll_once(clients, deadline, |c| c.protocol.waiting() > 0) {
             clients[i].pump();
         }
     }
 }
 
-/// Sleeps until some of the clients can be pumped (returns which), or
+/// Reads what the clients' peers have said already, without waiting.
+pub fn pump_ready(clients: &mut [&mut Client]) {
+    for i in poll_once(clients, Instant::now(), |_| true) {
+        clients[i].pump();
+    }
+}
+
+/// Sleeps until some of the wanted clients can be pumped (returns which), or
 /// `deadline`, or a second (so that a missing greeting is noticed).
-fn poll_once(clients: &[&mut Client], deadline: Instant) -> Vec<usize> {
+fn poll_once(
+    clients: &[&mut Client],
+    deadline: Instant,
+    wanted: impl Fn(&Client) -> bool,
+) -> Vec<usize> {
     let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
-    let wanted = |c: &Client| c.protocol.waiting() > 0 || clients.len() == 1;
     let (indices, mut fds): (Vec<usize>, Vec<PollFd<'_>>) = clients
         .iter()
         .enumerate()

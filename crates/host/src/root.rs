@@ -9,6 +9,7 @@ use std::fmt;
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -171,6 +172,28 @@ impl Root {
         }
     }
 
+    /// The same of a file in `/proc` that is read again and again: on the machine itself it stays
+    /// open in `kept`, until it cannot be read. What is kept is the file of one process; it never
+    /// shows a later one that has its pid.
+    pub fn reread(
+        &self,
+        absolute: impl AsRef<Path>,
+        kept: &mut Option<File>,
+    ) -> Result<Option<String>, ProbeError> {
+        let path = self.path(absolute);
+        let mut read = || -> io::Result<String> {
+            let file = kept.take();
+            if let Some(bytes) = self.faulty(&path)? {
+                return Ok(text(bytes));
+            }
+            let file = file.map_or_else(|| File::open(&path), Ok)?;
+            let bytes = read_from_start(&file)?;
+            *kept = self.is_machine().then_some(file);
+            Ok(text(bytes))
+        };
+        present(&path, read())
+    }
+
     /// The names in a directory; an error also where reading it ends early.
     pub fn read_dir(
         &self,
@@ -219,11 +242,7 @@ impl Root {
 
     /// The same as text; bytes that are not UTF-8 become U+FFFD.
     pub fn read(&self, absolute: impl AsRef<Path>) -> Result<Option<String>, ProbeError> {
-        let bytes = self.read_bytes(absolute)?;
-        Ok(bytes.map(|b| match String::from_utf8(b) {
-            Ok(text) => text,
-            Err(e) => String::from_utf8_lossy(e.as_bytes()).into_owned(),
-        }))
+        Ok(self.read_bytes(absolute)?.map(text))
     }
 
     /// Reads and parses; errors name the file.
@@ -237,6 +256,29 @@ impl Root {
         parse(&text)
             .map(Some)
             .map_err(|error| ProbeError::Parse { path: self.path(absolute), error })
+    }
+}
+
+/// Bytes that are not UTF-8 become U+FFFD.
+fn text(bytes: Vec<u8>) -> String {
+    match String::from_utf8(bytes) {
+        Ok(text) => text,
+        Err(e) => String::from_utf8_lossy(e.as_bytes()).into_owned(),
+    }
+}
+
+/// All of an open file that the kernel makes as a whole: a read that fills less than it could
+/// is the last. At most [`MAX_FILE`] bytes.
+fn read_from_start(file: &File) -> io::Result<Vec<u8>> {
+    let (mut bytes, mut length) = (vec![0; USUAL], 0);
+    loop {
+        let n = file.read_at(&mut bytes[length..], length as u64)?;
+        length += n;
+        if length < bytes.len() || length as u64 >= MAX_FILE {
+            bytes.truncate(length);
+            return Ok(bytes);
+        }
+        bytes.resize(2 * length, 0);
     }
 }
 

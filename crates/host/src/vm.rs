@@ -6,6 +6,8 @@
 //! the deadline is used in a later tick. A VM that does not
 //! answer is not asked again until it has: its questions never pile up.
 
+mod questions;
+
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -17,6 +19,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
 
+use self::questions::BALLOON_CHANGE;
 use crate::act::merger::Look;
 use crate::agent_link::{AgentLink, Terms};
 use crate::balloon::{self, DEVICE_FOLDERS};
@@ -24,6 +27,7 @@ use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
 use crate::probe::mappers;
+use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
 use crate::root::Root;
@@ -32,10 +36,6 @@ use crate::root::Root;
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
-/// Devices and RAM size are looked up this often without any event.
-const LOOK_UP: Duration = Duration::from_secs(60);
-/// And this often while no balloon was found.
-const LOOK_FOR: Duration = Duration::from_secs(5);
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
 const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
@@ -146,6 +146,12 @@ pub(crate) struct Vm {
     kicked: Stamp,
     events: Vec<VmEvent>,
     asked: Vec<(Ask, u64)>,
+    /// When its guest's last words were seen that were new.
+    words_new: Option<Instant>,
+    /// When it was last asked how it runs.
+    ran_asked: Option<Instant>,
+    /// It was asked for its RAM in this tick.
+    ram_asked: bool,
     /// When the questions were asked that were answered last.
     asked_at: Stamp,
     answers: Answers,
@@ -165,14 +171,19 @@ pub(crate) struct Vm {
     /// Asked for where there is an agent.
     inventory: Inventory,
     verdict: Option<Verdict>,
+    watched: Watched,
     /// What its process held when that was last read.
-    pub memory: Option<ProcessMemory>,
+    memory: Option<ProcessMemory>,
+    /// Why that could not be read.
+    unread: Option<String>,
+    /// Its process was looked at since the last sample.
+    seen: bool,
 }
 
 impl Vm {
     pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
         let agent = process.agent.clone();
-        let pid = process.id.pid;
+        let (pid, watched) = (process.id.pid, Watched::new(process.id));
         Vm {
             agent: agent.map(|path| AgentLink::new(path, pid)),
             merging: MergeLink::default(),
@@ -204,6 +215,9 @@ impl Vm {
             kicked: Stamp(0),
             events: Vec::new(),
             asked: Vec::new(),
+            words_new: None,
+            ran_asked: None,
+            ram_asked: false,
             asked_at: Stamp(0),
             answers: Answers::default(),
             access,
@@ -215,8 +229,24 @@ impl Vm {
             done_late: None,
             inventory: Inventory::default(),
             verdict: None,
+            watched,
             memory: None,
+            unread: None,
+            seen: false,
         }
+    }
+
+    /// Looks at its process.
+    pub fn look(&mut self, root: &Root, keep_open: bool) -> Life {
+        let (life, memory) = self.watched.look(root, keep_open);
+        self.unread = memory.as_ref().err().map(ToString::to_string);
+        (self.memory, self.seen) = (memory.ok().flatten(), true);
+        life
+    }
+
+    /// Whether that is to be done before the next sample.
+    pub fn is_unseen(&self) -> bool {
+        !self.seen
     }
 
     /// Whether its agent is spoken to.
@@ -354,14 +384,12 @@ impl Vm {
         })
     }
 
-    /// Connects where it is time to, and queues this tick's questions. What has not
+    /// Connects where it is time to, and queues this tick's questions: what QEMU has said was
+    /// read right before. What has not
     /// answered those of the tick before is slow, and not asked again until it has. Nor is one
     /// that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
         self.leave_unwanted();
-        if let Some(client) = &mut self.client {
-            client.pump();
-        }
         self.take_late();
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
@@ -378,7 +406,7 @@ impl Vm {
             self.connect();
             self.reap(now);
         }
-        if self.client.is_some() && self.slow_since.is_none() && !rests {
+        if self.client.is_some() && self.slow_since.is_none() && !rests && self.may_have_news(now) {
             self.asked_at = at;
             self.questions(now);
         }
@@ -402,7 +430,7 @@ impl Vm {
         self.inventory.forget();
         self.verdict = None;
         (self.ready, self.slow_since) = (false, None);
-        self.looked_up = None;
+        (self.looked_up, self.words_new, self.ran_asked) = (None, None, None);
     }
 
     fn connect(&mut self) {
@@ -433,61 +461,6 @@ impl Vm {
         self.answers.problems = problems;
         self.retry_at = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(BACKOFF.1);
-    }
-
-    fn questions(&mut self, now: Instant) {
-        self.send(Ask::Status, "query-status", None);
-        self.send(Ask::Migrate, "query-migrate", None);
-        // Beside the size in each tick: what is plugged moves both.
-        self.send(Ask::MemorySize, "query-memory-size-summary", None);
-        let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
-        if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
-            self.looked_up = Some(now);
-            for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-                self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));
-            }
-        }
-        if self.ready {
-            self.ask_balloon();
-        }
-        self.verdict = None;
-        if self.ready && self.uses_agent() {
-            if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
-                self.inventory.look_anew();
-            }
-            for (look, command, arguments) in self.inventory.questions(now) {
-                self.send(Ask::Inventory(look), command, arguments);
-            }
-        }
-    }
-
-    fn ask_balloon(&mut self) {
-        if self.device.is_none() {
-            return;
-        }
-        self.send(Ask::Balloon, "query-balloon", None);
-        self.get(Ask::Stats, balloon::STATS);
-        for ask in self.owed.clone() {
-            let property = match ask {
-                Ask::Reporting => balloon::REPORTING,
-                Ask::DeflateOnOom => balloon::DEFLATE_ON_OOM,
-                _ => balloon::INTERVAL,
-            };
-            self.get(ask, property);
-        }
-    }
-
-    fn get(&mut self, ask: Ask, property: &str) {
-        let Some(device) = self.device.clone() else { return };
-        self.send(ask, "qom-get", Some(balloon::get(&device, property)));
-    }
-
-    fn send(&mut self, ask: Ask, command: &str, arguments: Option<Value>) {
-        let Some(client) = &mut self.client else { return };
-        match client.send(command, arguments) {
-            Ok(id) => self.asked.push((ask, id)),
-            Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
-        }
     }
 
     /// Takes the answers that are there; true where they led to new questions.
@@ -533,6 +506,10 @@ impl Vm {
         let checked = match ask {
             Ask::Status => balloon::parse_status(&value).map(|run| self.answers.run = Some(run)),
             Ask::Balloon => balloon::parse_balloon(&value).map(|b| {
+                // What is plugged moves the RAM and this: both are of the same tick.
+                if self.answers.actual != Some(b) && !std::mem::replace(&mut self.ram_asked, true) {
+                    self.send(Ask::MemorySize, "query-memory-size-summary", None);
+                }
                 let at = Some(Instant::now());
                 (self.answers.actual, self.answers.actual_at) = (Some(b), at);
                 self.answers.actual_new = true;
@@ -579,6 +556,9 @@ impl Vm {
             }
             Ask::Stats => {
                 let (guest, problems) = balloon::parse_guest_stats(value, self.ram);
+                if guest != self.answers.guest {
+                    self.words_new = guest.map(|_| Instant::now());
+                }
                 guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
                 self.answers.guest = guest;
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
@@ -620,7 +600,7 @@ impl Vm {
                 client.protocol().forget(id);
             }
         }
-        client.pump();
+        client.flush();
     }
 
     fn take_events(&mut self) {
@@ -632,6 +612,10 @@ impl Vm {
             }
             if event.name == "RESET" {
                 self.heard = Heard::default();
+            }
+            // One that came while the tick asked may tell more than its answers.
+            if event.name != BALLOON_CHANGE {
+                self.ran_asked = None;
             }
             self.events.extend(balloon::parse_event(&event));
         }
@@ -696,8 +680,10 @@ impl Vm {
             self.asked.iter().for_each(|(_, id)| client.protocol().not_wait(*id));
         }
         let id = self.process.id;
-        let told = std::mem::take(&mut self.answers.problems);
-        problems.extend(told.into_iter().map(|(source, message)| problem(id, source, message)));
+        self.seen = false;
+        let unread = self.unread.take().map(|why| (format!("/proc/{}/status", id.pid), why));
+        let told = unread.into_iter().chain(std::mem::take(&mut self.answers.problems));
+        problems.extend(told.map(|(source, message)| problem(id, source, message)));
         let run = match &self.answers.run {
             Some(RunState::Running | RunState::Paused) if self.answers.migrating => {
                 Some(RunState::Migrating)
@@ -741,7 +727,7 @@ impl Vm {
         match self.usable() {
             Ok(client) => {
                 merging.order(open, client);
-                client.pump();
+                client.flush();
             }
             Err(_) => merging.refuse("no QMP connection".into()),
         }
@@ -752,7 +738,7 @@ impl Vm {
     pub fn go_on_merging(&mut self, look: Option<&Look>) {
         let client = self.client.as_mut().filter(|c| c.state() == State::Ready);
         self.merging.go_on(client, look);
-        self.client.iter_mut().for_each(Client::pump);
+        self.client.iter_mut().for_each(Client::flush);
     }
 
     /// Whether its mappings are to be looked at: never yet, because an order waits

@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
@@ -18,7 +18,7 @@ use crate::LabError;
 /// The name under which the lab's binary is a stand-in.
 pub const PROGRAM: &str = "qemu-system-standin";
 /// What one says it was given.
-const RAM: u64 = 4 << 30;
+pub const RAM: u64 = 4 << 30;
 
 /// What a stand-in is told on its command line.
 #[derive(Debug, PartialEq, Eq)]
@@ -54,20 +54,31 @@ pub fn start(program: &Path, dir: &Path, name: &str) -> Result<Child, LabError> 
 pub fn serve(options: &Options) -> Result<(), LabError> {
     let _ = std::fs::remove_file(&options.socket);
     let socket = UnixListener::bind(&options.socket).map_err(LabError::file(&options.socket))?;
-    let mut guest = Guest { actual: RAM, number: options.number, asked: 0 };
+    let mut guest = Guest::new(options.number);
     loop {
         let Ok((stream, _)) = socket.accept() else { continue };
         let _ = guest.talk(stream);
     }
 }
 
+/// What QEMU has its guest say every 2 s, and when it is told to ask.
+const INTERVAL: Duration = Duration::from_secs(2);
+
 struct Guest {
     actual: u64,
     number: u64,
+    /// How often the guest was asked, and when it was last.
     asked: u64,
+    asked_at: Option<Instant>,
+    /// What it said then.
+    words: Value,
 }
 
 impl Guest {
+    fn new(number: u64) -> Guest {
+        Guest { actual: RAM, number, asked: 0, asked_at: None, words: Value::Null }
+    }
+
     fn talk(&mut self, stream: UnixStream) -> std::io::Result<()> {
         let mut out = stream.try_clone()?;
         let greeting = json!({"QMP": {"version": {"qemu": {"major": 7, "minor": 2, "micro": 0},
@@ -101,10 +112,21 @@ impl Guest {
             }
             "qom-list" => json!([]),
             "qom-get" => match with["property"].as_str().unwrap_or_default() {
-                "guest-stats" => self.statistics(),
+                "guest-stats" => {
+                    if self.asked_at.is_none_or(|at| at.elapsed() >= INTERVAL) {
+                        self.asked_at = Some(Instant::now());
+                        self.words = self.statistics();
+                    }
+                    self.words.clone()
+                }
                 "guest-stats-polling-interval" => json!(2),
                 _ => json!(true),
             },
+            // Its interval is set, which has QEMU ask the guest.
+            "qom-set" => {
+                self.asked_at = None;
+                json!({})
+            }
             _ => json!({}),
         }
     }
@@ -154,7 +176,7 @@ mod tests {
 
     #[test]
     fn what_it_says_is_what_the_daemon_reads() {
-        let mut guest = Guest { actual: RAM, number: 3, asked: 0 };
+        let mut guest = Guest::new(3);
         let mut events = String::new();
         guest.answer(&json!("balloon"), &json!({"value": RAM / 2}), &mut events);
         assert!(events.contains("BALLOON_CHANGE"));

@@ -1,6 +1,7 @@
 //! What a process holds: `/proc/PID/{stat,status,smaps_rollup}` (Linux
 //! `fs/proc/array.c`, `fs/proc/task_mmu.c`). A process that has ended is `None`.
 
+use std::fs::File;
 use std::time::Duration;
 
 use ebb_core::sample::{ProcessMemory, VmId};
@@ -136,6 +137,53 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
         Some(())
     })?;
     Ok(seen.then_some(memory))
+}
+
+/// A process that is looked at again and again. Its `/proc/PID/status` is kept open, so that a
+/// look is one system call.
+#[derive(Debug)]
+pub struct Watched {
+    id: VmId,
+    file: Option<File>,
+}
+
+impl Watched {
+    /// The process that started then.
+    pub fn new(id: VmId) -> Watched {
+        Watched { id, file: None }
+    }
+
+    /// Whether it is still there, and what it holds. Its file stays open where it is to be kept.
+    pub fn look(
+        &mut self,
+        root: &Root,
+        keep: bool,
+    ) -> (Life, Result<Option<ProcessMemory>, ProbeError>) {
+        let path = format!("/proc/{}/status", self.id.pid);
+        let was_open = self.file.is_some();
+        let text = match root.reread(&path, &mut self.file) {
+            Ok(Some(text)) => text,
+            Ok(None) => return (life(root, self.id), Ok(None)),
+            Err(e) => return (life(root, self.id), Err(e)),
+        };
+        if !keep {
+            self.file = None;
+        }
+        let life = match was_open {
+            _ if is_over(&text) => Life::Ended,
+            true => Life::Alive,
+            // What was opened just now may be a later process's.
+            false => life(root, self.id),
+        };
+        let memory = parse_status(&text);
+        (life, memory.map_err(|error| ProbeError::Parse { path: root.path(path), error }))
+    }
+}
+
+/// Whether `/proc/PID/status` is of a process of which only the exit status is left.
+fn is_over(status: &str) -> bool {
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    state.is_some_and(|state| state.trim_start().starts_with(['Z', 'X']))
 }
 
 /// Whose a process is, of `/proc/PID/status`.
@@ -285,6 +333,50 @@ mod tests {
         assert_eq!(life(&root, id), Life::Ended, "a zombie");
         child.wait().unwrap();
         assert_eq!(life(&root, id), Life::Ended);
+    }
+
+    #[test]
+    fn a_watched_process_is_seen_to_end_and_not_taken_for_a_later_one() {
+        let root = Root::default();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id();
+        let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };
+        let mut kept = Watched::new(id);
+        for _ in 0..2 {
+            let (life, memory) = kept.look(&root, true);
+            assert_eq!(life, Life::Alive);
+            assert!(memory.unwrap().is_some());
+        }
+        let mut later = Watched::new(VmId { start: id.start - 1, ..id });
+        assert_eq!(later.look(&root, true).0, Life::Ended, "its pid is another's now");
+        let mut anew = Watched::new(id);
+        assert_eq!((anew.look(&root, false).0, anew.file.is_none()), (Life::Alive, true));
+        child.kill().unwrap();
+        while read_stat(&root, pid).unwrap().unwrap().state != 'Z' {
+            std::thread::yield_now();
+        }
+        assert!(matches!(kept.look(&root, true), (Life::Ended, Ok(None))), "a zombie");
+        child.wait().unwrap();
+        assert!(matches!(kept.look(&root, true), (Life::Ended, Ok(None))));
+    }
+
+    #[test]
+    fn a_watched_process_whose_file_cannot_be_read_is_looked_at_anew() {
+        let fails = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let switch = fails.clone();
+        let root = Root::default().with_faults(std::sync::Arc::new(move |_: &std::path::Path| {
+            let fails = switch.load(std::sync::atomic::Ordering::Relaxed);
+            fails.then(|| crate::root::Fault::Error(Errno::MFILE.into()))
+        }));
+        let pid = std::process::id();
+        let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };
+        let mut me = Watched::new(id);
+        for fail in [false, true, false] {
+            fails.store(fail, std::sync::atomic::Ordering::Relaxed);
+            let (life, memory) = me.look(&root, true);
+            assert_eq!(life, if fail { Life::Unknown } else { Life::Alive });
+            assert_eq!((memory.is_err(), me.file.is_none()), (fail, fail));
+        }
     }
 
     #[test]

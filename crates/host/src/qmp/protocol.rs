@@ -8,7 +8,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.
@@ -551,11 +552,17 @@ impl Protocol {
     }
 }
 
-fn encode(out: &mut Vec<u8>, command: &str, arguments: Option<Value>, id: u64) {
-    let mut message = json!({ "execute": command, "id": id });
-    if let Some(arguments) = arguments {
-        message["arguments"] = arguments;
-    }
-    out.extend_from_slice(message.to_string().as_bytes());
+/// A command on the wire.
+#[derive(Serialize)]
+struct Sent<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    arguments: Option<Value>,
+    execute: &'a str,
+    id: u64,
+}
+
+fn encode(out: &mut Vec<u8>, execute: &str, arguments: Option<Value>, id: u64) {
+    // Writing to memory does not fail, and a `Value` is always JSON.
+    let _ = serde_json::to_writer(&mut *out, &Sent { arguments, execute, id });
     out.push(b'\n');
 }

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
 
+use super::questions::RARELY;
 use super::*;
 
 #[test]
@@ -124,4 +125,115 @@ fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
     });
     assert!(known && vm.reporting.is_none());
     drop(peer.join());
+}
+
+/// What a scripted QEMU is like, and how often it was asked how it runs, and how large it is.
+#[derive(Default)]
+struct Like {
+    stopped: bool,
+    ram_mib: u64,
+    /// Its guest has said something.
+    words: bool,
+    asked: usize,
+    asked_size: usize,
+}
+
+/// A QEMU with a balloon that answers at once, as `like` says.
+fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    let ours = stream.try_clone().unwrap();
+    std::thread::spawn(move || {
+        stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let mut like = like.lock().unwrap();
+            let said = match asked["execute"].as_str().unwrap() {
+                "query-status" => {
+                    like.asked += 1;
+                    json!({ "status": if like.stopped { "paused" } else { "running" } })
+                }
+                "query-memory-size-summary" => json!({ "base-memory": like.ram_mib << 20 }),
+                "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
+                "query-balloon" => {
+                    like.asked_size += 1;
+                    json!({ "actual": like.ram_mib << 20 })
+                }
+                "qom-get" if line.contains(balloon::STATS) && like.words => {
+                    json!({ "last-update": 5, "stats": { "stat-free-memory": 4096 } })
+                }
+                _ => json!({}),
+            };
+            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            drop(stream.write_all(answer.as_bytes()));
+        }
+    });
+    ours
+}
+
+#[test]
+fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon_moves() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, ..Like::default() }));
+    let theirs = Arc::clone(&like);
+    let peer = std::thread::spawn(move || qemu_like(listener, theirs));
+    let mut vm = vm(path);
+    (vm.agent, vm.access.agent) = (None, AgentUse::Off);
+    while tick(&mut vm).balloon.is_none() {}
+    let mut peer = peer.join().unwrap();
+    let asked = || like.lock().unwrap().asked;
+    let (before, begun) = (asked(), Instant::now());
+    (0..20).for_each(|_| assert_eq!(tick(&mut vm).run, Some(RunState::Running)));
+    let most = 1 + (begun.elapsed().as_millis() / RARELY.as_millis()) as usize;
+    assert!(asked() - before <= most, "{} of 20 ticks", asked() - before);
+
+    like.lock().unwrap().ram_mib = 1536;
+    let sample = tick(&mut vm);
+    let plugged = Some(Bytes::mib(1536));
+    assert_eq!((sample.ram, sample.balloon.map(|b| b.actual)), (plugged, plugged));
+
+    like.lock().unwrap().stopped = true;
+    peer.write_all(b"{\"event\": \"STOP\", \"timestamp\": {}}\n").unwrap();
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.client.as_mut().unwrap().protocol().any_event(|_| true) && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+    }
+    assert_eq!(tick(&mut vm).run, Some(RunState::Paused));
+    std::thread::sleep(RARELY);
+    let before = asked();
+    tick(&mut vm);
+    assert_eq!(asked(), before + 1, "and now and then without any");
+}
+
+#[test]
+fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happens() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, words: true, ..Like::default() }));
+    let theirs = Arc::clone(&like);
+    let peer = std::thread::spawn(move || qemu_like(listener, theirs));
+    let mut vm = vm(path);
+    (vm.agent, vm.access.agent, vm.interval_s) = (None, AgentUse::Off, 2);
+    while tick(&mut vm).balloon.is_none_or(|b| b.guest.is_none()) {}
+    let mut peer = peer.join().unwrap();
+    let asks = |vm: &mut Vm| {
+        let before = like.lock().unwrap().asked_size;
+        let sample = tick(vm);
+        assert!(sample.balloon.is_some_and(|b| b.guest.is_some()), "what is known is told");
+        like.lock().unwrap().asked_size > before
+    };
+    let asked = (0..20).filter(|_| asks(&mut vm)).count();
+    assert!(asked < 10, "{asked} of 20 ticks");
+    peer.write_all(b"{\"event\": \"BALLOON_CHANGE\", \"data\": {\"actual\": 1}}\n").unwrap();
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.client.as_mut().unwrap().protocol().any_event(|_| true) && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+    }
+    assert!(asks(&mut vm), "its balloon has moved");
+    vm.kick(Stamp(1));
+    assert!(asks(&mut vm), "its guest was asked out of turn");
+    vm.words_new = Some(Instant::now() - Duration::from_millis(1500));
+    assert!(asks(&mut vm), "its guest's next words are due");
 }

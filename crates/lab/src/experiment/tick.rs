@@ -2,9 +2,11 @@
 //! over QMP, deciding, publishing, recording.
 //!
 //! The VMs are stand-ins (processes that answer QMP and have no guest), the daemon is
-//! the built one. The CPU time is the kernel's own account of the daemon's threads,
-//! divided by the ticks that it counted meanwhile. Arms: `clear` (nothing is
-//! ordered), `orders` (idle memory is asked for once a second).
+//! the built one, and another one where that is named: they take turns. The CPU time is the
+//! kernel's own account of the daemon's threads, divided by the ticks that it counted meanwhile.
+//! Arms: `rest` (no VM may be ballooned: ordinary ticks), `clear` (nothing is asked for; what
+//! was taken while the VMs started is still out, so ticks are fast), `orders` (idle memory is
+//! asked for once a second).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,6 +23,8 @@ use serde_json::Value;
 
 use crate::{LabError, ebb, standin};
 
+const ARMS: [&str; 3] = ["rest", "clear", "orders"];
+
 /// Sizes and times of a run.
 #[derive(Clone, Debug, Args)]
 pub struct Tick {
@@ -33,6 +37,12 @@ pub struct Tick {
     /// Clients that ask for /metrics once a second meanwhile
     #[arg(long, default_value_t = 0)]
     readers: u32,
+    /// Which arms
+    #[arg(long, value_delimiter = ',', default_value = "rest,clear,orders", value_parser = ARMS)]
+    arms: Vec<String>,
+    /// Another build of the daemon that is measured in turns with this one
+    #[arg(long, value_name = "FILE")]
+    against: Option<PathBuf>,
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -41,7 +51,9 @@ pub struct Tick {
 #[derive(Debug, serde::Serialize)]
 struct Row {
     vms: u32,
-    arm: &'static str,
+    arm: String,
+    /// The daemon's program.
+    of: PathBuf,
     ticks: u64,
     cpu_ms_a_tick: f64,
     loop_ms_a_tick: f64,
@@ -55,8 +67,11 @@ impl Tick {
     pub fn run(&self) -> Result<()> {
         let most = getrlimit(Resource::Nofile).maximum;
         setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
-        println!("stand-ins for VMs (no claim about real ones), two ticks a second");
-        println!("   VMs  arm      CPU a tick   its loop   of a core   resident   record holds");
+        println!("stand-ins for VMs (no claim about real ones)");
+        println!(
+            "   VMs  arm     ticks a s   CPU a tick   its loop   of a core   resident   \
+             record holds"
+        );
         let mut rows = Vec::new();
         for vms in &self.vms {
             rows.extend(self.with(*vms)?);
@@ -77,26 +92,36 @@ impl Tick {
             names.iter().map(|name| standin::start(&program, dir.path(), name)).collect();
         let mut vms = Children(started?);
         let mut rows = Vec::new();
-        for arm in ["clear", "orders"] {
-            let row = self.arm(dir.path(), &names, arm)?;
-            println!(
-                "{:>6}  {:<6}  {:>8.2} ms  {:>6.2} ms  {:>8.1} %  {:>5.1} MiB  {:>12}",
-                row.vms,
-                row.arm,
-                row.cpu_ms_a_tick,
-                row.loop_ms_a_tick,
-                row.share_of_a_core * 100.0,
-                row.resident as f64 / f64::from(1 << 20),
-                row.record_s.map_or("-".into(), |s| format!("{s:.0} s"))
-            );
-            rows.push(row);
+        let built = ebb::binary()?;
+        for arm in &self.arms {
+            for program in std::iter::once(&built).chain(&self.against) {
+                let row = self.arm(dir.path(), &names, arm, program)?;
+                self.tell(&row);
+                rows.push(row);
+            }
         }
         vms.end();
         Ok(rows)
     }
 
-    fn arm(&self, dir: &Path, names: &[String], arm: &'static str) -> Result<Row> {
-        let daemon = start(dir, names)?;
+    fn tell(&self, row: &Row) {
+        let of = self.against.is_some().then(|| row.of.display().to_string());
+        println!(
+            "{:>6}  {:<6}  {:>9.1}  {:>8.2} ms  {:>6.2} ms  {:>8.2} %  {:>5.1} MiB  {:>12}  {}",
+            row.vms,
+            row.arm,
+            row.ticks as f64 / self.seconds as f64,
+            row.cpu_ms_a_tick,
+            row.loop_ms_a_tick,
+            row.share_of_a_core * 100.0,
+            row.resident as f64 / f64::from(1 << 20),
+            row.record_s.map_or("-".into(), |s| format!("{s:.0} s")),
+            of.unwrap_or_default()
+        );
+    }
+
+    fn arm(&self, dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Row> {
+        let daemon = start(dir, names, arm, program)?;
         let socket = dir.join("ebb.sock");
         let pid = daemon.0[0].id();
         let ticks = || -> Result<Value> { Ok(client::get_json(&socket, "/v1/state")?) };
@@ -126,7 +151,8 @@ impl Tick {
         let resident = read_status(&Root::default(), pid)?.context("the daemon has ended")?;
         Ok(Row {
             vms: names.len() as u32,
-            arm,
+            arm: arm.into(),
+            of: program.into(),
             ticks,
             cpu_ms_a_tick: all * 1000.0 / ticks as f64,
             loop_ms_a_tick: spent(&|c| c[&pid]) * 1000.0 / ticks as f64,
@@ -156,20 +182,25 @@ fn cpu(pid: u32) -> Result<BTreeMap<u32, f64>> {
     Ok(threads)
 }
 
-/// The daemon, two ticks a second.
-fn start(dir: &Path, names: &[String]) -> Result<Children> {
+/// The daemon, of which an ordinary tick is half a second.
+fn start(dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Children> {
     let (file, d) = (dir.join("ebb.toml"), dir.display());
     let mut text = format!(
         "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\ntick = \"500ms\"\n\
          [host]\nvms = \"listed\"\nprograms = [\"{d}/{}\"]\n",
         standin::PROGRAM
     );
-    names.iter().for_each(|name| text += &format!("[vm.\"{name}\"]\n"));
+    let min = if arm == "rest" {
+        format!("min = \"{}MiB\"\n", standin::RAM >> 20)
+    } else {
+        String::new()
+    };
+    names.iter().for_each(|name| text += &format!("[vm.\"{name}\"]\n{min}"));
     std::fs::write(&file, text)?;
     let log = std::fs::File::create(dir.join("log"))?;
     let child = Command::new("setpriv")
         .args(["--pdeathsig", "KILL", "--"])
-        .arg(ebb::binary()?)
+        .arg(program)
         .args(["run", "--config"])
         .arg(&file)
         .stdin(Stdio::null())

@@ -1,0 +1,110 @@
+//! The sleep between two ticks: it ends early when the host or a VM needs attention.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::{LinuxHost, clients_of};
+use crate::probe::vmpressure::PressureEvents;
+use crate::qmp::{Client, interest};
+use crate::vm::Vm;
+
+/// Notifications of reclaim end a sleep at most so often: they come for every 512
+/// pages that are looked at.
+const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
+
+/// While the loop sleeps, what QEMUs say within this is read at once: they answer in a heap.
+const TOGETHER: Duration = Duration::from_millis(5);
+
+/// Why [`LinuxHost::wait`] returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// The time was up.
+    Timer,
+    /// Tasks on the host stalled for memory.
+    Pressure,
+    /// A VM reset, stopped, resumed, migrated or went away. Stays until the
+    /// next [`LinuxHost::sample`].
+    Event,
+    /// A [`Waker`] was used.
+    Woken,
+}
+
+impl LinuxHost {
+    /// Sleeps until `until`, or less: see [`Wake`].
+    pub fn wait(&mut self, until: Instant) -> Wake {
+        let mut answered = false;
+        loop {
+            clients_of(&mut self.vms).for_each(Client::flush);
+            if self.vms.values_mut().any(Vm::is_urgent) {
+                return Wake::Event;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Wake::Timer;
+            }
+            // Where one has answered, more will in a moment: they are heard together.
+            let seen = match answered {
+                true => self.poll(left.min(TOGETHER), false),
+                false => self.poll(left, true),
+            };
+            if seen.woken {
+                self.waker.clear();
+                return Wake::Woken;
+            }
+            if seen.pressure {
+                return Wake::Pressure;
+            }
+            answered = seen.answered;
+        }
+    }
+
+    /// One `poll`: of QEMUs, where that is asked for, and of everything else. What QEMUs have
+    /// said is read.
+    fn poll(&mut self, left: Duration, qemus: bool) -> Polled {
+        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
+        let psi = self.trigger.as_ref().map(|t| PollFd::from_borrowed_fd(t.fd(), PollFlags::PRI));
+        let psi_at = psi.is_some().then_some(fds.len());
+        fds.extend(psi);
+        let heard = self.notified.is_some_and(|at| at.elapsed() < NOTIFIED_EVERY);
+        let levels = self.notifications.as_ref().filter(|_| !heard).map(PressureEvents::fds);
+        let levels_at = fds.len()..fds.len() + levels.map_or(0, |l| l.len());
+        fds.extend(levels.iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let qemus_at = fds.len();
+        let clients = self.vms.values().filter(|_| qemus).filter_map(|v| v.client.as_ref());
+        fds.extend(clients.filter_map(|c| Some(PollFd::from_borrowed_fd(c.fd()?, interest(c)))));
+        let Ok(timeout) = left.try_into() else { return Polled::default() };
+        if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
+            return Polled::default();
+        }
+        let woken = !fds[0].revents().is_empty();
+        let psi = psi_at.map_or(PollFlags::empty(), |i| fds[i].revents());
+        let notified = fds[levels_at].iter().any(|fd| !fd.revents().is_empty());
+        let ready: Vec<bool> = fds[qemus_at..].iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        // The same clients in the same order.
+        let open = clients_of(&mut self.vms).filter(|c| c.fd().is_some());
+        open.zip(&ready).filter(|(_, ready)| **ready).for_each(|(client, _)| client.pump());
+        if notified {
+            self.notified = Some(Instant::now());
+        }
+        let answered = ready.contains(&true);
+        if psi.intersects(PollFlags::ERR | PollFlags::NVAL) {
+            self.trigger = None;
+            return Polled { woken, pressure: notified, answered };
+        }
+        Polled { woken, pressure: notified || psi.contains(PollFlags::PRI), answered }
+    }
+}
+
+/// What a `poll` has shown.
+#[derive(Clone, Copy, Debug, Default)]
+struct Polled {
+    /// The waker fired.
+    woken: bool,
+    /// The host told of pressure.
+    pressure: bool,
+    /// A QEMU said something.
+    answered: bool,
+}

@@ -1,0 +1,110 @@
+//! What QEMU is asked in a tick, and whether it need be asked at all.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::{Ask, Vm};
+use crate::agent_link::AgentLink;
+use crate::balloon::{self, DEVICE_FOLDERS};
+
+/// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
+/// the first, the balloon's size of the last. Two ordinary ticks, the clock's steps left out.
+pub(super) const RARELY: Duration = Duration::from_millis(900);
+/// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
+/// looked for from so long before the next are due.
+const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
+/// The event that a balloon has moved.
+pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
+/// Devices and RAM size are looked up this often without any event.
+const LOOK_UP: Duration = Duration::from_secs(60);
+/// And this often while no balloon was found.
+const LOOK_FOR: Duration = Duration::from_secs(5);
+
+impl Vm {
+    /// Whether there may be anything that QEMU has not said yet. A guest at rest says something
+    /// when QEMU asks it, every `interval_s`; a balloon that moves is told by an event.
+    pub(super) fn may_have_news(&mut self, now: Instant) -> bool {
+        let words_due = self
+            .words_new
+            .is_none_or(|at| now - at + LOOKED_AT_EVERY >= Duration::from_secs(self.interval_s));
+        words_due
+            || !self.ready
+            || self.device.is_none()
+            || !self.owed.is_empty()
+            || self.ordered.is_some()
+            || self.kicked > self.asked_at
+            || self.uses_agent()
+            || self.ran_asked.is_none_or(|at| now - at >= RARELY)
+            || self.client.as_mut().is_some_and(|c| c.protocol().any_event(|_| true))
+    }
+
+    pub(super) fn questions(&mut self, now: Instant) {
+        let due = self.ran_asked.is_none_or(|at| now - at >= RARELY);
+        // An agent is told in each tick how QEMU is.
+        let anew = due || !self.ready || self.uses_agent() || self.has_news();
+        if anew {
+            self.ran_asked = Some(now);
+            self.send(Ask::Status, "query-status", None);
+            self.send(Ask::Migrate, "query-migrate", None);
+        }
+        self.ram_asked = anew || self.ordered.is_some();
+        if self.ram_asked {
+            self.send(Ask::MemorySize, "query-memory-size-summary", None);
+        }
+        let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
+        if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
+            self.looked_up = Some(now);
+            for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
+                self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));
+            }
+        }
+        if self.ready {
+            self.ask_balloon();
+        }
+        self.verdict = None;
+        if self.ready && self.uses_agent() {
+            if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
+                self.inventory.look_anew();
+            }
+            for (look, command, arguments) in self.inventory.questions(now) {
+                self.send(Ask::Inventory(look), command, arguments);
+            }
+        }
+    }
+
+    /// Whether QEMU has told of anything but a balloon that moves.
+    fn has_news(&mut self) -> bool {
+        let client = self.client.as_mut();
+        client.is_some_and(|c| c.protocol().any_event(|e| e.name != BALLOON_CHANGE))
+    }
+
+    pub(super) fn ask_balloon(&mut self) {
+        if self.device.is_none() {
+            return;
+        }
+        self.send(Ask::Balloon, "query-balloon", None);
+        self.get(Ask::Stats, balloon::STATS);
+        for ask in self.owed.clone() {
+            let property = match ask {
+                Ask::Reporting => balloon::REPORTING,
+                Ask::DeflateOnOom => balloon::DEFLATE_ON_OOM,
+                _ => balloon::INTERVAL,
+            };
+            self.get(ask, property);
+        }
+    }
+
+    pub(super) fn get(&mut self, ask: Ask, property: &str) {
+        let Some(device) = self.device.clone() else { return };
+        self.send(ask, "qom-get", Some(balloon::get(&device, property)));
+    }
+
+    pub(super) fn send(&mut self, ask: Ask, command: &str, arguments: Option<Value>) {
+        let Some(client) = &mut self.client else { return };
+        match client.send(command, arguments) {
+            Ok(id) => self.asked.push((ask, id)),
+            Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
+        }
+    }
+}
