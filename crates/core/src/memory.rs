@@ -372,7 +372,8 @@ impl Memory {
             if whole {
                 let free = model.vms.iter().find(|vm| vm.id == order.vm);
                 let free = free.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
-                m.recycle.whole = Some(Whole { at: model.at, free, brought: Bytes::ZERO });
+                let most = order.recycle.and_then(|r| r.max_bytes);
+                m.recycle.whole = Some(Whole::ordered(m.recycle.whole, model.at, free, most));
             } else {
                 m.recycle.marked = order.mark.then_some(model.at);
             }

@@ -48,6 +48,21 @@ pub struct Whole {
     pub brought: Bytes,
 }
 
+impl Whole {
+    /// An order to take so much (`None`: all) of what was freed since the one before. What it
+    /// leaves counts as freed later.
+    pub fn ordered(was: Option<Whole>, at: Stamp, free: Bytes, most: Option<Bytes>) -> Whole {
+        let freed = Whole::freed(was, free);
+        let left = most.map_or(Bytes::ZERO, |most| freed - most);
+        Whole { at, free: free - left, brought: Bytes::ZERO }
+    }
+
+    /// What became free since the last order; all that is free where there was none.
+    pub fn freed(was: Option<Whole>, free: Bytes) -> Bytes {
+        free - was.map_or(Bytes::ZERO, |w| w.free)
+    }
+}
+
 /// A spell of recycling that is watched for what comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Batch {
@@ -164,6 +179,15 @@ mod tests {
             look(&mut m, s, 400, 200 * (s - 1), false);
         }
         assert!((180 << 20..=200 << 20).contains(&(m.back_rate as u64)), "{}", m.back_rate);
+    }
+
+    #[test]
+    fn what_an_order_leaves_counts_as_freed_later() {
+        let mib = Bytes::mib;
+        let first = Whole::ordered(None, Stamp(1), mib(400), Some(mib(300)));
+        assert_eq!(Whole::freed(Some(first), mib(420)), mib(120));
+        let all = Whole::ordered(Some(first), Stamp(2), mib(420), None);
+        assert_eq!(Whole::freed(Some(all), mib(420)), Bytes::ZERO);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! Blocks of 2 MiB that are free as a whole go as soon as the map shows them, as long as what
 //! the guest takes back of them costs it less than a share of a processor: so many bytes a
 //! second as it was seen to take back, at the measured price of touching new memory. One that
-//! takes back more is treated as pieces are.
+//! takes back more is treated as pieces are. What the guest allocates in a second is left to it.
 //!
 //! Pieces must have been free for a while (two looks half a period apart), some slack is left
 //! to a guest that allocates fast, and more of it to one that takes back what was recycled.
@@ -16,7 +16,7 @@
 //! slack, the finer the pieces; when it is critical, everything goes at once. Works on paused
 //! guests too.
 
-use crate::memory::{Memory, RecycleMemory, VmMemory};
+use crate::memory::{Memory, RecycleMemory, VmMemory, Whole};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Reclaim, RecycleOrder};
 use crate::sample::{AgentSample, Link};
@@ -32,6 +32,8 @@ const SLACK_MOST: f64 = 0.10;
 const BLOCK: Bytes = Bytes::mib(2);
 /// Orders for whole blocks are so far apart: each walks the map.
 const WHOLE_EVERY_MS: u64 = 500;
+/// What the guest allocates in so many seconds is left of whole blocks: until it is looked at again.
+const HEADROOM_S: f64 = 1.0;
 /// What touching a MiB takes where that was not measured, in microseconds: pages of 4 KiB,
 /// half a microsecond each.
 const TOUCH_US: u32 = 128;
@@ -161,23 +163,23 @@ fn one(
             order((want >= LEAST).then(|| job(true)), true, why)
         }
         Some(_) => {
-            let why = whole_at_once(model, agent, m, manner)?;
+            let (max_bytes, why) = whole_at_once(model, agent, m, manner)?;
             let min_run_pages = crate::wire::BLOCK_PAGES;
             let budget_ms = manner.budget_ms;
-            let whole = Recycle { min_run_pages, budget_ms, ..Recycle::default() };
+            let whole = Recycle { max_bytes, min_run_pages, budget_ms, ..Recycle::default() };
             order(Some(whole), false, why)
         }
         None => order(None, true, "first look".into()),
     }
 }
 
-/// Why the blocks that are free as a whole are worth taking now, if they are.
+/// How much of the blocks that are free as a whole is worth taking now (`None`: all), and why.
 fn whole_at_once(
     model: &Model,
     agent: &AgentSample,
     m: &RecycleMemory,
     manner: &Manner,
-) -> Option<String> {
+) -> Option<(Option<Bytes>, String)> {
     let touch_us = f64::from(model.host.touch_us.unwrap_or(TOUCH_US));
     let back = Bytes(m.back_rate as u64);
     let loss = m.back_rate / f64::from(1 << 20) * touch_us / 1e6;
@@ -185,21 +187,25 @@ fn whole_at_once(
         return None;
     }
     let free = agent.free?;
-    let freed = m.whole.map_or(free, |w| free - w.free);
-    let due = m.whole.is_none_or(|w| {
-        let again = freed >= BLOCK || w.brought >= BLOCK;
-        again && model.at.since(w.at) >= WHOLE_EVERY_MS
-    });
-    due.then(|| {
-        let percent = 100.0 * loss;
-        format!("{freed} became free; {back} a second come back: {percent:.2} % of a processor")
-    })
+    let freed = Whole::freed(m.whole, free);
+    // One that brought something may not have come to its end.
+    let again = m.whole.filter(|w| w.brought >= BLOCK).and(agent.held);
+    let headroom = Bytes((m.alloc_rate * HEADROOM_S) as u64);
+    let want = freed.max(again.unwrap_or_default()) - headroom;
+    if want < BLOCK || m.whole.is_some_and(|w| model.at.since(w.at) < WHOLE_EVERY_MS) {
+        return None;
+    }
+    let most = (headroom > Bytes::ZERO).then_some(want);
+    let percent = 100.0 * loss;
+    let why = format!(
+        "{freed} became free, {headroom} are left; {back} a second come back: {percent:.2} % of a processor"
+    );
+    Some((most, why))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Whole;
     use crate::model::HostModel;
     use crate::sample::VmId;
     use crate::units::Stamp;
@@ -272,6 +278,20 @@ mod tests {
         let pieces = RecycleMemory { marked: marked(3_900).marked, ..whole(5_000, 560, 0) };
         let job = ask(Pressure::Clear, 500, pieces).unwrap().recycle.unwrap();
         assert!(job.marked && !job.is_whole(), "pieces in their turn");
+    }
+
+    #[test]
+    fn what_a_guest_allocates_until_it_is_looked_at_again_is_left_to_it() {
+        let most = |alloc_mib: f64| {
+            let alloc_rate = alloc_mib * f64::from(1 << 20);
+            let m = RecycleMemory { alloc_rate, ..whole(1_000, 560, 0) };
+            ask(Pressure::Clear, 500, m).map(|o| o.recycle.unwrap().max_bytes)
+        };
+        // 40 MiB became free.
+        assert_eq!(most(0.0), Some(None));
+        assert_eq!(most(10.0), Some(Some(Bytes::mib(30))));
+        assert_eq!(most(39.0), None, "less than a block is left to take");
+        assert_eq!(most(1500.0), None, "one that frees and takes again all the time");
     }
 
     #[test]

@@ -383,7 +383,7 @@ impl Fleet<'_> {
     fn period(&mut self, periods: u32) -> Result<(ArmResult, Option<String>)> {
         let (from, before) = (self.sampler.now(), Account::read(&self.vms, self.daemon)?);
         let begun = Instant::now();
-        self.jobs.touches.clear();
+        self.jobs.count_anew();
         let harm = drive(self, begun + self.plan.period * periods, true)?;
         let account = Account::read(&self.vms, self.daemon)?.since(&before, begun.elapsed());
         let mut series = self.sampler.series();

@@ -41,12 +41,27 @@ pub(super) struct Jobs {
     /// Pages that were checked and right.
     pub(super) checks: u64,
     looked: Instant,
+    /// Jobs that began before this do not count: they met what is over.
+    from: Instant,
 }
 
 impl Jobs {
     pub(super) fn new(plan: Plan) -> Jobs {
         let looked = Instant::now();
-        Jobs { plan, jobs: Vec::new(), touches: Vec::new(), alone: 0.0, checks: 0, looked }
+        let (jobs, touches, from) = (Vec::new(), Vec::new(), looked);
+        Jobs { plan, jobs, touches, alone: 0.0, checks: 0, looked, from }
+    }
+
+    /// Counts what begins from now on.
+    pub(super) fn count_anew(&mut self) {
+        self.touches.clear();
+        self.from = Instant::now();
+    }
+
+    fn count(&mut self, touch: Duration, since: Duration) {
+        if Instant::now().checked_sub(touch + since).is_some_and(|begun| begun >= self.from) {
+            self.touches.push(touch.as_secs_f64());
+        }
     }
 
     /// The VM has booted: it reads what all have in common, and begins its job at `start`.
@@ -80,7 +95,6 @@ impl Jobs {
     /// Runs until every VM has touched its memory once.
     pub(super) fn until_touched(&mut self, vms: &[Vm], most: Duration) -> Result<Vec<f64>> {
         let until = Instant::now() + most + Duration::from_secs(60);
-        self.touches.clear();
         while self.touches.len() < vms.len() {
             if let Some(harm) = self.step(vms)? {
                 bail!("the first VMs: {harm}");
@@ -119,12 +133,13 @@ impl Jobs {
         let job = &mut self.jobs[n];
         match (event.job.as_str(), event.name.as_str(), job.kind) {
             ("job", "progress", Kind::Cycle) => {
-                self.touches.push(event.fields.f64("touch_ns") / 1e9);
+                let touch = Duration::from_nanos(event.fields.u64("touch_ns"));
+                self.count(touch, self.plan.hold);
             }
             ("job", "ready", Kind::Pieces | Kind::Cache) => {
                 let begun = job.begun.take()?;
-                self.touches.push(begun.elapsed().as_secs_f64());
                 job.free = (job.kind == Kind::Pieces).then(|| Instant::now() + self.plan.hold);
+                self.count(begun.elapsed(), Duration::ZERO);
             }
             ("verify", "exit", _) => {
                 let stat = vm.tool().stat("verify").ok()?;
