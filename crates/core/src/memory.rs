@@ -62,6 +62,9 @@ pub struct Memory {
     /// What each rung of the ladder was expected to bring, and brought.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<Tally>,
+    /// What others than VMs used lately.
+    #[serde(default)]
+    pub others: Recent,
     /// Since when something has been missing that no rung above paging out brings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beyond_since: Option<Stamp>,
@@ -310,7 +313,7 @@ impl Memory {
     /// forgotten, what is owed is not.
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
-        self.beyond_since = None;
+        (self.beyond_since, self.others) = (None, Recent::default());
         // Counters are not moments: what they have told is not to be told again.
         let MergeMemory { asked, saved, .. } = self.merge;
         self.merge = MergeMemory { asked, saved, ..MergeMemory::default() };
@@ -347,6 +350,9 @@ impl Memory {
         }
         self.vmstat = model.host.vmstat;
         self.urgency = model.host.urgency;
+        if model.host.known {
+            self.others.see(model.at, model.others());
+        }
         let beyond = |r: &Rung| r.name == RungName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.rungs.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

@@ -356,6 +356,12 @@ impl Model {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
     }
 
+    /// What others than VMs use of the tightest bound.
+    pub fn others(&self) -> Bytes {
+        let vms: Bytes = self.vms.iter().filter(|v| !v.outside).filter_map(|v| v.resident).sum();
+        (self.host.capacity - self.host.headroom) - vms
+    }
+
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
     pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
         let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));

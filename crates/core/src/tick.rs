@@ -277,7 +277,8 @@ impl Engine {
         let busy = model.host.state > Pressure::Clear
             || model.vms.iter().any(|v| {
                 v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
-            });
+            })
+            || self.fills_up(model);
         if !busy {
             return Next { at: model.at.plus(self.config.tick_ms), resting: Vec::new() };
         }
@@ -296,6 +297,26 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Whether guests may take what the host has beyond its reserve before an ordinary tick.
+    fn fills_up(&self, model: &Model) -> bool {
+        let seconds = self.config.tick_ms as f64 / 1000.0;
+        let grows = |vm: &VmModel| {
+            let left = vm.actual? - vm.guest_held()?;
+            Some(growth(vm, self.memory.vm(vm.id)?).share(seconds).min(left))
+        };
+        let host = &model.host;
+        let grown: Bytes = model.vms.iter().filter_map(grows).sum();
+        host.known && host.headroom < host.reserve + grown
+    }
+}
+
+/// How fast any guest may grow at most, as far as is known.
+fn growth(vm: &VmModel, m: &VmMemory) -> Bytes {
+    let seen = m.fastest.rate(m.stats.map_or(Stamp(0), |s| s.0));
+    seen.max(vm.ram.unwrap_or_default().share(LEAST_GROWTH))
+}
+
 /// Whether nothing of a VM moves, and its guest cannot be short within this time.
 fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
     // Agents are told what else QEMU has before each of their orders.
@@ -312,10 +333,7 @@ fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
     // One that has all it may have cannot be given more.
     vm.owed == Bytes::ZERO
         || vm.guest.is_some_and(|g| {
-            let ram = vm.ram.unwrap_or_default();
-            let rate =
-                m.fastest.rate(m.stats.map_or(Stamp(0), |s| s.0)).max(ram.share(LEAST_GROWTH));
-            g.available - g.short_mark > rate.share(within_ms as f64 / 1000.0)
+            g.available - g.short_mark > growth(vm, m).share(within_ms as f64 / 1000.0)
         })
 }
 
@@ -337,8 +355,37 @@ pub fn run(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::VmMemory;
+    use crate::model::HostModel;
     use crate::plan::Reason;
     use crate::units::Bytes;
+
+    #[test]
+    fn a_host_that_guests_may_fill_before_an_ordinary_tick_is_looked_at_sooner() {
+        let mut engine = Engine::new(Config::default(), false);
+        let id = VmId { pid: 1, start: 1 };
+        engine.memory.vms = vec![VmMemory { id, ..VmMemory::default() }];
+        let wait = |headroom| {
+            let host = HostModel {
+                known: true,
+                headroom: Bytes::mib(headroom),
+                reserve: Bytes::mib(500),
+                ..HostModel::default()
+            };
+            let vm = VmModel {
+                id,
+                ram: Some(Bytes::gib(10)),
+                actual: Some(Bytes::gib(10)),
+                resident: Some(Bytes::gib(9)),
+                ..VmModel::default()
+            };
+            let model = Model { host, vms: vec![vm], ..Model::default() };
+            engine.next(&model).at.0
+        };
+        // A twentieth of its RAM a second.
+        assert_eq!(wait(500 + 520), engine.config.tick_ms);
+        assert_eq!(wait(500 + 500), engine.config.fast_tick_ms);
+    }
 
     #[test]
     fn an_order_that_is_taken_back_takes_nothing() {

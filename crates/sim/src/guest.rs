@@ -588,14 +588,16 @@ impl Guest {
         if got < want {
             got += self.allocate(want - got, time, room, true);
         }
-        if got < want {
+        // One that has free memory waits for the host alone: its kernel misses nothing.
+        let lacks = self.free() <= self.watermark() + Bytes::mib(1);
+        if got < want && lacks {
             self.counts.alloc_stalls += 1;
             got += self.swap_for_room(want - got, time, room);
         }
-        if got < want && self.shrinker {
+        if got < want && lacks && self.shrinker {
             got += self.deflate_by_itself(want - got, SHRINKER_RATE, dt_ms, time, room);
         }
-        if got < want && self.spec.deflate_on_oom {
+        if got < want && lacks && self.spec.deflate_on_oom {
             got += self.deflate_by_itself(want - got, SELF_HELP_RATE, dt_ms, time, room);
         }
         if got < want {
@@ -795,6 +797,18 @@ mod tests {
         assert_eq!((ooms, alloc), (0, Bytes::gib(3)));
         // 2 GiB at 100 MB/s.
         assert!((20_000.0..24_000.0).contains(&stall), "{stall}");
+    }
+
+    #[test]
+    fn one_that_waits_for_the_host_neither_swaps_nor_helps_itself() {
+        let mut g = guest(Curve::flat(Bytes::gib(3)));
+        g.spec.swap = Bytes::gib(1);
+        (g.actual, g.target) = (Bytes::mib(3500), Bytes::mib(3500));
+        for i in 1..=50 {
+            g.live(i * 100, 100, &mut Room::default());
+        }
+        assert_eq!((g.actual, g.counts.swap_out, g.counts.ooms), (g.target, Bytes::ZERO, 0));
+        assert!(g.counts.host_stall_ms > 4_900.0, "{:?}", g.counts);
     }
 
     #[test]

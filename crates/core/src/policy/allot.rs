@@ -2,10 +2,15 @@
 //!
 //! What a guest needed a moment ago it is likely to need again; what it needed an hour ago, it
 //! is not. So memory goes to the needs of the last T seconds, and T is as long as the host
-//! allows: the longest time for which everybody's peak, the margins and what the host keeps for
-//! itself fit together. Margins grow with T. What is left beyond T goes, by the same share, to
-//! what each guest would have at the next longer T. So where T is short the oldest peaks go
-//! first, as in any LRU list, and no period of a load is built in.
+//! allows: the longest time for which everybody's peak, least margins and what the host keeps at
+//! least fit together. The host's own part counts as a guest's does: what others than VMs used
+//! within T they are likely to use again. So where T is short the oldest peaks go first, as in
+//! any LRU list, and no period of a load is built in.
+//!
+//! Peaks come before margins: a guest that is below its peak has its margin there. Only when all
+//! peaks of half an hour fit, margins and the host's part grow, by the same share. Where not even
+//! needs and least margins fit, both shrink by the same share. These levels are one scale; what is
+//! left beyond a level goes, by the same share, to what each guest would have at the next.
 //!
 //! A stock guest does not report which part of its page cache it reads again. So part of the
 //! cache counts as needed, and the host takes cache only while its headroom is below the lower
@@ -13,18 +18,25 @@
 
 use crate::memory::{Memory, VmMemory};
 use crate::model::{GuestModel, Model, Standing, VmModel};
+use crate::policy::balloon::CALM_MS;
 use crate::policy::take::brings_nothing;
 use crate::units::{Bytes, Stamp};
 
-/// A guest's margin is its whole buffer at this T.
-const WHOLE_MS: u64 = 60_000;
-/// With longer T a guest's margin grows on, up to this number of buffers.
-const MARGIN_MOST: f64 = 3.0;
-/// The possible values of T beside zero: their number, the factor from one to the next, and the
-/// value that the first is this factor above, milliseconds.
+/// The times T beside zero: their number, the factor from one to the next, and the value that the
+/// first is this factor above, milliseconds. The last is half an hour.
 const TIMES: i32 = 48;
 const LONGER: f64 = 1.2;
 const FIRST_MS: f64 = 300.0;
+/// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
+/// as much less, and above the last, at which both grow to [`MARGIN_MOST`] buffers and to
+/// [`CACHE_PART`] of the reserve.
+const SQUEEZES: i32 = 8;
+const SQUEEZED: f64 = 0.4;
+const COMFORTS: i32 = 12;
+const MARGIN_MOST: f64 = 3.0;
+/// What a guest is brought to before it asks is so many levels below what may be taken of it: half
+/// of T.
+const APART: i32 = 4;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
 const SOON_MS: u64 = 5_000;
@@ -35,29 +47,58 @@ const CACHE_SHARE: f64 = 0.2;
 /// The part of the reserve for which guests give up page cache: where free swap is at least the
 /// first part of the reserve, and where it is less.
 const CACHE_PART: (f64, f64) = (0.5, 0.75);
+/// The part of the reserve that the host keeps in any case, with swap and without.
+const HOST_LEAST: (f64, f64) = (0.2, 0.3);
 /// The least margin of a guest, in units of its short mark.
 pub(super) const LEAST_MARKS: f64 = 1.5;
 /// The share of its buffer that a guest keeps in any case which cannot deflate its balloon itself.
 const RIGID_SHARE: f64 = 0.3;
 
-/// How far margins have grown at T: with its root as far as a minute, then with T.
-fn grown(within_ms: u64) -> f64 {
-    let minutes = within_ms as f64 / WHOLE_MS as f64;
-    minutes.max(minutes.sqrt().min(1.0)).min(MARGIN_MOST)
+/// How much is to be had by all.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Level {
+    /// T: needs of this age count, milliseconds.
+    within_ms: u64,
+    /// The share of its least margin that a guest has.
+    least: f64,
+    /// The share of its buffer that it has beyond that.
+    more: f64,
+    /// How far the host's part is from [`HOST_LEAST`]: at 1 it is [`CACHE_PART`], at -1 nothing.
+    host: f64,
 }
 
-/// What a guest is to have where the needs of the last `within_ms` count.
-pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, within_ms: u64) -> Bytes {
+impl Level {
+    /// What is needed now, and least margins.
+    pub(super) const NOW: Level = Level { within_ms: 0, least: 1.0, more: 0.0, host: 0.0 };
+    /// What was needed within a minute, and whole buffers.
+    pub(super) const CALM: Level = Level { within_ms: CALM_MS, least: 1.0, more: 1.0, host: 0.0 };
+
+    /// The level of this number, from -[`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
+    fn of(number: i32) -> Level {
+        let share = |n: i32, of: i32| f64::from(n.clamp(0, of)) / f64::from(of);
+        let squeezed = share(-number, SQUEEZES);
+        let comfort = share(number - TIMES, COMFORTS);
+        let times = number.min(TIMES);
+        Level {
+            within_ms: if times <= 0 { 0 } else { (FIRST_MS * LONGER.powi(times)) as u64 },
+            least: 1.0 - squeezed * (1.0 - SQUEEZED),
+            more: comfort * MARGIN_MOST,
+            host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
+        }
+    }
+}
+
+/// What a guest is to have at a level.
+pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level: Level) -> Bytes {
     // With twice the weight needs age half as fast.
-    let within_ms = (within_ms as f64 * vm.weight.clamp(0.1, 10.0)) as u64;
+    let within_ms = (level.within_ms as f64 * vm.weight.clamp(0.1, 10.0)) as u64;
     let least = g.short_mark.share(LEAST_MARKS);
     let full = g.buffer.max(least);
     // Doubt asks for more only where there is more: else all would be squeezed for it.
     let doubt = 2.0 - vm.trust.level.clamp(0.0, 1.0);
-    let share = if g.deflate_on_oom { 0.0 } else { RIGID_SHARE };
-    let share = share + (doubt - share) * grown(within_ms);
-    let margin = least + (full - least).share(share);
-    let was = m.recent.peak(at, within_ms) + least;
+    let rigid = if g.deflate_on_oom { 0.0 } else { RIGID_SHARE * level.least };
+    let margin = least.share(level.least) + (full - least).share((doubt * level.more).max(rigid));
+    let was = m.recent.peak(at, within_ms);
     let usual = g.cache.min(vm.ram.unwrap_or_default().share(CACHE_SHARE));
     let hot = (g.working_set - g.need).max(usual);
     let hot = hot.share((within_ms as f64 / HOT_MS as f64).min(1.0));
@@ -75,6 +116,8 @@ pub(super) struct Part {
     pub good: Bytes,
     /// The size that it is brought to in any case.
     pub soon: Bytes,
+    /// One that is short gets no more: not even all needs and least margins fit.
+    pub most: Option<Bytes>,
 }
 
 /// What all are to have.
@@ -115,19 +158,32 @@ struct Claim<'a> {
 
 impl Claim<'_> {
     /// The most that it needed within this time or will need in a moment, without a margin.
-    fn needs(&self, at: Stamp, within_ms: u64) -> Bytes {
-        self.m.recent.peak(at, within_ms).max(self.g.soon()).max(self.least)
+    fn needs(&self, at: Stamp, level: Level) -> Bytes {
+        let peak = self.m.recent.peak(at, level.within_ms);
+        peak.max(self.g.soon()).max(self.least(level))
+    }
+
+    /// What it is to have in any case: of what it must have beyond its need the same share as
+    /// others have of their margins.
+    fn least(&self, level: Level) -> Bytes {
+        let need = self.g.need.min(self.least);
+        need + (self.least - need).share(level.least)
+    }
+
+    /// The size that it is to have.
+    fn wants(&self, at: Stamp, level: Level) -> Bytes {
+        want(at, self.vm, self.g, self.m, level).max(self.least(level))
     }
 
     /// What the host will hold for it when it needs that, at the size that it has.
-    fn likely(&self, at: Stamp, within_ms: u64) -> Bytes {
-        let needs = self.needs(at, within_ms);
+    fn likely(&self, at: Stamp, level: Level) -> Bytes {
+        let needs = self.needs(at, level);
         needs.min(self.vm.actual.unwrap_or(needs)) - self.apart
     }
 
     /// What the host would hold for it at most.
-    fn holds(&self, at: Stamp, within_ms: u64) -> Bytes {
-        let want = want(at, self.vm, self.g, self.m, within_ms).max(self.least) - self.apart;
+    fn holds(&self, at: Stamp, level: Level) -> Bytes {
+        let want = self.wants(at, level) - self.apart;
         match self.fixed {
             false => want,
             true => want.min(self.vm.actual.unwrap_or(want)).max(self.held),
@@ -154,40 +210,51 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
     let swap = host.limits.iter().map(|l| l.swap_left).min().unwrap_or_default();
     let (with_swap, without) = CACHE_PART;
-    let part = if swap >= host.reserve.share(with_swap) { with_swap } else { without };
-    let (keep, keep_by_cache) = (keep_of(1.0), keep_of(part));
-    let need =
-        |within_ms| claims.iter().map(|c| c.holds(at, within_ms)).sum::<Bytes>() + keep_by_cache;
-    let time = |i: i32| if i == 0 { 0 } else { (FIRST_MS * LONGER.powi(i)) as u64 };
-    // The longest time for which all fits.
-    let (mut fits, mut too_long) = (0, TIMES + 1);
-    while too_long - fits > 1 {
-        let middle = (fits + too_long) / 2;
-        if need(time(middle)) <= all { fits = middle } else { too_long = middle }
+    let swaps = swap >= host.reserve.share(with_swap);
+    let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
+    let others = model.others();
+    // What others than VMs needed lately they are likely to need again.
+    let keep_at = |level: Level| {
+        let part = match level.host {
+            more if more > 0.0 => least + (most - least) * more,
+            less => least * (1.0 + less),
+        };
+        keep_of(part) + (memory.others.peak(at, level.within_ms) - others)
+    };
+    let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
+    // The highest level at which all fits.
+    let (mut fits, mut too_much) = (-SQUEEZES, TIMES + COMFORTS + 1);
+    while too_much - fits > 1 {
+        let middle = (fits + too_much) / 2;
+        if need(Level::of(middle)) <= all { fits = middle } else { too_much = middle }
     }
-    let within_ms = time(fits);
+    let level = Level::of(fits);
+    let keep_by_cache = keep_at(level);
+    let keep = keep_of(1.0).max(keep_by_cache);
     // What is left of it goes the same way to what comes next.
-    let longer_ms = time((fits + 1).min(TIMES));
-    let (now, next) = (need(within_ms), need(longer_ms));
-    let part = match next > now {
-        true => (all - now).fraction_of(next - now).min(1.0),
+    let next = Level::of((fits + 1).min(TIMES + COMFORTS));
+    let (now, then) = (need(level), need(next));
+    let part = match then > now {
+        true => (all - now).fraction_of(then - now).min(1.0),
         false => 1.0,
     };
     let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
     let mut parts = vec![None; model.vms.len()];
     for c in &claims {
-        let of = |ms| want(at, c.vm, c.g, c.m, ms).max(c.least);
-        let keeps = between(of(within_ms), of(longer_ms));
-        let soon = of(within_ms.min(SOON_MS));
-        let good = of(within_ms / 2);
-        parts[c.index] = Some(Part { keeps, good, soon: soon.min(good) });
+        let of = |level| c.wants(at, level);
+        let keeps = between(of(level), of(next));
+        let good = of(Level::of((fits - APART).max(-SQUEEZES)));
+        let soon = of(Level { within_ms: level.within_ms.min(SOON_MS), more: 0.0, ..level });
+        let most = (fits < 0).then_some(keeps);
+        parts[c.index] = Some(Part { keeps, good, soon: soon.min(good), most });
     }
     // What they hold and do not need is not free to give either.
-    let all_needs = |c: &Claim<'_>| (c.needs(at, time(TIMES)) - c.apart).max(c.held);
+    let all_needs = |c: &Claim<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
     let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep > all;
-    let growth: Bytes = claims.iter().map(|c| c.likely(at, within_ms) - c.held).sum();
+    let growth: Bytes = claims.iter().map(|c| c.likely(at, level) - c.held).sum();
     let lacks =
         |keep: Bytes| if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
     let (shortage, cache_shortage) = (lacks(keep), lacks(keep_by_cache));
+    let within_ms = level.within_ms;
     Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }
 }

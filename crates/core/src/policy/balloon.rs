@@ -12,7 +12,7 @@ use crate::memory::{Memory, Reboot, VmMemory};
 use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
-use crate::policy::allot::{Allotment, Part, allot, want};
+use crate::policy::allot::{Allotment, Level, Part, allot, want};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
@@ -351,13 +351,16 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     // How far it goes on is not known: where the host has it, a part of what it may have.
     let more = (actual + vm.ram.unwrap_or(vm.ceiling).share(MORE)).min(vm.whole);
     let good = well.max(good).max(more).min(vm.ceiling);
-    Wish { from, urgent: urgent.min(vm.ceiling), well, comfort: well, good, all: good, weight }
+    // Where there is too little for all, what one is given another has to give.
+    let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(from));
+    let (urgent, well, good) = (urgent.min(vm.ceiling).min(most), well.min(most), good.min(most));
+    Wish { from, urgent, well, comfort: well, good, all: good, weight }
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {
     let g = vm.guest.as_ref().filter(|g| outdated(g).is_none() && model.host.known)?;
     let base = base(m, actual);
-    let keep = want(model.at, vm, g, m, CALM_MS).max(vm.ceiling);
+    let keep = want(model.at, vm, g, m, Level::CALM).max(vm.ceiling);
     let most = step(vm, m, model, CALM_STEP).min(idle(base, keep, g, m));
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
@@ -385,7 +388,7 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         }
         let base = base(m, actual);
         // What it needed a moment ago and has freed is what the operator means.
-        let keep = want(model.at, vm, g, m, 0).max(g.working_set + g.buffer);
+        let keep = want(model.at, vm, g, m, Level::NOW).max(g.working_set + g.buffer);
         let idle = idle(base, keep, g, m);
         candidates.push(priced(vm, g, index, (base, idle, idle)));
     }

@@ -13,8 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::memory::{Memory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
-use crate::policy::allot::want;
-use crate::policy::balloon::CALM_MS;
+use crate::policy::allot::{Level, want};
 use crate::policy::recycle::usable;
 use crate::policy::take::{base, idle, priced};
 use crate::units::{Bytes, Stamp};
@@ -167,7 +166,7 @@ fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
-        let idle = idle(base, want(at, vm, g, m, CALM_MS), g, m);
+        let idle = idle(base, want(at, vm, g, m, Level::CALM), g, m);
         let c = priced(vm, g, 0, (base, idle, idle));
         // Only what the host really holds brings it anything.
         spare.idle = idle.share(c.yields) - spare.free;
