@@ -19,7 +19,8 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
-    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
+    Advise, AgentState, Answer, Attach, BUDGET_MS_MAX, Command, OTHERS_DISCARD, PROTOCOL, Refused,
+    Segment, Status,
 };
 
 use crate::agent::{Agent, AgentError};
@@ -40,6 +41,12 @@ const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// An agent that owes an answer this long is given up. It may be in a batch of
 /// recycling that takes all of its budget.
 const GIVE_UP: Duration = Duration::from_secs(20);
+/// An agent whose connection has ended gives up all protection when its batch of recycling is
+/// over, at the latest.
+const GONE: Duration = Duration::from_millis(BUDGET_MS_MAX + 1000);
+/// What to do where an agent stands aside.
+const ASIDE: &str = " (Ebb goes on as without the agent: start the VM without what is named, or \
+    set agent = \"off\" for it)";
 /// What is held of the free pages costs the agent 5–10 ns a page.
 const HELD_EVERY: Duration = Duration::from_secs(2);
 
@@ -114,9 +121,9 @@ pub(crate) struct AgentLink {
     told: Option<Vec<(u64, u64)>>,
     open: Option<Bytes>,
     refused: Option<String>,
-    /// A connection ended while it may have been at work on the VM's memory, and it has not
-    /// answered since.
-    unsettled: bool,
+    /// Since when it may be at work on the VM's memory for a connection that has ended, this
+    /// daemon's or an earlier one's. `None`: it has answered since.
+    unsettled: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,7 +169,7 @@ impl AgentLink {
             told: None,
             open: None,
             refused: None,
-            unsettled: false,
+            unsettled: Some(Instant::now()),
         }
     }
 
@@ -256,12 +263,13 @@ impl AgentLink {
         self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met | Stage::Apart)
     }
 
-    /// Has the agent give up all protection, and hangs up when it has said so. One whose
-    /// connection was lost is asked on another: it serves one at a time, and gives up all
-    /// protection with each.
-    pub fn leave(&mut self) {
+    /// Has the agent give up all protection, and hangs up when it has said so. To be `sure`, one
+    /// whose connection was lost is asked on another, and so is one that an earlier daemon may
+    /// have had: it serves one at a time, and gives up all protection with each.
+    pub fn leave(&mut self, now: Instant, sure: bool) {
         match self.stage {
-            _ if self.agent.is_none() && self.unsettled => self.connect(Instant::now()),
+            _ if self.agent.is_none() && !sure => self.settle(now),
+            _ if self.agent.is_none() && self.unsettled.is_some() => self.connect(now),
             _ if self.agent.is_none() => {}
             Stage::Leaving if self.asked.is_empty() => {
                 (self.stage, self.retry_at) = (Stage::Hello, None);
@@ -270,12 +278,17 @@ impl AgentLink {
             Stage::Leaving => {}
             _ => self.stand_down(Stage::Leaving),
         }
+                self.unsettled = None;
     }
 
-    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or was never
-    /// at work.
+    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or there is none.
     pub fn has_left(&self) -> bool {
-        self.agent.is_none() && !self.unsettled
+        self.agent.is_none() && self.unsettled.is_none()
+    }
+
+    /// What it did for a connection that has ended is over by now.
+    fn settle(&mut self, now: Instant) {
+        self.unsettled.take_if(|since| now - *since >= GONE);
     }
 
     fn connect(&mut self, now: Instant) {
@@ -285,7 +298,12 @@ impl AgentLink {
         self.retry_at = Some(now + RETRY);
         let mut agent = match Agent::connect(&self.path) {
             Ok(agent) => agent,
-            Err(e) => return self.down = Link::Down(e.to_string()),
+            Err(e) => {
+                if matches!(e, AgentError::None(_)) {
+                    self.settle(now);
+                }
+                return self.down = Link::Down(e.to_string());
+            }
         };
         let peer = agent.peer_pid();
         if peer != Some(self.pid) {
@@ -480,14 +498,18 @@ impl AgentLink {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
                 (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
-                self.unsettled = false;
+                self.unsettled = None;
                 self.wants_descriptor = h.wants_descriptor;
             }
-            (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
-                "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
-                 agent of this version",
-                h.protocol
-            )),
+            (Ask::Hello, Ok(Answer::Hello(h))) => {
+                self.lose(format!(
+                    "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
+                     agent of this version",
+                    h.protocol
+                ));
+                // It was told of no RAM on this connection.
+                self.unsettled = None;
+            }
             (Ask::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
                 self.told = (!self.terms.keep_open).then(Vec::new);
@@ -533,7 +555,9 @@ impl AgentLink {
     }
 
     fn lose(&mut self, why: String) {
-        self.unsettled |= self.stage != Stage::Hello;
+        if self.stage != Stage::Hello {
+            self.unsettled = Some(Instant::now());
+        }
         self.down = Link::Down(why);
         self.agent = None;
         self.asked.clear();
@@ -706,16 +730,14 @@ mod tests {
         let path = dir.path().join("agent");
         let listener = UnixListener::bind(&path).unwrap();
         let mut link = AgentLink::new(path, std::process::id());
-        link.leave();
-        assert!(link.has_left(), "it was never at work");
         link.connect(Instant::now());
         link.stage = Stage::Attached;
         link.lose("silent for 20 s".into());
         assert!(!link.has_left(), "it may be in the middle of a window");
         drop(listener.accept().unwrap());
-        link.leave();
+        link.leave(Instant::now(), true);
         link.retry_at = None;
-        link.leave();
+        link.leave(Instant::now(), true);
         // It answers again, and is told to give up what it has protected.
         let socket = listener.accept().unwrap().0;
         let thread = std::thread::spawn(move || peer(socket, false));
@@ -723,7 +745,7 @@ mod tests {
         while !link.has_left() {
             assert!(Instant::now() < until, "{:?}", link.stage);
             link.hear(Instant::now());
-            link.leave();
+            link.leave(Instant::now(), true);
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(link.agent.is_none() && link.stage == Stage::Hello);
@@ -742,6 +764,40 @@ mod tests {
                 .feed(&buffer[..got], |l| last = Some(Request::parse(l).unwrap().command))
                 .unwrap();
         }
+    /// The daemon was killed while the agent was at work for it.
+    #[test]
+    fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut link = AgentLink::new(path.clone(), std::process::id());
+        let now = Instant::now();
+        for _ in 0..10 {
+            link.leave(now, true);
+            assert!(!link.has_left(), "it has said nothing to this daemon");
+            link.hear(now);
+        }
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut line = [0; 4096];
+        let n = socket.read(&mut line).unwrap();
+        assert!(String::from_utf8_lossy(&line[..n]).contains("stand_down"));
+        // Nobody listens (any more): nothing that was begun lasts so long.
+        drop(listener);
+        let mut link = AgentLink::new(path, std::process::id());
+        let now = Instant::now();
+        for (after, left) in [(Duration::ZERO, false), (GONE, true)] {
+            link.leave(now + after, true);
+            assert_eq!(link.has_left(), left, "{after:?}");
+        }
+        // It is not spoken to: it is not managed, or to be off.
+        let listener = UnixListener::bind(dir.path().join("other")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut link = AgentLink::new(dir.path().join("other"), std::process::id());
+        link.leave(now, false);
+        link.leave(now + 2 * GONE, false);
+        assert!(link.has_left() && listener.accept().is_err());
+    }
+
         last.unwrap()
     }
 

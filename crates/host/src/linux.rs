@@ -434,6 +434,11 @@ impl LinuxHost {
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
             let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
+        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
+            if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
+                vm.withdraw();
+            }
+        }
             // To be handed its RAM takes one longer, and much waits for that.
             let patience = if new { self.options.deadline } else { AGENTS };
             self.hear_agents(deadline.min(Instant::now() + patience));
@@ -641,7 +646,7 @@ impl LinuxHost {
             sample.offload = self.offloader.sample(*id);
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
-            let busy = vm.shrinks()
+            let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
                 || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.offload.as_ref().is_some_and(|o| o.busy)
@@ -689,7 +694,10 @@ impl LinuxHost {
                 Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
                     Err(ActError::Lost(e.to_string()))
                 }
-                Some(answer) => Ok(answer.map(drop)?),
+                Some(answer) => {
+                    vm.answered(command, answer.is_ok());
+                    Ok(answer.map(drop)?)
+                }
                 None => {
                     vm.not_answered(command);
                     Err(ActError::Unanswered { ms: wait.as_millis() as u64 })

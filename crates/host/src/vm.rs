@@ -159,6 +159,11 @@ pub(crate) struct Vm {
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     interval_was: Option<u64>,
     /// Orders that QEMU has not answered: command and size.
+    /// The last order; `None` when QEMU has answered it.
+    last_order: Option<u64>,
+    /// What order is in force is not known: QEMU has not answered the last one, or it was an
+    /// earlier daemon's.
+    loose: bool,
     unanswered: Vec<(u64, Bytes)>,
     /// The size of the last order, where QEMU has carried it out and answered late.
     pub done_late: Option<Bytes>,
@@ -211,6 +216,8 @@ impl Vm {
             named: false,
             owed_at: None,
             interval_was: None,
+            last_order: None,
+            loose: true,
             unanswered: Vec::new(),
             done_late: None,
             inventory: Inventory::default(),
@@ -289,23 +296,49 @@ impl Vm {
         Ok(sent)
     }
 
+        (self.last_order, self.loose) = (Some(sent), true);
     /// Takes the answers to orders that came after their time was up.
     fn take_late(&mut self) {
         let Some(client) = &mut self.client else { return };
         let (protocol, done) = (client.protocol(), &mut self.done_late);
+    /// QEMU has answered an order. It takes them one by one: those before it are over.
+    pub fn answered(&mut self, command: u64, carried_out: bool) {
+        if self.last_order == Some(command) {
+            (self.last_order, self.loose) = (None, !carried_out);
+        }
+    }
+
+    /// Ends an order to shrink that an earlier daemon may have left behind, or that was on its
+    /// way when the connection ended: QEMU does not tell what its balloon is to come to.
+    pub fn withdraw(&mut self) {
+        let Some(size) = self.answers.actual.filter(|_| self.slow_since.is_none()) else { return };
+        if self.loose
+            && self.last_order.is_none()
+            && self.device.is_some()
+            && let Ok(command) = self.order(size, true)
+        {
+            self.not_answered(command);
+        }
+    }
+
         self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
             Some(answer) => {
                 *done = answer.is_ok().then_some(*to);
                 false
+        let mut answered = Vec::new();
             }
             None => protocol.is_pending(*id),
         });
+                answered.push((*id, answer.is_ok()));
     }
 
-    /// Whether it has an order to shrink that its guest has not followed yet.
-    pub fn shrinks(&self) -> bool {
+    /// Whether it may have an order to shrink that its guest has not followed yet, or that QEMU
+    /// has not answered. What is not `owed` anything was not asked for anything.
+    pub fn shrinks(&self, owed: bool) -> bool {
+        answered.into_iter().for_each(|(id, done)| self.answered(id, done));
         let below = |o: Bytes| self.actual.is_some_and(|a| o + Bytes::mib(1) <= a);
-        self.ordered.is_some_and(below)
+        let no_balloon = self.ready && self.looked && self.device.is_none();
+        self.ordered.is_some_and(below) || owed && self.loose && !no_balloon
     }
 
     /// QEMU was told and has not answered in time.
@@ -403,6 +436,7 @@ impl Vm {
         self.verdict = None;
         (self.ready, self.slow_since) = (false, None);
         self.looked_up = None;
+        self.last_order = None;
     }
 
     fn connect(&mut self) {
@@ -672,7 +706,12 @@ impl Vm {
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         if !self.uses_agent() {
-            self.agent.iter_mut().for_each(AgentLink::leave);
+            // Only where it could be at work, and is asked for, is it looked for to be told.
+            let on = self.access.agent != AgentUse::Off && !self.access.look_only;
+            let sure = on && self.access.managed && self.access.hands_off_ms.is_some();
+            self.agent.iter_mut().for_each(|agent| agent.leave(now, sure));
+            // What QEMU has told may not hold when the agent is used again.
+            self.inventory.look_anew();
             return;
         }
         let migrating = self.answers.migrating;
