@@ -245,17 +245,21 @@ impl AgentLink {
         }
     }
 
-    /// The RAM of which is to be known whether other processes map it.
-    pub fn wants_mappers(&self) -> Option<&[Segment]> {
+    /// The RAM of which is to be known whether other processes map it, and what made that
+    /// unclear.
+    pub fn wants_mappers(&self) -> Option<(u64, &[Segment])> {
         let old = self.mapped_at.is_none_or(|at| at.elapsed() >= MAPPED_EVERY);
         let due = self.mapped.is_none() || matches!(self.mapped, Some(Err(_))) && old;
-        self.unclear.filter(|_| due).map(|_| self.segments.as_slice())
+        self.unclear.filter(|_| due).map(|(generation, _)| (generation, self.segments.as_slice()))
     }
 
-    /// Whether they do; asked again after a while where they do.
-    pub fn mappers(&mut self, found: Result<(), String>) {
-        self.mapped = Some(found);
-        self.mapped_at = Some(Instant::now());
+    /// Whether they do, by a look that began when that was unclear; asked again after a while
+    /// where they do.
+    pub fn mappers(&mut self, generation: u64, found: Result<(), String>) {
+        if self.unclear.is_some_and(|(now, _)| now == generation) {
+            self.mapped = Some(found);
+            self.mapped_at = Some(Instant::now());
+        }
     }
 
     /// It knows of no RAM now, and is to be told where that is.
@@ -822,7 +826,7 @@ mod tests {
         assert!(link.wants_mappers().is_none(), "nothing is unclear");
         let before = verdict(&[]);
         says(&mut link, Some(3));
-        assert_eq!(link.wants_mappers().map(<[_]>::len), Some(1));
+        assert_eq!(link.wants_mappers().map(|(g, s)| (g, s.len())), Some((3, 1)));
         let asked = link.asked.len();
         let clear = |link: &mut AgentLink, verdict: &Verdict| {
             let before = link.asked.len();
@@ -830,17 +834,23 @@ mod tests {
             link.asked.len() > before
         };
         assert!(!clear(&mut link, &verdict(&[])), "nobody looked who maps it");
-        link.mappers(Err("process 7 maps it".into()));
+        link.mappers(3, Err("process 7 maps it".into()));
         assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
         assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
         assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
-        link.mappers(Ok(()));
+        link.mappers(3, Ok(()));
+        assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
+        link.mappers(4, Ok(()));
         assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
         assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
         // Another socket: who maps the RAM is to be looked at again.
         says(&mut link, Some(4));
         assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
-        link.mappers(Ok(()));
+        let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
+        let saved = (link.mapped.take(), link.status.replace(aside));
+        assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent: start"));
+        (link.mapped, link.status) = saved;
+        link.mappers(3, Ok(()));
         says(&mut link, Some(4));
         assert_eq!(link.asked.len(), asked);
         assert!(clear(&mut link, &verdict(&[])));

@@ -10,6 +10,7 @@ pub mod act;
 pub mod agent;
 mod agent_link;
 pub mod balloon;
+mod beside;
 mod bound;
 pub mod client;
 pub mod durable;

@@ -23,7 +23,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::act::mergeable::room_to_close;
+use crate::act::ksm::has_room;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
 use crate::act::torn::{self, Splitter};
@@ -35,6 +35,7 @@ use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
 use crate::probe::process::{Life, life, read_status};
+use crate::probe::mappers::Search;
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::vmpressure::PressureEvents;
@@ -139,8 +140,11 @@ pub struct LinuxHost {
     merger: Option<Merger>,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_around: ksm::Around,
+    mappers: Search,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
+    /// Its counters of each VM.
+    ksm_stats: ksm::Stats,
     waker: Waker,
 }
 
@@ -168,7 +172,9 @@ impl LinuxHost {
             merger,
             ksm_around: ksm::Around::default(),
             others_ksm: None,
+            mappers: Search::default(),
             scanner: Scanner::new(options.trust.clone()),
+            ksm_stats: ksm::Stats::default(),
             bounds: Bounds::new(options.pool.clone()),
             options,
             vms: BTreeMap::new(),
@@ -428,8 +434,12 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
-        for vm in self.vms.values_mut() {
-            vm.look_for_mappers(&self.options.root);
+        let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
+        let waker = self.waker.clone();
+        let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
+        for (vm, generation, found) in found {
+            let agent = self.vms.get_mut(&vm).and_then(|vm| vm.agent.as_mut());
+            agent.into_iter().for_each(|agent| agent.mappers(generation, found.clone()));
         }
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
@@ -507,9 +517,9 @@ impl LinuxHost {
         plan.scan_cores.iter().for_each(|cores| merger.pace(*cores));
         for order in &plan.vms {
             let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
-            let room =
-                if order.open { Ok(()) } else { room_to_close(&self.options.root, order.vm) };
-            match room {
+            let root = &self.options.root;
+            let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
+            match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
                 Err(e) => vm.merging.refuse(e.to_string()),
             }
@@ -623,12 +633,16 @@ impl LinuxHost {
             return;
         }
         for vm in vms.iter_mut() {
-            let source = format!("/proc/{}/ksm_stat", vm.id.pid);
-            let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
+            let read = self.ksm_stats.of(vm.id);
+            if let Some(Err(why)) = read {
+                problems.push(problem(None, format!("/proc/{}/ksm_stat", vm.id.pid), why.clone()));
+            }
+            let stat = read.and_then(|read| *read.as_ref().ok()?);
             vm.merge = Some(MergeSample { stat: stat.unwrap_or_default(), ..Default::default() });
         }
         host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
     }
+        self.ksm_stats.read(root, vms);
 
     fn sample_vms(
         &mut self,

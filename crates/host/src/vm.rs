@@ -23,10 +23,9 @@ use crate::balloon::{self, DEVICE_FOLDERS};
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
-use crate::probe::mappers;
+use crate::probe::mappers::Question;
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
-use crate::root::Root;
 
 /// First and longest wait before a lost connection is tried again.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -692,13 +691,17 @@ impl Vm {
         self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
     }
 
-    /// Finds out whether other processes map its RAM, where its agent waits for that.
-    pub fn look_for_mappers(&mut self, root: &Root) {
-        let (private, pid) = (self.access.private_ram, self.process.id.pid);
-        let Some(agent) = self.agent.as_mut() else { return };
-        let Some(segments) = agent.wants_mappers() else { return };
-        let found = if private { Ok(()) } else { mappers::are_private(root, pid, segments) };
-        agent.mappers(found);
+    /// What its agent waits for: whether other processes map its RAM.
+    pub fn asks_for_mappers(&mut self) -> Option<Question> {
+        let (private, vm) = (self.access.private_ram, self.process.id);
+        let agent = self.agent.as_mut()?;
+        let (generation, segments) = agent.wants_mappers()?;
+        let segments = segments.to_vec();
+        if private {
+            agent.mappers(generation, Ok(()));
+            return None;
+        }
+        Some(Question { vm, generation, segments })
     }
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
