@@ -354,7 +354,9 @@ impl LinuxHost {
             }
             let (name, path) = self.options.sockets[i].clone();
             let section = self.options.config.vms.get(&name);
-            if section.is_some_and(|s| !s.manage) && self.owed.is_empty() {
+            // One that is owed something is reached where it was before.
+            let owed = |id: &VmId| self.owed_at.get(id).is_none_or(|at| *at == path);
+            if section.is_some_and(|s| !s.manage) && !self.owed.iter().any(owed) {
                 continue;
             }
             let source = path.display().to_string();
