@@ -15,6 +15,7 @@ mod bound;
 pub mod client;
 pub mod durable;
 pub mod hands_off;
+mod intervals;
 mod inventory;
 pub mod linux;
 mod merge_link;

@@ -31,11 +31,12 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
+use crate::intervals::Intervals;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
-use crate::probe::process::{Life, life, read_status};
 use crate::probe::mappers::Search;
+use crate::probe::process::{Life, life, read_status};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::vmpressure::PressureEvents;
@@ -115,6 +116,7 @@ pub struct LinuxHost {
     options: Options,
     vms: BTreeMap<VmId, Vm>,
     hands_off: HandsOffs,
+    intervals: Intervals,
     /// Why it is not known which VMs were to be left alone.
     unread: Option<String>,
     /// Which VM each configured socket turned out to be.
@@ -138,13 +140,13 @@ pub struct LinuxHost {
     /// Where that is wanted, with what this kernel can do.
     zeros: Option<(ZeroWays, ZeroFinder)>,
     merger: Option<Merger>,
+    mappers: Search,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_around: ksm::Around,
-    mappers: Search,
-    /// What others merged when that was last read, and when.
-    others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     /// Its counters of each VM.
     ksm_stats: ksm::Stats,
+    /// What others merged when that was last read, and when.
+    others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     waker: Waker,
 }
 
@@ -170,12 +172,13 @@ impl LinuxHost {
                 .zeros
                 .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
             merger,
-            ksm_around: ksm::Around::default(),
-            others_ksm: None,
             mappers: Search::default(),
-            scanner: Scanner::new(options.trust.clone()),
+            ksm_around: ksm::Around::default(),
             ksm_stats: ksm::Stats::default(),
+            others_ksm: None,
+            scanner: Scanner::new(options.trust.clone()),
             bounds: Bounds::new(options.pool.clone()),
+            intervals: Intervals::load(options.intervals.clone()),
             options,
             vms: BTreeMap::new(),
             hands_off,
@@ -236,6 +239,7 @@ impl LinuxHost {
         let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
         problems.extend(unread);
         self.query(started, at);
+        self.keep_intervals();
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
         (host.pool, host.vms_psi) = self.bounds.sample(&self.options.root, started, &mut problems);
@@ -320,9 +324,9 @@ impl LinuxHost {
             let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
             if listed || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
-                self.vms
-                    .entry(id)
-                    .or_insert_with(|| Vm::new(process, interval_s, Access::default()));
+                let was = self.intervals.of(id);
+                let new = || Vm::new(process, interval_s, Access::default()).with_interval(was);
+                self.vms.entry(id).or_insert_with(new);
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
@@ -387,7 +391,8 @@ impl LinuxHost {
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
         let access = access(&self.options, &self.owed, &process, &claim);
-        let new = || Vm::new(process.clone(), interval_s, access);
+        let was = self.intervals.of(id);
+        let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named) = (process, true);
         vm.adopt(client);
@@ -429,6 +434,11 @@ impl LinuxHost {
                 break;
             }
         }
+        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
+            if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
+                vm.withdraw();
+            }
+        }
         self.query_agents(started, deadline);
     }
 
@@ -446,11 +456,6 @@ impl LinuxHost {
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
             let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
-        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
-            if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
-                vm.withdraw();
-            }
-        }
             // To be handed its RAM takes one longer, and much waits for that.
             let patience = if new { self.options.deadline } else { AGENTS };
             self.hear_agents(deadline.min(Instant::now() + patience));
@@ -523,7 +528,7 @@ impl LinuxHost {
             let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
             match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
-                Err(e) => vm.merging.refuse(e.to_string()),
+                Err(why) => vm.merging.refuse(why),
             }
         }
         for (id, vm) in &mut self.vms {
@@ -634,6 +639,7 @@ impl LinuxHost {
         if self.merger.is_none() && !merges {
             return;
         }
+        self.ksm_stats.read(root, vms);
         for vm in vms.iter_mut() {
             let read = self.ksm_stats.of(vm.id);
             if let Some(Err(why)) = read {
@@ -644,7 +650,6 @@ impl LinuxHost {
         }
         host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
     }
-        self.ksm_stats.read(root, vms);
 
     fn sample_vms(
         &mut self,
@@ -745,6 +750,13 @@ impl LinuxHost {
     /// Puts back how often QEMU asked the guests for statistics before.
     pub fn restore_intervals(&mut self) {
         self.vms.values_mut().for_each(Vm::restore_interval);
+        self.keep_intervals();
+    }
+
+    fn keep_intervals(&mut self) {
+        let root = &self.options.root;
+        let here = self.vms.iter().map(|(id, vm)| (*id, vm.interval_was));
+        self.intervals.keep(here, |id| life(root, id) != Life::Ended);
     }
 
     /// Has QEMU ask these guests for statistics now rather than at the next

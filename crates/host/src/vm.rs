@@ -156,14 +156,14 @@ pub(crate) struct Vm {
     /// It is owed something that was taken over this socket.
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
-    interval_was: Option<u64>,
+    pub interval_was: Option<u64>,
     /// Orders that QEMU has not answered: command and size.
+    unanswered: Vec<(u64, Bytes)>,
     /// The last order; `None` when QEMU has answered it.
     last_order: Option<u64>,
     /// What order is in force is not known: QEMU has not answered the last one, or it was an
     /// earlier daemon's.
     loose: bool,
-    unanswered: Vec<(u64, Bytes)>,
     /// The size of the last order, where QEMU has carried it out and answered late.
     pub done_late: Option<Bytes>,
     /// Asked for where there is an agent.
@@ -215,14 +215,19 @@ impl Vm {
             named: false,
             owed_at: None,
             interval_was: None,
+            unanswered: Vec::new(),
             last_order: None,
             loose: true,
-            unanswered: Vec::new(),
             done_late: None,
             inventory: Inventory::default(),
             verdict: None,
             memory: None,
         }
+    }
+
+    /// An earlier daemon found this interval of its statistics.
+    pub fn with_interval(self, was: Option<u64>) -> Vm {
+        Vm { interval_was: was, ..self }
     }
 
     /// Whether its agent is spoken to.
@@ -291,15 +296,11 @@ impl Vm {
         };
         let sent = client.send("balloon", Some(balloon::balloon(target)))?;
         self.ordered = Some(target);
+        (self.last_order, self.loose) = (Some(sent), true);
         self.done_late = self.done_late.filter(|to| *to == target);
         Ok(sent)
     }
 
-        (self.last_order, self.loose) = (Some(sent), true);
-    /// Takes the answers to orders that came after their time was up.
-    fn take_late(&mut self) {
-        let Some(client) = &mut self.client else { return };
-        let (protocol, done) = (client.protocol(), &mut self.done_late);
     /// QEMU has answered an order. It takes them one by one: those before it are over.
     pub fn answered(&mut self, command: u64, carried_out: bool) {
         if self.last_order == Some(command) {
@@ -320,21 +321,25 @@ impl Vm {
         }
     }
 
+    /// Takes the answers to orders that came after their time was up.
+    fn take_late(&mut self) {
+        let Some(client) = &mut self.client else { return };
+        let (protocol, done) = (client.protocol(), &mut self.done_late);
+        let mut answered = Vec::new();
         self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
             Some(answer) => {
                 *done = answer.is_ok().then_some(*to);
+                answered.push((*id, answer.is_ok()));
                 false
-        let mut answered = Vec::new();
             }
             None => protocol.is_pending(*id),
         });
-                answered.push((*id, answer.is_ok()));
+        answered.into_iter().for_each(|(id, done)| self.answered(id, done));
     }
 
     /// Whether it may have an order to shrink that its guest has not followed yet, or that QEMU
     /// has not answered. What is not `owed` anything was not asked for anything.
     pub fn shrinks(&self, owed: bool) -> bool {
-        answered.into_iter().for_each(|(id, done)| self.answered(id, done));
         let below = |o: Bytes| self.actual.is_some_and(|a| o + Bytes::mib(1) <= a);
         let no_balloon = self.ready && self.looked && self.device.is_none();
         self.ordered.is_some_and(below) || owed && self.loose && !no_balloon
@@ -350,7 +355,7 @@ impl Vm {
 
     /// Has QEMU ask the guest for statistics as often as before.
     pub fn restore_interval(&mut self) {
-        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was.take()) else {
+        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was) else {
             return;
         };
         let set = balloon::set(&device, balloon::INTERVAL, json!(was));
@@ -359,6 +364,7 @@ impl Vm {
             && client.send("qom-set", Some(set)).is_ok()
         {
             client.pump();
+            self.interval_was = None;
         }
     }
 
@@ -430,12 +436,12 @@ impl Vm {
         self.client = None;
         self.asked.clear();
         self.unanswered.clear();
+        self.last_order = None;
         self.answers = Answers::default();
         self.inventory.forget();
         self.verdict = None;
         (self.ready, self.slow_since) = (false, None);
         self.looked_up = None;
-        self.last_order = None;
     }
 
     fn connect(&mut self) {
