@@ -278,11 +278,11 @@ impl AgentLink {
             Stage::Leaving if self.asked.is_empty() => {
                 (self.stage, self.retry_at) = (Stage::Hello, None);
                 self.lose("left alone".into());
+                self.unsettled = None;
             }
             Stage::Leaving => {}
             _ => self.stand_down(Stage::Leaving),
         }
-                self.unsettled = None;
     }
 
     /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or there is none.
@@ -493,7 +493,11 @@ impl AgentLink {
         if self.asked.is_empty() {
             self.waits_since = None;
         } else if now - *self.waits_since.get_or_insert(now) > GIVE_UP {
-            self.lose(format!("{}: silent for {} s", self.path.display(), GIVE_UP.as_secs()));
+            let (path, s) = (self.path.display(), GIVE_UP.as_secs());
+            self.lose(format!(
+                "{path}: silent for {s} s: QEMU is stopped, or its thread `ebb-agent` does not run; \
+                 it is tried again"
+            ));
         }
         !self.asked.is_empty()
     }
@@ -581,7 +585,10 @@ impl AgentLink {
         AgentSample {
             link,
             state: status.state,
-            why: self.mapped.clone().and_then(Result::err).or(status.why),
+            why: self.mapped.clone().and_then(Result::err).or(match status.state {
+                AgentState::Aside => status.why.map(|why| why + ASIDE),
+                _ => status.why,
+            }),
             module: status.module.map(|m| format!("{} on Linux {}", m.version, m.linux)),
             free: status.free,
             held: status.held,
@@ -757,17 +764,6 @@ mod tests {
         let _ = thread.join();
     }
 
-    /// The last command that the agent was sent.
-    fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
-        link.agent.as_mut().unwrap().pump();
-        let mut lines = Lines::default();
-        let (mut buffer, mut last) = ([0u8; 4096], None);
-        while last.is_none() {
-            let got = socket.read(&mut buffer).unwrap();
-            lines
-                .feed(&buffer[..got], |l| last = Some(Request::parse(l).unwrap().command))
-                .unwrap();
-        }
     /// The daemon was killed while the agent was at work for it.
     #[test]
     fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
@@ -802,6 +798,17 @@ mod tests {
         assert!(link.has_left() && listener.accept().is_err());
     }
 
+    /// The last command that the agent was sent.
+    fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
+        link.agent.as_mut().unwrap().pump();
+        let mut lines = Lines::default();
+        let (mut buffer, mut last) = ([0u8; 4096], None);
+        while last.is_none() {
+            let got = socket.read(&mut buffer).unwrap();
+            lines
+                .feed(&buffer[..got], |l| last = Some(Request::parse(l).unwrap().command))
+                .unwrap();
+        }
         last.unwrap()
     }
 
@@ -838,19 +845,19 @@ mod tests {
         assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
         assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
         assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
-        link.mappers(3, Ok(()));
-        assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
-        link.mappers(4, Ok(()));
-        assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
-        assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
-        // Another socket: who maps the RAM is to be looked at again.
-        says(&mut link, Some(4));
-        assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
         let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
         let saved = (link.mapped.take(), link.status.replace(aside));
         assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent: start"));
         (link.mapped, link.status) = saved;
         link.mappers(3, Ok(()));
+        assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
+        assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
+        // Another socket: who maps the RAM is to be looked at again.
+        says(&mut link, Some(4));
+        assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
+        link.mappers(3, Ok(()));
+        assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
+        link.mappers(4, Ok(()));
         says(&mut link, Some(4));
         assert_eq!(link.asked.len(), asked);
         assert!(clear(&mut link, &verdict(&[])));
