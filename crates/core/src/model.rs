@@ -786,7 +786,8 @@ impl VmModel {
 fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String> {
     match &vm.claim {
         Claim::Refused(why) => Some(format!(
-            "it calls itself “{}”, and is not the VM of that section of the configuration: {why}",
+            "it calls itself “{}”, and is not the VM of that section of the configuration: {why}; \
+             correct the section, or start the VM under another name",
             vm.given_name()
         )),
         _ => (!settings.manage).then(|| "manage = false in the configuration".into()),

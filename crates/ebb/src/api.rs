@@ -12,7 +12,7 @@
 use std::collections::VecDeque;
 use std::io::Read;
 use std::net::IpAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -35,6 +35,9 @@ use ebb_core::units::Bytes as Size;
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use hyper::body::{Frame, SizeHint};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::daemon::{HandsOffWish, Inbox};
 use crate::metrics;
@@ -159,21 +162,7 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
             format!("cannot create {}: run as root, or set daemon.socket", dir.display())
         })?;
     }
-    if std::os::unix::net::UnixStream::connect(path).is_ok() {
-        anyhow::bail!("{socket} is served already: another ebb runs, or set daemon.socket");
-    }
-    match std::fs::symlink_metadata(path) {
-        Ok(m) if std::os::unix::fs::FileTypeExt::is_socket(&m.file_type()) => {
-            std::fs::remove_file(path).with_context(|| format!("cannot replace {socket}"))?;
-        }
-        Ok(_) => anyhow::bail!("{socket} exists and is no socket: set daemon.socket elsewhere"),
-        Err(_) => {}
-    }
-    let unix = std::os::unix::net::UnixListener::bind(path)
-        .with_context(|| format!("cannot listen on {socket}"))?;
-    // Group-readable for monitoring: names of VMs and sizes, nothing secret, but
-    // nobody else's either.
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))?;
+    let unix = bind_unix(path)?;
     unix.set_nonblocking(true)?;
     let tcp = match listen {
         None => None,
@@ -185,6 +174,43 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
         }
     };
     Ok(Listeners { unix, tcp })
+}
+
+/// Listens on a Unix socket that only root and its group may connect to. A file that is there
+/// already is replaced where it is a socket that is proven to be nobody's: that no connection is
+/// taken now proves nothing.
+fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
+    let shown = path.display();
+    let address = SocketAddrUnix::new(path).with_context(|| format!("{shown} is no name"))?;
+    let socket = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+    };
+    match std::fs::symlink_metadata(path) {
+        Ok(m) if m.file_type().is_socket() => match net::connect(&socket()?, &address) {
+            Ok(()) | Err(Errno::AGAIN) => {
+                anyhow::bail!("{shown} is served already: another ebb runs, or set daemon.socket")
+            }
+            Err(Errno::CONNREFUSED) => std::fs::remove_file(path)
+                .with_context(|| format!("cannot replace {shown}: remove it"))?,
+            Err(Errno::NOENT) => {}
+            Err(e) => anyhow::bail!(
+                "{shown} exists, and whether it is in use is not known ({e}): set daemon.socket \
+                 elsewhere, or remove it"
+            ),
+        },
+        Ok(_) => anyhow::bail!("{shown} exists and is no socket: set daemon.socket elsewhere"),
+        Err(_) => {}
+    }
+    let unix = socket()?;
+    let listens = net::bind(&unix, &address).and_then(|()| {
+        // Group-readable for monitoring: names of VMs and sizes, nothing secret, but nobody
+        // else's either. Before it listens none can connect.
+        rustix::fs::chmod(path, Mode::from_raw_mode(0o660))?;
+        net::listen(&unix, 128)
+    });
+    listens.with_context(|| format!("cannot listen on {shown}"))?;
+    Ok(unix.into())
 }
 
 /// Serves until the process ends, in a thread of its own.
@@ -452,6 +478,52 @@ fn text(kind: &'static str, body: Bytes) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_socket_is_roots_and_its_groups() {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ebb.sock");
+        let _listeners = bind(path.to_str().unwrap(), None).unwrap();
+        let file = std::fs::symlink_metadata(&path).unwrap();
+        assert_eq!(file.permissions().mode() & 0o7777, 0o660);
+        assert_eq!(file.uid(), rustix::process::geteuid().as_raw());
+    }
+
+    #[test]
+    fn only_a_socket_that_is_nobodys_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ebb.sock");
+        let bind = || bind(path.to_str().unwrap(), None).map(drop).map_err(|e| e.to_string());
+        let there = || std::fs::symlink_metadata(&path).is_ok();
+        // Dead: the daemon was killed.
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert_eq!((there(), bind()), (true, Ok(())));
+        std::fs::remove_file(&path).unwrap();
+        // Alive, and as busy as can be: nobody accepts.
+        let socket = || {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
+        };
+        let (listener, address) = (socket(), SocketAddrUnix::new(&path).unwrap());
+        net::bind(&listener, &address).unwrap();
+        net::listen(&listener, 0).unwrap();
+        let clients: Vec<_> = (0..4).map(|_| socket()).collect();
+        let full = clients.iter().any(|c| net::connect(c, &address) == Err(Errno::AGAIN));
+        assert!(full && bind().unwrap_err().contains("served already") && there());
+        drop((listener, clients));
+        std::fs::remove_file(&path).unwrap();
+        // Another kind of socket, such as syslog's, cannot be tried.
+        let other = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        assert!(bind().unwrap_err().contains("is not known") && there());
+        drop(other);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "").unwrap();
+        assert!(bind().unwrap_err().contains("is no socket") && there());
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("x"), &path).unwrap();
+        assert!(bind().unwrap_err().contains("is no socket") && there());
+    }
 
     #[test]
     fn a_name_of_this_machine_is_told_from_others() {

@@ -138,10 +138,12 @@ pub fn ksm_note(state_file: &str) -> PathBuf {
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>, signals: Signals) -> Result<Daemon> {
-        let hands_off = Path::new(&config.state_file).with_file_name("hands-off.json");
+        let beside = |name: &str| Path::new(&config.state_file).with_file_name(name);
+        let beside = |name| state.is_some().then(|| beside(name));
         let options = Options {
             look_only: state.is_none(),
-            hands_off: state.is_some().then_some(hands_off),
+            hands_off: beside("hands-off.json"),
+            intervals: beside("intervals.json"),
             ..options(config)
         };
         let host = LinuxHost::new(options).context("cannot watch the host")?;

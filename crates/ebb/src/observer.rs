@@ -3,7 +3,8 @@
 //! A tick must cost little where nobody reads. What is published is what the tick left
 //! behind, moved and not copied; the log says what is new, and the record is packed.
 
-use std::collections::BTreeSet;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::model::{Model, Pressure};
 use ebb_core::plan::LastResort;
+use ebb_core::sample::VmId;
 use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_host::linux::LinuxHost;
@@ -28,6 +30,9 @@ use crate::view::{self, Decision, Problem};
 /// VMs that are not seen so long after the start are said to be missing: until then they
 /// may not have been found yet.
 const SETTLED_MS: u64 = 10_000;
+
+/// A request that is not heeded is told of this often: `ebb reclaim` repeats it.
+const UNHEEDED_MS: u64 = 30_000;
 
 /// Publishes, records and logs each tick.
 pub struct Observer {
@@ -52,6 +57,8 @@ pub struct Observer {
     said_last_resort: Vec<LastResort>,
     said_forbidden: Option<String>,
     said_merging: String,
+    /// Whose owner was told last that a request is not heeded, and when.
+    said_unheeded: BTreeMap<VmId, Stamp>,
 }
 
 impl Observer {
@@ -89,6 +96,7 @@ impl Observer {
             said_last_resort: Vec::new(),
             said_forbidden: None,
             said_merging: String::new(),
+            said_unheeded: BTreeMap::new(),
         })
     }
 
@@ -222,6 +230,15 @@ impl Observer {
         self.said_warnings = all;
         for p in self.quiet.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
+        }
+        let (at, said) = (tick.sample.at, &mut self.said_unheeded);
+        said.retain(|_, told| at.since(*told) < UNHEEDED_MS);
+        for (vm, why) in view::unheeded(tick, model) {
+            if let Entry::Vacant(new) = said.entry(vm) {
+                new.insert(at);
+                let name = model.vms.iter().find(|v| v.id == vm).map_or("", |v| &v.name);
+                say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
+            }
         }
         for d in decisions {
             let error = d.error.as_ref().map_or(String::new(), |e| format!(" ({e})"));

@@ -576,6 +576,20 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
     tick.plan.actions.iter().map(decision).collect()
 }
 
+/// VMs that the operator asked for their memory by name and that were not asked, and why.
+pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
+    let plan = &tick.plan;
+    let done = Done::of(tick);
+    let heeded = |id: VmId| {
+        plan.recycle.iter().any(|o| o.vm == id && o.recycle.is_some())
+            || plan.zeros.iter().any(|o| o.vm == id)
+            || plan.actions.iter().any(|a| a.vm == id && !a.gives())
+    };
+    let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
+    let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
+    vms.map(|vm| (vm.id, done.verdict(vm.id))).collect()
+}
+
 /// A guest as it was, for people.
 pub fn guest_words(vm: &VmModel) -> String {
     let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
@@ -607,10 +621,40 @@ pub fn guest_words(vm: &VmModel) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::plan::Reclaim;
     use ebb_core::tick::{Engine, Host as _};
     use ebb_sim::World;
     use ebb_sim::scenario::crowd;
     use serde_json::{Value, json};
+
+    #[test]
+    fn a_request_that_is_not_heeded_has_its_reason() {
+        let setup = crowd(2, Bytes::gib(2), Bytes::gib(3), 1, 0);
+        let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
+        let (mut tick, model) = engine.step(&mut world);
+        let [a, b] = [0, 1].map(|i| (model.vms[i].id, model.vms[i].name.clone()));
+        let action = |to| Action {
+            vm: a.0,
+            name: a.1.clone(),
+            from: Bytes::mib(500),
+            to: Bytes::mib(to),
+            reason: ebb_core::plan::Reason::GuestShort { signs: "it is short".into() },
+        };
+        tick.plan = Default::default();
+        tick.plan.actions = vec![action(600)];
+        assert_eq!(unheeded(&tick, &model), [], "nobody asked");
+        let ask = |vm: &str| Reclaim { vm: Some(vm.into()), bytes: None };
+        tick.requests = vec![ask(&a.1)];
+        let [(vm, why)] = &unheeded(&tick, &model)[..] else { panic!() };
+        assert!(*vm == a.0 && why.contains("it is short"), "{why}");
+        tick.plan.actions = vec![action(400)];
+        assert_eq!(unheeded(&tick, &model), []);
+        tick.requests = vec![ask(&b.1), Reclaim { vm: None, bytes: None }];
+        let why = "its guest has ended".to_owned();
+        let held = Held { vm: b.0, name: b.1.clone(), why: why.clone() };
+        tick.plan.held = vec![held];
+        assert_eq!(unheeded(&tick, &model), [(b.0, why)]);
+    }
 
     /// A state and decisions with something of everything.
     fn told() -> (State, Vec<Decision>) {

@@ -19,7 +19,8 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
-    Advise, AgentState, Answer, Attach, Command, OTHERS_DISCARD, PROTOCOL, Refused, Segment, Status,
+    Advise, AgentState, Answer, Attach, BUDGET_MS_MAX, Command, OTHERS_DISCARD, PROTOCOL, Refused,
+    Segment, Status,
 };
 
 use crate::agent::{Agent, AgentError};
@@ -40,6 +41,12 @@ const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// An agent that owes an answer this long is given up. It may be in a batch of
 /// recycling that takes all of its budget.
 const GIVE_UP: Duration = Duration::from_secs(20);
+/// An agent whose connection has ended gives up all protection when its batch of recycling is
+/// over, at the latest.
+const GONE: Duration = Duration::from_millis(BUDGET_MS_MAX + 1000);
+/// What to do where an agent stands aside.
+const ASIDE: &str = " (Ebb goes on as without the agent: start the VM without what is named, or \
+    set agent = \"off\" for it)";
 /// What is held of the free pages costs the agent 5–10 ns a page.
 const HELD_EVERY: Duration = Duration::from_secs(2);
 
@@ -114,9 +121,9 @@ pub(crate) struct AgentLink {
     told: Option<Vec<(u64, u64)>>,
     open: Option<Bytes>,
     refused: Option<String>,
-    /// A connection ended while it may have been at work on the VM's memory, and it has not
-    /// answered since.
-    unsettled: bool,
+    /// Since when it may be at work on the VM's memory for a connection that has ended, this
+    /// daemon's or an earlier one's. `None`: it has answered since.
+    unsettled: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,7 +169,7 @@ impl AgentLink {
             told: None,
             open: None,
             refused: None,
-            unsettled: false,
+            unsettled: Some(Instant::now()),
         }
     }
 
@@ -238,17 +245,21 @@ impl AgentLink {
         }
     }
 
-    /// The RAM of which is to be known whether other processes map it.
-    pub fn wants_mappers(&self) -> Option<&[Segment]> {
+    /// The RAM of which is to be known whether other processes map it, and what made that
+    /// unclear.
+    pub fn wants_mappers(&self) -> Option<(u64, &[Segment])> {
         let old = self.mapped_at.is_none_or(|at| at.elapsed() >= MAPPED_EVERY);
         let due = self.mapped.is_none() || matches!(self.mapped, Some(Err(_))) && old;
-        self.unclear.filter(|_| due).map(|_| self.segments.as_slice())
+        self.unclear.filter(|_| due).map(|(generation, _)| (generation, self.segments.as_slice()))
     }
 
-    /// Whether they do; asked again after a while where they do.
-    pub fn mappers(&mut self, found: Result<(), String>) {
-        self.mapped = Some(found);
-        self.mapped_at = Some(Instant::now());
+    /// Whether they do, by a look that began when that was unclear; asked again after a while
+    /// where they do.
+    pub fn mappers(&mut self, generation: u64, found: Result<(), String>) {
+        if self.unclear.is_some_and(|(now, _)| now == generation) {
+            self.mapped = Some(found);
+            self.mapped_at = Some(Instant::now());
+        }
     }
 
     /// It knows of no RAM now, and is to be told where that is.
@@ -256,26 +267,32 @@ impl AgentLink {
         self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met | Stage::Apart)
     }
 
-    /// Has the agent give up all protection, and hangs up when it has said so. One whose
-    /// connection was lost is asked on another: it serves one at a time, and gives up all
-    /// protection with each.
-    pub fn leave(&mut self) {
+    /// Has the agent give up all protection, and hangs up when it has said so. To be `sure`, one
+    /// whose connection was lost is asked on another, and so is one that an earlier daemon may
+    /// have had: it serves one at a time, and gives up all protection with each.
+    pub fn leave(&mut self, now: Instant, sure: bool) {
         match self.stage {
-            _ if self.agent.is_none() && self.unsettled => self.connect(Instant::now()),
+            _ if self.agent.is_none() && !sure => self.settle(now),
+            _ if self.agent.is_none() && self.unsettled.is_some() => self.connect(now),
             _ if self.agent.is_none() => {}
             Stage::Leaving if self.asked.is_empty() => {
                 (self.stage, self.retry_at) = (Stage::Hello, None);
                 self.lose("left alone".into());
+                self.unsettled = None;
             }
             Stage::Leaving => {}
             _ => self.stand_down(Stage::Leaving),
         }
     }
 
-    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or was never
-    /// at work.
+    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or there is none.
     pub fn has_left(&self) -> bool {
-        self.agent.is_none() && !self.unsettled
+        self.agent.is_none() && self.unsettled.is_none()
+    }
+
+    /// What it did for a connection that has ended is over by now.
+    fn settle(&mut self, now: Instant) {
+        self.unsettled.take_if(|since| now - *since >= GONE);
     }
 
     fn connect(&mut self, now: Instant) {
@@ -285,7 +302,12 @@ impl AgentLink {
         self.retry_at = Some(now + RETRY);
         let mut agent = match Agent::connect(&self.path) {
             Ok(agent) => agent,
-            Err(e) => return self.down = Link::Down(e.to_string()),
+            Err(e) => {
+                if matches!(e, AgentError::None(_)) {
+                    self.settle(now);
+                }
+                return self.down = Link::Down(e.to_string());
+            }
         };
         let peer = agent.peer_pid();
         if peer != Some(self.pid) {
@@ -471,7 +493,11 @@ impl AgentLink {
         if self.asked.is_empty() {
             self.waits_since = None;
         } else if now - *self.waits_since.get_or_insert(now) > GIVE_UP {
-            self.lose(format!("{}: silent for {} s", self.path.display(), GIVE_UP.as_secs()));
+            let (path, s) = (self.path.display(), GIVE_UP.as_secs());
+            self.lose(format!(
+                "{path}: silent for {s} s: QEMU is stopped, or its thread `ebb-agent` does not run; \
+                 it is tried again"
+            ));
         }
         !self.asked.is_empty()
     }
@@ -480,14 +506,18 @@ impl AgentLink {
         match (ask, answer) {
             (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
                 (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
-                self.unsettled = false;
+                self.unsettled = None;
                 self.wants_descriptor = h.wants_descriptor;
             }
-            (Ask::Hello, Ok(Answer::Hello(h))) => self.lose(format!(
-                "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
-                 agent of this version",
-                h.protocol
-            )),
+            (Ask::Hello, Ok(Answer::Hello(h))) => {
+                self.lose(format!(
+                    "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
+                     agent of this version",
+                    h.protocol
+                ));
+                // It was told of no RAM on this connection.
+                self.unsettled = None;
+            }
             (Ask::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
                 self.told = (!self.terms.keep_open).then(Vec::new);
@@ -533,7 +563,9 @@ impl AgentLink {
     }
 
     fn lose(&mut self, why: String) {
-        self.unsettled |= self.stage != Stage::Hello;
+        if self.stage != Stage::Hello {
+            self.unsettled = Some(Instant::now());
+        }
         self.down = Link::Down(why);
         self.agent = None;
         self.asked.clear();
@@ -553,7 +585,10 @@ impl AgentLink {
         AgentSample {
             link,
             state: status.state,
-            why: self.mapped.clone().and_then(Result::err).or(status.why),
+            why: self.mapped.clone().and_then(Result::err).or(match status.state {
+                AgentState::Aside => status.why.map(|why| why + ASIDE),
+                _ => status.why,
+            }),
             module: status.module.map(|m| format!("{} on Linux {}", m.version, m.linux)),
             free: status.free,
             held: status.held,
@@ -706,16 +741,14 @@ mod tests {
         let path = dir.path().join("agent");
         let listener = UnixListener::bind(&path).unwrap();
         let mut link = AgentLink::new(path, std::process::id());
-        link.leave();
-        assert!(link.has_left(), "it was never at work");
         link.connect(Instant::now());
         link.stage = Stage::Attached;
         link.lose("silent for 20 s".into());
         assert!(!link.has_left(), "it may be in the middle of a window");
         drop(listener.accept().unwrap());
-        link.leave();
+        link.leave(Instant::now(), true);
         link.retry_at = None;
-        link.leave();
+        link.leave(Instant::now(), true);
         // It answers again, and is told to give up what it has protected.
         let socket = listener.accept().unwrap().0;
         let thread = std::thread::spawn(move || peer(socket, false));
@@ -723,12 +756,46 @@ mod tests {
         while !link.has_left() {
             assert!(Instant::now() < until, "{:?}", link.stage);
             link.hear(Instant::now());
-            link.leave();
+            link.leave(Instant::now(), true);
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(link.agent.is_none() && link.stage == Stage::Hello);
         drop(link);
         let _ = thread.join();
+    }
+
+    /// The daemon was killed while the agent was at work for it.
+    #[test]
+    fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut link = AgentLink::new(path.clone(), std::process::id());
+        let now = Instant::now();
+        for _ in 0..10 {
+            link.leave(now, true);
+            assert!(!link.has_left(), "it has said nothing to this daemon");
+            link.hear(now);
+        }
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut line = [0; 4096];
+        let n = socket.read(&mut line).unwrap();
+        assert!(String::from_utf8_lossy(&line[..n]).contains("stand_down"));
+        // Nobody listens (any more): nothing that was begun lasts so long.
+        drop(listener);
+        let mut link = AgentLink::new(path, std::process::id());
+        let now = Instant::now();
+        for (after, left) in [(Duration::ZERO, false), (GONE, true)] {
+            link.leave(now + after, true);
+            assert_eq!(link.has_left(), left, "{after:?}");
+        }
+        // It is not spoken to: it is not managed, or to be off.
+        let listener = UnixListener::bind(dir.path().join("other")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut link = AgentLink::new(dir.path().join("other"), std::process::id());
+        link.leave(now, false);
+        link.leave(now + 2 * GONE, false);
+        assert!(link.has_left() && listener.accept().is_err());
     }
 
     /// The last command that the agent was sent.
@@ -766,7 +833,7 @@ mod tests {
         assert!(link.wants_mappers().is_none(), "nothing is unclear");
         let before = verdict(&[]);
         says(&mut link, Some(3));
-        assert_eq!(link.wants_mappers().map(<[_]>::len), Some(1));
+        assert_eq!(link.wants_mappers().map(|(g, s)| (g, s.len())), Some((3, 1)));
         let asked = link.asked.len();
         let clear = |link: &mut AgentLink, verdict: &Verdict| {
             let before = link.asked.len();
@@ -774,17 +841,23 @@ mod tests {
             link.asked.len() > before
         };
         assert!(!clear(&mut link, &verdict(&[])), "nobody looked who maps it");
-        link.mappers(Err("process 7 maps it".into()));
+        link.mappers(3, Err("process 7 maps it".into()));
         assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
         assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
         assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
-        link.mappers(Ok(()));
+        let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
+        let saved = (link.mapped.take(), link.status.replace(aside));
+        assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent: start"));
+        (link.mapped, link.status) = saved;
+        link.mappers(3, Ok(()));
         assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
         assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
         // Another socket: who maps the RAM is to be looked at again.
         says(&mut link, Some(4));
         assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
-        link.mappers(Ok(()));
+        link.mappers(3, Ok(()));
+        assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
+        link.mappers(4, Ok(()));
         says(&mut link, Some(4));
         assert_eq!(link.asked.len(), asked);
         assert!(clear(&mut link, &verdict(&[])));

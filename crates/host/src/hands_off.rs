@@ -49,8 +49,11 @@ impl HandsOffs {
         };
         match read {
             Ok(written) => {
-                found.until = written.until.into_iter().collect();
-                found.unknown = written.unknown;
+                // A file that has outlived the machine's clock says nothing of now.
+                let most = now.plus(MOST_MS);
+                let until = written.until.into_iter();
+                found.until = until.filter(|(_, until)| *until <= most).collect();
+                found.unknown = written.unknown.filter(|(until, _)| *until <= most);
                 (found, None)
             }
             Err(why) => {
@@ -60,7 +63,8 @@ impl HandsOffs {
         }
     }
 
-    /// Leaves a VM alone for so long from `now` on; 0 ms: no longer.
+    /// Leaves a VM alone for so long from `now` on; 0 ms: no longer. Of several words the one
+    /// that lasts longest holds: each is somebody's who relies on it.
     pub fn set(&mut self, vm: VmId, now: Stamp, ms: u64) -> Result<(), String> {
         let before = (self.until.clone(), self.unknown.clone());
         match ms {
@@ -70,7 +74,10 @@ impl HandsOffs {
                     known.insert(vm);
                 }
             }
-            ms => drop(self.until.insert(vm, Stamp(now.0 + ms.min(MOST_MS)))),
+            ms => {
+                let until = self.until.entry(vm).or_default();
+                *until = (*until).max(now.plus(ms.min(MOST_MS)));
+            }
         }
         self.write().inspect_err(|_| (self.until, self.unknown) = before)
     }
@@ -114,7 +121,7 @@ mod tests {
         assert_eq!(problem, None);
         hands.set(vm(1), Stamp(1000), 500).unwrap();
         hands.set(vm(2), Stamp(1000), u64::MAX).unwrap();
-        let (mut again, _) = HandsOffs::load(file.clone(), Stamp(0));
+        let (mut again, _) = HandsOffs::load(file.clone(), Stamp(1000));
         assert_eq!(again.left_ms(vm(1), Stamp(1100)), Some(400));
         assert_eq!(again.left_ms(vm(1), Stamp(1500)), None);
         assert_eq!(again.left_ms(vm(2), Stamp(1000)), Some(MOST_MS));
@@ -130,9 +137,41 @@ mod tests {
         damaged.set(vm(5), Stamp(2000), 0).unwrap();
         assert_eq!(damaged.left_ms(vm(5), Stamp(2000)), None, "the operator's word");
         assert_eq!(damaged.left_ms(vm(6), Stamp(UNKNOWN_MS + 1000)), None);
-        let (next, _) = HandsOffs::load(file, Stamp(3000));
+        let (next, _) = HandsOffs::load(file.clone(), Stamp(3000));
         assert_eq!(next.left_ms(vm(5), Stamp(3000)), None);
         assert!(next.left_ms(vm(6), Stamp(3000)).is_some(), "a new start changes nothing");
+        // The machine has been started anew since: its clock began again.
+        let text = format!(
+            r#"{{"until":[[{{"pid":1,"start":7}},{0}]],"unknown":[{0},[]]}}"#,
+            MOST_MS + 2000
+        );
+        std::fs::write(file.as_ref().unwrap(), text).unwrap();
+        let (stale, why) = HandsOffs::load(file, Stamp(1000));
+        assert_eq!((stale.left_ms(vm(1), Stamp(1000)), why), (None, None));
+    }
+
+    #[test]
+    fn of_two_words_the_longer_one_holds_and_hands_on_ends_both() {
+        let (mut hands, _) = HandsOffs::load(None, Stamp(0));
+        let vm = VmId { pid: 1, start: 7 };
+        hands.set(vm, Stamp(1000), 60_000).unwrap();
+        hands.set(vm, Stamp(2000), 5_000).unwrap();
+        assert_eq!(hands.left_ms(vm, Stamp(2000)), Some(59_000));
+        hands.set(vm, Stamp(2000), 90_000).unwrap();
+        assert_eq!(hands.left_ms(vm, Stamp(2000)), Some(90_000));
+        hands.set(vm, Stamp(2000), 0).unwrap();
+        assert_eq!(hands.left_ms(vm, Stamp(2000)), None);
+    }
+
+    /// Of the daemon that did not know of `unknown`.
+    #[test]
+    fn a_file_of_an_older_version_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("hands-off.json");
+        std::fs::write(&file, r#"{"until":[[{"pid":1,"start":7},5000]]}"#).unwrap();
+        let (hands, why) = HandsOffs::load(Some(file), Stamp(1000));
+        assert_eq!(why, None);
+        assert_eq!(hands.left_ms(VmId { pid: 1, start: 7 }, Stamp(1000)), Some(4000));
     }
 
     #[test]

@@ -23,7 +23,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::act::mergeable::room_to_close;
+use crate::act::ksm::has_room;
 use crate::act::merger::Merger;
 use crate::act::offload::Offloader;
 use crate::act::torn::{self, Splitter};
@@ -31,9 +31,11 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
+use crate::intervals::Intervals;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::{Scanner, make_names_unique, serving};
 use crate::probe::identity::claim;
+use crate::probe::mappers::Search;
 use crate::probe::process::{Life, life};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
@@ -105,6 +107,7 @@ pub struct LinuxHost {
     options: Options,
     vms: BTreeMap<VmId, Vm>,
     hands_off: HandsOffs,
+    intervals: Intervals,
     /// Why it is not known which VMs were to be left alone.
     unread: Option<String>,
     /// Which VM each configured socket turned out to be.
@@ -128,8 +131,11 @@ pub struct LinuxHost {
     /// Where that is wanted, with what this kernel can do.
     zeros: Option<(ZeroWays, ZeroFinder)>,
     merger: Option<Merger>,
+    mappers: Search,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_around: ksm::Around,
+    /// Its counters of each VM.
+    ksm_stats: ksm::Stats,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     /// What a MiB of new memory costs, and when that was measured.
@@ -159,11 +165,14 @@ impl LinuxHost {
                 .zeros
                 .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
             merger,
+            mappers: Search::default(),
             ksm_around: ksm::Around::default(),
+            ksm_stats: ksm::Stats::default(),
             others_ksm: None,
             touch: None,
             scanner: Scanner::new(options.trust.clone()),
             bounds: Bounds::new(options.pool.clone()),
+            intervals: Intervals::load(options.intervals.clone()),
             options,
             vms: BTreeMap::new(),
             hands_off,
@@ -224,6 +233,7 @@ impl LinuxHost {
         let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
         problems.extend(unread);
         self.query(started, at);
+        self.keep_intervals();
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
         (host.pool, host.vms_psi) = self.bounds.sample(&self.options.root, started, &mut problems);
@@ -321,9 +331,9 @@ impl LinuxHost {
             let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
             if listed || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
-                self.vms
-                    .entry(id)
-                    .or_insert_with(|| Vm::new(process, interval_s, Access::default()));
+                let was = self.intervals.of(id);
+                let new = || Vm::new(process, interval_s, Access::default()).with_interval(was);
+                self.vms.entry(id).or_insert_with(new);
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
@@ -355,7 +365,9 @@ impl LinuxHost {
             }
             let (name, path) = self.options.sockets[i].clone();
             let section = self.options.config.vms.get(&name);
-            if section.is_some_and(|s| !s.manage) && self.owed.is_empty() {
+            // One that is owed something is reached where it was before.
+            let owed = |id: &VmId| self.owed_at.get(id).is_none_or(|at| *at == path);
+            if section.is_some_and(|s| !s.manage) && !self.owed.iter().any(owed) {
                 continue;
             }
             let source = path.display().to_string();
@@ -386,7 +398,8 @@ impl LinuxHost {
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
         let access = access(&self.options, &self.owed, &process, &claim);
-        let new = || Vm::new(process.clone(), interval_s, access);
+        let was = self.intervals.of(id);
+        let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named) = (process, true);
         vm.adopt(client);
@@ -429,6 +442,11 @@ impl LinuxHost {
                 break;
             }
         }
+        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
+            if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
+                vm.withdraw();
+            }
+        }
         self.query_agents(started, deadline);
     }
 
@@ -436,8 +454,12 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
-        for vm in self.vms.values_mut() {
-            vm.look_for_mappers(&self.options.root);
+        let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
+        let waker = self.waker.clone();
+        let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
+        for (vm, generation, found) in found {
+            let agent = self.vms.get_mut(&vm).and_then(|vm| vm.agent.as_mut());
+            agent.into_iter().for_each(|agent| agent.mappers(generation, found.clone()));
         }
         for _ in 0..3 {
             self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
@@ -510,11 +532,11 @@ impl LinuxHost {
         plan.scan_cores.iter().for_each(|cores| merger.pace(*cores));
         for order in &plan.vms {
             let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
-            let room =
-                if order.open { Ok(()) } else { room_to_close(&self.options.root, order.vm) };
-            match room {
+            let root = &self.options.root;
+            let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
+            match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
-                Err(e) => vm.merging.refuse(e.to_string()),
+                Err(why) => vm.merging.refuse(why),
             }
         }
         for (id, vm) in &mut self.vms {
@@ -625,9 +647,13 @@ impl LinuxHost {
         if self.merger.is_none() && !merges {
             return;
         }
+        self.ksm_stats.read(root, vms);
         for vm in vms.iter_mut() {
-            let source = format!("/proc/{}/ksm_stat", vm.id.pid);
-            let stat = noted(problems, &source, ksm::read_ksm_stat(root, vm.id.pid));
+            let read = self.ksm_stats.of(vm.id);
+            if let Some(Err(why)) = read {
+                problems.push(problem(None, format!("/proc/{}/ksm_stat", vm.id.pid), why.clone()));
+            }
+            let stat = read.and_then(|read| *read.as_ref().ok()?);
             vm.merge = Some(MergeSample { stat: stat.unwrap_or_default(), ..Default::default() });
         }
         host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
@@ -649,7 +675,7 @@ impl LinuxHost {
             sample.offload = self.offloader.sample(*id);
             sample.torn = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
-            let busy = vm.shrinks()
+            let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
                 || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.offload.as_ref().is_some_and(|o| o.busy)
@@ -697,7 +723,10 @@ impl LinuxHost {
                 Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
                     Err(ActError::Lost(e.to_string()))
                 }
-                Some(answer) => Ok(answer.map(drop)?),
+                Some(answer) => {
+                    vm.answered(command, answer.is_ok());
+                    Ok(answer.map(drop)?)
+                }
                 None => {
                     vm.not_answered(command);
                     Err(ActError::Unanswered { ms: wait.as_millis() as u64 })
@@ -729,6 +758,13 @@ impl LinuxHost {
     /// Puts back how often QEMU asked the guests for statistics before.
     pub fn restore_intervals(&mut self) {
         self.vms.values_mut().for_each(Vm::restore_interval);
+        self.keep_intervals();
+    }
+
+    fn keep_intervals(&mut self) {
+        let root = &self.options.root;
+        let here = self.vms.iter().map(|(id, vm)| (*id, vm.interval_was));
+        self.intervals.keep(here, |id| life(root, id) != Life::Ended);
     }
 
     /// Has QEMU ask these guests for statistics now rather than at the next

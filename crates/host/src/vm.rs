@@ -26,7 +26,7 @@ use crate::balloon::{self, DEVICE_FOLDERS};
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
-use crate::probe::mappers;
+use crate::probe::mappers::Question;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
@@ -163,9 +163,14 @@ pub(crate) struct Vm {
     /// It is owed something that was taken over this socket.
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
-    interval_was: Option<u64>,
+    pub interval_was: Option<u64>,
     /// Orders that QEMU has not answered: command and size.
     unanswered: Vec<(u64, Bytes)>,
+    /// The last order; `None` when QEMU has answered it.
+    last_order: Option<u64>,
+    /// What order is in force is not known: QEMU has not answered the last one, or it was an
+    /// earlier daemon's.
+    loose: bool,
     /// The size of the last order, where QEMU has carried it out and answered late.
     pub done_late: Option<Bytes>,
     /// Asked for where there is an agent.
@@ -226,6 +231,8 @@ impl Vm {
             owed_at: None,
             interval_was: None,
             unanswered: Vec::new(),
+            last_order: None,
+            loose: true,
             done_late: None,
             inventory: Inventory::default(),
             verdict: None,
@@ -247,6 +254,11 @@ impl Vm {
     /// Whether that is to be done before the next sample.
     pub fn is_unseen(&self) -> bool {
         !self.seen
+    }
+
+    /// An earlier daemon found this interval of its statistics.
+    pub fn with_interval(self, was: Option<u64>) -> Vm {
+        Vm { interval_was: was, ..self }
     }
 
     /// Whether its agent is spoken to.
@@ -315,27 +327,53 @@ impl Vm {
         };
         let sent = client.send("balloon", Some(balloon::balloon(target)))?;
         self.ordered = Some(target);
+        (self.last_order, self.loose) = (Some(sent), true);
         self.done_late = self.done_late.filter(|to| *to == target);
         Ok(sent)
+    }
+
+    /// QEMU has answered an order. It takes them one by one: those before it are over.
+    pub fn answered(&mut self, command: u64, carried_out: bool) {
+        if self.last_order == Some(command) {
+            (self.last_order, self.loose) = (None, !carried_out);
+        }
+    }
+
+    /// Ends an order to shrink that an earlier daemon may have left behind, or that was on its
+    /// way when the connection ended: QEMU does not tell what its balloon is to come to.
+    pub fn withdraw(&mut self) {
+        let Some(size) = self.answers.actual.filter(|_| self.slow_since.is_none()) else { return };
+        if self.loose
+            && self.last_order.is_none()
+            && self.device.is_some()
+            && let Ok(command) = self.order(size, true)
+        {
+            self.not_answered(command);
+        }
     }
 
     /// Takes the answers to orders that came after their time was up.
     fn take_late(&mut self) {
         let Some(client) = &mut self.client else { return };
         let (protocol, done) = (client.protocol(), &mut self.done_late);
+        let mut answered = Vec::new();
         self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
             Some(answer) => {
                 *done = answer.is_ok().then_some(*to);
+                answered.push((*id, answer.is_ok()));
                 false
             }
             None => protocol.is_pending(*id),
         });
+        answered.into_iter().for_each(|(id, done)| self.answered(id, done));
     }
 
-    /// Whether it has an order to shrink that its guest has not followed yet.
-    pub fn shrinks(&self) -> bool {
+    /// Whether it may have an order to shrink that its guest has not followed yet, or that QEMU
+    /// has not answered. What is not `owed` anything was not asked for anything.
+    pub fn shrinks(&self, owed: bool) -> bool {
         let below = |o: Bytes| self.actual.is_some_and(|a| o + Bytes::mib(1) <= a);
-        self.ordered.is_some_and(below)
+        let no_balloon = self.ready && self.looked && self.device.is_none();
+        self.ordered.is_some_and(below) || owed && self.loose && !no_balloon
     }
 
     /// QEMU was told and has not answered in time.
@@ -348,7 +386,7 @@ impl Vm {
 
     /// Has QEMU ask the guest for statistics as often as before.
     pub fn restore_interval(&mut self) {
-        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was.take()) else {
+        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was) else {
             return;
         };
         let set = balloon::set(&device, balloon::INTERVAL, json!(was));
@@ -357,6 +395,7 @@ impl Vm {
             && client.send("qom-set", Some(set)).is_ok()
         {
             client.pump();
+            self.interval_was = None;
         }
     }
 
@@ -426,6 +465,7 @@ impl Vm {
         self.client = None;
         self.asked.clear();
         self.unanswered.clear();
+        self.last_order = None;
         self.answers = Answers::default();
         self.inventory.forget();
         self.verdict = None;
@@ -642,13 +682,17 @@ impl Vm {
         self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
     }
 
-    /// Finds out whether other processes map its RAM, where its agent waits for that.
-    pub fn look_for_mappers(&mut self, root: &Root) {
-        let (private, pid) = (self.access.private_ram, self.process.id.pid);
-        let Some(agent) = self.agent.as_mut() else { return };
-        let Some(segments) = agent.wants_mappers() else { return };
-        let found = if private { Ok(()) } else { mappers::are_private(root, pid, segments) };
-        agent.mappers(found);
+    /// What its agent waits for: whether other processes map its RAM.
+    pub fn asks_for_mappers(&mut self) -> Option<Question> {
+        let (private, vm) = (self.access.private_ram, self.process.id);
+        let agent = self.agent.as_mut()?;
+        let (generation, segments) = agent.wants_mappers()?;
+        let segments = segments.to_vec();
+        if private {
+            agent.mappers(generation, Ok(()));
+            return None;
+        }
+        Some(Question { vm, generation, segments })
     }
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
@@ -656,7 +700,12 @@ impl Vm {
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         if !self.uses_agent() {
-            self.agent.iter_mut().for_each(AgentLink::leave);
+            // Only where it could be at work, and is asked for, is it looked for to be told.
+            let on = self.access.agent != AgentUse::Off && !self.access.look_only;
+            let sure = on && self.access.managed && self.access.hands_off_ms.is_some();
+            self.agent.iter_mut().for_each(|agent| agent.leave(now, sure));
+            // What QEMU has told may not hold when the agent is used again.
+            self.inventory.look_anew();
             return;
         }
         let migrating = self.answers.migrating;

@@ -54,10 +54,14 @@ pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
     ]))?;
     let mut findings = Vec::new();
     let (mut table, mut code) = (String::new(), String::new());
+    let mut documents = Vec::new();
     for path in listed.lines() {
         // What is deleted but not yet committed, and what is not text.
         if let Ok(text) = fs::read_to_string(root.join(path)) {
             check(path, &text, &mut findings);
+            if path.ends_with(".md") {
+                documents.push((path.to_owned(), text.clone()));
+            }
             match path {
                 OPERATE => table = text,
                 _ if path.ends_with(".rs") => code += &text,
@@ -66,7 +70,27 @@ pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
         }
     }
     findings.extend(tests_named(&table, &code));
+    documents.iter().for_each(|(path, text)| findings.extend(tests_meant(path, text, &code)));
     Ok(findings)
+}
+
+/// A document's words that can only be a test's name are one. Metrics and what is QEMU's begin
+/// otherwise.
+fn tests_meant(path: &str, text: &str, code: &str) -> Vec<Finding> {
+    let is_name = |word: &&str| {
+        word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+            && word.matches('_').count() >= 6
+            && !["_", "ebb_", "qemu_"].iter().any(|other| word.starts_with(other))
+    };
+    let mut findings = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        let words = line.split('`').skip(1).step_by(2).filter(is_name);
+        for name in words.filter(|name| !code.contains(&format!("fn {name}("))) {
+            let what = format!("there is no test {name}");
+            findings.push(Finding { path: path.into(), line: i + 1, what });
+        }
+    }
+    findings
 }
 
 /// The table of [`OPERATE`] names a test in the last cell of each of its lines.
@@ -211,6 +235,21 @@ mod tests {
         let found = |cell: &str| tests_named(&table(cell), "fn one() {}\nfn two() {}\n").len();
         assert_eq!((found("`one`"), found("`one`, `two`")), (0, 0));
         assert_eq!((found("`three`"), found(""), found("`one`, `tw`")), (1, 1, 1));
+    }
+
+    #[test]
+    fn a_test_that_a_document_names_is_there() {
+        let code = "fn what_is_said_here_is_so_too() {}\n";
+        let found = |text: &str| tests_meant("docs/x.md", text, code).len();
+        assert_eq!(found("| x | `what_is_said_here_is_so_too`, `max_bytes` |"), 0);
+        assert_eq!(
+            found("`ebb_host_merged_bytes_in_all_of_it_total`, what_is_not_in_ticks_is_no_name"),
+            0
+        );
+        assert_eq!(
+            found("a\n| `what_is_said_here_is_so_now`, `what_was_said_here_was_not_so` |"),
+            2
+        );
     }
 
     #[test]

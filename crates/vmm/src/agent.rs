@@ -504,7 +504,11 @@ fn objections(attach: &Attach, ram: &Ram) -> Vec<String> {
     let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
     let mut found: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
     if attach.firmware == Firmware::Unknown {
-        found.push("its firmware is not known: what it writes first at a reset".into());
+        found.push(
+            "its firmware is not known, nor what that writes first at a reset: start it with \
+             QEMU's own BIOS or with OVMF"
+                .into(),
+        );
     }
     found
 }

@@ -297,9 +297,15 @@ fn send(socket: &OwnedFd, mut line: &[u8]) -> bool {
 }
 
 /// Whether something waits that a recycle must not keep waiting: the end of the
-/// connection, or word that the VM stops, resets or is to be left alone. Only
-/// looked at, not taken; whatever a look misses waits for the budget's end.
+/// connection, also behind what was asked before it, or word that the VM stops, resets or is
+/// to be left alone. Only looked at, not taken; whatever a look misses waits for the budget's
+/// end.
 fn urgent(socket: &OwnedFd) -> bool {
+    let mut ended = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut ended, Some(&now)).is_ok_and(|n| n > 0) {
+        return true;
+    }
     let mut bytes = [0u8; 2048];
     match rustix::net::recv(socket, &mut bytes[..], RecvFlags::PEEK) {
         Ok((0, _)) => true,
@@ -314,4 +320,22 @@ fn urgent(socket: &OwnedFd) -> bool {
 /// What went wrong, for the VMM's log.
 pub fn complain(what: &str, error: &Error) {
     eprintln!("ebb agent: {what}: {error}; this VM goes on without it");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_is_gone_ends_a_recycle_also_when_it_had_asked_for_more() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let ours = OwnedFd::from(ours);
+        assert!(!urgent(&ours));
+        let theirs = OwnedFd::from(theirs);
+        assert!(send(&theirs, b"{\"id\":7,\"command\":\"status\"}\n"));
+        assert!(!urgent(&ours));
+        drop(theirs);
+        assert!(urgent(&ours));
+    }
 }

@@ -605,7 +605,11 @@ fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
     let events = vec![crate::sample::VmEvent::Reset];
-    tick(&mut memory, &sample(2_000, vec![VmSample { events, ..vm(1024, 600, 900) }]));
+    memory.vms[0].unsure = Bytes::mib(200);
+    let mut boots = VmSample { events, ..vm(1024, 600, 900) };
+    boots.balloon.iter_mut().for_each(|b| b.guest = None);
+    tick(&mut memory, &sample(2_000, vec![boots]));
+    assert_eq!(memory.vms[0].unsure, Bytes::ZERO, "that was of the guest before");
     for at in [12_000, 13_000, 14_000, 25_000, 26_000] {
         let model = tick(&mut memory, &sample(at, vec![vm(512, 200, 500)]));
         let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;

@@ -465,7 +465,7 @@ impl VmMemory {
             self.reboot = Some(Reboot { wall_s, updated_s, ..Reboot::default() });
         }
         self.settle_until = Some(at.plus(SETTLE_MS));
-        self.stats = None;
+        (self.stats, self.unsure) = (None, Bytes::ZERO);
         self.rates = None;
         self.order = None;
         self.helped_itself = None;

@@ -125,7 +125,7 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
     if m.reboot.is_some_and(|r| r.given.is_some()) {
-        return Some(after_reboot(model, m.reboot.unwrap_or_default(), actual));
+        return Some(after_reboot(model, vm, m.reboot.unwrap_or_default(), actual));
     }
     if is_poor(vm, m) {
         return None; // all of these together: `relieve`
@@ -150,13 +150,16 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     None
 }
 
-/// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again.
-fn after_reboot(model: &Model, r: Reboot, actual: Bytes) -> Verdict {
+/// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
+/// while the VM is to be left alone.
+fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdict {
     let to = r.to.unwrap_or(actual);
     let nudge = to - Bytes::mib(1);
     match (r.given, r.nudged) {
         (_, Some(_)) if actual == nudge => Verdict::Set { to, reason: Reason::Rebooted },
-        (Some(given), None) if r.speaks && model.at.since(given) >= REFRESH_MS => {
+        (Some(given), None)
+            if r.speaks && vm.hands_off.is_none() && model.at.since(given) >= REFRESH_MS =>
+        {
             Verdict::Set { to: nudge, reason: Reason::Refresh }
         }
         _ => Verdict::Hold("it rebooted: its size is not known yet".into()),

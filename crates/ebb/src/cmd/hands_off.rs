@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use ebb_core::sample::HandsOff;
 
 use crate::client;
 use crate::cmd::explain;
@@ -21,9 +22,13 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Has the VM left alone; `false`: it is not known to be by now.
 pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     let ms = time.as_millis() as u64;
-    if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done))? {
+    let asked = Instant::now();
+    // An earlier word that still holds is not this one, which may have failed.
+    let taken = |h: &HandsOff| h.left_ms + asked.elapsed().as_millis() as u64 >= ms;
+    if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
         bail!(
-            "{name}: after 30 s Ebb may still touch its memory; it is left alone as soon as its agent answers and scans end: \
+            "{name}: after 30 s Ebb may still touch its memory, or the word could not be written \
+             down; it is left alone as soon as its agent and QEMU answer and scans end: \
              `ebb explain {name}` and the journal say what is missing"
         );
     }

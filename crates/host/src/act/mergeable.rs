@@ -80,7 +80,7 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
 }
 
 /// Whether the memory is there that breaking a VM's merges takes.
-pub fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
+fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
     let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
     Ok(has_room(root, Bytes::pages(stat.merged()))?)
 }

@@ -40,6 +40,8 @@ pub struct Options {
     pub scan_every: Duration,
     /// Where it is written down which VMs are left alone at the operator's word.
     pub hands_off: Option<PathBuf>,
+    /// Where it is written down how often QEMU asked guests for statistics before.
+    pub intervals: Option<PathBuf>,
 }
 
 /// What merging needs to know.
@@ -70,6 +72,7 @@ impl Default for Options {
             trust: Trust::default(),
             scan_every: Duration::from_secs(2),
             hands_off: None,
+            intervals: None,
         }
     }
 }

@@ -102,6 +102,73 @@ fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
     assert_eq!(act, ActError::Gone { pid: 10 });
 }
 
+/// Since Linux 6.16 `ksm_stat` waits for the process's mmap lock. Here the files are pipes that
+/// nobody writes to.
+#[test]
+fn a_process_that_keeps_its_mmap_lock_does_not_hold_up_a_tick() {
+    let dir = tempfile::tempdir().unwrap();
+    let ksm = dir.path().join("sys/kernel/mm/ksm");
+    std::fs::create_dir_all(&ksm).unwrap();
+    std::fs::write(ksm.join("run"), "1\n").unwrap();
+    let pipe = |pid: u32| {
+        let path = dir.path().join(format!("proc/{pid}/ksm_stat"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        path
+    };
+    let vm = pipe(10);
+    let proc = dir.path().join("proc/10");
+    std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
+    std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+    std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+    std::fs::write(dir.path().join("proc/self/ksm_stat"), "").unwrap();
+    let stranger = pipe(11);
+    let mut host = host(dir.path(), Options::default());
+    for _ in 0..3 {
+        let sample = host.sample();
+        assert_eq!(sample.vms[0].merge.as_ref().unwrap().stat.merging_pages, None);
+    }
+    // It comes when the lock is free.
+    std::fs::write(&vm, "ksm_merging_pages 5\n").unwrap();
+    std::fs::write(&stranger, "ksm_merging_pages 7\n").unwrap();
+    host.others_ksm = None;
+    let until = Instant::now() + Duration::from_secs(60);
+    let mut merging = None;
+    while merging != Some(5) && Instant::now() < until {
+        host.others_ksm = None;
+        merging = host.sample().vms[0].merge.clone().unwrap().stat.merging_pages;
+    }
+    assert_eq!(merging, Some(5));
+}
+
+/// A QEMU serves one client at a time: even a connection that is closed at once is in its
+/// manager's way.
+#[test]
+fn the_socket_of_a_vm_that_is_not_managed_is_let_be_also_while_another_is_owed_something() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, its) = (dir.path().join("other"), dir.path().join("its"));
+    let other = UnixListener::bind(&socket).unwrap();
+    other.set_nonblocking(true).unwrap();
+    let proc = dir.path().join("proc/10");
+    std::fs::create_dir_all(&proc).unwrap();
+    std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
+    std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+    let text = format!("[vm.other]\nmanage = false\nqmp = {socket:?}\n");
+    let options = || Options {
+        config: ebb_core::config::Config::parse("f", &text).unwrap(),
+        sockets: vec![("other".into(), socket.clone())],
+        ..Options::default()
+    };
+    let owed = VmId { pid: 10, start: 7 };
+    for (at, connects) in [(&its, false), (&socket, true)] {
+        let mut host = host(dir.path(), options());
+        host.reach_at([(owed, at.clone())]);
+        host.sample_owed(&[owed]);
+        assert_eq!(other.accept().is_ok(), connects, "{}", at.display());
+    }
+}
+
 #[test]
 fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
     let dir = tempfile::tempdir().unwrap();
@@ -121,7 +188,16 @@ fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
     };
     let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
     meminfo(600_000);
-    let vm = host.sample().vms[0].id;
+    let unread = ksm::Stats::default().merged(VmId { pid: 10, start: 7 });
+    assert!(unread.unwrap_err().contains("not read yet"), "not known is not none");
+    let until = Instant::now() + Duration::from_secs(60);
+    let vm = loop {
+        let vm = host.sample().vms.remove(0);
+        if vm.merge.is_some_and(|m| m.stat.merging_pages.is_some()) {
+            break vm.id;
+        }
+        assert!(Instant::now() < until);
+    };
     let order = |open| MergePlan {
         vms: vec![MergeOrder { vm, name: "a".into(), open, reason: String::new() }],
         ..MergePlan::default()

@@ -38,10 +38,25 @@ pub struct Scan {
 pub struct Refused {
     /// Its pid.
     pub pid: u32,
-    /// Its `-name`.
+    /// What it is called here.
     pub name: String,
     /// Why, and what to do if it is a VM.
     pub why: String,
+}
+
+impl Refused {
+    /// Its command line is its own word, and to read it waits for its mmap lock: it is called
+    /// by its pid.
+    fn new(pid: u32, why: String) -> Refused {
+        Refused { pid, name: format!("pid-{pid}"), why }
+    }
+}
+
+/// A process that is not trusted: told of where it is called QEMU.
+fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
+    let exe = root.read_link(format!("/proc/{pid}/exe")).ok().flatten();
+    let called = is_qemu(comm) || exe.is_some_and(|path| is_qemu(&path.to_string_lossy()));
+    if called { Program::Refused(Refused::new(pid, why)) } else { Program::Other }
 }
 
 /// Scans `/proc` once; see [`Scanner::scan`].
@@ -114,8 +129,9 @@ pub enum Program {
 }
 
 /// Scans `/proc` again and again. Reading a command line takes the process's
-/// mmap lock, which on a host short of memory may be held for long; so each is
-/// read once, and again only when `stat` (no lock) shows another program. Most
+/// mmap lock, which on a host short of memory may be held for long, and by a process that means
+/// harm for ever; so only that of a process which is trusted is read, once, and again only when
+/// `stat` (no lock) shows another program. Most
 /// processes are no VMs and stay what they are: of those only the name is read, as
 /// `stat` costs several times as much, but for every [`THOROUGH`]th scan, which
 /// also finds a VM with the pid and the name of a process that has ended.
@@ -247,12 +263,20 @@ impl Scanner {
         if known.is_some_and(|k| k.comm == comm && self.stays(k)) {
             return Ok(Look::Same);
         }
-        let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
-        // Between two programs, and just before its end, a process has none.
-        if line.is_empty() && known.is_some_and(|k| k.vm().is_some()) {
-            return Ok(Look::Same);
-        }
-        let program = self.program(root, VmId { pid, start }, &line)?;
+        let (id, was_vm) = (VmId { pid, start }, known.is_some_and(|k| k.vm().is_some()));
+        let program = match self.verdict(root, id)? {
+            Verdict::Gone if was_vm => return Ok(Look::Same),
+            Verdict::Gone => Program::Other,
+            Verdict::Refused(why) => stranger(root, pid, &comm, why),
+            Verdict::Trusted => {
+                let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
+                // Between two programs, and just before its end, a process has none.
+                if line.is_empty() && was_vm {
+                    return Ok(Look::Same);
+                }
+                self.program(root, id, &line)?
+            }
+        };
         Ok(Look::New(Seen { start, comm, program }))
     }
 
@@ -271,6 +295,11 @@ impl Scanner {
     }
 
     fn inspect(&mut self, root: &Root, id: VmId) -> Result<Program, ProbeError> {
+        match self.verdict(root, id)? {
+            Verdict::Trusted => {}
+            Verdict::Refused(why) => return Ok(Program::Refused(Refused::new(id.pid, why))),
+            Verdict::Gone => return Ok(Program::Other),
+        }
         match root.read_bytes(format!("/proc/{}/cmdline", id.pid))? {
             Some(line) => self.program(root, id, &line),
             None => Ok(Program::Other),
@@ -281,11 +310,6 @@ impl Scanner {
         let pid = id.pid;
         let Some(args) = parse_cmdline(line) else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
-        match self.verdict(root, id)? {
-            Verdict::Trusted => {}
-            Verdict::Refused(why) => return Ok(Program::Refused(Refused { pid, name, why })),
-            Verdict::Gone => return Ok(Program::Other),
-        }
         if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
             let mounts = read_mounts(root)?.unwrap_or_default();
             let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);

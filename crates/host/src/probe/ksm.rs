@@ -1,13 +1,14 @@
 //! `/sys/kernel/mm/ksm` (Linux `mm/ksm.c`): the whole host's merging; and a
 //! process's part of it, `/proc/PID/ksm_stat` (6.1+, `fs/proc/base.c`).
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::Ksm;
 pub use ebb_core::sample::KsmStat;
-use ebb_core::sample::VmSample;
+use ebb_core::sample::{Ksm, VmId, VmSample};
 
 use super::process::{is_named, processes, read_run_time};
+use crate::beside::Beside;
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -73,14 +74,24 @@ pub fn ksmtuned(root: &Root) -> Option<u32> {
 /// Other processes' part is looked at this often.
 const AROUND_EVERY: Duration = Duration::from_secs(30);
 
+/// A look at many processes may take longer: what was seen before is told meanwhile.
+pub const PATIENCE: Duration = Duration::from_millis(100);
+
 /// What processes other than VMs have to do with KSM.
 #[derive(Debug, Default)]
 pub struct Around {
+    seen: Seen,
+    /// When a look began last.
+    at: Option<Instant>,
+    look: Beside<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
     ksmd: Option<u32>,
     tuned: Option<u32>,
     /// Merged pages that they map.
     mapped: Option<u64>,
-    at: Option<Instant>,
 }
 
 impl Around {
@@ -88,15 +99,58 @@ impl Around {
     pub fn tell(&mut self, root: &Root, ksm: &mut Ksm, vms: &[VmSample]) {
         if self.at.is_none_or(|at| at.elapsed() >= AROUND_EVERY) {
             let pids: Vec<u32> = vms.iter().map(|v| v.id.pid).collect();
-            let (ksmd, tuned, mapped) = (ksmd(root), ksmtuned(root), read_mapped(root, &pids));
-            *self = Around { ksmd, tuned, mapped, at: Some(Instant::now()) };
+            let its = root.clone();
+            let look = move || Seen {
+                ksmd: ksmd(&its),
+                tuned: ksmtuned(&its),
+                mapped: read_mapped(&its, &pids),
+            };
+            // One that is under way is waited for at the next tick, but no more.
+            let patience = if self.look.is_idle() { PATIENCE } else { Duration::ZERO };
+            if let Some(seen) = self.look.look(look, patience) {
+                (self.seen, self.at) = (seen, Some(Instant::now()));
+            }
         }
-        let ran = self.ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
+        let ran = self.seen.ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
         ksm.cpu_ms = ran.map(|t| t.as_millis() as u64);
-        ksm.ksmtuned = self.tuned;
+        ksm.ksmtuned = self.seen.tuned;
         let of = |vm: &VmSample| vm.merge.as_ref()?.stat.merging_pages;
         let add = |sum: u64, vm| Some(sum.saturating_add(of(vm)?));
-        ksm.mapped = self.mapped.and_then(|others| vms.iter().try_fold(others, add));
+        ksm.mapped = self.seen.mapped.and_then(|others| vms.iter().try_fold(others, add));
+    }
+}
+
+/// What the kernel tells of each VM.
+#[derive(Debug, Default)]
+pub struct Stats {
+    known: BTreeMap<VmId, Result<Option<KsmStat>, String>>,
+    look: Beside<BTreeMap<VmId, Result<Option<KsmStat>, String>>>,
+}
+
+impl Stats {
+    /// Reads those of these VMs. Since Linux 6.16 that waits for the VM's mmap lock: to close a
+    /// GiB of RAM to KSM holds it for 135 ms.
+    pub fn read(&mut self, root: &Root, vms: &[VmSample]) {
+        let (its, ids): (Root, Vec<VmId>) = (root.clone(), vms.iter().map(|v| v.id).collect());
+        let one = move |id: VmId| (id, read_ksm_stat(&its, id.pid).map_err(|e| e.to_string()));
+        let patience = if self.look.is_idle() { PATIENCE } else { Duration::ZERO };
+        if let Some(found) = self.look.look(move || ids.into_iter().map(one).collect(), patience) {
+            self.known = found;
+        }
+    }
+
+    /// What was read last of a VM, if it was; the error is for people.
+    pub fn of(&self, vm: VmId) -> Option<&Result<Option<KsmStat>, String>> {
+        self.known.get(&vm)
+    }
+
+    /// Its merged pages, which are to be broken; an error where that is not known.
+    pub fn merged(&self, vm: VmId) -> Result<u64, String> {
+        match self.of(vm) {
+            Some(Ok(stat)) => Ok(stat.unwrap_or_default().merged()),
+            Some(Err(why)) => Err(why.clone()),
+            None => Err("how much of it is merged is not read yet: it is tried again".into()),
+        }
     }
 }
 

@@ -3,9 +3,14 @@
 //! Such a process writes to that RAM past the page tables that the agent in QEMU watches.
 //! What cannot be read is not known, and not known is a reason to keep off.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::{Duration, Instant};
 
+use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 
 use crate::probe::maps::parse_line;
@@ -14,36 +19,151 @@ use crate::root::Root;
 /// Most bytes read of one process: a QEMU of which KSM has 65,530 ranges has 6 MB.
 const MAX_MAPS: u64 = 32 << 20;
 
+/// A look that takes longer is told of.
+const LONG: Duration = Duration::from_secs(5);
+
 /// A file as `/proc/PID/maps` names it: device and inode.
 type Inode = (String, u64);
 
-/// `Ok`: no other process maps the files that these segments of `pid` lie in. The error is
-/// for people.
-pub fn are_private(root: &Root, pid: u32, segments: &[Segment]) -> Result<(), String> {
-    let mut files = BTreeSet::new();
-    each_mapping(root, pid, &mut |start, end, file| {
-        let ours = segments.iter().any(|s| s.hva < end && start < s.hva.saturating_add(s.size));
-        if file.1 != 0 && ours {
-            files.insert(file);
-        }
-    })
-    .map_err(|e| format!("its own mappings cannot be read: {e}"))?;
+/// Of a VM: who else maps its RAM? The number goes with the answer.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// Whose RAM.
+    pub vm: VmId,
+    /// What made it unclear.
+    pub generation: u64,
+    /// Where its QEMU has it.
+    pub segments: Vec<Segment>,
+}
+
+/// `Ok`: no other process maps it. The error is for people.
+pub type Answer = (VmId, u64, Result<(), String>);
+
+/// One look at all processes at a time, beside the loop: the kernel has a reader of `maps` wait
+/// for as long as the process holds its mmap lock, and any user has processes with many mappings.
+#[derive(Debug, Default)]
+pub struct Search(Option<UnderWay>);
+
+#[derive(Debug)]
+struct UnderWay {
+    begun: Instant,
+    /// The process that is looked at now.
+    at: Arc<AtomicU32>,
+    answers: Receiver<Vec<Answer>>,
+}
+
+impl Search {
+    /// Begins a look for these questions, or goes on with the one that is under way. `done` is
+    /// called when it is over.
+    pub fn go_on(
+        &mut self,
+        root: &Root,
+        questions: Vec<Question>,
+        done: impl FnOnce() + Send + 'static,
+    ) -> Vec<Answer> {
+        let Some(search) = &self.0 else {
+            if !questions.is_empty() {
+                self.0 = begin(root.clone(), questions, done);
+            }
+            return Vec::new();
+        };
+        let why = match search.answers.try_recv() {
+            Ok(answers) => {
+                self.0 = None;
+                return answers;
+            }
+            Err(TryRecvError::Disconnected) => {
+                self.0 = None;
+                "it could not be looked who maps its RAM".to_owned()
+            }
+            Err(TryRecvError::Empty) if search.begun.elapsed() < LONG => return Vec::new(),
+            Err(TryRecvError::Empty) => {
+                let pid = search.at.load(Relaxed);
+                format!("it is not known who maps its RAM: process {pid} keeps its mappings locked")
+            }
+        };
+        let say = |q: Question| (q.vm, q.generation, Err(why.clone()));
+        questions.into_iter().map(say).collect()
+    }
+}
+
+fn begin(
+    root: Root,
+    questions: Vec<Question>,
+    done: impl FnOnce() + Send + 'static,
+) -> Option<UnderWay> {
+    let (found, answers) = channel();
+    let at = Arc::new(AtomicU32::new(0));
+    let theirs = Arc::clone(&at);
+    let run = move || {
+        let _ = found.send(look(&root, questions, &theirs));
+        done();
+    };
+    std::thread::Builder::new().name("mappers".into()).spawn(run).ok()?;
+    Some(UnderWay { begun: Instant::now(), at, answers })
+}
+
+/// Reads the mappings of all processes, once for all questions.
+fn look(root: &Root, questions: Vec<Question>, at: &AtomicU32) -> Vec<Answer> {
+    let mut files: BTreeMap<Inode, Vec<usize>> = BTreeMap::new();
+    let mut answers: Vec<Answer> = Vec::new();
+    for (i, q) in questions.into_iter().enumerate() {
+        at.store(q.vm.pid, Relaxed);
+        let own = each_mapping(root, q.vm.pid, &mut |start, end, file| {
+            let has = |s: &Segment| s.hva < end && start < s.hva.saturating_add(s.size);
+            if file.1 != 0 && q.segments.iter().any(has) {
+                files.entry(file).or_default().push(i);
+            }
+        });
+        let own = own.map_err(|e| format!("its own mappings cannot be read: {e}"));
+        answers.push((q.vm, q.generation, own));
+    }
     if files.is_empty() {
-        return Ok(());
+        return answers;
     }
-    let all = root.read_dir("/proc").map_err(|e| e.to_string())?;
-    let pids = all.iter().flatten().filter_map(|name| name.to_str()?.parse::<u32>().ok());
-    for other in pids.filter(|p| *p != pid) {
-        let mut mapped = false;
-        match each_mapping(root, other, &mut |_, _, file| mapped |= files.contains(&file)) {
-            Ok(()) if !mapped => {}
-            Ok(()) => return Err(format!("process {other} maps this VM's RAM as well")),
+    let pids: Vec<u32> = match root.read_dir("/proc") {
+        Ok(all) => all.iter().flatten().filter_map(|name| name.to_str()?.parse().ok()).collect(),
+        Err(e) => {
+            refuse(&mut answers, |_, _| true, &e.to_string());
+            return answers;
+        }
+    };
+    for pid in pids {
+        at.store(pid, Relaxed);
+        let mut mapped = BTreeSet::<usize>::new();
+        let read = each_mapping(root, pid, &mut |_, _, file| {
+            mapped.extend(files.get(&file).into_iter().flatten().copied());
+        });
+        match read {
+            Ok(()) if mapped.is_empty() => {}
+            Ok(()) => {
+                let why = format!(
+                    "process {pid} maps this VM's RAM as well: nothing is recycled until it has \
+                     ended, or private_ram = true is set for the VM"
+                );
+                refuse(&mut answers, |i, vm| vm.pid != pid && mapped.contains(&i), &why);
+            }
             // It ended meanwhile; a kernel thread has none.
-            Err(e) if has_ended(root, other, &e) => {}
-            Err(e) => return Err(format!("mappings of process {other} cannot be read: {e}")),
+            Err(e) if has_ended(root, pid, &e) => {}
+            Err(e) => {
+                let why = format!(
+                    "mappings of process {pid} cannot be read: {e}; it may map this VM's RAM: run \
+                     Ebb as root, or set private_ram = true for the VM"
+                );
+                refuse(&mut answers, |_, vm| vm.pid != pid, &why);
+            }
         }
     }
-    Ok(())
+    answers
+}
+
+/// The first reason stands.
+fn refuse(answers: &mut [Answer], of: impl Fn(usize, VmId) -> bool, why: &str) {
+    for (i, (vm, _, found)) in answers.iter_mut().enumerate() {
+        if of(i, *vm) && found.is_ok() {
+            *found = Err(why.to_owned());
+        }
+    }
 }
 
 fn has_ended(root: &Root, pid: u32, error: &std::io::Error) -> bool {
@@ -81,30 +201,83 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_second_mapper_is_found_and_what_cannot_be_read_is_no_yes() {
+    const RAM: &str = "7f0000000000-7f0040000000 rw-s 00000000 00:01 77 /memfd:ram (deleted)\n";
+    const OTHER: &str = "55aa00000000-55aa00001000 r-xp 00000000 08:01 77 /usr/bin/x\nnonsense\n";
+    const SEGMENT: Segment = Segment { gpa: 0, size: 1 << 30, hva: 0x7f00_0000_0000 };
+
+    fn question(pid: u32, generation: u64, segment: Segment) -> Question {
+        Question { vm: VmId { pid, start: 1 }, generation, segments: vec![segment] }
+    }
+
+    fn machine() -> (tempfile::TempDir, impl Fn(u32, &str)) {
         let dir = tempfile::tempdir().unwrap();
-        let write = |pid: u32, text: &str| {
-            let proc = dir.path().join(format!("proc/{pid}"));
+        let proc = dir.path().join("proc");
+        let write = move |pid: u32, text: &str| {
+            let proc = proc.join(pid.to_string());
             fs::create_dir_all(&proc).unwrap();
             fs::write(proc.join("maps"), text).unwrap();
         };
-        let ram = "7f0000000000-7f0040000000 rw-s 00000000 00:01 77 /memfd:ram (deleted)\n";
-        let other = "55aa00000000-55aa00001000 r-xp 00000000 08:01 77 /usr/bin/x\nnonsense\n";
-        write(10, &format!("{other}{ram}7fff00000000-7fff00001000 rw-p 00000000 00:00 0\n"));
-        write(11, other);
+        (dir, write)
+    }
+
+    #[test]
+    fn a_second_mapper_is_found_and_what_cannot_be_read_is_no_yes() {
+        let (dir, write) = machine();
+        write(10, &format!("{OTHER}{RAM}7fff00000000-7fff00001000 rw-p 00000000 00:00 0\n"));
+        write(11, OTHER);
         let root = Root::at(dir.path());
-        let segment = Segment { gpa: 0, size: 1 << 30, hva: 0x7f00_0000_0000 };
-        assert_eq!(are_private(&root, 10, &[segment]), Ok(()));
-        write(12, &format!("{other}{ram}"));
-        let why = are_private(&root, 10, &[segment]).unwrap_err();
+        let are_private = |pid: u32, segment: Segment| {
+            look(&root, vec![question(pid, 3, segment)], &AtomicU32::new(0)).remove(0).2
+        };
+        assert_eq!(are_private(10, SEGMENT), Ok(()));
+        write(12, &format!("{OTHER}{RAM}"));
+        let why = are_private(10, SEGMENT).unwrap_err();
         assert!(why.contains("process 12 maps"), "{why}");
-        let elsewhere = Segment { hva: 0x10_0000, ..segment };
-        assert_eq!(are_private(&root, 10, &[elsewhere]), Ok(()), "not of this RAM");
+        let elsewhere = Segment { hva: 0x10_0000, ..SEGMENT };
+        assert_eq!(are_private(10, elsewhere), Ok(()), "not of this RAM");
+        // Asked at once, each is told of the other, and a third of none.
+        write(13, &format!("{OTHER}{}", RAM.replace("77", "78")));
+        let all = [10, 12, 13].map(|pid| question(pid, u64::from(pid), SEGMENT));
+        let found = look(&root, all.to_vec(), &AtomicU32::new(0));
+        let told: Vec<(u32, u64, bool)> =
+            found.iter().map(|(vm, generation, f)| (vm.pid, *generation, f.is_ok())).collect();
+        assert_eq!(told, [(10, 10, false), (12, 12, false), (13, 13, true)]);
         fs::remove_file(dir.path().join("proc/12/maps")).unwrap();
-        assert!(are_private(&root, 10, &[segment]).unwrap_err().contains("process 12"));
+        assert!(are_private(10, SEGMENT).unwrap_err().contains("process 12"));
         fs::remove_dir(dir.path().join("proc/12")).unwrap();
-        assert_eq!(are_private(&root, 10, &[segment]), Ok(()));
-        assert!(are_private(&root, 99, &[segment]).is_err());
+        assert_eq!(are_private(10, SEGMENT), Ok(()));
+        assert!(are_private(99, SEGMENT).is_err());
+    }
+
+    /// Any user has a process whose mappings the kernel does not let others read for as long as
+    /// it likes: here the file is a pipe that nobody writes to.
+    #[test]
+    fn a_process_that_keeps_its_mappings_locked_does_not_hold_up_the_loop() {
+        let (dir, write) = machine();
+        write(10, RAM);
+        fs::create_dir_all(dir.path().join("proc/12")).unwrap();
+        let pipe = dir.path().join("proc/12/maps");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let root = Root::at(dir.path());
+        let (mut search, (told, done)) = (Search::default(), channel());
+        let go_on = |search: &mut Search, generation| {
+            let told = told.clone();
+            let done = move || told.send(()).unwrap();
+            search.go_on(&root, vec![question(10, generation, SEGMENT)], done)
+        };
+        assert!(go_on(&mut search, 1).is_empty());
+        while search.0.as_ref().unwrap().at.load(Relaxed) != 12 {
+            std::thread::yield_now();
+        }
+        assert!(go_on(&mut search, 1).is_empty(), "it is early to say");
+        search.0.as_mut().unwrap().begun -= LONG;
+        let (_, generation, found) = go_on(&mut search, 2).remove(0);
+        assert!(generation == 2 && found.unwrap_err().contains("process 12"));
+        // It lets go: the answer is to the question that was asked.
+        fs::write(&pipe, OTHER).unwrap();
+        done.recv().unwrap();
+        let (_, generation, found) = go_on(&mut search, 2).remove(0);
+        assert_eq!((generation, found), (1, Ok(())));
     }
 }

@@ -138,7 +138,10 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     };
     let id = match map.remove("id") {
         None => None,
-        Some(id) => Some(id.as_u64().ok_or_else(|| BadMessage(format!("reply with id {id}")))?),
+        Some(id) => {
+            let bad = || BadMessage(clip(&format!("reply with id {id}"), 60));
+            Some(id.as_u64().ok_or_else(bad)?)
+        }
     };
     if let Some(value) = map.remove("return") {
         return Ok(Message::Return { id, value });
@@ -146,7 +149,9 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     let text = |v: &Value, key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned);
     if let Some(error) = map.remove("error") {
         return match (text(&error, "class"), text(&error, "desc")) {
-            (Some(class), Some(desc)) => Ok(Message::Error { id, class, desc: clip(&desc, 300) }),
+            (Some(class), Some(desc)) => {
+                Ok(Message::Error { id, class: clip(&class, 64), desc: clip(&desc, 300) })
+            }
             _ => Err(BadMessage("an error reply without class and desc".into())),
         };
     }
@@ -172,8 +177,10 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
 }
 
+/// Foreign text as it may be shown: so many characters, none that steers a terminal or ends a
+/// line of the journal.
 fn clip(text: &str, chars: usize) -> String {
-    text.chars().take(chars).collect()
+    text.chars().take(chars).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 fn excerpt(bytes: &[u8]) -> String {
@@ -565,4 +572,34 @@ fn encode(out: &mut Vec<u8>, execute: &str, arguments: Option<Value>, id: u64) {
     // Writing to memory does not fail, and a `Value` is always JSON.
     let _ = serde_json::to_writer(&mut *out, &Sent { arguments, execute, id });
     out.push(b'\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// What QEMU says is shown in the journal and on root's terminal.
+    #[test]
+    fn words_of_qemus_are_bounded_and_steer_no_terminal() {
+        let long = "\u{9b}2J\u{1b}]0;x\u{7}\n".repeat(1000);
+        let all = [
+            json!({ "error": { "class": long, "desc": long } }),
+            json!({ "event": long }),
+            json!({ "QMP": { "version": { "package": long } } }),
+            json!({ "id": long, "return": {} }),
+        ];
+        for message in all {
+            let said = match parse_message(message.to_string().as_bytes()) {
+                Ok(Message::Error { class, desc, .. }) => class + &desc,
+                Ok(Message::Event(event)) => event.name,
+                Ok(Message::Greeting(version)) => version.package,
+                Ok(other) => panic!("{other:?}"),
+                Err(bad) => bad.0,
+            };
+            assert!(!said.chars().any(char::is_control), "{said:?}");
+            assert!((50..500).contains(&said.chars().count()), "{said}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 
 use super::questions::RARELY;
 use super::*;
@@ -236,4 +236,130 @@ fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happen
     assert!(asks(&mut vm), "its guest was asked out of turn");
     vm.words_new = Some(Instant::now() - Duration::from_millis(1500));
     assert!(asks(&mut vm), "its guest's next words are due");
+}
+
+/// A QEMU with a balloon. It tells of each order, and carries it out and answers when it is told to.
+fn balloons(
+    listener: &UnixListener,
+    orders: mpsc::Sender<u64>,
+    goes_on: mpsc::Receiver<()>,
+) -> std::thread::JoinHandle<()> {
+    let listener = listener.try_clone().unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let hello = b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n";
+        stream.write_all(hello).unwrap();
+        let mut held: Option<Value> = None;
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            if goes_on.try_recv().is_ok()
+                && let Some(id) = held.take()
+            {
+                let answer = json!({ "return": {}, "id": id }).to_string() + "\n";
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+            let said = match asked["execute"].as_str().unwrap() {
+                "balloon" => {
+                    held = Some(asked["id"].clone());
+                    let _ = orders.send(asked["arguments"]["value"].as_u64().unwrap() >> 20);
+                    continue;
+                }
+                "query-status" => json!({ "status": "running" }),
+                "query-memory-size-summary" => json!({ "base-memory": 1u64 << 30 }),
+                "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
+                "query-balloon" => json!({ "actual": 800u64 << 20 }),
+                _ => json!({}),
+            };
+            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            if stream.write_all(answer.as_bytes()).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// Ticks until that is so.
+fn until(vm: &mut Vm, what: impl Fn(&mut Vm) -> bool) -> bool {
+    (0..50).any(|_| {
+        tick(vm);
+        what(vm)
+    })
+}
+
+#[test]
+fn an_order_to_shrink_is_over_when_qemu_has_answered_its_withdrawal() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (orders, ordered) = mpsc::channel();
+    let (go_on, goes_on) = mpsc::channel();
+    let peer = balloons(&listener, orders, goes_on);
+    let mut vm = vm(path);
+    assert!(until(&mut vm, |vm| vm.actual.is_some()));
+    for (size, gives) in [(600, false), (800, true)] {
+        let command = vm.order(Bytes::mib(size), gives).unwrap();
+        vm.not_answered(command);
+    }
+    assert!(!until(&mut vm, |vm| !vm.shrinks(true)), "QEMU has answered neither");
+    assert_eq!(ordered.try_iter().collect::<Vec<_>>(), [600, 800]);
+    go_on.send(()).unwrap();
+    assert!(until(&mut vm, |vm| !vm.shrinks(true)));
+    drop(vm);
+    peer.join().unwrap();
+}
+
+/// What QEMU told of RAM before says nothing of it now.
+#[test]
+fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
+    let mut vm = vm("/nowhere/qmp".into());
+    vm.agent = Some(AgentLink::new("/nowhere/agent".into(), std::process::id()));
+    let asks_for_ram = |vm: &mut Vm| {
+        let mut waiting = vm.inventory.questions(Instant::now());
+        let asks = waiting.iter().any(|q| q.0 == Inquiry::Tree);
+        while let Some((look, ..)) = waiting.pop() {
+            waiting.extend(vm.inventory.answer(look, None));
+        }
+        assert!(vm.inventory.verdict().is_some());
+        asks
+    };
+    assert!(asks_for_ram(&mut vm) && !asks_for_ram(&mut vm), "once");
+    vm.access.hands_off_ms = Some(1);
+    vm.ask_agent(Instant::now(), false);
+    vm.access.hands_off_ms = None;
+    assert!(asks_for_ram(&mut vm));
+}
+
+#[test]
+fn an_order_of_an_earlier_daemon_or_connection_is_withdrawn() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (orders, ordered) = mpsc::channel();
+    let (go_on, goes_on) = mpsc::channel();
+    let peer = balloons(&listener, orders.clone(), goes_on);
+    let mut vm = vm(path);
+    let withdrawn = |vm: &mut Vm| {
+        vm.withdraw();
+        !vm.shrinks(true)
+    };
+    assert!(vm.shrinks(true) && !vm.shrinks(false), "only of one that is owed something");
+    assert!(!until(&mut vm, withdrawn));
+    assert_eq!(ordered.try_iter().collect::<Vec<_>>(), [800], "once");
+    go_on.send(()).unwrap();
+    assert!(until(&mut vm, withdrawn));
+    assert_eq!(ordered.try_iter().count(), 0);
+    // The connection is lost with an order on its way.
+    let command = vm.order(Bytes::mib(600), false).unwrap();
+    vm.not_answered(command);
+    vm.forget_connection();
+    peer.join().unwrap();
+    let (go_on, goes_on) = mpsc::channel();
+    let peer = balloons(&listener, orders, goes_on);
+    ordered.try_iter().count();
+    assert!(!until(&mut vm, withdrawn));
+    assert_eq!(ordered.try_iter().collect::<Vec<_>>(), [800]);
+    go_on.send(()).unwrap();
+    assert!(until(&mut vm, withdrawn));
+    drop(vm);
+    peer.join().unwrap();
 }

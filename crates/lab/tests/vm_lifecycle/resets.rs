@@ -240,7 +240,39 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
     });
 }
 
+/// Where the VM can suspend to RAM the page is UEFI's own: the module has nothing to keep.
+#[test]
+fn vm_resets_during_recycling_of_uefi_guests_with_s3_lose_nothing() {
+    let _arena = held();
+    let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
+    for kernel in kernels() {
+        storm_of(*kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
+    }
+}
+
 fn storm(kernel: Kernel, backing: Backing, firmware: Firmware, resets: usize, each: u64) {
+    storm_of(kernel, backing, (firmware, false), resets, each);
+}
+
+/// What `/proc/iomem` says of an address: lines `00100000-7fffffff : System RAM`, and what is
+/// inside of it below, indented.
+fn owner(map: &str, address: u64) -> Option<String> {
+    map.lines().filter(|line| !line.starts_with(' ')).find_map(|line| {
+        let (range, name) = line.split_once(" : ")?;
+        let (first, last) = range.split_once('-')?;
+        let hex = |text| u64::from_str_radix(text, 16).ok();
+        (hex(first)?..=hex(last)?).contains(&address).then(|| name.to_owned())
+    })
+}
+
+/// `s3`: the VM can suspend to RAM, which UEFI prepares for.
+fn storm_of(
+    kernel: Kernel,
+    backing: Backing,
+    (firmware, s3): (Firmware, bool),
+    resets: usize,
+    each: u64,
+) {
     let dir = tempfile::tempdir().unwrap();
     println!("{kernel}, {backing:?} memory:");
     let mut guest = Guest::boot(kernel, |c| {
@@ -248,10 +280,16 @@ fn storm(kernel: Kernel, backing: Backing, firmware: Firmware, resets: usize, ea
         c.backing = backing;
         c.uefi = firmware == Firmware::Edk2;
         if c.uefi {
-            c.args.extend(["-global".into(), "PIIX4_PM.disable_s3=1".into()]);
+            let off = u8::from(!s3);
+            c.args.extend(["-global".into(), format!("PIIX4_PM.disable_s3={off}")]);
         }
     });
     let first = Boot::look(&guest).unwrap();
+    if firmware == Firmware::Edk2 {
+        let map = guest.sh("cat /proc/iomem");
+        let owner = owner(&map, 0x81_0000);
+        assert_eq!(owner.as_deref() == Some("System RAM"), !s3, "{owner:?} in {map}");
+    }
     let recycling = Recycling::start_by(&guest.vm, &guest.socket, firmware);
     let (mut checks, mut kinds) = (0, Vec::new());
     for round in 0..resets {

@@ -208,6 +208,12 @@ fn after_a_reboot_everything_is_returned_and_qemus_stale_size_refreshed() {
     r.speaks = true;
     let nudge = Verdict::Set { to: Bytes::mib(1023), reason: Reason::Refresh };
     assert_eq!(ask(r, 400), nudge);
+    // Not while others handle its memory.
+    let mut alone = fresh(400);
+    alone.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: true });
+    let m = VmMemory { reboot: Some(r), ..remembered(1) };
+    let said = decide(host(Pressure::Critical, 500, 0), vec![alone], vec![m]).remove(0);
+    assert_eq!(size(&said), None, "{said:?}");
     r.nudged = Some(NOW);
     assert_eq!(size(&ask(r, 400)), None, "on its way");
     assert_eq!(ask(r, 1023), all);

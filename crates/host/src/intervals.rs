@@ -1,0 +1,83 @@
+//! How often QEMU asked the guests for statistics before Ebb set that. It is written down, so
+//! that a daemon that is started anew, also after a crash, puts it back at its end.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use ebb_core::sample::VmId;
+
+use crate::durable;
+
+/// Seconds, by VM.
+#[derive(Debug, Default)]
+pub struct Intervals {
+    file: Option<PathBuf>,
+    was: BTreeMap<VmId, u64>,
+}
+
+impl Intervals {
+    /// What the file says. One that cannot be read says nothing: QEMU goes on asking as often as
+    /// Ebb wants it.
+    pub fn load(file: Option<PathBuf>) -> Intervals {
+        let text = file.as_ref().and_then(|file| std::fs::read(file).ok());
+        let all: Option<Vec<_>> = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Intervals { file, was: all.unwrap_or_default().into_iter().collect() }
+    }
+
+    /// What it was.
+    pub fn of(&self, vm: VmId) -> Option<u64> {
+        self.was.get(&vm).copied()
+    }
+
+    /// Takes in what is known of the VMs that are there, and writes down what is new. Of others
+    /// what is written stays as long as they live.
+    pub fn keep(
+        &mut self,
+        here: impl Iterator<Item = (VmId, Option<u64>)>,
+        lives: impl Fn(VmId) -> bool,
+    ) {
+        let here: BTreeMap<VmId, Option<u64>> = here.collect();
+        let mut now = self.was.clone();
+        now.retain(|vm, _| !here.contains_key(vm) && lives(*vm));
+        now.extend(here.into_iter().filter_map(|(vm, was)| Some((vm, was?))));
+        if now == self.was {
+            return;
+        }
+        self.was = now;
+        let Some(file) = &self.file else { return };
+        let all: Vec<_> = self.was.iter().collect();
+        let _ = match all.is_empty() {
+            true => std::fs::remove_file(file),
+            false => serde_json::to_vec(&all)
+                .map_err(std::io::Error::other)
+                .and_then(|text| durable::replace(file, &text)),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_it_was_outlives_the_daemon_and_ends_with_the_vm() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("intervals.json");
+        let vm = |pid| VmId { pid, start: 7 };
+        let mut first = Intervals::load(Some(file.clone()));
+        let here = [(vm(1), Some(0)), (vm(2), Some(30)), (vm(3), None)];
+        first.keep(here.into_iter(), |_| true);
+        // The daemon is killed. The next one has not found all VMs yet, and one has ended.
+        let mut next = Intervals::load(Some(file.clone()));
+        assert_eq!([1, 2, 3].map(|pid| next.of(vm(pid))), [Some(0), Some(30), None]);
+        next.keep([(vm(1), next.of(vm(1)))].into_iter(), |vm| vm.pid != 2);
+        assert_eq!(
+            [1, 2].map(|pid| Intervals::load(Some(file.clone())).of(vm(pid))),
+            [Some(0), None]
+        );
+        next.keep([(vm(1), None)].into_iter(), |_| true);
+        assert!(!file.exists(), "it is put back");
+        std::fs::write(&file, "nonsense").unwrap();
+        assert_eq!(Intervals::load(Some(file)).of(vm(1)), None);
+    }
+}
