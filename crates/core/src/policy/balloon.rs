@@ -364,7 +364,7 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
     let g = vm.guest.as_ref().filter(|g| outdated(g).is_none() && model.host.known)?;
     let base = base(m, actual);
     let keep = want(model.at, vm, g, m, Level::CALM).max(vm.ceiling);
-    let most = step(vm, m, model, CALM_STEP).min(idle(base, keep, g, m));
+    let most = step(vm, m, model, CALM_STEP).min(idle(model.at, base, keep, g, m));
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
 }
@@ -392,7 +392,7 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
         let base = base(m, actual);
         // What it needed a moment ago and has freed is what the operator means.
         let keep = want(model.at, vm, g, m, Level::NOW).max(g.working_set + g.buffer);
-        let idle = idle(base, keep, g, m);
+        let idle = idle(model.at, base, keep, g, m);
         candidates.push(priced(vm, g, index, (base, idle, idle)));
     }
     share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));

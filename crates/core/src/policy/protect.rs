@@ -166,7 +166,7 @@ fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
-        let idle = idle(base, want(at, vm, g, m, Level::CALM), g, m);
+        let idle = idle(at, base, want(at, vm, g, m, Level::CALM), g, m);
         let c = priced(vm, g, 0, (base, idle, idle));
         // Only what the host really holds brings it anything.
         spare.idle = idle.share(c.yields) - spare.free;

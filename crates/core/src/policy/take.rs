@@ -15,7 +15,7 @@ use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, LEAST_MARKS};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
-use crate::units::Bytes;
+use crate::units::{Bytes, Stamp};
 
 /// Steps and gifts are at least so large.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
@@ -198,7 +198,7 @@ fn candidate(
     let Some(part) = allot.parts[index] else {
         return Err("its guest's need is not known".into());
     };
-    let idle = idle(base, part.keeps, g, m);
+    let idle = idle(model.at, base, part.keeps, g, m);
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
@@ -272,8 +272,10 @@ pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
 
 /// What may be taken of a size where the guest is to keep `keeps`: nothing that it uses, nor
 /// that it may use.
-pub(super) fn idle(base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
-    base - keeps.max(g.need + m.unsure)
+pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
+    // One that rests may have grown since it was asked.
+    let since_s = m.asked.map_or(0, |asked| at.since(asked)) as f64 / 1000.0;
+    base - keeps.max(g.need + m.unsure + m.fastest.rate(at).share(since_s))
 }
 
 /// Whether the step before is still far from done.
