@@ -116,7 +116,7 @@ pub(super) struct Part {
     pub good: Bytes,
     /// The size that it is brought to in any case.
     pub soon: Bytes,
-    /// One that is short gets no more: not even all needs and least margins fit.
+    /// One that is short gets no more for comfort: not even all needs and least margins fit.
     pub most: Option<Bytes>,
 }
 

@@ -354,9 +354,10 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     // How far it goes on is not known: where the host has it, a part of what it may have.
     let more = (actual + vm.ram.unwrap_or(vm.ceiling).share(MORE)).min(vm.whole);
     let good = well.max(good).max(more).min(vm.ceiling);
-    // Where there is too little for all, what one is given another has to give.
-    let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(from));
-    let (urgent, well, good) = (urgent.min(vm.ceiling).min(most), well.min(most), good.min(most));
+    // Where there is too little for all, what one is given for comfort another has to give.
+    let urgent = urgent.min(vm.ceiling);
+    let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(urgent));
+    let (well, good) = (well.min(most), good.min(most));
     Wish { from, urgent, well, comfort: well, good, all: good, weight }
 }
 

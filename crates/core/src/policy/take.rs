@@ -273,9 +273,11 @@ pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
 /// What may be taken of a size where the guest is to keep `keeps`: nothing that it uses, nor
 /// that it may use.
 pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
-    // One that rests may have grown since it was asked.
-    let since_s = m.asked.map_or(0, |asked| at.since(asked)) as f64 / 1000.0;
-    base - keeps.max(g.need + m.unsure + m.fastest.rate(at).share(since_s))
+    // One that rests may have grown since it was asked: it keeps its least margin, however short
+    // all are.
+    let rests = m.asked.is_some_and(|asked| asked < at);
+    let grown = if rests { g.short_mark.share(LEAST_MARKS) } else { Bytes::ZERO };
+    base - keeps.max(g.need + m.unsure + grown)
 }
 
 /// Whether the step before is still far from done.
