@@ -275,7 +275,7 @@ impl Fleet<'_> {
         loop {
             if harm.is_some() {
                 println!("  {} VMs: {why}", self.vms.len());
-                self.remove()?;
+                self.remove();
             }
             let (mut result, found) = self.period(1)?;
             match found {
@@ -352,12 +352,15 @@ impl Fleet<'_> {
         Ok(harm)
     }
 
-    /// The ones that came last go.
-    fn remove(&mut self) -> Result<()> {
+    /// The ones that were lost go, and then those that came last.
+    fn remove(&mut self) {
         let left = self.vms.len().saturating_sub(self.plan.step as usize).max(1);
+        let lost: Vec<bool> = self.vms.iter().map(|vm| vm.check().is_err()).collect();
+        self.jobs.drop_lost(&lost);
+        let mut each = lost.iter();
+        self.vms.retain(|_| !each.next().is_some_and(|lost| *lost));
         self.vms.truncate(left);
         self.jobs.truncate(left);
-        Ok(())
     }
 
     fn guest(&self) -> bool {

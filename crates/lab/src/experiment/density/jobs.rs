@@ -88,6 +88,12 @@ impl Jobs {
         }
     }
 
+    /// The jobs of these VMs have ended with them.
+    pub(super) fn drop_lost(&mut self, lost: &[bool]) {
+        let mut each = lost.iter();
+        self.jobs.retain(|_| !each.next().is_some_and(|lost| *lost));
+    }
+
     pub(super) fn truncate(&mut self, len: usize) {
         self.jobs.truncate(len);
     }
@@ -115,7 +121,8 @@ impl Jobs {
         }
         for (n, vm) in vms.iter().enumerate() {
             if look && let Err(e) = vm.check() {
-                return Ok(Some(format!("{} was lost: {e}", vm.name())));
+                let why = e.to_string();
+                return Ok(Some(why.lines().next().unwrap_or_default().to_string()));
             }
             for event in vm.tool().take_events() {
                 if let Some(harm) = self.hear(n, vm, &event) {
