@@ -264,7 +264,14 @@ impl Scanner {
             return Ok(Look::Same);
         }
         let (id, was_vm) = (VmId { pid, start }, known.is_some_and(|k| k.vm().is_some()));
-        let program = match self.verdict(root, id)? {
+        let verdict = match self.verdict(root, id) {
+            // Some processes are closed even to root. Only one that is called QEMU is told of.
+            Err(e) if e.is_denied() && !was_vm && !is_qemu(&comm) => {
+                return Ok(Look::New(Seen { start, comm, program: Program::Other }));
+            }
+            verdict => verdict?,
+        };
+        let program = match verdict {
             Verdict::Gone if was_vm => return Ok(Look::Same),
             Verdict::Gone => Program::Other,
             Verdict::Refused(why) => stranger(root, pid, &comm, why),

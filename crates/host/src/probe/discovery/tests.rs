@@ -221,6 +221,24 @@ fn a_vm_whose_first_read_fails_is_found_whole_by_the_next_scan() {
 }
 
 #[test]
+fn of_processes_that_are_closed_even_to_root_only_one_called_qemu_is_told_of() {
+    let fixture = Fixture::new();
+    fixture.vm(10, 5, "a");
+    fixture.vm(11, 5, "b");
+    let stat = fixture.root().read("/proc/11/stat").unwrap().unwrap();
+    let open = stat.find('(').unwrap();
+    let close = stat.rfind(')').unwrap();
+    fixture.write(11, "stat", &format!("{}(init{}", &stat[..open], &stat[close..]));
+    let closed = fixture.root().with_faults(Arc::new(|path: &Path| {
+        let kept = path.ends_with("exe") || path.ends_with("status") || path.ends_with("ns/user");
+        kept.then(|| Fault::Error(Errno::ACCESS.into()))
+    }));
+    let scan = Scanner::new(Trust::default()).scan(&closed, &none()).unwrap();
+    let told: Vec<&str> = scan.problems.iter().map(|p| p.0.as_str()).collect();
+    assert_eq!((scan.found.len(), told), (0, vec!["/proc/10"]));
+}
+
+#[test]
 fn a_stranger_that_poses_as_a_vm_is_refused_and_told_of() {
     let fixture = Fixture::new();
     fixture.vm(10, 5, "a");
