@@ -286,8 +286,10 @@ impl Engine {
         let fast_ms = self.config.fast_tick_ms.max(many(FAST_MS_A_VM)).min(self.config.tick_ms);
         let rest_ms = many(REST_MS_A_VM).min(self.config.tick_ms);
         let at = model.at.plus(fast_ms);
+        // What is paged out of a VM depends on what it holds now.
+        let pages_out = self.memory.beyond_since.is_some();
         let rests = |vm: &&VmModel| {
-            let m = self.memory.vm(vm.id);
+            let m = self.memory.vm(vm.id).filter(|_| !pages_out);
             m.is_some_and(|m| {
                 let asked = m.asked.is_some_and(|t| at.since(t) < rest_ms);
                 asked && is_at_rest(vm, m, rest_ms)
@@ -385,6 +387,21 @@ mod tests {
         // A twentieth of its RAM a second.
         assert_eq!(wait(500 + 520), engine.config.tick_ms);
         assert_eq!(wait(500 + 500), engine.config.fast_tick_ms);
+    }
+
+    #[test]
+    fn no_vm_rests_while_the_host_pages_out() {
+        let mut engine = Engine::new(Config::default(), false);
+        let id = VmId { pid: 1, start: 1 };
+        let asked = Some(Stamp(1000));
+        engine.memory.vms = vec![VmMemory { id, asked, ..VmMemory::default() }];
+        let host = HostModel { state: crate::model::Pressure::Hard, ..HostModel::default() };
+        // With so many VMs each is asked once in a second.
+        let vms = (1..=100).map(|pid| VmModel { id: VmId { pid, start: 1 }, ..VmModel::default() });
+        let model = Model { at: Stamp(1000), host, vms: vms.collect(), ..Model::default() };
+        assert_eq!(engine.next(&model).resting, [id]);
+        engine.memory.beyond_since = Some(Stamp(900));
+        assert_eq!(engine.next(&model).resting, []);
     }
 
     #[test]

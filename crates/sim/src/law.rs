@@ -251,7 +251,8 @@ impl Laws {
             } else if past.mute_since.take().is_some_and(|t| at - t > UNREACHED_MS) {
                 past.back = Some(at);
             }
-            let asked = tick.plan.actions.iter().any(|a| a.vm == vm.id && !a.gives());
+            // An order that is withdrawn where its balloon stands asks for nothing.
+            let asked = tick.plan.actions.iter().any(|a| a.vm == vm.id && a.to < a.from);
             if asked && past.back.is_some_and(|t| at - t < REACHED_MS) {
                 self.breach(Law::Reach, at, format!("{} is asked just after it was mute", vm.name));
             }
