@@ -89,6 +89,9 @@ fn vm_what_a_guest_frees_returns_within_the_period_and_at_once_when_asked_for() 
         // Period (10 s) and a second, and what this shared machine adds.
         assert!(freed.elapsed() < Duration::from_secs(20), "{:?}", freed.elapsed());
 
+        let recycled =
+            || daemon.get("/v1/state").unwrap()["vms"][0]["agent"]["counters"]["recycled"].as_u64();
+        let was = recycled().unwrap();
         let full = place.fill_and_free();
         let config = daemon.config();
         let asked = Instant::now();
@@ -99,7 +102,9 @@ fn vm_what_a_guest_frees_returns_within_the_period_and_at_once_when_asked_for() 
         let share = (full - place.usage()).fraction_of(full - before);
         println!("{kernel}: asked for: {:.1} % back, {:?}; {came}", share * 100.0, asked.elapsed());
         assert!(share >= 0.95, "{share}: {came}");
-        assert!(came["recycled"].as_u64().unwrap() > 200 << 20, "{came}");
+        // Some of it may have been recycled before it was asked for.
+        let much = |_: &Value| (recycled()? - was > 200 << 20).then_some(());
+        daemon.wait_for("that it was recycled", MINUTE, much).unwrap();
         assert!(daemon.stop());
     }
 }
@@ -183,13 +188,13 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     tool.start_ready("base", "hold", "size=134217728", MINUTE).unwrap();
     tool.start_ready("read", "read", "size=419430400", MINUTE).unwrap();
     let daemon = place.daemon("reserve = \"450MiB\"");
-    let small = |s: &Value| s["vms"][0]["actual"].as_u64().filter(|a| *a < 500 << 20);
+    let small = |s: &Value| s["vms"][0]["actual"].as_u64().filter(|a| *a < 640 << 20);
     let actual = daemon.wait_for("a small guest", 3 * MINUTE, small).unwrap();
 
     // Hardly anything is kept free, so that kswapd comes too late.
     tool.write("/proc/sys/vm/min_free_kbytes", "512").unwrap();
     let (before, began_ms) = (direct_reclaim(&place.vm), wall_ms());
-    tool.start("v", "verify", "size=230000000 seconds=10 threads=2").unwrap();
+    tool.start("v", "verify", "size=330000000 seconds=10 threads=2").unwrap();
     let gift = daemon
         .wait_for("gift", MINUTE, |_| {
             let decisions = daemon.get("/v1/decisions").ok()?;
