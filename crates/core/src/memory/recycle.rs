@@ -28,7 +28,7 @@ pub struct RecycleMemory {
     /// Recycled, and not taken back yet.
     #[serde(default)]
     pub away: Bytes,
-    /// Of what was recycled the guest takes back so many bytes a second, averaged over
+    /// Bytes a second that the guest takes back of what was recycled, averaged over
     /// [`BACK_S`].
     #[serde(default)]
     pub back_rate: f64,
@@ -78,7 +78,7 @@ pub struct Batch {
 const REFAULT_MS: u64 = 5_000;
 /// From this share of it on, more slack is left.
 const REFAULT_SHARE: f64 = 0.3;
-/// What comes back counts on average over so many seconds.
+/// Seconds over which the rate of what comes back is averaged.
 const BACK_S: f64 = 10.0;
 
 impl RecycleMemory {

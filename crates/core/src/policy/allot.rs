@@ -34,7 +34,8 @@ const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
 const COMFORTS: i32 = 12;
 const MARGIN_MOST: f64 = 3.0;
-/// What a guest is brought to before it asks is so many levels below what may be taken of it: half
+/// The level up to which a guest is given memory before it asks is this far below the level that
+/// it keeps: half
 /// of T.
 const APART: i32 = 4;
 /// Guests are brought to what they needed within this before they ask, and others may be
