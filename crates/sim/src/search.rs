@@ -17,6 +17,8 @@ use crate::worlds::Point;
 /// Stall within this of another's is the same, seconds, and as a share.
 const SAME_S: f64 = 1.0;
 const SAME_SHARE: f64 = 0.02;
+/// Times the best rival's stall that is far too much.
+const FAR: f64 = 1.25;
 /// Neighbours that are tried at a time.
 const BROOD: usize = 8;
 
@@ -52,11 +54,13 @@ pub struct Brief {
     pub stall_s: f64,
     /// Processes and guests killed for lack of memory.
     pub ooms: u64,
+    /// Changes of direction, a guest and minute.
+    pub reversals: f64,
 }
 
 impl Brief {
     fn of(s: &Score) -> Brief {
-        Brief { held: s.held, stall_s: s.stall_s, ooms: s.ooms }
+        Brief { held: s.held, stall_s: s.stall_s, ooms: s.ooms, reversals: s.reversals }
     }
 
     /// At least as good as another: in guests held and in stall.
@@ -108,6 +112,12 @@ impl Found {
         self.ebb.is_as_good_as(self.pushed)
     }
 
+    /// Somebody's stall is so much less that it is no matter of taste: by a quarter, and by 1 s.
+    pub fn is_far_beaten(&self) -> bool {
+        self.ebb.held < self.best.held
+            || self.ebb.stall_s > (self.best.stall_s * FAR).max(self.best.stall_s + SAME_S)
+    }
+
     /// How much worse than the best: a guest that is harmed counts as 30 s.
     pub fn loss(&self) -> f64 {
         let cost = |b: Brief| b.stall_s + 30.0 * (self.vms - b.held) as f64;
@@ -155,8 +165,8 @@ mod tests {
         (held, stall_s, ooms): (u64, f64, u64),
         (other, its, killed): (u64, f64, u64),
     ) -> bool {
-        let other = Brief { held: other, stall_s: its, ooms: killed };
-        Brief { held, stall_s, ooms }.is_as_good_as(other)
+        let other = Brief { held: other, stall_s: its, ooms: killed, reversals: 0.0 };
+        Brief { held, stall_s, ooms, reversals: 0.0 }.is_as_good_as(other)
     }
 
     #[test]

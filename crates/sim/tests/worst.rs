@@ -13,17 +13,23 @@ struct Worst {
     point: Point,
 }
 
-/// Losses differ by so much between controllers that are as good: a share, and seconds.
-const SAME: (f64, f64) = (0.1, 10.0);
+/// What the loss of one world may grow by: a share, and seconds. Where not all needs fit, an order
+/// that comes some milliseconds later changes the loss of a world by up to 40 %.
+const ONE: (f64, f64) = (0.5, 30.0);
+/// What the loss of all of them may grow by.
+const ALL: f64 = 0.05;
 
 #[test]
 fn no_world_that_a_search_found_has_become_worse() {
     let worst: Vec<Worst> = serde_json::from_str(include_str!("worst.json")).unwrap();
     assert!(worst.len() >= 8);
     let found = in_parallel(&worst, 2, |w| Found::of(&w.point));
-    for (was, now) in worst.iter().zip(&found) {
-        assert_eq!(was.about, now.about, "the world itself has changed");
-        let most = was.loss + (was.loss * SAME.0).max(SAME.1);
-        assert!(now.loss() <= most, "{}: {:.0} s, was {:.0}", was.about, now.loss(), was.loss);
+    let (mut was, mut now) = (0.0, 0.0);
+    for (w, f) in worst.iter().zip(&found) {
+        assert_eq!(w.about, f.about, "the world itself has changed");
+        println!("{}: {:.0} s, was {:.0}", w.about, f.loss(), w.loss);
+        assert!(f.loss() <= w.loss + (w.loss * ONE.0).max(ONE.1));
+        (was, now) = (was + w.loss, now + f.loss());
     }
+    assert!(now <= was * (1.0 + ALL), "together {now:.0} s, were {was:.0}");
 }

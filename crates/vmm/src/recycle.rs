@@ -34,11 +34,8 @@ use crate::priority::Bursts;
 use crate::ram::{Bits, Kind, Part, Ram, blocks};
 use crate::sys;
 
-/// A window that took longer makes the next one smaller; a vCPU waits no more
-/// than about one window.
-const WINDOW_LONG: Duration = Duration::from_micros(1200);
-/// The thread of a window that took so much longer was off the CPU: the next one is small.
-const WINDOW_LATE: Duration = Duration::from_millis(3);
+/// Windows are as large as takes so long; a vCPU waits no more than about one window.
+const WINDOW_GOAL: Duration = Duration::from_micros(1000);
 /// A map whose beat is this many times its own tick old is not used while vCPUs run.
 const BEATS_MISSED: u32 = 3;
 /// Protecting takes no longer than this and a few runs: the runs that are left have a window of
@@ -47,8 +44,6 @@ const BEATS_MISSED: u32 = 3;
 const PROTECT_LONG: Duration = Duration::from_micros(400);
 /// So many runs are protected between two looks at the clock.
 const PROTECT_RUNS: usize = 8;
-/// A window that took less makes the next one larger.
-const WINDOW_SHORT: Duration = Duration::from_micros(500);
 /// Pages that a call costs as much as, beyond those it is about.
 const RUN_COST: usize = 8;
 /// Smallest and largest window, in pages and [`RUN_COST`]s: 1 MiB, 128 MiB.
@@ -360,22 +355,16 @@ impl Recycler<'_> {
         let took = begun.elapsed();
         drop(open);
         call.bursts.after_window();
-        let some = found.is_ok_and(|taken| taken < batch.len());
-        let late = took > WINDOW_LATE;
         self.windows.add(took.as_nanos() as u64);
         call.done.window_ns += took.as_nanos() as u64;
         self.counters.batches += 1;
         self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
-        let pace = if whole { &mut self.pace.whole } else { &mut self.pace.rest };
-        let floor = if whole { BLOCK + RUN_COST } else { *WEIGHT.start() };
-        if late {
-            // The thread was off the CPU: the less is open then, the better.
-            *pace = floor;
-        } else if took > WINDOW_LONG || some {
-            *pace = (*pace / 2).max(floor);
-        } else if took < WINDOW_SHORT {
-            *pace = (*pace * 2).min(*WEIGHT.end());
-        }
+        let done = found.map_or(0, |taken| weight_of(&batch[..taken]));
+        let (pace, floor) = match whole {
+            true => (&mut self.pace.whole, BLOCK + RUN_COST),
+            false => (&mut self.pace.rest, *WEIGHT.start()),
+        };
+        *pace = next_pace(*pace, (done, done < weight_of(batch)), took).clamp(floor, *WEIGHT.end());
         if found.is_err() {
             self.counters.dropped_batches += 1;
         }
@@ -566,6 +555,23 @@ impl Recycler<'_> {
     }
 }
 
+fn weight_of(runs: &[Run]) -> usize {
+    runs.iter().map(|r| r.len + RUN_COST).sum()
+}
+
+/// The size of the next window, where the last one did so much, or less than it was to.
+fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize {
+    if done == 0 {
+        return pace;
+    }
+    let fits = (done as f64 * WINDOW_GOAL.as_secs_f64() / took.as_secs_f64().max(1e-6)) as usize;
+    match less || took > WINDOW_GOAL {
+        true => fits.clamp(pace / 8, pace),
+        // One that had little to do tells nothing of larger ones.
+        false => fits.clamp(pace, pace * 2),
+    }
+}
+
 /// Processor time of this thread so far.
 pub fn cpu_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
@@ -647,6 +653,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn windows_are_as_large_as_takes_the_time_that_they_may() {
+        let next = |done, less, us| next_pace(1000, (done, less), Duration::from_micros(us));
+        assert_eq!((next(1000, false, 800), next(1000, false, 100)), (1250, 2000));
+        assert_eq!((next(1000, false, 2000), next(1000, false, 50_000)), (500, 125));
+        assert_eq!(next(100, false, 500), 1000, "one that had little to do tells nothing");
+        assert_eq!(next(300, true, 500), 600, "protecting took all the time there was");
+        assert_eq!(next(0, true, 500), 1000);
+    }
 
     proptest! {
         #[test]

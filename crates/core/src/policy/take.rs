@@ -34,6 +34,9 @@ const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
+/// Where not even all needs fit, one that was given memory is not asked for this long.
+const SHORT_MS: u64 = 3_000;
+
 /// A VM that can be asked, and for how much.
 #[derive(Debug)]
 pub(super) struct Candidate {
@@ -198,6 +201,12 @@ fn candidate(
     let Some(part) = allot.parts[index] else {
         return Err("its guest's need is not known".into());
     };
+    // All are short: what was given to one is not taken back at once for the next.
+    let left = m.last_give.and_then(|t| SHORT_MS.checked_sub(model.at.since(t)));
+    if let (true, Some(left)) = (part.most.is_some(), left) {
+        let seconds = left.div_ceil(1000);
+        return Err(format!("all are short: it keeps what it was given for {seconds} s"));
+    }
     let idle = idle(model.at, base, part.keeps, g, m);
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));

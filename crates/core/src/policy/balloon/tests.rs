@@ -365,6 +365,18 @@ fn steps_are_larger_on_a_shorter_host_and_end_at_what_is_to_be_kept() {
 }
 
 #[test]
+fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
+    let asked = |ago_ms, shortage| {
+        let last_give = Some(Stamp(NOW.0 - ago_ms));
+        let m = VmMemory { last_give, ..remembered(1) };
+        let v = decide(host(Pressure::Critical, shortage, 0), vec![vm(1, 1024, 100)], vec![m]);
+        taken(&v, 0)
+    };
+    assert_eq!((asked(1000, 2048), asked(4000, 2048)), (0, 100 - 24));
+    assert!(asked(1000, 500) > 0, "needs and least margins fit");
+}
+
+#[test]
 fn what_keeps_a_guest_from_harm_is_given_whatever_the_hosts_state() {
     for state in [Pressure::Clear, Pressure::Soft, Pressure::Hard, Pressure::Critical] {
         let mut poor = vm(1, 400, 20);

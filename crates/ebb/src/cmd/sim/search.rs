@@ -1,7 +1,7 @@
 //! The search for worlds in which the controller does worst, as text.
 
 use anyhow::Result;
-use ebb_sim::search::{Found, Search};
+use ebb_sim::search::{Brief, Found, Search};
 use serde::Serialize;
 
 use crate::table::{emit, emit_json, table};
@@ -25,7 +25,33 @@ fn percent(of: &[Found], is: impl Fn(&Found) -> bool) -> f64 {
     of.iter().filter(|f| is(f)).count() as f64 * 100.0 / of.len().max(1) as f64
 }
 
+/// Ebb and its best rivals in all of these worlds together.
+fn together(of: &[Found]) -> String {
+    let sum = |what: fn(&Brief) -> f64, whose: fn(&Found) -> &Brief| {
+        of.iter().map(|f| what(whose(f))).sum::<f64>()
+    };
+    let line = |name: &str, whose: fn(&Found) -> &Brief| {
+        vec![
+            name.to_string(),
+            format!("{:.0}", sum(|b| b.held as f64, whose)),
+            format!("{:.0}", sum(|b| b.stall_s, whose)),
+            format!("{:.0}", sum(|b| b.ooms as f64, whose)),
+            format!("{:.2}", sum(|b| b.reversals, whose) / of.len().max(1) as f64),
+        ]
+    };
+    let head = ["", "held", "stall s", "killed", "turns a guest and minute"];
+    let lines = [
+        line("Ebb", |f| &f.ebb),
+        line("best rival of each", |f| &f.best),
+        line("told at once", |f| &f.pushed),
+        line("oracle", |f| &f.oracle),
+    ];
+    table(&head, &lines, false)
+}
+
 fn text(random: &[Found], worst: &[Found]) -> String {
+    let (fit, over): (Vec<Found>, Vec<Found>) =
+        random.iter().cloned().partition(|f| f.point.load() <= 1.0);
     let kills = |f: &&Found| f.ebb.ooms > 0 && f.oracle.ooms == 0;
     let cells: Vec<Vec<String>> = worst
         .iter()
@@ -44,12 +70,16 @@ fn text(random: &[Found], worst: &[Found]) -> String {
     format!(
         "{} worlds at random (a stand-in): in {:.1} % no rival holds more guests or stalls them \
          less; told at once, qmemman does not in {:.1} %\nprocesses killed where nobody need \
-         be: in {} worlds; laws broken: {}\n\nthe worst found: held / stall / killed\n{}",
+         be: in {} worlds; a rival stalls them for less than 80 % of Ebb's time, or holds more: \
+         in {}; laws broken: {}\n\nwhere all needs fit:\n{}\nwhere they do not:\n{}\nthe worst found: held / stall / killed\n{}",
         random.len(),
         percent(random, Found::is_unbeaten),
         percent(random, Found::beats_pushed),
         random.iter().filter(kills).count(),
+        random.iter().filter(|f| f.is_far_beaten()).count(),
         random.iter().map(|f| f.broken).sum::<usize>(),
+        together(&fit),
+        together(&over),
         table(&head, &cells, false)
     )
 }
