@@ -366,14 +366,14 @@ fn steps_are_larger_on_a_shorter_host_and_end_at_what_is_to_be_kept() {
 
 #[test]
 fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
-    let asked = |ago_ms, shortage| {
+    let asked = |ago_ms, shortage, available| {
         let last_give = Some(Stamp(NOW.0 - ago_ms));
         let m = VmMemory { last_give, ..remembered(1) };
-        let v = decide(host(Pressure::Critical, shortage, 0), vec![vm(1, 1024, 100)], vec![m]);
-        taken(&v, 0)
+        let host = host(Pressure::Critical, shortage, 0);
+        taken(&decide(host, vec![vm(1, 1024, available)], vec![m]), 0)
     };
-    assert_eq!((asked(1000, 2048), asked(4000, 2048)), (0, 100 - 24));
-    assert!(asked(1000, 500) > 0, "needs and least margins fit");
+    assert_eq!((asked(1000, 2048, 100), asked(4000, 2048, 100)), (0, 100 - 24));
+    assert!(asked(1000, 1000, 900) > 0, "needs and least margins fit");
 }
 
 #[test]
