@@ -93,10 +93,10 @@ soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets,
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) bench --quiet -p ebb-core --bench tick
 	@$(BUILD)
-	@./target/release/ebb sim --vms 200
-	@./target/release/ebb sim --vms 1000 --seconds 120
-	@./target/release/ebb sim --hosts 1000 --vms 10 --seconds 60
-	@./target/release/ebb sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
+	@./target/release/ebb-sim --vms 200
+	@./target/release/ebb-sim --vms 1000 --seconds 120
+	@./target/release/ebb-sim --hosts 1000 --vms 10 --seconds 60
+	@./target/release/ebb-sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
 	@$(BUILD)

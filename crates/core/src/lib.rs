@@ -12,6 +12,7 @@ pub mod model;
 pub mod plan;
 pub mod policy;
 pub mod sample;
+pub mod table;
 pub mod tick;
 pub mod units;
 pub mod wire;

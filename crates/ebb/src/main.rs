@@ -9,6 +9,8 @@ mod cmd;
 mod daemon;
 mod fields;
 mod give_back;
+#[cfg(test)]
+mod golden;
 mod metrics;
 mod observer;
 mod quiet;
@@ -30,8 +32,6 @@ use ebb_core::units::Bytes;
 use ebb_host::client;
 use ebb_host::hands_off::MOST_MS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-use cmd::sim;
 
 /// Gives the memory that VMs do not use back to their host, and gives it to them
 /// again the moment they need it.
@@ -182,56 +182,6 @@ enum Command {
         /// Where to
         dir: String,
     },
-    /// Runs the daemon's loop on synthetic guests
-    Sim {
-        /// How many
-        #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-        vms: u32,
-        /// RAM of each
-        #[arg(long, default_value = "2GiB")]
-        ram: Bytes,
-        /// The host's memory [default: half of what the guests have]
-        #[arg(long)]
-        host: Option<Bytes>,
-        /// Everything random comes from this; with --compare the first of its seeds [default: 1,
-        /// with --compare 0]
-        #[arg(long)]
-        seed: Option<u64>,
-        /// Simulated seconds
-        #[arg(long, default_value_t = 600)]
-        seconds: u64,
-        /// So many such hosts, on all cores
-        #[arg(long, conflicts_with_all = ["compare", "trace"])]
-        hosts: Option<u32>,
-        /// Every policy on every scenario instead: the table of docs/policies.md
-        #[arg(long)]
-        compare: bool,
-        /// Seeds a scenario
-        #[arg(long, default_value_t = 20, requires = "compare")]
-        seeds: u64,
-        /// Only this scenario (may be given again)
-        #[arg(long, requires = "compare", value_name = "NAME")]
-        scenario: Vec<String>,
-        /// Writes the table between the markers of this document
-        #[arg(long, requires = "compare", value_name = "FILE")]
-        markdown: Option<String>,
-        /// The commit to name there
-        #[arg(long, requires = "markdown")]
-        commit: Option<String>,
-        /// Looks for worlds in which the controller does worst: this many at random, then worse
-        /// ones near the worst of them
-        #[arg(long, value_name = "WORLDS", conflicts_with_all = ["compare", "trace", "hosts"])]
-        search: Option<usize>,
-        /// Steps from the worst worlds to worse ones, each eight
-        #[arg(long, default_value_t = 10, requires = "search")]
-        steps: usize,
-        /// Every policy on guests that want what those of a record had
-        #[arg(long, value_name = "FILE", conflicts_with = "compare")]
-        trace: Option<String>,
-        /// The result as JSON
-        #[arg(long)]
-        json: bool,
-    },
 }
 
 impl Command {
@@ -244,8 +194,7 @@ impl Command {
             | Command::Doctor { json }
             | Command::Reclaim { json, .. }
             | Command::Merge { what: cmd::merge::What::Report { json, .. } }
-            | Command::Replay { json, .. }
-            | Command::Sim { json, .. } => *json,
+            | Command::Replay { json, .. } => *json,
             _ => false,
         }
     }
@@ -322,42 +271,6 @@ fn dispatch(cli: Cli) -> Result<bool> {
         }
         Command::Man { dir } => cmd::manual::pages(Cli::command(), &dir).map(|()| true),
         Command::Check => table::emit("the configuration is valid\n").map(|()| true),
-        Command::Sim {
-            vms,
-            ram,
-            host,
-            seed,
-            seconds,
-            hosts,
-            compare,
-            seeds,
-            scenario,
-            markdown,
-            commit,
-            search,
-            steps,
-            trace,
-            json,
-        } => {
-            let half = Bytes(ram.0.saturating_mul(u64::from(vms)) / 2);
-            let (host_size, one) = (host.unwrap_or(half), seed.unwrap_or(1));
-            let each = sim::Run { vms, ram, host: host_size, seed: one, seconds };
-            let job = match (search, compare, trace, hosts) {
-                (Some(worlds), ..) => {
-                    let (seed, threads) = (seed.unwrap_or(0), sim::threads());
-                    sim::Job::Search(sim::Search { seed, worlds, steps, threads })
-                }
-                (_, true, ..) => {
-                    let first = seed.unwrap_or(0);
-                    let (seeds, only) = (first..first.saturating_add(seeds), scenario);
-                    sim::Job::Compare(sim::Compare { seeds, only, markdown, commit })
-                }
-                (.., Some(file), _) => sim::Job::Trace(sim::TraceRun { file, host }),
-                (.., Some(hosts)) => sim::Job::Hosts(sim::Hosts { hosts, each }),
-                _ => sim::Job::Run(each),
-            };
-            sim::main(&job, json).map(|()| true)
-        }
     }
 }
 

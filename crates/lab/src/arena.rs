@@ -285,7 +285,7 @@ impl MemoryCgroup {
 #[derive(Debug)]
 pub struct Arena {
     cgroup: Option<MemoryCgroup>,
-    swap: Option<PathBuf>,
+    swap: Option<(PathBuf, i16)>,
     journal: Shared,
     _lock: File,
 }
@@ -315,7 +315,8 @@ impl Arena {
             arena.set(&places.at(path), value)?;
         }
         if let Some(swap) = &config.swap {
-            arena.swap = Some(arena.with_journal(|j| add_swap(&places, j, swap))?);
+            let area = arena.with_journal(|j| add_swap(&places, j, swap))?;
+            arena.swap = Some((area, swap.priority));
         }
         if let Some(budget) = config.budget {
             let cgroup = arena.with_journal(|j| MemoryCgroup::create(&places, j, budget))?;
@@ -358,7 +359,17 @@ impl Arena {
 
     /// Its swap area, where one was asked for.
     pub fn swap(&self) -> Option<&Path> {
-        self.swap.as_deref()
+        self.swap.as_ref().map(|(area, _)| area.as_path())
+    }
+
+    /// Reads everything back that its swap area holds. Fails where that does not fit into the
+    /// budget; then the area stays as it is.
+    pub fn drain_swap(&self) -> Result<(), LabError> {
+        let Some((area, priority)) = &self.swap else { return Ok(()) };
+        steadily(|| {
+            run(Command::new("swapoff").arg(area))?;
+            swap_on(area, *priority)
+        })
     }
 }
 
@@ -482,8 +493,12 @@ fn add_swap(places: &Places, journal: &Journal, config: &SwapConfig) -> Result<P
     };
     run(Command::new("mkswap").arg(&area))?;
     journal.note(&Change::Swap { area: area.clone() })?;
-    run(Command::new("swapon").args(["-p", &config.priority.to_string()]).arg(&area))?;
+    swap_on(&area, config.priority)?;
     Ok(area)
+}
+
+fn swap_on(area: &Path, priority: i16) -> Result<(), LabError> {
+    run(Command::new("swapon").args(["-p", &priority.to_string()]).arg(area)).map(|_| ())
 }
 
 /// A zram device: a new one, else one that nobody has set up.

@@ -1,4 +1,4 @@
-//! Ebb against its rivals, on a part of what `ebb sim --compare` runs.
+//! Ebb against its rivals, on a part of what `ebb-sim --compare` runs.
 
 use ebb_sim::compare::compare;
 use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS};

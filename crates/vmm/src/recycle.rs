@@ -35,7 +35,7 @@ use crate::ram::{Bits, Kind, Part, Ram, blocks};
 use crate::sys;
 
 /// Windows are as large as takes so long; a vCPU waits no more than about one window.
-const WINDOW_GOAL: Duration = Duration::from_micros(1000);
+const WINDOW_GOAL: Duration = Duration::from_micros(1100);
 /// A map whose beat is this many times its own tick old is not used while vCPUs run.
 const BEATS_MISSED: u32 = 3;
 /// Protecting takes no longer than this and a few runs: the runs that are left have a window of

@@ -32,6 +32,8 @@ const FIRST_MS: f64 = 300.0;
 /// [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
+/// No VM has less than this share of its least margin, however small its weight.
+const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
@@ -87,12 +89,23 @@ impl Level {
             host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
         }
     }
+
+    /// The share of its least margin that this VM has: with twice the weight it lacks half as much.
+    fn least_of(&self, vm: &VmModel) -> f64 {
+        (1.0 - (1.0 - self.least) / weight(vm)).max(LEAST_SHARE)
+    }
+}
+
+/// A VM's weight, within the bounds in which it counts.
+pub(super) fn weight(vm: &VmModel) -> f64 {
+    vm.weight.clamp(0.1, 10.0)
 }
 
 /// What a guest is to have at a level.
 pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level: Level) -> Bytes {
     // With twice the weight needs age half as fast.
-    let within_ms = (level.within_ms as f64 * vm.weight.clamp(0.1, 10.0)) as u64;
+    let within_ms = (level.within_ms as f64 * weight(vm)) as u64;
+    let level = Level { least: level.least_of(vm), ..level };
     let least = g.short_mark.share(LEAST_MARKS);
     let full = g.buffer.max(least);
     // Doubt asks for more only where there is more: else all would be squeezed for it.
@@ -168,7 +181,7 @@ impl Claim<'_> {
     /// others have of their margins.
     fn least(&self, level: Level) -> Bytes {
         let need = self.g.need.min(self.least);
-        need + (self.least - need).share(level.least)
+        need + (self.least - need).share(level.least_of(self.vm))
     }
 
     /// The size that it is to have.

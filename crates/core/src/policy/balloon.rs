@@ -12,7 +12,7 @@ use crate::memory::{Memory, Reboot, VmMemory};
 use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
-use crate::policy::allot::{Allotment, Level, Part, allot, want};
+use crate::policy::allot::{Allotment, Level, Part, allot, want, weight};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
@@ -321,7 +321,7 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
     let from = m.grows_to(actual);
-    let weight = vm.weight;
+    let weight = weight(vm);
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
         let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
@@ -422,7 +422,7 @@ fn surplus_outside(model: &Model) -> Bytes {
 }
 
 /// Gives back what there is to spare to the VMs outside of the tightest bound, or to those in
-/// it: first to those that are tight.
+/// it: first to those that are tight, then where the price of memory is lowest.
 fn grow(
     model: &Model,
     memory: &Memory,
@@ -433,9 +433,20 @@ fn grow(
     let mut left = surplus.min(surplus.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
     let open = |i: &usize| verdicts[*i].is_none() && model.vms[*i].outside == outside;
     let mut order: Vec<usize> = (0..model.vms.len()).filter(open).collect();
-    let slack =
-        |vm: &VmModel| vm.guest.map_or(i64::MAX, |g| g.available.0 as i64 - g.buffer.0 as i64);
-    order.sort_by_key(|i| (slack(&model.vms[*i]), model.vms[*i].id));
+    let tight = |vm: &VmModel| vm.guest.is_some_and(|g| g.available < g.buffer);
+    // As memory is taken where the price is highest, it is given where it is lowest.
+    let price = |vm: &VmModel| match (vm.guest.as_ref(), vm.actual) {
+        (Some(g), Some(actual)) => {
+            let idle = actual - g.working_set;
+            priced(vm, g, 0, (actual, idle, idle)).price
+        }
+        _ => f64::INFINITY,
+    };
+    order.sort_by(|a, b| {
+        let (a, b) = (&model.vms[*a], &model.vms[*b]);
+        let price = || price(a).total_cmp(&price(b));
+        tight(b).cmp(&tight(a)).then_with(price).then(a.id.cmp(&b.id))
+    });
     for i in order {
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);

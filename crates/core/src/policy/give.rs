@@ -10,9 +10,8 @@
 //! once, and it is granted as what they freed shows up as headroom. Memory that was
 //! granted and not touched yet counts as spent, so that no byte is granted twice.
 //!
-//! Where there is not enough for all, no guest is given more while another that wants
-//! more has less: equal parts of what keeps from harm, parts by weight of the rest. Of
-//! swap one guest gets half at most, where others want some too.
+//! Where there is not enough for all, it is divided by weight, and what one does not want falls to
+//! the others. Of swap one guest gets half at most, where others want some too.
 
 use crate::model::{HostModel, Pressure, VmModel};
 use crate::units::Bytes;
@@ -91,12 +90,9 @@ impl Fund {
 /// Divides what there is among the wishes; grants in their order.
 pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let mut to: Vec<Bytes> = wishes.iter().map(|w| w.from).collect();
-    let mut serve = |room: Bytes, weighted: bool, most: Bytes, upto: fn(&Wish) -> Bytes| {
-        let wants: Vec<(Bytes, f64)> = wishes
-            .iter()
-            .zip(&to)
-            .map(|(w, to)| ((upto(w) - *to).min(most), if weighted { w.weight } else { 1.0 }))
-            .collect();
+    let mut serve = |room: Bytes, most: Bytes, upto: fn(&Wish) -> Bytes| {
+        let wants: Vec<(Bytes, f64)> =
+            wishes.iter().zip(&to).map(|(w, to)| ((upto(w) - *to).min(most), w.weight)).collect();
         let parts = fair(room, &wants);
         to.iter_mut().zip(&parts).for_each(|(to, part)| *to += *part);
         parts.iter().copied().sum::<Bytes>()
@@ -105,17 +101,17 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let there = fund.headroom.unwrap_or(all);
     let left = there - fund.spoken_for;
     let last = fund.reserve.share(LAST);
-    let mut spent = serve(left - last, false, all, |w| w.urgent);
+    let mut spent = serve(left - last, all, |w| w.urgent);
     // What of the last tenth is missing, swap covers first.
     let swap = fund.swap_left - (last - left);
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
-    spent += serve(swap, false, most, |w| w.urgent);
-    spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
+    spent += serve(swap, most, |w| w.urgent);
+    spent += serve(left - fund.reserve.share(KEPT) - spent, all, |w| w.comfort);
     let left = there - fund.outstanding;
-    spent += serve(left - fund.keep - spent, true, all, |w| w.good);
+    spent += serve(left - fund.keep - spent, all, |w| w.good);
     if fund.calm {
-        serve(left - fund.reserve - spent, true, all, |w| w.all);
+        serve(left - fund.reserve - spent, all, |w| w.all);
     }
     let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.well - to };
     wishes.iter().zip(to).map(grant).collect()
@@ -198,11 +194,12 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_from_harm_is_divided_equally_and_comfort_by_weight() {
-        let both = [wish(1000.0), wish(0.001)];
-        assert_eq!(sizes(&fund(210), &both), [(455, 345), (455, 345)]);
+    fn what_there_is_is_divided_by_weight() {
+        let both = [wish(10.0), wish(1.0)];
+        assert_eq!(sizes(&fund(155), &both), [(450, 350), (405, 395)]);
+        assert_eq!(sizes(&fund(265), &both), [(500, 300), (465, 335)], "one wants no more");
         // 250 are kept, 200 are the urgent parts.
-        assert_eq!(sizes(&fund(550), &both), [(600, 200), (500, 300)]);
+        assert_eq!(sizes(&fund(560), &both), [(600, 200), (510, 290)]);
         let small = Wish { urgent: Bytes::mib(410), ..wish(1.0) };
         assert_eq!(sizes(&fund(210), &[wish(1.0), small]), [(500, 300), (410, 390)]);
     }

@@ -1,10 +1,10 @@
 //! Protect: whether more VMs fit, at whose expense, and what is left when nothing
 //! helps any more.
 //!
-//! [`admit`] answers `ebb plan`: what the host has beyond its reserve and what it
-//! has promised to VMs that still start, then what others could give without harm
-//! (idle memory beyond working set, full buffer and recent peaks; what guests have
-//! freed and the host still holds). [`last_resort`] ranks what an operator could
+//! [`admit`] answers `ebb plan`: what the host has beyond its reserve, what it has promised
+//! to VMs that still start and what its other processes used lately; then what other VMs could
+//! give without harm (idle memory beyond working set, full buffer and recent peaks; what guests
+//! have freed and the host still holds). [`last_resort`] ranks what an operator could
 //! pause when a critical host finds nothing more to take. Ebb itself never pauses or
 //! ends a VM.
 
@@ -56,6 +56,8 @@ pub struct Stock {
     pub reserve: Bytes,
     /// Promised to VMs that still start.
     pub promised: Bytes,
+    /// What others than VMs used in the last half hour beyond what they use now.
+    pub others: Bytes,
     /// Free swap.
     pub swap: Bytes,
     /// What each VM could give.
@@ -65,7 +67,7 @@ pub struct Stock {
 impl Stock {
     /// What of its headroom is not for VMs to come.
     fn spoken_for(&self) -> Bytes {
-        self.promised + self.reserve
+        self.promised + self.others + self.reserve
     }
 }
 
@@ -148,6 +150,7 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
         headroom: host.headroom,
         reserve: host.reserve,
         promised: host.promised + host.outstanding,
+        others: memory.others.highest() - model.others(),
         swap: host.offload_room.unwrap_or_default(),
         vms: model.vms.iter().map(spare).collect(),
     }
@@ -214,7 +217,7 @@ fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
     let what = format!("{} × {} need {} with overhead", ask.count, ask.memory, a.need);
     let (keeps, has) = (stock.spoken_for(), stock.headroom);
     let has = format!(
-        "the host {} its reserve{}",
+        "the host {} its reserve{}{}",
         if has < keeps {
             format!("lacks {} of", keeps - has)
         } else {
@@ -223,6 +226,10 @@ fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
         match stock.promised {
             Bytes(0) => String::new(),
             p => format!(" and the {p} promised to VMs that start"),
+        },
+        match stock.others {
+            Bytes(0) => String::new(),
+            o => format!(" and the {o} that its other processes used within half an hour"),
         }
     );
     let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
@@ -355,6 +362,16 @@ mod tests {
         let starting = Stock { promised: Bytes::mib(3000), ..stock_of(5000, vec![]) };
         assert!(!admit(&starting, &ask(1000, 1)).yes);
         assert!(admit(&stock_of(5000, vec![]), &ask(1000, 1)).yes);
+    }
+
+    #[test]
+    fn what_other_processes_used_lately_is_theirs() {
+        let stock = Stock { others: Bytes::mib(3000), ..stock_of(5000, vec![]) };
+        let a = admit(&stock, &ask(1000, 1));
+        assert!(!a.yes && a.why.contains("its other processes used"), "{}", a.why);
+        let mut memory = Memory::default();
+        memory.others.see(Stamp(1_000), Bytes::gib(3));
+        assert_eq!(super::stock(&Model::default(), &memory).others, Bytes::gib(3));
     }
 
     #[test]

@@ -492,6 +492,14 @@ fn reporting_check(
     add("free page reporting", verdict, found, advice);
 }
 
+/// What is said of a sample alone.
+#[cfg(test)]
+pub fn of_sample(sample: &Sample) -> String {
+    let mut checks = host_checks(&sample.host);
+    checks.extend(sample.vms.iter().flat_map(|vm| vm_checks(vm, None)));
+    text(&checks)
+}
+
 fn text(checks: &[Check]) -> String {
     let (mut about, mut out) = ("", String::new());
     for c in checks {

@@ -45,7 +45,8 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
     }
 }
 
-fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
+/// All of it, as text.
+pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(
         "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \

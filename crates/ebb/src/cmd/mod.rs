@@ -11,5 +11,4 @@ pub mod reclaim;
 pub mod record;
 pub mod release;
 pub mod run;
-pub mod sim;
 pub mod status;

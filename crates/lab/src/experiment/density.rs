@@ -1,7 +1,8 @@
 //! `density`: how many VMs a budget holds before one of them is harmed.
 //!
-//! VMs are added `--step` at a time until one is harmed. Then as many are dropped, and the rest
-//! run for one whole period without harm; where that fails, more are dropped. Harm is 16 MiB
+//! VMs are added `--step` at a time until one is harmed. Then as many are dropped, what was
+//! swapped out is read back, and after half a period the rest run for one whole period without
+//! harm; where that fails, more are dropped. Harm is 16 MiB
 //! swapped out, a VM or a job that is lost, a byte that is wrong, or a job that took more than
 //! three times as long to touch its memory as in the arm's first two VMs alone. One VM in eight
 //! also runs `verify`.
@@ -223,6 +224,7 @@ impl Density {
         let mut fleet = Fleet {
             plan,
             arm,
+            arena: &arena,
             kernel: self.kernel,
             disk: &disk,
             dir: dir.path(),
@@ -249,6 +251,7 @@ impl Density {
 struct Fleet<'a> {
     plan: &'a Plan,
     arm: &'a str,
+    arena: &'a Arena,
     kernel: Kernel,
     disk: &'a Path,
     dir: &'a Path,
@@ -275,20 +278,34 @@ impl Fleet<'_> {
         loop {
             if harm.is_some() {
                 println!("  {} VMs: {why}", self.vms.len());
+                if self.vms.len() as u32 <= self.plan.step {
+                    bail!("harm with {} VMs: {why}", self.vms.len());
+                }
                 self.remove();
+                harm = self.settle()?;
             }
-            let (mut result, found) = self.period(1)?;
-            match found {
-                None => {
+            if harm.is_none() {
+                let (mut result, found) = self.period(1)?;
+                if found.is_none() {
                     result.harm = why;
                     return Ok(result);
                 }
-                Some(found) if self.vms.len() as u32 > self.plan.step => {
-                    (why, harm) = (found.clone(), Some(found));
-                }
-                Some(found) => bail!("harm with {} VMs: {found}", self.vms.len()),
+                harm = found;
+            }
+            if let Some(harm) = &harm {
+                why.clone_from(harm);
             }
         }
+    }
+
+    /// Lets the harm pass that there was with more VMs.
+    fn settle(&mut self) -> Result<Option<String>> {
+        // Those that were killed have to be gone before there is room.
+        std::thread::sleep(Duration::from_secs(1));
+        if let Err(e) = self.arena.drain_swap() {
+            return Ok(Some(format!("what was swapped out does not fit: {e}")));
+        }
+        drive(self, Instant::now() + self.plan.period / 2, false)
     }
 
     /// A number of VMs, and what they hold over some periods.
@@ -407,12 +424,11 @@ impl Fleet<'_> {
 }
 
 /// Drives jobs and a rival's controller; returns at the first harm, or when it is time.
-/// `strict`: a slow job counts, and swapping from now on rather than all of it.
+/// `strict`: a slow job counts.
 fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<String>> {
     let mom = fleet.arm == "mom" && !fleet.vms.is_empty();
     let rival = || Rival::mom(&fleet.vms, &fleet.cgroup, fleet.plan.budget);
     let mut rival = mom.then(rival).transpose()?;
-    let before = if strict { fleet.cgroup.swap() } else { Bytes::ZERO };
     while Instant::now() < until {
         if let Some(harm) = fleet.jobs.step(&fleet.vms)? {
             return Ok(Some(harm));
@@ -422,7 +438,7 @@ fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<S
         {
             return Ok(Some(e.to_string()));
         }
-        let swapped = fleet.cgroup.swap() - before;
+        let swapped = fleet.cgroup.swap();
         if swapped > SWAPPED {
             return Ok(Some(format!("{swapped} swapped out")));
         }

@@ -613,6 +613,16 @@ fn a_clear_host_gives_back_slowly_and_first_to_the_tight() {
 }
 
 #[test]
+fn a_clear_host_gives_back_first_to_those_of_the_largest_weight() {
+    let given = |weight, available| {
+        let heavy = VmModel { weight, ..vm(2, 700, 500) };
+        let v = decide(host(Pressure::Clear, 0, 700), vec![vm(1, 700, available), heavy], vec![]);
+        [size(&v[0]).is_some(), size(&v[1]).is_some()]
+    };
+    assert_eq!((given(1.0, 490), given(2.0, 490)), ([true, false], [false, true]));
+}
+
+#[test]
 fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
     let agent = |held, busy| crate::sample::AgentSample {
         link: crate::sample::Link::Up,

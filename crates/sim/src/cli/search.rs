@@ -1,10 +1,11 @@
 //! The search for worlds in which the controller does worst, as text.
 
 use anyhow::Result;
+use ebb_core::table::table;
 use ebb_sim::search::{Brief, Found, Search};
 use serde::Serialize;
 
-use crate::table::{emit, emit_json, table};
+use super::{emit, emit_json};
 
 #[derive(Serialize)]
 struct Worlds {

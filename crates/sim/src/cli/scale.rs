@@ -6,16 +6,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Bytes;
-use ebb_host::probe::process::read_status;
-use ebb_host::root::Root;
 use ebb_sim::compare::in_parallel;
 use ebb_sim::law::{Breach, Laws};
 use ebb_sim::scenario::crowd;
 use ebb_sim::{Contestant, Score, Setup, World};
 use serde::Serialize;
 
-use super::threads;
-use crate::table::{emit, emit_json};
+use super::{emit, emit_json, threads};
 
 /// One in so many guests is not ideal.
 const ODD_ONE_IN: u32 = 10;
@@ -152,6 +149,14 @@ struct Fleet {
     laws_broken: usize,
 }
 
+/// What this process holds.
+fn resident() -> Bytes {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
+    Bytes::kib(kib.unwrap_or(0))
+}
+
 /// Many hosts, each with the next seed, on all threads.
 pub fn hosts(hosts: &Hosts, json: bool) -> Result<()> {
     let seeds: Vec<u64> = (0..u64::from(hosts.hosts)).map(|i| hosts.each.seed + i).collect();
@@ -159,9 +164,7 @@ pub fn hosts(hosts: &Hosts, json: bool) -> Result<()> {
     let started = Instant::now();
     let outcomes = in_parallel(&seeds, threads(), |seed| {
         let outcome = Contestant::Ebb.run(&Run { seed: *seed, ..hosts.each.clone() }.setup());
-        if let Ok(Some(memory)) = read_status(&Root::default(), std::process::id()) {
-            peak.fetch_max(memory.resident().0, Ordering::Relaxed);
-        }
+        peak.fetch_max(resident().0, Ordering::Relaxed);
         outcome
     });
     let broken = || outcomes.iter().flat_map(|o| &o.broken);

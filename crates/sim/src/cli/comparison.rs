@@ -5,9 +5,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use ebb_sim::compare::{Comparison, compare};
+use ebb_sim::{SCENARIOS, Scenario};
 
-use super::{scenarios, threads};
-use crate::table::{emit, emit_json};
+use super::{emit, emit_json, threads};
 
 /// Between these lines of a document the table is written.
 const BEGIN: &str = "<!-- comparison: begin";
@@ -37,6 +37,16 @@ pub fn compare_all(c: &Compare, json: bool) -> Result<()> {
     if json { emit_json(&result) } else { emit(&text(&result)) }
 }
 
+/// The scenarios of these names; all, if there are none.
+fn scenarios(names: &[String]) -> Result<Vec<Scenario>> {
+    if let Some(bad) = names.iter().find(|n| ebb_sim::scenario::scenario(n).is_none()) {
+        let known: Vec<&str> = SCENARIOS.iter().map(|s| s.name).collect();
+        bail!("“{bad}” is no scenario: one of {}", known.join(", "));
+    }
+    let wanted = |s: &Scenario| names.is_empty() || names.iter().any(|n| n == s.name);
+    Ok(SCENARIOS.into_iter().filter(wanted).collect())
+}
+
 /// Whole or not at all.
 fn replace(file: &Path, text: &str) -> std::io::Result<()> {
     let beside = file.with_extension("new");
@@ -47,7 +57,7 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn section(c: &Comparison, commit: &str) -> String {
     format!(
         "{BEGIN} (generated, do not edit) -->\n\
-         `ebb sim --compare --seed {} --seeds {} --markdown docs/policies.md`, commit {commit}. \
+         `ebb-sim --compare --seed {} --seeds {} --markdown docs/policies.md`, commit {commit}. \
          Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
         c.first_seed,
         c.seeds,
