@@ -3,23 +3,23 @@
 #![no_main]
 
 use ebb_core::units::Bytes;
-use ebb_host::balloon;
+use ebb_host::qmp_balloon;
 use ebb_host::qmp::Event;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
     let Ok(value) = serde_json::from_slice::<serde_json::Value>(data) else { return };
-    let _ = balloon::parse_status(&value);
-    let _ = balloon::parse_migrating(&value);
-    let _ = balloon::parse_balloon(&value);
-    let _ = balloon::parse_memory_size(&value);
-    let _ = balloon::parse_find_balloon("/machine/peripheral", &value);
+    let _ = qmp_balloon::parse_status(&value);
+    let _ = qmp_balloon::parse_migrating(&value);
+    let _ = qmp_balloon::parse_balloon(&value);
+    let _ = qmp_balloon::parse_memory_size(&value);
+    let _ = qmp_balloon::parse_find_balloon("/machine/peripheral", &value);
     for name in ["RESET", "BALLOON_CHANGE"] {
         let event = Event { name: name.into(), data: value.clone(), at_us: None };
-        let _ = balloon::parse_event(&event);
+        let _ = qmp_balloon::parse_event(&event);
     }
     let ram = Bytes::mib(64);
-    let (stats, problems) = balloon::parse_guest_stats(&value, Some(ram));
+    let (stats, problems) = qmp_balloon::parse_guest_stats(&value, Some(ram));
     assert!(problems.len() <= 16);
     let Some(s) = stats else { return };
     assert!(s.updated_s > 0);

@@ -5,13 +5,13 @@
 //! code therefore runs in the daemon, in the simulator and in replay.
 
 pub mod config;
-pub mod hash;
 pub mod histogram;
-pub mod memory;
 pub mod model;
+pub mod page_hash;
 pub mod plan;
 pub mod policy;
 pub mod sample;
+pub mod state;
 pub mod table;
 pub mod tick;
 pub mod units;

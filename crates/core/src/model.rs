@@ -17,11 +17,11 @@ use self::guest::{Around, distress, trust};
 pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 pub use self::merge::{MergeHost, MergeVm};
 use crate::config::{Config, LEAST_FLOOR, VmSettings};
-use crate::memory::{Memory, VmMemory};
 use crate::sample::{
     AgentSample, Claim, HandsOff, HostSample, Link, Psi, RunState, Sample, SwapArea, VmId,
     VmSample, Vmstat,
 };
+use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// How short of memory the host is. Ordered.
@@ -264,7 +264,7 @@ pub enum Progress {
     Shrinking,
     /// On its way up.
     Growing,
-    /// On its way, but below [`SLOW_RATE`](crate::memory::SLOW_RATE).
+    /// On its way, but below [`SLOW_RATE`](crate::state::SLOW_RATE).
     Slow,
     /// It does not move, or did not and is left alone for a while.
     Stuck,

@@ -4,21 +4,21 @@
 //! what they say into a [`Plan`] and enforces [`Limits`]: a policy may be wrong,
 //! a plan may not.
 
+pub mod admission;
 mod allot;
 pub mod balloon;
 mod give;
 pub mod merge;
 pub mod offload;
-pub mod protect;
+pub mod partial_thp;
 pub mod recycle;
 mod take;
-pub mod torn;
 pub mod zeros;
 
 use self::merge::MergeMemory;
-use crate::memory::Memory;
 use crate::model::{Model, Standing, VmModel};
 use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Rung, RungName};
+use crate::state::Memory;
 use crate::units::Bytes;
 
 /// What a policy says of one VM.
@@ -59,7 +59,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
 
     // So do pages of zeros: what they bring is seen when it has come.
-    plan.torn = torn::torn(model, memory);
+    plan.torn = partial_thp::torn(model, memory);
     let (orders, letting_go) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 
@@ -91,8 +91,8 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     plan.offload = orders;
     ladder.rung(RungName::Offload, left, paged, why);
     let left = left - paged;
-    plan.last_resort = protect::last_resort(model, left);
-    ladder.rung(RungName::Protect, left, Bytes::ZERO, protect::words(&plan.last_resort));
+    plan.last_resort = admission::last_resort(model, left);
+    ladder.rung(RungName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
     if missing > Bytes::ZERO || freed + expected + paged > Bytes::ZERO {
         plan.rungs = ladder.0;
     }

@@ -7,7 +7,6 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
-use crate::memory::{Memory, Owned, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{
     Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reclaim, RecycleOrder,
@@ -15,6 +14,7 @@ use crate::plan::{
 };
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
+use crate::state::{Memory, Owned, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// The world, as the loop needs it: the only seam between core and machine.
@@ -357,9 +357,9 @@ pub fn run(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::VmMemory;
     use crate::model::HostModel;
     use crate::plan::Reason;
+    use crate::state::VmMemory;
     use crate::units::Bytes;
 
     #[test]

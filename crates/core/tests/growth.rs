@@ -12,9 +12,9 @@ use std::cell::Cell;
 
 use common::{Guest, Toy};
 use ebb_core::config::Config;
-use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{Link, Sample, VmEvent, VmId};
+use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 

@@ -6,7 +6,6 @@
 //! pages of theirs that are merged and broken.
 
 use ebb_core::config::Config;
-use ebb_core::memory::Owned;
 use ebb_core::model::default_reserve;
 use ebb_core::plan::{Action, MergePlan, Outcome};
 use ebb_core::policy::merge::{Candidates, Order};
@@ -14,6 +13,7 @@ use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample,
     ScanSample, VmId, VmSample, Vmstat,
 };
+use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 

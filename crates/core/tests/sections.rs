@@ -1,9 +1,9 @@
 //! Which section of the configuration a VM is decided by.
 
 use ebb_core::config::Config;
-use ebb_core::memory::Memory;
 use ebb_core::model::{Model, Standing};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmId, VmSample};
+use ebb_core::state::Memory;
 use ebb_core::units::{Bytes, Stamp};
 
 const UUID: &str = "11111111-2222-3333-4444-555555555555";

@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ebb_core::memory::Memory;
+use ebb_core::state::Memory;
 
 /// Tells the new program that something was handed over, by which process, its own, and beside
 /// which state file.

@@ -26,10 +26,10 @@ use axum::extract::DefaultBodyLimit;
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use ebb_core::memory::Memory;
 use ebb_core::model::Model;
 use ebb_core::plan::{MergeWish, Reclaim};
-use ebb_core::policy::protect::{self, Ask, Stock, admit};
+use ebb_core::policy::admission::{self, Ask, Stock, admit};
+use ebb_core::state::Memory;
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes as Size;
 use ebb_host::probe::process::{read_stat, read_status};
@@ -99,7 +99,7 @@ impl Latest {
 
     /// What there is to admit VMs with.
     fn stock(&self) -> &Stock {
-        self.stock.get_or_init(|| protect::stock(&self.model, &self.memory))
+        self.stock.get_or_init(|| admission::stock(&self.model, &self.memory))
     }
 
     fn metrics(&self) -> Bytes {

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::memory::{Owned, OwnedVm};
 use ebb_core::plan::{
     Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, TornOrder,
     ZeroOrder,
 };
 use ebb_core::sample::{Link, RunState, Sample, VmId};
+use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::act::ksm::Manners;

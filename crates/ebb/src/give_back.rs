@@ -7,8 +7,8 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::memory::OwnedVm;
 use ebb_core::sample::{Link, RunState, Sample, VmId};
+use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 use ebb_host::linux::{BalloonOrder, LinuxHost};
 

@@ -29,7 +29,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use ebb_core::config::{Config, milliseconds};
 use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
-use ebb_host::client;
+use ebb_host::daemon_client;
 use ebb_host::hands_off::MOST_MS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -247,7 +247,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
         }
         Command::Status { json } => cmd::status::main(&socket, json),
         Command::Explain { vm, at: Some(at), record, json, .. } => {
-            cmd::past::main(&socket, &vm, &at, record.as_deref(), json)
+            cmd::explain_at::main(&socket, &vm, &at, record.as_deref(), json)
         }
         Command::Explain { vm, last, json, .. } => {
             cmd::explain::main(&socket, &vm, last, json).map(|()| true)

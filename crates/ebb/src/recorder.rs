@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
-use ebb_core::memory::Memory;
+use ebb_core::state::Memory;
 use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::Stamp;
 use serde::{Deserialize, Serialize};

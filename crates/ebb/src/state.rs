@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use ebb_core::memory::Owned;
+use ebb_core::state::Owned;
 use ebb_host::durable;
 use rustix::fs::{FlockOperation, flock};
 
@@ -105,8 +105,8 @@ fn lock(path: &Path) -> Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ebb_core::memory::OwnedVm;
     use ebb_core::sample::VmId;
+    use ebb_core::state::OwnedVm;
     use ebb_core::units::Bytes;
 
     fn owned() -> Owned {

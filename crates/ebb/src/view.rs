@@ -8,7 +8,6 @@
 use std::collections::HashMap;
 
 use ebb_core::config::MergeMode;
-use ebb_core::memory::{Memory, Returned};
 use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::{Action, Held, Outcome, Reason, RungName};
 use ebb_core::policy::merge::Candidates;
@@ -16,6 +15,7 @@ use ebb_core::sample::{
     self, AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, Pool, RunState, ScanSample,
     SwapArea, TornSample, VmId, VmSample, ZeroSample,
 };
+use ebb_core::state::{Memory, Returned};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;

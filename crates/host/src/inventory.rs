@@ -19,7 +19,7 @@ use ebb_core::wire::{OBJECTIONS_MAX, OTHERS_DISCARD, Segment, clip};
 use serde_json::{Value, json};
 
 use crate::agent::{main_ram, parse_gpa2hva, parse_mtree};
-use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// Most stretches of RAM; a VM has two, and one for each DIMM.
 const STRETCHES: usize = 8;
@@ -163,16 +163,16 @@ impl Inventory {
         const HUMAN: &str = "human-monitor-command";
         let mut all: Vec<Question> = Vec::new();
         for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-            all.push((Look::Folder(i), "qom-list", Some(balloon::list(folder))));
+            all.push((Look::Folder(i), "qom-list", Some(qmp_balloon::list(folder))));
         }
-        all.push((Look::Objects, "qom-list", Some(balloon::list("/objects"))));
+        all.push((Look::Objects, "qom-list", Some(qmp_balloon::list("/objects"))));
         all.push((Look::Network, HUMAN, hmp("info network".into())));
         all.push((Look::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
         all.push((Look::Capabilities, "query-migrate-capabilities", None));
         all.push((Look::Parameters, "query-migrate-parameters", None));
         if self.lasting.is_none() {
             for (i, property) in MACHINE.iter().enumerate() {
-                let get = balloon::get("/machine", property);
+                let get = qmp_balloon::get("/machine", property);
                 all.push((Look::Machine(i), "qom-get", Some(get)));
             }
             all.push((Look::Firmware, HUMAN, hmp("xp /16xb 0xffffffd0".into())));

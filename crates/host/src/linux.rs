@@ -24,9 +24,9 @@ use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::act::ksm::has_room;
-use crate::act::merger::Merger;
+use crate::act::ksm_worker::Merger;
 use crate::act::offload::Offloader;
-use crate::act::torn::{self, Splitter};
+use crate::act::partial_thp::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::agent_link::AgentLink;
 use crate::bound::Bounds;
@@ -160,7 +160,7 @@ impl LinuxHost {
             notifications: None,
             notified: None,
             offloader: Offloader::new(options.root.clone()),
-            splitter: torn::splitter(options.root.clone()),
+            splitter: partial_thp::splitter(options.root.clone()),
             zeros: options
                 .zeros
                 .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),

@@ -1,6 +1,6 @@
 //! Opening a VM's RAM to KSM, or closing it, between ticks.
 //!
-//! The same as `act/mergeable.rs` does at once, over the connection that a tick
+//! The same as `act/vm_mergeable.rs` does at once, over the connection that a tick
 //! drives, and without waiting: ask for the memory backends, set each, have the
 //! mappings looked at, ask for the opposite where QEMU has it inverted.
 
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::act::mergeable::{MergeableError, parse_backends};
-use crate::act::merger::Look;
+use crate::act::ksm_worker::Look;
+use crate::act::vm_mergeable::{MergeableError, parse_backends};
 use crate::qmp::{Client, QmpError};
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.

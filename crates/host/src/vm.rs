@@ -20,9 +20,8 @@ use ebb_core::units::{Bytes, Stamp};
 use serde_json::{Value, json};
 
 use self::questions::BALLOON_CHANGE;
-use crate::act::merger::Look;
+use crate::act::ksm_worker::Look;
 use crate::agent_link::{AgentLink, Terms};
-use crate::balloon::{self, DEVICE_FOLDERS};
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::linux::ActError;
 use crate::merge_link::MergeLink;
@@ -30,6 +29,7 @@ use crate::probe::mappers::Question;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::qmp::{Client, QmpError, State};
+use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 use crate::root::Root;
 
 /// First and longest wait before a lost connection is tried again.
@@ -325,7 +325,7 @@ impl Vm {
                 }));
             }
         };
-        let sent = client.send("balloon", Some(balloon::balloon(target)))?;
+        let sent = client.send("balloon", Some(qmp_balloon::balloon(target)))?;
         self.ordered = Some(target);
         (self.last_order, self.loose) = (Some(sent), true);
         self.done_late = self.done_late.filter(|to| *to == target);
@@ -389,7 +389,7 @@ impl Vm {
         let (Some(device), Some(was)) = (self.device.clone(), self.interval_was) else {
             return;
         };
-        let set = balloon::set(&device, balloon::INTERVAL, json!(was));
+        let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(was));
         // One that is slow has it in its socket, and does it later.
         if let Some(client) = self.client.as_mut().filter(|c| c.state() == State::Ready)
             && client.send("qom-set", Some(set)).is_ok()
@@ -417,8 +417,9 @@ impl Vm {
     pub fn is_urgent(&mut self) -> bool {
         let (ready, actual, ordered) = (self.ready, self.actual, self.ordered);
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().has_event(&balloon::URGENT)
-                || c.protocol().any_event(|e| balloon::tells_more_than_ordered(e, actual, ordered))
+            c.protocol().has_event(&qmp_balloon::URGENT)
+                || c.protocol()
+                    .any_event(|e| qmp_balloon::tells_more_than_ordered(e, actual, ordered))
                 || ready && c.state() == State::Failed
         })
     }
@@ -544,8 +545,10 @@ impl Vm {
         };
         self.first_answer();
         let checked = match ask {
-            Ask::Status => balloon::parse_status(&value).map(|run| self.answers.run = Some(run)),
-            Ask::Balloon => balloon::parse_balloon(&value).map(|b| {
+            Ask::Status => {
+                qmp_balloon::parse_status(&value).map(|run| self.answers.run = Some(run))
+            }
+            Ask::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
                 // What is plugged moves the RAM and this: both are of the same tick.
                 if self.answers.actual != Some(b) && !std::mem::replace(&mut self.ram_asked, true) {
                     self.send(Ask::MemorySize, "query-memory-size-summary", None);
@@ -554,7 +557,9 @@ impl Vm {
                 (self.answers.actual, self.answers.actual_at) = (Some(b), at);
                 self.answers.actual_new = true;
             }),
-            Ask::MemorySize => balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram)),
+            Ask::MemorySize => {
+                qmp_balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram))
+            }
             _ => {
                 self.device_answer(ask, &value);
                 Ok(())
@@ -581,7 +586,7 @@ impl Vm {
 
     fn device_answer(&mut self, ask: Ask, value: &Value) {
         match ask {
-            Ask::Migrate => self.answers.migrating = balloon::parse_migrating(value),
+            Ask::Migrate => self.answers.migrating = qmp_balloon::parse_migrating(value),
             Ask::Reporting => self.reporting = value.as_bool(),
             Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
             Ask::Interval => {
@@ -590,12 +595,12 @@ impl Vm {
                 if let Some(device) = device {
                     self.interval_was = self.interval_was.or(value.as_u64());
                     let value = json!(self.interval_s);
-                    let set = balloon::set(&device, balloon::INTERVAL, value);
+                    let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
                     self.send(Ask::SetInterval, "qom-set", Some(set));
                 }
             }
             Ask::Stats => {
-                let (guest, problems) = balloon::parse_guest_stats(value, self.ram);
+                let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
                 if guest != self.answers.guest {
                     self.words_new = guest.map(|_| Instant::now());
                 }
@@ -605,12 +610,12 @@ impl Vm {
                 self.answers.problems.extend(problems);
             }
             Ask::StatsBefore => {
-                if let (Some(words), _) = balloon::parse_guest_stats(value, self.ram) {
+                if let (Some(words), _) = qmp_balloon::parse_guest_stats(value, self.ram) {
                     self.heard.see(self.kicked, words);
                 }
             }
             Ask::Folder(i) => {
-                let found = balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
+                let found = qmp_balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
                 self.looked |= i + 1 == DEVICE_FOLDERS.len();
                 if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
@@ -632,10 +637,10 @@ impl Vm {
             return;
         }
         self.kicked = at;
-        self.get(Ask::StatsBefore, balloon::STATS);
+        self.get(Ask::StatsBefore, qmp_balloon::STATS);
         let Some(client) = &mut self.client else { return };
         for seconds in [0, interval] {
-            let set = balloon::set(&device, balloon::INTERVAL, json!(seconds));
+            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(seconds));
             if let Ok(id) = client.send("qom-set", Some(set)) {
                 client.protocol().forget(id);
             }
@@ -646,7 +651,7 @@ impl Vm {
     fn take_events(&mut self) {
         let Some(client) = &mut self.client else { return };
         for event in client.take_events() {
-            if balloon::changes_devices(&event) {
+            if qmp_balloon::changes_devices(&event) {
                 self.looked_up = None;
                 self.inventory.look_anew();
             }
@@ -657,7 +662,7 @@ impl Vm {
             if event.name != BALLOON_CHANGE {
                 self.ran_asked = None;
             }
-            self.events.extend(balloon::parse_event(&event));
+            self.events.extend(qmp_balloon::parse_event(&event));
         }
         let excess = self.events.len().saturating_sub(MAX_EVENTS);
         self.events.drain(..excess);

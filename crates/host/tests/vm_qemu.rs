@@ -8,9 +8,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::{Config, SocketUse};
-use ebb_core::memory::Memory;
 use ebb_core::model::{Model, Standing};
 use ebb_core::sample::{Claim, Link, RunState, Sample, VmEvent, VmId, VmSample};
+use ebb_core::state::Memory;
 use ebb_core::units::Bytes;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options, Wake};
 use ebb_host::probe::cgroup::{Version, read_hierarchy, read_process_cgroup};
@@ -183,8 +183,10 @@ fn vm_a_sample_tells_what_qemu_and_proc_know() {
         // The daemon's connection gone, another may look.
         drop(host);
         let mut client = connect(&vm.socket);
-        let get =
-            ebb_host::balloon::get("/machine/peripheral/balloon0", "guest-stats-polling-interval");
+        let get = ebb_host::qmp_balloon::get(
+            "/machine/peripheral/balloon0",
+            "guest-stats-polling-interval",
+        );
         client.execute("qom-get", Some(get), LONG).unwrap()
     };
     assert_eq!(interval, 2);

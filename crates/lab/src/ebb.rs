@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_host::client::{self, ClientError};
+use ebb_host::daemon_client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -130,24 +130,24 @@ impl Daemon {
 
     /// A JSON document of its interface.
     pub fn get(&self, path: &str) -> Result<Value, LabError> {
-        client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
+        daemon_client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
     }
 
     /// What Prometheus would read.
     pub fn metrics(&self) -> Result<String, LabError> {
-        let page = client::get(self.dir.join("ebb.sock"), "/metrics").map_err(failed)?;
+        let page = daemon_client::get(self.dir.join("ebb.sock"), "/metrics").map_err(failed)?;
         Ok(String::from_utf8_lossy(&page).into_owned())
     }
 
     /// Asks for all idle memory of all its VMs, and does not wait for it.
     pub fn reclaim(&self) -> Result<(), LabError> {
-        client::post(self.dir.join("ebb.sock"), "/v1/reclaim", "{}").map_err(failed)
+        daemon_client::post(self.dir.join("ebb.sock"), "/v1/reclaim", "{}").map_err(failed)
     }
 
     /// The same for one VM.
     pub fn reclaim_vm(&self, name: &str) -> Result<(), LabError> {
         let wish = serde_json::json!({ "vm": name }).to_string();
-        client::post(self.dir.join("ebb.sock"), "/v1/reclaim", &wish).map_err(failed)
+        daemon_client::post(self.dir.join("ebb.sock"), "/v1/reclaim", &wish).map_err(failed)
     }
 
     /// The state of one VM.

@@ -10,19 +10,19 @@
 //! `standin` is a process that looks like a VM. Only developers run any of it.
 
 pub mod arena;
+pub mod baselines;
 pub mod ebb;
 pub mod experiment;
+pub mod ground_truth;
 pub mod guest;
+pub mod guest_stack;
 pub mod image;
 pub mod result;
-pub mod rival;
 pub mod sampler;
 pub mod setup;
 pub mod standin;
 pub mod systemd;
 pub mod tidy;
-pub mod tier;
-pub mod truth;
 pub mod vm;
 
 use std::path::PathBuf;

@@ -183,7 +183,7 @@ mod tests {
         let said =
             guest.answer(&json!("qom-get"), &json!({"property": "guest-stats"}), &mut events);
         let ram = Some(ebb_core::units::Bytes(RAM));
-        let (stats, problems) = ebb_host::balloon::parse_guest_stats(&said, ram);
+        let (stats, problems) = ebb_host::qmp_balloon::parse_guest_stats(&said, ram);
         assert!(stats.is_some() && problems.is_empty(), "{problems:?}");
     }
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use serde_json::Value;
 
@@ -28,19 +28,19 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");
-    std::fs::copy(tier::plugin().unwrap(), &library).unwrap();
+    std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
     let image = Image::get(&Cache::from_env(), kernel).unwrap();
     let mut config = VmConfig::new("load", Bytes::mib(512));
     (config.kernel, config.cpus) = (kernel, 2);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
     config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-    config.files = vec![("ebb.ko".into(), tier::module(&image, false).unwrap())];
+    config.files = vec![("ebb.ko".into(), guest_stack::module(&image, false).unwrap())];
     load(&mut config, &library, &dir.path().join("load.agent"));
     let vm = Vm::start(&config).unwrap();
     if config.user.is_some() {
         unprivileged(vm.pid());
     }
-    tier::load(&vm).unwrap();
+    guest_stack::load(&vm).unwrap();
 
     let state_dir = dir.path().join("daemon");
     let daemon = Daemon::start(&state_dir, &["load"], "users = [65534]").unwrap();

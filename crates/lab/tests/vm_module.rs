@@ -18,7 +18,7 @@ use ebb_lab::arena::Arena;
 use ebb_lab::guest::{ToolError, escape};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Balloon, Vm, VmConfig, VmError};
-use ebb_lab::{in_pairs, tier};
+use ebb_lab::{guest_stack, in_pairs};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const RUNNING: u64 = 2;
@@ -91,7 +91,7 @@ type Numbers = BTreeMap<String, u64>;
 impl Guest {
     fn boot(kernel: Kernel, faults: bool, change: impl FnOnce(&mut VmConfig)) -> Guest {
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
-        let module = tier::module(&image, faults).unwrap();
+        let module = guest_stack::module(&image, faults).unwrap();
         let dir = tempfile::tempdir().unwrap();
         fs::copy(module, dir.path().join("ebb.ko")).unwrap();
         fs::write(dir.path().join("stress"), STRESS).unwrap();

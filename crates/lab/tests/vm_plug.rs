@@ -13,8 +13,8 @@ use ebb_host::agent::Agent;
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 use serde_json::{Value, json};
 
@@ -82,9 +82,9 @@ fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
     let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
     let mut config = VmConfig::new("plug", Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
-    let socket = tier::prepare(&mut config, &image, dir).unwrap();
+    let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
     let vm = Vm::start(&config).unwrap();
-    tier::load(&vm).unwrap();
+    guest_stack::load(&vm).unwrap();
     (arena, vm, socket)
 }
 

@@ -15,7 +15,7 @@ use ebb_host::qmp;
 use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig};
-use ebb_lab::{in_pairs, tier};
+use ebb_lab::{guest_stack, in_pairs};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -63,14 +63,17 @@ impl Guest {
         (config.kernel, config.cpus, config.backing) = (kernel, 2, backing);
         config.cgroup = Some(cgroup.dir.clone());
         config.files = vec![
-            ("ebb.ko".into(), tier::module(&image, false).unwrap()),
+            ("ebb.ko".into(), guest_stack::module(&image, false).unwrap()),
             ("stress".into(), stress),
         ];
-        let argument =
-            format!("file={},socket={}", tier::plugin().unwrap().display(), socket.display());
+        let argument = format!(
+            "file={},socket={}",
+            guest_stack::plugin().unwrap().display(),
+            socket.display()
+        );
         config.args = vec!["-plugin".into(), argument];
         if !faults.is_empty() {
-            tier::leave_out(&mut config, faults).unwrap();
+            guest_stack::leave_out(&mut config, faults).unwrap();
         }
         change(&mut config);
         let vm = Vm::start(&config).unwrap();
@@ -86,7 +89,7 @@ impl Guest {
     }
 
     fn insmod(&mut self) {
-        tier::load(&self.vm).unwrap();
+        guest_stack::load(&self.vm).unwrap();
     }
 
     /// Hands RAM over, as the daemon does.

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_host::client;
+use ebb_host::daemon_client;
 use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::systemd::Systemd;
-use ebb_lab::tier;
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -249,19 +249,19 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");
-    std::fs::copy(tier::plugin().unwrap(), &library).unwrap();
+    std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
     let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
     let mut with_agent = config("agent", &systemd);
-    with_agent.files = vec![("ebb.ko".into(), tier::module(&image, false).unwrap())];
+    with_agent.files = vec![("ebb.ko".into(), guest_stack::module(&image, false).unwrap())];
     (with_agent.user, with_agent.accel) = (Some(NOBODY), Some(Accel::Tcg));
     let plugin = format!("file={},socket={}/agent", library.display(), dir.path().display());
     with_agent.args = ["-plugin", &plugin].map(String::from).to_vec();
     let mut vms = [&with_agent, &config("guest", &systemd)].map(|c| Vm::spawn(c).unwrap());
     vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
-    tier::load(&vms[0]).unwrap();
+    guest_stack::load(&vms[0]).unwrap();
     systemd.systemctl(&["start", "ebb"]);
     let socket = systemd.path("/run/ebb/ebb.sock");
-    let state = || client::get_json::<Value>(&socket, "/v1/state").unwrap();
+    let state = || daemon_client::get_json::<Value>(&socket, "/v1/state").unwrap();
     let number = |v: &Value| v.as_u64().unwrap_or(0);
     let seen = |what: &str, seen: &dyn Fn(&Value) -> bool| {
         if let Err(e) = systemd.wait(what, |_| seen(&state())) {

@@ -7,8 +7,8 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::wall_ms;
 use serde_json::Value;
@@ -44,9 +44,9 @@ impl Place {
             config.disks = vec![path];
             config.args.push("-snapshot".into());
         }
-        tier::prepare(&mut config, &image, dir.path()).unwrap();
+        guest_stack::prepare(&mut config, &image, dir.path()).unwrap();
         let vm = Vm::start(&config).unwrap();
-        tier::load(&vm).unwrap();
+        guest_stack::load(&vm).unwrap();
         Place { arena, vm, dir }
     }
 
@@ -171,7 +171,7 @@ fn vm_reboots_drop_the_map_and_a_new_module_is_found_again() {
     daemon.wait_for("no map", MINUTE, |s| (s["vms"][0]["tier"] != "guest").then_some(())).unwrap();
     place.vm.tool().start("v", "verify", "size=50000000 seconds=5").unwrap();
     assert_eq!(place.vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
-    tier::load(&place.vm).unwrap();
+    guest_stack::load(&place.vm).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     daemon.crash();
     place.vm.tool().start("w", "verify", "size=50000000 seconds=5").unwrap();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::contest::{CONTESTANTS, Contestant, Outcome};
+use crate::contestants::{CONTESTANTS, Contestant, Outcome};
 use crate::law::Breach;
 use crate::scenario::Scenario;
 use crate::score::Score;

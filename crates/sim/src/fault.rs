@@ -5,9 +5,9 @@
 //! feature works with, or by making the loop forget what it remembers for it.
 
 use ebb_core::config::{Amount, Config};
-use ebb_core::memory::{Memory, Owned};
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
+use ebb_core::state::{Memory, Owned};
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 

@@ -13,9 +13,9 @@
 
 use ebb_core::units::{Bytes, PAGE};
 
-use crate::mood::Mood;
-use crate::need::{Need, Walk, Want};
-use crate::room::{Room, Time};
+use crate::demand::{Need, Walk, Want};
+use crate::misbehaviour::Mood;
+use crate::step_budget::{Room, Time};
 
 /// How fast a balloon inflates, bytes a second (best known for stock virtio-balloon).
 pub const INFLATE_RATE: f64 = (1u64 << 30) as f64;
@@ -734,7 +734,7 @@ fn seconds(ms: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::need::Curve;
+    use crate::demand::Curve;
     use proptest::prelude::*;
 
     fn plenty() -> Room {

@@ -5,7 +5,7 @@ use ebb_core::units::{Bytes, PAGE};
 
 use crate::guest::Guest;
 use crate::psi::Stalls;
-use crate::room::{Room, SWAP_OUT_RATE};
+use crate::step_budget::{Room, SWAP_OUT_RATE};
 
 /// Below this share of memory the host begins to swap (`kswapd`'s low mark).
 pub const LOW_MARK: f64 = 0.02;
@@ -242,8 +242,8 @@ fn pages(b: Bytes) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demand::{Curve, Need};
     use crate::guest::Spec;
-    use crate::need::{Curve, Need};
 
     fn guest(index: u32, used: u64, stale: u64) -> Guest {
         let spec = Spec::new(Bytes::gib(4), Need::of(Curve::flat(Bytes::mib(used))));

@@ -11,7 +11,7 @@ use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::mood::Mood;
+use crate::misbehaviour::Mood;
 use crate::world::World;
 
 /// One law.

@@ -4,27 +4,27 @@
 //! those of the daemon. Everything here is a stand-in and carries no claim about
 //! real machines.
 
+pub mod baselines;
 pub mod compare;
-pub mod contest;
+pub mod contestants;
+pub mod demand;
 pub mod fault;
 pub mod guest;
+pub mod guest_stats;
 pub mod host;
 pub mod law;
-pub mod mood;
-pub mod need;
+pub mod misbehaviour;
 pub mod oracle;
 pub mod psi;
-pub mod rival;
-pub mod room;
 pub mod scenario;
 pub mod score;
 pub mod search;
+pub mod step_budget;
 pub mod trace;
-pub mod voice;
 pub mod world;
 pub mod worlds;
 
-pub use contest::{CONTESTANTS, Contestant};
+pub use contestants::{CONTESTANTS, Contestant};
 pub use scenario::{SCENARIOS, Scenario};
 pub use score::Score;
 pub use world::{Setup, World};

@@ -7,7 +7,7 @@
 use ebb_core::units::Bytes;
 
 use crate::host::OWN_SHARE;
-use crate::mood::Mood;
+use crate::misbehaviour::Mood;
 use crate::score::Score;
 use crate::world::{Setup, World};
 

@@ -6,9 +6,9 @@
 
 use ebb_core::units::Bytes;
 
+use crate::demand::{Curve, Need, fit};
 use crate::guest::Spec;
-use crate::mood::{Mood, ODD};
-use crate::need::{Curve, Need, fit};
+use crate::misbehaviour::{Mood, ODD};
 use crate::world::{Probe, Setup};
 
 /// One scenario.

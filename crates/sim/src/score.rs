@@ -4,7 +4,7 @@ use ebb_core::units::Bytes;
 use serde::Serialize;
 
 use crate::guest::Guest;
-use crate::mood::Mood;
+use crate::misbehaviour::Mood;
 
 /// A guest that waits for memory for more than this share of its time is harmed.
 pub const HARM_SHARE: f64 = 0.01;

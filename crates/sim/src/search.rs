@@ -9,7 +9,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::compare::in_parallel;
-use crate::contest::{Contestant, RIVALS};
+use crate::contestants::{Contestant, RIVALS};
 use crate::oracle;
 use crate::score::Score;
 use crate::worlds::Point;

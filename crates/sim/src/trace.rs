@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 use ebb_core::sample::{Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 
+use crate::demand::{Curve, Need};
 use crate::guest::Spec;
-use crate::need::{Curve, Need};
 use crate::world::Setup;
 
 /// What of a recorded guest's cache is taken to be read all the time.
@@ -111,7 +111,7 @@ impl Recorded {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contest::Contestant;
+    use crate::contestants::Contestant;
     use crate::scenario::crowd;
     use crate::world::World;
 

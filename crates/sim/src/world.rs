@@ -6,19 +6,19 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::config::{Config, VmSettings};
-use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{Sample, VmId};
+use ebb_core::state::Owned;
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 use serde::Serialize;
 
+use crate::demand::Curve;
 use crate::guest::{Guest, Spec};
+use crate::guest_stats::{self, ASKED_EVERY_MS, LATE_ONE_IN, Voice};
 use crate::host::{HIGH_MARK, HostMemory, LOW_MARK};
-use crate::mood::Mood;
-use crate::need::Curve;
+use crate::misbehaviour::Mood;
 use crate::score::{Gauge, Score};
-use crate::voice::{self, ASKED_EVERY_MS, LATE_ONE_IN, Voice};
 
 /// The monotonic clock when a run starts, ms: moments before it can be told.
 pub(crate) const EPOCH_MS: u64 = 1_000_000;
@@ -115,7 +115,7 @@ impl Setup {
         for (i, spec) in self.guests.iter().enumerate() {
             if spec.weight != 1.0 {
                 let settings = VmSettings { weight: spec.weight, ..config.defaults.clone() };
-                config.vms.insert(voice::name(i as u32), settings);
+                config.vms.insert(guest_stats::name(i as u32), settings);
             }
         }
         config

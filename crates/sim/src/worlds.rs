@@ -7,8 +7,8 @@
 use ebb_core::units::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::demand::{Curve, Need, fit};
 use crate::guest::Spec;
-use crate::need::{Curve, Need, fit};
 use crate::world::Setup;
 
 /// What a point tells, coordinate by coordinate.

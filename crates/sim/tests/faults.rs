@@ -4,7 +4,7 @@
 use ebb_core::units::Bytes;
 use ebb_sim::fault::{FAULTS, Fault, run};
 use ebb_sim::law::Law;
-use ebb_sim::mood::Mood;
+use ebb_sim::misbehaviour::Mood;
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::{SCENARIOS, Setup};
 
@@ -74,7 +74,7 @@ fn there_is_a_scenario_for_every_mood_in_the_catalogue() {
     for s in &SCENARIOS {
         seen.extend((0..20).flat_map(|seed| s.setup(seed).guests).map(|g| g.mood));
     }
-    for mood in ebb_sim::mood::ODD {
+    for mood in ebb_sim::misbehaviour::ODD {
         assert!(seen.contains(&mood), "{mood:?}");
     }
 }

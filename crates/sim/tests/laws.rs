@@ -5,8 +5,8 @@ use ebb_core::model::Pressure;
 use ebb_core::plan::Action;
 use ebb_core::tick::{Engine, Host, Wake, run};
 use ebb_core::units::Bytes;
-use ebb_sim::mood::Mood;
-use ebb_sim::need::{Curve, Need};
+use ebb_sim::demand::{Curve, Need};
+use ebb_sim::misbehaviour::Mood;
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World};
 use proptest::prelude::*;
@@ -100,7 +100,7 @@ impl Host for Twin {
     fn read(&mut self, _owed: &[ebb_core::sample::VmId]) -> ebb_core::sample::Sample {
         self.0.clone()
     }
-    fn remember(&mut self, _: &ebb_core::memory::Owned) -> Result<(), String> {
+    fn remember(&mut self, _: &ebb_core::state::Owned) -> Result<(), String> {
         Ok(())
     }
     fn apply(&mut self, actions: &[Action]) -> Vec<ebb_core::plan::Outcome> {

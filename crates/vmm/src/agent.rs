@@ -18,18 +18,18 @@ use ebb_core::wire::{
     Refusal, Refused, Status, clip,
 };
 
-use crate::advise::{self, Open};
-use crate::aside::{self, Devices};
+use crate::blockers::{self, Devices};
 use crate::doors::Doors;
 use crate::faults::Faults;
+use crate::find_module::{Sight, Tracker};
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
+use crate::ksm_ranges::{self, Open};
+use crate::madvise_hook::{self, Turns};
 use crate::ram::Ram;
 use crate::recycle::{Marks, Pace, Recycler};
 use crate::selftest::{self, Failed};
 use crate::sys::Range;
-use crate::track::{Sight, Tracker};
-use crate::turns::{self, Turns};
 use crate::uffd::Uffd;
 
 /// How often open files are looked through for a reason to stand aside.
@@ -235,7 +235,7 @@ impl Agent {
             }
             Err(refusal) => {
                 if refusal.kind == Refused::Aside {
-                    self.stand_aside(&refusal.text, aside::reason().is_some());
+                    self.stand_aside(&refusal.text, blockers::reason().is_some());
                 }
                 Err(refusal)
             }
@@ -275,7 +275,7 @@ impl Agent {
         // The daemon names what is to be open, so what QEMU opened by default is closed. Else
         // that stays open as long as nothing has to be protected.
         if attach.keep_open && !attach.observe {
-            advise::leave_ksm(&ram, &open).map_err(aside)?;
+            ksm_ranges::leave_ksm(&ram, &open).map_err(aside)?;
         }
         if ram.has_shared() {
             devices.watch_sockets();
@@ -429,7 +429,7 @@ impl Attached {
         let mut prepare = || {
             if !std::mem::replace(registered, true) {
                 // Before anything is protected: merging would lift the protection.
-                advise::leave_ksm(ram, open)?;
+                ksm_ranges::leave_ksm(ram, open)?;
                 register(ram, guard.uffd())?;
             }
             Ok(())
@@ -500,7 +500,7 @@ impl Attached {
 
 /// What forbids the agent to touch this VM.
 fn objections(attach: &Attach, ram: &Ram) -> Vec<String> {
-    let turns = turns::taken();
+    let turns = madvise_hook::taken();
     let counts = |o: &&String| **o != OTHERS_DISCARD || (ram.has_anonymous() && !turns);
     let mut found: Vec<_> = attach.objections.iter().filter(counts).cloned().collect();
     if attach.firmware == Firmware::Unknown {

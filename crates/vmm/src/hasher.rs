@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ebb_core::hash::{Key, LINE, LINES};
+use ebb_core::page_hash::{Key, LINE, LINES};
 use ebb_core::wire::abi::{MAP_PFNS, MapPage, PAGE};
 use ebb_core::wire::hashes::{Ask, Told};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -25,21 +25,21 @@
 // are what this crate is for. Each block says why it is sound.
 #![allow(unsafe_code)]
 
-pub mod advise;
 pub mod agent;
-pub mod aside;
+pub mod blockers;
 pub mod doors;
 pub mod faults;
+pub mod find_module;
 pub mod guard;
 pub mod hasher;
+pub mod ksm_ranges;
+pub mod madvise_hook;
 pub mod priority;
 pub mod ram;
 pub mod recycle;
 pub mod selftest;
 pub mod server;
 pub mod sys;
-pub mod track;
-pub mod turns;
 pub mod uffd;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};

@@ -26,10 +26,10 @@ use ebb_core::wire::abi::{
 };
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
-use crate::advise::Open;
-use crate::aside::{Devices, New};
+use crate::blockers::{Devices, New};
 use crate::faults::Faults;
 use crate::guard::Guard;
+use crate::ksm_ranges::Open;
 use crate::priority::Bursts;
 use crate::ram::{Bits, Kind, Part, Ram, blocks};
 use crate::sys;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::{AgentState, Command, Recycle, Refused};
-use ebb_vmm::aside::{Devices, New};
+use ebb_vmm::blockers::{Devices, New};
 use ebb_vmm::faults::Faults;
 use ebb_vmm::sys::Mapping;
 

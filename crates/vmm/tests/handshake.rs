@@ -115,7 +115,7 @@ fn reporting(guest: &Arc<Guest>) -> std::thread::JoinHandle<()> {
                 guest.set(page, false);
                 let address = (guest.memory.address() + page * 4096) as *mut _;
                 // SAFETY: a page of the guest's mapping, free and read as words only.
-                unsafe { ebb_vmm::turns::madvise(address, 4096, libc::MADV_DONTNEED) };
+                unsafe { ebb_vmm::madvise_hook::madvise(address, 4096, libc::MADV_DONTNEED) };
                 guest.set(page, true);
             }
             serial += 1;

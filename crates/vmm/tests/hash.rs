@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
-use ebb_core::hash::{Key, SECRET};
+use ebb_core::page_hash::{Key, SECRET};
 use ebb_core::wire::abi::PAGE;
 use ebb_core::wire::hashes::{Ask, Told};
 use ebb_core::wire::{Command, HugePages, Recycle};

@@ -9,8 +9,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::memory::{GuestRates, VmMemory};
 use crate::sample::{GuestStats, Link, VmSample};
+use crate::state::{GuestRates, VmMemory};
 use crate::units::{Bytes, PAGE};
 use crate::wire::AgentState;
 
@@ -261,8 +261,8 @@ fn pages(n: f64) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{Doubt, Hot};
     use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
+    use crate::state::{Doubt, Hot};
 
     fn around(deflate_on_oom: bool) -> Around {
         Around { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
@@ -424,7 +424,7 @@ mod tests {
         };
         let rates = |counts_reads| {
             let (was, now) = (at(0, counts_reads), at(500, counts_reads));
-            let mut memory = crate::memory::Memory::default();
+            let mut memory = crate::state::Memory::default();
             for (ms, s) in [(1000, was), (2000, now)] {
                 let sample = crate::sample::Sample {
                     at: crate::units::Stamp(ms),

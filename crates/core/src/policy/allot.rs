@@ -16,10 +16,10 @@
 //! cache counts as needed, and the host takes cache only while its headroom is below the lower
 //! part of its reserve; above that it takes free memory only.
 
-use crate::memory::{Memory, VmMemory};
 use crate::model::{GuestModel, Model, Standing, VmModel};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::take::brings_nothing;
+use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// The times T beside zero: their number, the factor from one to the next, and the value that the

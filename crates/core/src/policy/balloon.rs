@@ -8,7 +8,6 @@
 //! Where nobody waits for memory, one who was given some is not asked for a minute, and one
 //! who was asked is not given any for the host's sake.
 
-use crate::memory::{Memory, Reboot, VmMemory};
 use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
@@ -19,6 +18,7 @@ use crate::policy::take::{
     CALM_STEP, Candidate, LEAST_STEP, Missing, base, brings_nothing, busy, idle, outdated, pinned,
     priced, round_up, share_out, step, take,
 };
+use crate::state::{Memory, Reboot, VmMemory};
 use crate::units::Bytes;
 
 /// A guest in distress gets at least this.

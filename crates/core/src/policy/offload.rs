@@ -11,11 +11,11 @@
 //! balloon, or one that does not follow, is paged out like the others: it can give in no
 //! other way. Never: pinned memory, VMs that migrate, guests in distress.
 
-use crate::memory::{Memory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::OffloadOrder;
 use crate::policy::recycle::usable;
 use crate::sample::AgentSample;
+use crate::state::{Memory, VmMemory};
 use crate::units::Bytes;
 
 /// A running VM is cold when it has been quiet for so long.
@@ -131,9 +131,9 @@ fn spare(vm: &VmModel) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Cold;
     use crate::model::HostModel;
     use crate::sample::{Link, OffloadSample, VmId};
+    use crate::state::Cold;
     use crate::units::Stamp;
     use crate::wire::AgentState;
 

@@ -16,10 +16,10 @@
 //! slack, the finer the pieces; when it is critical, everything goes at once. Works on paused
 //! guests too.
 
-use crate::memory::{Memory, RecycleMemory, VmMemory, Whole};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Reclaim, RecycleOrder};
 use crate::sample::{AgentSample, Link};
+use crate::state::{Memory, RecycleMemory, VmMemory, Whole};
 use crate::units::Bytes;
 use crate::wire::{AgentState, HugePages, Recycle};
 
@@ -358,7 +358,7 @@ mod tests {
         let order = |to| {
             let moved_from = Bytes::gib(2);
             let moved_at = Stamp(99_000);
-            Some(crate::memory::Order {
+            Some(crate::state::Order {
                 to: Bytes::gib(to),
                 moved_from,
                 moved_at,

@@ -8,13 +8,13 @@
 //! at once and shrink where it does not, where its word is doubted, or where it was
 //! short soon after it had been asked.
 
-use crate::memory::{Memory, VmMemory};
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, LEAST_MARKS};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::usable;
+use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// Steps and gifts are at least so large.

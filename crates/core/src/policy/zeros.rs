@@ -15,9 +15,9 @@
 
 use std::cmp::Reverse;
 
-use crate::memory::Memory;
 use crate::model::{Model, Pressure, VmModel};
 use crate::plan::{Reclaim, ZeroOrder};
+use crate::state::Memory;
 use crate::units::{Bytes, PAGE};
 
 /// A VM that holds less is not worth a look.
@@ -108,14 +108,14 @@ fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a 
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::memory::VmMemory;
-    use crate::memory::ZeroMemory;
     use crate::model::HostModel;
     use crate::policy::merge::Candidates;
     use crate::sample::{
         AgentSample, HostSample, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample, VmId,
         VmSample, ZeroSample, ZeroWays,
     };
+    use crate::state::VmMemory;
+    use crate::state::ZeroMemory;
     use crate::units::Stamp;
 
     const NOW: Stamp = Stamp(1_000_000);

@@ -10,11 +10,11 @@
 //! ```
 //!
 //! `lines` is 1 where only the lines that stand for a page are to be read
-//! ([`Key::lines`](crate::hash::Key::lines)), else 0.
+//! ([`Key::lines`](crate::page_hash::Key::lines)), else 0.
 //!
 //! Both sides take the other's numbers for hostile: whoever breaks a rule is hung up on.
 
-use crate::hash::SECRET;
+use crate::page_hash::SECRET;
 use crate::units::PAGE;
 
 /// Most ranges of one question: every second page of 32 MiB.

@@ -3,12 +3,12 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use ebb_core::memory::{Owned, OwnedVm};
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{
     BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, Sample, VmId,
     VmSample,
 };
+use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 

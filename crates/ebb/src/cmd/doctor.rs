@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::memory::Memory;
 use ebb_core::model::Model;
 use ebb_core::sample::{AgentSample, HostSample, Link, Problem, Sample, VmSample};
+use ebb_core::state::Memory;
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
 use ebb_host::act::zeros;
@@ -21,8 +21,8 @@ use ebb_host::root::Root;
 use serde::Serialize;
 
 use crate::advice;
-use crate::client;
 use crate::daemon::{options, trust};
+use crate::daemon_client;
 use crate::table::{emit, emit_json};
 use crate::view::{self, State};
 
@@ -76,7 +76,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
-    let (sample, warnings) = if client::is_up(&config.socket) {
+    let (sample, warnings) = if daemon_client::is_up(&config.socket) {
         checks.push(check(
             "host",
             "daemon",
@@ -84,7 +84,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
             format!("answers on {}", config.socket),
             "",
         ));
-        let state: State = client::get_json(&config.socket, "/v1/state")?;
+        let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
         (sample_of(&state, &root, &scan.found)?, state.host.warnings)
     } else {
         let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";

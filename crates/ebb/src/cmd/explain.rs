@@ -5,15 +5,15 @@ use ebb_core::sample::MergeSample;
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
-use crate::client;
 use crate::cmd::status::progress;
+use crate::daemon_client;
 use crate::table::{clock, emit, emit_json, signed};
 use crate::view::{Decision, State, Vm};
 
 /// Prints it.
 pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
-    let state: State = client::get_json(socket, "/v1/state")?;
-    let decisions: Vec<Decision> = client::get_json(socket, "/v1/decisions")?;
+    let state: State = daemon_client::get_json(socket, "/v1/state")?;
+    let decisions: Vec<Decision> = daemon_client::get_json(socket, "/v1/decisions")?;
     let vm = find(&state, name)?;
     let own: Vec<&Decision> = decisions.iter().filter(|d| d.action.name == vm.name).collect();
     let own = own[own.len().saturating_sub(last)..].to_vec();
@@ -25,8 +25,8 @@ pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
 
 /// What the daemon tells of one VM, which may be of a newer version.
 fn as_told(socket: &str, name: &str, last: usize) -> Result<Value> {
-    let state: Value = client::get_json(socket, "/v1/state")?;
-    let mut own: Vec<Value> = client::get_json(socket, "/v1/decisions")?;
+    let state: Value = daemon_client::get_json(socket, "/v1/state")?;
+    let mut own: Vec<Value> = daemon_client::get_json(socket, "/v1/decisions")?;
     own.retain(|d| d["action"]["name"] == name);
     let own = own.split_off(own.len().saturating_sub(last));
     let vm = state["vms"].as_array().and_then(|vms| vms.iter().find(|v| v["name"] == name));

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use ebb_core::sample::HandsOff;
 
-use crate::client;
 use crate::cmd::explain;
 use crate::daemon::HandsOffWish;
+use crate::daemon_client;
 use crate::table::emit;
 use crate::view::{State, Vm};
 
@@ -46,17 +46,17 @@ pub fn on(socket: &str, name: &str) -> Result<bool> {
 }
 
 fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<bool> {
-    let state: State = client::get_json(socket, "/v1/state")?;
+    let state: State = daemon_client::get_json(socket, "/v1/state")?;
     explain::find(&state, name)?;
     if state.daemon.dry_run {
         bail!("the daemon is in a dry run: it touches no VM");
     }
     let (tick, wish) = (state.tick, HandsOffWish { vm: name.into(), ms });
-    client::post(socket, "/v1/hands-off", &serde_json::to_string(&wish)?)?;
+    daemon_client::post(socket, "/v1/hands-off", &serde_json::to_string(&wish)?)?;
     let until = Instant::now() + PATIENCE;
     while Instant::now() < until {
         std::thread::sleep(ROUND);
-        let state: State = client::get_json(socket, "/v1/state")?;
+        let state: State = daemon_client::get_json(socket, "/v1/state")?;
         let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
             bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };

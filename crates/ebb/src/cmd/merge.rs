@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Subcommand;
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::memory::OwnedMark;
 use ebb_core::plan::MergeWish;
 use ebb_core::policy::merge::{Candidates, Settings};
 use ebb_core::sample::{Claim, Ksm, KsmStat};
+use ebb_core::state::OwnedMark;
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
-use ebb_host::act::mergeable::{self, Done};
+use ebb_host::act::vm_mergeable::{self, Done};
 use ebb_host::probe::cgroup::{Version, read_hierarchy};
 use ebb_host::probe::discovery::{Program, discover, inspect_owed};
 use ebb_host::probe::identity::claim;
@@ -25,12 +25,12 @@ use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::qmp::Client;
 use ebb_host::root::Root;
-use ebb_host::scan::survey::{Estimate, Survey, survey};
+use ebb_host::scan::sampling::{Estimate, Survey, survey};
 use ebb_host::scan::{Fate, Found, Limits, Options, Pages, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
-use crate::client;
 use crate::daemon::trust;
+use crate::daemon_client;
 use crate::table::{emit, emit_json, signed, table};
 use crate::view::State;
 
@@ -188,10 +188,10 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
 
 /// The state of a daemon that steers KSM, if one does.
 fn steered(config: &Config) -> Result<Option<State>> {
-    if !client::is_up(&config.socket) {
+    if !daemon_client::is_up(&config.socket) {
         return Ok(None);
     }
-    let state: State = client::get_json(&config.socket, "/v1/state")?;
+    let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
     let steers = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
     Ok((steers && !state.daemon.dry_run).then_some(state))
 }
@@ -204,7 +204,7 @@ fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result<bool> {
         changed |=
             super::explain::find(&state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
         let wish = MergeWish { vm: Some(name.clone()), on };
-        client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+        daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
     }
     let until = Instant::now() + DONE;
     loop {
@@ -246,7 +246,7 @@ pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<St
             };
             let process = QemuProcess { name: mark.name.clone(), ..*found };
             let mut qmp = connect(config, &process)?;
-            Ok(mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
+            Ok(vm_mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
         });
         if let Err(e) = done {
             left.push(mark.clone());
@@ -317,7 +317,7 @@ fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
     for known in look(config, &root, names)? {
         let name = &known.process.name;
         match connect(config, &known.process)
-            .and_then(|mut qmp| Ok(mergeable::set(&root, known.process.id, &mut qmp, on)?))
+            .and_then(|mut qmp| Ok(vm_mergeable::set(&root, known.process.id, &mut qmp, on)?))
         {
             Ok(Done::Already) => emit(&format!("{name}: it was so already\n"))?,
             Ok(done) => {
@@ -360,7 +360,7 @@ fn off_all(config: &Config) -> Result<bool> {
     let root = Root::default();
     if steered(config)?.is_some() {
         let wish = MergeWish { vm: None, on: false };
-        client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+        daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
         emit("the daemon merges nothing until `ebb merge on VM` or its restart\n")?;
     }
     if let Some(pid) = ksmtuned(&root) {

@@ -2,10 +2,10 @@
 
 pub mod doctor;
 pub mod explain;
+pub mod explain_at;
 pub mod hands_off;
 pub mod manual;
 pub mod merge;
-pub mod past;
 pub mod plan;
 pub mod reclaim;
 pub mod record;

@@ -3,12 +3,12 @@
 
 use anyhow::Result;
 use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, TornOrder, ZeroOrder};
-use ebb_core::policy::protect::Admission;
+use ebb_core::policy::admission::Admission;
 use ebb_core::units::Bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::client;
+use crate::daemon_client;
 use crate::table::{emit, emit_json, table};
 use crate::view::{Order, Rung, State, lenient, lenient_list};
 
@@ -35,21 +35,21 @@ struct Told {
 pub fn main(socket: &str, memory: Option<Bytes>, count: u32, json: bool) -> Result<bool> {
     let Some(memory) = memory else {
         if json {
-            emit_json(&client::get_json::<Value>(socket, "/v1/plan")?)?;
+            emit_json(&daemon_client::get_json::<Value>(socket, "/v1/plan")?)?;
         } else {
-            let plan: Told = client::get_json(socket, "/v1/plan")?;
-            let state: State = client::get_json(socket, "/v1/state")?;
+            let plan: Told = daemon_client::get_json(socket, "/v1/plan")?;
+            let state: State = daemon_client::get_json(socket, "/v1/state")?;
             emit(&ladder(&plan, &state.host.ladder))?;
         }
         return Ok(true);
     };
     let path = format!("/v1/plan?memory={}&count={count}", memory.0);
     if json {
-        let answer: Value = client::get_json(socket, &path)?;
+        let answer: Value = daemon_client::get_json(socket, &path)?;
         emit_json(&answer)?;
         return Ok(answer["yes"] == true);
     }
-    let answer: Admission = client::get_json(socket, &path)?;
+    let answer: Admission = daemon_client::get_json(socket, &path)?;
     emit(&text(&answer))?;
     Ok(answer.yes)
 }
@@ -128,7 +128,7 @@ fn ladder(plan: &Told, totals: &[Rung]) -> String {
 mod tests {
     use super::*;
     use ebb_core::plan::Plan;
-    use ebb_core::policy::protect::{Ask, Spare, Stock, admit};
+    use ebb_core::policy::admission::{Ask, Spare, Stock, admit};
 
     #[test]
     fn a_plan_of_another_version_is_told_as_far_as_it_is_understood() {

@@ -7,8 +7,8 @@ use ebb_core::plan::Reclaim;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::client;
 use crate::cmd::explain;
+use crate::daemon_client;
 use crate::table::{emit, emit_json};
 use crate::view::State;
 
@@ -76,7 +76,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
         bail!("the daemon is in a dry run: it changes nothing");
     }
     let before = Now::of(&state, &request);
-    client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
+    daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     if json {
         emit_json(&came)?;
@@ -88,11 +88,11 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
 
 /// The state of a tick that began after this was called.
 fn fresh(socket: &str) -> Result<State> {
-    let old: State = client::get_json(socket, "/v1/state")?;
-    client::post(socket, "/v1/look", "{}")?;
+    let old: State = daemon_client::get_json(socket, "/v1/state")?;
+    daemon_client::post(socket, "/v1/look", "{}")?;
     let until = Instant::now() + PATIENCE;
     loop {
-        let state: State = client::get_json(socket, "/v1/state")?;
+        let state: State = daemon_client::get_json(socket, "/v1/state")?;
         if state.tick > old.tick + 1 || state.tick > old.tick && Instant::now() > until {
             return Ok(state);
         }
@@ -100,7 +100,7 @@ fn fresh(socket: &str) -> Result<State> {
             bail!("the daemon has not finished a tick in {} s", PATIENCE.as_secs());
         }
         // The first tick may have begun before: a second one is asked for.
-        client::post(socket, "/v1/look", "{}")?;
+        daemon_client::post(socket, "/v1/look", "{}")?;
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -115,9 +115,9 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
         // of its own for each CPU. A wish for all means that as well.
         if request.bytes.is_none() && began.elapsed() >= again && again < QUIET {
             again += AGAIN;
-            client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
+            daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
-        let now = Now::of(&client::get_json(socket, "/v1/state")?, request);
+        let now = Now::of(&daemon_client::get_json(socket, "/v1/state")?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }

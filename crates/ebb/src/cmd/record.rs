@@ -8,14 +8,14 @@ use anyhow::{Context, Result, bail};
 use ebb_core::tick::{Engine, Tick};
 use serde::Serialize;
 
-use crate::client;
+use crate::daemon_client;
 use crate::recorder;
 use crate::table::{emit, emit_all, emit_json};
 
 /// Writes what the flight recorder holds to a file, or to standard output (`-`): lines of
 /// JSON, and packed where the file's name ends in `.zst`.
 pub fn record(socket: &str, output: &str) -> Result<()> {
-    let body = client::record(socket)?;
+    let body = daemon_client::record(socket)?;
     let mut lines = recorder::unpack(&body[..])?;
     if output == "-" {
         return emit_all(&mut lines);
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::recorder::{Head, Recorder};
     use ebb_core::config::Config;
-    use ebb_core::memory::Memory;
+    use ebb_core::state::Memory;
     use ebb_core::tick::run;
     use ebb_core::units::Bytes;
     use ebb_sim::{Setup, World, scenario};

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
-use ebb_core::memory::{Owned, OwnedVm};
+use ebb_core::state::{Owned, OwnedVm};
 use ebb_host::act::ksm;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::Result;
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::memory::Owned;
 use ebb_core::model::Model;
 use ebb_core::plan::Plan;
+use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_host::act::ksm::{KsmOwner, describe};
 use ebb_host::root::Root;

@@ -7,7 +7,7 @@ use ebb_core::sample::{Link, RunState};
 
 use serde_json::Value;
 
-use crate::client;
+use crate::daemon_client;
 use crate::fields::{Unit, VM_FIELDS};
 use crate::table::{emit, emit_json, signed, size, table};
 use crate::view::{State, Vm};
@@ -16,11 +16,11 @@ use crate::view::{State, Vm};
 pub fn main(socket: &str, json: bool) -> Result<bool> {
     if json {
         // As the daemon tells it, which may be of a newer version.
-        let state: Value = client::get_json(socket, "/v1/state")?;
+        let state: Value = daemon_client::get_json(socket, "/v1/state")?;
         emit_json(&state)?;
         return Ok(state["vms"].as_array().is_some_and(|vms| !vms.is_empty()));
     }
-    let state: State = client::get_json(socket, "/v1/state")?;
+    let state: State = daemon_client::get_json(socket, "/v1/state")?;
     emit(&text(&state))?;
     Ok(!state.vms.is_empty())
 }

@@ -1,13 +1,13 @@
 //! What Ebb does to the machine beside QMP and the agents: one file per act. Each
 //! puts back what it changed. `unsafe` where a system call has no safe wrapper.
 
-mod errands;
+mod background_jobs;
 pub mod governor;
-pub mod keeper;
 pub mod ksm;
-pub mod mergeable;
-pub mod merger;
+pub mod ksm_worker;
+pub mod ksmd_throttle;
 pub mod offload;
+pub mod partial_thp;
 mod process;
-pub mod torn;
+pub mod vm_mergeable;
 pub mod zeros;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::{OffloadSample, ProcessMemory, VmId};
 use ebb_core::units::Bytes;
 
-use super::errands::{Errands, Told};
+use super::background_jobs::{Errands, Told};
 use super::process::{Advice, Process};
 use crate::probe::cgroup::Hierarchy;
 use crate::probe::maps::read_ram_mappings;

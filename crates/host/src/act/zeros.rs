@@ -25,7 +25,7 @@ use ebb_core::sample::{VmId, ZeroSample, ZeroWays};
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use super::errands::{Errands, Told};
+use super::background_jobs::{Errands, Told};
 use super::process::{Advice, Process};
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};

@@ -146,7 +146,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
-    use ebb_core::hash::SECRET;
+    use ebb_core::page_hash::SECRET;
     use ebb_core::units::PAGE;
 
     use super::*;

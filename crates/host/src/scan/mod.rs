@@ -3,7 +3,7 @@
 //! A scan goes over the RAM of many VMs with many threads. Each takes a window of
 //! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
 //! in pieces of 1 MiB (`process_vm_readv`), or has the VM's agent do that (`agents`),
-//! and notes a keyed hash of each (`ebb_core::hash`) in a table of 16 bytes a page (`table`). Agents may be
+//! and notes a keyed hash of each (`ebb_core::page_hash`) in a table of 16 bytes a page (`table`). Agents may be
 //! asked for four lines of each page first, and whole only for those that are not alone by that (`sieve`). Then equal pages are counted: zeros,
 //! twins within a VM, between VMs of a share group, between groups (`tally`).
 //! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
@@ -17,13 +17,13 @@
 //! and can leave out what changed since (4 bytes a page more).
 
 pub mod agents;
-pub mod pace;
-pub mod room;
-mod sieve;
-pub mod survey;
+mod duplicate_filter;
+pub mod memory_limit;
+mod page_hashes;
+pub mod rate_limit;
+pub mod sampling;
+mod savings;
 pub mod table;
-mod tags;
-mod tally;
 pub mod walk;
 mod work;
 
@@ -33,15 +33,15 @@ use std::io::{self, Read};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_core::hash::{Key, SECRET};
+use ebb_core::page_hash::{Key, SECRET};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
 use self::agents::HashLink;
-use self::pace::Pace;
-pub use self::pace::{Dial, Limits};
-use self::tags::Tags;
-pub use self::tally::{BLOCK, Blocks, Moments, Pages, Split};
+use self::page_hashes::Tags;
+use self::rate_limit::Pace;
+pub use self::rate_limit::{Dial, Limits};
+pub use self::savings::{BLOCK, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::psi;

@@ -422,7 +422,7 @@ fn a_survey_of_little_reads_all_and_tells_the_same() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let held = Bytes(2 * PAGES * PAGE);
     let all = targets(&holders);
-    let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+    let survey = sampling::survey(&mut scanner(), &all, held, false, &Options::default());
     assert_eq!(found(&survey.scan.split), truth(&[(0, "a"), (1, "a")]));
     assert_eq!((survey.whole, survey.estimate), (vec![true; 2], None));
 }
@@ -439,7 +439,7 @@ fn a_survey_of_much_reads_whole_what_has_twins_in_a_sample() {
     // A sample may by chance hold no two of the twins, though hardly ever.
     let deep = (0..4).find_map(|_| {
         let held = Bytes::gib(4096);
-        let survey = survey::survey(&mut scanner(), &all, held, false, &Options::default());
+        let survey = sampling::survey(&mut scanner(), &all, held, false, &Options::default());
         assert!(!survey.whole[0] && survey.estimate.is_some());
         survey.whole[1].then_some(survey)
     });

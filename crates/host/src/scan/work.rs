@@ -8,18 +8,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ebb_core::hash::{Key, LINE, LINES};
+use ebb_core::page_hash::{Key, LINE, LINES};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
 
 use super::agents::HashLink;
-use super::pace::{Pace, thread_cpu};
-use super::sieve::{AHEAD, Marks, Sieve};
+use super::duplicate_filter::{AHEAD, Marks, Sieve};
+use super::page_hashes::{Tags, tag};
+use super::rate_limit::{Pace, thread_cpu};
+use super::savings::{Blocks, Rules, Tally, VmTally};
 use super::table::{Filler, Table, VMS_MAX};
-use super::tags::{Tags, tag};
-use super::tally::{Blocks, Rules, Tally, VmTally};
 use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
 use crate::probe::process::{Life, life};

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{Ask, Vm};
 use crate::agent_link::AgentLink;
-use crate::balloon::{self, DEVICE_FOLDERS};
+use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
 /// the first, the balloon's size of the last. Two ordinary ticks, the clock's steps left out.
@@ -56,7 +56,7 @@ impl Vm {
         if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
             self.looked_up = Some(now);
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-                self.send(Ask::Folder(i), "qom-list", Some(balloon::list(folder)));
+                self.send(Ask::Folder(i), "qom-list", Some(qmp_balloon::list(folder)));
             }
         }
         if self.ready {
@@ -84,12 +84,12 @@ impl Vm {
             return;
         }
         self.send(Ask::Balloon, "query-balloon", None);
-        self.get(Ask::Stats, balloon::STATS);
+        self.get(Ask::Stats, qmp_balloon::STATS);
         for ask in self.owed.clone() {
             let property = match ask {
-                Ask::Reporting => balloon::REPORTING,
-                Ask::DeflateOnOom => balloon::DEFLATE_ON_OOM,
-                _ => balloon::INTERVAL,
+                Ask::Reporting => qmp_balloon::REPORTING,
+                Ask::DeflateOnOom => qmp_balloon::DEFLATE_ON_OOM,
+                _ => qmp_balloon::INTERVAL,
             };
             self.get(ask, property);
         }
@@ -97,7 +97,7 @@ impl Vm {
 
     pub(super) fn get(&mut self, ask: Ask, property: &str) {
         let Some(device) = self.device.clone() else { return };
-        self.send(ask, "qom-get", Some(balloon::get(&device, property)));
+        self.send(ask, "qom-get", Some(qmp_balloon::get(&device, property)));
     }
 
     pub(super) fn send(&mut self, ask: Ask, command: &str, arguments: Option<Value>) {

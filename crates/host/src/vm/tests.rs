@@ -41,7 +41,7 @@ fn qemu(listener: UnixListener, held: Arc<Mutex<Option<String>>>, old: bool) -> 
                     json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }])
                 }
                 "query-balloon" => json!({ "actual": 1u64 << 30 }),
-                "qom-get" if line.contains(balloon::REPORTING) => json!(true),
+                "qom-get" if line.contains(qmp_balloon::REPORTING) => json!(true),
                 _ => json!({}),
             };
             let error = json!({ "class": "GenericError", "desc": "Property not found" });
@@ -158,7 +158,7 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
                     like.asked_size += 1;
                     json!({ "actual": like.ram_mib << 20 })
                 }
-                "qom-get" if line.contains(balloon::STATS) && like.words => {
+                "qom-get" if line.contains(qmp_balloon::STATS) && like.words => {
                     json!({ "last-update": 5, "stats": { "stat-free-memory": 4096 } })
                 }
                 _ => json!({}),

@@ -32,10 +32,10 @@ use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
+use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::tier::Fleet;
 use crate::vm::Vm;
 use crate::wall_ms;
 

@@ -3,7 +3,7 @@
 //! VMs are filled, then paused: so the truth stays true while an arm is measured.
 //! Each arm begins with everything unmerged and ends when whole scans bring nothing
 //! more, when it stops of itself, or after [`Dedup::seconds`]. The truth is every
-//! page, read one by one (`truth.rs`); recall is the frames that the VMs take less,
+//! page, read one by one (`ground_truth.rs`); recall is the frames that the VMs take less,
 //! by the ideal: frames less different contents. Workload `late` is the exception:
 //! each arm first sees memory grow old, and only what comes afterwards counts; in
 //! `churn` guests work meanwhile, and recall is what is merged at the end by that and
@@ -35,8 +35,8 @@ use self::arms::{Kind, Runner, hold_knobs};
 use self::course::{Course, Meter};
 use self::workload::{Fleet, Workload};
 use crate::arena::{Arena, ArenaConfig};
+use crate::ground_truth::Truth;
 use crate::result::Outcome;
-use crate::truth::Truth;
 use crate::vm::Vm;
 
 /// Between two looks.

@@ -17,10 +17,10 @@ use serde_json::Value;
 
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
+use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::tier::Fleet;
 use crate::vm::{Accel, Vm};
 
 /// All arms.

@@ -32,12 +32,12 @@ use self::rivals::{Ksmtuned, knobs};
 use super::autoballoon::warn_of_others;
 use super::demo::write_noise;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup, SwapConfig, SwapKind};
+use crate::baselines::Rival;
 use crate::ebb::Daemon;
+use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
 use crate::result::{Outcome, SeriesRow, median};
-use crate::rival::Rival;
 use crate::sampler::{Sampler, Series};
-use crate::tier;
 use crate::vm::{Balloon, Vm, VmConfig};
 
 /// All arms.
@@ -338,7 +338,7 @@ impl Fleet<'_> {
                 for vm in &mut vms {
                     vm.wait_ready()?;
                     if guest {
-                        tier::load(vm)?;
+                        guest_stack::load(vm)?;
                     }
                 }
                 booted.append(&mut vms);
@@ -391,7 +391,7 @@ impl Fleet<'_> {
         let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);
         config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
         if self.guest() {
-            tier::prepare(&mut config, image, self.dir)?;
+            guest_stack::prepare(&mut config, image, self.dir)?;
         }
         config.disks = vec![self.disk.into()];
         config.args.push("-snapshot".into());

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use super::place::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -29,7 +29,7 @@ const ASKED: u32 = 10;
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
-    let arena = place::arena()?;
+    let arena = cgroup_guest::arena()?;
     for memory in [Memory::Small, Memory::Huge] {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
             one(trial, &arena, memory, arm, outcome)?;
@@ -81,7 +81,7 @@ fn one(
             let begun = Instant::now();
             match &daemon {
                 Some(daemon) => ask(daemon)?,
-                None => drop(place::watch(place.cgroup(), begun, full, freed, MINUTE)),
+                None => drop(cgroup_guest::watch(place.cgroup(), begun, full, freed, MINUTE)),
             }
             let ballooning = (arm == "ebb-stock").then(|| place.daemon("stock")).transpose()?;
             ballooning.as_ref().map(ask).transpose()?;

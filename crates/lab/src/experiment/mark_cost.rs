@@ -15,7 +15,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::place;
+use super::cgroup_guest;
 use super::recycle::target;
 use super::refault::{Pages, counted};
 use super::trial::Trial;
@@ -27,7 +27,7 @@ pub const ARMS: [&str; 2] = ["plain", "ebb-guest"];
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
-    let arena = place::arena()?;
+    let arena = cgroup_guest::arena()?;
     if trial.wants("ebb-guest") {
         native(outcome)?;
     }

@@ -3,6 +3,7 @@
 
 pub mod autoballoon;
 pub mod boots;
+pub mod cgroup_guest;
 pub mod dedup;
 pub mod demo;
 pub mod density;
@@ -11,7 +12,6 @@ pub mod handback;
 pub mod mark_cost;
 pub mod overhead;
 pub mod paused;
-pub mod place;
 pub mod record;
 pub mod recycle;
 pub mod refault;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 
-use super::place::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -27,7 +27,7 @@ const TIME: Duration = Duration::from_secs(10);
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
-    let arena = place::arena()?;
+    let arena = cgroup_guest::arena()?;
     for memory in Memory::ALL {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
             // The others do nothing either way: once is enough.
@@ -77,7 +77,7 @@ fn one(
         }
         let fall = match ours {
             true => place.recycle_watched(full, size, TIME)?,
-            false => place::watch(place.cgroup(), Instant::now(), full, size, TIME),
+            false => cgroup_guest::watch(place.cgroup(), Instant::now(), full, size, TIME),
         };
         let back = full - place.usage();
         println!("  {arm}, {}: {back} of {size} came back", memory.name());

@@ -25,11 +25,11 @@ use ebb_vmm::recycle::cpu_ns;
 use ebb_vmm::sys::{self, Mapping, Range, cycles};
 use serde_json::json;
 
-use super::place::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::trial::Trial;
 use crate::arena::Arena;
+use crate::guest_stack;
 use crate::result::Outcome;
-use crate::tier;
 use crate::vm::Balloon;
 
 /// All arms.
@@ -83,7 +83,7 @@ impl Clock {
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
-    let arena = place::arena()?;
+    let arena = cgroup_guest::arena()?;
     if ["raw", "raw-vm", "ebb-guest"].iter().any(|arm| trial.wants(arm)) {
         for memory in Memory::ALL {
             throughput(trial, &arena, memory, outcome)?;
@@ -114,7 +114,7 @@ fn throughput(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcom
     let boot = |faults: Option<&str>| -> Result<Place> {
         let mut found = Ok(());
         let mut place = Place::boot(arena, trial.kernel, memory, true, |c| {
-            found = faults.map_or(Ok(()), |f| tier::leave_out(c, f));
+            found = faults.map_or(Ok(()), |f| guest_stack::leave_out(c, f));
         })?;
         found?;
         place.attach()?;
@@ -265,7 +265,7 @@ fn latency(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
             place.stop("h")?;
             let begun = Instant::now();
             let fall = std::thread::scope(|scope| -> Result<_> {
-                let watch = || place::watch(place.cgroup(), begun, full, size, MINUTE);
+                let watch = || cgroup_guest::watch(place.cgroup(), begun, full, size, MINUTE);
                 let watching = scope.spawn(watch);
                 while asked && !watching.is_finished() {
                     daemon.reclaim()?;
@@ -295,7 +295,7 @@ fn reporting(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome
         place.start("h", "hold", &format!("size={} huge=1", size.0))?;
         let full = place.usage();
         place.stop("h")?;
-        let fall = place::watch(place.cgroup(), Instant::now(), full, size, PATIENT);
+        let fall = cgroup_guest::watch(place.cgroup(), Instant::now(), full, size, PATIENT);
         println!("  reporting, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
         rates.extend(fall.rate());
         times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
@@ -316,7 +316,7 @@ fn balloon(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) 
         let full = place.usage();
         let begun = Instant::now();
         place.vm.set_balloon(whole - size)?;
-        let fall = place::watch(place.cgroup(), begun, full, size, PATIENT);
+        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
         println!("  balloon, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
         rates.extend(fall.rate());
         times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
@@ -361,7 +361,7 @@ fn virtio_mem(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcom
         let full = place.usage();
         let begun = Instant::now();
         set(0)?;
-        let fall = place::watch(place.cgroup(), begun, full, size, PATIENT);
+        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
         println!("  virtio-mem, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
         rates.extend(fall.rate());
         times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));

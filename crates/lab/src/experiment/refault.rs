@@ -18,7 +18,7 @@ use ebb_core::units::Bytes;
 use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
 
-use super::place::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -57,7 +57,7 @@ impl Pages {
 
 /// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
-    let arena = place::arena()?;
+    let arena = cgroup_guest::arena()?;
     timed(trial, &arena, outcome)?;
     for (pages, counts) in counted(trial, &arena)? {
         let suffix = pages.suffix();

@@ -20,15 +20,15 @@ use clap::{Args, ValueEnum};
 use ebb_core::units::Bytes;
 
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::experiment::autoballoon::{swapped, warn_of_others};
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
+use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::{Outcome, median};
-use crate::rival::Rival;
 use crate::sampler::Sampler;
-use crate::tier::Fleet;
 use crate::vm::Vm;
 use crate::wall_ms;
 

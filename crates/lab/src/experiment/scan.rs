@@ -30,15 +30,15 @@ use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
 use ebb_host::root::Root;
 use ebb_host::scan::agents::HashLink;
-use ebb_host::scan::pace::thread_cpu;
+use ebb_host::scan::rate_limit::thread_cpu;
 use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key};
 
-use super::place::Memory;
+use super::cgroup_guest::Memory;
 use super::trial::Trial;
 use crate::arena::{Arena, ArenaConfig};
+use crate::guest_stack;
 use crate::image::{Cache, Image};
 use crate::result::Outcome;
-use crate::tier;
 use crate::vm::{Vm, VmConfig};
 
 /// All arms.
@@ -138,10 +138,10 @@ impl Held {
         config.kernel = trial.kernel;
         config.small_pages = memory == Memory::Small;
         let image = Image::get(&Cache::from_env(), config.kernel)?;
-        let socket = agent.map(|dir| tier::prepare(&mut config, &image, dir)).transpose()?;
+        let socket = agent.map(|dir| guest_stack::prepare(&mut config, &image, dir)).transpose()?;
         let vm = Vm::start(&config)?;
         if agent.is_some() {
-            tier::load(&vm)?;
+            guest_stack::load(&vm)?;
         }
         let hold = format!("size={} seed={n}", size.0);
         vm.tool().start_ready("h", "hold", &hold, 5 * MINUTE).map_err(|e| vm.explain(e))?;

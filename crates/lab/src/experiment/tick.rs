@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use ebb_host::client;
+use ebb_host::daemon_client;
 use ebb_host::probe::process::{read_run_time, read_status};
 use ebb_host::root::Root;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -124,7 +124,7 @@ impl Tick {
         let daemon = start(dir, names, arm, program)?;
         let socket = dir.join("ebb.sock");
         let pid = daemon.0[0].id();
-        let ticks = || -> Result<Value> { Ok(client::get_json(&socket, "/v1/state")?) };
+        let ticks = || -> Result<Value> { Ok(daemon_client::get_json(&socket, "/v1/state")?) };
         let until = Instant::now() + Duration::from_secs(60);
         while !up(&ticks()?, names.len()) {
             if Instant::now() > until {
@@ -136,10 +136,10 @@ impl Tick {
         let end = Instant::now() + Duration::from_secs(self.seconds);
         while Instant::now() < end {
             for _ in 0..self.readers {
-                client::get(&socket, "/metrics")?;
+                daemon_client::get(&socket, "/metrics")?;
             }
             if arm == "orders" {
-                client::post(&socket, "/v1/reclaim", "{}")?;
+                daemon_client::post(&socket, "/v1/reclaim", "{}")?;
             }
             std::thread::sleep(Duration::from_secs(1));
         }
@@ -209,7 +209,7 @@ fn start(dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Chil
         .spawn()?;
     let daemon = Children(vec![child]);
     let until = Instant::now() + Duration::from_secs(30);
-    while client::get(dir.join("ebb.sock"), "/").is_err() {
+    while daemon_client::get(dir.join("ebb.sock"), "/").is_err() {
         if Instant::now() > until {
             let log = std::fs::read_to_string(dir.join("log")).unwrap_or_default();
             bail!("ebb did not start: {}", crate::tail(&log, 5));

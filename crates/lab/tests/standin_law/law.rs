@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ebb_core::memory::OwnedVm;
+use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 
 use crate::place::{MIB, Order, Peer, Place, Truth, parse_owned};

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use ebb_core::memory::OwnedVm;
+use ebb_core::state::OwnedVm;
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::Daemon;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -73,7 +73,7 @@ fn sigint_and_the_end_of_its_terminal_give_back_as_sigterm_does() {
     let mut looks = 0;
     vm.wait_for("smaller size", |t| {
         if looks % 10 == 0 {
-            let _ = ebb_host::client::post(place.file("ebb.sock"), "/v1/reclaim", "{}");
+            let _ = ebb_host::daemon_client::post(place.file("ebb.sock"), "/v1/reclaim", "{}");
         }
         looks += 1;
         (t.size + 8 * MIB <= RAM).then_some(())

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
-use ebb_core::memory::{Owned, OwnedVm};
+use ebb_core::state::{Owned, OwnedVm};
 use ebb_lab::ebb::Daemon;
 use serde::Deserialize;
 use serde_json::{Value, json};

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
-use ebb_core::memory::Owned;
 use ebb_core::plan::{Action, Outcome, Reclaim};
 use ebb_core::sample::{Sample, VmId};
+use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};

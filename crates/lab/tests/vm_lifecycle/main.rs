@@ -29,8 +29,8 @@ use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{self, Agent, AgentError};
 use ebb_host::qmp;
 use ebb_lab::arena::Arena;
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
@@ -71,7 +71,7 @@ impl Guest {
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = VmConfig::new(format!("life-{kernel}"), Bytes::mib(512));
         config.kernel = kernel;
-        let socket = tier::prepare(&mut config, &image, dir).unwrap();
+        let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
         (config, socket)
     }
 
@@ -85,7 +85,7 @@ impl Guest {
     /// With steps of the defence left out, by the names in `ebb_vmm::faults`.
     fn boot_with_faults(kernel: Kernel, faults: &str, change: impl FnOnce(&mut VmConfig)) -> Guest {
         Guest::boot(kernel, |c| {
-            tier::leave_out(c, faults).unwrap();
+            guest_stack::leave_out(c, faults).unwrap();
             change(c);
         })
     }
@@ -99,7 +99,7 @@ impl Guest {
     }
 
     fn insmod(&self) {
-        tier::load(&self.vm).unwrap();
+        guest_stack::load(&self.vm).unwrap();
     }
 
     /// Starts what checks its own memory until it is stopped.

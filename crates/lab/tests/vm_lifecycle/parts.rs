@@ -32,7 +32,7 @@ impl Parts {
     fn boot(self, kernel: Kernel, faults: &str) -> Guest {
         let guest = Guest::boot(kernel, |c| {
             if !faults.is_empty() {
-                tier::leave_out(c, faults).unwrap();
+                guest_stack::leave_out(c, faults).unwrap();
             }
             let words = match self {
                 Parts::Nodes(first, other) => {

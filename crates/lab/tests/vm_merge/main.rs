@@ -17,7 +17,7 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::Attach;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::hashes::Ask;
-use ebb_host::act::mergeable::{Marks, marks};
+use ebb_host::act::vm_mergeable::{Marks, marks};
 use ebb_host::agent::{self, Agent};
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
@@ -26,9 +26,9 @@ use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ground_truth::Truth;
+use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::tier;
-use ebb_lab::truth::Truth;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
@@ -56,7 +56,7 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
         config.kernel = *kernel;
         if let Some(dir) = agents {
             let image = Image::get(&Cache::from_env(), *kernel).unwrap();
-            tier::prepare(&mut config, &image, dir).unwrap();
+            guest_stack::prepare(&mut config, &image, dir).unwrap();
         }
         Vm::spawn(&config).unwrap()
     };
@@ -65,7 +65,7 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
         vm.wait_ready().unwrap();
         let tool = vm.tool();
         if agents.is_some() {
-            tier::load(vm).unwrap();
+            guest_stack::load(vm).unwrap();
         }
         // Memory that moves by itself is no matter of this test.
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();

@@ -1,9 +1,9 @@
 //! Ballooning, both ways, on small hosts.
 
 use super::*;
-use crate::memory::{Order, Recent, Yields};
 use crate::model::{GuestModel, HostModel, Limit};
 use crate::sample::VmId;
+use crate::state::{Order, Recent, Yields};
 use crate::units::Stamp;
 
 const NOW: Stamp = Stamp(1_000_000);
@@ -300,7 +300,7 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
     one.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
     one.standing = Standing::GiveOnly("hands off".into());
     let at = Stamp(1000);
-    let moves = |to: u64| crate::memory::Order {
+    let moves = |to: u64| crate::state::Order {
         to: Bytes::mib(to),
         moved_from: Bytes::mib(900),
         moved_at: at,
@@ -552,7 +552,7 @@ fn a_guest_whose_need_grows_keeps_what_it_will_need_in_a_moment() {
     let ask = |growth: u64, reserve| {
         let mut grows = vm(1, 1024, 500);
         let need = Bytes::mib(growth).0 as f64;
-        let rates = crate::memory::GuestRates { need, ..Default::default() };
+        let rates = crate::state::GuestRates { need, ..Default::default() };
         grows.guest.as_mut().unwrap().rates = Some(rates);
         // What the host keeps at least is what the guest can do without.
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, reserve);

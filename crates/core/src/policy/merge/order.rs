@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Candidates, Facts, LEAST, Order, govern, is_gentle, is_storm};
 use crate::config::MergeMode;
-use crate::memory::Memory;
 use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
 use crate::plan::{MergeOrder, MergePlan, ScanOrder};
 use crate::sample::{Ksm, Link, MergeSample};
+use crate::state::Memory;
 use crate::units::{Bytes, PAGE, Stamp};
 
 /// A VM is taken out for so long after a storm; doubled each time.

@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
+use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
-use crate::tier;
 use crate::vm::{Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -126,7 +126,7 @@ impl Fleet {
             }
             if agents {
                 let image = Image::get(&Cache::from_env(), config.kernel)?;
-                tier::prepare(&mut config, &image, dir.path())?;
+                guest_stack::prepare(&mut config, &image, dir.path())?;
             }
             vms.push(Vm::spawn(&config)?);
         }
@@ -134,7 +134,7 @@ impl Fleet {
         for vm in &mut fleet.vms {
             vm.wait_ready()?;
             if agents {
-                tier::load(vm)?;
+                guest_stack::load(vm)?;
             }
         }
         fleet.fill()?;

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 
 use super::*;
 use crate::config::Config;
-use crate::memory::Owned;
 use crate::plan::{MergeWish, Plan};
 use crate::policy::Decided;
 use crate::sample::{
     AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId,
     VmSample, Vmstat,
 };
+use crate::state::Owned;
 use crate::tick::{Engine, Host, Next, Tick, Wake};
 
 const ON: &str = "[merge]\nmode = \"on\"\n";

@@ -17,8 +17,8 @@ use ebb_core::config::Config;
 use ebb_core::sample::{Link, Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 
+use crate::guest_stats::ASKED_EVERY_MS;
 use crate::host::VmPressure;
-use crate::voice::ASKED_EVERY_MS;
 
 /// What a policy sees.
 pub struct Sight<'a> {

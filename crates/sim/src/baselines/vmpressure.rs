@@ -39,7 +39,7 @@ impl Policy for AutoBalloon {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::sample;
+    use crate::baselines::testing::sample;
     use ebb_core::config::Config;
 
     #[test]

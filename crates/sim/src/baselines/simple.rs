@@ -104,7 +104,7 @@ impl Policy for BalanceAvailable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, sample};
+    use crate::baselines::testing::{ask, sample};
 
     #[test]
     fn each_does_what_its_line_says() {

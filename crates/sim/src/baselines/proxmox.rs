@@ -97,7 +97,7 @@ fn share_out(guests: &mut [Place], goal: f64, asked: impl Fn(&Place) -> bool) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, id, sample};
+    use crate::baselines::testing::{ask, id, sample};
     use ebb_core::config::{Config, VmSettings};
 
     #[test]

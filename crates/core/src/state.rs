@@ -3,13 +3,13 @@
 //! Small, serialisable and owned by the loop: a record that starts with a
 //! [`Memory`] replays to the same plans. [`Memory::observe`] takes in a sample,
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
-//! daemon left. One VM's part is in `memory/vm.rs`.
+//! daemon left. One VM's part is in `state/vm.rs`.
 
 mod cold;
+mod contact;
 mod fastest;
 mod ledger;
 mod rates;
-mod reach;
 mod recent;
 mod recycle;
 mod sizes;
@@ -23,9 +23,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use self::cold::Cold;
+pub use self::contact::{Reach, SILENT_MS};
 pub use self::fastest::Fastest;
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
-pub use self::reach::{Reach, SILENT_MS};
 pub use self::recent::Recent;
 pub use self::recycle::{Batch, RecycleMemory, Whole};
 pub use self::sizes::Sizes;

@@ -12,7 +12,7 @@ use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::client;
+use crate::daemon_client;
 use crate::recorder;
 use crate::table::{clock, emit, emit_json, size};
 use crate::view::{self, Decision};
@@ -84,11 +84,11 @@ pub fn main(socket: &str, name: &str, at: &str, record: Option<&str>, json: bool
             let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
             read(BufReader::new(file), name).with_context(|| path.to_string())?
         }
-        None => read(&client::record(socket)?[..], name)?,
+        None => read(&daemon_client::record(socket)?[..], name)?,
     };
     let mut told = moments(&looks, window);
     if told.is_empty() && record.is_none() {
-        let decisions: Vec<Decision> = client::get_json(socket, "/v1/decisions")?;
+        let decisions: Vec<Decision> = daemon_client::get_json(socket, "/v1/decisions")?;
         let own = decisions.into_iter().filter(|d| d.action.name == name);
         told = own.filter(|d| window.holds(d.wall_ms)).map(from_list).collect();
     }
@@ -226,7 +226,7 @@ fn text(m: &Moment) -> String {
 mod tests {
     use super::*;
     use crate::recorder::{Head, Recorder};
-    use ebb_core::memory::Memory;
+    use ebb_core::state::Memory;
     use ebb_core::tick::run;
     use ebb_sim::World;
     use ebb_sim::scenario::crowd;

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use ebb_core::config::Config;
 use ebb_core::sample::{BalloonSample, HostSample, Link, Meminfo, Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
-use ebb_host::balloon;
-use ebb_sim::rival::mom::Mom;
-use ebb_sim::rival::{Policy, Sight};
+use ebb_host::qmp_balloon;
+use ebb_sim::baselines::mom::Mom;
+use ebb_sim::baselines::{Policy, Sight};
 use serde_json::json;
 
 use crate::arena::MemoryCgroup;
@@ -45,7 +45,10 @@ impl<'a> Rival<'a> {
     ) -> Result<Self, VmError> {
         let seconds = (policy.told_every_ms() / 1000).max(1);
         for vm in vms {
-            vm.qmp("qom-set", Some(balloon::set(BALLOON, balloon::INTERVAL, json!(seconds))))?;
+            vm.qmp(
+                "qom-set",
+                Some(qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(seconds))),
+            )?;
         }
         Ok(Rival {
             policy,
@@ -101,8 +104,8 @@ impl<'a> Rival<'a> {
 }
 
 fn vm_sample(vm: &Vm) -> Result<VmSample, VmError> {
-    let stats = vm.qmp("qom-get", Some(balloon::get(BALLOON, balloon::STATS)))?;
-    let (guest, _) = balloon::parse_guest_stats(&stats, Some(vm.memory()));
+    let stats = vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS)))?;
+    let (guest, _) = qmp_balloon::parse_guest_stats(&stats, Some(vm.memory()));
     Ok(VmSample {
         id: VmId { pid: vm.pid(), start: 0 },
         name: vm.name().into(),

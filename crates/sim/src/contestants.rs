@@ -3,8 +3,8 @@
 use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
+use crate::baselines::{Policy, Sight, mom, none, proxmox, qmemman, simple, squeezed, vmpressure};
 use crate::law::{Breach, Laws};
-use crate::rival::{Policy, Sight, mom, none, proxmox, qmemman, simple, squeezed, vmpressure};
 use crate::score::Score;
 use crate::world::{Setup, World};
 

@@ -10,12 +10,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::memory::{Memory, VmMemory};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
 use crate::policy::recycle::usable;
 use crate::policy::take::{base, idle, priced};
+use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.

@@ -14,7 +14,7 @@ use ebb_core::plan::TornOrder;
 use ebb_core::sample::{TornSample, VmId};
 use ebb_core::units::{Bytes, PAGE};
 
-use super::errands::{Errands, Told};
+use super::background_jobs::{Errands, Told};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
 use crate::root::{Root, is_absent};

@@ -220,7 +220,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{OwnedVm, VmMemory};
+    use crate::state::{OwnedVm, VmMemory};
 
     /// Looks at a VM of 512 MiB RAM, a second apart.
     struct Look {

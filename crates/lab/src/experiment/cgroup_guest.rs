@@ -15,8 +15,8 @@ use ebb_host::qmp;
 
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
+use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
-use crate::tier;
 use crate::vm::{Backing, Vm, VmConfig};
 
 /// For what a guest does.
@@ -101,7 +101,8 @@ impl Place {
         if memory == Memory::Memfd {
             config.backing = Backing::Memfd;
         }
-        let socket = tier.then(|| tier::prepare(&mut config, &image, dir.path())).transpose()?;
+        let socket =
+            tier.then(|| guest_stack::prepare(&mut config, &image, dir.path())).transpose()?;
         change(&mut config);
         let vm = Vm::start(&config)?;
         Ok(Place { vm, cgroup, agent: None, socket, dir })

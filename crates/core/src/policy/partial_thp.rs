@@ -9,9 +9,9 @@
 //! Splitting moves and frees nothing that is mapped; the guest's speed went with the
 //! tearing. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
 
-use crate::memory::Memory;
 use crate::model::{Model, VmModel};
 use crate::plan::TornOrder;
+use crate::state::Memory;
 use crate::units::Bytes;
 
 /// While a balloon grows, its VM's page tables are looked through each time that it took
@@ -51,8 +51,8 @@ fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<TornOrder> {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::memory::{Returned, VmMemory};
     use crate::sample::{HostSample, Link, RunState, Sample, TornSample, VmId, VmSample};
+    use crate::state::{Returned, VmMemory};
     use crate::units::Stamp;
 
     const NOW: Stamp = Stamp(1_000_000);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ebb_core::units::PAGE;
 
-use super::tags::Tags;
+use super::page_hashes::Tags;
 use super::walk::push_page;
 use crate::sys::{Range, fetch};
 

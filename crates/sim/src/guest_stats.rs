@@ -16,7 +16,7 @@ use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Counters};
 
 use crate::guest::{BOOT_MS, Guest};
-use crate::mood::Mood;
+use crate::misbehaviour::Mood;
 use crate::world::EPOCH_MS;
 
 /// QEMU asks a guest for its numbers so often where nobody sets it otherwise, ms.

@@ -80,7 +80,7 @@ fn big_enough(current: f64, size: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, sample};
+    use crate::baselines::testing::{ask, sample};
 
     /// The second look decides.
     fn decided(total: u64, free: u64, guests: &[(u64, u64, u64, u64)]) -> Vec<(u32, u64)> {

@@ -17,7 +17,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
 use super::{Policy, Seen, Sight, bytes, signed};
-use crate::voice::ASKED_EVERY_MS;
+use crate::guest_stats::ASKED_EVERY_MS;
 
 const MIB: f64 = 1048576.0;
 const CACHE_FACTOR: f64 = 1.3;
@@ -191,7 +191,7 @@ fn too_little(free: f64, domains: &[Domain]) -> Vec<(VmId, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, sample};
+    use crate::baselines::testing::{ask, sample};
 
     #[test]
     fn with_enough_for_all_the_rest_is_shared_by_preference() {

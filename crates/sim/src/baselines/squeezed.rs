@@ -95,7 +95,7 @@ impl Squeezed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, sample};
+    use crate::baselines::testing::{ask, sample};
 
     // Reserve of 4,000 MiB: a fifth, 800; 3,200 are left.
     const HOST: u64 = 4000;

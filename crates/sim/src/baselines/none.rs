@@ -21,7 +21,7 @@ impl Policy for Nobody {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rival::testing::{ask, sample};
+    use crate::baselines::testing::{ask, sample};
 
     #[test]
     fn nobody_does_nothing_however_short_the_host_is() {
