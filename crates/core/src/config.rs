@@ -135,7 +135,7 @@ pub struct MergeConfig {
     /// khugepaged is kept from undoing merges while KSM is steered.
     #[serde(default)]
     pub hold_khugepaged: bool,
-    /// Pages of zeros of VMs that are not merged may be looked for and let go of.
+    /// Zero pages of VMs that are not merged may be freed.
     #[serde(default)]
     pub zeros: bool,
 }
@@ -174,7 +174,7 @@ pub struct VmSettings {
     /// Whether it is open to KSM; `None`: as QEMU was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<bool>,
-    /// Whether its pages of zeros may be let go of, where that is done.
+    /// Whether its zero pages may be freed, where that is done.
     #[serde(default = "yes")]
     pub zeros: bool,
     /// What its agent may do.

@@ -1,4 +1,4 @@
-//! Ebb's pure room: facts in, plan out.
+//! Ebb's pure part: facts in, plan out.
 //!
 //! Nothing here opens a file, reads a clock, starts a thread or talks to a
 //! socket; `clippy.toml` beside this crate makes a slip a lint error. The same

@@ -120,7 +120,7 @@ pub struct HostModel {
     /// What in the configuration cannot work out, for people.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
-    /// How pages of zeros can be let go of; `None` where that is not wanted.
+    /// How zero pages can be freed; `None` where that is not wanted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroWays>,
     /// What merging is decided on; absent where it is off.
@@ -232,12 +232,12 @@ pub struct VmModel {
     /// Why its pages of zeros are left where they are; empty: they need not be.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub zeros_stay: String,
-    /// What came of letting go of them.
+    /// What freeing them brought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
-    /// What came of splitting its torn huge pages; `None`: they are to be left alone.
+    /// What came of splitting its partially mapped huge pages; `None`: they are to be left alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub torn: Option<crate::sample::TornSample>,
+    pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 
 /// How far a VM is with what it was told.
@@ -737,7 +737,8 @@ impl VmModel {
             merge: MergeVm::new(config, vm),
             zeros_stay: zeros::stay(config, vm).unwrap_or_default(),
             zeros: vm.zeros.clone(),
-            torn: merge::advisable(config, vm).then(|| vm.torn.clone().unwrap_or_default()),
+            partial_thp: merge::advisable(config, vm)
+                .then(|| vm.partial_thp.clone().unwrap_or_default()),
             ..VmModel::default()
         };
         let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {

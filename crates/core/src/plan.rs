@@ -23,12 +23,12 @@ pub struct Plan {
     /// Cold memory to page out to the host's swap.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub offload: Vec<OffloadOrder>,
-    /// Pages of zeros that are to be let go of.
+    /// VMs whose zero pages are to be freed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zeros: Vec<ZeroOrder>,
-    /// Torn huge pages to split.
+    /// Partially mapped huge pages to split.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub torn: Vec<TornOrder>,
+    pub partial_thp: Vec<PartialThpOrder>,
     /// Merging; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergePlan>,
@@ -114,7 +114,7 @@ pub struct OffloadOrder {
     pub reason: String,
 }
 
-/// Has pages of zeros of one VM looked for and let go of.
+/// Scans one VM for zero pages and frees them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ZeroOrder {
     /// Whom it concerns.
@@ -135,7 +135,7 @@ pub struct ZeroOrder {
 
 /// Has huge pages of one VM split of which a balloon took a part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TornOrder {
+pub struct PartialThpOrder {
     /// Whom it concerns.
     pub vm: VmId,
     /// Its name.

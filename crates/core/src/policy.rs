@@ -59,7 +59,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
 
     // So do pages of zeros: what they bring is seen when it has come.
-    plan.torn = partial_thp::torn(model, memory);
+    plan.partial_thp = partial_thp::partial_thp(model, memory);
     let (orders, letting_go) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 

@@ -62,7 +62,7 @@ pub struct HostSample {
     /// The daemon's scanner of equal pages, where merging is not off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanSample>,
-    /// How pages of zeros can be let go of here; `None` where that is not wanted.
+    /// How zero pages can be freed here; `None` where that is not wanted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroWays>,
     /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
@@ -473,9 +473,9 @@ pub struct VmSample {
     /// Its pages of zeros; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroSample>,
-    /// Its torn huge pages; `None`: never asked for.
+    /// Its partially mapped huge pages; `None`: never asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub torn: Option<TornSample>,
+    pub partial_thp: Option<PartialThpSample>,
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
@@ -521,13 +521,13 @@ pub struct ZeroWays {
     pub pageout: bool,
 }
 
-/// Pages of zeros of a VM that the host was let go of without its help, since the
+/// Zero pages of a VM that were freed without help of its guest, since the
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZeroSample {
     /// Memory that was looked through.
     pub read: Bytes,
-    /// Pages of zeros in it that there was a way to let go of.
+    /// Zero pages in it that could be freed.
     pub chosen: Bytes,
     /// What left DRAM meanwhile, by the process's own counters.
     pub freed: Bytes,
@@ -540,10 +540,10 @@ pub struct ZeroSample {
     pub error: Option<String>,
 }
 
-/// Huge pages of a VM that a balloon had torn and that were split, since the daemon's
+/// Huge pages of a VM that a balloon left partially mapped and that were split, since the daemon's
 /// start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TornSample {
+pub struct PartialThpSample {
     /// Huge pages.
     pub split: u64,
     /// What of them nobody mapped: it is the host's again.

@@ -368,9 +368,9 @@ impl Memory {
             m.ordered = Some((model.at, order.open));
             m.was.get_or_insert(!order.open);
         }
-        for order in &plan.torn {
+        for order in &plan.partial_thp {
             let m = self.vm_mut(order.vm);
-            m.torn = m.returned.balloon;
+            m.partial_thp = m.returned.balloon;
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);

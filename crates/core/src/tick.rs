@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{
-    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, Plan, Reclaim, RecycleOrder,
-    RungName, TornOrder, ZeroOrder,
+    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Plan, Reclaim,
+    RecycleOrder, RungName, ZeroOrder,
 };
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
@@ -44,10 +44,10 @@ pub trait Host {
     /// Has cold memory paged out, beside the loop; later samples tell what came of
     /// it. Hosts without swap need not care.
     fn offload(&mut self, _orders: &[OffloadOrder]) {}
-    /// Has pages of zeros looked for and let go of, beside the loop, likewise.
+    /// Queues a scan that frees zero pages; it runs beside the loop.
     fn zeros(&mut self, _orders: &[ZeroOrder]) {}
-    /// Has torn huge pages split, beside the loop, likewise.
-    fn torn(&mut self, _orders: &[TornOrder]) {}
+    /// Has partially mapped huge pages split, beside the loop, likewise.
+    fn partial_thp(&mut self, _orders: &[PartialThpOrder]) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -221,8 +221,8 @@ impl Engine {
             if !plan.zeros.is_empty() {
                 host.zeros(&plan.zeros);
             }
-            if !plan.torn.is_empty() {
-                host.torn(&plan.torn);
+            if !plan.partial_thp.is_empty() {
+                host.partial_thp(&plan.partial_thp);
             }
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }

@@ -22,7 +22,7 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 enum Law {
     /// `ksmd` never works while VMs of two share groups are open.
     Apart,
-    /// Who writes what was merged is let go of within half a minute, where there is room.
+    /// A VM that writes what was merged is no longer merged after half a minute, where there is room.
     LetGo,
     /// Merges are broken only of what the host has beyond its reserve and what VMs that
     /// boot were promised.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::plan::{
-    Action, MergePlan, MergeWish, OffloadOrder, Outcome, Reclaim, RecycleOrder, TornOrder,
+    Action, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Reclaim, RecycleOrder,
     ZeroOrder,
 };
 use ebb_core::sample::{Link, RunState, Sample, VmId};
@@ -286,8 +286,8 @@ impl Host for Daemon {
         self.host.zeros(orders);
     }
 
-    fn torn(&mut self, orders: &[TornOrder]) {
-        self.host.torn(orders);
+    fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
+        self.host.partial_thp(orders);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

@@ -244,7 +244,7 @@ pub const HOST_FIELDS: &[Field<State>] = &[
         .merge
         .as_ref()
         .map(|m| m.scan.cpu_s)),
-    field!("zeros_came", "", Bytes, Counter, "What letting go of zeros brought", |s| {
+    field!("zeros_came", "", Bytes, Counter, "What freeing zero pages brought", |s| {
         came(s, RungName::Zeros)
     }),
     field!("merge_came", "", Bytes, Counter, "What merging brought", |s| came(s, RungName::Merge)),
@@ -346,16 +346,21 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("paged_out", "", Bytes, Counter, "Paged out on order", |v| {
         v.offload.as_ref().and_then(|o| bytes(o.paged_out))
     }),
-    field!("torn_split", "", Plain, Counter, "Huge pages split that a balloon had torn", |v| {
-        v.torn.as_ref().map(|t| t.split as f64)
-    }),
-    field!("torn_freed", "", Bytes, Counter, "What that freed", |v| {
-        v.torn.as_ref().and_then(|t| bytes(t.freed))
+    field!(
+        "partial_thp_split",
+        "",
+        Plain,
+        Counter,
+        "Huge pages split that a balloon left partially mapped",
+        |v| { v.partial_thp.as_ref().map(|t| t.split as f64) }
+    ),
+    field!("partial_thp_freed", "", Bytes, Counter, "What that freed", |v| {
+        v.partial_thp.as_ref().and_then(|t| bytes(t.freed))
     }),
     field!("zeros_read", "", Bytes, Counter, "Looked through for zeros", |v| {
         v.zeros.as_ref().and_then(|z| bytes(z.read))
     }),
-    field!("zeros_freed", "", Bytes, Counter, "Zeros that were let go of", |v| {
+    field!("zeros_freed", "", Bytes, Counter, "Zero pages that were freed", |v| {
         v.zeros.as_ref().and_then(|z| bytes(z.freed))
     }),
     field!("stats_age", "", Seconds, Gauge, "Age of the guest's statistics", |v| v
@@ -375,7 +380,7 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
         bytes(v.returned.reporting)
     }),
     field!("returned_swap", "", Bytes, Counter, "Went to swap", |v| bytes(v.returned.swap)),
-    field!("returned_zeros", "", Bytes, Counter, "Was zeros, let go of on order", |v| bytes(
+    field!("returned_zeros", "", Bytes, Counter, "Zero pages, freed on order", |v| bytes(
         v.returned.zeros
     )),
     field!("returned_other", "", Bytes, Counter, "Came back in another way", |v| bytes(

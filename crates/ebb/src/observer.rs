@@ -191,8 +191,8 @@ impl Observer {
         for o in tick.plan.zeros.iter().filter(|_| self.dry_run || self.verbose) {
             say(&format!("{}: look for zeros in {}: {}{not}", o.name, o.read, o.reason));
         }
-        for o in tick.plan.torn.iter().filter(|_| self.dry_run || self.verbose) {
-            say(&format!("{}: split torn huge pages: {}{not}", o.name, o.reason));
+        for o in tick.plan.partial_thp.iter().filter(|_| self.dry_run || self.verbose) {
+            say(&format!("{}: split partially mapped huge pages: {}{not}", o.name, o.reason));
         }
         for o in &tick.plan.offload {
             say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));

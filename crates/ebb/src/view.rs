@@ -12,8 +12,8 @@ use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::{Action, Held, Outcome, Reason, RungName};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
-    self, AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, Pool, RunState, ScanSample,
-    SwapArea, TornSample, VmId, VmSample, ZeroSample,
+    self, AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool,
+    RunState, ScanSample, SwapArea, VmId, VmSample, ZeroSample,
 };
 use ebb_core::state::{Memory, Returned};
 use ebb_core::tick::Tick;
@@ -333,10 +333,10 @@ pub struct Vm {
     /// What was paged out of it on order.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadSample>,
-    /// Its huge pages that a balloon had torn and that were split.
+    /// Its huge pages that a balloon left partially mapped and that were split.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub torn: Option<TornSample>,
-    /// Its pages of zeros that were let go of.
+    pub partial_thp: Option<PartialThpSample>,
+    /// Its zero pages that were freed.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroSample>,
     /// Why they are not; empty where they may be, or nobody wants it.
@@ -501,7 +501,7 @@ impl Vm {
             trust: m.trust.clone(),
             convergence: m.convergence,
             offload: s.offload.clone(),
-            torn: s.torn.clone(),
+            partial_thp: s.partial_thp.clone(),
             zeros: s.zeros.clone(),
             zeros_stay: tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default(),
             merge: s.merge.clone(),
@@ -678,7 +678,7 @@ mod tests {
             for vm in &mut state.vms {
                 vm.agent = Some(AgentSample::default());
                 vm.offload = Some(OffloadSample::default());
-                vm.torn = Some(TornSample::default());
+                vm.partial_thp = Some(PartialThpSample::default());
                 vm.zeros = Some(ZeroSample::default());
                 vm.merge =
                     Some(MergeSample { found: Some(Default::default()), ..Default::default() });

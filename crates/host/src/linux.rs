@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::plan::{
-    Action, MergePlan, OffloadOrder, Outcome, RecycleOrder, TornOrder, ZeroOrder,
+    Action, MergePlan, OffloadOrder, Outcome, PartialThpOrder, RecycleOrder, ZeroOrder,
 };
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, MergeSample, Problem, Sample, VmId, VmSample, ZeroWays,
@@ -516,15 +516,15 @@ impl LinuxHost {
         }
     }
 
-    /// Has pages of zeros looked for and let go of, likewise.
+    /// Queues a scan that frees zero pages; it runs beside the loop.
     pub fn zeros(&mut self, orders: &[ZeroOrder]) {
         self.zeros
             .iter_mut()
             .for_each(|(_, z)| orders.iter().for_each(|o| z.order(o.vm, o.clone())));
     }
 
-    /// Has torn huge pages split, likewise.
-    pub fn torn(&mut self, orders: &[TornOrder]) {
+    /// Has partially mapped huge pages split, likewise.
+    pub fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
         orders.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
     }
 
@@ -676,13 +676,13 @@ impl LinuxHost {
             }
             let mut sample = vm.sample(at, wall_ms, problems);
             sample.offload = self.offloader.sample(*id);
-            sample.torn = self.splitter.sample(*id);
+            sample.partial_thp = self.splitter.sample(*id);
             sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
                 || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.offload.as_ref().is_some_and(|o| o.busy)
-                || sample.torn.as_ref().is_some_and(|t| t.busy)
+                || sample.partial_thp.as_ref().is_some_and(|t| t.busy)
                 || sample.zeros.as_ref().is_some_and(|z| z.busy);
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample

@@ -770,7 +770,7 @@ impl Vm {
             }),
             offload: None,
             zeros: None,
-            torn: None,
+            partial_thp: None,
             merge: None,
         }
     }

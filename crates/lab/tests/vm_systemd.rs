@@ -285,7 +285,8 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     });
     seen("split huge pages", &|s| {
         asked("guest");
-        vms[1].balloon().unwrap() <= SQUEEZED && number(&s["vms"][1]["torn"]["freed"]) > 1 << 20
+        vms[1].balloon().unwrap() <= SQUEEZED
+            && number(&s["vms"][1]["partial_thp"]["freed"]) > 1 << 20
     });
     let (state, log) = (state(), systemd.log());
     assert_eq!(state["problems"].as_array().unwrap().len(), 0, "{state:#}");

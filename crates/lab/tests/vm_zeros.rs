@@ -1,4 +1,4 @@
-//! Pages of zeros of real VMs are let go of without their help: the host has the memory,
+//! Pages of zeros of real VMs are freed without their help: the host has the memory,
 //! the guest has every page as it was, and pages that are no zeros stay where they are.
 
 use std::fs::File;
@@ -86,9 +86,9 @@ fn zeros(state: &Value, i: usize, key: &str) -> Bytes {
 fn check_words(daemon: Daemon, name: &str, dir: &Path) {
     let config = daemon.config();
     let explain = run(&["explain", name, "--config", config.to_str().unwrap()]).unwrap().1;
-    assert!(explain.contains("let go of, in"), "{explain}");
+    assert!(explain.contains(" freed, "), "{explain}");
     let status = run(&["status", "--config", config.to_str().unwrap()]).unwrap().1;
-    assert!(status.contains("zeros let go of without merging: "), "{status}");
+    assert!(status.contains("zero pages freed without merging: "), "{status}");
     let metrics = daemon.metrics().unwrap();
     assert!(metrics.contains(&format!("ebb_vm_zeros_freed_bytes_total{{vm=\"{name}\"}}")));
     assert!(metrics.contains("ebb_host_zeros_came_bytes_total"), "{metrics}");

@@ -1,4 +1,4 @@
-//! Ebb's simulator: a host that is not there, for laws, comparison and scale.
+//! Ebb's simulator: a synthetic host, for laws, comparison and scale.
 //!
 //! Fakes the world, never the logic: the loop, the model and the policies are
 //! those of the daemon. Everything here is a stand-in and carries no claim about

@@ -74,7 +74,7 @@ struct Attached {
 #[derive(Default)]
 pub struct Agent {
     vm: Option<Attached>,
-    /// What was open to KSM when the VM was let go of: it is still, and merged.
+    /// What was open to KSM when the VM was released: it is still, and merged.
     kept: Open,
     aside: Option<String>,
     /// That may pass.
@@ -178,7 +178,7 @@ impl Agent {
                 let vm = self.attached()?;
                 let no = |why: String| refuse(Refused::System, why);
                 let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
-                // Not the guard: its userfaultfd must end when the VM is let go of.
+                // Not the guard: its userfaultfd must end when the VM is released.
                 let (ram, recycling) = (Arc::clone(&vm.ram), Arc::clone(&vm.recycling));
                 vm.hasher = None;
                 vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);

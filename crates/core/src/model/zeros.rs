@@ -1,4 +1,4 @@
-//! Whose pages of zeros may be let go of without its help.
+//! Which VMs' zero pages may be freed without help of their guests.
 
 use super::merge::untouchable;
 use crate::config::{Config, MergeMode};

@@ -1,4 +1,4 @@
-//! Torn huge pages: what balloons gave up of them is the host's only when they are split.
+//! Partially mapped huge pages: what balloons gave up of them is the host's only when they are split.
 //!
 //! A balloon gives up pages of 4 KiB, each wherever the guest had one. Where the host
 //! holds guest RAM in huge pages, one of which only a part was given up stays whole: the
@@ -10,7 +10,7 @@
 //! tearing. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
 
 use crate::model::{Model, VmModel};
-use crate::plan::TornOrder;
+use crate::plan::PartialThpOrder;
 use crate::state::Memory;
 use crate::units::Bytes;
 
@@ -24,17 +24,17 @@ const REST_MS: u64 = 3_000;
 /// An order takes so long; what is left is ordered again.
 const MS: u64 = 500;
 
-/// Whose torn pages are to be split now.
-pub fn torn(model: &Model, memory: &Memory) -> Vec<TornOrder> {
+/// Whose partially mapped huge pages are to be split now.
+pub fn partial_thp(model: &Model, memory: &Memory) -> Vec<PartialThpOrder> {
     model.vms.iter().filter_map(|vm| order(model, memory, vm)).collect()
 }
 
-fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<TornOrder> {
-    let (done, m) = (vm.torn.as_ref()?, memory.vm(vm.id)?);
+fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<PartialThpOrder> {
+    let (done, m) = (vm.partial_thp.as_ref()?, memory.vm(vm.id)?);
     if done.busy {
         return None;
     }
-    let taken = m.returned.balloon - m.torn;
+    let taken = m.returned.balloon - m.partial_thp;
     let step = STEP.0.max(vm.ram.unwrap_or_default().share(STEP.1));
     let rests = m.shrunk.is_none_or(|at| model.at.since(at) >= REST_MS);
     let reason = if taken >= step || taken >= LEAST && rests {
@@ -44,14 +44,14 @@ fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<TornOrder> {
     } else {
         return None;
     };
-    Some(TornOrder { vm: vm.id, name: vm.name.clone(), ms: MS, reason })
+    Some(PartialThpOrder { vm: vm.id, name: vm.name.clone(), ms: MS, reason })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::sample::{HostSample, Link, RunState, Sample, TornSample, VmId, VmSample};
+    use crate::sample::{HostSample, Link, PartialThpSample, RunState, Sample, VmId, VmSample};
     use crate::state::{Returned, VmMemory};
     use crate::units::Stamp;
 
@@ -72,7 +72,7 @@ mod tests {
     fn taken(mib: u64, told: u64, shrunk_ms_ago: u64) -> VmMemory {
         let returned = Returned { balloon: Bytes::mib(mib), ..Returned::default() };
         let shrunk = Some(Stamp(NOW.0 - shrunk_ms_ago));
-        VmMemory { id: ID, returned, torn: Bytes::mib(told), shrunk, ..VmMemory::default() }
+        VmMemory { id: ID, returned, partial_thp: Bytes::mib(told), shrunk, ..VmMemory::default() }
     }
 
     fn orders(config: &str, vm: VmSample, m: VmMemory) -> Vec<String> {
@@ -81,7 +81,7 @@ mod tests {
         let config = Config::parse("f", config).unwrap();
         let model = Model::new(&config, &sample, &Memory::default());
         let memory = Memory { vms: vec![m], ..Memory::default() };
-        torn(&model, &memory).into_iter().map(|o| o.reason).collect()
+        partial_thp(&model, &memory).into_iter().map(|o| o.reason).collect()
     }
 
     #[test]
@@ -91,10 +91,10 @@ mod tests {
         assert_eq!((n(taken(63, 0, 100)), n(taken(64, 0, 100))), (0, 1), "a sixteenth of 1 GiB");
         assert_eq!((n(taken(500, 500, 100)), n(taken(500, 430, 100))), (0, 1), "since the last");
         assert_eq!((n(taken(10, 0, 2_900)), n(taken(10, 0, 3_000))), (0, 1));
-        let with = |torn| VmSample { torn: Some(torn), ..vm() };
-        let busy = with(TornSample { busy: true, more: true, ..TornSample::default() });
+        let with = |partial_thp| VmSample { partial_thp: Some(partial_thp), ..vm() };
+        let busy = with(PartialThpSample { busy: true, more: true, ..PartialThpSample::default() });
         assert!(orders("", busy, taken(100, 0, 100)).is_empty());
-        let more = with(TornSample { more: true, ..TornSample::default() });
+        let more = with(PartialThpSample { more: true, ..PartialThpSample::default() });
         assert_eq!(orders("", more, taken(0, 0, 100)), ["what the last order did not come to"]);
     }
 

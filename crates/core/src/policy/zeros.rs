@@ -82,7 +82,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     (orders, words)
 }
 
-/// Whether a VM's zeros may be let go of.
+/// Whether a VM's zero pages may be freed.
 fn may_go(vm: &VmModel) -> bool {
     vm.zeros_stay.is_empty() && held(vm) >= LEAST && !vm.zeros.as_ref().is_some_and(|z| z.busy)
 }

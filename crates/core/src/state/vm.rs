@@ -142,12 +142,12 @@ pub struct VmMemory {
     /// What merging remembers.
     #[serde(default)]
     pub merge: VmMerge,
-    /// What letting go of zeros remembers.
+    /// What is remembered of freeing zero pages.
     #[serde(default)]
     pub zeros: ZeroMemory,
-    /// What the balloon had taken when torn huge pages were last ordered to be split.
+    /// What the balloon had taken when partially mapped huge pages were last ordered to be split.
     #[serde(default)]
-    pub torn: Bytes,
+    pub partial_thp: Bytes,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
@@ -327,7 +327,7 @@ pub struct Returned {
     pub balloon: Bytes,
     /// Went to swap.
     pub swap: Bytes,
-    /// Was zeros, and let go of on order.
+    /// Zero pages that were freed on order.
     #[serde(default)]
     pub zeros: Bytes,
     /// The agent recycled it, page by page, as it counts itself.

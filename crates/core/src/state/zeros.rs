@@ -1,4 +1,4 @@
-//! What is remembered of letting go of a VM's zeros: whether it brings anything.
+//! What is remembered of freeing a VM's zero pages: whether it brings anything.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ const LITTLE: Bytes = Bytes::mib(4);
 pub struct ZeroMemory {
     /// Let go of so far, a tick ago.
     pub freed: Bytes,
-    /// Rounds, what they had let go of and what was read when the last one ended.
+    /// Rounds, what they had freed and what was read when the last one ended.
     pub round: (u64, Bytes, Bytes),
     /// Residency fell by so much while an order was carried out.
     pub waiting: Bytes,
@@ -32,7 +32,7 @@ pub struct ZeroMemory {
 
 impl ZeroMemory {
     /// Takes in a tick in which residency fell by so much. Returns what of that were zeros
-    /// that were let go of, and what is left for other causes: while an order is carried
+    /// that were freed, and what is left for other causes: while an order is carried
     /// out it is not known yet, and waits for its end.
     pub(super) fn divide(&mut self, at: Stamp, vm: &VmSample, fell: Bytes) -> (Bytes, Bytes) {
         let gained = self.observe(vm.zeros.as_ref(), at);
@@ -43,7 +43,7 @@ impl ZeroMemory {
         (gained, std::mem::take(&mut self.waiting) - gained)
     }
 
-    /// Takes in a tick; returns what was let go of since the last.
+    /// Takes in a tick; returns what was freed since the last.
     fn observe(&mut self, sample: Option<&ZeroSample>, at: Stamp) -> Bytes {
         let Some(now) = sample else { return Bytes::ZERO };
         let gained = now.freed - self.freed;

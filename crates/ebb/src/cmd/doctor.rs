@@ -305,7 +305,7 @@ fn khugepaged_checks(host: &HostSample, config: &Config, root: &Root) -> Vec<Che
         add(
             format!("max_ptes_none is {holes}; {pace}"),
             "it fills up to so many of 512 pages that guests gave back, or that are zeros and \
-             were let go of, with memory again: 0 in khugepaged/max_ptes_none, and it does not",
+             were freed, with memory again: 0 in khugepaged/max_ptes_none, and it does not",
         );
     }
     let merges = host.ksm.is_some_and(|k| k.run == 1 || k.pages_shared > 0)
@@ -324,7 +324,7 @@ fn khugepaged_checks(host: &HostSample, config: &Config, root: &Root) -> Vec<Che
     checks
 }
 
-/// Whether pages of zeros can be let go of, where that is wanted.
+/// Whether zero pages can be freed, where that is wanted.
 fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
     let ways = config.merge.zeros.then(|| zeros::ways(root))?;
     let (verdict, found, advice) = match (ways.split, ways.pageout) {

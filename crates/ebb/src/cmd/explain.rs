@@ -90,9 +90,12 @@ pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
         out += &format!("  paged out {} on order{error}\n", o.paged_out);
     }
-    if let Some(t) = &vm.torn {
+    if let Some(t) = &vm.partial_thp {
         let error = t.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-        out += &format!("  torn      {} huge pages split, {} freed{error}\n", t.split, t.freed);
+        out += &format!(
+            "  huge      {} partially mapped huge pages split, {} freed{error}\n",
+            t.split, t.freed
+        );
     }
     if let Some(words) = zero_words(vm) {
         out += &format!("  zeros     {words}\n");
@@ -144,7 +147,7 @@ fn held_for(vm: &Vm) -> Option<String> {
 fn zero_words(vm: &Vm) -> Option<String> {
     let done = vm.zeros.as_ref().map(|z| {
         let error = z.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-        format!("{} let go of, in {} looked through{error}", z.freed, z.read)
+        format!("{} freed, {} scanned{error}", z.freed, z.read)
     });
     let stay = (!vm.zeros_stay.is_empty()).then(|| format!("stay: {}", vm.zeros_stay));
     match (done, stay) {

@@ -2,7 +2,7 @@
 //! case would be. Without a size: the last tick's plan, rung by rung.
 
 use anyhow::Result;
-use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, TornOrder, ZeroOrder};
+use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, PartialThpOrder, ZeroOrder};
 use ebb_core::policy::admission::Admission;
 use ebb_core::units::Bytes;
 use serde::Deserialize;
@@ -23,7 +23,7 @@ struct Told {
     #[serde(deserialize_with = "lenient_list")]
     zeros: Vec<ZeroOrder>,
     #[serde(deserialize_with = "lenient_list")]
-    torn: Vec<TornOrder>,
+    partial_thp: Vec<PartialThpOrder>,
     #[serde(deserialize_with = "lenient")]
     merge: Option<MergePlan>,
     #[serde(deserialize_with = "lenient_list")]
@@ -112,8 +112,8 @@ fn ladder(plan: &Told, totals: &[Rung]) -> String {
     for o in &plan.zeros {
         out += &format!("{}: look for zeros in {}: {}\n", o.name, o.read, o.reason);
     }
-    for o in &plan.torn {
-        out += &format!("{}: split torn huge pages: {}\n", o.name, o.reason);
+    for o in &plan.partial_thp {
+        out += &format!("{}: split partially mapped huge pages: {}\n", o.name, o.reason);
     }
     for o in &plan.offload {
         out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);

@@ -46,7 +46,7 @@ pub fn text(state: &State) -> String {
     }
     let zeros = h.ladder.iter().find(|r| r.name == RungName::Zeros).filter(|r| r.came_total.0 > 0);
     if let Some(zeros) = zeros {
-        out += &format!("     zeros let go of without merging: {}\n", zeros.came_total);
+        out += &format!("     zero pages freed without merging: {}\n", zeros.came_total);
     }
     for w in &h.warnings {
         out += &format!("     warning: {w}\n");

@@ -10,8 +10,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use ebb_core::plan::TornOrder;
-use ebb_core::sample::{TornSample, VmId};
+use ebb_core::plan::PartialThpOrder;
+use ebb_core::sample::{PartialThpSample, VmId};
 use ebb_core::units::{Bytes, PAGE};
 
 use super::background_jobs::{Errands, Told};
@@ -28,7 +28,7 @@ const BATCH: usize = 32;
 const LEAST: usize = 16;
 /// Frames of so many huge pages are looked up where one was.
 const LOOKUPS: usize = 4;
-/// How many huge pages of the host are torn, from Linux 6.12 on.
+/// How many huge pages of the host are partially mapped, from Linux 6.12 on.
 const PARTIAL: &str =
     "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
 
@@ -51,7 +51,7 @@ pub struct Done {
     more: bool,
 }
 
-impl Told for TornSample {
+impl Told for PartialThpSample {
     type Done = Done;
 
     fn busy(&mut self) {
@@ -69,17 +69,22 @@ impl Told for TornSample {
     }
 }
 
-/// Has VMs' torn huge pages split; kept is the address where the last order ended.
-pub(crate) type Splitter = Errands<TornOrder, TornSample, u64>;
+/// Has VMs' partially mapped huge pages split; kept is the address where the last order ended.
+pub(crate) type Splitter = Errands<PartialThpOrder, PartialThpSample, u64>;
 
 /// Nothing runs before the first order.
 pub(crate) fn splitter(root: Root) -> Splitter {
-    Errands::new(root, "torn", carry_out)
+    Errands::new(root, "partial_thp", carry_out)
 }
 
-fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Result<Done, String> {
+fn carry_out(
+    root: &Root,
+    vm: VmId,
+    order: &PartialThpOrder,
+    cursor: &mut u64,
+) -> Result<Done, String> {
     let mut done = Done::default();
-    if none_is_torn(root) {
+    if none_is_partial(root) {
         return Ok(done);
     }
     let process = Process::open(root, vm)?;
@@ -87,19 +92,19 @@ fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Resu
     let ram = ram.ok_or("the process has ended")?;
     let tables = Tables::open(root, vm.pid).map_err(|e| e.to_string())?;
     let until = Instant::now() + Duration::from_millis(order.ms);
-    let mut torn: Vec<Torn> = Vec::new();
+    let mut partial_thp: Vec<Partial> = Vec::new();
     for block in blocks(&ram, *cursor) {
         if Instant::now() >= until {
             done.more = true;
             break;
         }
-        torn.extend(tables.torn(block).map_err(|e| e.to_string())?);
-        if torn.len() >= BATCH {
-            split(&process, &tables, &mut torn, &mut done)?;
+        partial_thp.extend(tables.partial_thp(block).map_err(|e| e.to_string())?);
+        if partial_thp.len() >= BATCH {
+            split(&process, &tables, &mut partial_thp, &mut done)?;
         }
         *cursor = block + HUGE;
     }
-    split(&process, &tables, &mut torn, &mut done)?;
+    split(&process, &tables, &mut partial_thp, &mut done)?;
     if !done.more {
         *cursor = 0;
     }
@@ -107,7 +112,7 @@ fn carry_out(root: &Root, vm: VmId, order: &TornOrder, cursor: &mut u64) -> Resu
 }
 
 /// Where the kernel counts them and says so, nobody needs to look.
-fn none_is_torn(root: &Root) -> bool {
+fn none_is_partial(root: &Root) -> bool {
     std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0")
 }
 
@@ -122,12 +127,13 @@ fn blocks(ram: &[Range], from: u64) -> impl Iterator<Item = u64> + '_ {
 fn split(
     process: &Process<'_>,
     tables: &Tables,
-    torn: &mut Vec<Torn>,
+    partial_thp: &mut Vec<Partial>,
     done: &mut Done,
 ) -> Result<(), String> {
-    let places: Vec<Range> = torn.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
+    let places: Vec<Range> =
+        partial_thp.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
     process.advise(&places, Advice::Cold)?;
-    for t in torn.drain(..) {
+    for t in partial_thp.drain(..) {
         // What is still a huge page was not split: somebody held it.
         if tables.flags(t.frame).is_ok_and(|flags| flags & FLAG_THP == 0) {
             done.split += 1;
@@ -139,7 +145,7 @@ fn split(
 
 /// A huge page of which a part is mapped: where, by which frame, and what is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Torn {
+struct Partial {
     place: u64,
     frame: u64,
     missing: usize,
@@ -163,7 +169,7 @@ impl Tables {
         })
     }
 
-    fn torn(&self, block: u64) -> io::Result<Vec<Torn>> {
+    fn partial_thp(&self, block: u64) -> io::Result<Vec<Partial>> {
         let mut entries = [0; PAGES * 8];
         match self.pagemap.read_exact_at(&mut entries, block / PAGE * 8) {
             Ok(()) => {}
@@ -173,7 +179,7 @@ impl Tables {
             }
             Err(e) => return Err(e),
         }
-        Ok(torn(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
+        Ok(partial_thp(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
     }
 
     fn flags(&self, frame: u64) -> io::Result<u64> {
@@ -183,11 +189,11 @@ impl Tables {
     }
 }
 
-/// The torn huge pages of a place, by its 512 entries and what is known of frames.
-fn torn(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Vec<Torn> {
+/// The partially mapped huge pages of a place, by its 512 entries and what is known of frames.
+fn partial_thp(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Vec<Partial> {
     // By the huge page that a frame would be of.
     let huge = |frame: u64| frame / PAGES as u64;
-    let mut mapped: Vec<Torn> = Vec::new();
+    let mut mapped: Vec<Partial> = Vec::new();
     for (n, entry) in entries.chunks_exact(8).enumerate() {
         let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
         let frame = entry & FRAME;
@@ -199,14 +205,14 @@ fn torn(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Ve
             Some(t) => t.missing -= 1,
             None => {
                 let place = block + n as u64 * PAGE;
-                mapped.push(Torn { place, frame, missing: PAGES - 1 });
+                mapped.push(Partial { place, frame, missing: PAGES - 1 });
             }
         }
     }
     // A huge page has more frames here than what lies in between by chance.
     mapped.sort_by_key(|t| t.missing);
     mapped.truncate(LOOKUPS);
-    let is_huge = |t: &Torn| flags(t.frame) & (FLAG_THP | FLAGS_NOT) == FLAG_THP;
+    let is_huge = |t: &Partial| flags(t.frame) & (FLAG_THP | FLAGS_NOT) == FLAG_THP;
     mapped.retain(|t| t.missing >= LEAST && is_huge(t));
     mapped
 }
@@ -227,23 +233,27 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_page_is_torn_when_some_of_its_frames_are_mapped_no_more() {
+    fn a_huge_page_is_partial_when_some_of_its_frames_are_mapped_no_more() {
         let block = 7 * HUGE;
         let thp = |frame: u64| if frame / 512 == 9 { FLAG_THP } else { 0 };
         let own = |n: usize| Some(9 * 512 + n as u64);
-        assert_eq!(torn(block, &entries(own), thp), [], "whole");
-        assert_eq!(torn(block, &entries(|n| own(n).filter(|_| n > 3)), thp), [], "hardly torn");
+        assert_eq!(partial_thp(block, &entries(own), thp), [], "whole");
+        assert_eq!(
+            partial_thp(block, &entries(|n| own(n).filter(|_| n > 3)), thp),
+            [],
+            "hardly partial"
+        );
         let half = |n: usize| own(n).filter(|_| n % 2 == 1);
-        let found = Torn { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
-        assert_eq!(torn(block, &entries(half), thp), [found]);
-        assert_eq!(torn(block, &entries(half), |_| 0), [], "small pages with holes between");
-        assert_eq!(torn(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
-        assert_eq!(torn(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
+        let found = Partial { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
+        assert_eq!(partial_thp(block, &entries(half), thp), [found]);
+        assert_eq!(partial_thp(block, &entries(half), |_| 0), [], "small pages with holes between");
+        assert_eq!(partial_thp(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
+        assert_eq!(partial_thp(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
         // The guest has used the holes again: small pages lie in them.
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
-        assert_eq!(torn(block, &entries(mixed), thp), [found]);
-        assert_eq!(torn(block, &entries(|_| None), thp), []);
-        assert_eq!(torn(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
+        assert_eq!(partial_thp(block, &entries(mixed), thp), [found]);
+        assert_eq!(partial_thp(block, &entries(|_| None), thp), []);
+        assert_eq!(partial_thp(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
     }
 
     proptest! {
@@ -254,7 +264,7 @@ mod tests {
             let words: Vec<u64> = words.iter().map(|w| if few { w & (PRESENT | 0xfff) } else { *w }).collect();
             let mut all = [0; PAGES * 8];
             all.chunks_exact_mut(8).zip(&words).for_each(|(e, w)| e.copy_from_slice(&w.to_ne_bytes()));
-            let found = torn(HUGE, &all, |_| FLAG_THP);
+            let found = partial_thp(HUGE, &all, |_| FLAG_THP);
             prop_assert!(found.len() <= LOOKUPS);
             for t in found {
                 let word = words[((t.place - HUGE) / PAGE) as usize];

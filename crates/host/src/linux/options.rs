@@ -28,7 +28,7 @@ pub struct Options {
     pub psi_trigger_us: Option<(u32, u32)>,
     /// Where merging is not off.
     pub merge: Option<MergeOptions>,
-    /// Pages of zeros may be looked for and let go of.
+    /// Zero pages may be freed.
     pub zeros: bool,
     /// Which VMs are managed, and which sockets are Ebb's.
     pub config: Config,

@@ -136,7 +136,7 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     assert_eq!(bytes(&alone["split"]["between"]) + bytes(&alone["split"]["across"]), Bytes::ZERO);
 }
 
-/// The whole way: found, merged, broken by writes, let go of, put back; and put back
+/// The whole way: found, merged, broken by writes, released, put back; and put back
 /// after a crash too. KSM is the whole machine's and merges what else is open to it,
 /// so everything is judged by what is of these VMs.
 #[test]
@@ -174,7 +174,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     }
     assert!(metrics.contains("ebb_vm_merged_bytes{vm=\"mg1\"}"), "{metrics}");
 
-    // One guest writes what was merged: it is let go of, the other is not.
+    // One guest writes what was merged: it is released, the other is not.
     let tool = vms[0].tool();
     tool.stop("h").unwrap();
     tool.start_ready("w", "hold", "size=125829120 seed=99 pattern=random", MINUTE).unwrap();

@@ -16,7 +16,7 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     let arena =
         Arena::enter(&ArenaConfig { budget, beside: true, ..ArenaConfig::default() }).unwrap();
     let cgroup = arena.cgroup().unwrap();
-    let mut config = VmConfig::new("torn", Bytes::mib(640));
+    let mut config = VmConfig::new("partial_thp", Bytes::mib(640));
     config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
     config.cgroup = Some(cgroup.dir.clone());
     let vm = Vm::start(&config).unwrap();
@@ -30,17 +30,17 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     tool.wait_event("p", "progress", MINUTE).unwrap();
     let before = cgroup.usage();
     let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["torn"], "").unwrap();
+    let daemon = Daemon::start(dir.path(), &["partial_thp"], "").unwrap();
     daemon.wait_for_tier("stock").unwrap();
-    let freed = |s: &Value| Bytes(s["vms"][0]["torn"]["freed"].as_u64().unwrap_or(0));
+    let freed = |s: &Value| Bytes(s["vms"][0]["partial_thp"]["freed"].as_u64().unwrap_or(0));
     let enough = |s: &Value| {
         // Asked again until the guest has said what is idle.
         daemon.reclaim().unwrap();
         (freed(s) >= Bytes::mib(64)).then(|| s.clone())
     };
-    let state = daemon.wait_for("64 MiB of torn huge pages", MINUTE, enough).unwrap();
+    let state = daemon.wait_for("64 MiB of partially mapped huge pages", MINUTE, enough).unwrap();
     let after = cgroup.usage();
-    println!("cgroup {before} → {after}, {}", state["vms"][0]["torn"]);
+    println!("cgroup {before} → {after}, {}", state["vms"][0]["partial_thp"]);
     // Less what the balloon took outside of them: the proof is the host's own counter.
     assert!(before - after >= Bytes::mib(64), "{before} → {after}");
     tool.poke("h").unwrap();
@@ -50,9 +50,14 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
         assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{said:?}");
     }
     let config = daemon.config();
-    let explain = run(&["explain", "torn", "--config", config.to_str().unwrap()]).unwrap().1;
+    let explain = run(&["explain", "partial_thp", "--config", config.to_str().unwrap()]).unwrap().1;
     assert!(explain.contains("huge pages split"), "{explain}");
-    assert!(daemon.metrics().unwrap().contains("ebb_vm_torn_freed_bytes_total{vm=\"torn\"}"));
+    assert!(
+        daemon
+            .metrics()
+            .unwrap()
+            .contains("ebb_vm_partial_thp_freed_bytes_total{vm=\"partial_thp\"}")
+    );
     assert!(daemon.stop());
     let record = dir.path().join("record.jsonl");
     let (code, out, err) = run(&["replay", record.to_str().unwrap()]).unwrap();
