@@ -236,7 +236,7 @@ pub struct VmModel {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
     /// What came of splitting its partially mapped huge pages; `None`: they are to be left alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
     pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 
@@ -762,7 +762,7 @@ impl VmModel {
         let Some(m) = remembered else { return model };
         if model.distress.is_empty()
             && model.guest.is_none_or(|g| g.available < g.buffer)
-            && m.helped_itself.is_some_and(|t| sample.at.since(t) < HELP_LIFE_MS)
+            && m.deflated_on_oom.is_some_and(|t| sample.at.since(t) < DEFLATED_LIFE_MS)
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
@@ -891,8 +891,8 @@ fn beyond_balloon(vm: &VmSample, memory: Option<&VmMemory>, at: Stamp) -> bool {
     vm.link == Link::Up && vm.run == Some(RunState::Running) && !boots && (deaf || stuck)
 }
 
-/// That a guest helped itself is news for so long.
-pub(crate) const HELP_LIFE_MS: u64 = 2_000;
+/// For this long it counts as a sign of distress that a guest's driver deflated its balloon.
+pub(crate) const DEFLATED_LIFE_MS: u64 = 2_000;
 
 #[cfg(test)]
 mod tests;

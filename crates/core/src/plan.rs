@@ -27,7 +27,7 @@ pub struct Plan {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zeros: Vec<ZeroOrder>,
     /// Partially mapped huge pages to split.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, alias = "torn", skip_serializing_if = "Vec::is_empty")]
     pub partial_thp: Vec<PartialThpOrder>,
     /// Merging; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -284,7 +284,7 @@ pub struct ScanSample {
     /// Of that, by the VMs' own agents.
     #[serde(default)]
     pub by_agents: Bytes,
-    /// Of that, no more than a few lines of each page: they have no twin by those.
+    /// Of that, no more than a few lines of each page: they have no duplicate by those.
     #[serde(default)]
     pub by_lines: Bytes,
     /// Its table at its largest.
@@ -474,7 +474,7 @@ pub struct VmSample {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroSample>,
     /// Its partially mapped huge pages; `None`: never asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
     pub partial_thp: Option<PartialThpSample>,
     /// Its part in merging; `None`: nothing is merged here and nobody wants it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

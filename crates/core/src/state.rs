@@ -65,6 +65,10 @@ pub struct Memory {
     /// What others than VMs used lately.
     #[serde(default)]
     pub others: Recent,
+    /// The bound and the VMs at the last tick: where another one comes, what it holds may count
+    /// as others' for a moment.
+    #[serde(default)]
+    pub others_of: (String, Vec<VmId>),
     /// Since when something has been missing that no rung above paging out brings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beyond_since: Option<Stamp>,
@@ -309,6 +313,19 @@ impl Memory {
         (at.since(when) < NOTIFIED_LIFE_MS).then_some(state)
     }
 
+    /// Takes in what others than VMs use, where it is known.
+    fn see_others(&mut self, model: &Model) {
+        let now = (model.host.bound.clone(), model.vms.iter().map(|v| v.id).collect());
+        let was = std::mem::replace(&mut self.others_of, now);
+        if was.0 != self.others_of.0 {
+            self.others = Recent::default();
+        }
+        let all_known = model.vms.iter().all(|v| v.outside || v.resident.is_some());
+        if model.host.known && all_known && was == self.others_of {
+            self.others.see(model.at, model.others());
+        }
+    }
+
     /// The clock went back (another boot's record, a broken machine): moments are
     /// forgotten, what is owed is not.
     fn forget_times(&mut self, now: Stamp) {
@@ -350,9 +367,7 @@ impl Memory {
         }
         self.vmstat = model.host.vmstat;
         self.urgency = model.host.urgency;
-        if model.host.known {
-            self.others.see(model.at, model.others());
-        }
+        self.see_others(model);
         let beyond = |r: &Rung| r.name == RungName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.rungs.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

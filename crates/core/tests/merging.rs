@@ -105,7 +105,7 @@ impl Toy {
             open: Some(vm.open),
             stat: KsmStat { merging_pages: Some(vm.merged), ..KsmStat::default() },
             seen: (!hides_look).then_some((Stamp(self.at), Bytes::pages(vm.merged))),
-            found: Some(Candidates { pages: 400_000, zeros: 0, twins: 300_000 }),
+            found: Some(Candidates { pages: 400_000, zeros: 0, duplicates: 300_000 }),
             ..MergeSample::default()
         };
         VmSample {

@@ -197,7 +197,7 @@ pub const HOST_FIELDS: &[Field<State>] = &[
     field!("ksm_sharing", "", Plain, Gauge, "Pages that merging saves", |s| ksm(s, |k| Some(
         k.pages_sharing
     ))),
-    field!("ksm_unshared", "", Plain, Gauge, "Pages looked at that have no twin", |s| ksm(
+    field!("ksm_unshared", "", Plain, Gauge, "Pages looked at that have no duplicate", |s| ksm(
         s,
         |k| Some(k.pages_unshared)
     )),

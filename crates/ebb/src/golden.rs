@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use ebb_core::sample::Sample;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::cmd::{doctor, explain, status};
 use crate::metrics;
@@ -32,7 +33,23 @@ fn is(name: &str, text: &str) {
     assert!(golden == text, "golden/{name} is another: was, is {other:#?}");
 }
 
+/// What is stored and is not told any more, or under another name.
+fn lost(was: &Value, now: &Value) -> Option<String> {
+    match (was, now) {
+        (Value::Object(was), _) => was.iter().find_map(|(key, value)| match now.get(key) {
+            None => Some(key.clone()),
+            Some(now) => lost(value, now).map(|inner| format!("{key}.{inner}")),
+        }),
+        (Value::Array(was), Value::Array(now)) => {
+            was.iter().zip(now).find_map(|(was, now)| lost(was, now))
+        }
+        _ => None,
+    }
+}
+
 fn is_kept<T: Serialize>(name: &str, told: &T) {
+    let now = serde_json::to_value(told).unwrap();
+    assert_eq!(lost(&stored(name), &now), None, "{name}: it is not told any more");
     is(name, &(serde_json::to_string_pretty(told).unwrap() + "\n"));
 }
 

@@ -1,9 +1,9 @@
-//! Ebb's hands and eyes on Linux: everything that touches the machine.
+//! Everything that reads from or writes to the Linux host.
 //!
 //! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
 //! `parse_x(text)` is pure. What is read is checked and bounded here; nothing
 //! in this crate decides anything. New sources go to `probe/`, new acts on the
-//! machine to `act/`, new QMP meanings to `balloon.rs`; [`linux::LinuxHost`] joins
+//! machine to `act/`, new QMP meanings to `qmp_balloon.rs`; [`linux::LinuxHost`] joins
 //! them into one sample per tick.
 
 pub mod act;

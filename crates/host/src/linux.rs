@@ -24,7 +24,7 @@ use ebb_core::units::{Bytes, Stamp};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::act::ksm::has_room;
-use crate::act::ksm_worker::Merger;
+use crate::act::ksm_worker::KsmWorker;
 use crate::act::offload::Offloader;
 use crate::act::partial_thp::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
@@ -130,7 +130,7 @@ pub struct LinuxHost {
     splitter: Splitter,
     /// Where that is wanted, with what this kernel can do.
     zeros: Option<(ZeroWays, ZeroFinder)>,
-    merger: Option<Merger>,
+    merger: Option<KsmWorker>,
     mappers: Search,
     /// `ksmd`, who else sets KSM, and when that was looked up.
     ksm_around: ksm::Around,
@@ -150,10 +150,9 @@ impl LinuxHost {
         let (hands_off, unread) = HandsOffs::load(options.hands_off.clone(), LinuxHost::now());
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
-        let merger = options
-            .merge
-            .as_ref()
-            .map(|m| Merger::new(options.root.clone(), m.note.clone(), m.manners, waker.clone()));
+        let merger = options.merge.as_ref().map(|m| {
+            KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
+        });
         let bound = vec![None; options.sockets.len()];
         Ok(LinuxHost {
             trigger: None,

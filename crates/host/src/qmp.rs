@@ -2,7 +2,7 @@
 //!
 //! [`Protocol`] is the state machine; [`Client`] puts it on a non-blocking Unix
 //! socket; [`poll_all`] drives many clients against one deadline, so that one
-//! hung QEMU delays nobody. What commands *mean* stands in `balloon.rs`; only
+//! hung QEMU delays nobody. What commands *mean* stands in `qmp_balloon.rs`; only
 //! transport belongs here.
 
 mod protocol;

@@ -205,7 +205,7 @@ pub const URGENT: [&str; 6] =
 /// Whether a `BALLOON_CHANGE` is worth an early tick. It comes once a second while
 /// a balloon moves, which is when Ebb moves it: worth looking at is one that has
 /// arrived where it was told to go (the next may be told), or that moves against
-/// the order (a guest that helps itself, another tool).
+/// the order (a guest's driver on OOM, another tool).
 pub fn tells_more_than_ordered(event: &Event, last: Option<Bytes>, ordered: Option<Bytes>) -> bool {
     let Some(VmEvent::Balloon(actual)) = parse_event(event) else { return false };
     match (last, ordered) {

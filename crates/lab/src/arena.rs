@@ -362,8 +362,7 @@ impl Arena {
         self.swap.as_ref().map(|(area, _)| area.as_path())
     }
 
-    /// Reads everything back that its swap area holds. Fails where that does not fit into the
-    /// budget; then the area stays as it is.
+    /// Reads everything back that its swap area holds, which has to fit into the budget.
     pub fn drain_swap(&self) -> Result<(), LabError> {
         let Some((area, priority)) = &self.swap else { return Ok(()) };
         steadily(|| {

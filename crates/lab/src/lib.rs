@@ -4,8 +4,8 @@
 //! tool; `vm` runs QEMU on them; `guest` speaks with the tool; `arena` holds
 //! everything that is global to the machine (lock, budget, swap, knobs) and puts
 //! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
-//! would and `tier` builds what guests and QEMU load; `rival` runs others'
-//! controllers; `truth` counts equal pages the slow way; `experiment` holds the
+//! would and `guest_stack` builds what guests and QEMU load; `baselines` runs others'
+//! controllers; `ground_truth` counts equal pages the slow way; `experiment` holds the
 //! experiments and `result` what they write; `tidy` holds the house rules;
 //! `standin` is a process that looks like a VM. Only developers run any of it.
 

@@ -28,7 +28,7 @@ fn no_world_that_a_search_found_has_become_worse() {
     for (w, f) in worst.iter().zip(&found) {
         assert_eq!(w.about, f.about, "the world itself has changed");
         println!("{}: {:.0} s, was {:.0}", w.about, f.loss(), w.loss);
-        assert!(f.loss() <= w.loss + (w.loss * ONE.0).max(ONE.1));
+        assert!(f.loss() <= w.loss + (w.loss * ONE.0).max(ONE.1), "{}", w.about);
         (was, now) = (was + w.loss, now + f.loss());
     }
     assert!(now <= was * (1.0 + ALL), "together {now:.0} s, were {was:.0}");

@@ -31,7 +31,7 @@ const BEYOND: i32 = 64;
 pub struct Devices {
     harmless: BTreeSet<u64>,
     highest: i32,
-    /// Those of them, and of [`BEYOND`], that were not open.
+    /// Those up to [`BEYOND`] above it that were not open.
     closed: Vec<i32>,
     /// RAM is shared: the sockets that were there, by inode.
     sockets: Option<BTreeSet<u64>>,
@@ -102,7 +102,7 @@ impl Devices {
 
     /// What the daemon has to look at before anything is discarded.
     pub fn unclear(&mut self) -> Option<u64> {
-        if self.whats_new() == Some(New::Socket) {
+        if self.sockets.is_some() && self.whats_new().is_some() {
             self.take_sockets();
         }
         (self.generation != self.cleared).then_some(self.generation)
@@ -129,7 +129,9 @@ impl Devices {
         };
         let opened = opened(&self.closed);
         let mut closed = self.closed.iter().peekable();
-        let was_open = (0..=self.highest).filter(|fd| closed.next_if_eq(&fd).is_none());
+        // Also what was opened while the closed ones were looked for.
+        let all = 0..=self.highest.saturating_add(BEYOND);
+        let was_open = all.filter(|fd| closed.next_if_eq(&fd).is_none());
         opened.into_iter().chain(was_open).find_map(new)
     }
 }
@@ -216,7 +218,18 @@ fn locked(status: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
+
+    #[test]
+    fn what_was_open_only_while_it_looked_is_looked_at_again() {
+        let mut devices = Devices::default();
+        assert_eq!(devices.look(), None);
+        let device = std::fs::File::open("/dev/full").unwrap();
+        devices.closed.retain(|fd| *fd != device.as_raw_fd());
+        assert_eq!(devices.whats_new(), Some(New::Device));
+    }
 
     #[test]
     fn what_pins_or_hides_memory_is_a_reason() {

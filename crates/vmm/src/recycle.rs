@@ -449,7 +449,9 @@ impl Recycler<'_> {
             Some(New::Socket) => Err(Stop::Doubt),
             Some(New::Device) => {
                 self.found = self.devices.look();
-                if self.found.is_some() { Err(Stop::Doubt) } else { Ok(()) }
+                // A harmless one may have come with a socket.
+                let clear = self.found.is_none() && self.devices.whats_new().is_none();
+                if clear { Ok(()) } else { Err(Stop::Doubt) }
             }
         }
     }
@@ -562,7 +564,7 @@ fn weight_of(runs: &[Run]) -> usize {
 /// The size of the next window, where the last one did so much, or less than it was to.
 fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize {
     if done == 0 {
-        return pace;
+        return if took > WINDOW_GOAL { pace / 8 } else { pace };
     }
     let fits = (done as f64 * WINDOW_GOAL.as_secs_f64() / took.as_secs_f64().max(1e-6)) as usize;
     match less || took > WINDOW_GOAL {
@@ -656,12 +658,13 @@ mod tests {
 
     #[test]
     fn windows_are_as_large_as_takes_the_time_that_they_may() {
-        let next = |done, less, us| next_pace(1000, (done, less), Duration::from_micros(us));
-        assert_eq!((next(1000, false, 800), next(1000, false, 100)), (1250, 2000));
-        assert_eq!((next(1000, false, 2000), next(1000, false, 50_000)), (500, 125));
-        assert_eq!(next(100, false, 500), 1000, "one that had little to do tells nothing");
-        assert_eq!(next(300, true, 500), 600, "protecting took all the time there was");
-        assert_eq!(next(0, true, 500), 1000);
+        let next =
+            |done, less, of_goal: f64| next_pace(1000, (done, less), WINDOW_GOAL.mul_f64(of_goal));
+        assert_eq!((next(1000, false, 0.8), next(1000, false, 0.1)), (1250, 2000));
+        assert_eq!((next(1000, false, 2.0), next(1000, false, 50.0)), (500, 125));
+        assert_eq!(next(100, false, 0.5), 1000, "one that had little to do tells nothing");
+        assert_eq!(next(300, true, 0.5), 600, "protecting took all the time there was");
+        assert_eq!((next(0, true, 0.5), next(0, true, 2.0)), (1000, 125), "one that failed");
     }
 
     proptest! {

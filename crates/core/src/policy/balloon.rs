@@ -8,15 +8,15 @@
 //! Where nobody waits for memory, one who was given some is not asked for a minute, and one
 //! who was asked is not given any for the host's sake.
 
-use crate::model::{HELP_LIFE_MS, Model, Pressure, Standing, VmModel};
+use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, allot, want, weight};
 use crate::policy::give::{Fund, Grant, Wish, grant};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
-    CALM_STEP, Candidate, LEAST_STEP, Missing, base, brings_nothing, busy, idle, outdated, pinned,
-    priced, round_up, share_out, step, take,
+    CALM_STEP, Candidate, LEAST_STEP, Missing, base, brings_nothing, busy, idle, must, outdated,
+    pinned, priced, round_up, share_out, step, take,
 };
 use crate::state::{Memory, Reboot, VmMemory};
 use crate::units::Bytes;
@@ -200,14 +200,12 @@ impl Distress {
         let before = m.last_give.is_some_and(|t| model.at.since(t) <= age_ms);
         let spoke = m.stats.map_or(actual, |(_, size, _)| size.min(actual));
         let spoken = if before { spoke } else { actual };
-        let helped = m.helped_itself.is_some_and(|t| model.at.since(t) < HELP_LIFE_MS);
+        let helped = m.deflated_on_oom.is_some_and(|t| model.at.since(t) < DEFLATED_LIFE_MS);
         match &vm.guest {
             None => Distress { must: spoken + LEAST_GIFT, spoken, short: true },
-            Some(g) => Distress {
-                must: g.need + g.short_mark.share(2.0),
-                spoken,
-                short: helped || g.available < g.short_mark,
-            },
+            Some(g) => {
+                Distress { must: must(g), spoken, short: helped || g.available < g.short_mark }
+            }
         }
     }
 
@@ -326,7 +324,8 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // The new kernel's need is not known: what is owed, as far as there is some.
         let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
         let urgent = (from + LEAST_GIFT).min(all);
-        return Wish { from, urgent, well: urgent, comfort: all, good: all, all, weight };
+        let bare = from;
+        return Wish { from, bare, urgent, well: urgent, comfort: all, good: all, all, weight };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
     let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
@@ -334,7 +333,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // It may need nothing: no other guest is squeezed for it.
         let all = if is_unseen(vm) { vm.whole.max(good) } else { good };
         let comfort = if is_unseen(vm) { all } else { soon };
-        return Wish { from, urgent: from, well: soon, comfort, good, all, weight };
+        return Wish { from, bare: from, urgent: from, well: soon, comfort, good, all, weight };
     }
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
@@ -358,7 +357,8 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     let urgent = urgent.min(vm.ceiling);
     let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(urgent));
     let (well, good) = (well.min(most), good.min(most));
-    Wish { from, urgent, well, comfort: well, good, all: good, weight }
+    let bare = vm.guest.map_or(urgent, |g| g.need + g.short_mark.share(0.5)).min(urgent);
+    Wish { from, bare, urgent, well, comfort: well, good, all: good, weight }
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {

@@ -10,8 +10,9 @@
 //! once, and it is granted as what they freed shows up as headroom. Memory that was
 //! granted and not touched yet counts as spent, so that no byte is granted twice.
 //!
-//! Where there is not enough for all, it is divided by weight, and what one does not want falls to
-//! the others. Of swap one guest gets half at most, where others want some too.
+//! Where there is not enough for all, each gets as much of what it cannot live without; the rest is
+//! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
+//! most, where others want some too.
 
 use crate::model::{HostModel, Pressure, VmModel};
 use crate::units::Bytes;
@@ -28,6 +29,8 @@ const SWAP_SHARE: f64 = 0.5;
 pub struct Wish {
     /// Its size, or the one it is growing to.
     pub from: Bytes,
+    /// Without this it cannot live: half a short mark above its need.
+    pub bare: Bytes,
     /// Without this it is harmed.
     pub urgent: Bytes,
     /// So much it is to have in any case: others are squeezed for it.
@@ -90,9 +93,12 @@ impl Fund {
 /// Divides what there is among the wishes; grants in their order.
 pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let mut to: Vec<Bytes> = wishes.iter().map(|w| w.from).collect();
-    let mut serve = |room: Bytes, most: Bytes, upto: fn(&Wish) -> Bytes| {
-        let wants: Vec<(Bytes, f64)> =
-            wishes.iter().zip(&to).map(|(w, to)| ((upto(w) - *to).min(most), w.weight)).collect();
+    let mut serve = |room: Bytes, weighted: bool, most: Bytes, upto: fn(&Wish) -> Bytes| {
+        let wants: Vec<(Bytes, f64)> = wishes
+            .iter()
+            .zip(&to)
+            .map(|(w, to)| ((upto(w) - *to).min(most), if weighted { w.weight } else { 1.0 }))
+            .collect();
         let parts = fair(room, &wants);
         to.iter_mut().zip(&parts).for_each(|(to, part)| *to += *part);
         parts.iter().copied().sum::<Bytes>()
@@ -101,17 +107,18 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let there = fund.headroom.unwrap_or(all);
     let left = there - fund.spoken_for;
     let last = fund.reserve.share(LAST);
-    let mut spent = serve(left - last, all, |w| w.urgent);
+    let mut spent = serve(left - last, false, all, |w| w.bare);
+    spent += serve(left - last - spent, true, all, |w| w.urgent);
     // What of the last tenth is missing, swap covers first.
     let swap = fund.swap_left - (last - left);
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
-    spent += serve(swap, most, |w| w.urgent);
-    spent += serve(left - fund.reserve.share(KEPT) - spent, all, |w| w.comfort);
+    spent += serve(swap, false, most, |w| w.urgent);
+    spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
     let left = there - fund.outstanding;
-    spent += serve(left - fund.keep - spent, all, |w| w.good);
+    spent += serve(left - fund.keep - spent, true, all, |w| w.good);
     if fund.calm {
-        serve(left - fund.reserve - spent, all, |w| w.all);
+        serve(left - fund.reserve - spent, true, all, |w| w.all);
     }
     let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.well - to };
     wishes.iter().zip(to).map(grant).collect()
@@ -157,6 +164,7 @@ mod tests {
     fn wish(weight: f64) -> Wish {
         Wish {
             from: Bytes::mib(400),
+            bare: Bytes::mib(420),
             urgent: Bytes::mib(500),
             well: Bytes::mib(800),
             comfort: Bytes::mib(800),
@@ -194,13 +202,15 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_is_divided_by_weight() {
+    fn what_guests_live_by_is_divided_equally_and_the_rest_by_weight() {
         let both = [wish(10.0), wish(1.0)];
-        assert_eq!(sizes(&fund(155), &both), [(450, 350), (405, 395)]);
+        assert_eq!(sizes(&fund(130), &both), [(415, 385), (415, 385)], "what they live by");
+        assert_eq!(sizes(&fund(195), &both), [(470, 330), (425, 375)]);
         assert_eq!(sizes(&fund(265), &both), [(500, 300), (465, 335)], "one wants no more");
         // 250 are kept, 200 are the urgent parts.
         assert_eq!(sizes(&fund(560), &both), [(600, 200), (510, 290)]);
-        let small = Wish { urgent: Bytes::mib(410), ..wish(1.0) };
+        let (bare, urgent) = (Bytes::mib(410), Bytes::mib(410));
+        let small = Wish { bare, urgent, ..wish(1.0) };
         assert_eq!(sizes(&fund(210), &[wish(1.0), small]), [(500, 300), (410, 390)]);
     }
 

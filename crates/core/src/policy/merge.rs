@@ -30,7 +30,7 @@ use crate::units::{Bytes, PAGE, Stamp};
 
 /// CPU microseconds of `ksmd` for a page that it hashes for the first time.
 const FIRST_LOOK_US: f64 = 0.8;
-/// To look a page up that has no twin, each scan.
+/// To look a page up that has no duplicate, each scan.
 const ALONE_US: f64 = 6.0;
 /// To merge a page.
 const MERGE_US: f64 = 3.6;
@@ -78,25 +78,26 @@ pub struct Candidates {
     pub pages: u64,
     /// Of those, zeros.
     pub zeros: u64,
-    /// Of those, pages that go because of a twin.
-    pub twins: u64,
+    /// Of those, pages that go because of a duplicate.
+    #[serde(alias = "twins")]
+    pub duplicates: u64,
 }
 
 impl Candidates {
     /// What merging them saves, less KSM's own memory for them.
     pub fn saves(&self) -> Bytes {
         let own = self.pages.saturating_sub(self.zeros).saturating_mul(METADATA);
-        Bytes::pages(self.zeros.saturating_add(self.twins)) - Bytes(own)
+        Bytes::pages(self.zeros.saturating_add(self.duplicates)) - Bytes(own)
     }
 
     fn alone(&self) -> u64 {
-        self.pages.saturating_sub(self.zeros.saturating_add(self.twins))
+        self.pages.saturating_sub(self.zeros.saturating_add(self.duplicates))
     }
 
     /// CPU seconds of `ksmd` until it is done.
     pub fn cost_s(&self) -> f64 {
         let alone = self.alone() as f64;
-        let merged = self.twins as f64 * (FIRST_LOOK_US + MERGE_US);
+        let merged = self.duplicates as f64 * (FIRST_LOOK_US + MERGE_US);
         let look = alone * (FIRST_LOOK_US + ALONE_US * (SCANS - 1.0));
         (merged + look + self.zeros as f64 * ZERO_US) / 1e6
     }
@@ -115,7 +116,7 @@ impl Candidates {
     pub fn add(&mut self, other: &Candidates) {
         self.pages = self.pages.saturating_add(other.pages);
         self.zeros = self.zeros.saturating_add(other.zeros);
-        self.twins = self.twins.saturating_add(other.twins);
+        self.duplicates = self.duplicates.saturating_add(other.duplicates);
     }
 }
 
@@ -325,7 +326,7 @@ fn verdict(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static str> {
     if scans >= SCANS_MOST {
         return Some("all of it was scanned often enough");
     }
-    let planned = Bytes::pages(facts.planned.zeros.saturating_add(facts.planned.twins));
+    let planned = Bytes::pages(facts.planned.zeros.saturating_add(facts.planned.duplicates));
     if scans >= SCANS_LEAST && burst.gained(facts) >= planned.share(ALL) {
         return Some("all that was found is merged");
     }

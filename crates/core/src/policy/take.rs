@@ -34,7 +34,7 @@ const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
-/// Where not even all needs fit, one that was given memory is not asked for this long.
+/// Where not even all needs fit, one that was given memory keeps what it must have for so long.
 const SHORT_MS: u64 = 3_000;
 
 /// A VM that can be asked, and for how much.
@@ -201,13 +201,10 @@ fn candidate(
     let Some(part) = allot.parts[index] else {
         return Err("its guest's need is not known".into());
     };
-    // All are short: what was given to one is not taken back at once for the next.
-    let left = m.last_give.and_then(|t| SHORT_MS.checked_sub(model.at.since(t)));
-    if let (true, Some(left)) = (part.most.is_some(), left) {
-        let seconds = left.div_ceil(1000);
-        return Err(format!("all are short: it keeps what it was given for {seconds} s"));
-    }
-    let idle = idle(model.at, base, part.keeps, g, m);
+    // All are short: what keeps one from harm is not taken back at once for the next.
+    let lately = m.last_give.is_some_and(|t| model.at.since(t) < SHORT_MS);
+    let must = if lately && part.most.is_some() { must(g) } else { Bytes::ZERO };
+    let idle = idle(model.at, base, part.keeps.max(must), g, m);
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
@@ -292,6 +289,11 @@ pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmM
 /// Whether the step before is still far from done.
 pub(super) fn busy(m: &VmMemory, actual: Bytes, step: Bytes) -> bool {
     m.order.is_some_and(|o| actual - o.to > step.share(0.5).max(LEAST_STEP))
+}
+
+/// What a guest in distress must have: its need and a margin.
+pub(super) fn must(g: &GuestModel) -> Bytes {
+    g.need + g.short_mark.share(2.0)
 }
 
 /// The largest step now: larger while tasks suffer and while it follows at once, smaller

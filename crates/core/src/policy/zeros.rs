@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn one_vm_at_a_time_those_with_most_zeros_first_and_none_that_has_few() {
         let scanned = |pid, zeros| {
-            let found = Some(Candidates { pages: 1 << 20, zeros, twins: 0 });
+            let found = Some(Candidates { pages: 1 << 20, zeros, duplicates: 0 });
             VmSample { merge: Some(MergeSample { found, ..MergeSample::default() }), ..vm(pid) }
         };
         let all = || vec![vm(1), scanned(2, 5_000), scanned(3, 9_000), scanned(4, 100)];

@@ -511,16 +511,17 @@ fn what_a_hand_over_does_not_tell_the_state_file_does() {
 #[test]
 fn two_vms_of_one_name_are_owed_apart() {
     let mut memory = Memory::default();
-    let twin = VmId { pid: 8, ..ID };
-    let both =
-        |size| sample(1_000, vec![vm(size, 600, 900), VmSample { id: twin, ..vm(1024, 600, 900) }]);
+    let duplicate = VmId { pid: 8, ..ID };
+    let both = |size| {
+        sample(1_000, vec![vm(size, 600, 900), VmSample { id: duplicate, ..vm(1024, 600, 900) }])
+    };
     act(&mut memory, &both(1024), Some((1024, 900, short(Pressure::Hard))));
     let model = tick(&mut memory, &both(900));
     let owned = memory.owned(&model, &Plan::default(), &[]);
     assert_eq!(owned.vms.iter().map(|v| v.id).collect::<Vec<_>>(), [ID]);
     let left = Sample {
         ended: vec![ID],
-        ..sample(2_000, vec![VmSample { id: twin, ..vm(1024, 600, 900) }])
+        ..sample(2_000, vec![VmSample { id: duplicate, ..vm(1024, 600, 900) }])
     };
     assert_eq!(tick(&mut memory, &left).vms[0].owed, Bytes::ZERO);
 }

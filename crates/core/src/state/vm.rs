@@ -99,9 +99,9 @@ pub struct VmMemory {
     /// How often in a row it did not follow.
     pub stuck_count: u32,
     /// When its balloon last shrank without an order: the guest was out of memory
-    /// and helped itself (`deflate-on-oom`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub helped_itself: Option<Stamp>,
+    /// and its driver deflated it (`deflate-on-oom`).
+    #[serde(default, alias = "helped_itself", skip_serializing_if = "Option::is_none")]
+    pub deflated_on_oom: Option<Stamp>,
     /// It rebooted while it was ballooned and is not where its new kernel may start yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reboot: Option<Reboot>,
@@ -146,7 +146,7 @@ pub struct VmMemory {
     #[serde(default)]
     pub zeros: ZeroMemory,
     /// What the balloon had taken when partially mapped huge pages were last ordered to be split.
-    #[serde(default)]
+    #[serde(default, alias = "torn")]
     pub partial_thp: Bytes,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
@@ -468,7 +468,7 @@ impl VmMemory {
         (self.stats, self.unsure) = (None, Bytes::ZERO);
         self.rates = None;
         self.order = None;
-        self.helped_itself = None;
+        self.deflated_on_oom = None;
         self.recent = Recent::default();
         self.stuck_until = None;
         self.stuck_count = 0;
@@ -504,7 +504,7 @@ impl VmMemory {
                 let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
                 match self.words(at, vm).and_then(|s| s.available).is_some_and(|a| a > low) {
                     true => self.ledger.foreign = Some(at),
-                    false => self.helped_itself = Some(at),
+                    false => self.deflated_on_oom = Some(at),
                 }
             }
         }

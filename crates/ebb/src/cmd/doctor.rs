@@ -448,8 +448,8 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
     }
     reporting_check(b.reporting, vm.agent.as_ref(), add);
     if b.deflate_on_oom == Some(false) {
-        let advice = "with deflate-on-oom=on on the balloon a guest that is short helps itself at \
-                      once, so Ebb can take three times as much of its idle memory";
+        let advice = "with deflate-on-oom=on on the balloon the driver of a guest that runs out of \
+                      memory deflates it at once, so Ebb can take three times as much of its idle memory";
         add("deflate-on-oom", Verdict::Missing, "off", advice);
     }
     match &b.guest {

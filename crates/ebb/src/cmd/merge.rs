@@ -25,7 +25,7 @@ use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::qmp::Client;
 use ebb_host::root::Root;
-use ebb_host::scan::sampling::{Estimate, Survey, survey};
+use ebb_host::scan::sampling::{Estimate, Sampling, survey};
 use ebb_host::scan::{Fate, Found, Limits, Options, Pages, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
@@ -448,7 +448,7 @@ fn refused(found: &Found) -> Option<String> {
     Some(format!("{size}: {why}"))
 }
 
-fn tell(known: &[Known], survey: &Survey, ksm: Option<Ksm>) -> Report {
+fn tell(known: &[Known], survey: &Sampling, ksm: Option<Ksm>) -> Report {
     let scan = &survey.scan;
     let scanned = |k: &Known| {
         let i = scan.vms.iter().position(|v| v.target.id == k.process.id)?;
@@ -545,7 +545,7 @@ fn cost(vms: &[VmResult]) -> Cost {
         steered: steered.cost_s(),
         steered_again: steered.again_s(),
         steered_share: share(steered.pages, all.pages),
-        steered_finds: share(steered.zeros + steered.twins, all.zeros + all.twins),
+        steered_finds: share(steered.zeros + steered.duplicates, all.zeros + all.duplicates),
     }
 }
 
@@ -600,7 +600,7 @@ fn notes(r: &Report) -> String {
     if let Some(e) = &r.estimate {
         let sampled = r.vms.iter().filter(|v| v.read == "sample").count();
         out += &format!(
-            "{sampled} VMs were only sampled, few of their pages have twins; of all VMs together the \
+            "{sampled} VMs were only sampled, few of their pages have duplicates; of all VMs together the \
              sample says {} ({} to {}), zeros not counted: --full reads all\n",
             e.likely, e.low, e.high
         );

@@ -33,7 +33,7 @@ fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
 
 /// Takes orders and tells what came of them.
 #[derive(Debug)]
-pub(crate) struct Errands<J, S: Told, C> {
+pub(crate) struct BackgroundJobs<J, S: Told, C> {
     root: Root,
     name: &'static str,
     work: Work<J, S, C>,
@@ -41,10 +41,10 @@ pub(crate) struct Errands<J, S: Told, C> {
     told: Shared<S>,
 }
 
-impl<J: Send + 'static, S: Told, C: Default + 'static> Errands<J, S, C> {
+impl<J: Send + 'static, S: Told, C: Default + 'static> BackgroundJobs<J, S, C> {
     /// Nothing runs before the first order.
-    pub fn new(root: Root, name: &'static str, work: Work<J, S, C>) -> Errands<J, S, C> {
-        Errands { root, name, work, jobs: None, told: Arc::default() }
+    pub fn new(root: Root, name: &'static str, work: Work<J, S, C>) -> BackgroundJobs<J, S, C> {
+        BackgroundJobs { root, name, work, jobs: None, told: Arc::default() }
     }
 
     /// Has it carried out after what was ordered before.

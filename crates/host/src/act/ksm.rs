@@ -152,7 +152,7 @@ impl KsmOwner {
     /// What `ksmd` is to do. Only knobs that differ are written.
     pub fn apply(&self, order: &Order) -> Result<(), KsmError> {
         let Order::Run { batch, sleep_ms, .. } = order else { return self.set("run", "0") };
-        // With it a late twin of an aged page is never found.
+        // With it a late duplicate of an aged page is never found.
         self.set("smart_scan", "0")?;
         self.set("use_zero_pages", "1")?;
         if self.manners.hold_khugepaged {

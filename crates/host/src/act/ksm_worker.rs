@@ -18,7 +18,7 @@ use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
 use super::ksm::Manners;
-use super::ksmd_throttle::Keeper;
+use super::ksmd_throttle::KsmdThrottle;
 use super::vm_mergeable::{LEAST_RAM, marks};
 use crate::linux::LinuxHost;
 use crate::root::Root;
@@ -98,7 +98,7 @@ fn lock(told: &Mutex<Told>) -> MutexGuard<'_, Told> {
 
 /// Takes orders and tells what came of them. Nothing runs before the first.
 #[derive(Debug)]
-pub struct Merger {
+pub struct KsmWorker {
     root: Root,
     note: PathBuf,
     manners: Manners,
@@ -110,13 +110,13 @@ pub struct Merger {
     dial: Arc<Dial>,
 }
 
-impl Merger {
+impl KsmWorker {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
-    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> Merger {
+    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> KsmWorker {
         let (jobs, scans, told) = (None, None, Shared::default());
         let dial = Arc::new(Dial::new(0.0));
-        Merger { root, note, manners, wake, jobs, scans, told, sent: None, dial }
+        KsmWorker { root, note, manners, wake, jobs, scans, told, sent: None, dial }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -223,7 +223,8 @@ impl Merger {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (send, receive) = sync_channel(WAITING);
             let (note, told) = (self.note.clone(), self.told.clone());
-            let keeper = Keeper::new(self.root.clone(), note, self.manners, self.wake.clone());
+            let keeper =
+                KsmdThrottle::new(self.root.clone(), note, self.manners, self.wake.clone());
             // Without a thread the channel is closed, which sending tells.
             let _ = std::thread::Builder::new()
                 .name("ksm".into())
@@ -245,7 +246,7 @@ fn alike(a: &Order, b: &Order) -> bool {
     }
 }
 
-fn work(mut keeper: Keeper, jobs: &Receiver<Job>, told: &Mutex<Told>) {
+fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
     loop {
         let job = match keeper.pause() {
             None => jobs.recv().ok(),
@@ -319,7 +320,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
 fn options(job: &ScanJob) -> Options {
     let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
     let dial = Some(Arc::clone(&job.dial));
-    Options { threads: Some(job.threads), limits, dial, sieve: true, ..Options::default() }
+    Options { threads: Some(job.threads), limits, dial, filter: true, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -381,7 +382,7 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
     });
     let found = candidates(&scan, one_in);
     let mut told = lock(told);
-    // A sample does not tell where twins lie.
+    // A sample does not tell where duplicates lie.
     if one_in == 1 {
         told.ranges = worth_opening(&scan);
     }
@@ -414,29 +415,29 @@ fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
         let open: Vec<(u64, u64)> = v.target.open.iter().map(pair).collect();
         let ram = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).map(pair);
         let goes = (v.split.within + v.split.between).0 / PAGE;
-        let goes = goes as f64 / v.twins.max(1) as f64;
+        let goes = goes as f64 / v.duplicates.max(1) as f64;
         (v.target.id, ranges(&blocks, &open, &ram.collect::<Vec<_>>(), goes))
     };
     scanned.map(one).collect()
 }
 
-/// What was found of each VM. From a sample: the likely number of twins, divided as
-/// the twins that were seen.
+/// What was found of each VM. From a sample: the likely number of duplicates, divided as
+/// the duplicates that were seen.
 fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
-    let seen: u64 = scan.vms.iter().map(|v| v.twins).sum();
+    let seen: u64 = scan.vms.iter().map(|v| v.duplicates).sum();
     let likely = estimate(&scan.moments, one_in).likely.0 / PAGE;
-    let part = |twins: u64| (likely as f64 * twins as f64 / seen.max(1) as f64) as u64;
+    let part = |duplicates: u64| (likely as f64 * duplicates as f64 / seen.max(1) as f64) as u64;
     let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
     let one = |v: &crate::scan::VmResult| match one_in {
         1 => Candidates {
             pages: v.pages.read,
             zeros: v.pages.zero,
-            twins: (v.split.within + v.split.between).0 / PAGE,
+            duplicates: (v.split.within + v.split.between).0 / PAGE,
         },
         n => Candidates {
             pages: v.pages.read.saturating_mul(n.into()),
             zeros: v.pages.zero.saturating_mul(n.into()),
-            twins: part(v.twins),
+            duplicates: part(v.duplicates),
         },
     };
     scanned.map(|v| (v.target.id, one(v))).collect()
@@ -469,7 +470,7 @@ mod tests {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
         let mut merger =
-            Merger::new(root.clone(), note.clone(), Manners::default(), Waker::new().unwrap());
+            KsmWorker::new(root.clone(), note.clone(), Manners::default(), Waker::new().unwrap());
         let why = String::new();
         merger.order(&Order::Run { batch: 500, sleep_ms: 20, cores: 0.1, scans: u64::MAX, why });
         within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
@@ -487,7 +488,7 @@ mod tests {
     #[test]
     fn what_cannot_be_looked_at_is_told_and_nothing_is_a_scan_too() {
         let (dir, root) = tree();
-        let mut merger = Merger::new(
+        let mut merger = KsmWorker::new(
             root,
             dir.path().join("ksm.json"),
             Manners::default(),

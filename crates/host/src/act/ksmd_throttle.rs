@@ -25,7 +25,7 @@ const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 
 /// The knobs, and what is under way.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct KsmdThrottle {
     root: Root,
     note: PathBuf,
     manners: Manners,
@@ -44,10 +44,10 @@ struct Burst {
     seen: Option<(Instant, Duration, u64)>,
 }
 
-impl Keeper {
+impl KsmdThrottle {
     /// Takes nothing yet; see [`KsmOwner::take`].
-    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> Keeper {
-        Keeper { root, note, manners, wake, owner: None, burst: None }
+    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> KsmdThrottle {
+        KsmdThrottle { root, note, manners, wake, owner: None, burst: None }
     }
 
     /// The tree.
@@ -88,7 +88,7 @@ impl Keeper {
         read_full_scans(&self.root).map(Option::unwrap_or_default).map_err(|e| e.to_string())
     }
 
-    /// How soon [`Keeper::keep`] is to be called; `None`: nothing is under way.
+    /// How soon [`KsmdThrottle::keep`] is to be called; `None`: nothing is under way.
     pub fn pause(&self) -> Option<Duration> {
         self.burst.as_ref().map(|b| if is_gentle(b.cores) { PACE } else { PAUSE })
     }
@@ -178,7 +178,8 @@ mod tests {
     fn ksmd_stops_at_the_scan_that_was_ordered_and_a_late_order_does_not_start_it() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+        let mut keeper =
+            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
         keeper.order(&run(7)).unwrap();
         assert!(keeper.pause().is_some());
         worked(&root, 6, 1000, 10);
@@ -199,7 +200,8 @@ mod tests {
     fn in_pulses_what_a_page_costs_is_known_after_a_hundred() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+        let mut keeper =
+            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
         let (batch, sleep_ms) = speed(0.008, 6.0);
         let order = Order::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
         keeper.order(&order).unwrap();
@@ -218,7 +220,8 @@ mod tests {
     fn ksmd_is_kept_to_its_share_when_pages_become_dearer() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut keeper = Keeper::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+        let mut keeper =
+            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
         keeper.order(&run(u64::MAX)).unwrap();
         assert_eq!(knob(&root, "pages_to_scan"), "20000");
         keeper.keep().unwrap();

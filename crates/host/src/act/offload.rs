@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::{OffloadSample, ProcessMemory, VmId};
 use ebb_core::units::Bytes;
 
-use super::background_jobs::{Errands, Told};
+use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
 use crate::probe::cgroup::Hierarchy;
 use crate::probe::maps::read_ram_mappings;
@@ -62,13 +62,13 @@ impl Told for OffloadSample {
 pub struct Offloader {
     root: Root,
     /// With the address where the last order ended.
-    errands: Errands<Job, OffloadSample, u64>,
+    errands: BackgroundJobs<Job, OffloadSample, u64>,
 }
 
 impl Offloader {
     /// Nothing runs before the first order.
     pub fn new(root: Root) -> Offloader {
-        let errands = Errands::new(root.clone(), "offload", carry_out);
+        let errands = BackgroundJobs::new(root.clone(), "offload", carry_out);
         Offloader { root, errands }
     }
 

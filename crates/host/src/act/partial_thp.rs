@@ -14,7 +14,7 @@ use ebb_core::plan::PartialThpOrder;
 use ebb_core::sample::{PartialThpSample, VmId};
 use ebb_core::units::{Bytes, PAGE};
 
-use super::background_jobs::{Errands, Told};
+use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
 use crate::root::{Root, is_absent};
@@ -70,11 +70,11 @@ impl Told for PartialThpSample {
 }
 
 /// Has VMs' partially mapped huge pages split; kept is the address where the last order ended.
-pub(crate) type Splitter = Errands<PartialThpOrder, PartialThpSample, u64>;
+pub(crate) type Splitter = BackgroundJobs<PartialThpOrder, PartialThpSample, u64>;
 
 /// Nothing runs before the first order.
 pub(crate) fn splitter(root: Root) -> Splitter {
-    Errands::new(root, "partial_thp", carry_out)
+    BackgroundJobs::new(root, "partial_thp", carry_out)
 }
 
 fn carry_out(

@@ -25,7 +25,7 @@ use ebb_core::sample::{VmId, ZeroSample, ZeroWays};
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use super::background_jobs::{Errands, Told};
+use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};
@@ -76,11 +76,11 @@ impl Told for ZeroSample {
 }
 
 /// Has VMs' memory gone through; kept is the address where the last order ended.
-pub(crate) type ZeroFinder = Errands<ZeroOrder, ZeroSample, u64>;
+pub(crate) type ZeroFinder = BackgroundJobs<ZeroOrder, ZeroSample, u64>;
 
 /// Nothing runs before the first order.
 pub(crate) fn finder(root: Root) -> ZeroFinder {
-    Errands::new(root, "zeros", carry_out)
+    BackgroundJobs::new(root, "zeros", carry_out)
 }
 
 fn carry_out(root: &Root, vm: VmId, order: &ZeroOrder, cursor: &mut u64) -> Result<Done, String> {

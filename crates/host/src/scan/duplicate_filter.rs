@@ -1,18 +1,18 @@
-//! Which pages may have a twin, by four lines of each.
+//! Which pages may have a duplicate, by four lines of each.
 //!
 //! To read a page whole costs several times what four lines of it do, and most pages have no
-//! twin. So where agents read for us, they first read the lines of all pages
+//! duplicate. So where agents read for us, they first read the lines of all pages
 //! ([`ebb_core::hash::Key::lines`]); each page's tag, 32 bits of their hash, is put in a
 //! field of two bits a place, some sixteen places a page: seen once, seen twice. Whoever is
 //! alone in its place differs from all others and is not read any further. What is left are
-//! pages with a twin, or that look like one (half empty, say), and one of twenty others
+//! pages with a duplicate, or that look like one (half empty, say), and one of twenty others
 //! that share a place by chance.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ebb_core::units::PAGE;
 
-use super::page_hashes::Tags;
+use super::page_hashes::PageHashes;
 use super::walk::push_page;
 use crate::sys::{Range, fetch};
 
@@ -27,16 +27,16 @@ const WORD: usize = 32;
 
 /// How often tags were seen, all VMs together.
 #[derive(Debug)]
-pub(super) struct Sieve(Vec<AtomicU64>);
+pub(super) struct DuplicateFilter(Vec<AtomicU64>);
 
-impl Sieve {
+impl DuplicateFilter {
     /// For so many pages.
-    pub fn new(pages: u64) -> Sieve {
+    pub fn new(pages: u64) -> DuplicateFilter {
         let places =
             pages.saturating_mul(PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
         // Zeroed by the kernel when it is first touched.
         let words = vec![0u64; places as usize / WORD];
-        Sieve(words.into_iter().map(AtomicU64::new).collect())
+        DuplicateFilter(words.into_iter().map(AtomicU64::new).collect())
     }
 
     fn place(&self, tag: u32) -> (&AtomicU64, u32) {
@@ -96,15 +96,21 @@ impl Marks {
         }
     }
 
-    /// Leaves those marked in a window that may have a twin; returns how many went.
-    pub fn sift(&self, window: Range, tags: &Tags, group: u32, sieve: &Sieve) -> u64 {
+    /// Leaves those marked in a window that may have a duplicate; returns how many went.
+    pub fn sift(
+        &self,
+        window: Range,
+        tags: &PageHashes,
+        group: u32,
+        filter: &DuplicateFilter,
+    ) -> u64 {
         let mut gone = 0;
         for run in self.runs(window) {
             for address in (run.start..run.end()).step_by(PAGE as usize) {
                 let ahead = tags.at(address + AHEAD as u64 * PAGE);
-                ahead.into_iter().for_each(|tag| sieve.fetch(tag ^ group));
-                let twin = tags.at(address).is_some_and(|tag| sieve.holds_two(tag ^ group));
-                if let Some((word, bit)) = self.cell(address).filter(|_| !twin) {
+                ahead.into_iter().for_each(|tag| filter.fetch(tag ^ group));
+                let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag ^ group));
+                if let Some((word, bit)) = self.cell(address).filter(|_| !duplicate) {
                     word.fetch_and(!bit, Relaxed);
                     gone += 1;
                 }
@@ -131,28 +137,29 @@ mod tests {
 
     #[test]
     fn what_comes_twice_is_known_and_hardly_anything_else() {
-        let sieve = Sieve::new(1 << 12);
-        assert!(sieve.bytes() <= (1 << 12) * 8);
+        let filter = DuplicateFilter::new(1 << 12);
+        assert!(filter.bytes() <= (1 << 12) * 8);
         let mut x = 1u64;
         let mut tag = || {
             x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (x >> 32) as u32
         };
         let tags: Vec<u32> = (0..4096).map(|_| tag()).collect();
-        tags.iter().for_each(|t| sieve.put(*t));
-        let alone = tags.iter().filter(|t| sieve.holds_two(**t)).count();
+        tags.iter().for_each(|t| filter.put(*t));
+        let alone = tags.iter().filter(|t| filter.holds_two(**t)).count();
         // One in 16 to 32 by chance.
         assert!((60..400).contains(&alone), "{alone}");
-        tags[..100].iter().for_each(|t| sieve.put(*t));
-        assert!(tags[..100].iter().all(|t| sieve.holds_two(*t)));
-        assert!(!Sieve::new(0).holds_two(u32::MAX));
-        Sieve::new(0).put(u32::MAX);
+        tags[..100].iter().for_each(|t| filter.put(*t));
+        assert!(tags[..100].iter().all(|t| filter.holds_two(*t)));
+        assert!(!DuplicateFilter::new(0).holds_two(u32::MAX));
+        DuplicateFilter::new(0).put(u32::MAX);
     }
 
     #[test]
-    fn only_marked_pages_that_may_have_a_twin_are_left() {
+    fn only_marked_pages_that_may_have_a_duplicate_are_left() {
         let ram = [Range { start: PAGE, len: 100 * PAGE }, Range { start: 1 << 30, len: PAGE }];
-        let (marks, sieve, mut tags) = (Marks::new(&ram), Sieve::new(200), Tags::default());
+        let (marks, filter, mut tags) =
+            (Marks::new(&ram), DuplicateFilter::new(200), PageHashes::default());
         tags.fit(&ram);
         let all = Range { start: 0, len: 1 << 31 };
         assert!(marks.runs(all).is_empty());
@@ -161,15 +168,15 @@ mod tests {
         for (address, hash) in pages {
             tags.same(address, hash << 8);
             marks.set(address);
-            sieve.put(tags.at(address).unwrap() ^ 3);
+            filter.put(tags.at(address).unwrap() ^ 3);
         }
         marks.set(0);
         marks.set(1 << 40);
         let page = |start| Range { start, len: PAGE };
         let two = Range { start: 2 * PAGE, len: 2 * PAGE };
         assert_eq!(marks.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
-        assert_eq!(marks.sift(page(9 * PAGE), &tags, 3, &sieve), 1);
-        assert_eq!(marks.sift(all, &tags, 3, &sieve), 1);
+        assert_eq!(marks.sift(page(9 * PAGE), &tags, 3, &filter), 1);
+        assert_eq!(marks.sift(all, &tags, 3, &filter), 1);
         assert_eq!(marks.runs(all), [page(2 * PAGE), page(1 << 30)]);
     }
 }

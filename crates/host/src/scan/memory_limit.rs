@@ -1,4 +1,4 @@
-//! How much memory a scan may take: what does not fit is sampled ([`super::survey`]).
+//! How much memory a scan may take: what does not fit is sampled ([`super::sampling`]).
 //!
 //! A scan that reads all takes up to 20 bytes a page, half a percent of what it scans. On a
 //! host that has no more than that to spare it would do more harm than it finds.

@@ -4,9 +4,9 @@
 //! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
 //! in pieces of 1 MiB (`process_vm_readv`), or has the VM's agent do that (`agents`),
 //! and notes a keyed hash of each (`ebb_core::page_hash`) in a table of 16 bytes a page (`table`). Agents may be
-//! asked for four lines of each page first, and whole only for those that are not alone by that (`sieve`). Then equal pages are counted: zeros,
-//! twins within a VM, between VMs of a share group, between groups (`tally`).
-//! `survey` decides how much to read. Nothing is ever written to a VM, and a VM
+//! asked for four lines of each page first, and whole only for those that are not alone by that (`filter`). Then equal pages are counted: zeros,
+//! duplicates within a VM, between VMs of a share group, between groups (`tally`).
+//! `sampling` decides how much to read. Nothing is ever written to a VM, and a VM
 //! notices nothing but its host's CPUs: threads run when nobody else wants to
 //! (SCHED_IDLE) or, where the host needs the memory, with the weight of `ksmd`, within
 //! limits (`pace`), and pause while tasks stall for memory.
@@ -38,7 +38,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
 use self::agents::HashLink;
-use self::page_hashes::Tags;
+use self::page_hashes::PageHashes;
 use self::rate_limit::Pace;
 pub use self::rate_limit::{Dial, Limits};
 pub use self::savings::{BLOCK, Blocks, Moments, Pages, Split};
@@ -172,10 +172,10 @@ pub struct Options {
     pub separate: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
-    /// Agents read four lines of each page first, and whole only pages that have a twin by
+    /// Agents read four lines of each page first, and whole only pages that have a duplicate by
     /// those. What pages are is noted by their lines then, and looked at so; nothing else
     /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
-    pub sieve: bool,
+    pub filter: bool,
     /// Pause while tasks stall for memory for more than this share of time.
     pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
@@ -193,7 +193,7 @@ impl Default for Options {
             idle: true,
             separate: false,
             changes: Changes::Ignore,
-            sieve: false,
+            filter: false,
             pause_above: Some(0.1),
             listing: None,
         }
@@ -222,8 +222,8 @@ pub struct VmResult {
     pub pages: Pages,
     /// What merging it would save: its part of what it shares with others.
     pub split: Split,
-    /// Read pages that have a twin in the same share group, zeros not counted.
-    pub twins: u64,
+    /// Read pages that have a duplicate in the same share group, zeros not counted.
+    pub duplicates: u64,
     /// Where they lie, in blocks of 2 MiB.
     pub blocks: Blocks,
 }
@@ -264,7 +264,7 @@ pub struct Scan {
 pub struct Scanner {
     root: Root,
     key: Key,
-    tags: HashMap<VmId, Tags>,
+    tags: HashMap<VmId, PageHashes>,
     agents: HashMap<VmId, Arc<HashLink>>,
 }
 
@@ -299,7 +299,7 @@ impl Scanner {
         let cpu_reading = pace.cpu();
         let (read, by_agents, by_lines) = job.read_bytes();
         let tally = job.count(threads);
-        let kept: u64 = self.tags.values().map(Tags::bytes).sum();
+        let kept: u64 = self.tags.values().map(PageHashes::bytes).sum();
         Scan {
             split: tally.split,
             moments: tally.moments,

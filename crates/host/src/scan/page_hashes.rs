@@ -18,11 +18,11 @@ pub(super) fn tag(hash: u128) -> u32 {
 
 /// The tags of one VM; 0: not known.
 #[derive(Debug, Default)]
-pub(super) struct Tags {
+pub(super) struct PageHashes {
     ranges: Vec<(Range, Vec<AtomicU32>)>,
 }
 
-impl Tags {
+impl PageHashes {
     /// Covers just these ranges; what was known of others is forgotten.
     pub fn fit(&mut self, ram: &[Range]) {
         let mut old = std::mem::take(&mut self.ranges);
@@ -79,7 +79,7 @@ mod tests {
     fn a_page_is_unchanged_only_if_it_was_seen_and_is_the_same() {
         let ram =
             [Range { start: 0x10_0000, len: 8 * PAGE }, Range { start: 0x40_0000, len: PAGE }];
-        let mut tags = Tags::default();
+        let mut tags = PageHashes::default();
         tags.fit(&ram);
         for page in [0x10_0000, 0x10_7000, 0x40_0000] {
             assert!(!tags.same(page, 5 << 8), "never seen");
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_hash_of_zero_bits_is_still_a_hash() {
-        let mut tags = Tags::default();
+        let mut tags = PageHashes::default();
         tags.fit(&[Range { start: 0, len: PAGE }]);
         assert!(!tags.same(0, 0xff) && tags.same(0, 0xff));
     }

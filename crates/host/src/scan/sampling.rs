@@ -1,10 +1,10 @@
 //! How much to read: a sample where reading all would take long, then all of the
-//! VMs in which the sample found twins.
+//! VMs in which the sample found duplicates.
 //!
-//! A page and its twin are both in a sample of one in n only once in n² times, so
-//! a sample shows few of the twins there are. Two numbers of it are enough for an
-//! estimate: how many pages had a twin in it, and how many pairs there were. They
-//! fix the share of pages that have twins, q, and how many twins each has, m, if
+//! A page and its duplicate are both in a sample of one in n only once in n² times, so
+//! a sample shows few of the duplicates there are. Two numbers of it are enough for an
+//! estimate: how many pages had a duplicate in it, and how many pairs there were. They
+//! fix the share of pages that have duplicates, q, and how many duplicates each has, m, if
 //! all have the same number. Where that is not so the estimate is off, so it comes
 //! with bounds that hold whatever the pages are: every page that was alone in the
 //! sample stands for n different ones, or for none.
@@ -18,7 +18,7 @@ use super::{Moments, Options, Scan, Scanner, Target};
 pub const ONE_IN: u32 = 8;
 /// What each thread reads in about two seconds is read without a sample before.
 const AT_ONCE: u64 = 10 << 30;
-/// All of a VM is read where at least this share of its pages may have twins.
+/// All of a VM is read where at least this share of its pages may have duplicates.
 const PAYS: f64 = 0.005;
 
 /// What a sample says of the whole; zeros left out.
@@ -26,7 +26,7 @@ const PAYS: f64 = 0.005;
 pub struct Estimate {
     /// At least.
     pub low: Bytes,
-    /// If all pages that have twins have equally many.
+    /// If all pages that have duplicates have equally many.
     pub likely: Bytes,
     /// At most.
     pub high: Bytes,
@@ -34,7 +34,7 @@ pub struct Estimate {
 
 /// A survey: the deepest scan that was made, and what a sample said.
 #[derive(Debug)]
-pub struct Survey {
+pub struct Sampling {
     /// What was found. Of VMs that were not read whole: only the sample's part.
     pub scan: Scan,
     /// One flag for each target: it was read whole.
@@ -51,33 +51,33 @@ pub fn survey(
     held: Bytes,
     full: bool,
     options: &Options,
-) -> Survey {
+) -> Sampling {
     let threads = options.threads.unwrap_or_else(|| super::idle_cores(&scanner.root));
     let all = Options { one_in: 1, ..options.clone() };
     if full || held.0 <= AT_ONCE * threads as u64 {
         let scan = scanner.scan(targets, &all);
-        return Survey { scan, whole: vec![true; targets.len()], estimate: None };
+        return Sampling { scan, whole: vec![true; targets.len()], estimate: None };
     }
     let sample = scanner.scan(targets, &Options { one_in: ONE_IN, ..options.clone() });
-    let whole: Vec<bool> = sample.vms.iter().map(|v| pays(v.twins, v.pages.read)).collect();
+    let whole: Vec<bool> = sample.vms.iter().map(|v| pays(v.duplicates, v.pages.read)).collect();
     let chosen: Vec<Target> =
         targets.iter().zip(&whole).filter(|(_, w)| **w).map(|(t, _)| t.clone()).collect();
     let estimate = estimate(&sample.moments, ONE_IN);
     if chosen.is_empty() {
-        return Survey { scan: scaled(sample), whole, estimate: Some(estimate) };
+        return Sampling { scan: scaled(sample), whole, estimate: Some(estimate) };
     }
     let deep = scanner.scan(&chosen, &all);
     let estimate = (chosen.len() < targets.len()).then_some(estimate);
-    Survey { scan: joined(scaled(sample), deep, &whole), whole, estimate }
+    Sampling { scan: joined(scaled(sample), deep, &whole), whole, estimate }
 }
 
-/// Whether enough pages of a sample had twins in it to read all. Most twins of a
+/// Whether enough pages of a sample had duplicates in it to read all. Most duplicates of a
 /// page are not in the sample, so each that is stands for up to [`ONE_IN`].
-fn pays(twins: u64, read: u64) -> bool {
-    read > 0 && twins as f64 * f64::from(ONE_IN) >= PAYS * read as f64
+fn pays(duplicates: u64, read: u64) -> bool {
+    read > 0 && duplicates as f64 * f64::from(ONE_IN) >= PAYS * read as f64
 }
 
-/// A sample's zeros, for the whole; twins cannot be scaled like that.
+/// A sample's zeros, for the whole; duplicates cannot be scaled like that.
 fn scaled(mut sample: Scan) -> Scan {
     sample.split = super::Split::default();
     for vm in &mut sample.vms {
@@ -130,23 +130,23 @@ pub fn estimate(m: &Moments, one_in: u32) -> Estimate {
     Estimate { low: bytes(low), likely: bytes(likely.clamp(low.max(0.0), high)), high: bytes(high) }
 }
 
-/// The share of pages that merging saves, if each page that has twins has m of
-/// them: q·m/(m+1). In a sample of rate r a page sees one of its m twins with
+/// The share of pages that merging saves, if each page that has duplicates has m of
+/// them: q·m/(m+1). In a sample of rate r a page sees one of its m duplicates with
 /// probability 1−(1−r)^m, and r·m of them on average.
 fn share_saved(m: &Moments, r: f64) -> f64 {
     let seen = (m.pages - m.single) / m.pages;
-    let twins = 2.0 * m.pairs / m.pages;
-    if seen <= 0.0 || twins <= 0.0 {
+    let duplicates = 2.0 * m.pairs / m.pages;
+    if seen <= 0.0 || duplicates <= 0.0 {
         return 0.0;
     }
-    // Falls from 1 at one twin towards 0: found by halving.
+    // Falls from 1 at one duplicate towards 0: found by halving.
     let ratio = |t: f64| (1.0 - (1.0 - r).powf(t)) / (r * t);
     let (mut few, mut many) = (1.0, 1e9);
     for _ in 0..200 {
         let middle = f64::sqrt(few * many);
-        if ratio(middle) > seen / twins { few = middle } else { many = middle }
+        if ratio(middle) > seen / duplicates { few = middle } else { many = middle }
     }
-    let q = (twins / (r * few)).min(1.0);
+    let q = (duplicates / (r * few)).min(1.0);
     q * few / (few + 1.0)
 }
 
@@ -154,7 +154,7 @@ fn share_saved(m: &Moments, r: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Pages that have `m` twins each and pages that have none, sampled.
+    /// Pages that have `m` duplicates each and pages that have none, sampled.
     fn sampled(alone: u32, sets: u32, m: u32, rng: &mut u64) -> Moments {
         let mut draw = || {
             *rng = rng.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_without_twins_does_not_pay_and_one_with_few_does() {
+    fn a_sample_without_duplicates_does_not_pay_and_one_with_few_does() {
         assert!(!pays(0, 0) && !pays(0, 10_000) && !pays(6, 10_000));
         assert!(pays(7, 10_000));
     }

@@ -1,7 +1,7 @@
 //! Counting: from equal pages to what merging them would save, and for whom.
 //!
 //! Of N equal pages one stays. The N−1 that go are told apart by how far one must
-//! look for the twin: within a VM, in another VM of the group, in another group.
+//! look for the duplicate: within a VM, in another VM of the group, in another group.
 //! What several VMs save together is divided among them equally, so that the parts
 //! add up to the whole.
 
@@ -25,11 +25,11 @@ pub const BLOCK: u64 = 1 << BLOCK_SHIFT;
 pub struct Split {
     /// Pages of zeros.
     pub zero: Bytes,
-    /// Twins within a VM.
+    /// Duplicates within a VM.
     pub within: Bytes,
-    /// Twins in another VM of the same share group.
+    /// Duplicates in another VM of the same share group.
     pub between: Bytes,
-    /// Twins in other groups only: what keeping groups apart costs.
+    /// Duplicates in other groups only: what keeping groups apart costs.
     pub across: Bytes,
 }
 
@@ -67,7 +67,7 @@ pub struct Pages {
     pub lost: u64,
 }
 
-/// Numbers of a sample that [`super::survey`] estimates from.
+/// Numbers of a sample that [`super::sampling`] estimates from.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Moments {
     /// Pages read, zeros left out.
@@ -86,7 +86,7 @@ pub(super) struct VmTally {
     pub within: u64,
     pub between: f64,
     pub across: f64,
-    pub twins: u64,
+    pub duplicates: u64,
 }
 
 impl VmTally {
@@ -102,7 +102,7 @@ impl VmTally {
 
 /// What one thread, and in the end all, counted.
 #[derive(Clone, Debug)]
-pub(super) struct Tally {
+pub(super) struct Savings {
     pub vms: Vec<VmTally>,
     pub split: Split,
     pub moments: Moments,
@@ -116,13 +116,13 @@ pub(super) struct Rules<'a> {
     pub groups: &'a [usize],
     /// VMs that ended: their pages do not count.
     pub ended: &'a [bool],
-    /// Where a twin is, for each VM.
+    /// Where a duplicate is, for each VM.
     pub blocks: &'a [Blocks],
 }
 
-impl Tally {
-    pub fn new(vms: usize) -> Tally {
-        Tally {
+impl Savings {
+    pub fn new(vms: usize) -> Savings {
+        Savings {
             vms: vec![VmTally::default(); vms],
             split: Split::default(),
             moments: Moments::default(),
@@ -185,21 +185,21 @@ impl Tally {
             tally.between += (vms - 1) as f64 / vms as f64;
             self.split.within += Bytes::pages(n - 1);
             if !alone {
-                tally.twins += n;
+                tally.duplicates += n;
                 let first = pages.partition_point(|e| e.vm() < *vm);
                 let own = &pages[first..first + *n as usize];
-                own.iter().for_each(|e| rules.blocks[*vm].twin(e.page() * PAGE));
+                own.iter().for_each(|e| rules.blocks[*vm].duplicate(e.page() * PAGE));
             }
         }
     }
 
     /// Adds another thread's.
-    pub fn add(&mut self, other: &Tally) {
+    pub fn add(&mut self, other: &Savings) {
         for (mine, theirs) in self.vms.iter_mut().zip(&other.vms) {
             mine.within += theirs.within;
             mine.between += theirs.between;
             mine.across += theirs.across;
-            mine.twins += theirs.twins;
+            mine.duplicates += theirs.duplicates;
         }
         self.split.add(&other.split);
         self.moments.pages += other.moments.pages;
@@ -209,7 +209,7 @@ impl Tally {
     }
 }
 
-/// A block while it is counted: pages that were read, that have a twin, that are zeros.
+/// A block while it is counted: pages that were read, that have a duplicate, that are zeros.
 #[derive(Debug, Default)]
 struct Cells([[AtomicU64; WORDS]; 3]);
 
@@ -253,7 +253,7 @@ impl Blocks {
         self.set(address, if zero { &[0, 2] } else { &[0] });
     }
 
-    fn twin(&self, address: u64) {
+    fn duplicate(&self, address: u64) {
         self.set(address, &[1]);
     }
 
@@ -265,7 +265,7 @@ impl Blocks {
             cells.iter().enumerate().filter_map(move |(i, cells)| {
                 let bits = |kind: usize| cells.0[kind].each_ref().map(|w| w.load(Relaxed));
                 let start = (first + i as u64) << BLOCK_SHIFT;
-                let block = Block { start, read: bits(0), twins: bits(1), zeros: bits(2) };
+                let block = Block { start, read: bits(0), duplicates: bits(1), zeros: bits(2) };
                 (block != Block { start, ..Block::default() }).then_some(block)
             })
         })
@@ -285,7 +285,11 @@ mod tests {
         vec![Range { start: 0, len: 1 << 24 }]
     }
 
-    fn tally(pages: &[(u64, u32, u64)], groups: &[usize], ended: &[bool]) -> (Tally, Vec<Blocks>) {
+    fn tally(
+        pages: &[(u64, u32, u64)],
+        groups: &[usize],
+        ended: &[bool],
+    ) -> (Savings, Vec<Blocks>) {
         let table = Table::default();
         let mut filler = table.filler();
         for (content, vm, page) in pages {
@@ -295,13 +299,13 @@ mod tests {
         drop(filler);
         let blocks: Vec<Blocks> = groups.iter().map(|_| Blocks::new(&ram())).collect();
         let rules = Rules { groups, ended, blocks: &blocks };
-        let mut tally = Tally::new(groups.len());
+        let mut tally = Savings::new(groups.len());
         (0..table.shards()).for_each(|s| table.drain(s, |pages| tally.content(pages, &rules)));
         (tally, blocks)
     }
 
     #[test]
-    fn each_page_that_goes_is_counted_where_its_nearest_twin_is() {
+    fn each_page_that_goes_is_counted_where_its_nearest_duplicate_is() {
         // VMs 0 and 1 are of one group, 2 of another.
         let groups = [0, 0, 1];
         let pages = [
@@ -320,11 +324,12 @@ mod tests {
         assert_eq!(pages_of(t.split.within), 2 + 1);
         assert_eq!(pages_of(t.split.between), 1);
         assert_eq!(pages_of(t.split.across), 2);
-        assert_eq!(t.vms.iter().map(|v| v.twins).collect::<Vec<_>>(), [3, 1, 2]);
+        assert_eq!(t.vms.iter().map(|v| v.duplicates).collect::<Vec<_>>(), [3, 1, 2]);
         assert_eq!(t.vms[0].split(7).zero, Bytes::pages(7));
         assert_eq!((t.moments.pages, t.moments.distinct, t.moments.single), (9.0, 3.0, 1.0));
         assert_eq!(t.moments.pairs, 15.0 + 1.0);
-        let found: Vec<(u64, u64)> = blocks[0].iter().map(|b| (b.start, b.found().twins)).collect();
+        let found: Vec<(u64, u64)> =
+            blocks[0].iter().map(|b| (b.start, b.found().duplicates)).collect();
         assert_eq!(found, [(0, 2), (2 << 20, 1)]);
     }
 

@@ -16,7 +16,7 @@ const PAGES: u64 = 4096;
 const PAGE_LEN: usize = PAGE as usize;
 
 /// What page `i` of holder `who` holds: a number for a content, 0 for zeros.
-/// An eighth zeros, a quarter twins within, a quarter common to all, the rest
+/// An eighth zeros, a quarter duplicates within, a quarter common to all, the rest
 /// unlike any other.
 fn content(who: u64, i: u64) -> u64 {
     match i / 16 % 8 {
@@ -188,16 +188,16 @@ fn groups_that_are_kept_apart_share_nothing() {
 }
 
 #[test]
-fn twins_are_where_the_blocks_say() {
+fn duplicates_are_where_the_blocks_say() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let scan = scanner().scan(&targets(&holders), &Options::default());
     for vm in &scan.vms {
         let blocks: Vec<_> = vm.blocks.iter().collect();
         let mut sum = Candidates::default();
         blocks.iter().for_each(|b| sum.add(&b.found()));
-        assert_eq!((sum.pages, sum.zeros, sum.twins), (PAGES, vm.pages.zero, vm.twins));
+        assert_eq!((sum.pages, sum.zeros, sum.duplicates), (PAGES, vm.pages.zero, vm.duplicates));
         // Half of all pages, by `content`.
-        assert_eq!(vm.twins, PAGES / 2);
+        assert_eq!(vm.duplicates, PAGES / 2);
         assert!(blocks.iter().all(|b| b.start % BLOCK == 0));
     }
 }
@@ -428,7 +428,7 @@ fn a_survey_of_little_reads_all_and_tells_the_same() {
 }
 
 #[test]
-fn a_survey_of_much_reads_whole_what_has_twins_in_a_sample() {
+fn a_survey_of_much_reads_whole_what_has_duplicates_in_a_sample() {
     let mut unlike = Holder::start(0, "a");
     // Its last quarters alone: no two pages are alike there, and none of others'.
     let range = unlike.target.ram[0];
@@ -436,7 +436,7 @@ fn a_survey_of_much_reads_whole_what_has_twins_in_a_sample() {
     unlike.target.ram = (0..PAGES / 128).map(piece).collect();
     let like = Holder::start(1, "a");
     let all = [unlike.target.clone(), like.target.clone()];
-    // A sample may by chance hold no two of the twins, though hardly ever.
+    // A sample may by chance hold no two of the duplicates, though hardly ever.
     let deep = (0..4).find_map(|_| {
         let held = Bytes::gib(4096);
         let survey = sampling::survey(&mut scanner(), &all, held, false, &Options::default());

@@ -15,10 +15,10 @@ use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
 
 use super::agents::HashLink;
-use super::duplicate_filter::{AHEAD, Marks, Sieve};
-use super::page_hashes::{Tags, tag};
+use super::duplicate_filter::{AHEAD, DuplicateFilter, Marks};
+use super::page_hashes::{PageHashes, tag};
 use super::rate_limit::{Pace, thread_cpu};
-use super::savings::{Blocks, Rules, Tally, VmTally};
+use super::savings::{Blocks, Rules, Savings, VmTally};
 use super::table::{Filler, Table, VMS_MAX};
 use super::walk::{Passed, Runs, Seen, Walker, parts, subtract};
 use super::{Changes, Fate, Options, Pages, Scanner, Target, VmResult};
@@ -49,7 +49,7 @@ const GLANCE_WINDOW: u64 = 1 << 30;
 enum Round {
     /// What is in memory is read, by agents perhaps no more than lines of it.
     All,
-    /// Of pages of which only lines were read, those that may have a twin are left.
+    /// Of pages of which only lines were read, those that may have a duplicate are left.
     Sift,
     /// These are read whole.
     Whole,
@@ -60,7 +60,7 @@ pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
     /// What is known of each VM's pages, where that is asked for.
-    tags: Vec<Option<&'a Tags>>,
+    tags: Vec<Option<&'a PageHashes>>,
     agents: &'a HashMap<VmId, Arc<HashLink>>,
     /// Memory gone through, that by agents, and that by lines alone, pages.
     read: AtomicU64,
@@ -68,7 +68,7 @@ pub(super) struct Job<'a> {
     by_lines: AtomicU64,
     round: Round,
     /// What is known by lines, and of which pages of each VM.
-    sieve: Option<Sieve>,
+    filter: Option<DuplicateFilter>,
     marks: Vec<Marks>,
     targets: &'a [Target],
     options: &'a Options,
@@ -149,8 +149,9 @@ impl<'a> Job<'a> {
         let all = options.changes == Changes::Note && options.one_in == 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
         let held = targets.iter().map(|t| t.held).sum::<Bytes>();
-        let sieve = (options.sieve && all && by_agents).then(|| Sieve::new(held.0 / PAGE));
-        let marks = |t: &Target| Marks::new(if sieve.is_some() { &t.ram } else { &[] });
+        let filter =
+            (options.filter && all && by_agents).then(|| DuplicateFilter::new(held.0 / PAGE));
+        let marks = |t: &Target| Marks::new(if filter.is_some() { &t.ram } else { &[] });
         Job {
             root,
             key,
@@ -161,7 +162,7 @@ impl<'a> Job<'a> {
             by_lines: AtomicU64::new(0),
             round: Round::All,
             marks: targets.iter().map(marks).collect(),
-            sieve,
+            filter,
             targets,
             options,
             pace,
@@ -180,11 +181,11 @@ impl<'a> Job<'a> {
     /// size of the tables at their largest, bytes.
     pub fn read(&mut self, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) -> u64 {
         self.go_over(Round::All, threads, &watch);
-        let sieve = self.sieve.as_ref().map_or(0, Sieve::bytes);
-        let size = self.table_bytes() + sieve;
-        if self.sieve.is_some() {
+        let filter = self.filter.as_ref().map_or(0, DuplicateFilter::bytes);
+        let size = self.table_bytes() + filter;
+        if self.filter.is_some() {
             self.go_over(Round::Sift, threads, &watch);
-            self.sieve = None;
+            self.filter = None;
             self.go_over(Round::Whole, threads, &watch);
         }
         size.max(self.table_bytes())
@@ -192,8 +193,8 @@ impl<'a> Job<'a> {
 
     /// Whether agents read no more than lines now.
     fn reads_lines(&self) -> bool {
-        let look = self.options.sieve && self.options.changes == Changes::Look;
-        look || self.sieve.is_some() && self.round == Round::All
+        let look = self.options.filter && self.options.changes == Changes::Look;
+        look || self.filter.is_some() && self.round == Round::All
     }
 
     /// One round.
@@ -279,19 +280,19 @@ impl<'a> Job<'a> {
     }
 
     /// Counts what was read.
-    pub fn count(&self, threads: usize) -> Tally {
+    pub fn count(&self, threads: usize) -> Savings {
         if self.options.changes == Changes::Look {
-            return Tally::new(self.targets.len());
+            return Savings::new(self.targets.len());
         }
         let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
         let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
         let next = AtomicUsize::new(0);
-        let all = Mutex::new(Tally::new(self.targets.len()));
+        let all = Mutex::new(Savings::new(self.targets.len()));
         std::thread::scope(|s| {
             for _ in 0..threads {
                 s.spawn(|| {
                     self.settle(&mut None);
-                    let mut tally = Tally::new(self.targets.len());
+                    let mut tally = Savings::new(self.targets.len());
                     loop {
                         let (shard, before) = (next.fetch_add(1, Relaxed), thread_cpu());
                         if shard >= self.table.shards() {
@@ -334,7 +335,7 @@ impl<'a> Job<'a> {
                 fate,
                 pages,
                 split: tally.split(pages.zero),
-                twins: tally.twins,
+                duplicates: tally.duplicates,
                 blocks,
             }
         };
@@ -462,8 +463,8 @@ impl<'j, 'a> Worker<'j, 'a> {
     /// Leaves out pages that are alone by their lines.
     fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
         let job = self.job;
-        if let (Some(sieve), Some(tags)) = (&job.sieve, job.tags[vm]) {
-            let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, sieve);
+        if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
+            let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, filter);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
         }
@@ -547,8 +548,8 @@ impl<'j, 'a> Worker<'j, 'a> {
                 job.by_agents.fetch_add(read, Relaxed);
             }
             for (i, &(number, hash)) in told.pages.iter().enumerate() {
-                if let (Some(sieve), Some(ahead)) = (&job.sieve, told.pages.get(i + AHEAD)) {
-                    sieve.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
+                if let (Some(filter), Some(ahead)) = (&job.filter, told.pages.get(i + AHEAD)) {
+                    filter.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
                 }
                 let address = number * PAGE;
                 match self.note(vm, address, hash, shared, pages) {
@@ -643,7 +644,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                 pages.held -= 1;
                 continue;
             }
-            let noted = match job.options.sieve {
+            let noted = match job.options.filter {
                 true => job.key.glance(page),
                 false => hash.unwrap_or(0),
             };
@@ -681,10 +682,10 @@ impl<'j, 'a> Worker<'j, 'a> {
                 return false;
             }
         }
-        if let Some(sieve) = &job.sieve {
-            sieve.put(tag(hash) ^ job.masks[vm] as u32);
+        if let Some(filter) = &job.filter {
+            filter.put(tag(hash) ^ job.masks[vm] as u32);
         }
-        // What is merged already is no page of this place alone, twin or not.
+        // What is merged already is no page of this place alone, duplicate or not.
         if !shared {
             job.blocks[vm].read(address, false);
         }

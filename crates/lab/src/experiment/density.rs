@@ -302,9 +302,11 @@ impl Fleet<'_> {
     fn settle(&mut self) -> Result<Option<String>> {
         // Those that were killed have to be gone before there is room.
         std::thread::sleep(Duration::from_secs(1));
-        if let Err(e) = self.arena.drain_swap() {
-            return Ok(Some(format!("what was swapped out does not fit: {e}")));
+        let (used, swapped) = (self.cgroup.usage(), self.cgroup.swap());
+        if used + swapped > self.plan.budget {
+            return Ok(Some(format!("{swapped} that were swapped out do not fit")));
         }
+        self.arena.drain_swap()?;
         drive(self, Instant::now() + self.plan.period / 2, false)
     }
 

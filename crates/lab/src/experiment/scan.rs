@@ -7,7 +7,7 @@
 //! processor time of all threads, counting included, and `rate_reading` without that.
 //! In arm `ebb-guest` the agents hash; there are two VMs then, and two threads read one
 //! each, since an agent has one thread. Arm `ebb-lines` is the same as the daemon does it: four
-//! lines of each page first, and whole only what has a twin by those, of which noise has
+//! lines of each page first, and whole only what has a duplicate by those, of which noise has
 //! none. `look_page` is processor time of one later look
 //! at a few pages, for each page that is held.
 //! `rescan_page` is processor time a page of a scan that compares with the last one;
@@ -177,7 +177,7 @@ fn whole(threads: usize, changes: Changes) -> Options {
 }
 
 fn by_lines(threads: usize, changes: Changes) -> Options {
-    Options { sieve: true, ..whole(threads, changes) }
+    Options { filter: true, ..whole(threads, changes) }
 }
 
 fn pass(scan: &Scan) -> Pass {

@@ -3,13 +3,14 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use ebb_core::table::table;
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_sim::trace::Trace;
 use ebb_sim::{CONTESTANTS, Score};
 use serde::Serialize;
+use serde_json::Value;
 
 use super::{emit, emit_json};
 
@@ -28,10 +29,12 @@ pub fn run(file: &str, host: Option<Bytes>, json: bool) -> Result<()> {
     for (n, line) in BufReader::new(input).lines().enumerate() {
         let unread = || format!("{file}: line {} is not text (zstd -d unpacks a record)", n + 1);
         let line = line.with_context(unread)?;
-        // What is no tick is a head: a place to start a replay.
-        if let Ok(tick) = serde_json::from_str::<Tick>(&line) {
-            trace.push(&tick.sample);
-        }
+        let Ok(tick) = serde_json::from_str::<Tick>(&line) else {
+            let head = serde_json::from_str::<Value>(&line).is_ok_and(|v| v["ebb_record"].is_u64());
+            ensure!(head, "{file}: line {} is neither a tick nor a head of a record", n + 1);
+            continue;
+        };
+        trace.push(&tick.sample);
     }
     let Some(setup) = trace.setup(host, 1) else {
         bail!("{file}: no guest in it told what it had: nothing to simulate");

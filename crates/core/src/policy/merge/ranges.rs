@@ -1,6 +1,6 @@
 //! Which ranges of a VM are worth opening to KSM, where its agent can open ranges.
 //!
-//! The scan of pages without a twin is what KSM costs, so just those pages are open
+//! The scan of pages without a duplicate is what KSM costs, so just those pages are open
 //! that have one, or are zeros. Each range costs the VMM two mappings, some 500 bytes,
 //! and microseconds to make: so what lies close together is opened with what lies
 //! between, closer or less close, until there are few enough.
@@ -16,7 +16,7 @@ use crate::units::{Bytes, PAGE};
 /// Most ranges of a VM: Linux gives a process 65,530 mappings, and who checks that
 /// nothing else is open asks once for each.
 pub const RANGES_MAX: usize = 4096;
-/// Pages without a twin that are opened rather than one range more: KSM's own memory
+/// Pages without a duplicate that are opened rather than one range more: KSM's own memory
 /// for them is less than that for its mappings.
 const GAP: u64 = 4;
 /// The same where they are open already: to close them and perhaps open them again
@@ -37,8 +37,8 @@ pub struct Block {
     pub start: u64,
     /// Pages that were read.
     pub read: [u64; WORDS],
-    /// Of those, with a twin in the group.
-    pub twins: [u64; WORDS],
+    /// Of those, with a duplicate in the group.
+    pub duplicates: [u64; WORDS],
     /// Zeros.
     pub zeros: [u64; WORDS],
 }
@@ -50,7 +50,7 @@ impl Block {
         Candidates {
             pages: count(&self.read),
             zeros: count(&self.zeros),
-            twins: count(&self.twins),
+            duplicates: count(&self.duplicates),
         }
     }
 }
@@ -67,7 +67,7 @@ struct Run {
 
 /// The ranges to open, as address and length, sorted and apart; and what is to be had
 /// in them. `before`: what is open now, likewise. `ram`: where ranges may be opened.
-/// `goes`: the part of the pages with a twin that goes; one of each content stays.
+/// `goes`: the part of the pages with a duplicate that goes; one of each content stays.
 pub fn ranges(
     blocks: &[Block],
     before: &[(u64, u64)],
@@ -92,7 +92,7 @@ pub fn ranges(
     }
     let mut all = Candidates::default();
     runs.iter().for_each(|r| all.add(&r.found));
-    all.twins = (all.twins as f64 * goes.clamp(0.0, 1.0)) as u64;
+    all.duplicates = (all.duplicates as f64 * goes.clamp(0.0, 1.0)) as u64;
     (runs.into_iter().map(|r| (r.start, r.end - r.start)).collect(), all)
 }
 
@@ -134,14 +134,14 @@ fn block(
 ) {
     for i in 0..WORDS * 64 {
         let bit = |bits: &[u64; WORDS]| bits[i / 64] >> (i % 64) & 1 == 1;
-        let (twin, zero, read) = (bit(&b.twins), bit(&b.zeros), bit(&b.read));
+        let (duplicate, zero, read) = (bit(&b.duplicates), bit(&b.zeros), bit(&b.read));
         let start = b.start + i as u64 * PAGE;
-        if !usable.contains(&start) || !(twin || zero || bit(open) && !read) {
+        if !usable.contains(&start) || !(duplicate || zero || bit(open) && !read) {
             *gap_open &= bit(open);
             continue;
         }
         let one = |yes| u64::from(yes);
-        let found = Candidates { pages: one(read), zeros: one(zero), twins: one(twin) };
+        let found = Candidates { pages: one(read), zeros: one(zero), duplicates: one(duplicate) };
         match runs.last_mut() {
             Some(run) if run.end == start => {
                 run.end += PAGE;
@@ -177,10 +177,10 @@ mod tests {
     const B: u64 = BLOCK;
     const RAM: [(u64, u64); 1] = [(0, 1000 * B)];
 
-    /// All of a block was read; these pages have twins.
-    fn block(n: u64, twins: impl IntoIterator<Item = u64>) -> Block {
+    /// All of a block was read; these pages have duplicates.
+    fn block(n: u64, duplicates: impl IntoIterator<Item = u64>) -> Block {
         let mut b = Block { start: n * B, read: [u64::MAX; WORDS], ..Block::default() };
-        twins.into_iter().for_each(|p| b.twins[p as usize / 64] |= 1 << (p % 64));
+        duplicates.into_iter().for_each(|p| b.duplicates[p as usize / 64] |= 1 << (p % 64));
         b
     }
 
@@ -189,12 +189,12 @@ mod tests {
     }
 
     #[test]
-    fn pages_with_twins_are_opened_and_the_first_of_all_are_not() {
+    fn pages_with_duplicates_are_opened_and_the_first_of_all_are_not() {
         let blocks = [block(0, 0..40), block(3, 500..512), block(4, (0..10).chain([12, 40]))];
         let (open, found) = ranges(&blocks, &[], &RAM, 0.5);
         // What is two pages apart is opened with those.
         assert_eq!(pages(&open), [(16, 24), (3 * 512 + 500, 12 + 13), (4 * 512 + 40, 1)]);
-        assert_eq!((found.pages, found.twins), (24 + 12 + 13 + 1, 24));
+        assert_eq!((found.pages, found.duplicates), (24 + 12 + 13 + 1, 24));
         // Only where the agent has it.
         let (open, _) = ranges(&blocks, &[], &[(2 * B, 2 * B)], 1.0);
         assert_eq!(pages(&open), [(3 * 512 + 500, 12)]);
@@ -228,13 +228,13 @@ mod tests {
         let blocks: Vec<Block> = (1..900).map(|n| block(n, (0..512).step_by(20))).collect();
         let (open, found) = ranges(&blocks, &[], &RAM, 1.0);
         assert!(open.len() <= RANGES_MAX && !open.is_empty(), "{}", open.len());
-        assert_eq!(found.twins, 899 * 26, "nothing is lost by joining");
+        assert_eq!(found.duplicates, 899 * 26, "nothing is lost by joining");
         let far: Vec<Block> = (1..20_000).map(|n| block(2 * n, 0..1 + n % 400)).collect();
         let kept = [(2 * B, PAGE)];
         let ram = [(0, 40_001 * B)];
         let (open, found) = ranges(&far, &kept, &ram, 1.0);
         assert_eq!(open.len(), RANGES_MAX);
-        assert!(open.is_sorted() && found.twins > 300 * RANGES_MAX as u64, "{found:?}");
+        assert!(open.is_sorted() && found.duplicates > 300 * RANGES_MAX as u64, "{found:?}");
     }
 
     proptest! {
@@ -246,7 +246,7 @@ mod tests {
             let make = |(n, [a, b, c]): &(u64, [u64; 3])| Block {
                 start: n * B,
                 read: [*a | *b, *a | *c, *c, *a, *b, 0, u64::MAX, *a],
-                twins: [*b, *c & *a, 0, *a, 0, 0, *c & *b, *a],
+                duplicates: [*b, *c & *a, 0, *a, 0, 0, *c & *b, *a],
                 zeros: [*a & !*b, 0, *c, 0, *b, 0, 0, 0],
             };
             let mut blocks: Vec<Block> = list.iter().map(make).collect();
@@ -267,19 +267,19 @@ mod tests {
                 prop_assert!(ram.iter().any(|(f, l)| *start > *f && start + len <= f + l));
             }
             // Every page that brings something, and is not one of the first, is open.
-            let mut twins = 0;
+            let mut duplicates = 0;
             for b in &blocks {
                 let usable = |p: &usize| {
                     let at = b.start + *p as u64 * PAGE;
                     ram.iter().any(|(f, l)| at >= f + FIRST && at < f + l)
                 };
-                let twin = |p: &usize| b.twins[p / 64] >> (p % 64) & 1 == 1;
-                for p in (0..512usize).filter(usable).filter(twin) {
-                    twins += 1;
+                let duplicate = |p: &usize| b.duplicates[p / 64] >> (p % 64) & 1 == 1;
+                for p in (0..512usize).filter(usable).filter(duplicate) {
+                    duplicates += 1;
                     prop_assert!(inside(b.start + p as u64 * PAGE));
                 }
             }
-            prop_assert_eq!(found.twins, twins);
+            prop_assert_eq!(found.duplicates, duplicates);
         }
     }
 }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const PLAN: Candidates = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
+const PLAN: Candidates = Candidates { pages: 100_000, zeros: 0, duplicates: 80_000 };
 
 fn facts(at: u64, cpu_ms: u64, scans: u64, saved: u64) -> Facts {
     let (planned, plan) = (PLAN, 1);
@@ -21,10 +21,10 @@ fn nothing_runs_before_a_scan_has_found_enough() {
     let s = Settings::default();
     let none = Facts::default();
     assert!(rests(&govern(&none, &s, &mut m), "nothing was scanned"));
-    let little = Candidates { pages: 9000, zeros: 0, twins: 4000 };
+    let little = Candidates { pages: 9000, zeros: 0, duplicates: 4000 };
     let little = Facts { planned: little, ..facts(0, 0, 0, 0) };
     assert!(rests(&govern(&little, &s, &mut m), "less than 16 MiB"));
-    let thin = Candidates { pages: 10_000_000, zeros: 0, twins: 200_000 };
+    let thin = Candidates { pages: 10_000_000, zeros: 0, duplicates: 200_000 };
     let thin = Facts { planned: thin, ..facts(0, 0, 0, 0) };
     assert!(rests(&govern(&thin, &s, &mut m), "less than the floor"));
     assert!(matches!(govern(&facts(0, 0, 0, 0), &s, &mut m), Order::Run { .. }));
@@ -118,13 +118,13 @@ fn the_speed_follows_what_pages_cost_of_late() {
 
 #[test]
 fn costs_and_gains_are_what_was_measured() {
-    // 2 GiB with 20 % twins: 4.6 s of CPU for plain KSM with its further scan.
-    let all = Candidates { pages: 524_288, zeros: 0, twins: 104_858 };
+    // 2 GiB with 20 % duplicates: 4.6 s of CPU for plain KSM with its further scan.
+    let all = Candidates { pages: 524_288, zeros: 0, duplicates: 104_858 };
     assert!((2.5..4.7).contains(&all.cost_s()), "{}", all.cost_s());
     let dense = Candidates { pages: 104_858, ..all };
     assert!((0.4..0.7).contains(&dense.cost_s()), "{}", dense.cost_s());
     assert_eq!(dense.again_s(), 0.0);
-    let lonely = Candidates { pages: 1 << 20, zeros: 0, twins: 0 };
+    let lonely = Candidates { pages: 1 << 20, zeros: 0, duplicates: 0 };
     assert_eq!(lonely.saves(), Bytes::ZERO, "metadata is no gain");
 }
 
@@ -170,7 +170,7 @@ proptest! {
     ) {
         let mut m = Memory::default();
         for i in 0..steps as u64 {
-            let planned = Candidates { pages, zeros: pages / 3, twins: pages / 4 };
+            let planned = Candidates { pages, zeros: pages / 3, duplicates: pages / 4 };
             let f = Facts { planned, plan: plan + i % 2, ..facts(at + i, cpu, scans * i, saved) };
             if let Order::Run { batch, sleep_ms, .. } = govern(&f, &Settings::default(), &mut m) {
                 prop_assert!(batch <= BATCH_MOST && sleep_ms >= 1);

@@ -92,9 +92,9 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
             let mut scanner = scanner();
             let agents = all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone()));
             scanner.use_agents(agents.collect());
-            let (sieve, changes) = (true, Changes::Note);
+            let (filter, changes) = (true, Changes::Note);
             let scan =
-                scanner.scan(&all, &Options { sieve, changes, separate, ..Options::default() });
+                scanner.scan(&all, &Options { filter, changes, separate, ..Options::default() });
             assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));
             assert_eq!(scan.read, Bytes::pages(3 * PAGES));
             // Three eighths are alone, a quarter of that in no VM with an agent.
@@ -108,16 +108,16 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
             let blocks = |v: &VmResult| {
                 let mut sum = Candidates::default();
                 v.blocks.iter().for_each(|b| sum.add(&b.found()));
-                (sum.pages, sum.zeros, sum.twins)
+                (sum.pages, sum.zeros, sum.duplicates)
             };
-            let known = |v: &VmResult| (PAGES, v.pages.zero, v.twins);
+            let known = |v: &VmResult| (PAGES, v.pages.zero, v.duplicates);
             assert!(scan.vms.iter().all(|v| blocks(v) == known(v)), "{answers}");
             let zeros: u64 = scan.vms.iter().map(|v| v.pages.zero).sum();
             assert_eq!(scan.moments.pages as u64, 3 * PAGES - zeros, "all are counted");
             // What lines were noted by is what is looked at, from inside and outside.
             let (changes, one_in) = (Changes::Look, 4);
             let look =
-                scanner.scan(&all, &Options { sieve, changes, one_in, ..Options::default() });
+                scanner.scan(&all, &Options { filter, changes, one_in, ..Options::default() });
             assert!(look.vms.iter().all(|v| v.pages.read > 0 && v.pages.changed == 0));
         }
     }
@@ -126,7 +126,7 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
     let links = all.iter().map(|t| (t.id, agent(t, u64::MAX, |_| ()).0)).collect();
     let mut scanner = scanner();
     scanner.use_agents(links);
-    let options = Options { sieve: true, changes: Changes::Note, ..Options::default() };
+    let options = Options { filter: true, changes: Changes::Note, ..Options::default() };
     let first = scanner.scan(&all, &options);
     holders[1].write_again();
     let second = scanner.scan(&all, &options);
@@ -150,10 +150,10 @@ fn an_agent_that_lies_costs_an_estimate_and_is_bounded() {
     let scan = scanner.scan(&all, &Options::default());
     assert!(given.load(SeqCst) > 0 && scan.by_agents == Bytes::pages(PAGES - 64));
     assert!(scan.cpu < scan.time * 8, "{:?} in {:?}", scan.cpu, scan.time);
-    // Twins of its own making, and none for the other.
-    assert!(scan.vms[1].twins >= PAGES - 64);
+    // Duplicates of its own making, and none for the other.
+    assert!(scan.vms[1].duplicates >= PAGES - 64);
     let alone = self::scanner().scan(&all[..1], &Options::default());
-    let own = |scan: &Scan| (scan.vms[0].twins, scan.vms[0].pages.zero);
+    let own = |scan: &Scan| (scan.vms[0].duplicates, scan.vms[0].pages.zero);
     // But for what it tells the truth about.
     assert!(own(&scan).0 <= own(&alone).0 + 64 && own(&scan).1 == own(&alone).1);
 }

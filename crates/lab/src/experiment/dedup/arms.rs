@@ -345,7 +345,7 @@ impl<'a> Runner<'a> {
         let planned = Candidates {
             pages: scan.vms.iter().map(|v| v.pages.read).sum(),
             zeros: pages(scan.split.zero),
-            twins: pages(scan.split.within + scan.split.between),
+            duplicates: pages(scan.split.within + scan.split.between),
         };
         Ok((scan.split.allowed(), planned))
     }

@@ -78,7 +78,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
 fn boot(trial: &Trial) -> Result<Vec<Vm>> {
     let size = trial.size(256);
     let mut vms = Vec::new();
-    for name in ["co", "twin1", "twin2"] {
+    for name in ["co", "duplicate1", "duplicate2"] {
         let ram = Bytes::mib(192) + Bytes(size.0 / 8 * 9);
         let mut config = VmConfig::new(format!("{name}-{}", std::process::id()), ram.floor_mib());
         config.kernel = trial.kernel;

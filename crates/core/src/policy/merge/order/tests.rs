@@ -19,7 +19,7 @@ const ON: &str = "[merge]\nmode = \"on\"\n";
 fn vm(pid: u32, name: &str) -> VmSample {
     let merge = MergeSample {
         open: Some(true),
-        found: Some(Candidates { pages: 100_000, zeros: 0, twins: 80_000 }),
+        found: Some(Candidates { pages: 100_000, zeros: 0, duplicates: 80_000 }),
         ..MergeSample::default()
     };
     VmSample {
@@ -342,7 +342,7 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     let mut short = later.clone();
     (short.at, short.host.memory.as_mut().unwrap().available) = (Stamp(999_000), Bytes::mib(10));
     assert!(!scans(&short), "a critical host");
-    let found = Candidates { pages: 100_000, zeros: 0, twins: 80_000 };
+    let found = Candidates { pages: 100_000, zeros: 0, duplicates: 80_000 };
     let burst = unscanned(1_500_000, 2, false, Some(found));
     assert!(!scans(&burst) && memory.merge.govern.burst.is_some(), "ksmd works");
     let goes_on = Sample { at: Stamp(1_520_000), ..burst };
