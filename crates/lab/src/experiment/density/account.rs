@@ -7,8 +7,9 @@ use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 use ebb_host::probe::ksm::ksmd;
 use ebb_host::probe::process::read_stat;
-use ebb_host::probe::regions::{guest_ram, read_smaps};
+use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
+use ebb_host::sys::Range;
 
 use crate::ebb::Daemon;
 use crate::result::Outcome;
@@ -116,16 +117,61 @@ pub(super) fn rest(vms: &[Vm]) -> Result<Vec<Rest>> {
     let mut all = Vec::new();
     for vm in vms {
         let Some(regions) = read_smaps(&Root::default(), vm.pid())? else { continue };
-        let mut rest = Rest::default();
-        for region in guest_ram(&regions) {
-            // Video memory and firmware are RAM too, but the VMM's.
-            if region.range.len >= vm.memory().0 / 2 {
-                rest.guest += region.resident;
-                rest.huge += region.huge;
-            }
-        }
-        rest.vmm = regions.iter().map(|r| r.resident).sum::<Bytes>() - rest.guest;
+        let rest = of_regions(&regions, vm.memory());
         all.push(rest);
     }
     Ok(all)
+}
+
+fn of_regions(regions: &[Region], memory: Bytes) -> Rest {
+    // Ranges that are open to KSM are mappings of their own: what adjoins is one.
+    let mut blocks: Vec<(Range, Rest)> = Vec::new();
+    for region in guest_ram(regions) {
+        let (range, guest, huge) = (region.range, region.resident, region.huge);
+        match blocks.last_mut() {
+            Some((block, rest)) if block.start + block.len == range.start => {
+                block.len += range.len;
+                rest.guest += guest;
+                rest.huge += huge;
+            }
+            _ => blocks.push((range, Rest { guest, huge, vmm: Bytes::ZERO })),
+        }
+    }
+    // Video memory and firmware are RAM too, but the VMM's.
+    let mut rest = Rest::default();
+    for (_, of) in blocks.iter().filter(|(block, _)| block.len >= memory.0 / 2) {
+        rest.guest += of.guest;
+        rest.huge += of.huge;
+    }
+    rest.vmm = regions.iter().map(|r| r.resident).sum::<Bytes>() - rest.guest;
+    rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_that_is_open_to_ksm_in_parts_is_ram() {
+        let region = |start, mib: u64, dontfork| Region {
+            range: Range { start, len: mib << 20 },
+            plain: true,
+            resident: Bytes::mib(mib),
+            swap: Bytes::ZERO,
+            ksm: Bytes::ZERO,
+            huge: Bytes::ZERO,
+            mergeable: false,
+            dontfork,
+            hugetlb: false,
+            shared: false,
+        };
+        let parts = [
+            region(1 << 30, 300, true),
+            region((1 << 30) + (300 << 20), 212, true),
+            region(4 << 30, 16, true),
+            region(5 << 30, 40, false),
+        ];
+        let rest = of_regions(&parts, Bytes::mib(512));
+        assert_eq!((rest.guest, rest.vmm), (Bytes::mib(512), Bytes::mib(56)));
+    }
 }
