@@ -3,13 +3,13 @@
 //! A scan goes over the RAM of many VMs with many threads. Each takes a window of
 //! 32 MiB, asks the kernel which of its pages are in memory (`walk`), copies those
 //! in pieces of 1 MiB (`process_vm_readv`), or has the VM's agent do that (`agents`),
-//! and notes a keyed hash of each (`ebb_core::page_hash`) in a table of 16 bytes a page (`table`). Agents may be
-//! asked for four lines of each page first, and whole only for those that are not alone by that (`filter`). Then equal pages are counted: zeros,
-//! duplicates within a VM, between VMs of a share group, between groups (`tally`).
-//! `sampling` decides how much to read. Nothing is ever written to a VM, and a VM
-//! notices nothing but its host's CPUs: threads run when nobody else wants to
-//! (SCHED_IDLE) or, where the host needs the memory, with the weight of `ksmd`, within
-//! limits (`pace`), and pause while tasks stall for memory.
+//! and notes a keyed hash of each (`ebb_core::page_hash`) in a table of 16 bytes a page
+//! (`table`). Agents may be asked for four cache lines of each page first, and then whole only
+//! for pages whose lines have a duplicate (`duplicate_filter`). Then equal pages are counted: zero
+//! pages, duplicates within a VM, between VMs of a share group, between groups (`savings`).
+//! `sampling` decides how much to read. Nothing is ever written to a VM. Threads run at
+//! SCHED_IDLE or, where the host needs the memory, with the weight of `ksmd`, within limits
+//! (`rate_limit`), and pause while tasks stall for memory.
 //!
 //! VMs live on meanwhile: one that ends is dropped from the result, one that may
 //! not be read is named with the reason, a page that changes while it is read has
