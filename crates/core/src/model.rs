@@ -235,7 +235,7 @@ pub struct VmModel {
     /// What freeing them brought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
-    /// What came of splitting its partially mapped huge pages; `None`: they are to be left alone.
+    /// What came of splitting its partially mapped huge pages; `None`: Ebb must not split them.
     #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
     pub partial_thp: Option<crate::sample::PartialThpSample>,
 }

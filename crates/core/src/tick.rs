@@ -396,7 +396,7 @@ mod tests {
         let asked = Some(Stamp(1000));
         engine.memory.vms = vec![VmMemory { id, asked, ..VmMemory::default() }];
         let host = HostModel { state: crate::model::Pressure::Hard, ..HostModel::default() };
-        // With so many VMs each is asked once in a second.
+        // With 100 VMs each is queried once a second.
         let vms = (1..=100).map(|pid| VmModel { id: VmId { pid, start: 1 }, ..VmModel::default() });
         let model = Model { at: Stamp(1000), host, vms: vms.collect(), ..Model::default() };
         assert_eq!(engine.next(&model).resting, [id]);

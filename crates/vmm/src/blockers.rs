@@ -91,7 +91,7 @@ impl Devices {
 
     fn take_sockets(&mut self) {
         let socket = |fd| match kind(fd)? {
-            Kind::Socket(inode) => Some(inode),
+            Kind::Socket(inode) => is_unix(fd).then_some(inode),
             Kind::Device(_) => None,
         };
         let all = (0..=self.highest.saturating_add(BEYOND)).filter_map(socket).collect();
@@ -115,17 +115,10 @@ impl Devices {
 
     /// What may have been opened since the last look: some 400 ns for a descriptor that is open.
     pub fn whats_new(&self) -> Option<New> {
-        let new = |fd| {
-            let stat = stat(fd)?;
-            match (FileType::from_raw_mode(stat.st_mode), &self.sockets) {
-                (FileType::CharacterDevice, _) => {
-                    (!self.harmless.contains(&stat.st_rdev)).then_some(New::Device)
-                }
-                (FileType::Socket, Some(all)) if !all.contains(&stat.st_ino) => {
-                    is_unix(fd).then_some(New::Socket)
-                }
-                _ => None,
-            }
+        let new = |fd| match (kind(fd)?, &self.sockets) {
+            (Kind::Device(d), _) => (!self.harmless.contains(&d)).then_some(New::Device),
+            (Kind::Socket(s), Some(all)) if !all.contains(&s) => is_unix(fd).then_some(New::Socket),
+            (Kind::Socket(_), _) => None,
         };
         let opened = opened(&self.closed);
         let mut closed = self.closed.iter().peekable();
@@ -162,12 +155,12 @@ fn is_unix(fd: i32) -> bool {
     domain.is_ok_and(|d| d == AddressFamily::UNIX)
 }
 
-/// A character device or a Unix socket.
+/// A character device or a socket.
 fn kind(fd: i32) -> Option<Kind> {
     let stat = stat(fd)?;
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::CharacterDevice => Some(Kind::Device(stat.st_rdev)),
-        FileType::Socket => is_unix(fd).then_some(Kind::Socket(stat.st_ino)),
+        FileType::Socket => Some(Kind::Socket(stat.st_ino)),
         _ => None,
     }
 }

@@ -567,10 +567,11 @@ fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize 
         return if took > WINDOW_GOAL { pace / 8 } else { pace };
     }
     let fits = (done as f64 * WINDOW_GOAL.as_secs_f64() / took.as_secs_f64().max(1e-6)) as usize;
-    match less || took > WINDOW_GOAL {
-        true => fits.clamp(pace / 8, pace),
+    if less || took > WINDOW_GOAL {
+        fits.clamp(pace / 8, pace)
+    } else {
         // One that had little to do tells nothing of larger ones.
-        false => fits.clamp(pace, pace * 2),
+        fits.clamp(pace, pace * 2)
     }
 }
 

@@ -37,8 +37,7 @@ const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
-/// it keeps: half
-/// of T.
+/// it keeps: half of T.
 const APART: i32 = 4;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.

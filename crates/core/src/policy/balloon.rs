@@ -432,7 +432,6 @@ fn grow(
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let mut left = surplus.min(surplus.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
     let open = |i: &usize| verdicts[*i].is_none() && model.vms[*i].outside == outside;
-    let mut order: Vec<usize> = (0..model.vms.len()).filter(open).collect();
     let tight = |vm: &VmModel| vm.guest.is_some_and(|g| g.available < g.buffer);
     // As memory is taken where the price is highest, it is given where it is lowest.
     let price = |vm: &VmModel| match (vm.guest.as_ref(), vm.actual) {
@@ -442,12 +441,10 @@ fn grow(
         }
         _ => f64::INFINITY,
     };
-    order.sort_by(|a, b| {
-        let (a, b) = (&model.vms[*a], &model.vms[*b]);
-        let price = || price(a).total_cmp(&price(b));
-        tight(b).cmp(&tight(a)).then_with(price).then(a.id.cmp(&b.id))
-    });
-    for i in order {
+    let key = |i: usize| (!tight(&model.vms[i]), price(&model.vms[i]), model.vms[i].id, i);
+    let mut order: Vec<_> = (0..model.vms.len()).filter(open).map(key).collect();
+    order.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
+    for (.., i) in order {
         let vm = &model.vms[i];
         let m = memory.vm(vm.id);
         let Some(actual) = vm.actual else { continue };

@@ -1,4 +1,4 @@
-//! Partially mapped huge pages: what balloons gave up of them is the host's only when they are split.
+//! Partially mapped huge pages: the host has what balloons freed of them only when they are split.
 //!
 //! A balloon gives up pages of 4 KiB, each wherever the guest had one. Where the host
 //! holds guest RAM in huge pages, one of which only a part was given up stays whole: the
@@ -6,8 +6,8 @@
 //! is out of memory itself, which is what ballooning is there to prevent. So they are
 //! split when a balloon has taken enough, and when it has come to rest.
 //!
-//! Splitting moves and frees nothing that is mapped; the guest's speed went with the
-//! tearing. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
+//! Splitting moves and frees nothing that is mapped. The guest lost the speed of the huge page
+//! when its balloon took a part of it. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
 
 use crate::model::{Model, VmModel};
 use crate::plan::PartialThpOrder;

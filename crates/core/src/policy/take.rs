@@ -34,7 +34,7 @@ const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
-/// Where not even all needs fit, one that was given memory keeps what it must have for so long.
+/// If not even all needs fit, a guest that was given memory keeps what it must have for this time.
 const SHORT_MS: u64 = 3_000;
 
 /// A VM that can be asked, and for how much.

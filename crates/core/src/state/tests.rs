@@ -618,3 +618,25 @@ fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     }
     assert_eq!(memory.owed_ids(), []);
 }
+
+#[test]
+fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
+    let gib = Bytes::gib;
+    let used_by = |vms: Vec<VmSample>, at: u64, memory: &mut Memory| {
+        let mut sample = sample(at, vms);
+        // 6 GiB are used by VMs, or by one that is not seen any more.
+        sample.host.memory.as_mut().unwrap().available = gib(10);
+        tick(memory, &sample);
+    };
+    let vm = |resident: Option<Bytes>| {
+        let process = resident.map(|anon| ProcessMemory { anon, ..ProcessMemory::default() });
+        VmSample { id: ID, name: "a".into(), process, ..VmSample::default() }
+    };
+    let mut memory = Memory::default();
+    used_by(vec![vm(Some(gib(5)))], 1_000, &mut memory);
+    used_by(vec![vm(Some(gib(5)))], 2_000, &mut memory);
+    assert_eq!(memory.others.highest(), gib(1));
+    used_by(vec![vm(None)], 3_000, &mut memory);
+    used_by(vec![], 4_000, &mut memory);
+    assert_eq!(memory.others.highest(), gib(1), "its end is under way");
+}

@@ -92,19 +92,19 @@ fn carry_out(
     let ram = ram.ok_or("the process has ended")?;
     let tables = Tables::open(root, vm.pid).map_err(|e| e.to_string())?;
     let until = Instant::now() + Duration::from_millis(order.ms);
-    let mut partial_thp: Vec<Partial> = Vec::new();
+    let mut found: Vec<Partial> = Vec::new();
     for block in blocks(&ram, *cursor) {
         if Instant::now() >= until {
             done.more = true;
             break;
         }
-        partial_thp.extend(tables.partial_thp(block).map_err(|e| e.to_string())?);
-        if partial_thp.len() >= BATCH {
-            split(&process, &tables, &mut partial_thp, &mut done)?;
+        found.extend(tables.partially_mapped(block).map_err(|e| e.to_string())?);
+        if found.len() >= BATCH {
+            split(&process, &tables, &mut found, &mut done)?;
         }
         *cursor = block + HUGE;
     }
-    split(&process, &tables, &mut partial_thp, &mut done)?;
+    split(&process, &tables, &mut found, &mut done)?;
     if !done.more {
         *cursor = 0;
     }
@@ -127,13 +127,12 @@ fn blocks(ram: &[Range], from: u64) -> impl Iterator<Item = u64> + '_ {
 fn split(
     process: &Process<'_>,
     tables: &Tables,
-    partial_thp: &mut Vec<Partial>,
+    found: &mut Vec<Partial>,
     done: &mut Done,
 ) -> Result<(), String> {
-    let places: Vec<Range> =
-        partial_thp.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
+    let places: Vec<Range> = found.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
     process.advise(&places, Advice::Cold)?;
-    for t in partial_thp.drain(..) {
+    for t in found.drain(..) {
         // What is still a huge page was not split: somebody held it.
         if tables.flags(t.frame).is_ok_and(|flags| flags & FLAG_THP == 0) {
             done.split += 1;
@@ -169,7 +168,7 @@ impl Tables {
         })
     }
 
-    fn partial_thp(&self, block: u64) -> io::Result<Vec<Partial>> {
+    fn partially_mapped(&self, block: u64) -> io::Result<Vec<Partial>> {
         let mut entries = [0; PAGES * 8];
         match self.pagemap.read_exact_at(&mut entries, block / PAGE * 8) {
             Ok(()) => {}
@@ -179,7 +178,7 @@ impl Tables {
             }
             Err(e) => return Err(e),
         }
-        Ok(partial_thp(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
+        Ok(partially_mapped(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
     }
 
     fn flags(&self, frame: u64) -> io::Result<u64> {
@@ -190,7 +189,11 @@ impl Tables {
 }
 
 /// The partially mapped huge pages of a place, by its 512 entries and what is known of frames.
-fn partial_thp(block: u64, entries: &[u8; PAGES * 8], flags: impl Fn(u64) -> u64) -> Vec<Partial> {
+fn partially_mapped(
+    block: u64,
+    entries: &[u8; PAGES * 8],
+    flags: impl Fn(u64) -> u64,
+) -> Vec<Partial> {
     // By the huge page that a frame would be of.
     let huge = |frame: u64| frame / PAGES as u64;
     let mut mapped: Vec<Partial> = Vec::new();
@@ -237,23 +240,27 @@ mod tests {
         let block = 7 * HUGE;
         let thp = |frame: u64| if frame / 512 == 9 { FLAG_THP } else { 0 };
         let own = |n: usize| Some(9 * 512 + n as u64);
-        assert_eq!(partial_thp(block, &entries(own), thp), [], "whole");
+        assert_eq!(partially_mapped(block, &entries(own), thp), [], "whole");
         assert_eq!(
-            partial_thp(block, &entries(|n| own(n).filter(|_| n > 3)), thp),
+            partially_mapped(block, &entries(|n| own(n).filter(|_| n > 3)), thp),
             [],
             "hardly partial"
         );
         let half = |n: usize| own(n).filter(|_| n % 2 == 1);
         let found = Partial { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
-        assert_eq!(partial_thp(block, &entries(half), thp), [found]);
-        assert_eq!(partial_thp(block, &entries(half), |_| 0), [], "small pages with holes between");
-        assert_eq!(partial_thp(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
-        assert_eq!(partial_thp(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
+        assert_eq!(partially_mapped(block, &entries(half), thp), [found]);
+        assert_eq!(
+            partially_mapped(block, &entries(half), |_| 0),
+            [],
+            "small pages with holes between"
+        );
+        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
+        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
         // The guest has used the holes again: small pages lie in them.
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
-        assert_eq!(partial_thp(block, &entries(mixed), thp), [found]);
-        assert_eq!(partial_thp(block, &entries(|_| None), thp), []);
-        assert_eq!(partial_thp(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
+        assert_eq!(partially_mapped(block, &entries(mixed), thp), [found]);
+        assert_eq!(partially_mapped(block, &entries(|_| None), thp), []);
+        assert_eq!(partially_mapped(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
     }
 
     proptest! {
@@ -264,7 +271,7 @@ mod tests {
             let words: Vec<u64> = words.iter().map(|w| if few { w & (PRESENT | 0xfff) } else { *w }).collect();
             let mut all = [0; PAGES * 8];
             all.chunks_exact_mut(8).zip(&words).for_each(|(e, w)| e.copy_from_slice(&w.to_ne_bytes()));
-            let found = partial_thp(HUGE, &all, |_| FLAG_THP);
+            let found = partially_mapped(HUGE, &all, |_| FLAG_THP);
             prop_assert!(found.len() <= LOOKUPS);
             for t in found {
                 let word = words[((t.place - HUGE) / PAGE) as usize];
