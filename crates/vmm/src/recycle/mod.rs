@@ -12,56 +12,38 @@
 //! the two always sees the other. The map page is read once before the protection, so
 //! that no page of it has to come from swap while writers wait.
 //!
-//! A write that meets an open window waits for it, so a window is short: the
-//! number of pages in it follows the time that the last one took. Whole 2 MiB
-//! blocks come first, then longer runs before shorter ones where there is a limit.
+//! A write that meets an open window waits for it, so a window is short: what is done in
+//! it follows the time that the last one took. What fits into one window goes in one, also
+//! from several map pages. Whole 2 MiB blocks come first, then longer runs before shorter
+//! ones where there is a limit.
+//!
+//! This file chooses what is taken; `window.rs` takes it.
+
+mod window;
 
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 use ebb_core::histogram::Histogram;
 use ebb_core::units::Bytes;
-use ebb_core::wire::abi::{
-    self, GuestState, HEADER_BYTES, Header, Layout, LivePart, MapPage, PAGE,
-};
+use ebb_core::wire::abi::{self, Header, Layout, MapPage, PAGE};
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
-use crate::blockers::{Devices, New};
+use self::window::{BLOCK, Batch, Grain, RUN_COST, Run};
+use crate::blockers::Devices;
 use crate::faults::Faults;
 use crate::guard::Guard;
 use crate::ksm_ranges::Open;
 use crate::priority::Bursts;
-use crate::ram::{Bits, Kind, Part, Ram, blocks};
+use crate::ram::{Bits, Part, Ram, blocks};
 use crate::sys;
 
 /// Windows are as large as takes so long; a vCPU waits no more than about one window.
 const WINDOW_GOAL: Duration = Duration::from_micros(1100);
-/// A map whose beat is this many times its own tick old is not used while vCPUs run.
-const BEATS_MISSED: u32 = 3;
-/// Protecting takes no longer than this and a few runs: the runs that are left have a window of
-/// their own. A run takes 1 µs, and ten times as long where other CPUs have to be interrupted
-/// for it.
-const PROTECT_LONG: Duration = Duration::from_micros(400);
-/// So many runs are protected between two looks at the clock.
-const PROTECT_RUNS: usize = 8;
-/// Pages that a call costs as much as, beyond those it is about.
-const RUN_COST: usize = 8;
-/// Smallest and largest window, in pages and [`RUN_COST`]s: 1 MiB, 128 MiB.
+/// Smallest and largest window, in what single pages cost.
 const WEIGHT: std::ops::RangeInclusive<usize> = 256..=32768;
 /// Most runs in a window.
 const RUNS_MAX: usize = sys::VECTOR_MAX;
-const BLOCK: usize = 512;
-/// Runs no further apart are lifted with one call: it costs as much as looking at
-/// four pages in between (300 and 1,300 cycles on Linux 6.18).
-const GAP: usize = 3;
-
-/// A run of pages: first bit of the map page, and how many.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Run {
-    first: usize,
-    len: usize,
-}
-
 /// What the map pages said at the last mark, in the layout's order.
 #[derive(Clone, Debug, Default)]
 pub struct Marks(pub Vec<(u64, Box<Bits>)>);
@@ -73,18 +55,17 @@ impl Marks {
     }
 }
 
-/// Two window sizes (huge pages go a hundred times faster), and the pfn where the
-/// next call begins.
+/// The size of the next window, in what single pages cost, and the pfn where the next call
+/// begins.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    whole: usize,
-    rest: usize,
+    window: usize,
     next: u64,
 }
 
 impl Default for Pace {
     fn default() -> Pace {
-        Pace { whole: 1040, rest: 1024, next: 0 }
+        Pace { window: 1024, next: 0 }
     }
 }
 
@@ -102,7 +83,7 @@ pub struct Recycler<'a> {
     pub marks: &'a Marks,
     /// What is open to KSM and therefore stays.
     pub open: &'a Open,
-    /// Window sizes, kept from call to call.
+    /// Kept from call to call.
     pub pace: &'a mut Pace,
     /// Since attach.
     pub counters: &'a mut Counters,
@@ -141,7 +122,8 @@ struct Call<'a> {
     interrupt: &'a mut dyn FnMut() -> bool,
     done: Recycled,
     bursts: Bursts,
-    /// What of the current part was discarded.
+    batch: Batch,
+    /// What was discarded of the part whose huge pages are to be split.
     taken: Box<Bits>,
 }
 
@@ -175,6 +157,7 @@ impl Recycler<'_> {
             interrupt,
             done: Recycled::default(),
             bursts: Bursts::default(),
+            batch: Batch::default(),
             taken: Box::new([0; abi::MAP_WORDS]),
         };
         // With a limit, what is whole anywhere comes before pieces.
@@ -184,15 +167,28 @@ impl Recycler<'_> {
         let pages = &self.layout.pages;
         let (before, after) = pages.split_at(pages.partition_point(|p| p.pfn < self.pace.next));
         self.pace.next = 0;
-        'all: for pass in passes {
-            for page in after.iter().chain(before) {
-                let late = Instant::now() >= call.until || (call.interrupt)();
-                if late || self.page(page, *pass, &mut call).is_err() {
-                    self.pace.next = page.pfn;
-                    call.done.more = true;
-                    break 'all;
-                }
+        let pages = passes.iter().flat_map(|pass| {
+            let page = move |page| (*pass, page);
+            after.iter().chain(before).map(page)
+        });
+        let mut stopped = None;
+        for (pass, page) in pages {
+            let late = Instant::now() >= call.until || (call.interrupt)();
+            let done = if late { Err(Stop::Enough) } else { self.page(page, pass, &mut call) };
+            if let Err(stop) = done {
+                stopped = Some((stop, page.pfn));
+                break;
             }
+        }
+        let mut doubt = matches!(stopped, Some((Stop::Doubt, _)));
+        if !doubt {
+            // Also when time is up, so that each call gets on.
+            doubt = matches!(self.flush(&mut call), Err(Stop::Doubt));
+        }
+        if stopped.is_some() || doubt || !call.batch.runs.is_empty() {
+            let waiting = call.batch.first().map(|page| page.pfn);
+            self.pace.next = waiting.or(stopped.map(|s| s.1)).unwrap_or(0);
+            call.done.more = true;
         }
         call.done.ns = begun.elapsed().as_nanos() as u64;
         call.done.cpu_ns = cpu_ns().saturating_sub(cpu);
@@ -209,11 +205,15 @@ impl Recycler<'_> {
         for part in self.ram.parts(page.pfn) {
             let choice = self.choose(&part, &free, call.want);
             if pass != Pass::Rest {
-                self.take(page, &part, &choice.whole, true, call)?;
+                self.take(page, &part, &choice.whole, call)?;
             }
-            if pass != Pass::Whole {
+            if pass != Pass::Whole && choice.split.is_empty() {
+                self.take(page, &part, &choice.rest, call)?;
+            } else if pass != Pass::Whole {
+                self.flush(call)?;
                 call.taken.fill(0);
-                let taken = self.take(page, &part, &choice.rest, false, call);
+                let taken = self.take(page, &part, &choice.rest, call);
+                let taken = taken.and_then(|()| self.flush(call));
                 self.split(&part, &choice, call);
                 taken?;
             }
@@ -250,9 +250,11 @@ impl Recycler<'_> {
             }
             if abi::all_set(&mask[..], first, len) {
                 abi::fill(&mut mask[..], first, len, false);
+                let is_huge = abi::all_set(&huge, first, len);
+                let grain = if is_huge { Grain::Huge } else { Grain::Blocks };
                 match choice.whole.last_mut() {
-                    Some(r) if r.first + r.len == first => r.len += len,
-                    _ => choice.whole.push(Run { first, len }),
+                    Some(r) if r.first + r.len == first && r.grain == grain => r.len += len,
+                    _ => choice.whole.push(Run { at: 0, first, len, grain }),
                 }
             } else if abi::all_set(&huge, first, 1) {
                 let n = count_in(&mask, first, len);
@@ -271,7 +273,8 @@ impl Recycler<'_> {
             emptied.get(at).is_some_and(|b| b.contains(first))
         };
         let rest = abi::runs(&mask[..]).filter(|r| r.1 >= min || whole(&r.0));
-        choice.rest = rest.map(|(first, len)| Run { first, len }).collect();
+        let run = |(first, len)| Run { at: 0, first, len, grain: Grain::Pages };
+        choice.rest = rest.map(run).collect();
         if want.max_bytes.is_some() {
             choice.rest.sort_by_key(|r| Reverse(r.len));
         }
@@ -279,79 +282,65 @@ impl Recycler<'_> {
         choice
     }
 
-    /// Takes runs, window by window.
+    /// Takes runs of a part: puts them into the batch, and takes that whenever it is full.
     fn take(
         &mut self,
         page: &MapPage,
         part: &Part,
         runs: &[Run],
-        whole: bool,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
-        let mut batch: Vec<Run> = Vec::new();
-        let mut weight = 0;
         for run in runs {
+            let (unit, cost) = (run.grain.unit(), run.grain.cost());
             let mut run = *run;
             while run.len > 0 {
-                let limit = if whole { self.pace.whole } else { self.pace.rest };
-                let room = limit.saturating_sub(weight + RUN_COST);
-                let room = if whole { room / BLOCK * BLOCK } else { room };
-                let left = usize::try_from(call.left).unwrap_or(usize::MAX);
-                let left = if whole { left / BLOCK * BLOCK } else { left };
+                let empty = call.batch.runs.is_empty();
+                let weight: usize = call.batch.weight + RUN_COST;
+                // One unit goes, however small a window is to be.
+                let least = if empty { cost } else { 0 };
+                let room = self.pace.window.saturating_sub(weight).max(least) / cost * unit;
+                let left = usize::try_from(call.left).unwrap_or(usize::MAX) / unit * unit;
                 let len = run.len.min(room).min(left);
-                if len > 0 && batch.len() < RUNS_MAX {
-                    batch.push(Run { first: run.first, len });
-                    weight += len + RUN_COST;
+                if len > 0 && call.batch.runs.len() < RUNS_MAX {
+                    call.batch.add(page, part, Run { len, ..run });
                     call.left -= len as u64;
-                    run = Run { first: run.first + len, len: run.len - len };
-                } else if batch.is_empty() {
+                    run = Run { first: run.first + len, len: run.len - len, ..run };
+                } else if empty {
                     // Less than a block is left to take: pieces may still fit.
-                    return if whole { Ok(()) } else { Err(Stop::Enough) };
+                    return if unit > 1 { Ok(()) } else { Err(Stop::Enough) };
                 } else {
-                    self.flush(page, part, &mut batch, whole, call)?;
-                    weight = 0;
+                    self.flush(call)?;
                 }
             }
         }
-        if batch.is_empty() { Ok(()) } else { self.flush(page, part, &mut batch, whole, call) }
+        Ok(())
     }
 
-    /// Takes all runs of a batch.
-    fn flush(
-        &mut self,
-        page: &MapPage,
-        part: &Part,
-        batch: &mut Vec<Run>,
-        whole: bool,
-        call: &mut Call<'_>,
-    ) -> Result<(), Stop> {
-        let mut left = &batch[..];
-        while !left.is_empty() {
-            let taken = self.flush_some(page, part, left, whole, call)?;
-            left = &left[taken..];
+    /// Takes all runs of the batch.
+    fn flush(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
+        while !call.batch.runs.is_empty() {
+            let batch = std::mem::take(&mut call.batch);
+            let taken = self.flush_some(&batch, call);
+            call.batch = batch;
+            call.batch.done(taken?);
+            if Instant::now() >= call.until || (call.interrupt)() {
+                return Err(Stop::Enough);
+            }
         }
-        batch.clear();
         Ok(())
     }
 
     /// Takes runs of a batch in one window; gives their number, at least one.
-    fn flush_some(
-        &mut self,
-        page: &MapPage,
-        part: &Part,
-        batch: &[Run],
-        whole: bool,
-        call: &mut Call<'_>,
-    ) -> Result<usize, Stop> {
+    fn flush_some(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
         // Brings the map's pages in, so that nothing in the window waits for them.
-        if let Err(stop) = self.read_again(page, batch) {
+        if let Err(stop) = self.read_again(batch, &batch.runs) {
             self.counters.dropped_batches += 1;
             return Err(stop);
         }
         call.bursts.before_window();
         let open = self.guard.open();
         let begun = Instant::now();
-        let found = self.window(page, part, batch, call);
+        let found = self.window(batch, call);
         let took = begun.elapsed();
         drop(open);
         call.bursts.after_window();
@@ -359,144 +348,14 @@ impl Recycler<'_> {
         call.done.window_ns += took.as_nanos() as u64;
         self.counters.batches += 1;
         self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
-        let done = found.map_or(0, |taken| weight_of(&batch[..taken]));
-        let (pace, floor) = match whole {
-            true => (&mut self.pace.whole, BLOCK + RUN_COST),
-            false => (&mut self.pace.rest, *WEIGHT.start()),
-        };
-        *pace = next_pace(*pace, (done, done < weight_of(batch)), took).clamp(floor, *WEIGHT.end());
+        let taken = found.unwrap_or(0);
+        let done: usize = batch.runs[..taken].iter().map(Run::weight).sum();
+        let next = next_pace(self.pace.window, (done, taken < batch.runs.len()), took);
+        self.pace.window = next.clamp(*WEIGHT.start(), *WEIGHT.end());
         if found.is_err() {
             self.counters.dropped_batches += 1;
         }
-        let taken = found?;
-        if Instant::now() >= call.until || (call.interrupt)() {
-            return Err(Stop::Enough);
-        }
-        Ok(taken)
-    }
-
-    /// What is done in a window that is open: protect, read again, discard, lift. Gives how many
-    /// runs of the batch it was about.
-    fn window(
-        &mut self,
-        page: &MapPage,
-        part: &Part,
-        batch: &[Run],
-        call: &mut Call<'_>,
-    ) -> Result<usize, Stop> {
-        let guard = self.guard;
-        let mut lifted = Lift { guard, part, runs: batch, wake_only: false };
-        let batch = &batch[..self.protect(part, batch)?];
-        lifted.runs = batch;
-        let bits = self.read_again(page, batch)?;
-        self.look_for_devices()?;
-        self.faults.widen();
-        let (mut ranges, mut kept) = (Vec::with_capacity(batch.len()), Vec::new());
-        let mut pages = 0;
-        for run in batch {
-            let before = pages;
-            still_free(&bits, run, |first, len| {
-                pages += len;
-                ranges.push(part.range(first, len));
-                abi::fill(&mut call.taken[..], first, len, true);
-            });
-            if pages - before < run.len {
-                kept.push(*run);
-            }
-        }
-        let all: usize = batch.iter().map(|r| r.len).sum();
-        let whole = self.ram.discard(part.piece, &ranges);
-        // Nothing of anonymous memory that was discarded is protected any more.
-        let anonymous = matches!(self.ram.pieces()[part.piece].kind, Kind::Anonymous);
-        let lift = |run: &Run| guard.uffd().lift(part.range(run.first, run.len)).is_ok();
-        lifted.wake_only = whole && anonymous && kept.iter().all(lift);
-        drop(lifted);
-        if !whole {
-            return Err(Stop::Doubt);
-        }
-        let bytes = Bytes::pages(pages as u64);
-        let saved = (all - pages) as u64;
-        call.done.bytes += bytes;
-        call.done.runs += ranges.len() as u64;
-        call.done.saved_pages += saved;
-        self.counters.recycled += bytes;
-        self.counters.runs += ranges.len() as u64;
-        self.counters.saved_pages += saved;
-        Ok(batch.len())
-    }
-
-    /// Protects runs, as many as there is time for; gives their number.
-    fn protect(&self, part: &Part, batch: &[Run]) -> Result<usize, Stop> {
-        if self.faults.no_protect() {
-            return Ok(batch.len());
-        }
-        let begun = Instant::now();
-        for (i, run) in batch.iter().enumerate() {
-            if i > 0 && i.is_multiple_of(PROTECT_RUNS) && begun.elapsed() > PROTECT_LONG {
-                return Ok(i);
-            }
-            let range = part.range(run.first, run.len);
-            self.guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
-        }
-        Ok(batch.len())
-    }
-
-    /// What pins memory from now on waits for the end of the window; what did before is
-    /// seen here.
-    fn look_for_devices(&mut self) -> Result<(), Stop> {
-        match self.devices.whats_new().filter(|_| !self.faults.no_devices()) {
-            None => Ok(()),
-            Some(New::Socket) => Err(Stop::Doubt),
-            Some(New::Device) => {
-                self.found = self.devices.look();
-                // A harmless one may have come with a socket.
-                let clear = self.found.is_none() && self.devices.whats_new().is_none();
-                if clear { Ok(()) } else { Err(Stop::Doubt) }
-            }
-        }
-    }
-
-    /// The bits of a batch and then the header's word on them, in this order.
-    fn read_again(&mut self, page: &MapPage, batch: &[Run]) -> Result<Box<Bits>, Stop> {
-        let mut bits = Box::new([u64::MAX; abi::MAP_WORDS]);
-        let first = batch.iter().map(|r| r.first).min().unwrap_or(0) / 64;
-        let end = batch.iter().map(|r| r.first + r.len).max().unwrap_or(0).div_ceil(64);
-        let len = (end - first) * 8;
-        let map = self.ram.hva(page.gpa, PAGE).ok_or(Stop::Doubt)? + first as u64 * 8;
-        let at = self.ram.hva(self.header.gpa, PAGE).ok_or(Stop::Doubt)?;
-        let mut bytes = [0u8; PAGE as usize + HEADER_BYTES];
-        sys::copy_from(&[(map, len), (at, HEADER_BYTES)], &mut bytes).map_err(|_| Stop::Doubt)?;
-        let header: &[u8; HEADER_BYTES] =
-            bytes[len..len + HEADER_BYTES].try_into().map_err(|_| Stop::Doubt)?;
-        if !self.faults.no_reread() {
-            for (word, eight) in bits[first..end].iter_mut().zip(bytes.chunks_exact(8)) {
-                *word = u64::from_le_bytes(eight.try_into().unwrap_or_default());
-            }
-        }
-        self.still_good(header).then_some(bits).ok_or(Stop::Doubt)
-    }
-
-    /// Whether the header is the one that was proven alive, and records.
-    fn still_good(&mut self, bytes: &[u8; HEADER_BYTES]) -> bool {
-        let live = LivePart::parse(bytes);
-        self.faults.no_doubt()
-            || (!self.guard.tripped()
-                && self.beats(&live)
-                && bytes[..abi::STATIC_BYTES] == self.header.fixed
-                && live.state == GuestState::Running
-                && live.generation == self.layout.generation)
-    }
-
-    /// Whether the guest has beaten lately, if its vCPUs run. Where they stand still
-    /// unknown to the daemon, a snapshot may be being loaded over this map.
-    fn beats(&mut self, live: &LivePart) -> bool {
-        let Some((last, at)) = &mut self.beat else { return true };
-        let now = Instant::now();
-        if live.beat != *last && live.beats_right(self.header.key) {
-            (*last, *at) = (live.beat, now);
-        }
-        let most = Duration::from_millis(live.tick_ms.into()) * BEATS_MISSED;
-        self.faults.no_beats() || now.duration_since(*at) <= most
+        found
     }
 
     /// What firmware writes before its first write is noticed is never ours to give, nor
@@ -557,10 +416,6 @@ impl Recycler<'_> {
     }
 }
 
-fn weight_of(runs: &[Run]) -> usize {
-    runs.iter().map(|r| r.len + RUN_COST).sum()
-}
-
 /// The size of the next window, where the last one did so much, or less than it was to.
 fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize {
     if done == 0 {
@@ -602,53 +457,6 @@ fn bit(bits: &Bits, at: usize) -> bool {
 
 fn count_in(bits: &Bits, first: usize, len: usize) -> usize {
     (first..first + len).filter(|b| bit(bits, *b)).count()
-}
-
-/// The parts of a run whose bits are set.
-fn still_free(bits: &Bits, run: &Run, mut each: impl FnMut(usize, usize)) {
-    let (mut at, end) = (run.first, run.first + run.len);
-    if abi::all_set(bits, run.first, run.len) {
-        return each(run.first, run.len);
-    }
-    while at < end {
-        let set = |b: &usize| bit(bits, *b);
-        let first = (at..end).find(set).unwrap_or(end);
-        let stop = (first..end).find(|b| !set(b)).unwrap_or(end);
-        if stop > first {
-            each(first, stop - first);
-        }
-        at = stop;
-    }
-}
-
-/// Lifts the protection of a batch, whatever happened in between.
-struct Lift<'a> {
-    guard: &'a Guard,
-    part: &'a Part,
-    runs: &'a [Run],
-    wake_only: bool,
-}
-
-impl Drop for Lift<'_> {
-    fn drop(&mut self) {
-        let uffd = self.guard.uffd();
-        let first = self.runs.iter().map(|r| r.first).min().unwrap_or(0);
-        let end = self.runs.iter().map(|r| r.first + r.len).max().unwrap_or(first);
-        if self.wake_only && end > first {
-            let _ = uffd.wake(self.part.range(first, end - first));
-            return;
-        }
-        // Lifting what is not protected does no harm and costs less than a call.
-        let mut runs: Vec<Run> = self.runs.to_vec();
-        runs.sort_unstable_by_key(|r| r.first);
-        let mut runs = runs.into_iter().peekable();
-        while let Some(mut span) = runs.next() {
-            while let Some(next) = runs.next_if(|n| n.first <= span.first + span.len + GAP) {
-                span.len = next.first + next.len - span.first;
-            }
-            let _ = uffd.lift(self.part.range(span.first, span.len));
-        }
-    }
 }
 
 #[cfg(test)]
