@@ -113,6 +113,22 @@ impl Devices {
         self.cleared = self.cleared.max(generation.min(self.generation));
     }
 
+    /// Looks at what may have been opened since the last look. An error means that nothing may
+    /// be discarded now: because of a device, which is named, or of a socket that the daemon
+    /// has to ask about.
+    pub fn look_at_new(&mut self) -> Result<(), Option<String>> {
+        match self.whats_new() {
+            None => Ok(()),
+            Some(New::Socket) => Err(None),
+            Some(New::Device) => {
+                let found = self.look();
+                // A harmless one may have come with a socket.
+                let clear = found.is_none() && self.whats_new().is_none();
+                if clear { Ok(()) } else { Err(found) }
+            }
+        }
+    }
+
     /// What may have been opened since the last look: some 400 ns for a descriptor that is open.
     pub fn whats_new(&self) -> Option<New> {
         let new = |fd| match (kind(fd)?, &self.sockets) {

@@ -221,5 +221,15 @@ fn the_look_itself() {
     assert_eq!(devices.unclear(), Some(second), "a look from before");
     devices.clear(second + 7);
     assert_eq!((devices.unclear(), devices.whats_new()), (None, None));
-    drop((file, full, pair, other));
+    drop((full, other));
+    assert_eq!(devices.look(), None);
+
+    // A harmless device and a socket at once: the number of the device is the lower one.
+    let full = File::open("/dev/full").unwrap();
+    let zero = File::open("/dev/zero").unwrap();
+    let other = UnixStream::pair().unwrap();
+    assert_eq!(devices.look_at_new(), Err(None), "the daemon has to look at the socket");
+    devices.unclear().into_iter().for_each(|third| devices.clear(third));
+    assert_eq!(devices.look_at_new(), Ok(()));
+    drop((file, full, zero, pair, other));
 }

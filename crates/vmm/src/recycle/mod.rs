@@ -309,7 +309,8 @@ impl Recycler<'_> {
                     // Less than a block is left to take: pieces may still fit.
                     return if unit > 1 { Ok(()) } else { Err(Stop::Enough) };
                 } else {
-                    self.flush(call)?;
+                    // What one window leaves goes with what comes.
+                    self.flush_once(call)?;
                 }
             }
         }
@@ -319,19 +320,23 @@ impl Recycler<'_> {
     /// Takes all runs of the batch.
     fn flush(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
         while !call.batch.runs.is_empty() {
-            let batch = std::mem::take(&mut call.batch);
-            let taken = self.flush_some(&batch, call);
-            call.batch = batch;
-            call.batch.done(taken?);
-            if Instant::now() >= call.until || (call.interrupt)() {
-                return Err(Stop::Enough);
-            }
+            self.flush_once(call)?;
         }
         Ok(())
     }
 
-    /// Takes runs of a batch in one window; gives their number, at least one.
-    fn flush_some(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
+    /// Takes as many as one window can, at least one.
+    fn flush_once(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
+        let batch = std::mem::take(&mut call.batch);
+        let taken = self.one_window(&batch, call);
+        call.batch = batch;
+        call.batch.done(taken?);
+        let late = Instant::now() >= call.until || (call.interrupt)();
+        if late { Err(Stop::Enough) } else { Ok(()) }
+    }
+
+    /// Takes runs of a batch; gives their number.
+    fn one_window(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
         // Brings the map's pages in, so that nothing in the window waits for them.
         if let Err(stop) = self.read_again(batch, &batch.runs) {
             self.counters.dropped_batches += 1;

@@ -8,7 +8,6 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, GuestState, HEADER_BYTES, LivePart, MapPage, PAGE};
 
 use super::{Call, Recycler, Stop, bit};
-use crate::blockers::New;
 use crate::guard::Guard;
 use crate::ram::{Bits, Kind, Part};
 use crate::sys;
@@ -18,7 +17,7 @@ const BEATS_MISSED: u32 = 3;
 /// Protecting takes no longer than this and a few runs: the runs that are left have a window of
 /// their own. A run takes 1 µs, and ten times as long where other CPUs have to be interrupted
 /// for it.
-const PROTECT_LONG: Duration = Duration::from_micros(400);
+const PROTECT_LONG: Duration = Duration::from_micros(600);
 /// So many runs are protected between two looks at the clock.
 const PROTECT_RUNS: usize = 8;
 /// Runs no further apart are lifted with one call: it costs as much as looking at
@@ -196,16 +195,13 @@ impl Recycler<'_> {
     /// What pins memory from now on waits for the end of the window; what did before is
     /// seen here.
     fn look_for_devices(&mut self) -> Result<(), Stop> {
-        match self.devices.whats_new().filter(|_| !self.faults.no_devices()) {
-            None => Ok(()),
-            Some(New::Socket) => Err(Stop::Doubt),
-            Some(New::Device) => {
-                self.found = self.devices.look();
-                // A harmless one may have come with a socket.
-                let clear = self.found.is_none() && self.devices.whats_new().is_none();
-                if clear { Ok(()) } else { Err(Stop::Doubt) }
-            }
+        if self.faults.no_devices() {
+            return Ok(());
         }
+        self.devices.look_at_new().map_err(|found| {
+            self.found = found;
+            Stop::Doubt
+        })
     }
 
     /// The bits of each part of a batch and then the header's word on them, in this order.
