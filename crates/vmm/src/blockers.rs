@@ -3,10 +3,13 @@
 //! Devices that write to guest memory past the page tables (VFIO, vDPA, RDMA), locked
 //! memory, confidential guests. What only QEMU knows comes from the daemon.
 //!
-//! Such a device is looked for in each window as well ([`Devices::whats_new`]), between the
-//! protection and the discard. A page that it pinned before the protection was pinned by a
-//! file that is open by then, so it is seen; a page that it wants to pin afterwards has to
-//! be written to, so it waits for the end of the window.
+//! Such a device is looked for in each window as well ([`Devices::look_at_new`]), between the
+//! protection and the discard. If it has pinned a page before the protection, its file is open
+//! by then, so it is seen. A pin of a page that is protected fails or waits for the end of the
+//! window (`doors.rs`).
+//!
+//! Devices are known by the names of their files. The names of a further kind belong into
+//! `of_file` here and into the lists of `doors.rs`.
 
 use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;

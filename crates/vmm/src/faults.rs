@@ -40,12 +40,13 @@ impl Faults {
     fault!(wider, 13, "The same, long enough for a disk.");
     fault!(late_wire, 14, "Of several tripwires the first is not armed.");
     fault!(no_doors, 15, "Wires stay where a device that pins memory may be opened.");
+    fault!(no_flush, 16, "What one pass found waits for a window of the next.");
     fault!(no_self_test, 12, "The kernel does not have to prove that it keeps protection.");
 
     /// By the names of the questions, with `+` between them.
     #[cfg(feature = "faults")]
     pub fn parse(text: &str) -> Option<Faults> {
-        const NAMES: [&str; 16] = [
+        const NAMES: [&str; 17] = [
             "no_protect",
             "no_reread",
             "no_unpopulated",
@@ -62,6 +63,7 @@ impl Faults {
             "wider",
             "late_wire",
             "no_doors",
+            "no_flush",
         ];
         let mut bits = 0;
         for name in text.split('+').filter(|n| !n.is_empty()) {

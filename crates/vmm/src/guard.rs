@@ -1,9 +1,9 @@
 //! The window of protection, the tripwires, and the thread that reads the faults.
 //!
-//! One lock stands for "a window is open": a recycle batch holds it from its
-//! first protection to its last. The handler thread takes it before it lets a
-//! faulting write go on, so a write inside a window waits for that window, and a
-//! write that slipped between a discard and its wake-up is found here and woken.
+//! One lock means "a window is open": the recycler holds it from its first protection until
+//! what the window protected is lifted. The handler thread takes the lock before it lets a
+//! faulting write go on, so a write inside a window waits for that window. The handler also
+//! wakes a write that faulted between a discard and the window's own wake-up.
 //!
 //! Tripwires are guest pages that stay protected as long as a map is in use: those
 //! that firmware writes to first after a reset, and a running Linux does not. A
@@ -28,17 +28,18 @@ use crate::priority::RealTime;
 use crate::sys::{self, Range, UffdMsg};
 use crate::uffd::Uffd;
 
-/// A batch steps back so long when the handler wants the lock; often enough for
-/// any scheduler.
+/// Before a window opens, the recycler sleeps so long while another thread waits for the lock,
+/// at most [`YIELDS`] times.
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
 /// Most tripwires.
 pub const WIRES: usize = 4;
-/// Writes that were woken lately: one that comes again within [`RECENT`] was missed.
+/// So many pages whose writers were woken are remembered. One that faults again within
+/// [`RECENT`] is still protected, so its protection is lifted.
 const WOKEN: usize = 8;
 const RECENT: Duration = Duration::from_secs(1);
-/// How long nothing is protected once such a device may be opened: QEMU takes less to plug
-/// one. By then it is open, which is a reason to leave the VM alone, or is not coming.
+/// How long nothing is protected after a device that pins memory may have been opened. QEMU
+/// takes less time to plug one in. If its file is open by then, that is a reason to stand aside.
 const HOLD: Duration = Duration::from_secs(10);
 
 /// A page that stays protected.
@@ -156,7 +157,7 @@ impl Guard {
         *lock(&self.held) = Some(Instant::now());
         self.tripped.store(true, SeqCst);
         let window = self.between();
-        // Armed anew between the two locks: that is lifted as well.
+        // `arm` may have run before the lock was taken: what it armed is lifted as well.
         self.tripped.store(true, SeqCst);
         self.disarm();
         drop(window);
@@ -199,15 +200,15 @@ impl Guard {
         // What is protected and no wire was met by the window that was opened last.
         let begun = if wire.is_some() { read } else { read.min(*lock(&self.opened)) };
         let window = self.between();
-        // A window lifts its own protection, so waking is enough; lifting 4 KiB
-        // would split the mapping of a huge page. Whoever comes back was missed.
+        // A window lifts its own protection, so waking is enough; lifting 4 KiB would split the
+        // mapping of a huge page. A page that faults again is still protected: it is lifted.
         if wire.is_some() || again {
             let _ = self.uffd.lift(page);
         } else {
             let _ = self.uffd.wake(page);
         }
         if let Some(wire) = wire {
-            // Armed anew between the two locks: this wire is lifted, so it counts again.
+            // `arm` may have cleared the mark meanwhile: this wire is lifted, so set it again.
             self.tripped.store(true, SeqCst);
             wire.page.store(0, SeqCst);
         }

@@ -214,6 +214,11 @@ impl Ram {
         Ok(())
     }
 
+    /// Whether [`Ram::held`] tells of this part what huge pages map, or guesses.
+    pub fn tells_huge(&self, part: &Part) -> bool {
+        matches!(self.pieces[part.piece].kind, Kind::Anonymous) && self.pagemap.is_some()
+    }
+
     /// The stretches of a range that are in memory, if all of it is anonymous RAM and this
     /// kernel can tell.
     pub fn present(&self, range: Range) -> Option<Vec<Range>> {
@@ -243,12 +248,21 @@ impl Ram {
         match &self.pidfd {
             Some(pidfd) if ranges.len() > 1 => ranges.chunks(sys::VECTOR_MAX).all(|chunk| {
                 let want: u64 = chunk.iter().map(|r| r.len).sum();
-                sys::discard_all(pidfd, chunk).is_ok_and(|done| done == want)
-                    || chunk.iter().all(|r| sys::discard(*r).is_ok())
+                // What was discarded is not protected any more: it must not be discarded again.
+                match sys::discard_all(pidfd, chunk) {
+                    Ok(done) => done == want,
+                    Err(e) if not_begun(&e) => chunk.iter().all(|r| sys::discard(*r).is_ok()),
+                    Err(_) => false,
+                }
             }),
             _ => ranges.iter().all(|r| sys::discard(*r).is_ok()),
         }
     }
+}
+
+/// The call was refused before it did anything.
+fn not_begun(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS))
 }
 
 /// What the kernel offers and is used where it does.

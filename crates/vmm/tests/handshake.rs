@@ -27,8 +27,12 @@ fn contest(memory: Memory, faults: Faults, huge: HugePages, time: Duration) -> (
     let (mut agent, beats) = attached(&guest, faults);
     let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
     let until = Instant::now() + time;
-    while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
-        let want = Recycle { huge, split_min_pages: 8, ..Recycle::default() };
+    for limited in [true, false].into_iter().cycle() {
+        if Instant::now() >= until || guest.lost.load(SeqCst) > 0 {
+            break;
+        }
+        let max_bytes = limited.then_some(Bytes::mib(32));
+        let want = Recycle { huge, split_min_pages: 8, max_bytes, ..Recycle::default() };
         let _ = recycle(&mut agent, want);
     }
     guest.stop.store(true, SeqCst);
@@ -340,6 +344,48 @@ fn what_is_free_and_held_comes_back_and_nothing_else() {
             assert!(guest.holds(p, if free(p) { 0 } else { p }), "{memory:?} {p}");
         }
         guest.stop.store(true, SeqCst);
+    }
+}
+
+/// Pages of a block.
+const BLOCK: u64 = BLOCK_PAGES as u64;
+
+/// A block that is whole in the first pass and is not any more in the second. Returns how many
+/// of its pages were discarded, each time that its first page was taken a little later.
+fn allocated_between(faults: Faults) -> Vec<u64> {
+    let guest = Guest::new(64, Memory::Small);
+    let (mut agent, beats) = attached(&guest, faults);
+    let discarded = (0..8).map(|when| {
+        guest.fill_and_free(FIRST, BLOCK);
+        let mut asked = 0;
+        let mut interrupt = || {
+            if asked == when {
+                guest.set(FIRST, false);
+            }
+            asked += 1;
+            false
+        };
+        let limited = Recycle { max_bytes: Some(Bytes::gib(1)), ..Recycle::default() };
+        let command = Command::Recycle(limited);
+        let answer = agent.execute(&command, None, &mut interrupt).unwrap();
+        let Answer::Recycled(done) = answer else { unreachable!() };
+        done.bytes.0 / 4096
+    });
+    let discarded = discarded.collect();
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+    discarded
+}
+
+#[test]
+fn no_page_is_discarded_twice_in_a_window() {
+    let discarded = allocated_between(Faults::default());
+    assert!(discarded.contains(&BLOCK) && discarded.contains(&(BLOCK - 1)));
+    assert!(discarded.iter().all(|n| *n <= BLOCK), "{discarded:?}");
+    #[cfg(feature = "faults")]
+    {
+        let discarded = allocated_between(Faults::parse("no_flush").unwrap());
+        assert!(discarded.iter().any(|n| *n > BLOCK), "{discarded:?}");
     }
 }
 

@@ -3,7 +3,11 @@
 
 use std::io::Write;
 
+use ebb_core::histogram::Histogram;
 use ebb_lab::guest::escape;
+use ebb_vmm::priority::RealTime;
+use ebb_vmm::sys::{Mapping, Range};
+use ebb_vmm::uffd::Uffd;
 
 use crate::*;
 
@@ -106,11 +110,51 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
     }
 }
 
+/// Windows of nothing but protecting and lifting, as long as Ebb's, in this process while two
+/// loops read the same memory: how late this machine is by itself.
+fn bare_windows(time: Duration) -> Histogram {
+    const ALL: u64 = 64 << 20;
+    let memory = Mapping::anonymous(ALL as usize).unwrap();
+    memory.huge(false).unwrap();
+    memory.bytes_mut().iter_mut().step_by(4096).for_each(|b| *b = 1);
+    let uffd = Uffd::open(None, true).unwrap();
+    let all = Range { start: memory.address(), len: ALL };
+    uffd.register(all).unwrap();
+    let (quit, mut windows) = (AtomicBool::new(false), Histogram::default());
+    std::thread::scope(|scope| {
+        let busy = || {
+            while !quit.load(SeqCst) {
+                let pages = memory.bytes().iter().step_by(4096);
+                std::hint::black_box(pages.map(|b| u64::from(*b)).sum::<u64>());
+            }
+        };
+        scope.spawn(busy);
+        scope.spawn(busy);
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            let first = RealTime::begin();
+            let begun = Instant::now();
+            let pages = (all.start..all.start + ALL).step_by(2 * 4096);
+            let in_time = |_: &u64| begun.elapsed() < Duration::from_micros(900);
+            let start = |start| Range { start, len: 4096 };
+            pages.take_while(in_time).map(start).for_each(|page| uffd.protect(page).unwrap());
+            uffd.lift(all).unwrap();
+            windows.add(begun.elapsed().as_nanos() as u64);
+            drop(first);
+            sleep(Duration::from_millis(2));
+        }
+        quit.store(true, SeqCst);
+    });
+    windows
+}
+
 /// How long vCPUs wait where two loops want the CPUs as well: printed, since what else the
-/// machine does is in it too.
+/// machine does is in it too. How much that is, is printed first.
 #[test]
 fn vm_waits_beside_busy_loops_are_published() {
     let _arena = held();
+    let bare = bare_windows(Duration::from_secs(seconds().div_ceil(10)));
+    println!("bare windows {bare}\n{bare:?}");
     for kernel in kernels() {
         let (mut disk, dir) =
             (tempfile::NamedTempFile::new().unwrap(), tempfile::tempdir().unwrap());

@@ -4,20 +4,26 @@
 //!
 //! 1. protect them against writes,
 //! 2. read their bits again, and after that the state word, generation and beat,
-//! 3. look whether a device that writes past the page tables has been opened,
+//! 3. look whether a device that writes past the page tables has been opened, or, beside shared
+//!    RAM, a Unix socket,
 //! 4. discard what is still free,
-//! 5. lift the protection, which wakes who waits.
+//! 5. lift the protection, which wakes the threads that wait.
 //!
-//! The guest clears a bit before it writes, we protect before we read: one of
-//! the two always sees the other. The map page is read once before the protection, so
-//! that no page of it has to come from swap while writers wait.
+//! (`docs/internals.md` and `ebb_abi.h` count the choice of runs as step 1.)
 //!
-//! A write that meets an open window waits for it, so a window is short: what is done in
-//! it follows the time that the last one took. What fits into one window goes in one, also
-//! from several map pages. Whole 2 MiB blocks come first, then longer runs before shorter
-//! ones where there is a limit.
+//! The guest clears a bit before it writes; the host protects before it reads. So either the
+//! host sees the cleared bit, or the guest's write waits. The map page is read once before the
+//! protection, so that no page of it has to come from swap while writers wait.
 //!
-//! This file chooses what is taken; `window.rs` takes it.
+//! A *window* is open from step 1 to step 5. A write to a protected page waits until the window
+//! closes, so windows are short: the size of the next one follows from the time that the last
+//! one took. A window takes runs of several map pages if they fit. Where an order has a limit,
+//! whole 2 MiB blocks come first in the whole map, then the rest, longer runs of a map page
+//! before shorter ones.
+//!
+//! This file chooses what is taken, in which order and how much at once: that may change. The
+//! steps are in `window.rs`, and their order must not change. `tests/model.rs`, `handshake.rs` and
+//! `devices.rs` show what is lost without each.
 
 mod window;
 
@@ -29,7 +35,7 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, Header, Layout, MapPage, PAGE};
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
-use self::window::{BLOCK, Batch, Grain, RUN_COST, Run};
+use self::window::{BLOCK, Batch, GAP, Grain, Run, weight_of};
 use crate::blockers::Devices;
 use crate::faults::Faults;
 use crate::guard::Guard;
@@ -38,12 +44,13 @@ use crate::priority::Bursts;
 use crate::ram::{Bits, Part, Ram, blocks};
 use crate::sys;
 
-/// Windows are as large as takes so long; a vCPU waits no more than about one window.
-const WINDOW_GOAL: Duration = Duration::from_micros(1100);
+/// How long a window is to take; a vCPU waits for about one window at most.
+const WINDOW_GOAL: Duration = Duration::from_micros(1000);
 /// Smallest and largest window, in what single pages cost.
 const WEIGHT: std::ops::RangeInclusive<usize> = 256..=32768;
-/// Most runs in a window.
-const RUNS_MAX: usize = sys::VECTOR_MAX;
+/// Most runs in a window: each may need a place of its own when their bits are read, and the
+/// header needs one.
+const RUNS_MAX: usize = sys::VECTOR_MAX - 1;
 /// What the map pages said at the last mark, in the layout's order.
 #[derive(Clone, Debug, Default)]
 pub struct Marks(pub Vec<(u64, Box<Bits>)>);
@@ -101,16 +108,22 @@ pub struct Recycler<'a> {
     pub faults: Faults,
 }
 
-/// What the firmware's management mode has on q35; video memory, ROM and what that mode has
-/// elsewhere: RAM, but not the guest's.
+/// Pages that are never given back, whatever the map says: the RAM at these addresses is not the
+/// guest's own. 192 to 320 KiB: SMRAM of q35. 640 KiB to 1 MiB: video memory, ROM, and SMRAM of
+/// other machines.
 const BELOW_1M: [std::ops::Range<u64>; 2] = [0x30..0x50, 0xa0..0x100];
 
 /// Why a pass ended before its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
-    /// Enough, or out of time, or interrupted.
+    /// As much was taken as was asked for.
     Enough,
-    /// The map must not be used any more.
+    /// Time is up.
+    Late,
+    /// No window may be opened any more.
+    Interrupted,
+    /// Nothing more may be discarded in this call: the map is in doubt, a device or socket was
+    /// opened, or a system call failed.
     Doubt,
 }
 
@@ -167,32 +180,59 @@ impl Recycler<'_> {
         let pages = &self.layout.pages;
         let (before, after) = pages.split_at(pages.partition_point(|p| p.pfn < self.pace.next));
         self.pace.next = 0;
-        let pages = passes.iter().flat_map(|pass| {
-            let page = move |page| (*pass, page);
-            after.iter().chain(before).map(page)
-        });
         let mut stopped = None;
-        for (pass, page) in pages {
-            let late = Instant::now() >= call.until || (call.interrupt)();
-            let done = if late { Err(Stop::Enough) } else { self.page(page, pass, &mut call) };
-            if let Err(stop) = done {
-                stopped = Some((stop, page.pfn));
+        for pass in passes {
+            stopped = self.pass(*pass, after.iter().chain(before), &mut call);
+            if stopped.is_some() {
                 break;
             }
         }
-        let mut doubt = matches!(stopped, Some((Stop::Doubt, _)));
-        if !doubt {
-            // Also when time is up, so that each call gets on.
-            doubt = matches!(self.flush(&mut call), Err(Stop::Doubt));
-        }
-        if stopped.is_some() || doubt || !call.batch.runs.is_empty() {
-            let waiting = call.batch.first().map(|page| page.pfn);
-            self.pace.next = waiting.or(stopped.map(|s| s.1)).unwrap_or(0);
+        if let Some(pfn) = stopped {
+            self.pace.next = call.batch.first().map_or(pfn, |page| page.pfn);
             call.done.more = true;
         }
         call.done.ns = begun.elapsed().as_nanos() as u64;
         call.done.cpu_ns = cpu_ns().saturating_sub(cpu);
         call.done
+    }
+
+    /// One pass over the map pages, to its end: what the next pass finds free must not wait for
+    /// a window as part of this one already, or one window would discard it twice, the second
+    /// time without protection. Gives the pfn of the map page where it had to stop.
+    fn pass<'p>(
+        &mut self,
+        pass: Pass,
+        pages: impl Iterator<Item = &'p MapPage>,
+        call: &mut Call<'_>,
+    ) -> Option<u64> {
+        let mut last = 0;
+        for page in pages {
+            last = page.pfn;
+            // Others may run between two windows, also where much is looked at in between.
+            call.bursts.after_window();
+            if (call.interrupt)() {
+                return Some(last);
+            }
+            let late = Instant::now() >= call.until;
+            let done = if late { Err(Stop::Late) } else { self.page(page, pass, call) };
+            match done {
+                Ok(()) => {}
+                Err(Stop::Late) => {
+                    // Each call gets on, however short its time is.
+                    let _ = self.flush_once(call);
+                    return Some(last);
+                }
+                Err(_) => return Some(last),
+            }
+        }
+        if pass == Pass::Whole && self.faults.no_flush() {
+            return None;
+        }
+        match self.flush(call) {
+            Ok(()) => None,
+            Err(Stop::Late | Stop::Interrupted) if call.batch.runs.is_empty() => None,
+            Err(_) => Some(last),
+        }
     }
 
     fn page(&mut self, page: &MapPage, pass: Pass, call: &mut Call<'_>) -> Result<(), Stop> {
@@ -215,6 +255,10 @@ impl Recycler<'_> {
                 let taken = self.take(page, &part, &choice.rest, call);
                 let taken = taken.and_then(|()| self.flush(call));
                 self.split(&part, &choice, call);
+                if taken.is_err() {
+                    // What would be taken later would not be split; the next call finds it.
+                    call.batch = Batch::default();
+                }
                 taken?;
             }
         }
@@ -250,7 +294,7 @@ impl Recycler<'_> {
             }
             if abi::all_set(&mask[..], first, len) {
                 abi::fill(&mut mask[..], first, len, false);
-                let is_huge = abi::all_set(&huge, first, len);
+                let is_huge = self.ram.tells_huge(part) && abi::all_set(&huge, first, len);
                 let grain = if is_huge { Grain::Huge } else { Grain::Blocks };
                 match choice.whole.last_mut() {
                     Some(r) if r.first + r.len == first && r.grain == grain => r.len += len,
@@ -295,7 +339,7 @@ impl Recycler<'_> {
             let mut run = *run;
             while run.len > 0 {
                 let empty = call.batch.runs.is_empty();
-                let weight: usize = call.batch.weight + RUN_COST;
+                let weight = call.batch.weight_with(page, part);
                 // One unit goes, however small a window is to be.
                 let least = if empty { cost } else { 0 };
                 let room = self.pace.window.saturating_sub(weight).max(least) / cost * unit;
@@ -331,21 +375,24 @@ impl Recycler<'_> {
         let taken = self.one_window(&batch, call);
         call.batch = batch;
         call.batch.done(taken?);
-        let late = Instant::now() >= call.until || (call.interrupt)();
-        if late { Err(Stop::Enough) } else { Ok(()) }
+        if (call.interrupt)() {
+            return Err(Stop::Interrupted);
+        }
+        if Instant::now() >= call.until { Err(Stop::Late) } else { Ok(()) }
     }
 
-    /// Takes runs of a batch; gives their number.
+    /// Takes runs of a batch, as many as fit; gives their number.
     fn one_window(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
+        let runs = batch.first_runs(self.pace.window);
         // Brings the map's pages in, so that nothing in the window waits for them.
-        if let Err(stop) = self.read_again(batch, &batch.runs) {
+        if let Err(stop) = self.read_again(batch, runs) {
             self.counters.dropped_batches += 1;
             return Err(stop);
         }
         call.bursts.before_window();
         let open = self.guard.open();
         let begun = Instant::now();
-        let found = self.window(batch, call);
+        let found = self.window(batch, runs, call);
         let took = begun.elapsed();
         drop(open);
         call.bursts.after_window();
@@ -354,8 +401,8 @@ impl Recycler<'_> {
         self.counters.batches += 1;
         self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
         let taken = found.unwrap_or(0);
-        let done: usize = batch.runs[..taken].iter().map(Run::weight).sum();
-        let next = next_pace(self.pace.window, (done, taken < batch.runs.len()), took);
+        let done = weight_of(&runs[..taken]);
+        let next = next_pace(self.pace.window, (done, taken < runs.len()), took);
         self.pace.window = next.clamp(*WEIGHT.start(), *WEIGHT.end());
         if found.is_err() {
             self.counters.dropped_batches += 1;
@@ -363,12 +410,14 @@ impl Recycler<'_> {
         found
     }
 
-    /// What firmware writes before its first write is noticed is never ours to give, nor
-    /// are the tripwires.
+    /// Clears the bits of pages that are never given back: those that firmware writes before it
+    /// writes to a tripwire, the tripwires, and [`BELOW_1M`].
     fn keep_usable(&self, page: &MapPage, bits: &mut Bits) {
         let (first, end) = (self.early.0 / PAGE, self.early.1.div_ceil(PAGE));
         let wires = self.guard.wires();
-        let kept = wires.iter().map(|(gpa, _)| gpa / PAGE).chain(first..end);
+        // Nor what lies so near to one that lifting it might lift the tripwire.
+        let near = |pfn: u64| pfn.saturating_sub(GAP as u64)..=pfn + GAP as u64;
+        let kept = wires.iter().flat_map(|(gpa, _)| near(gpa / PAGE)).chain(first..end);
         let kept = kept.chain(BELOW_1M.into_iter().flatten());
         for pfn in kept.filter(|pfn| (page.pfn..page.pfn + abi::MAP_PFNS).contains(pfn)) {
             let at = (pfn - page.pfn) as usize;
@@ -421,7 +470,8 @@ impl Recycler<'_> {
     }
 }
 
-/// The size of the next window, where the last one did so much, or less than it was to.
+/// The size of the next window. `done`: how much the last one handled; `less`: that it did not
+/// come to the end of its batch.
 fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize {
     if done == 0 {
         return if took > WINDOW_GOAL { pace / 8 } else { pace };

@@ -1,6 +1,8 @@
 //! One window: protect, read again, look for devices, discard, lift.
 //!
-//! The order is what keeps guest data; `recycle/mod.rs` tells why.
+//! Guest data is safe because of the order of these steps; `recycle/mod.rs` says why. If the
+//! order changes, `tests/model.rs` must change with it. A new step needs a switch in `faults.rs`
+//! that leaves it out, so that a test can show what it prevents.
 
 use std::time::{Duration, Instant};
 
@@ -14,21 +16,23 @@ use crate::sys;
 
 /// A map whose beat is this many times its own tick old is not used while vCPUs run.
 const BEATS_MISSED: u32 = 3;
-/// Protecting takes no longer than this and a few runs: the runs that are left have a window of
-/// their own. A run takes 1 µs, and ten times as long where other CPUs have to be interrupted
-/// for it.
-const PROTECT_LONG: Duration = Duration::from_micros(600);
-/// So many runs are protected between two looks at the clock.
-const PROTECT_RUNS: usize = 8;
+/// When protecting has taken so long, no more runs are protected (looked at after every
+/// [`PROTECT_RUNS`]). The runs that are left stay in the batch for the next window. To protect a
+/// run takes 1 µs, and ten times as long where other CPUs have to be interrupted for it.
+const PROTECT_LONG: Duration = Duration::from_micros(550);
+/// So much is protected between two looks at the clock, in single pages of a long run.
+const PROTECT_LOOK: usize = 8 * RUN_COST;
 /// Runs no further apart are lifted with one call: it costs as much as looking at
 /// four pages in between (300 and 1,300 cycles on Linux 6.18).
-const GAP: usize = 3;
-/// What a call costs as much as, in pages, beyond those it is about.
-pub(super) const RUN_COST: usize = 8;
+pub(super) const GAP: usize = 3;
+/// What each run costs beside its pages (system calls), in pages.
+const RUN_COST: usize = 8;
+/// What another part costs as much as: its bits are read apart, and it is woken apart.
+const PART_COST: usize = 16;
 /// Pages in a block of 2 MiB.
 pub(super) const BLOCK: usize = 512;
 
-/// In what a run is counted, and what that costs.
+/// The unit in which a run is cut, and what a unit costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
     /// Pages of 4 KiB, any number of them.
@@ -70,7 +74,7 @@ pub(super) struct Run {
 
 impl Run {
     /// What it costs, in pages.
-    pub(super) fn weight(&self) -> usize {
+    fn weight(&self) -> usize {
         self.len / self.grain.unit() * self.grain.cost() + RUN_COST
     }
 }
@@ -87,20 +91,43 @@ pub(super) struct Batch {
 }
 
 impl Batch {
+    fn is_last(&self, page: &MapPage, part: &Part) -> bool {
+        let same = |(p, of): &(MapPage, Part)| p.pfn == page.pfn && of.piece == part.piece;
+        !self.runs.is_empty() && self.parts.last().is_some_and(same)
+    }
+
+    /// What it weighs with a run of no pages of this part.
+    pub(super) fn weight_with(&self, page: &MapPage, part: &Part) -> usize {
+        let part = if self.is_last(page, part) { 0 } else { PART_COST };
+        self.weight + part + RUN_COST
+    }
+
     /// Adds a run of a part.
     pub(super) fn add(&mut self, page: &MapPage, part: &Part, run: Run) {
-        let same = |(p, of): &&(MapPage, Part)| p.pfn == page.pfn && of.piece == part.piece;
-        if self.parts.last().filter(same).is_none() {
+        if !self.is_last(page, part) {
             self.parts.push((*page, *part));
+            self.weight += PART_COST;
         }
         self.weight += run.weight();
         self.runs.push(Run { at: self.parts.len() - 1, ..run });
     }
 
+    /// Those from the front that are no heavier than that, and one at least.
+    pub(super) fn first_runs(&self, weight: usize) -> &[Run] {
+        let mut all = 0;
+        let mut last = None;
+        let fits = self.runs.iter().take_while(|run| {
+            let part = if last.replace(run.at) == Some(run.at) { 0 } else { PART_COST };
+            all += run.weight() + part;
+            all <= weight
+        });
+        &self.runs[..fits.count().max(1).min(self.runs.len())]
+    }
+
     /// Forgets the first runs, which are done.
     pub(super) fn done(&mut self, runs: usize) {
-        let done: usize = self.runs.drain(..runs).map(|r| r.weight()).sum();
-        self.weight -= done;
+        self.runs.drain(..runs);
+        self.weight = weight_of(&self.runs);
         // Parts before the first run that is left stay, so that the others keep their places.
         if self.runs.is_empty() {
             self.parts.clear();
@@ -113,6 +140,11 @@ impl Batch {
     }
 }
 
+/// What runs weigh, in single pages of a long run.
+pub(super) fn weight_of(runs: &[Run]) -> usize {
+    runs.iter().map(Run::weight).sum::<usize>() + by_part(runs).count() * PART_COST
+}
+
 /// The runs of each part.
 fn by_part(runs: &[Run]) -> impl Iterator<Item = &[Run]> {
     runs.chunk_by(|a, b| a.at == b.at)
@@ -120,11 +152,15 @@ fn by_part(runs: &[Run]) -> impl Iterator<Item = &[Run]> {
 
 impl Recycler<'_> {
     /// What is done in a window that is open: protect, read again, look, discard, lift. Gives how
-    /// many runs of the batch it was about.
-    pub(super) fn window(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
-        let mut lifted =
-            Lift { guard: self.guard, batch, runs: &batch.runs, discarded: Vec::new() };
-        let runs = &batch.runs[..self.protect(batch)?];
+    /// many of these runs of the batch it was about.
+    pub(super) fn window(
+        &mut self,
+        batch: &Batch,
+        runs: &[Run],
+        call: &mut Call<'_>,
+    ) -> Result<usize, Stop> {
+        let mut lifted = Lift { guard: self.guard, batch, runs, discarded: Vec::new() };
+        let runs = &runs[..self.protect(batch, runs)?];
         lifted.runs = runs;
         let bits = self.read_again(batch, runs)?;
         self.look_for_devices()?;
@@ -177,23 +213,29 @@ impl Recycler<'_> {
     }
 
     /// Protects runs, as many as there is time for; gives their number.
-    fn protect(&self, batch: &Batch) -> Result<usize, Stop> {
+    fn protect(&self, batch: &Batch, runs: &[Run]) -> Result<usize, Stop> {
         if self.faults.no_protect() {
-            return Ok(batch.runs.len());
+            return Ok(runs.len());
         }
         let begun = Instant::now();
-        for (i, run) in batch.runs.iter().enumerate() {
-            if i > 0 && i.is_multiple_of(PROTECT_RUNS) && begun.elapsed() > PROTECT_LONG {
-                return Ok(i);
+        let mut unlooked = 0;
+        for (i, run) in runs.iter().enumerate() {
+            if unlooked >= PROTECT_LOOK {
+                if begun.elapsed() > PROTECT_LONG {
+                    return Ok(i);
+                }
+                unlooked = 0;
             }
+            unlooked += run.weight();
             let range = batch.parts[run.at].1.range(run.first, run.len);
             self.guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
         }
-        Ok(batch.runs.len())
+        Ok(runs.len())
     }
 
-    /// What pins memory from now on waits for the end of the window; what did before is
-    /// seen here.
+    /// A device that has pinned a page before the protection has its file open by now: it is
+    /// seen here. A later pin of a protected page fails or waits (`doors.rs`). Beside shared RAM
+    /// a new Unix socket ends the window too.
     fn look_for_devices(&mut self) -> Result<(), Stop> {
         if self.faults.no_devices() {
             return Ok(());
@@ -248,8 +290,9 @@ impl Recycler<'_> {
                 && live.generation == self.layout.generation)
     }
 
-    /// Whether the guest has beaten lately, if its vCPUs run. Where they stand still
-    /// unknown to the daemon, a snapshot may be being loaded over this map.
+    /// Whether the module has beaten lately, if the daemon says that the vCPUs run. If it has
+    /// not, the vCPUs may have stopped before the daemon said so, and QEMU may be loading a
+    /// snapshot over this map.
     fn beats(&mut self, live: &LivePart) -> bool {
         let Some((last, at)) = &mut self.beat else { return true };
         let now = Instant::now();
@@ -261,11 +304,15 @@ impl Recycler<'_> {
     }
 }
 
-/// The parts of a run whose bits are set.
+/// The parts of a run whose bits are set. Of a huge page all are, or it stays as it is.
 fn still_free(bits: &Bits, run: &Run, mut each: impl FnMut(usize, usize)) {
     let (mut at, end) = (run.first, run.first + run.len);
     if abi::all_set(bits, run.first, run.len) {
         return each(run.first, run.len);
+    }
+    if run.grain == Grain::Huge {
+        let whole = |first: &usize| abi::all_set(bits, *first, BLOCK);
+        return (at..end).step_by(BLOCK).filter(whole).for_each(|first| each(first, BLOCK));
     }
     while at < end {
         let set = |b: &usize| bit(bits, *b);
