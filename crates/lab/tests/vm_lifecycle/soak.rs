@@ -114,17 +114,18 @@ fn vm_nothing_is_lost_while_a_kernel_does_all_at_once() {
 /// loops read the same memory: how late this machine is by itself.
 fn bare_windows(time: Duration) -> Histogram {
     const ALL: u64 = 64 << 20;
-    let memory = Mapping::anonymous(ALL as usize).unwrap();
+    let mut memory = Mapping::anonymous(ALL as usize).unwrap();
     memory.huge(false).unwrap();
     memory.bytes_mut().iter_mut().step_by(4096).for_each(|b| *b = 1);
     let uffd = Uffd::open(None, true).unwrap();
     let all = Range { start: memory.address(), len: ALL };
     uffd.register(all).unwrap();
+    let bytes: &[u8] = memory.bytes_mut();
     let (quit, mut windows) = (AtomicBool::new(false), Histogram::default());
     std::thread::scope(|scope| {
         let busy = || {
             while !quit.load(SeqCst) {
-                let pages = memory.bytes().iter().step_by(4096);
+                let pages = bytes.iter().step_by(4096);
                 std::hint::black_box(pages.map(|b| u64::from(*b)).sum::<u64>());
             }
         };
@@ -134,11 +135,13 @@ fn bare_windows(time: Duration) -> Histogram {
         while Instant::now() < until {
             let first = RealTime::begin();
             let begun = Instant::now();
-            let pages = (all.start..all.start + ALL).step_by(2 * 4096);
-            let in_time = |_: &u64| begun.elapsed() < Duration::from_micros(900);
-            let start = |start| Range { start, len: 4096 };
-            pages.take_while(in_time).map(start).for_each(|page| uffd.protect(page).unwrap());
-            uffd.lift(all).unwrap();
+            let in_time = |_: &u64| begun.elapsed() < Duration::from_micros(500);
+            let pages = (0..ALL).step_by(2 * 4096).take_while(in_time).map(|at| {
+                uffd.protect(Range { start: all.start + at, len: 4096 }).unwrap();
+                at + 4096
+            });
+            let len = pages.last().unwrap_or(4096);
+            uffd.lift(Range { start: all.start, len }).unwrap();
             windows.add(begun.elapsed().as_nanos() as u64);
             drop(first);
             sleep(Duration::from_millis(2));
