@@ -196,9 +196,9 @@ impl Recycler<'_> {
         call.done
     }
 
-    /// One pass over the map pages, to its end: what the next pass finds free must not wait for
-    /// a window as part of this one already, or one window would discard it twice, the second
-    /// time without protection. Gives the pfn of the map page where it had to stop.
+    /// One pass over the map pages. All that it found is taken before the next pass begins: a
+    /// page that both found would be discarded twice in one window, the second time without
+    /// protection. Gives the pfn of the map page where the pass had to stop.
     fn pass<'p>(
         &mut self,
         pass: Pass,
@@ -213,16 +213,15 @@ impl Recycler<'_> {
             if (call.interrupt)() {
                 return Some(last);
             }
-            let late = Instant::now() >= call.until;
-            let done = if late { Err(Stop::Late) } else { self.page(page, pass, call) };
-            match done {
-                Ok(()) => {}
-                Err(Stop::Late) => {
-                    // Each call gets on, however short its time is.
+            if Instant::now() >= call.until {
+                // Each call gets on, however short its time is.
+                if !call.batch.runs.is_empty() {
                     let _ = self.flush_once(call);
-                    return Some(last);
                 }
-                Err(_) => return Some(last),
+                return Some(last);
+            }
+            if self.page(page, pass, call).is_err() {
+                return Some(last);
             }
         }
         if pass == Pass::Whole && self.faults.no_flush() {

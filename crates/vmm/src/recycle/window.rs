@@ -16,11 +16,11 @@ use crate::sys;
 
 /// A map whose beat is this many times its own tick old is not used while vCPUs run.
 const BEATS_MISSED: u32 = 3;
-/// When protecting has taken so long, no more runs are protected (looked at after every
-/// [`PROTECT_RUNS`]). The runs that are left stay in the batch for the next window. To protect a
-/// run takes 1 µs, and ten times as long where other CPUs have to be interrupted for it.
+/// When protecting has taken so long, no more runs are protected. The runs that are left stay in
+/// the batch for the next window. To protect a run takes 1 µs, and ten times as long where other
+/// CPUs have to be interrupted for it.
 const PROTECT_LONG: Duration = Duration::from_micros(550);
-/// So much is protected between two looks at the clock, in single pages of a long run.
+/// After so much the clock is read, in single pages of a long run.
 const PROTECT_LOOK: usize = 8 * RUN_COST;
 /// Runs no further apart are lifted with one call: it costs as much as looking at
 /// four pages in between (300 and 1,300 cycles on Linux 6.18).
