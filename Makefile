@@ -37,7 +37,7 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
 # that no agent that can lose pages comes near the real one.
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
-  --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen
+  --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
 
 .PHONY: help setup demo test $(LANES) soak check bench report fuzz install clean
 
