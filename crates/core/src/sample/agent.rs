@@ -1,0 +1,61 @@
+//! What the agent inside a VMM tells of itself and of the guest's map.
+//!
+//! A field here follows one of the agent's answers (`wire/reply.rs`).
+
+use serde::{Deserialize, Serialize};
+
+use super::Link;
+use crate::histogram::Histogram;
+use crate::units::Bytes;
+use crate::wire::abi::Facts;
+use crate::wire::{AgentState, Counters};
+
+/// The agent inside the VMM, and what it says of the guest's module. The numbers
+/// come from a map that the guest writes: exact where it is honest, bounded where
+/// it is not.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct AgentSample {
+    /// Whether it answers.
+    pub link: Link,
+    /// How far it has come.
+    pub state: AgentState,
+    /// Why it is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+    /// The guest's module: its version and kernel series.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub module: Option<String>,
+    /// Free in the guest.
+    pub free: Option<Bytes>,
+    /// Of that, still held by the host.
+    pub held: Option<Bytes>,
+    /// Allocated in the guest since its boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<Bytes>,
+    /// What the module says of the guest's memory, without an exit: hints too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<Facts>,
+    /// It still works on an order to recycle.
+    #[serde(default)]
+    pub busy: bool,
+    /// What was done since the agent was attached.
+    pub counters: Counters,
+    /// How long its windows were open.
+    #[serde(default, skip_serializing_if = "Histogram::is_empty")]
+    pub windows: Histogram,
+    /// How long writes of vCPUs waited for one, at most.
+    #[serde(default, skip_serializing_if = "Histogram::is_empty")]
+    pub waits: Histogram,
+    /// Its tripwires, by guest address, and how often each was the first to tell of a reset.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wires: Vec<(u64, u64)>,
+    /// It only looks (`agent = "observe"`): nothing of the VM's memory is touched by it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub observes: bool,
+    /// It can open ranges to KSM that it does not recycle.
+    #[serde(default)]
+    pub advises: bool,
+    /// So much is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open: Option<Bytes>,
+}

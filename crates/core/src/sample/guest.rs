@@ -1,0 +1,160 @@
+//! A VM's balloon and its guest's word: the statistics, from wherever they came, and how old
+//! they are.
+//!
+//! Nothing is judged here: what of it is believed says `model/guest.rs`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Stamp};
+use crate::wire::abi::Facts;
+
+/// A virtio balloon, as QMP tells.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BalloonSample {
+    /// `query-balloon`: RAM less what the balloon holds.
+    pub actual: Bytes,
+    /// How old that is, milliseconds; 0: QEMU answered in this tick.
+    #[serde(default)]
+    pub age_ms: u64,
+    /// `free-page-reporting` of the device.
+    pub reporting: Option<bool>,
+    /// `deflate-on-oom` of the device.
+    pub deflate_on_oom: Option<bool>,
+    /// What the guest last said, `None` before its first word.
+    pub guest: Option<GuestStats>,
+}
+
+/// The guest's own statistics: hints from a party that is not trusted and may be
+/// late. QEMU's “unset” (all ones) is `None`. Counters are since guest boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestStats {
+    /// `last-update`: seconds since 1970 on the host's clock.
+    pub updated_s: u64,
+    /// How old they are at most, milliseconds: see [`Heard`].
+    pub age_ms: u64,
+    /// `stat-total-memory`.
+    pub total: Option<Bytes>,
+    /// `stat-free-memory`.
+    pub free: Option<Bytes>,
+    /// `stat-available-memory`.
+    pub available: Option<Bytes>,
+    /// `stat-disk-caches`.
+    pub caches: Option<Bytes>,
+    /// `stat-swap-in`, bytes.
+    pub swap_in: Option<Bytes>,
+    /// `stat-swap-out`, bytes.
+    pub swap_out: Option<Bytes>,
+    /// `stat-major-faults`.
+    pub major_faults: Option<u64>,
+    /// `stat-minor-faults`.
+    pub minor_faults: Option<u64>,
+    /// `stat-oom-kill` (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oom_kills: Option<u64>,
+    /// `stat-alloc-stall` (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alloc_stalls: Option<u64>,
+    /// `stat-direct-reclaim`, pages (QEMU 9.2+, guest 6.12+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct_reclaim: Option<u64>,
+    /// Its page-ins count every read of a file: Windows tells the rates of its memory manager,
+    /// which are no sign of a shortage (virtio-win, `Balloon/app/memstat.cpp`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub counts_reads: bool,
+    /// Pages that were reclaimed and soon read again; only tier guest tells
+    /// (`workingset_refault_anon` + `_file`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refaults: Option<u64>,
+}
+
+/// When a guest's last words came, as far as that can be known: QEMU tells it in
+/// whole seconds, but words that differ from those seen before came after that look.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heard {
+    seen: Option<(GuestStats, Stamp)>,
+    /// The last words came after this.
+    after: Option<Stamp>,
+}
+
+impl Heard {
+    /// QEMU showed these words (whose age is not known yet) at `at` or later.
+    pub fn see(&mut self, at: Stamp, words: GuestStats) {
+        self.after = match self.seen {
+            Some((old, _)) if old == words => self.after,
+            Some((_, seen)) => Some(seen),
+            None => None,
+        };
+        self.seen = Some((words, at));
+    }
+
+    /// How old the words seen last are at most, milliseconds: by the wall clock (not
+    /// where that was set back to before they came), or by when others were seen,
+    /// whichever is younger.
+    pub fn age_ms(&self, at: Stamp, wall_ms: u64) -> u64 {
+        let Some((words, _)) = self.seen else { return 0 };
+        let updated_ms = words.updated_s.saturating_mul(1000);
+        let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
+        by_wall.into_iter().chain(self.after.map(|t| at.since(t))).min().unwrap_or(0)
+    }
+}
+
+impl GuestStats {
+    /// The facts block of the guest's module, in the balloon's words.
+    pub fn from_facts(f: &Facts, wall_s: u64, age_ms: u64) -> GuestStats {
+        let pages = |n: u64| Some(Bytes::pages(n));
+        GuestStats {
+            updated_s: wall_s.saturating_sub(age_ms / 1000),
+            age_ms,
+            total: pages(f.total),
+            free: pages(f.free),
+            available: pages(f.available),
+            caches: pages(f.cached.saturating_add(f.buffers)),
+            swap_in: pages(f.swap_in),
+            swap_out: pages(f.swap_out),
+            major_faults: Some(f.major_fault),
+            minor_faults: None,
+            oom_kills: Some(f.oom_kill),
+            alloc_stalls: Some(f.alloc_stall),
+            direct_reclaim: Some(f.scan_direct),
+            counts_reads: false,
+            refaults: Some(f.refault_anon.saturating_add(f.refault_file)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(updated_s: u64, free: u64) -> GuestStats {
+        GuestStats { updated_s, free: Some(Bytes(free)), ..GuestStats::default() }
+    }
+
+    /// Looks at `(at, words)` one after the other; the age of the last at `wall_ms`.
+    fn age(looks: &[(u64, GuestStats)], wall_ms: u64) -> u64 {
+        let mut heard = Heard::default();
+        looks.iter().for_each(|(at, words)| heard.see(Stamp(*at), *words));
+        heard.age_ms(Stamp(looks[looks.len() - 1].0), wall_ms)
+    }
+
+    #[test]
+    fn words_that_differ_from_those_seen_just_before_came_after_that() {
+        let (old, new) = (words(7, 1), words(7, 2));
+        assert_eq!(age(&[(10_000, new)], 7_900), 900, "QEMU's clock alone");
+        assert_eq!(age(&[(10_000, old), (10_500, new)], 7_900), 500);
+        // Seen once more when the guest was asked out of turn.
+        assert_eq!(age(&[(10_000, old), (10_420, old), (10_500, new)], 7_900), 80);
+        assert_eq!(age(&[(10_000, old), (10_420, new), (10_500, new)], 7_900), 500, "came before");
+        assert_eq!(age(&[(10_000, old), (10_420, new), (10_500, new)], 7_100), 100);
+    }
+
+    #[test]
+    fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
+        let (old, new) = (words(7, 1), words(7, 2));
+        assert_eq!(age(&[(0, new)], 10_000), 3000);
+        assert_eq!(age(&[(0, old), (60_000, new)], 10_000), 3000);
+        assert_eq!(age(&[(0, old), (2_000, new)], 9_000_000), 2000, "clock set ahead");
+        let ahead = words(900, 2);
+        assert_eq!(age(&[(0, old), (40_000, ahead)], 10_000), 40_000, "clock set back");
+    }
+}

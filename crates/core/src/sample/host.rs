@@ -1,0 +1,198 @@
+//! The host's own memory: what the kernel tells of all of it, of swap, of pressure, and of the
+//! cgroup that the VMs share.
+//!
+//! A field names the file that it is read from. What a kernel may lack is an `Option`.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Ksm, ScanSample};
+use crate::units::Bytes;
+
+/// The host's own memory.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostSample {
+    /// `/proc/meminfo`.
+    pub memory: Option<Meminfo>,
+    /// `/proc/pressure/memory`; absent where the kernel has no PSI.
+    pub psi: Option<Psi>,
+    /// `/proc/vmstat`, the counters that tell of paging.
+    pub vmstat: Option<Vmstat>,
+    /// `/proc/swaps`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub swaps: Vec<SwapArea>,
+    /// `/sys/kernel/mm/ksm`; absent where KSM is not built in.
+    pub ksm: Option<Ksm>,
+    /// The daemon's scanner of equal pages, where merging is not off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan: Option<ScanSample>,
+    /// How zero pages can be freed here; `None` where that is not wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<ZeroWays>,
+    /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
+    /// counts as used in MemAvailable though most of it can be had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zfs_arc: Option<ZfsArc>,
+    /// The memory cgroup with a limit that all managed VMs share, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<Pool>,
+    /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file
+    /// (v2) and is not the whole machine; limited or not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vms_psi: Option<Psi>,
+    /// zswap is on: part of what is swapped out stays in memory, compressed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub zswap: bool,
+    /// Notifications of cgroup v1's `memory.pressure_level` since the last
+    /// sample; `None` where nothing is registered (v2 has PSI instead).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmpressure: Option<VmPressure>,
+    /// What it takes to touch a MiB of new memory, microseconds, as measured here: the price
+    /// of what a guest takes back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub touch_us: Option<u32>,
+}
+
+/// Notifications of reclaim that came since the last sample, each counted at its
+/// own level only (the kernel tells a listener of `low` of the others as well).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmPressure {
+    /// Memory is reclaimed for new allocations: cache, as a rule.
+    pub low: u64,
+    /// Active cache goes, or something swaps.
+    pub medium: u64,
+    /// Reclaim hardly finds anything: thrashing, the OOM killer is near.
+    pub critical: u64,
+}
+
+/// `/proc/meminfo`, the fields in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Meminfo {
+    /// `MemTotal`.
+    pub total: Bytes,
+    /// `MemFree`.
+    pub free: Bytes,
+    /// `MemAvailable` (Linux 3.14+).
+    pub available: Bytes,
+    /// `Buffers`.
+    pub buffers: Bytes,
+    /// `Cached`.
+    pub cached: Bytes,
+    /// `Shmem`.
+    pub shmem: Bytes,
+    /// `SwapTotal`.
+    pub swap_total: Bytes,
+    /// `SwapFree`.
+    pub swap_free: Bytes,
+    /// `Hugetlb`: all of the hugetlb pools, used or not.
+    pub hugetlb: Bytes,
+}
+
+/// One line of a pressure file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PsiLine {
+    /// Share of wall time stalled, percent, over 10 s.
+    pub avg10: f64,
+    /// The same over 60 s.
+    pub avg60: f64,
+    /// The same over 300 s.
+    pub avg300: f64,
+    /// Stalled time since boot, microseconds.
+    pub total_us: u64,
+}
+
+/// A pressure file: `some` (at least one task stalled) and `full` (all of them).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Psi {
+    /// At least one task was stalled.
+    pub some: PsiLine,
+    /// All non-idle tasks were stalled at once.
+    pub full: PsiLine,
+}
+
+/// `/proc/vmstat` counters since boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vmstat {
+    /// `pswpin`, pages.
+    pub swap_in_pages: u64,
+    /// `pswpout`, pages.
+    pub swap_out_pages: u64,
+    /// `pgmajfault`.
+    pub major_faults: u64,
+    /// `oom_kill`, where the kernel has it (4.13+).
+    pub oom_kills: Option<u64>,
+    /// `workingset_refault_anon` + `workingset_refault_file`, pages.
+    pub refaults: u64,
+    /// `cow_ksm`: merged pages that were copied because somebody wrote (5.19+).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cow_ksm: Option<u64>,
+}
+
+/// A line of `/proc/swaps`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SwapArea {
+    /// Path, e.g. `/dev/zram0`.
+    pub path: String,
+    /// Its size.
+    pub size: Bytes,
+    /// What of it is used.
+    pub used: Bytes,
+    /// Priority, as the kernel prints it.
+    pub priority: i64,
+    /// Of a zram device: what it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zram: Option<Zram>,
+}
+
+/// `/sys/block/zramN/mm_stat` (Linux `Documentation/admin-guide/blockdev/zram.rst`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Zram {
+    /// `orig_data_size`: what was written to it and is still there.
+    pub stored: Bytes,
+    /// `mem_used_total`: the memory that it takes for that.
+    pub used: Bytes,
+}
+
+/// `/proc/spl/kstat/zfs/arcstats`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZfsArc {
+    /// `size`.
+    pub size: Bytes,
+    /// `c_min`.
+    pub min: Bytes,
+}
+
+/// A memory cgroup with a limit, v1 or v2.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Pool {
+    /// Its path below the cgroup mount, e.g. `/machine.slice`.
+    pub path: String,
+    /// `memory.max`, `memory.high` or `memory.limit_in_bytes` (the tightest on the way up).
+    pub limit: Bytes,
+    /// `memory.current` or `memory.usage_in_bytes`.
+    pub usage: Bytes,
+    /// File cache inside it that can be dropped (`active_file + inactive_file`
+    /// less what is dirty or mlocked).
+    pub file: Bytes,
+    /// `anon` / `rss` of the whole subtree.
+    pub anon: Bytes,
+    /// Swap used by the subtree, where the kernel accounts it.
+    pub swap: Option<Bytes>,
+    /// Swap that the subtree may still use by its own limit and those above it; `None`:
+    /// no limit, or not accounted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub swap_left: Option<Bytes>,
+    /// `oom_kill` events in the subtree.
+    pub oom_kills: Option<u64>,
+    /// `memory.pressure` of a v2 cgroup.
+    pub psi: Option<Psi>,
+}
+
+/// How this kernel lets go of pages of zeros of a process without merging them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZeroWays {
+    /// A huge page that is split drops those in it (6.12+).
+    pub split: bool,
+    /// A page that is paged out and is zeros takes a place in swap and writes nothing
+    /// there (6.12+).
+    pub pageout: bool,
+}

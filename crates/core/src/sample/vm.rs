@@ -1,0 +1,246 @@
+//! A VM as the host sees it: which process it is, what that holds, how QEMU answers, and what
+//! was done to its memory on order.
+//!
+//! What its guest says of itself is in `guest.rs`, what its agent says in `agent.rs`.
+
+use serde::{Deserialize, Serialize};
+
+use super::{AgentSample, BalloonSample, MergeSample};
+use crate::units::Bytes;
+
+/// Which QEMU process this is: `pid` and its start time in clock ticks since
+/// boot, so that a recycled pid is never taken for the same VM.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct VmId {
+    /// Process id.
+    pub pid: u32,
+    /// Field 22 of `/proc/PID/stat`.
+    pub start: u64,
+}
+
+/// What a VM's claim to a section of the configuration is worth: the name by which it has
+/// one is its own word ([`crate::config::Identity`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Claim {
+    /// Nothing that it cannot change is asked for.
+    #[default]
+    Open,
+    /// Its user or its cgroup is the one that is asked for.
+    Proven,
+    /// It is another VM: why.
+    Refused(String),
+}
+
+impl Claim {
+    /// Nothing that it cannot change is asked for.
+    pub fn is_open(&self) -> bool {
+        *self == Claim::Open
+    }
+}
+
+/// One VM.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VmSample {
+    /// Which process.
+    pub id: VmId,
+    /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
+    pub name: String,
+    /// `-name` as typed, or what the configuration calls it, where `name` was made from it
+    /// to be unique.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given: Option<String>,
+    /// `-uuid`, where given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// What its claim to its section of the configuration is worth.
+    #[serde(default, skip_serializing_if = "Claim::is_open")]
+    pub claim: Claim,
+    /// RAM the guest was given at start plus what was plugged since.
+    pub ram: Option<Bytes>,
+    /// What the process holds of the host's memory.
+    pub process: Option<ProcessMemory>,
+    /// Memory cgroup path, e.g. `/machine.slice/vm1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+    /// Whether QMP can be used.
+    pub link: Link,
+    /// The QMP socket over which it was heard.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<String>,
+    /// `query-status`, where QMP answered.
+    pub run: Option<RunState>,
+    /// The balloon; `None` where there is no device or QMP did not answer.
+    pub balloon: Option<BalloonSample>,
+    /// The agent inside the VMM, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentSample>,
+    /// What QMP told since the last sample, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub events: Vec<VmEvent>,
+    /// How long its process has run, milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_ms: Option<u64>,
+    /// Why its memory can neither be ballooned with effect nor paged out: pinned by a
+    /// device, locked, encrypted, huge pages of a pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned: Option<String>,
+    /// It is left alone at the operator's word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hands_off: Option<HandsOff>,
+    /// What was offloaded of it; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadSample>,
+    /// Its pages of zeros; `None`: never asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<ZeroSample>,
+    /// Its partially mapped huge pages; `None`: never asked for.
+    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
+    pub partial_thp: Option<PartialThpSample>,
+    /// Its part in merging; `None`: nothing is merged here and nobody wants it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeSample>,
+}
+
+/// A VM that the operator wants left alone (`ebb hands-off`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HandsOff {
+    /// For so much longer, ms.
+    pub left_ms: u64,
+    /// Nothing of Ebb's touches its memory any more.
+    pub done: bool,
+}
+
+impl VmSample {
+    /// The name that the configuration knows it by: two VMs can have the same while one is
+    /// migrated into the other.
+    pub fn given_name(&self) -> &str {
+        self.given.as_deref().unwrap_or(&self.name)
+    }
+}
+
+/// Cold memory of a VM that was sent to the host's swap on order, since the
+/// daemon's start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadSample {
+    /// Gone to swap while orders were carried out, by the process's own counters.
+    pub paged_out: Bytes,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Zero pages of a VM that were freed without help of its guest, since the
+/// daemon's start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZeroSample {
+    /// Memory that was looked through.
+    pub read: Bytes,
+    /// Zero pages in it that could be freed.
+    pub chosen: Bytes,
+    /// What left DRAM meanwhile, by the process's own counters.
+    pub freed: Bytes,
+    /// So often all of its memory was gone through.
+    pub rounds: u64,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Huge pages of a VM that a balloon left partially mapped and that were split, since the daemon's
+/// start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartialThpSample {
+    /// Huge pages.
+    pub split: u64,
+    /// What of them nobody mapped: it is the host's again.
+    pub freed: Bytes,
+    /// The last order did not come to the end of RAM.
+    pub more: bool,
+    /// An order is being carried out.
+    pub busy: bool,
+    /// What was wrong with the last order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// `/proc/PID/status` of the VMM: cheap, read each tick. Includes QEMU itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessMemory {
+    /// `RssAnon`.
+    pub anon: Bytes,
+    /// `RssFile`.
+    pub file: Bytes,
+    /// `RssShmem`.
+    pub shmem: Bytes,
+    /// `VmSwap`.
+    pub swap: Bytes,
+    /// `VmLck`.
+    #[serde(default)]
+    pub locked: Bytes,
+}
+
+impl ProcessMemory {
+    /// What is in DRAM now. Lies on partly discarded huge pages: prove savings
+    /// by the host's free memory or the cgroup's usage.
+    pub fn resident(&self) -> Bytes {
+        self.anon + self.file + self.shmem
+    }
+}
+
+/// State of the QMP connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "state", content = "why")]
+pub enum Link {
+    /// Commands are answered.
+    Up,
+    /// Connected, but the last command was not answered in time.
+    Slow(String),
+    /// The socket is held by another client (QEMU serves one at a time).
+    Taken(String),
+    /// There is no socket that Ebb could use, or it was refused or lost.
+    Down(String),
+    /// Not tried yet.
+    #[default]
+    Unknown,
+}
+
+/// QEMU's run state, as far as it matters here.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunState {
+    /// vCPUs run.
+    Running,
+    /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
+    Paused,
+    /// Incoming or outgoing migration, snapshot: nothing is taken, nothing discarded.
+    Migrating,
+    /// Shut down, panicked or failed; the process is still there.
+    Ended,
+}
+
+/// What QMP told of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VmEvent {
+    /// `RESET`: the guest rebooted; nothing known of it holds any more.
+    Reset,
+    /// `SHUTDOWN`.
+    Shutdown,
+    /// `STOP`.
+    Stop,
+    /// `RESUME`.
+    Resume,
+    /// `BALLOON_CHANGE`, with the new size.
+    Balloon(Bytes),
+    /// `MIGRATION` changed state.
+    Migration,
+    /// The QMP connection was made (again): all prior knowledge is old.
+    Connected,
+}
