@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::left_alone;
+use super::standing::left_alone;
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 

@@ -1,7 +1,10 @@
 //! How the host is understood, and what of a VM may be acted upon.
 
+use super::standing::beyond_balloon;
 use super::*;
-use crate::sample::{BalloonSample, HostSample, Meminfo, Pool, PsiLine};
+use crate::sample::{
+    BalloonSample, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
+};
 
 fn host_sample(available_mib: u64) -> Sample {
     let memory = Meminfo {

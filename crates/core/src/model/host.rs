@@ -1,0 +1,308 @@
+//! The host, understood: which limit is the tightest, what can be had under it, what is to be
+//! kept, and the state that follows.
+//!
+//! The marks of the states and the default reserve are set here; what tells that tasks
+//! suffer is weighed in `stall.rs`.
+
+use serde::{Deserialize, Serialize};
+
+use super::stall::Stall;
+use super::{MergeHost, Pressure, VmModel};
+use crate::config::Config;
+use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat};
+use crate::state::Memory;
+use crate::units::Bytes;
+
+/// The host, understood.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostModel {
+    /// Its state.
+    pub state: Pressure,
+    /// Which bound is the tightest: `host` or the cgroup's path.
+    pub bound: String,
+    /// What VMs and host may use under that bound.
+    pub capacity: Bytes,
+    /// What of it can still be had without harm.
+    pub headroom: Bytes,
+    /// What the host wants to keep.
+    pub reserve: Bytes,
+    /// What is missing to the reserve (more while PSI says tasks stall).
+    pub shortage: Bytes,
+    /// Pages swapped in a second.
+    pub swap_in_rate: f64,
+    /// Pages swapped out a second.
+    pub swap_out_rate: f64,
+    /// Counters of this tick, for the next one's rates.
+    pub vmstat: Option<Vmstat>,
+    /// What made the state, for people.
+    pub why: String,
+    /// Whether the host's memory could be read at all.
+    pub known: bool,
+    /// The state that it would be in for stalls alone.
+    #[serde(default)]
+    pub stalled: Pressure,
+    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's
+    /// notifications; rises at once, sinks over 15 s. It scales goal and steps.
+    #[serde(default)]
+    pub urgency: f64,
+    /// What VMs that have just started may still take of what they were promised.
+    #[serde(default)]
+    pub promised: Bytes,
+    /// Given lately to guests that have not touched it yet.
+    #[serde(default)]
+    pub outstanding: Bytes,
+    /// What can be had under each limit: the machine's first, then the VMs' cgroup's.
+    #[serde(default)]
+    pub limits: Vec<Limit>,
+    /// Tasks stall or much is swapped out although the tightest bound has plenty: another
+    /// limit is full, one that is not known here.
+    #[serde(default)]
+    pub stalls_elsewhere: bool,
+    /// The same as far as paging out may use it; `None`: there is none, or paging
+    /// out is switched off.
+    #[serde(default)]
+    pub offload_room: Option<Bytes>,
+    /// What it takes to touch a MiB of new memory, microseconds; `None`: not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub touch_us: Option<u32>,
+    /// What in the configuration cannot work out, for people.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
+    /// How zero pages can be freed; `None` where that is not wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<crate::sample::ZeroWays>,
+    /// What merging is decided on; absent where it is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeHost>,
+}
+
+/// What can be had under one limit.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Limit {
+    /// `host`, or the cgroup's path.
+    pub name: String,
+    /// What can still be had without harm.
+    pub headroom: Bytes,
+    /// What is to be kept.
+    pub reserve: Bytes,
+    /// Swap that may be used there, less a tenth, as the memory that using it frees.
+    pub swap_left: Bytes,
+}
+
+/// What a host keeps for itself unless told otherwise: 20 % of the first 4 GiB,
+/// 8 % of the next 28, 3 % of the rest. Like ESX's sliding minFree, generous
+/// where a burst is a large share of the host and frugal where it is not.
+pub fn default_reserve(capacity: Bytes) -> Bytes {
+    let first = capacity.min(Bytes::gib(4));
+    let next = (capacity - first).min(Bytes::gib(28));
+    let rest = capacity - first - next;
+    first.share(0.20) + next.share(0.08) + rest.share(0.03)
+}
+
+/// Enter and leave marks of soft, hard and critical, as fractions of the reserve:
+/// apart, so that a host at a mark does not flap.
+const MARKS: [(Pressure, f64, f64); 3] =
+    [(Pressure::Soft, 0.75, 1.0), (Pressure::Hard, 0.50, 0.65), (Pressure::Critical, 0.25, 0.40)];
+
+/// Urgency sinks by this time constant, so that what it drives does not swing.
+const URGENCY_SINKS_MS: f64 = 15_000.0;
+
+/// One limit on memory: the machine itself, or a cgroup.
+struct Bound {
+    name: String,
+    capacity: Bytes,
+    headroom: Bytes,
+    reserve: Bytes,
+    psi: Option<Psi>,
+    /// Swap that may be used under it, where that is limited too.
+    swap_left: Option<Bytes>,
+}
+
+impl Bound {
+    fn ratio(&self) -> f64 {
+        self.headroom.fraction_of(self.reserve.max(Bytes(1)))
+    }
+
+    fn limit(&self, sample: &Sample) -> Limit {
+        let name = self.name.clone();
+        let swap_left = swap_left(&sample.host).min(self.swap_left.unwrap_or(Bytes(u64::MAX)));
+        Limit { name, headroom: self.headroom, reserve: self.reserve, swap_left }
+    }
+}
+
+impl HostModel {
+    pub(super) fn new(
+        config: &Config,
+        sample: &Sample,
+        memory: &Memory,
+        (dt_ms, vms): (u64, &[VmModel]),
+    ) -> HostModel {
+        let rate = |pick: fn(&Vmstat) -> u64| match (&memory.vmstat, &sample.host.vmstat, dt_ms) {
+            (Some(was), Some(now), 1..) => {
+                pick(now).saturating_sub(pick(was)) as f64 * 1000.0 / dt_ms as f64
+            }
+            _ => 0.0,
+        };
+        let mut host = HostModel {
+            swap_in_rate: rate(|v| v.swap_in_pages),
+            swap_out_rate: rate(|v| v.swap_out_pages),
+            vmstat: sample.host.vmstat,
+            promised: vms.iter().map(|v| v.promised).sum(),
+            outstanding: vms.iter().map(|v| v.outstanding).sum(),
+            offload_room: offload_room(config, sample),
+            merge: MergeHost::new(config, sample),
+            zeros: sample.host.zeros.filter(|_| config.merge.zeros),
+            touch_us: sample.host.touch_us,
+            ..HostModel::default()
+        };
+        let bounds = bounds(config, sample);
+        let tightest = bounds.iter().min_by(|a, b| a.ratio().total_cmp(&b.ratio()));
+        let Some(bound) = tightest else {
+            host.why = "the host's memory cannot be read: nothing is taken".into();
+            return host;
+        };
+        host.known = true;
+        host.limits = bounds.iter().map(|b| b.limit(sample)).collect();
+        host.bound.clone_from(&bound.name);
+        (host.capacity, host.headroom, host.reserve) =
+            (bound.capacity, bound.headroom, bound.reserve);
+        let stall = Stall {
+            psi: bound.psi.or(sample.host.vms_psi).or(sample.host.psi),
+            swap_out_rate: host.swap_out_rate,
+            // A v1 cgroup has no PSI of its own.
+            notified: if bound.psi.is_none() { memory.notified_at(sample.at) } else { None },
+        };
+        host.judge(bound, &stall, memory, dt_ms);
+        host
+    }
+
+    /// What is missing to leave a state: room to the mark it is left at. Where tasks
+    /// stall, so much does not cure it.
+    pub fn lacks(&self, state: Pressure) -> Bytes {
+        let mark = MARKS.iter().find(|m| m.0 == state).map_or(0.0, |m| m.2);
+        match self.stalled >= state {
+            true => self.shortage,
+            false => self.reserve.share(mark) - self.headroom,
+        }
+    }
+
+    /// State, shortage and surplus under the tightest bound.
+    fn judge(&mut self, bound: &Bound, stall: &Stall, memory: &Memory, dt_ms: u64) {
+        let ratio = bound.ratio();
+        let by_room = level_by_marks(ratio, memory.state);
+        let tight = ratio < 2.0;
+        let by_stall = if tight { stall.level(memory.state) } else { Pressure::Clear };
+        self.stalls_elsewhere = !tight && stall.is_severe();
+        // A promise is no need yet: it has idle memory collected, gently.
+        let left = self.headroom - self.promised;
+        let by_promise =
+            level_by_marks(left.fraction_of(bound.reserve.max(Bytes(1))), memory.state)
+                .min(Pressure::Soft);
+        self.state = by_room.max(by_stall).max(by_promise);
+        if self.stalls_elsewhere {
+            self.state = self.state.max(Pressure::Soft);
+        }
+        self.stalled = by_stall;
+        let sunk = memory.urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
+        self.urgency = if tight { stall.urgency() } else { 0.0 }.max(sunk);
+        if self.urgency < 0.01 {
+            self.urgency = 0.0;
+        }
+        // At most one and a half reserves.
+        let goal = bound.reserve.share(1.0 + 0.5 * self.urgency);
+        let counted = if self.state == Pressure::Soft { left } else { self.headroom };
+        if self.state > Pressure::Clear {
+            self.shortage = goal - counted;
+        }
+        let promised = match self.promised {
+            Bytes(0) => String::new(),
+            p => format!(", {p} promised to VMs that have just started"),
+        };
+        self.why = format!(
+            "{} of {} left under {}, reserve {}{promised}{}",
+            bound.headroom,
+            bound.capacity,
+            bound.name,
+            bound.reserve,
+            match by_stall > Pressure::Clear || self.stalls_elsewhere {
+                true => stall.words(),
+                false => String::new(),
+            }
+        );
+    }
+}
+
+/// What of the host's swap may be filled on purpose.
+fn offload_room(config: &Config, sample: &Sample) -> Option<Bytes> {
+    let host = &sample.host;
+    let wanted = config.offload.unwrap_or(true) && host.memory?.swap_total > Bytes::ZERO;
+    let pool = host.pool.as_ref().and_then(|p| p.swap_left).unwrap_or(Bytes(u64::MAX));
+    wanted.then(|| swap_left(host).min(pool))
+}
+
+/// What of a page that goes to compressed swap in memory is freed, at most: a share of
+/// contents that has not been seen yet may compress worse.
+const COMPRESSED_FREES: f64 = 0.5;
+
+/// What swap can still take, less a tenth, as the memory that this frees: zram and zswap
+/// keep what they hold in memory.
+fn swap_left(host: &HostSample) -> Bytes {
+    let Some(m) = host.memory else { return Bytes::ZERO };
+    if host.swaps.is_empty() {
+        return m.swap_free - m.swap_total.share(0.1);
+    }
+    let frees = |a: &SwapArea| match a.zram {
+        Some(z) if z.stored > Bytes::ZERO => {
+            (1.0 - z.used.fraction_of(z.stored)).clamp(0.0, COMPRESSED_FREES)
+        }
+        Some(_) => COMPRESSED_FREES,
+        None if host.zswap => COMPRESSED_FREES,
+        None => 1.0,
+    };
+    host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum()
+}
+
+/// What limits memory here: always the machine, and the VMs' cgroup if it has a
+/// limit.
+fn bounds(config: &Config, sample: &Sample) -> Vec<Bound> {
+    let mut bounds = Vec::new();
+    let reserve = |capacity: Bytes| {
+        config.reserve.unwrap_or_else(|| default_reserve(capacity)).min(capacity.share(0.5))
+    };
+    if let Some(m) = &sample.host.memory {
+        // Huge page pools are nobody's to use. ZFS's cache is not in MemAvailable
+        // though most of it yields; half of that is counted, as it yields slowly.
+        let arc = sample.host.zfs_arc.map_or(Bytes::ZERO, |a| (a.size - a.min).share(0.5));
+        let capacity = m.total - m.hugetlb;
+        bounds.push(Bound {
+            name: "host".into(),
+            capacity,
+            headroom: (m.available + arc).min(capacity),
+            reserve: reserve(capacity),
+            psi: None,
+            swap_left: None,
+        });
+    }
+    if let Some(p) = &sample.host.pool {
+        bounds.push(Bound {
+            name: p.path.clone(),
+            capacity: p.limit,
+            headroom: ((p.limit - p.usage) + p.file).min(p.limit),
+            reserve: reserve(p.limit),
+            psi: p.psi,
+            swap_left: p.swap_left,
+        });
+    }
+    bounds
+}
+
+/// The state by headroom: up at the enter mark, down only at the leave mark.
+fn level_by_marks(ratio: f64, before: Pressure) -> Pressure {
+    let mut level = Pressure::Clear;
+    for (state, enter, leave) in MARKS {
+        if ratio < enter || (before >= state && ratio < leave) {
+            level = state;
+        }
+    }
+    level
+}

@@ -1,0 +1,147 @@
+//! Whether a VM may be acted upon, and why not.
+//!
+//! The order of the reasons is what users are told: the first that holds. A reason that
+//! forbids giving too is [`Standing::Off`], one that only forbids taking
+//! [`Standing::GiveOnly`].
+
+use serde::{Deserialize, Serialize};
+
+use super::{STALE_MS, VmModel};
+use crate::config::VmSettings;
+use crate::sample::{Claim, Link, RunState, VmSample};
+use crate::state::VmMemory;
+use crate::units::Stamp;
+
+/// Whether a VM can be acted upon.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "is", content = "why")]
+pub enum Standing {
+    /// Both ways.
+    Ready,
+    /// It may be given memory, but not be asked for any: why.
+    GiveOnly(String),
+    /// Hands off: why.
+    Off(String),
+    /// Nothing is known of it yet.
+    #[default]
+    Unknown,
+}
+
+impl Standing {
+    /// Why it is not [`Standing::Ready`].
+    pub fn why(&self) -> &str {
+        match self {
+            Standing::Ready => "",
+            Standing::GiveOnly(w) | Standing::Off(w) => w,
+            Standing::Unknown => "not sampled yet",
+        }
+    }
+}
+
+/// Why Ebb does not act on a VM at all, by the configuration.
+pub(super) fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String> {
+    match &vm.claim {
+        Claim::Refused(why) => Some(format!(
+            "it calls itself “{}”, and is not the VM of that section of the configuration: {why}; \
+             correct the section, or start the VM under another name",
+            vm.given_name()
+        )),
+        _ => (!settings.manage).then(|| "manage = false in the configuration".into()),
+    }
+}
+
+/// Whether the VM can be acted upon; the first reason against it is told.
+pub(super) fn standing(
+    left_alone: Option<String>,
+    vm: &VmSample,
+    model: &VmModel,
+    memory: Option<&VmMemory>,
+    at: Stamp,
+) -> Standing {
+    let off = |why: &str| Standing::Off(why.to_string());
+    let give_only = |why: String| Standing::GiveOnly(why);
+    if let Some(why) = left_alone {
+        return Standing::Off(why);
+    }
+    match &vm.link {
+        Link::Up | Link::Slow(_) => {}
+        Link::Taken(w) | Link::Down(w) => return off(w),
+        Link::Unknown => return Standing::Unknown,
+    }
+    if vm.balloon.is_none() {
+        return match &vm.link {
+            Link::Slow(why) => off(why),
+            _ => off("it has no virtio balloon that answers"),
+        };
+    }
+    if let Some(h) = vm.hands_off {
+        return give_only(format!(
+            "hands off for {} s more, as was asked: only given what it needs",
+            h.left_ms.div_ceil(1000)
+        ));
+    }
+    match vm.run {
+        Some(RunState::Running) => {}
+        Some(RunState::Migrating) => {
+            return give_only("it is being migrated or saved: only given what it needs".into());
+        }
+        Some(RunState::Ended) => return off("its guest has ended"),
+        Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
+        None => return off("its run state is not known"),
+    }
+    // What is given late does no harm; what is taken late does.
+    if let Link::Slow(why) = &vm.link {
+        return give_only(format!("QEMU is slow to answer: {why}"));
+    }
+    if memory.is_some_and(|m| m.reboot.is_some()) {
+        return give_only("it rebooted: its size is not known yet".into());
+    }
+    if let Some(left) = memory.and_then(|m| m.settle_until).map(|s| s.since(at)).filter(|l| *l > 0)
+    {
+        return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));
+    }
+    if model.guest.is_some() && model.trust.level <= 0.0 {
+        return give_only(format!("its numbers are not believed: {}", model.trust.why));
+    }
+    if memory.is_some_and(|m| m.ledger.suspect) {
+        return give_only("its size has changed, not by Ebb's order".into());
+    }
+    if let Some(left) = memory.and_then(|m| m.ledger.left_ms(at)) {
+        return give_only(format!(
+            "its size was set, not by Ebb: left alone for {} s unless it is short",
+            left.div_ceil(1000)
+        ));
+    }
+    if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
+        return give_only(format!(
+            "it did not follow its last order: asked again in {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    if let Some(left) = memory.and_then(|m| m.reach.left_ms(at)) {
+        return give_only(format!(
+            "it was not heard for a while: not asked for {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    if model.guest.is_none() {
+        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        return give_only(match stats {
+            None => "its guest sends no statistics: no balloon driver, or not up yet".into(),
+            Some(s) if s.age_ms > STALE_MS && s.available.or(s.free).is_some() => {
+                format!("its guest's statistics are {} s old", s.age_ms / 1000)
+            }
+            Some(_) => "its guest does not tell what memory it has available".into(),
+        });
+    }
+    Standing::Ready
+}
+
+/// Whether a VM that could be acted upon has no balloon that brings anything.
+pub(super) fn beyond_balloon(vm: &VmSample, memory: Option<&VmMemory>, at: Stamp) -> bool {
+    let boots = memory
+        .is_some_and(|m| m.reboot.is_some() || m.settle_until.is_some_and(|settled| settled > at));
+    let stuck = memory.and_then(|m| m.stuck_until).is_some_and(|until| until > at);
+    let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
+    vm.link == Link::Up && vm.run == Some(RunState::Running) && !boots && (deaf || stuck)
+}

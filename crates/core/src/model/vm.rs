@@ -1,0 +1,266 @@
+//! One VM, understood: its sizes and bounds, how far it is with what it was told, and what
+//! the policies have to know of it beside.
+//!
+//! [`VmModel::new`] puts together what the other files of this folder find out; a new fact
+//! for the policies is a field here.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::guest::{Around, distress, trust};
+use super::standing::{beyond_balloon, left_alone, standing};
+use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge, zeros};
+use crate::config::{Config, LEAST_FLOOR};
+use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample};
+use crate::state::Memory;
+use crate::units::Bytes;
+
+/// For this long it counts as a sign of distress that a guest's driver deflated its balloon.
+pub(crate) const DEFLATED_LIFE_MS: u64 = 2_000;
+
+/// One VM, understood.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VmModel {
+    /// Which.
+    pub id: VmId,
+    /// Its name.
+    pub name: String,
+    /// Its RAM.
+    pub ram: Option<Bytes>,
+    /// RAM less balloon.
+    pub actual: Option<Bytes>,
+    /// Never asked to go below.
+    pub floor: Bytes,
+    /// Never given more than this: `max`, else its RAM.
+    pub ceiling: Bytes,
+    /// The size that it has without Ebb.
+    #[serde(default)]
+    pub whole: Bytes,
+    /// What Ebb has taken from it and not given back yet.
+    #[serde(default)]
+    pub owed: Bytes,
+    /// Whether Ebb may act on it at all (`manage`).
+    #[serde(default)]
+    pub managed: bool,
+    /// Outside of the cgroup whose limit is the tightest bound.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub outside: bool,
+    /// Its weight.
+    pub weight: f64,
+    /// Memory cgroup path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+    /// Resident on the host.
+    pub resident: Option<Bytes>,
+    /// What of it is the VMM's own, at least.
+    #[serde(default)]
+    pub own: Bytes,
+    /// In the host's swap.
+    pub swap: Option<Bytes>,
+    /// The agent inside the VMM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentSample>,
+    /// What the guest says, if it can be believed.
+    pub guest: Option<GuestModel>,
+    /// Whether and why it can be acted upon.
+    pub standing: Standing,
+    /// Signs that the guest is short, for people; empty when it is not.
+    pub distress: String,
+    /// Why it should have what it may need although it shows no need, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub unseen: String,
+    /// What it is in its share group by is more than its own word; or there is one group.
+    #[serde(default)]
+    pub group_is_proven: bool,
+    /// Its share group.
+    #[serde(default)]
+    pub group: String,
+    /// How far its guest's word is believed.
+    #[serde(default)]
+    pub trust: Trust,
+    /// How far the last order has come.
+    #[serde(default)]
+    pub convergence: Convergence,
+    /// Its vCPUs are stopped.
+    #[serde(default)]
+    pub paused: bool,
+    /// It is left alone at the operator's word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hands_off: Option<HandsOff>,
+    /// It has just started: what it may still take of what it was promised.
+    #[serde(default)]
+    pub promised: Bytes,
+    /// Given to it lately and not touched yet.
+    #[serde(default)]
+    pub outstanding: Bytes,
+    /// Its balloon can bring nothing: there is none, no driver in the guest, or it does
+    /// not follow. It runs and answers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub beyond_balloon: bool,
+    /// Why it cannot be paged out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned: Option<String>,
+    /// What was paged out of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<crate::sample::OffloadSample>,
+    /// Its part in merging.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeVm>,
+    /// Why its pages of zeros are left where they are; empty: they need not be.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub zeros_stay: String,
+    /// What freeing them brought.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros: Option<crate::sample::ZeroSample>,
+    /// What came of splitting its partially mapped huge pages; `None`: Ebb must not split them.
+    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
+    pub partial_thp: Option<crate::sample::PartialThpSample>,
+}
+
+/// How far a VM is with what it was told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Convergence {
+    /// In a word.
+    pub state: Progress,
+    /// The size it was told to take, while it is not there.
+    pub target: Option<Bytes>,
+    /// How fast it moves, bytes a second, averaged over two seconds.
+    pub rate: f64,
+    /// When it will be there at that rate, milliseconds; `None`: not known.
+    pub eta_ms: Option<u64>,
+}
+
+/// The states of [`Convergence`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Progress {
+    /// It has the size it was told.
+    #[default]
+    Settled,
+    /// On its way down.
+    Shrinking,
+    /// On its way up.
+    Growing,
+    /// On its way, but below [`SLOW_RATE`](crate::state::SLOW_RATE).
+    Slow,
+    /// It does not move, or did not and is left alone for a while.
+    Stuck,
+    /// Its numbers contradict what the host sees: it is not asked.
+    Lying,
+    /// It rebooted and is not whole yet.
+    Rebooting,
+}
+
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Progress::Settled => "settled",
+            Progress::Shrinking => "shrinking",
+            Progress::Growing => "growing",
+            Progress::Slow => "slow",
+            Progress::Stuck => "stuck",
+            Progress::Lying => "lying",
+            Progress::Rebooting => "rebooting",
+        })
+    }
+}
+
+impl VmModel {
+    /// Whether a limit holds for it: the machine's does for all.
+    pub fn is_below(&self, limit: &Limit) -> bool {
+        limit.name == "host"
+            || self.cgroup.as_ref().is_none_or(|c| Path::new(c).starts_with(&limit.name))
+    }
+
+    /// What the host holds of its guest's memory, at most.
+    pub fn guest_held(&self) -> Option<Bytes> {
+        self.resident.map(|r| r - self.own)
+    }
+}
+
+impl VmModel {
+    pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
+        let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
+        let remembered = memory.vm(vm.id);
+        let actual = vm.balloon.as_ref().map(|b| b.actual);
+        let ram = vm.ram.or(actual).unwrap_or_default();
+        let ledger = remembered.map(|m| m.ledger).unwrap_or_default();
+        let whole = ledger.whole(ram).unwrap_or(ram);
+        let ceiling = settings.max.map_or(ram, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
+        // A floor above the ceiling gives way to it.
+        let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
+        let mut model = VmModel {
+            id: vm.id,
+            name: vm.name.clone(),
+            ram: vm.ram,
+            actual,
+            floor,
+            ceiling,
+            whole,
+            owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
+            managed: left_alone(settings, vm).is_none(),
+            // The configuration's reader refuses others; a record may hold any.
+            weight: if settings.weight > 0.0 && settings.weight.is_finite() {
+                settings.weight
+            } else {
+                1.0
+            },
+            group: settings.group.clone(),
+            pinned: vm.pinned.clone(),
+            cgroup: vm.cgroup.clone(),
+            paused: vm.run == Some(RunState::Paused),
+            hands_off: vm.hands_off,
+            offload: vm.offload.clone(),
+            resident: vm.process.map(|p| p.resident()),
+            swap: vm.process.map(|p| p.swap),
+            agent: vm.agent.clone(),
+            merge: MergeVm::new(config, vm),
+            zeros_stay: zeros::stay(config, vm).unwrap_or_default(),
+            zeros: vm.zeros.clone(),
+            partial_thp: merge::advisable(config, vm)
+                .then(|| vm.partial_thp.clone().unwrap_or_default()),
+            ..VmModel::default()
+        };
+        let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {
+            // Not observed: as it stands in the sample.
+            vm.balloon.as_ref().and_then(|b| b.guest)
+        });
+        if let (Some(actual), Some(stats)) = (actual, stats) {
+            let rates = remembered.and_then(|m| m.rates_at(sample.at));
+            let safe = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
+            let around = Around { ram, actual, deflate_on_oom: safe };
+            model.guest = GuestModel::new(&around, &stats, remembered, rates);
+        }
+        model.trust = trust(model.guest.as_ref(), remembered);
+        model.standing = standing(left_alone(settings, vm), vm, &model, remembered, sample.at);
+        model.beyond_balloon = model.managed && beyond_balloon(vm, remembered, sample.at);
+        let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
+        model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
+        if !model.distress.is_empty() && model.guest.is_some_and(|g| g.by_module) {
+            model.distress += ", by its module's facts";
+        }
+        let Some(m) = remembered else { return model };
+        if model.distress.is_empty()
+            && model.guest.is_none_or(|g| g.available < g.buffer)
+            && m.deflated_on_oom.is_some_and(|t| sample.at.since(t) < DEFLATED_LIFE_MS)
+        {
+            model.distress = "it was out of memory and deflated its balloon itself".into();
+        }
+        model.own = m.own;
+        model.unseen = m.reach.unseen(sample.at);
+        if model.unseen.is_empty() && vm.run == Some(RunState::Migrating) {
+            model.unseen = "it is being migrated or saved: the other side may not know what \
+                            it is owed"
+                .into();
+        }
+        model.convergence = m.convergence(sample.at, actual, model.trust.level);
+        let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
+        if m.start.is_some() && model.resident.is_some() {
+            model.promised = model.actual.unwrap_or(ram) - host_side;
+        }
+        model.outstanding = m.outstanding(sample.at, actual, host_side);
+        model
+    }
+}
