@@ -3,7 +3,7 @@
 //! Small, serialisable and owned by the loop: a record that starts with a
 //! [`Memory`] replays to the same plans. [`Memory::observe`] takes in a sample,
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
-//! daemon left. One VM's part is in `state/vm.rs`.
+//! daemon left. One VM's part is in `state/vm.rs` and below `state/vm/`.
 
 mod cold;
 mod contact;
@@ -26,6 +26,7 @@ pub use self::cold::Cold;
 pub use self::contact::{Reach, SILENT_MS};
 pub use self::fastest::Fastest;
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
+pub use self::rates::GuestRates;
 pub use self::recent::Recent;
 pub use self::recycle::{Batch, RecycleMemory, Whole};
 pub use self::sizes::Sizes;

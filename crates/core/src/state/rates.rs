@@ -1,12 +1,38 @@
 //! How fast a guest's numbers move, from two times that it spoke.
 
-use super::GuestRates;
+use serde::{Deserialize, Serialize};
+
 use crate::sample::GuestStats;
 use crate::units::{Bytes, Stamp};
 
 /// Pages that a major fault of a file brings: half of the default readahead, as
 /// not all of it is used.
 const READAHEAD_PAGES: f64 = 8.0;
+
+/// How fast a guest's counters move.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuestRates {
+    /// When the later of the two statistics came.
+    pub at: Stamp,
+    /// Major faults a second.
+    pub major_faults: f64,
+    /// Swapped in, bytes a second.
+    pub swap_in: f64,
+    /// Allocation stalls a second, where known.
+    pub alloc_stalls: f64,
+    /// OOM kills between the two.
+    pub oom_kills: u64,
+    /// Pages a second that were dropped and read again; where only major faults
+    /// are known, eight pages for each (readahead brings 32 KiB or more).
+    #[serde(default)]
+    pub refaults: f64,
+    /// Pages a second looked at by direct reclaim.
+    #[serde(default)]
+    pub direct_reclaim: f64,
+    /// Change of its need (size less available), bytes a second. Unlike the change
+    /// of available memory this is not moved by the balloon itself.
+    pub need: f64,
+}
 
 impl GuestRates {
     pub(super) fn between(

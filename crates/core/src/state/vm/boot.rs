@@ -1,0 +1,123 @@
+//! Beginnings: a VM that has just started, and a guest that rebooted under its balloon.
+//!
+//! How long a beginning lasts is set here, and what of a VM is the guest's and goes with it.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Hot, STUCK_AFTER_MS, VmMemory};
+use crate::sample::VmSample;
+use crate::state::{Recent, Sizes};
+use crate::units::{Bytes, Stamp};
+
+/// After a reset or first sight a guest is left alone for so long: its numbers
+/// are those of a booting kernel.
+pub const SETTLE_MS: u64 = 20_000;
+/// A VM that has run for less than this has just started.
+const YOUNG_MS: u64 = 60_000;
+/// A VM has settled when its residency grows by less than [`SETTLED_GROWTH`] of
+/// RAM in this time, or after [`START_MOST_MS`].
+const START_LOOK_MS: u64 = 10_000;
+/// See [`START_LOOK_MS`].
+const SETTLED_GROWTH: f64 = 0.02;
+/// See [`START_LOOK_MS`].
+const START_MOST_MS: u64 = 180_000;
+/// A guest that resets so often in so long is given no more than it had.
+const RESETS: (u32, u64) = (3, 600_000);
+
+/// A VM that has just started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Start {
+    /// First seen.
+    pub since: Stamp,
+    /// When `resident` was looked at.
+    pub at: Stamp,
+    /// Residency then.
+    pub resident: Bytes,
+}
+
+/// How far a reboot is dealt with. QEMU goes on showing the size from before a
+/// reset until the new driver writes it, and a driver that is where it is told to
+/// be writes nothing: so once the guest speaks it is moved by one MiB and back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Reboot {
+    /// When the reset was heard of, seconds since 1970: older statistics are the
+    /// old kernel's.
+    pub wall_s: u64,
+    /// The moment of the old kernel's last statistics, by the same clock.
+    #[serde(default)]
+    pub updated_s: u64,
+    /// The size that it was given for its new kernel, and when.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<Bytes>,
+    /// See `to`.
+    pub given: Option<Stamp>,
+    /// When it was moved by one MiB.
+    pub nudged: Option<Stamp>,
+    /// The new kernel's driver has sent statistics.
+    pub speaks: bool,
+}
+
+impl VmMemory {
+    /// The guest rebooted: nothing known of it holds any more.
+    pub(super) fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
+        self.resets = match self.reset_at.replace(at) {
+            Some(was) if at.since(was) < RESETS.1 => (self.resets + 1).min(16),
+            _ => 1,
+        };
+        if self.ledger.owes() || self.order.is_some() || self.reboot.is_some() {
+            let updated_s = self.stats.map_or(0, |(.., s)| s.updated_s);
+            self.reboot = Some(Reboot { wall_s, updated_s, ..Reboot::default() });
+        }
+        self.settle_until = Some(at.plus(SETTLE_MS));
+        (self.stats, self.unsure) = (None, Bytes::ZERO);
+        self.rates = None;
+        self.order = None;
+        self.deflated_on_oom = None;
+        self.recent = Recent::default();
+        self.stuck_until = None;
+        self.stuck_count = 0;
+        self.facts = None;
+        self.sizes = Sizes::default();
+        self.reach.forget_guest();
+        self.doubt = None;
+        self.hot = Hot::default();
+        (self.rate, self.pace) = (0.0, 0);
+    }
+
+    /// Whether it still takes what it was promised at its start.
+    pub(super) fn follow_start(&mut self, at: Stamp, first: bool, vm: &VmSample) {
+        let Some(p) = vm.process else { return };
+        let resident = p.resident() + p.swap;
+        if first && vm.age_ms.is_none_or(|age| age < YOUNG_MS) {
+            self.start = Some(Start { since: at, at, resident });
+        }
+        let Some(s) = self.start.as_mut() else { return };
+        if at.since(s.at) < START_LOOK_MS {
+            return;
+        }
+        let calm = resident - s.resident <= vm.ram.unwrap_or_default().share(SETTLED_GROWTH);
+        (s.at, s.resident) = (at, resident);
+        if calm || at.since(s.since) >= START_MOST_MS {
+            self.start = None;
+        }
+    }
+
+    pub(super) fn follow_reboot(&mut self, at: Stamp, wall_s: u64, vm: &VmSample) {
+        let (Some(r), Some(b)) = (self.reboot.as_mut(), vm.balloon.as_ref()) else { return };
+        // A second apart, as QEMU counts in whole ones. Where the clock was set back since,
+        // other statistics than the old kernel's last are the new one's.
+        r.speaks |= b.guest.is_some_and(|g| {
+            g.updated_s > r.wall_s + 1 || wall_s + 1 < r.wall_s && g.updated_s < r.updated_s
+        });
+        let there = r.to.is_some_and(|to| b.actual >= to);
+        let given_up = r.nudged.is_some_and(|t| at.since(t) >= STUCK_AFTER_MS);
+        if r.given.is_some() && (there || given_up) {
+            self.reboot = None;
+        }
+    }
+
+    /// Whether it resets so often that a reset brings it nothing more.
+    pub fn resets_often(&self, at: Stamp) -> bool {
+        self.resets >= RESETS.0 && self.reset_at.is_some_and(|t| at.since(t) < RESETS.1)
+    }
+}

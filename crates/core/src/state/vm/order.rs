@@ -1,0 +1,261 @@
+//! Orders to a balloon and gifts: whether the guest follows, how fast, whether it was asked too
+//! much, and whose moves its balloon makes.
+//!
+//! When a guest counts as slow, stuck or harmed is set here. Whose a balloon's size is says the
+//! ledger (`state/ledger.rs`).
+
+use serde::{Deserialize, Serialize};
+
+use super::VmMemory;
+use crate::model::{Convergence, Progress, VmModel};
+use crate::plan::{Action, Reason};
+use crate::sample::VmSample;
+use crate::state::Move;
+use crate::units::{Bytes, Stamp};
+
+/// An order to shrink that moved nothing for so long makes the guest “stuck”.
+pub const STUCK_AFTER_MS: u64 = 10_000;
+/// A stuck guest is asked again after this, doubling up to [`STUCK_MOST_MS`].
+pub const STUCK_FIRST_MS: u64 = 30_000;
+/// The longest pause for a guest that never follows.
+pub const STUCK_MOST_MS: u64 = 600_000;
+/// An order that moved nothing for so long is shown as stuck, and what is left of
+/// it is asked of others.
+pub const STILL_MS: u64 = 5_000;
+/// Slower than this a guest is “slow”, bytes a second.
+pub const SLOW_RATE: f64 = (32 << 20) as f64;
+/// A tick that is later than this counts as so long where a guest is waited for:
+/// it was not looked at meanwhile.
+pub(in crate::state) const LOOK_MS: u64 = 2_000;
+/// What has been given and not touched counts as gone for so long.
+const GIFT_LIFE_MS: u64 = 10_000;
+/// A guest that is short so soon after it was asked was asked too much.
+pub const HARM_MS: u64 = 10_000;
+/// A guest with less available than this share of RAM may have deflated its balloon itself.
+const LOW_SHARE: f64 = 0.12;
+/// A balloon that grew so long ago has been dealt with by QEMU.
+const INFLATE_ECHO_MS: u64 = 2_000;
+/// Harms that are remembered.
+const HARM_MOST: u32 = 4;
+/// Steps are doubled at most so often.
+const PACE_MOST: u32 = 2;
+
+/// Memory given to a guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Gift {
+    /// When.
+    pub at: Stamp,
+    /// How much.
+    pub bytes: Bytes,
+}
+
+/// An order to a balloon that is under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Order {
+    /// The size ordered.
+    pub to: Bytes,
+    /// The size when it last moved.
+    pub moved_from: Bytes,
+    /// When it last moved (or was given).
+    pub moved_at: Stamp,
+    /// For so long, as far as it was looked at, it has not moved, milliseconds.
+    #[serde(default)]
+    pub still_ms: u64,
+    /// When the first of the orders in this direction was given.
+    #[serde(default)]
+    pub since: Stamp,
+}
+
+impl VmMemory {
+    /// Takes in an order that QEMU took, or may take when it answers again.
+    pub(in crate::state) fn learn(
+        &mut self,
+        at: Stamp,
+        ram: Option<Bytes>,
+        action: &Action,
+        answered: bool,
+    ) {
+        if let Some(ram) = ram {
+            self.ledger.order(ram, action.to, answered);
+        }
+        let same = |o: &Order| (o.to > action.from) == action.gives();
+        let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);
+        let since = self.order.filter(same).map_or(at, |o| o.since);
+        let still_ms = self.order.filter(same).map_or(0, |o| o.still_ms);
+        let order = Order { to: action.to, moved_from: action.from, moved_at: at, still_ms, since };
+        if self.order.is_none_or(|o| !same(&o)) {
+            self.rate = 0.0;
+        }
+        self.order = Some(order);
+        match action.reason {
+            // Neither gives nor takes: the guest keeps the size it has.
+            Reason::Withdrawn => {
+                self.order = None;
+                self.stuck_count = (self.stuck_count + 1).min(16);
+                let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
+                self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
+            }
+            Reason::HandsOff | Reason::Needed => self.order = None,
+            // What was taken went with the old kernel.
+            Reason::Rebooted => {
+                if let Some(r) = self.reboot.as_mut() {
+                    (r.given, r.to) = (Some(at), Some(action.to));
+                }
+                self.last_take = None;
+                self.last_give = Some(at);
+            }
+            Reason::Refresh => {
+                if let Some(r) = self.reboot.as_mut() {
+                    r.nudged = Some(at);
+                }
+            }
+            _ if action.gives() => self.learn_gift(at, action, given),
+            _ => {
+                if action.reason == Reason::Requested {
+                    self.requested = Some(at);
+                }
+                self.last_take = Some(at);
+            }
+        }
+    }
+
+    fn learn_gift(&mut self, at: Stamp, action: &Action, given: Bytes) {
+        let live = self.gift.filter(|g| at.since(g.at) < GIFT_LIFE_MS);
+        let before = live.map_or(Bytes::ZERO, |g| g.bytes);
+        self.gift = Some(Gift { at, bytes: before + given });
+        let taken = self.last_take.filter(|t| at.since(*t) < HARM_MS);
+        if matches!(action.reason, Reason::GuestShort { .. }) && taken > self.harm_at {
+            self.harm = (self.harm + 1).min(HARM_MOST);
+            self.harm_at = Some(at);
+            self.pace = 0;
+        }
+        self.last_give = Some(at);
+    }
+
+    /// Whose moves its balloon makes.
+    pub(super) fn follow_balloon(&mut self, at: Stamp, vm: &VmSample, actual: Option<Bytes>) {
+        let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
+        if self.seen.and_then(|s| s.actual).is_some_and(|was| actual < was) {
+            self.shrunk = Some(at);
+        }
+        self.sizes.see(at, actual);
+        let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
+        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
+        let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
+        let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
+        if moved != Move::Own || self.ledger.suspect {
+            self.strayed = Some(at);
+        }
+        match moved {
+            Move::Own if plugged => self.order = None,
+            Move::Own => {}
+            Move::Foreign => self.order = None,
+            // A guest that has enough did not do that: somebody raised its size.
+            Move::Shrank => {
+                self.order = None;
+                let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
+                match self.words(at, vm).and_then(|s| s.available).is_some_and(|a| a > low) {
+                    true => self.ledger.foreign = Some(at),
+                    false => self.deflated_on_oom = Some(at),
+                }
+            }
+        }
+    }
+
+    pub(super) fn follow_order(&mut self, at: Stamp, dt_ms: u64, actual: Option<Bytes>) {
+        let (Some(order), Some(actual)) = (self.order.as_mut(), actual) else { return };
+        let was = self.seen.and_then(|s| s.actual).unwrap_or(actual);
+        if dt_ms > 0 {
+            let down = order.to < was;
+            let moved = if down { was - actual } else { actual - was };
+            let now = moved.0 as f64 * 1000.0 / dt_ms as f64;
+            let weight = (dt_ms as f64 / 2000.0).min(1.0);
+            self.rate = self.rate * (1.0 - weight) + now * weight;
+        }
+        if actual.abs_diff(order.to) < Bytes::mib(1) {
+            if order.to < order.moved_from {
+                self.pace = (self.pace + 1).min(PACE_MOST);
+            }
+            self.order = None;
+            self.stuck_count = 0;
+            self.stuck_until = None;
+        } else if actual.abs_diff(order.moved_from) >= Bytes::mib(1) {
+            order.moved_from = actual;
+            order.moved_at = at;
+            order.still_ms = 0;
+        } else {
+            // A tick that came late has not looked meanwhile.
+            order.still_ms += dt_ms.min(LOOK_MS);
+            self.pace = 0;
+            // QEMU may not have got it, or was told something else since.
+            if order.to > actual && order.still_ms >= STUCK_AFTER_MS {
+                self.order = None;
+            }
+        }
+    }
+
+    /// How far it is with its last order.
+    pub fn convergence(&self, at: Stamp, actual: Option<Bytes>, trust: f64) -> Convergence {
+        let target = self.order.map(|o| o.to);
+        let left = self.order.zip(actual).map_or(Bytes::ZERO, |(o, a)| o.to.abs_diff(a));
+        let eta_ms = (target.is_some() && self.rate >= 1.0)
+            .then(|| (left.0 as f64 * 1000.0 / self.rate) as u64);
+        let stuck = self.stuck_until.is_some_and(|t| t > at);
+        let state = match (self.order, actual) {
+            _ if self.reboot.is_some() => Progress::Rebooting,
+            _ if trust <= 0.0 => Progress::Lying,
+            _ if stuck => Progress::Stuck,
+            (Some(o), Some(_)) if o.still_ms >= STILL_MS => Progress::Stuck,
+            (Some(o), Some(_)) if self.rate < SLOW_RATE && at.since(o.since) >= STILL_MS / 2 => {
+                Progress::Slow
+            }
+            (Some(o), Some(a)) if o.to < a => Progress::Shrinking,
+            (Some(_), Some(_)) => Progress::Growing,
+            _ => Progress::Settled,
+        };
+        let rate = if target.is_some() { self.rate } else { 0.0 };
+        Convergence { state, target, rate, eta_ms }
+    }
+
+    /// What of its order to shrink will be there soon: nothing of one that stands
+    /// still, five seconds' worth of one that is slow. Others are asked for the rest.
+    pub fn arriving(&self, at: Stamp, actual: Bytes) -> Bytes {
+        let Some(o) = self.order else { return Bytes::ZERO };
+        let left = actual - o.to;
+        match () {
+            () if o.still_ms >= STILL_MS / 2 => Bytes::ZERO,
+            () if at.since(o.since) >= STILL_MS / 2 => left.min(Bytes((self.rate * 5.0) as u64)),
+            () => left,
+        }
+    }
+
+    /// What of its last gift it has not touched yet and may touch any moment.
+    pub fn outstanding(&self, at: Stamp, actual: Option<Bytes>, host_side: Bytes) -> Bytes {
+        let live = |g: &Gift| at.since(g.at) < GIFT_LIFE_MS;
+        let (Some(gift), Some(actual)) = (self.gift.filter(live), actual) else {
+            return Bytes::ZERO;
+        };
+        gift.bytes.min(self.grows_to(actual) - host_side)
+    }
+
+    /// The size that it grows to by its last order; the one that it has where it does not grow.
+    pub fn grows_to(&self, actual: Bytes) -> Bytes {
+        self.order.map_or(actual, |o| o.to.max(actual))
+    }
+
+    /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
+    /// or grew a moment ago.
+    pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
+        self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))
+            || self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
+            || self.reboot.is_some()
+    }
+
+    /// Whether an order to shrink has moved nothing for too long.
+    pub fn stalled(&self, vm: &VmModel) -> bool {
+        match (self.order, vm.actual) {
+            (Some(o), Some(actual)) => o.to < actual && o.still_ms >= STUCK_AFTER_MS,
+            _ => false,
+        }
+    }
+}

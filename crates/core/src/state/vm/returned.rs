@@ -1,0 +1,94 @@
+//! What came back to the host of a VM, by what took it, and what its VMM holds itself.
+//!
+//! A new mechanism that frees memory takes its part here, the surest first; what is left is
+//! free page reporting's, or nobody's.
+
+use serde::{Deserialize, Serialize};
+
+use super::VmMemory;
+use crate::sample::VmSample;
+use crate::units::{Bytes, Stamp};
+
+/// See [`VmMemory::own`].
+const OWN_LIFE_MS: f64 = 600_000.0;
+
+/// Size and residency at a tick.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Seen {
+    /// Balloon size (RAM less balloon).
+    pub actual: Option<Bytes>,
+    /// Resident.
+    pub resident: Bytes,
+    /// In swap.
+    pub swap: Bytes,
+    /// Recycled by the agent so far.
+    #[serde(default)]
+    pub recycled: Bytes,
+}
+
+/// Bytes that left a VM's residency, by what took them. A lower bound: growth in
+/// the same tick hides a release. The host's own free memory is the proof, these
+/// only divide it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Returned {
+    /// The balloon was inflated meanwhile.
+    pub balloon: Bytes,
+    /// Went to swap.
+    pub swap: Bytes,
+    /// Zero pages that were freed on order.
+    #[serde(default)]
+    pub zeros: Bytes,
+    /// The agent recycled it, page by page, as it counts itself.
+    #[serde(default)]
+    pub recycled: Bytes,
+    /// Neither, and the guest has free page reporting.
+    pub reporting: Bytes,
+    /// Neither, and it has not (the VMM itself shrank, KSM, another tool).
+    pub other: Bytes,
+    /// The reverse: deflated for the guest to use again.
+    pub given_back: Bytes,
+}
+
+impl VmMemory {
+    pub(super) fn account(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
+        let Some(p) = vm.process else { return };
+        if let Some(size) = self.sizes.most() {
+            let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
+            self.own = (p.resident() - size).max(self.own.share(left));
+        }
+        let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
+        let actual = actual.or(self.seen.and_then(|s| s.actual));
+        let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
+        if let Some(was) = self.seen.replace(now) {
+            let inflated = match (was.actual, now.actual) {
+                (Some(w), Some(n)) => w - n,
+                _ => Bytes::ZERO,
+            };
+            if let (Some(w), Some(n)) = (was.actual, now.actual) {
+                self.returned.given_back += n - w;
+            }
+            // Only what was resident can come; by orders of others nothing is judged.
+            let held = (was.resident - self.own).min(was.actual.unwrap_or_default());
+            let free = was.actual.unwrap_or_default() - held;
+            let grew = inflated - free;
+            let fell = was.resident - now.resident;
+            self.yields.observe(at, vm.ram.unwrap_or_default(), grew, fell);
+            let (zeros, fell) = self.zeros.divide(at, vm, fell);
+            self.returned.zeros += zeros;
+            let mut left = fell;
+            let mut part = |most: Bytes| {
+                let took = left.min(most);
+                left = left - took;
+                took
+            };
+            self.returned.swap += part(now.swap - was.swap);
+            self.returned.recycled += part(now.recycled - was.recycled);
+            self.returned.balloon += part(inflated);
+            if vm.balloon.as_ref().and_then(|b| b.reporting) == Some(true) {
+                self.returned.reporting += left;
+            } else {
+                self.returned.other += left;
+            }
+        }
+    }
+}

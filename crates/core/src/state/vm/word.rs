@@ -1,0 +1,198 @@
+//! The guest's word: which of its two voices is heard, when it spoke, how fast its numbers move,
+//! and what in them contradicts what is known.
+//!
+//! How long a word, a rate or a doubt lives is set here; what is believed of it is reckoned in
+//! `model/guest.rs`.
+
+use serde::{Deserialize, Serialize};
+
+use super::{FORGIVE_MS, VmMemory};
+use crate::model::STALE_MS;
+use crate::model::guest::{bounded, implausible};
+use crate::sample::{AgentSample, GuestStats, Link, RunState, VmSample};
+use crate::state::GuestRates;
+use crate::units::{Bytes, PAGE, Stamp};
+use crate::wire::AgentState;
+
+/// A contradiction that has not come again for so long is over.
+const DOUBT_MS: u64 = 10_000;
+/// What a guest reads again in so many seconds belongs to its working set.
+const HOT_S: f64 = 10.0;
+/// Facts that stand still for so long are those of a guest that does not run.
+const FACTS_LIFE_MS: u64 = 3_000;
+/// So long after a balloon moved by surprise its guest's word may be from before.
+const STRAY_MS: u64 = 3_000;
+/// The same numbers are the same answer unless they are so much younger: QEMU tells
+/// their moment in whole seconds, and a look takes some time.
+const AGAIN_MS: u64 = 100;
+/// Rates older than this say nothing of now.
+const RATE_LIFE_MS: u64 = 5_000;
+
+/// Cache that belongs to the working set: the volume of refaults in ten seconds,
+/// sinking over a minute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Hot {
+    /// Brought up to date.
+    pub at: Stamp,
+    /// So much.
+    pub bytes: Bytes,
+}
+
+/// A contradiction in what a guest says.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Doubt {
+    /// When it was last found.
+    pub at: Stamp,
+    /// In so many looks.
+    pub times: u32,
+    /// What.
+    pub what: String,
+}
+
+impl VmMemory {
+    /// Whether it can be heard. One that is paused, being migrated or booting says
+    /// nothing for a reason.
+    pub(super) fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
+        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
+        if boots || !matches!(vm.run, None | Some(RunState::Running)) {
+            return;
+        }
+        let fresh = self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS);
+        self.reach.observe(at, dt_ms, vm.link == Link::Up && fresh);
+    }
+
+    pub(super) fn follow_facts(&mut self, at: Stamp, vm: &VmSample) {
+        let ready = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
+        let facts = vm.agent.as_ref().filter(ready).and_then(|a| a.facts);
+        self.facts = match (facts, self.facts) {
+            // A module that fills in nothing yet has no clock.
+            (Some(f), Some((changed, time))) if f.time_ns == time => Some((changed, time)),
+            (Some(f), _) if f.time_ns > 0 && f.total > 0 => Some((at, f.time_ns)),
+            _ => None,
+        };
+    }
+
+    /// What the guest says of itself, as far as its numbers allow each other.
+    pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
+        let heard = self.heard(at, vm)?;
+        let available = bounded(vm, &heard).or(heard.available);
+        Some(GuestStats { available, ..heard })
+    }
+
+    /// From the source that is fresher: the module's facts while they move, else the
+    /// balloon's statistics.
+    fn heard(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
+        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        let Some((changed, _)) = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS) else {
+            return stats;
+        };
+        let facts = vm.agent.as_ref().and_then(|a| a.facts).as_ref().map(|f| {
+            // The wall clock matters only to tell a new kernel's words from the old's.
+            let updated_s = stats.map_or(0, |s| s.updated_s);
+            GuestStats { updated_s, ..GuestStats::from_facts(f, 0, at.since(changed)) }
+        });
+        facts.or(stats)
+    }
+
+    /// Counts contradictions; two in a row, and the guest is not asked. What its own
+    /// numbers put right makes it only be asked gently.
+    pub(super) fn weigh_word(&mut self, at: Stamp, vm: &VmSample, words: &GuestStats) {
+        // While a balloon moves, its size and the guest's word are of different moments.
+        if self.order.is_some_and(|o| o.still_ms == 0) {
+            return;
+        }
+        match (implausible(vm, words), self.doubt.as_mut()) {
+            (Some(what), Some(d)) => {
+                if at.since(d.at) >= 400 {
+                    d.times = d.times.saturating_add(1).min(1000);
+                    (d.at, d.what) = (at, what);
+                }
+            }
+            (Some(what), None) => self.doubt = Some(Doubt { at, times: 1, what }),
+            (None, Some(d)) if d.times > 1 && at.since(d.at) < DOUBT_MS => {}
+            (None, before) => {
+                let before = before.filter(|d| d.times == 1 && at.since(d.at) < DOUBT_MS).cloned();
+                self.doubt = self.put_right(at, vm, words).or(before);
+            }
+        }
+    }
+
+    /// The doubt that remains where a claim was cut down to what can be.
+    fn put_right(&self, at: Stamp, vm: &VmSample, words: &GuestStats) -> Option<Doubt> {
+        let claim = self.heard(at, vm)?.available.filter(|c| Some(*c) != words.available)?;
+        let (free, caches) = (words.free?, words.caches?);
+        let what = format!("{claim} available, but {free} free and {caches} of cache");
+        Some(Doubt { at, times: 1, what })
+    }
+
+    pub(super) fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
+        // Said again counts as said: what changes next has changed since then, and not
+        // since the guest was quiet.
+        let said = Stamp(at.0.saturating_sub(now.age_ms));
+        if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
+        {
+            return;
+        }
+        // It says more than it can have at this size: its word is from before a move, which
+        // may have been before the first look.
+        if now.available.is_some_and(|a| a > actual) {
+            self.strayed = Some(at);
+        }
+        let actual = self.paired(said, actual, &now);
+        let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
+        if was.refaults.is_some() != now.refaults.is_some() {
+            // The other source: its counters are not these.
+            self.rates = None;
+            return;
+        }
+        let backwards =
+            |b: Option<u64>, n: Option<u64>| matches!((b, n), (Some(b), Some(n)) if n < b);
+        if backwards(was.minor_faults, now.minor_faults)
+            && backwards(was.major_faults, now.major_faults)
+            // The module's counters start with the kernel as well.
+            || now.refaults.is_some() && backwards(was.major_faults, now.major_faults)
+        {
+            // Counters since boot went back: it rebooted unseen.
+            self.forget_guest(at, wall_s);
+            return;
+        }
+        self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
+        // Its word and its size are of different moments: where a move came by surprise, what
+        // looks like a growing need may be the move.
+        if self.strayed.is_some_and(|t| at.since(t) < STRAY_MS) {
+            self.rates.iter_mut().for_each(|r| r.need = 0.0);
+        }
+        if let Some(r) = self.rates {
+            self.fastest.see(at, r.need);
+            let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
+            let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
+            let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));
+            self.hot = Hot { at, bytes: left.max(volume) };
+        }
+    }
+
+    /// What its guest needs, by its last word.
+    pub fn need(&self) -> Option<Bytes> {
+        let (_, size, words) = self.stats.as_ref()?;
+        Some(*size - words.available.or(words.free)?)
+    }
+
+    /// The size that goes with the guest's word.
+    fn paired(&mut self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
+        let available = now.available.or(now.free);
+        let need = available.and_then(|a| Some((a, self.sizes.need(said, a, self.need())?)));
+        let Some((available, (need, most))) = need else { return actual };
+        self.unsure = most - need;
+        need + available
+    }
+
+    /// The rates, unless they are too old to mean anything.
+    pub fn rates_at(&self, at: Stamp) -> Option<GuestRates> {
+        self.rates.filter(|r| at.since(r.at) <= RATE_LIFE_MS)
+    }
+}
+
+/// Whether the guest said nothing new (age and update time apart).
+fn same_words(a: &GuestStats, b: &GuestStats) -> bool {
+    GuestStats { updated_s: 0, age_ms: 0, ..*a } == GuestStats { updated_s: 0, age_ms: 0, ..*b }
+}
