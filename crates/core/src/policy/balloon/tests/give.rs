@@ -1,0 +1,205 @@
+//! Who is given memory, how much and when: in distress, before it asks, back on a clear host.
+
+use super::*;
+
+#[test]
+fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
+    let ask = |headroom, resets| {
+        let vm = VmModel { standing: Standing::GiveOnly("rebooted".into()), ..vm(1, 400, 300) };
+        let (reboot, reset_at) = (Some(Reboot::default()), Some(NOW));
+        let m = VmMemory { reboot, resets, reset_at, ..remembered(1) };
+        let host = limited(host(Pressure::Soft, 500, 0), headroom, 200);
+        size(&decide(host, vec![vm], vec![m])[0])
+    };
+    assert_eq!(ask(2000, 1), Some(1024));
+    assert_eq!(ask(350, 1), Some(400 + 300), "down to the mark of critical");
+    assert_eq!(ask(0, 1), Some(400 + 64), "swap is there for so much");
+    assert_eq!(ask(2000, 3), Some(400), "it resets again and again");
+}
+
+#[test]
+fn what_others_ordered_is_not_given_back_by_a_clear_host() {
+    let theirs = VmModel { whole: Bytes::mib(700), owed: Bytes::ZERO, ..vm(1, 700, 500) };
+    let v = decide(host(Pressure::Clear, 0, 1000), vec![theirs.clone()], vec![]);
+    assert_eq!(v[0], Verdict::Hold("host is clear, nothing is owed to it".into()));
+    let mut short = VmModel { distress: "short".into(), ..theirs };
+    short.guest.as_mut().unwrap().available = Bytes::mib(10);
+    let v = decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![short], vec![]);
+    assert!(size(&v[0]) >= Some(764), "what it needs it is given: {v:?}");
+}
+
+#[test]
+fn a_ceiling_holds_for_a_guest_in_distress_too() {
+    let mut short = VmModel { distress: "short".into(), ..vm(1, 500, 10) };
+    short.guest.as_mut().unwrap().need = Bytes::mib(900);
+    let ask = |ceiling| {
+        let one = VmModel { ceiling: Bytes::mib(ceiling), ..short.clone() };
+        size(&decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![one], vec![])[0])
+    };
+    assert_eq!((ask(600), ask(500)), (Some(600), None));
+    assert!(ask(1024) > Some(900));
+}
+
+#[test]
+fn what_keeps_a_guest_from_harm_is_given_whatever_the_hosts_state() {
+    for state in [Pressure::Clear, Pressure::Soft, Pressure::Hard, Pressure::Critical] {
+        let mut poor = vm(1, 400, 20);
+        poor.distress = "20 MiB available".into();
+        let v = decide(host(state, 2048, 0), vec![poor, vm(2, 1024, 900)], vec![]);
+        assert!(size(&v[0]) >= Some(464), "{state}: {v:?}");
+        assert!(matches!(&v[0], Verdict::Set { reason: Reason::GuestShort { .. }, .. }));
+    }
+    let given = |again: bool| {
+        let mut poor = vm(1, 400, 20);
+        poor.distress = "still".into();
+        let last_give = again.then_some(Stamp(NOW.0 - 1000));
+        let m = VmMemory { last_give, ..remembered(1) };
+        size(&decide(host(Pressure::Clear, 0, 4000), vec![poor], vec![m])[0]).unwrap()
+    };
+    assert!(given(true) >= 380 + 160 && given(true) >= given(false), "short again: more");
+}
+
+#[test]
+fn what_headroom_does_not_cover_waits_until_others_have_freed_it() {
+    let mut poor = vm(1, 400, 30);
+    poor.distress = "30 MiB available".into();
+    let at = |headroom| {
+        let h = limited(host(Pressure::Clear, 0, 0), headroom, 400);
+        let model =
+            Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
+        balloon(&model, &Memory::default(), &[], Bytes::ZERO)
+    };
+    let none = at(0);
+    assert_eq!(size(&none.verdicts[0]), Some(464), "kept from harm at once, by swap");
+    assert!(size(&none.verdicts[1]).is_some(), "the idle are asked though the host is clear");
+    let some = at(200);
+    assert!(size(&some.verdicts[0]) >= Some(464));
+    let enough = at(2000);
+    assert!(size(&enough.verdicts[0]) > Some(464) && enough.deferred == Bytes::ZERO);
+    assert_eq!(size(&enough.verdicts[1]), None, "nobody is asked in vain");
+}
+
+#[test]
+fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
+    let ask = |host: HostModel, whole: u64, standing: Standing| {
+        let m = VmMemory { recent: needed(700, 8_000), ..remembered(1) };
+        let one = VmModel { whole: Bytes::mib(whole), standing, ..vm(1, 500, 200) };
+        size(&decide(host, vec![one], vec![m])[0])
+    };
+    let clear = || host(Pressure::Clear, 0, 400);
+    assert_eq!(ask(clear(), 1024, Standing::Ready), Some(700));
+    assert_eq!(ask(clear(), 650, Standing::Ready), Some(650), "no more than others gave it");
+    let only = || Standing::GiveOnly("its size was set, not by Ebb".into());
+    assert_eq!(ask(clear(), 1024, only()), None, "it is left alone");
+    let empty = limited(host(Pressure::Critical, 0, 0), 100, 2000);
+    assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
+}
+
+#[test]
+fn a_word_from_before_a_gift_brings_no_second_one() {
+    let ask = |age_ms| {
+        let mut poor = vm(1, 400, 60);
+        poor.distress = "swapping in".into();
+        poor.guest.as_mut().unwrap().age_ms = age_ms;
+        // It spoke at 300 MiB.
+        let words = (NOW, Bytes::mib(300), crate::sample::GuestStats::default());
+        let last_give = Some(Stamp(NOW.0 - 500));
+        let m = VmMemory { last_give, stats: Some(words), ..remembered(1) };
+        poor.guest.as_mut().unwrap().need = Bytes::mib(280);
+        // Swap alone is left: for what keeps it from harm.
+        size(&decide(limited(host(Pressure::Critical, 500, 0), 0, 0), vec![poor], vec![m])[0])
+    };
+    assert_eq!((ask(200), ask(900)), (Some(400), Some(400)), "it has what its need asks for");
+}
+
+#[test]
+fn a_clear_host_gives_back_slowly_and_first_to_the_tight() {
+    let vms = || vec![vm(1, 700, 500), vm(2, 700, 300)];
+    let v = decide(host(Pressure::Clear, 0, 700), vms(), vec![]);
+    // A tenth of what is beyond one and a quarter reserves, 188 MiB.
+    assert_eq!((size(&v[0]), size(&v[1])), (None, Some(719)));
+    let m = VmMemory { last_take: Some(Stamp(NOW.0 - 30_000)), ..remembered(2) };
+    let v = decide(host(Pressure::Clear, 0, 1000), vec![vm(2, 700, 300)], vec![m]);
+    assert_eq!(size(&v[0]), None, "shrunk half a minute ago");
+    let v = decide(host(Pressure::Clear, 0, 0), vec![vm(1, 700, 300)], vec![]);
+    assert_eq!(size(&v[0]), None, "no surplus");
+}
+
+#[test]
+fn a_clear_host_gives_back_first_to_those_of_the_largest_weight() {
+    let given = |weight, available| {
+        let heavy = VmModel { weight, ..vm(2, 700, 500) };
+        let v = decide(host(Pressure::Clear, 0, 700), vec![vm(1, 700, available), heavy], vec![]);
+        [size(&v[0]).is_some(), size(&v[1]).is_some()]
+    };
+    assert_eq!((given(1.0, 490), given(2.0, 490)), ([true, false], [false, true]));
+}
+
+#[test]
+fn a_host_with_much_free_memory_gives_back_though_not_everybodys_margins_fit() {
+    let thin = |pid, actual: u64| {
+        let mut one = VmModel { resident: Some(Bytes::mib(100)), ..vm(pid, actual, actual - 60) };
+        let g = one.guest.as_mut().unwrap();
+        (g.buffer, g.deflate_on_oom) = (Bytes::mib(256), false);
+        one
+    };
+    let vms = (1..10).map(|pid| thin(pid, if pid == 1 { 500 } else { 1024 })).collect();
+    // Five reserves are there; all guests together need 540 MiB.
+    let v = decide(limited(host(Pressure::Clear, 0, 0), 4000, 800), vms, vec![]);
+    assert!(size(&v[0]) > Some(500), "{:?}", v[0]);
+}
+
+/// What is owed may be less than what is else worth an order.
+#[test]
+fn the_last_mebibytes_that_are_owed_are_given_back() {
+    let one = VmModel { whole: Bytes::mib(800), owed: Bytes::mib(2), ..vm(1, 798, 500) };
+    let host = host(Pressure::Clear, 0, 4000);
+    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
+    let memory = Memory { vms: vec![remembered(1)], ..Memory::default() };
+    let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+    assert_eq!(plan.actions.iter().map(|a| a.to).collect::<Vec<_>>(), [Bytes::mib(800)]);
+}
+
+#[test]
+fn a_clear_host_gives_nothing_to_who_is_to_be_left_alone() {
+    let ask = |change: fn(&mut VmModel, &mut VmMemory)| {
+        let (mut one, mut m) = (vm(1, 600, 300), remembered(1));
+        change(&mut one, &mut m);
+        size(&decide(host(Pressure::Clear, 0, 4000), vec![one], vec![m])[0])
+    };
+    assert!(ask(|_, _| ()).is_some());
+    assert_eq!(ask(|_, m| m.ledger.foreign = Some(Stamp(NOW.0 - 1000))), None, "others set it");
+    assert_eq!(
+        ask(|vm, _| {
+            vm.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
+            vm.standing = Standing::GiveOnly("hands off".into());
+        }),
+        None
+    );
+}
+
+#[test]
+fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
+    let limit = |name: &str, headroom, reserve| Limit {
+        name: name.into(),
+        headroom: Bytes::mib(headroom),
+        reserve: Bytes::mib(reserve),
+        swap_left: Bytes::ZERO,
+    };
+    let ask = |machine| {
+        let full = HostModel {
+            bound: "/pool".into(),
+            headroom: Bytes::mib(600),
+            reserve: Bytes::mib(1000),
+            limits: vec![limit("host", machine, 2_000), limit("/pool", 600, 1_000)],
+            ..host(Pressure::Soft, 400, 0)
+        };
+        let one = VmModel { outside: true, cgroup: Some("/other".into()), ..vm(1, 400, 300) };
+        let inside = VmModel { cgroup: Some("/pool/a".into()), ..vm(2, 1024, 100) };
+        let v = decide(full, vec![one, inside], vec![]);
+        assert!(size(&v[1]) <= Some(1024));
+        size(&v[0])
+    };
+    assert!(ask(20_000) > Some(400));
+    assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
+}

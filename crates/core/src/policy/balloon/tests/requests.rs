@@ -1,0 +1,60 @@
+//! An operator's request for idle memory: what it takes at once, and what it leaves.
+
+use super::*;
+
+#[test]
+fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
+    let ask = |request: Reclaim| {
+        let host = host(Pressure::Clear, 0, 0);
+        let model =
+            Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624), vm(2, 1024, 224)] };
+        let verdicts = balloon(&model, &Memory::default(), &[request], Bytes::ZERO).verdicts;
+        (size(&verdicts[0]), size(&verdicts[1]))
+    };
+    assert_eq!(ask(Reclaim::default()), (Some(480), Some(880)), "need and a full buffer stay");
+    let one = Reclaim { vm: Some("vm2".into()), bytes: None };
+    assert_eq!(ask(one), (None, Some(880)));
+    let some = Reclaim { vm: None, bytes: Some(Bytes::mib(172)) };
+    assert_eq!(ask(some), (Some(1024 - 172), None), "from who pays most for it");
+}
+
+#[test]
+fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
+    let m = VmMemory { recent: needed(900, 2_000), ..remembered(1) };
+    let host = host(Pressure::Clear, 0, 2000);
+    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
+    let memory = Memory { vms: vec![m], ..Memory::default() };
+    let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+    assert_eq!(size(&done.verdicts[0]), Some(400 + 80), "its need and its buffer stay");
+}
+
+#[test]
+fn what_an_operator_asked_for_is_not_given_back_at_once() {
+    let ask = |ago_ms: Option<u64>| {
+        let m = VmMemory {
+            recent: needed(700, 30_000),
+            requested: ago_ms.map(|ms| Stamp(NOW.0 - ms)),
+            last_take: ago_ms.map(|ms| Stamp(NOW.0 - ms)),
+            ..remembered(1)
+        };
+        size(
+            &decide(
+                limited(host(Pressure::Clear, 0, 2000), 4000, 1000),
+                vec![vm(1, 400, 300)],
+                vec![m],
+            )[0],
+        )
+    };
+    assert!(ask(None).is_some_and(|to| to >= 700), "it needed so much lately");
+    assert_eq!(ask(Some(1_000)), None);
+    assert!(ask(Some(61_000)).is_some());
+}
+
+#[test]
+fn a_request_takes_nothing_by_old_words() {
+    let mut one = vm(1, 1024, 624);
+    one.guest.as_mut().unwrap().age_ms = 4_000;
+    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
+    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+    assert_eq!(size(&v[0]), None);
+}

@@ -1,0 +1,285 @@
+//! Who is asked for how much on a short host, and what every guest keeps.
+
+use super::*;
+
+#[test]
+fn who_brings_nothing_is_not_asked() {
+    let pinned = VmModel { pinned: Some("a VFIO device pins it".into()), ..vm(1, 1024, 900) };
+    let vms = || vec![pinned.clone(), vm(2, 1024, 900)];
+    let v = decide(host(Pressure::Critical, 400, 0), vms(), vec![]);
+    assert_eq!((size(&v[0]), size(&v[1])), (None, Some(624)), "nothing is expected of it");
+    assert_eq!(v[0], Verdict::Hold("ballooning it frees nothing: a VFIO device pins it".into()));
+    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vms() };
+    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+    assert!(size(&v[0]).is_none() && size(&v[1]).is_some(), "nor by the operator");
+    let yields = Yields { barren_until: Some(NOW.plus(120_000)), ..Yields::default() };
+    let m = VmMemory { yields, ..remembered(1) };
+    let v = decide(host(Pressure::Critical, 400, 0), vec![vm(1, 1024, 900)], vec![m]);
+    let Verdict::Hold(why) = &v[0] else { panic!("{v:?}") };
+    assert!(why.contains("had nothing of it: asked again in 2 min"), "{why}");
+}
+
+#[test]
+fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved() {
+    let ask = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        size(&decide(host(Pressure::Critical, 2048, 0), vec![vm(1, 1024, 624)], vec![m])[0])
+    };
+    assert_eq!((ask(0), ask(40), ask(200)), (Some(512), Some(512), Some(600)));
+    // Nor by an operator who wants what is idle, or has set a lower size for it.
+    let reclaim = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        let host = host(Pressure::Clear, 0, 2048);
+        let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
+        let memory = Memory { vms: vec![m], ..Memory::default() };
+        let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+        size(&done.verdicts[0]).unwrap()
+    };
+    assert!(reclaim(0) < 600 && reclaim(300) == 700, "{} {}", reclaim(0), reclaim(300));
+    let lower = |unsure| {
+        let m = VmMemory { unsure: Bytes::mib(unsure), ..remembered(1) };
+        let one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 800, 300) };
+        size(&decide(host(Pressure::Clear, 0, 2048), vec![one], vec![m])[0])
+    };
+    assert!(lower(0).is_some_and(|to| to < 790) && lower(290) == Some(790), "{:?}", lower(0));
+    assert_eq!(lower(300), None);
+}
+
+/// What is taken of the first, MiB.
+fn taken(verdicts: &[Verdict], i: usize) -> u64 {
+    size(&verdicts[i]).map_or(0, |to| 1024 - to)
+}
+
+#[test]
+fn who_pays_most_for_idle_memory_is_asked_first_by_weight() {
+    let mut heavy = vm(3, 1024, 600);
+    heavy.weight = 2.0;
+    let ask = |shortage| {
+        let vms = vec![vm(1, 1024, 600), vm(2, 1024, 200), heavy.clone()];
+        let v = decide(host(Pressure::Soft, shortage, 0), vms, vec![]);
+        [taken(&v, 0), taken(&v, 1), taken(&v, 2)]
+    };
+    assert_eq!(ask(40), [40, 0, 0]);
+    assert_eq!(
+        ask(160),
+        [102, 16, 43],
+        "a tenth of RAM a second; with twice the weight, the second to be asked"
+    );
+}
+
+#[test]
+fn steps_are_larger_on_a_shorter_host_and_end_at_what_is_to_be_kept() {
+    let ask = |state, shortage, available| {
+        taken(&decide(host(state, shortage, 0), vec![vm(1, 1024, available)], vec![]), 0)
+    };
+    assert_eq!(ask(Pressure::Soft, 1400, 900), 102);
+    assert_eq!(ask(Pressure::Hard, 1400, 900), 256);
+    assert_eq!(ask(Pressure::Critical, 1400, 900), 512, "half of RAM at once");
+    assert_eq!(ask(Pressure::Critical, 2048, 100), 100 - 24, "four tenths of a margin stay");
+    let at = |actual, available| {
+        let v = decide(host(Pressure::Critical, 2048, 0), vec![vm(1, actual, available)], vec![]);
+        size(&v[0])
+    };
+    assert_eq!((at(300, 290), at(256, 250)), (Some(256), None), "never below the floor");
+}
+
+#[test]
+fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
+    let asked = |ago_ms, shortage, available| {
+        let last_give = Some(Stamp(NOW.0 - ago_ms));
+        let m = VmMemory { last_give, ..remembered(1) };
+        let host = host(Pressure::Critical, shortage, 0);
+        taken(&decide(host, vec![vm(1, 1024, available)], vec![m]), 0)
+    };
+    assert_eq!((asked(1000, 2048, 100), asked(4000, 2048, 100)), (100 - 80, 100 - 24));
+    assert!(asked(1000, 1000, 900) > 0, "needs and least margins fit");
+}
+
+/// A host with 2 GiB of reserve, and one guest with 500 MiB of page cache and 200 MiB free.
+#[test]
+fn cache_is_taken_below_three_quarters_of_the_reserve_and_free_memory_below_all_of_it() {
+    let ask = |shortage, swap| {
+        let mut one = vm(1, 1024, 700);
+        one.guest.as_mut().unwrap().cache = Bytes::mib(500);
+        let mut host = limited(host(Pressure::Hard, shortage, 0), 2048 - shortage, 2048);
+        host.limits[0].swap_left = Bytes::mib(swap);
+        taken(&decide(host, vec![one], vec![]), 0)
+    };
+    assert_eq!(ask(480, 0), 200 - 60, "what is free, but for a margin");
+    assert_eq!(ask(800, 0), 256, "a step, cache with it");
+    assert_eq!((ask(800, 2048), ask(1200, 2048)), (140, 176), "with swap below a half");
+    assert_eq!(ask(0, 0), 0);
+}
+
+#[test]
+fn cache_that_nobody_was_seen_to_read_again_is_not_all_idle() {
+    let ask = |cache| {
+        let mut one = vm(1, 1024, 900);
+        one.guest.as_mut().unwrap().cache = Bytes::mib(cache);
+        let v = decide(host(Pressure::Critical, 1100, 0), vec![one, vm(2, 1024, 900)], vec![]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    let (none, some) = (ask(0), ask(900));
+    assert_eq!(none.0, none.1);
+    assert!(some.0 < none.0 && some.1 > none.1, "{none:?} {some:?}");
+}
+
+#[test]
+fn doubted_guests_are_asked_gently_and_followers_faster() {
+    let ask = |level, pace| {
+        let mut one = vm(1, 1024, 900);
+        one.trust.level = level;
+        let m = VmMemory { pace, ..remembered(1) };
+        taken(&decide(host(Pressure::Soft, 1400, 0), vec![one], vec![m]), 0)
+    };
+    assert_eq!((ask(1.0, 0), ask(0.5, 0), ask(1.0, 1), ask(1.0, 2)), (102, 51, 204, 409));
+}
+
+#[test]
+fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
+    let ask = |still_ms, rate| {
+        let order = Order {
+            to: Bytes::mib(600),
+            moved_from: Bytes::mib(1024),
+            moved_at: Stamp(NOW.0 - still_ms),
+            still_ms,
+            since: Stamp(NOW.0 - 4_000),
+        };
+        let m = VmMemory { order: Some(order), rate, ..remembered(1) };
+        let vms = vec![vm(1, 1024, 900), vm(2, 1024, 900)];
+        taken(&decide(host(Pressure::Hard, 400, 0), vms, vec![m]), 1)
+    };
+    assert_eq!(ask(0, 1e9), 0, "424 MiB are on their way");
+    assert_eq!(ask(0, (20 << 20) as f64), 256, "100 of them within five seconds");
+    assert_eq!(ask(3_000, 1e9), 256, "none");
+}
+
+#[test]
+fn what_was_needed_lately_is_kept_as_long_as_all_fits_and_the_oldest_goes_first() {
+    let ask = |shortage| {
+        let vms = vec![vm(1, 1024, 900), vm(2, 1024, 900)];
+        let m = |pid, s: u64| VmMemory { recent: needed(900, s * 1000), ..remembered(pid) };
+        let v = decide(host(Pressure::Critical, shortage, 0), vms, vec![m(1, 100), m(2, 10)]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    assert_eq!(ask(100), (50, 50), "what is idle, of both alike");
+    let (old, young) = ask(2000);
+    assert!(old >= 420 && young <= 1024 - 900, "{old} {young}");
+}
+
+/// A guest that needed all that it has some time ago.
+fn at_its_peak(pid: u32, ms: u64) -> (VmModel, VmMemory) {
+    (vm(pid, 700, 600), VmMemory { recent: needed(700, ms), ..remembered(pid) })
+}
+
+#[test]
+fn guests_stay_at_their_peaks_where_all_fit_though_margins_and_reserve_do_not() {
+    let ((one, m), (two, n)) = (at_its_peak(1, 300_000), at_its_peak(2, 200_000));
+    let ask = |headroom| {
+        let host = limited(host(Pressure::Critical, 0, 0), headroom, 2000);
+        let v = decide(host, vec![one.clone(), two.clone()], vec![m.clone(), n.clone()]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    assert_eq!(ask(400), (0, 0), "a fifth of the reserve is there");
+    assert!(ask(300).0 > 0, "the older peak does not fit");
+}
+
+#[test]
+fn what_others_than_vms_used_lately_counts_as_a_guests_peak_does() {
+    let ask = |peak: u64| {
+        let (one, m) = at_its_peak(1, 300_000);
+        let host = limited(host(Pressure::Critical, 0, 0), 500, 2000);
+        let host = HostModel { capacity: Bytes::mib(500 + 700 + 100), ..host };
+        let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
+        let memory = Memory { vms: vec![m], others: needed(peak, 60_000), ..Memory::default() };
+        taken(&balloon(&model, &memory, &[], Bytes::ZERO).verdicts, 0)
+    };
+    assert_eq!(ask(100), 0);
+    assert!(ask(500) > 0, "400 more than now");
+}
+
+#[test]
+fn where_not_even_margins_fit_all_have_less_of_them() {
+    let mut short = vm(1, 500, 10);
+    short.distress = "short".into();
+    let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+    host.limits[0].swap_left = Bytes::ZERO;
+    // Each of the others has its margin and no more.
+    let vms = (2..8).map(|pid| vm(pid, 500, 60));
+    let v = decide(host, std::iter::once(short).chain(vms).collect(), vec![]);
+    assert!((1..7).all(|i| taken(&v, i) > 0), "{v:?}");
+    assert!((1..7).all(|i| size(&v[i]) >= Some(440 + 24)), "less, not nothing: {v:?}");
+}
+
+#[test]
+fn a_guest_whose_need_grows_keeps_what_it_will_need_in_a_moment() {
+    let ask = |growth: u64, reserve| {
+        let mut grows = vm(1, 1024, 500);
+        let need = Bytes::mib(growth).0 as f64;
+        let rates = crate::state::GuestRates { need, ..Default::default() };
+        grows.guest.as_mut().unwrap().rates = Some(rates);
+        // What the host keeps at least is what the guest can do without.
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, reserve);
+        host.limits[0].swap_left = Bytes::ZERO;
+        size(&decide(host, vec![grows], vec![])[0])
+    };
+    // Sizes are whole MiB, and rounded up.
+    let keeps = |size: u64, growth| {
+        let to = ask(growth, (1024 - size) * 10 / 3);
+        (Some(size)..=Some(size + 1)).contains(&to)
+    };
+    assert!(keeps(524 + 60, 0), "one and a half marks of shortage");
+    assert!(keeps(524 + 180 + 60, 120), "for a second and a half");
+}
+
+#[test]
+fn rungs_above_are_waited_for() {
+    let v = |above| {
+        let model = Model {
+            at: NOW,
+            dt_ms: 1000,
+            host: host(Pressure::Critical, 200, 0),
+            vms: vec![vm(1, 1024, 900)],
+        };
+        taken(&balloon(&model, &Memory::default(), &[], Bytes::mib(above)).verdicts, 0)
+    };
+    assert_eq!((v(0), v(150), v(300)), (200, 50, 0));
+}
+
+#[test]
+fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
+    let agent = |held, busy| crate::sample::AgentSample {
+        link: crate::sample::Link::Up,
+        state: crate::wire::AgentState::Ready,
+        held: Some(Bytes::mib(held)),
+        busy,
+        ..Default::default()
+    };
+    let ask = |agent| {
+        let vm = VmModel { agent: Some(agent), ..vm(1, 1024, 900) };
+        taken(&decide(host(Pressure::Critical, 500, 0), vec![vm], vec![]), 0)
+    };
+    assert_eq!((ask(agent(100, false)), ask(agent(0, true)), ask(agent(5, false))), (0, 0, 500));
+}
+
+#[test]
+fn a_vm_whose_ram_is_of_a_pool_takes_nothing_of_what_the_others_share() {
+    let of_a_pool = || {
+        let mut one = VmModel {
+            ram: Some(Bytes::gib(16)),
+            ceiling: Bytes::gib(16),
+            whole: Bytes::gib(16),
+            owed: Bytes::ZERO,
+            floor: Bytes::gib(4),
+            resident: Some(Bytes::mib(60)),
+            pinned: Some("its RAM is huge pages of a pool".into()),
+            ..vm(2, 16 << 10, 12 << 10)
+        };
+        let g = one.guest.as_mut().unwrap();
+        (g.buffer, g.short_mark) = (Bytes::gib(2), Bytes::mib(655));
+        one
+    };
+    let ask = |vms| taken(&decide(host(Pressure::Soft, 800, 0), vms, vec![]), 0);
+    assert_eq!(ask(vec![vm(1, 1024, 900)]), 102);
+    assert_eq!(ask(vec![vm(1, 1024, 900), of_a_pool()]), 102);
+}
