@@ -1,0 +1,78 @@
+//! Beginnings: VMs that start, guests that reboot.
+
+use super::*;
+
+#[test]
+fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    let model = tick(&mut memory, &sample(2_000, vec![vm(1024, 600, 300)]));
+    assert_eq!((only(&model).promised, model.host.promised), (Bytes::mib(724), Bytes::mib(724)));
+    assert!(model.host.why.contains("724 MiB promised"), "{}", model.host.why);
+    // It still grows after ten seconds; ten more without growth, and it has settled.
+    for (at, resident, promised) in [(12_000, 600, 424), (17_000, 600, 424), (22_000, 605, 0)] {
+        let model = tick(&mut memory, &sample(at, vec![vm(1024, 400, resident)]));
+        assert_eq!(only(&model).promised, Bytes::mib(promised), "at {at}");
+    }
+}
+
+#[test]
+fn who_was_there_before_the_daemon_has_settled_unless_it_is_young() {
+    for (age_ms, promised) in [(None, 0), (Some(3_600_000), 0), (Some(5_000), 724)] {
+        let vm = VmSample { age_ms, ..vm(1024, 600, 300) };
+        let model = tick(&mut Memory::default(), &sample(1_000, vec![vm]));
+        assert_eq!(only(&model).promised, Bytes::mib(promised), "{age_ms:?}");
+    }
+}
+
+#[test]
+fn a_storm_of_starting_vms_makes_a_host_soft_and_not_worse() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    let big = |pid| VmSample {
+        id: VmId { pid, start: 1 },
+        ram: Some(Bytes::gib(8)),
+        balloon: Some(BalloonSample { actual: Bytes::gib(8), ..BalloonSample::default() }),
+        ..vm(0, 0, 100)
+    };
+    let model = tick(&mut memory, &sample(2_000, (1..6).map(big).collect()));
+    assert_eq!(model.host.state, Pressure::Soft, "{}", model.host.why);
+    assert!(model.host.shortage > Bytes::mib(500));
+    assert_eq!(model.host.headroom, Bytes::gib(8), "nothing has happened yet");
+}
+
+#[test]
+fn who_was_reset_is_left_alone_for_20_s_and_resets_often_from_the_third_time_on() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let mut reset = |at| {
+        let events = vec![crate::sample::VmEvent::Reset];
+        tick(&mut memory, &sample(at, vec![VmSample { events, ..vm(1024, 600, 900) }]));
+        let mut seen = |at| tick(&mut memory, &sample(at, vec![vm(1024, 600, 900)]));
+        let Standing::GiveOnly(why) = &only(&seen(at + 1_000)).standing.clone() else { panic!() };
+        assert!(why.contains("left alone for 19 s more"), "{why}");
+        seen(at + 19_900);
+        assert_eq!(only(&seen(at + 20_000)).standing, Standing::Ready);
+        memory.vms[0].resets_often(Stamp(at))
+    };
+    assert_eq!([10_000, 500_000, 900_000].map(&mut reset), [false, false, true]);
+    assert!(!reset(1_600_000), "ten minutes later");
+}
+
+#[test]
+fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let events = vec![crate::sample::VmEvent::Reset];
+    memory.vms[0].unsure = Bytes::mib(200);
+    let mut boots = VmSample { events, ..vm(1024, 600, 900) };
+    boots.balloon.iter_mut().for_each(|b| b.guest = None);
+    tick(&mut memory, &sample(2_000, vec![boots]));
+    assert_eq!(memory.vms[0].unsure, Bytes::ZERO, "that was of the guest before");
+    for at in [12_000, 13_000, 14_000, 25_000, 26_000] {
+        let model = tick(&mut memory, &sample(at, vec![vm(512, 200, 500)]));
+        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        assert_eq!(plan.actions, [], "at {at}");
+    }
+    assert_eq!(memory.owed_ids(), []);
+}

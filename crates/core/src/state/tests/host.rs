@@ -1,0 +1,103 @@
+//! What the host sees over several ticks: notifications, urgency, swap, and what is not the
+//! guests'.
+
+use super::*;
+
+/// What is resident beyond its size is not the guest's.
+#[test]
+fn what_a_vmm_holds_itself_is_learnt_and_not_counted_as_its_guests() {
+    let mut memory = Memory::default();
+    let held = |m: &Model| only(m).guest_held().unwrap().0 >> 20;
+    assert_eq!(held(&tick(&mut memory, &sample(1_000, vec![vm(512, 300, 400)]))), 400);
+    // Its pages go a moment after its size.
+    assert_eq!(held(&tick(&mut memory, &sample(2_000, vec![vm(200, 50, 400)]))), 400);
+    for at in [4_000, 6_000, 8_000] {
+        tick(&mut memory, &sample(at, vec![vm(200, 50, 310)]));
+    }
+    let model = tick(&mut memory, &sample(9_000, vec![vm(512, 300, 400)]));
+    assert_eq!((only(&model).own.0 >> 20, held(&model)), (109, 290));
+}
+
+#[test]
+fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
+    let mut memory = Memory::default();
+    let at = |ms, medium, critical| {
+        let mut s = sample(ms, vec![]);
+        s.host.vmpressure = Some(VmPressure { low: 9, medium, critical });
+        // Below two reserves, above the marks.
+        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
+        s
+    };
+    let state = |memory: &mut Memory, s| tick(memory, &s).host.state;
+    assert_eq!(state(&mut memory, at(1_000, 0, 0)), Pressure::Clear, "cache is reclaimed: normal");
+    assert_eq!(state(&mut memory, at(2_000, 1, 0)), Pressure::Soft);
+    assert_eq!(state(&mut memory, at(3_000, 1, 1)), Pressure::Hard);
+    assert_eq!(state(&mut memory, at(4_500, 1, 0)), Pressure::Hard, "still");
+    assert_eq!(state(&mut memory, at(6_000, 0, 0)), Pressure::Clear);
+}
+
+#[test]
+fn urgency_rises_at_once_and_sinks_slowly() {
+    use crate::sample::{Psi, PsiLine};
+    let mut memory = Memory::default();
+    let at = |ms, some| {
+        let mut s = sample(ms, vec![]);
+        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
+        let line = PsiLine { avg10: some, ..PsiLine::default() };
+        s.host.psi = Some(Psi { some: line, full: PsiLine::default() });
+        s
+    };
+    let urgency = |memory: &mut Memory, s| tick(memory, &s).host.urgency;
+    assert_eq!(urgency(&mut memory, at(1_000, 40.0)), 0.75);
+    let sinking = urgency(&mut memory, at(2_000, 0.0));
+    assert!((0.6..0.75).contains(&sinking), "{sinking}");
+    assert_eq!(urgency(&mut memory, at(120_000, 0.0)), 0.0);
+    assert_eq!(urgency(&mut memory, at(121_000, 5.0)), 0.25, "in proportion");
+}
+
+#[test]
+fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
+    use crate::sample::OffloadSample;
+    let mut memory = Memory::default();
+    let at = |ms, swap: u64, paged: u64| {
+        let process = ProcessMemory {
+            anon: Bytes::mib(900 - swap),
+            swap: Bytes::mib(swap),
+            ..ProcessMemory::default()
+        };
+        let offload = OffloadSample { paged_out: Bytes::mib(paged), ..OffloadSample::default() };
+        let one = VmSample { process: Some(process), offload: Some(offload), ..vm(1024, 124, 0) };
+        sample(ms, vec![one])
+    };
+    for (ms, swap, paged) in [(1_000, 0, 0), (2_000, 100, 100), (3_000, 98, 100)] {
+        tick(&mut memory, &at(ms, swap, paged));
+    }
+    let cold = memory.vms[0].cold;
+    assert_eq!((cold.back_until, cold.since), (None, Stamp(1_000)), "some is always read back");
+    tick(&mut memory, &at(4_000, 60, 100));
+    assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
+    let offloaded = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap();
+    assert_eq!(offloaded.came, Bytes::mib(100));
+}
+
+#[test]
+fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
+    let gib = Bytes::gib;
+    let used_by = |vms: Vec<VmSample>, at: u64, memory: &mut Memory| {
+        let mut sample = sample(at, vms);
+        // 6 GiB are used by VMs, or by one that is not seen any more.
+        sample.host.memory.as_mut().unwrap().available = gib(10);
+        tick(memory, &sample);
+    };
+    let vm = |resident: Option<Bytes>| {
+        let process = resident.map(|anon| ProcessMemory { anon, ..ProcessMemory::default() });
+        VmSample { id: ID, name: "a".into(), process, ..VmSample::default() }
+    };
+    let mut memory = Memory::default();
+    used_by(vec![vm(Some(gib(5)))], 1_000, &mut memory);
+    used_by(vec![vm(Some(gib(5)))], 2_000, &mut memory);
+    assert_eq!(memory.others.highest(), gib(1));
+    used_by(vec![vm(None)], 3_000, &mut memory);
+    used_by(vec![], 4_000, &mut memory);
+    assert_eq!(memory.others.highest(), gib(1), "its end is under way");
+}

@@ -1,0 +1,120 @@
+//! Orders and gifts over several ticks: who follows, who does not, who was asked too much.
+
+use super::*;
+
+#[test]
+fn who_was_short_soon_after_it_was_asked_is_asked_more_gently_for_a_while() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Soft))),
+    );
+    let gift = Reason::GuestShort { signs: String::new() };
+    act(&mut memory, &sample(4_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift.clone())));
+    let model = tick(&mut memory, &sample(5_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).trust.level, 0.5);
+    assert_eq!(memory.vms[0].harm, 1, "once for a take");
+    let model = tick(&mut memory, &sample(70_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).trust.level, 1.0);
+    // Long after a take it is the guest's own doing.
+    act(&mut memory, &sample(90_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift)));
+    assert_eq!(memory.vms[0].harm, 0);
+}
+
+#[test]
+fn convergence_tells_speed_and_time_and_who_does_not_move() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 524, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(2_000, vec![vm(924, 500, 800)]));
+    let c = only(&model).convergence;
+    assert_eq!((c.state, c.target), (Progress::Shrinking, Some(Bytes::mib(524))));
+    assert!(c.rate > 0.0 && c.eta_ms.is_some_and(|ms| ms > 1_000), "{c:?}");
+    let mut states = Vec::new();
+    for at in [3_000, 4_000, 5_000, 6_000, 7_000, 8_000, 12_500] {
+        states
+            .push(only(&tick(&mut memory, &sample(at, vec![vm(924, 500, 800)]))).convergence.state);
+    }
+    assert_eq!(states.last(), Some(&Progress::Stuck), "{states:?}");
+    assert!(states.contains(&Progress::Slow), "{states:?}");
+    assert_eq!(memory.vms[0].arriving(Stamp(12_500), Bytes::mib(924)), Bytes::ZERO);
+    tick(&mut memory, &sample(13_000, vec![vm(524, 100, 400)]));
+    assert!(memory.vms[0].order.is_none());
+}
+
+#[test]
+fn a_tick_that_took_half_a_minute_makes_nobody_stuck() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(31_000, vec![vm(1024, 600, 900)]));
+    assert!(!memory.vms[0].stalled(only(&model)), "it was looked at once");
+    assert_ne!(only(&model).convergence.state, Progress::Stuck);
+}
+
+#[test]
+fn an_order_that_failed_is_not_remembered_as_given() {
+    let mut memory = Memory::default();
+    let s = sample(1_000, vec![vm(1024, 600, 900)]);
+    memory.observe(&s);
+    let model = Model::new(&Config::default(), &s, &memory);
+    let action = Action {
+        vm: ID,
+        name: "a".into(),
+        from: Bytes::mib(1024),
+        to: Bytes::mib(900),
+        reason: short(Pressure::Soft),
+    };
+    let plan = Plan { actions: vec![action], ..Plan::default() };
+    for outcomes in
+        [vec![], vec![Outcome { vm: ID, error: Some("gone".into()), ..Outcome::default() }]]
+    {
+        memory.learn(&model, &decided(&plan), &outcomes, true);
+        assert!(memory.vms[0].order.is_none() && memory.vms[0].last_take.is_none());
+    }
+    memory.learn(
+        &model,
+        &decided(&plan),
+        &[Outcome { vm: ID, error: None, ..Outcome::default() }],
+        false,
+    );
+    assert!(memory.vms[0].order.is_none(), "a dry run has given none");
+}
+
+#[test]
+fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
+    let mut memory = Memory::default();
+    let mut left = Vec::new();
+    for at in [10_000, 1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000, 6_000_000] {
+        let s = sample(at, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &s, Some((1024, 1024, Reason::Withdrawn)));
+        left.push(memory.vms[0].stuck_until.unwrap().since(Stamp(at)) / 1000);
+    }
+    assert_eq!(left, [30, 60, 120, 240, 480, 600, 600]);
+}
+
+#[test]
+fn a_gift_that_never_came_is_ordered_again() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let take = short(Pressure::Hard);
+    act(&mut memory, &sample(2_000, vec![vm(1024, 600, 900)]), Some((1024, 400, take)));
+    tick(&mut memory, &sample(3_000, vec![vm(400, 100, 400)]));
+    let gift = Reason::GuestShort { signs: String::new() };
+    act(&mut memory, &sample(30_000, vec![vm(400, 10, 400)]), Some((400, 656, gift)));
+    // QEMU has not got it, or was told something else since: nothing moves.
+    let mut ordered = false;
+    for s in 31..=90u64 {
+        let model = tick(&mut memory, &sample(s * 1_000, vec![vm(400, 10, 400)]));
+        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        ordered |= plan.actions.iter().any(|a| a.to > Bytes::mib(400));
+    }
+    assert!(ordered, "it has 10 MiB available, the host 8 GiB");
+}

@@ -1,0 +1,142 @@
+//! What VMs are owed, through plugged memory, renames, clocks that jump, ends, and a daemon that
+//! takes over.
+
+use super::*;
+
+#[test]
+fn plugged_memory_moves_what_is_owed() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let plugged = VmSample { ram: Some(Bytes::mib(2048)), ..vm(2048, 1600, 900) };
+    let model = tick(&mut memory, &sample(2_000, vec![plugged]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(2048));
+    let model = tick(&mut memory, &sample(3_000, vec![vm(1024, 600, 900)]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024), "and out again");
+}
+
+#[test]
+fn a_renamed_vm_is_the_same_with_other_settings() {
+    let config = Config::parse("f", "[vm.b]\nmin = \"512MiB\"\n").unwrap();
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let renamed = sample(2_000, vec![VmSample { name: "b".into(), ..vm(900, 500, 900) }]);
+    memory.observe(&renamed);
+    let model = Model::new(&config, &renamed, &memory);
+    assert_eq!(only(&model).floor, Bytes::mib(512));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024), "what is owed is remembered");
+    assert_eq!(memory.vms[0].name, "b");
+}
+
+#[test]
+fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(900_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    memory.vms[0].stuck_until = Some(Stamp(990_000));
+    let paged_out = OffloadSample { paged_out: Bytes::mib(70), ..OffloadSample::default() };
+    let paged = VmSample { offload: Some(paged_out), ..vm(900, 500, 800) };
+    tick(&mut memory, &sample(901_000, vec![paged.clone()]));
+    let model = tick(&mut memory, &sample(5_000, vec![paged]));
+    let came = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap().came;
+    assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
+    assert_eq!(only(&model).standing, Standing::Ready);
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
+    let owned = memory.owned(&model, &Plan::default(), &[]);
+    assert_eq!(owned.vms[0].whole(Bytes::mib(1024)), Bytes::mib(1024));
+    // And one that leaps ahead neither takes nor forgets.
+    let model = tick(&mut memory, &sample(9_000_000, vec![vm(900, 500, 800)]));
+    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
+}
+
+#[test]
+fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let other = VmSample { id: VmId { start: 10, ..ID }, ..vm(2048, 600, 900) };
+    let other = VmSample { ram: Some(Bytes::mib(2048)), ..other };
+    let unproven = sample(1_500, vec![other.clone()]);
+    let model = tick(&mut memory, &unproven);
+    assert_eq!((memory.vms.len(), memory.owed_ids()), (2, vec![ID]), "not seen is not gone");
+    assert_eq!(memory.owned(&model, &Plan::default(), &[]).vms[0].name, "a");
+    assert!(model.host.warnings[0].contains("a (process 7) is owed memory"), "{model:?}");
+    let model = tick(&mut memory, &Sample { ended: vec![ID], ..sample(2_000, vec![other]) });
+    assert_eq!(memory.vms.len(), 1);
+    assert!(memory.vms[0].order.is_none());
+    assert_eq!(only(&model).ceiling, Bytes::mib(2048));
+}
+
+/// The next version may read nothing of it where this one wrote something.
+#[test]
+fn what_a_hand_over_does_not_tell_the_state_file_does() {
+    let owed = OwnedVm { id: ID, others: Some(Bytes::ZERO), ..OwnedVm::default() };
+    let owed = OwnedVm { ordered: Some(Bytes::mib(124)), ..owed };
+    let owned = Owned { vms: vec![owed], ..Owned::default() };
+    let known = VmMemory { id: ID, name: "a".into(), ..VmMemory::default() };
+    for vms in [vec![], vec![known]] {
+        let memory = Memory { vms, ..Memory::default() };
+        let mut engine = crate::tick::Engine::new(Config::default(), false);
+        engine.adopt(owned.clone(), Some(memory));
+        assert_eq!(engine.memory.owed_ids(), [ID]);
+    }
+    // What it tells counts more.
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(900, 500, 800)]));
+    memory.adopt(&owned);
+    assert_eq!(memory.owed_ids(), []);
+}
+
+/// What is owed is a process's, not a name's.
+#[test]
+fn two_vms_of_one_name_are_owed_apart() {
+    let mut memory = Memory::default();
+    let duplicate = VmId { pid: 8, ..ID };
+    let both = |size| {
+        sample(1_000, vec![vm(size, 600, 900), VmSample { id: duplicate, ..vm(1024, 600, 900) }])
+    };
+    act(&mut memory, &both(1024), Some((1024, 900, short(Pressure::Hard))));
+    let model = tick(&mut memory, &both(900));
+    let owned = memory.owned(&model, &Plan::default(), &[]);
+    assert_eq!(owned.vms.iter().map(|v| v.id).collect::<Vec<_>>(), [ID]);
+    let left = Sample {
+        ended: vec![ID],
+        ..sample(2_000, vec![VmSample { id: duplicate, ..vm(1024, 600, 900) }])
+    };
+    assert_eq!(tick(&mut memory, &left).vms[0].owed, Bytes::ZERO);
+}
+
+/// Gifts go out before the disk is written: what is written then tells of them.
+#[test]
+fn what_was_given_is_written_down_in_the_same_tick() {
+    let mut memory = Memory::default();
+    act(
+        &mut memory,
+        &sample(1_000, vec![vm(1024, 600, 900)]),
+        Some((1024, 900, short(Pressure::Hard))),
+    );
+    let model = tick(&mut memory, &sample(2_000, vec![vm(950, 600, 900)]));
+    let reason = Reason::GuestShort { signs: String::new() };
+    let (from, to) = (Bytes::mib(950), Bytes::mib(1000));
+    let plan = Plan {
+        actions: vec![Action { vm: ID, name: "a".into(), from, to, reason }],
+        ..Plan::default()
+    };
+    let written = |error: Option<&str>, unanswered| {
+        let outcome = Outcome { vm: ID, error: error.map(Into::into), unanswered };
+        let vm = memory.owned(&model, &plan, &[outcome]).vms.remove(0);
+        (vm.ordered.map(|b| b.0 >> 20), vm.most.map(|b| b.0 >> 20), vm.unsure)
+    };
+    assert_eq!(written(None, false), (Some(24), Some(124), false));
+    assert_eq!(written(Some("late"), true), (Some(24), Some(124), true));
+    assert_eq!(written(Some("no"), false), (Some(124), Some(124), false));
+}

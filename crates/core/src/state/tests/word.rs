@@ -1,0 +1,139 @@
+//! The guest's word over several ticks: contradictions, speed, and what a moving balloon does
+//! to it.
+
+use super::*;
+
+#[test]
+fn who_contradicts_what_is_known_is_not_asked_and_forgiven_later() {
+    let mut memory = Memory::default();
+    let liar = |at| sample(at, vec![vm(1024, 1024, 900)]);
+    let level = |m: &Model| only(m).trust.level;
+    assert_eq!(level(&tick(&mut memory, &liar(1_000))), 0.5, "gently");
+    let model = tick(&mut memory, &liar(2_000));
+    assert_eq!(level(&model), 0.0);
+    assert_eq!(only(&model).convergence.state, Progress::Lying);
+    let Standing::GiveOnly(why) = &only(&model).standing else { panic!("{model:?}") };
+    assert!(why.contains("not believed: it claims 1 GiB available of 1 GiB"), "{why}");
+    let honest = |at| sample(at, vec![vm(1024, 700, 900)]);
+    assert_eq!(level(&tick(&mut memory, &honest(5_000))), 0.0);
+    assert_eq!(level(&tick(&mut memory, &honest(12_000))), 1.0);
+}
+
+/// QEMU tells its size at once and the guest's word up to a second late.
+#[test]
+fn a_balloon_that_grows_is_no_guest_that_needs_memory() {
+    let mut memory = Memory::default();
+    let word = |at, actual, available, age_ms| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+        sample(at, vec![v])
+    };
+    tick(&mut memory, &word(1000, 512, 400, 0));
+    // 112 MiB are needed all the time; the balloon takes 340 within a tick or two.
+    let seen =
+        [(2000, 300, 400, 900), (2300, 172, 400, 1200), (3000, 172, 250, 0), (3300, 172, 60, 0)];
+    for (at, actual, available, age) in seen {
+        let model = tick(&mut memory, &word(at, actual, available, age));
+        let need = memory.vm(ID).unwrap().rates.map_or(0.0, |r| r.need);
+        let grown = model.vms[0].distress.contains("grows");
+        assert!(!grown && need < 1.0, "{at}: {need} {}", model.vms[0].distress);
+    }
+}
+
+/// An operator's order is carried out between two looks; the guest's word is of before.
+#[test]
+fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
+    use crate::policy::decide;
+    let mut memory = Memory::default();
+    let word = |at, actual, available, age_ms| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+        sample(at, vec![v])
+    };
+    tick(&mut memory, &word(1_000, 512, 440, 0));
+    // 80 MiB are needed all the time.
+    for (at, actual, available, age) in [
+        (2_000, 200, 440, 500),
+        (2_500, 200, 440, 1_000),
+        (3_000, 200, 120, 0),
+        (4_000, 200, 120, 0),
+    ] {
+        let model = tick(&mut memory, &word(at, actual, available, age));
+        assert_eq!(only(&model).distress, "", "{at}");
+        let plan = decide(&model, &memory, &[], &Default::default()).plan;
+        assert_eq!(plan.actions, [], "{at}");
+    }
+    assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
+    // Just before the first look.
+    let mut memory = Memory::default();
+    for (at, available) in [(1_000, 440), (2_000, 120), (3_000, 120)] {
+        let model = tick(&mut memory, &word(at, 200, available, 0));
+        assert_eq!(only(&model).distress, "", "{at}");
+    }
+}
+
+/// One whose need grows while its balloon does: seen as it happens, not when the balloon stops.
+#[test]
+fn a_need_that_grows_behind_a_growing_balloon_is_seen() {
+    let mut memory = Memory::default();
+    let look = |at, actual, available| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 500;
+        sample(at, vec![v])
+    };
+    // 50 MiB a half second by the balloon, 60 by its programs, said half a second ago.
+    let mut need = 0;
+    for i in 0..6 {
+        let (actual, was) = (1024 - 50 * i, 1024 - 50 * i.max(1) + 50);
+        let model = tick(&mut memory, &look(1_000 + 500 * i, actual, was - 100 - 60 * i));
+        need = only(&model).guest.unwrap().need.0 >> 20;
+    }
+    assert!((350..=400).contains(&need), "{need}");
+}
+
+#[test]
+fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
+    let mut memory = Memory::default();
+    let says = |at, available, age_ms| {
+        let mut vm = vm(1024, available, 1024);
+        if let Some(g) = vm.balloon.as_mut().and_then(|b| b.guest.as_mut()) {
+            g.age_ms = age_ms;
+        }
+        sample(at, vec![vm])
+    };
+    for at in [1_000, 2_000, 3_000, 4_000] {
+        tick(&mut memory, &says(at, 600, 0));
+    }
+    // Looked at again, but not said again.
+    tick(&mut memory, &says(4_400, 600, 400));
+    tick(&mut memory, &says(4_500, 550, 0));
+    let rate = |m: &Memory| m.vm(ID).unwrap().rates.unwrap().need / Bytes::mib(1).0 as f64;
+    assert_eq!(rate(&memory), 100.0, "50 MiB since it last said 600, half a second ago");
+    tick(&mut memory, &says(5_000, 550, 0));
+    assert_eq!(rate(&memory), 0.0, "and it has stopped");
+}
+
+#[test]
+fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
+    let mut memory = Memory::default();
+    let mut look = |at: u64, stalls: u64, agent: bool| {
+        let facts = crate::wire::abi::Facts {
+            time_ns: at * 1_000_000,
+            total: 512 << 8,
+            free: 50 << 8,
+            available: 100 << 8,
+            alloc_stall: stalls,
+            ..Default::default()
+        };
+        let state = crate::wire::AgentState::Ready;
+        let facts = Some(facts);
+        let agent =
+            agent.then(|| AgentSample { link: Link::Up, state, facts, ..AgentSample::default() });
+        // The balloon's say the same all the time.
+        let model = tick(&mut memory, &sample(at, vec![VmSample { agent, ..vm(512, 100, 500) }]));
+        only(&model).distress.clone()
+    };
+    assert_eq!([look(1_000, 7, true), look(1_500, 7, true)], ["", ""]);
+    assert_eq!(look(2_000, 9, true), "4 allocation stalls a second, by its module's facts");
+    assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
+}
