@@ -4,8 +4,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, mpsc};
 
+use serde_json::{Value, json};
+
+use super::merging::look_is_due;
 use super::questions::RARELY;
 use super::*;
+use crate::probe::qemu::QmpAddress;
+use crate::qmp_balloon;
 
 #[test]
 fn what_a_look_takes_decides_how_soon_the_next_may_be() {

@@ -1,0 +1,148 @@
+//! What QEMU's answers and events mean for what is known of a VM, and what is asked because of
+//! them. An answer that is not used yet gets its line here.
+
+use std::time::Instant;
+
+use ebb_core::sample::Heard;
+use serde_json::{Value, json};
+
+use super::questions::BALLOON_CHANGE;
+use super::{Ask, DETAILS, Vm};
+use crate::qmp::QmpError;
+use crate::qmp_balloon::{self, DEVICE_FOLDERS};
+
+/// Most events kept between two samples; the oldest go.
+const MAX_EVENTS: usize = 64;
+
+impl Vm {
+    /// Takes the answers that are there; true where they led to new questions.
+    pub fn hear(&mut self) -> bool {
+        let mut kept = 0;
+        for (ask, id) in std::mem::take(&mut self.asked) {
+            match self.client.as_mut().and_then(|c| c.take_reply(id)) {
+                Some(answer) => self.answer(ask, answer),
+                None => {
+                    self.asked.push((ask, id));
+                    kept += 1;
+                }
+            }
+        }
+        self.asked.len() > kept
+    }
+
+    fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
+        if let (Ask::Inventory(look), Ok(_) | Err(QmpError::Command { .. })) = (ask, &answer) {
+            for (look, command, arguments) in self.inventory.answer(look, answer.ok()) {
+                self.send(Ask::Inventory(look), command, arguments);
+            }
+            self.verdict = self.inventory.verdict();
+            return;
+        }
+        if matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
+            self.owed.retain(|owed| *owed != ask);
+        }
+        let value = match answer {
+            Ok(value) => value,
+            // The connection's failures are told by the link.
+            Err(e) if !matches!(e, QmpError::Command { .. }) => return,
+            // Properties that an old QEMU does not have.
+            Err(_) if matches!(ask, Ask::Migrate | Ask::DeflateOnOom | Ask::Reporting) => return,
+            Err(e) => {
+                if matches!(ask, Ask::Balloon | Ask::Stats) {
+                    self.looked_up = None;
+                }
+                return self.answers.problems.push(("qmp".into(), e.to_string()));
+            }
+        };
+        self.first_answer();
+        let checked = match ask {
+            Ask::Status => {
+                qmp_balloon::parse_status(&value).map(|run| self.answers.run = Some(run))
+            }
+            Ask::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
+                // What is plugged moves the RAM and this: both are of the same tick.
+                if self.answers.actual != Some(b) && !std::mem::replace(&mut self.ram_asked, true) {
+                    self.send(Ask::MemorySize, "query-memory-size-summary", None);
+                }
+                let at = Some(Instant::now());
+                (self.answers.actual, self.answers.actual_at) = (Some(b), at);
+                self.answers.actual_new = true;
+            }),
+            Ask::MemorySize => {
+                qmp_balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram))
+            }
+            _ => {
+                self.device_answer(ask, &value);
+                Ok(())
+            }
+        };
+        if let Err(e) = checked {
+            self.answers.problems.push(("qmp".into(), e.to_string()));
+        }
+    }
+
+    fn device_answer(&mut self, ask: Ask, value: &Value) {
+        match ask {
+            Ask::Migrate => self.answers.migrating = qmp_balloon::parse_migrating(value),
+            Ask::Reporting => self.reporting = value.as_bool(),
+            Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
+            Ask::Interval => {
+                let slow = value.as_u64().is_none_or(|s| s == 0 || s > self.interval_s);
+                let device = self.device.clone().filter(|_| slow && !self.access.look_only);
+                if let Some(device) = device {
+                    self.interval_was = self.interval_was.or(value.as_u64());
+                    let value = json!(self.interval_s);
+                    let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
+                    self.send(Ask::SetInterval, "qom-set", Some(set));
+                }
+            }
+            Ask::Stats => {
+                let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
+                if guest != self.answers.guest {
+                    self.words_new = guest.map(|_| Instant::now());
+                }
+                guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
+                self.answers.guest = guest;
+                let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
+                self.answers.problems.extend(problems);
+            }
+            Ask::StatsBefore => {
+                if let (Some(words), _) = qmp_balloon::parse_guest_stats(value, self.ram) {
+                    self.heard.see(self.kicked, words);
+                }
+            }
+            Ask::Folder(i) => {
+                let found = qmp_balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
+                self.found = if i == 0 { found } else { self.found.take().or(found) };
+                self.looked |= i + 1 == DEVICE_FOLDERS.len();
+                if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
+                    self.reporting = None;
+                    self.device = self.found.take();
+                    self.owed = DETAILS.to_vec();
+                    self.ask_balloon();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn take_events(&mut self) {
+        let Some(client) = &mut self.client else { return };
+        for event in client.take_events() {
+            if qmp_balloon::changes_devices(&event) {
+                self.looked_up = None;
+                self.inventory.look_anew();
+            }
+            if event.name == "RESET" {
+                self.heard = Heard::default();
+            }
+            // One that came while the tick asked may tell more than its answers.
+            if event.name != BALLOON_CHANGE {
+                self.ran_asked = None;
+            }
+            self.events.extend(qmp_balloon::parse_event(&event));
+        }
+        let excess = self.events.len().saturating_sub(MAX_EVENTS);
+        self.events.drain(..excess);
+    }
+}
