@@ -1,0 +1,78 @@
+//! What an agent at work is told to do: give free pages back, open ranges to KSM, hash pages
+//! for a scan.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_core::plan::RecycleOrder;
+use ebb_core::units::Bytes;
+use ebb_core::wire::{Advise, Command};
+
+use super::{AgentLink, Ask, Stage};
+use crate::scan::agents::HashLink;
+
+/// Nothing is given back when QEMU has not told for so long what can write to RAM.
+pub(super) const VERDICT_OLD: Duration = Duration::from_secs(3);
+
+impl AgentLink {
+    /// Hands over what the policy ordered; what it did shows in the counters.
+    pub fn order(&mut self, order: &RecycleOrder) {
+        if self.stage != Stage::Attached {
+            return;
+        }
+        let known = self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
+        if let Some(recycle) = order.recycle.as_ref().filter(|_| known) {
+            self.send(Ask::Recycle, Command::Recycle(*recycle));
+            // What is held is news afterwards.
+            self.held_at = None;
+        }
+        if order.mark {
+            self.send(Ask::Other, Command::Mark);
+        }
+        if let Some(agent) = self.agent.as_mut() {
+            agent.pump();
+        }
+    }
+
+    /// Has it open these ranges to KSM, and no others, unless it was told so last;
+    /// whether it was told now.
+    pub fn advise(&mut self, open: &[(u64, u64)]) -> bool {
+        let same = self.told.as_ref().is_some_and(|told| told == open);
+        if self.stage != Stage::Attached || !self.advises || self.terms.observe || same {
+            return false;
+        }
+        self.told = Some(open.to_vec());
+        for part in Advise::all(open) {
+            self.send(Ask::Advise, Command::Advise(part));
+        }
+        if let Some(agent) = self.agent.as_mut() {
+            agent.pump();
+        }
+        true
+    }
+
+    /// Where a scan asks it for hashes of pages, if it can do that. What it does not take
+    /// on shows there.
+    pub fn scanner(&mut self) -> Option<Arc<HashLink>> {
+        if self.stage != Stage::Attached || !self.hashes {
+            return None;
+        }
+        if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
+            let (ours, theirs) = HashLink::pair(&self.segments).ok()?;
+            self.send_with(Ask::Other, Command::Hashes, Some(theirs));
+            self.agent.as_mut()?.pump();
+            self.scanner = Some(Arc::new(ours));
+        }
+        self.scanner.clone()
+    }
+
+    /// What it says is open to KSM.
+    pub fn open(&self) -> Bytes {
+        self.open.unwrap_or_default()
+    }
+
+    /// Why it did not do what it was told of merging.
+    pub fn refused(&self) -> Option<&String> {
+        self.refused.as_ref()
+    }
+}

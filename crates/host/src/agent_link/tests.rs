@@ -1,0 +1,257 @@
+//! One link against an agent that a test plays.
+
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use ebb_core::plan::RecycleOrder;
+use ebb_core::wire::{Answer, Hello, Lines, Outcome, PROTOCOL, Reply, Request};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::connection::GONE;
+use super::orders::VERDICT_OLD;
+use super::*;
+
+/// A peer that says hello and tells what came with `attach`, how many descriptors, and
+/// its socket.
+fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize, UnixStream) {
+    let (mut lines, mut descriptors) = (Lines::default(), 0);
+    loop {
+        let mut buffer = [0u8; 4096];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [IoSliceMut::new(&mut buffer)];
+        let got = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty()).unwrap();
+        assert!(got.bytes > 0, "the daemon hung up");
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                descriptors += fds.count();
+            }
+        }
+        let mut requests = Vec::new();
+        lines.feed(&buffer[..got.bytes], |l| requests.push(Request::parse(l).unwrap())).unwrap();
+        for request in requests {
+            let answer = match request.command {
+                Command::Hello => Answer::Hello(Hello {
+                    protocol: PROTOCOL,
+                    version: "0".into(),
+                    pid: std::process::id(),
+                    kernel: Default::default(),
+                    advises: false,
+                    hashes: false,
+                    wants_descriptor,
+                }),
+                Command::Attach(attach) => return (attach, descriptors, socket),
+                _ => Answer::Done,
+            };
+            let reply = Reply { id: request.id, outcome: Outcome::Ok(answer) };
+            (&socket).write_all(&reply.line()).unwrap();
+        }
+    }
+}
+
+fn verdict(objections: &[&str]) -> Verdict {
+    Verdict {
+        begun: Instant::now(),
+        objections: objections.iter().map(|o| o.to_string()).collect(),
+        firmware: Firmware::Seabios,
+        segments: vec![Segment { gpa: 0, size: 1 << 30, hva: 1 << 40 }],
+    }
+}
+
+/// What an agent that is so is handed, with that against it.
+fn handed(wants_descriptor: bool, objections: &[&str]) -> (Attach, usize) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let serve = move || peer(listener.accept().unwrap().0, wants_descriptor);
+    let thread = std::thread::spawn(serve);
+    let mut link = AgentLink::new(path, std::process::id());
+    let (run, verdict) = (RunState::Running, verdict(objections));
+    while !thread.is_finished() {
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&verdict));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (attach, descriptors, _) = thread.join().unwrap();
+    (attach, descriptors)
+}
+
+#[test]
+fn a_descriptor_goes_to_who_asks_for_it_and_may_work() {
+    let there = File::options().read(true).write(true).open(USERFAULTFD).is_ok();
+    let (attach, descriptors) = handed(true, &[]);
+    assert_eq!((attach.descriptor, descriptors), (there, usize::from(there)));
+    let (attach, descriptors) = handed(false, &[]);
+    assert_eq!((attach.descriptor, descriptors), (false, 0), "it can make one itself");
+    let (attach, descriptors) = handed(true, &["a vhost-user device"]);
+    assert_eq!((attach.descriptor, descriptors), (false, 0), "it may not work");
+    assert_eq!(attach.objections, ["a vhost-user device"]);
+    // Of discards by others the agent is the judge.
+    let (attach, descriptors) = handed(true, &[OTHERS_DISCARD]);
+    assert_eq!((attach.descriptor, descriptors), (there, usize::from(there)));
+}
+
+#[test]
+fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
+    let mut link = AgentLink::new(path, std::process::id());
+    let run = RunState::Running;
+    for _ in 0..100 {
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(!thread.is_finished() && link.stage == Stage::Met);
+    let told = verdict(&[]);
+    while !thread.is_finished() {
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _open = thread.join().unwrap();
+    // Attached, and QEMU has not told anything for long.
+    link.stage = Stage::Attached;
+    link.known_at = Some(Instant::now() - VERDICT_OLD);
+    let order = |recycle| RecycleOrder {
+        vm: ebb_core::sample::VmId { pid: 1, start: 1 },
+        name: "a".into(),
+        recycle,
+        mark: false,
+        reason: String::new(),
+    };
+    let before = link.asked.len();
+    link.order(&order(Some(Default::default())));
+    assert_eq!(link.asked.len(), before);
+    link.known_at = Some(Instant::now());
+    link.order(&order(Some(Default::default())));
+    assert_eq!(link.asked.len(), before + 1);
+}
+
+#[test]
+fn an_agent_whose_connection_was_lost_has_left_only_when_it_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut link = AgentLink::new(path, std::process::id());
+    link.connect(Instant::now());
+    link.stage = Stage::Attached;
+    link.lose("silent for 20 s".into());
+    assert!(!link.has_left(), "it may be in the middle of a window");
+    drop(listener.accept().unwrap());
+    link.leave(Instant::now(), true);
+    link.retry_at = None;
+    link.leave(Instant::now(), true);
+    // It answers again, and is told to give up what it has protected.
+    let socket = listener.accept().unwrap().0;
+    let thread = std::thread::spawn(move || peer(socket, false));
+    let until = Instant::now() + Duration::from_secs(10);
+    while !link.has_left() {
+        assert!(Instant::now() < until, "{:?}", link.stage);
+        link.hear(Instant::now());
+        link.leave(Instant::now(), true);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(link.agent.is_none() && link.stage == Stage::Hello);
+    drop(link);
+    let _ = thread.join();
+}
+
+/// The daemon was killed while the agent was at work for it.
+#[test]
+fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut link = AgentLink::new(path.clone(), std::process::id());
+    let now = Instant::now();
+    for _ in 0..10 {
+        link.leave(now, true);
+        assert!(!link.has_left(), "it has said nothing to this daemon");
+        link.hear(now);
+    }
+    let (mut socket, _) = listener.accept().unwrap();
+    let mut line = [0; 4096];
+    let n = socket.read(&mut line).unwrap();
+    assert!(String::from_utf8_lossy(&line[..n]).contains("stand_down"));
+    // Nobody listens (any more): nothing that was begun lasts so long.
+    drop(listener);
+    let mut link = AgentLink::new(path, std::process::id());
+    let now = Instant::now();
+    for (after, left) in [(Duration::ZERO, false), (GONE, true)] {
+        link.leave(now + after, true);
+        assert_eq!(link.has_left(), left, "{after:?}");
+    }
+    // It is not spoken to: it is not managed, or to be off.
+    let listener = UnixListener::bind(dir.path().join("other")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let mut link = AgentLink::new(dir.path().join("other"), std::process::id());
+    link.leave(now, false);
+    link.leave(now + 2 * GONE, false);
+    assert!(link.has_left() && listener.accept().is_err());
+}
+
+/// The last command that the agent was sent.
+fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
+    link.agent.as_mut().unwrap().pump();
+    let mut lines = Lines::default();
+    let (mut buffer, mut last) = ([0u8; 4096], None);
+    while last.is_none() {
+        let got = socket.read(&mut buffer).unwrap();
+        lines.feed(&buffer[..got], |l| last = Some(Request::parse(l).unwrap().command)).unwrap();
+    }
+    last.unwrap()
+}
+
+#[test]
+fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_the_ram() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
+    let mut link = AgentLink::new(path, std::process::id());
+    while !thread.is_finished() {
+        let (run, told) = (RunState::Running, verdict(&[]));
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (_, _, socket) = thread.join().unwrap();
+    link.stage = Stage::Attached;
+    let says = |link: &mut AgentLink, unclear| {
+        let status = Status { unclear, ..Status::default() };
+        link.answer(Ask::Status, Ok(Answer::Status(status)));
+    };
+    assert!(link.wants_mappers().is_none(), "nothing is unclear");
+    let before = verdict(&[]);
+    says(&mut link, Some(3));
+    assert_eq!(link.wants_mappers().map(|(g, s)| (g, s.len())), Some((3, 1)));
+    let asked = link.asked.len();
+    let clear = |link: &mut AgentLink, verdict: &Verdict| {
+        let before = link.asked.len();
+        link.clear(Some(verdict));
+        link.asked.len() > before
+    };
+    assert!(!clear(&mut link, &verdict(&[])), "nobody looked who maps it");
+    link.mappers(3, Err("process 7 maps it".into()));
+    assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
+    assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
+    assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
+    let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
+    let saved = (link.mapped.take(), link.status.replace(aside));
+    assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent: start"));
+    (link.mapped, link.status) = saved;
+    link.mappers(3, Ok(()));
+    assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
+    assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
+    // Another socket: who maps the RAM is to be looked at again.
+    says(&mut link, Some(4));
+    assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
+    link.mappers(3, Ok(()));
+    assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
+    link.mappers(4, Ok(()));
+    says(&mut link, Some(4));
+    assert_eq!(link.asked.len(), asked);
+    assert!(clear(&mut link, &verdict(&[])));
+    assert!(matches!(last(&mut link, &socket), Command::Cleared { generation: 4 }));
+    assert!(link.wants_mappers().is_none() && !clear(&mut link, &verdict(&[])));
+}
