@@ -4,8 +4,9 @@ use super::*;
 use crate::act::ksm::Manners;
 use crate::probe::trust::Trust;
 use crate::root::Root;
-use ebb_core::plan::MergeOrder;
+use ebb_core::plan::{MergeOrder, MergePlan};
 use ebb_core::sample::Link;
+use ebb_core::units::Bytes;
 use std::os::unix::net::UnixListener;
 
 fn host(dir: &std::path::Path, options: Options) -> LinuxHost {

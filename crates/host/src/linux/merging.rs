@@ -1,0 +1,154 @@
+//! Merging by KSM: what it is told to do, and what a sample tells of it, where Ebb has a part
+//! in it and where it has not.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::plan::MergePlan;
+use ebb_core::sample::{HostSample, MergeSample, Problem, VmSample};
+use ebb_core::units::Bytes;
+
+use super::{LinuxHost, noted};
+use crate::act::ksm::has_room;
+use crate::agent_link::AgentLink;
+use crate::probe::ksm;
+use crate::vm::problem;
+
+/// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
+/// and one of each VM, for people only.
+const OTHERS_KSM_EVERY: Duration = Duration::from_secs(10);
+
+impl LinuxHost {
+    /// Steers KSM, opens and closes VMs, has them scanned: beside the loop.
+    pub fn merge(&mut self, plan: &MergePlan) {
+        let Some(merger) = &mut self.merger else { return };
+        plan.ksmd.iter().for_each(|order| merger.order(order));
+        plan.scan_cores.iter().for_each(|cores| merger.pace(*cores));
+        for order in &plan.vms {
+            let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
+            let root = &self.options.root;
+            let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
+            match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
+                Ok(()) => vm.switch_merging(order.open),
+                Err(why) => vm.merging.refuse(why),
+            }
+        }
+        for (id, vm) in &mut self.vms {
+            let Some(agent) = &mut vm.agent else { continue };
+            let told = match plan.ranged.contains(id) {
+                // Before the first scan what is open stays so.
+                true => merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open)),
+                false => agent.advise(&[]),
+            };
+            if told {
+                // The answer is there in a moment, and something follows from it.
+                self.waker.wake();
+            }
+        }
+        if let Some(scan) = &plan.scan {
+            merger.scan(scan, |id| {
+                let vm = self.vms.get_mut(&id)?;
+                let agent = vm.agent.as_mut().and_then(AgentLink::scanner);
+                Some((vm.process.name.clone(), agent))
+            });
+        }
+    }
+
+    /// Puts KSM's knobs back, where they were taken.
+    pub fn release_ksm(&mut self, patience: Duration) -> Result<(), String> {
+        self.merger.as_mut().map_or(Ok(()), |m| m.release(patience))
+    }
+
+    /// What is known of merging; has looked at what is not known any more.
+    pub(super) fn sample_merging(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        if self.merger.is_none() {
+            return self.sample_others_merging(host, vms, problems);
+        }
+        self.sample_ksm(host, vms, problems);
+        let Some(merger) = &mut self.merger else { return };
+        let (scan, knobs) = merger.sample();
+        let refused = scan.error.clone();
+        problems.extend(refused.map(|why| problem(None, "scan for equal pages".into(), why)));
+        host.scan = Some(scan);
+        problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
+        let copied = host.vmstat.and_then(|v| v.cow_ksm);
+        let working = host.ksm.as_ref().is_some_and(|k| k.run != 0);
+        let steer = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        for sample in vms.iter_mut() {
+            let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
+                continue;
+            };
+            let (look, found) = merger.vm(sample.id);
+            vm.go_on_merging(look.as_ref());
+            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages, working) {
+                merger.look(sample.id);
+            }
+            // By ranges, only what lies in them is to be had.
+            let ranged = vm.agent.as_ref().and_then(|_| merger.ranges(sample.id));
+            part.found = ranged.map(|(_, found)| found).or(found);
+            part.busy = vm.merging.is_busy();
+            part.error =
+                vm.merging.error().or(vm.agent.as_ref().and_then(|a| a.refused())).cloned();
+            if let Some(look) = look {
+                // Who says that it has opened something has, whatever was seen before that;
+                // that nothing is open is believed when it is seen.
+                let says = vm.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
+                part.open = look.open.as_ref().ok().map(|open| *open || says);
+                part.seen = part.open.map(|_| (look.at, look.merged));
+                part.error = part.error.take().or(look.open.err());
+            }
+        }
+    }
+
+    /// What is merged where Ebb has no part in it: read now and then, and shown until
+    /// it is read again.
+    fn sample_others_merging(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        if let Some((_, ksm, stats)) =
+            self.others_ksm.as_ref().filter(|o| o.0.elapsed() < OTHERS_KSM_EVERY)
+        {
+            host.ksm = *ksm;
+            for vm in vms.iter_mut() {
+                let stat = stats.get(&vm.id).copied();
+                vm.merge = stat.map(|stat| MergeSample { stat, ..MergeSample::default() });
+            }
+            return;
+        }
+        self.sample_ksm(host, vms, problems);
+        let stats = vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?.stat))).collect();
+        self.others_ksm = Some((Instant::now(), host.ksm, stats));
+    }
+
+    /// Reads KSM's counters, and those of each VM where anything is merged at all.
+    fn sample_ksm(
+        &mut self,
+        host: &mut HostSample,
+        vms: &mut [VmSample],
+        problems: &mut Vec<Problem>,
+    ) {
+        let root = &self.options.root;
+        host.ksm = noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root));
+        let merges = host.ksm.is_some_and(|k| k.run != 0 || k.pages_shared > 0);
+        if self.merger.is_none() && !merges {
+            return;
+        }
+        self.ksm_stats.read(root, vms);
+        for vm in vms.iter_mut() {
+            let read = self.ksm_stats.of(vm.id);
+            if let Some(Err(why)) = read {
+                problems.push(problem(None, format!("/proc/{}/ksm_stat", vm.id.pid), why.clone()));
+            }
+            let stat = read.and_then(|read| *read.as_ref().ok()?);
+            vm.merge = Some(MergeSample { stat: stat.unwrap_or_default(), ..Default::default() });
+        }
+        host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
+    }
+}

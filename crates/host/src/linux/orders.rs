@@ -1,0 +1,180 @@
+//! What the host is told to do with VMs, carried out or handed on: sizes of balloons first, then
+//! what agents and threads beside the loop do. Merging stands in `merging.rs`.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::plan::{Action, OffloadOrder, Outcome, PartialThpOrder, RecycleOrder, ZeroOrder};
+use ebb_core::sample::VmId;
+use ebb_core::units::Bytes;
+
+use super::{LinuxHost, clients};
+use crate::probe::process::{Life, life};
+use crate::qmp::{QmpError, poll_all};
+use crate::vm::Vm;
+
+/// An order to a balloon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BalloonOrder {
+    /// Whom it concerns.
+    pub vm: VmId,
+    /// What the guest shall be left with.
+    pub to: Bytes,
+    /// Whether that is more than it has.
+    pub gives: bool,
+}
+
+/// Why a balloon was not set.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ActError {
+    /// The process has ended; its pid may be another's by now.
+    #[error("the VM's process {pid} has ended")]
+    Gone {
+        /// Its pid.
+        pid: u32,
+    },
+    /// QMP cannot be used now.
+    #[error("no QMP connection: {0}")]
+    NoLink(String),
+    /// QEMU was told and has not answered in time: it may still follow.
+    #[error("QEMU has not answered within {ms} ms: it may still follow")]
+    Unanswered {
+        /// How long was waited, milliseconds.
+        ms: u64,
+    },
+    /// The connection ended before QEMU answered: it may have done it.
+    #[error("{0} before QEMU answered: it may have done it")]
+    Lost(String),
+    /// QEMU refused.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+impl LinuxHost {
+    /// Carries out what the policy decided; outcomes in the order of the actions.
+    pub fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        let order = |a: &Action| BalloonOrder { vm: a.vm, to: a.to, gives: a.gives() };
+        let orders: Vec<BalloonOrder> = actions.iter().map(order).collect();
+        let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
+            vm: a.vm,
+            unanswered: matches!(r, Err(ActError::Unanswered { .. } | ActError::Lost(_))),
+            error: r.err().map(|e| e.to_string()),
+        };
+        actions.iter().zip(self.set_balloons(&orders)).map(outcome).collect()
+    }
+
+    /// Tells QEMU what each guest shall be left with (whole MiB make sense).
+    /// Every VM's process is checked right before. All share one deadline;
+    /// results are in the order of the orders. `Ok` means that QEMU has asked
+    /// the guest, not that the guest has done it.
+    pub fn set_balloons(&mut self, orders: &[BalloonOrder]) -> Vec<Result<(), ActError>> {
+        self.set_balloons_within(orders, self.options.deadline)
+    }
+
+    /// The same; QEMU has the time `wait` to answer.
+    pub fn set_balloons_within(
+        &mut self,
+        orders: &[BalloonOrder],
+        wait: Duration,
+    ) -> Vec<Result<(), ActError>> {
+        let sent: Vec<_> = orders.iter().map(|order| self.send_order(order)).collect();
+        poll_all(&mut clients(&mut self.vms), Instant::now() + wait);
+        let result = |(sent, order): (Result<u64, ActError>, &BalloonOrder)| {
+            let command = sent?;
+            let gone = ActError::Gone { pid: order.vm.pid };
+            let vm = self.vms.get_mut(&order.vm).ok_or(gone)?;
+            match vm.client.as_mut().and_then(|c| c.take_reply(command)) {
+                Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
+                    Err(ActError::Lost(e.to_string()))
+                }
+                Some(answer) => {
+                    vm.answered(command, answer.is_ok());
+                    Ok(answer.map(drop)?)
+                }
+                None => {
+                    vm.not_answered(command);
+                    Err(ActError::Unanswered { ms: wait.as_millis() as u64 })
+                }
+            }
+        };
+        sent.into_iter().zip(orders).map(result).collect()
+    }
+
+    fn send_order(&mut self, order: &BalloonOrder) -> Result<u64, ActError> {
+        let gone = ActError::Gone { pid: order.vm.pid };
+        let vm = self.vms.get_mut(&order.vm).ok_or_else(|| gone.clone())?;
+        match life(&self.options.root, order.vm) {
+            Life::Ended => Err(gone),
+            // What cannot be looked at may still be given memory through its own connection.
+            Life::Unknown if !order.gives => {
+                Err(ActError::NoLink("its process cannot be looked at".into()))
+            }
+            Life::Alive | Life::Unknown => vm.order(order.to, order.gives),
+        }
+    }
+
+    /// The size of the last order to a VM, if QEMU answered after its time was up that it has
+    /// carried it out.
+    pub fn done_late(&self, id: VmId) -> Option<Bytes> {
+        self.vms.get(&id)?.done_late
+    }
+
+    /// Has QEMU ask these guests for statistics now rather than at the next
+    /// interval. The answers are in a later sample.
+    pub fn kick_stats(&mut self, vms: &[VmId]) {
+        let at = LinuxHost::now();
+        for id in vms {
+            if let Some(vm) = self.vms.get_mut(id) {
+                vm.kick(at);
+            }
+        }
+    }
+
+    /// Puts back how often QEMU asked the guests for statistics before.
+    pub fn restore_intervals(&mut self) {
+        self.vms.values_mut().for_each(Vm::restore_interval);
+        self.keep_intervals();
+    }
+
+    pub(super) fn keep_intervals(&mut self) {
+        let root = &self.options.root;
+        let here = self.vms.iter().map(|(id, vm)| (*id, vm.interval_was));
+        self.intervals.keep(here, |id| life(root, id) != Life::Ended);
+    }
+
+    /// Hands orders to the agents; what they did shows in later samples.
+    pub fn recycle(&mut self, orders: &[RecycleOrder]) {
+        for order in orders {
+            if let Some(agent) = self.vms.get_mut(&order.vm).and_then(|vm| vm.agent.as_mut()) {
+                agent.order(order);
+            }
+        }
+    }
+
+    /// Has cold memory paged out, beside the loop; later samples tell what came.
+    pub fn offload(&mut self, orders: &[OffloadOrder]) {
+        for order in orders {
+            let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
+            self.offloader.order(order.vm, order.bytes, self.bounds.hierarchy(), cgroup);
+        }
+    }
+
+    /// Queues a scan that frees zero pages; it runs beside the loop.
+    pub fn zeros(&mut self, orders: &[ZeroOrder]) {
+        self.zeros
+            .iter_mut()
+            .for_each(|(_, z)| orders.iter().for_each(|o| z.order(o.vm, o.clone())));
+    }
+
+    /// Has partially mapped huge pages split, likewise.
+    pub fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
+        orders.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
+    }
+
+    /// Leaves a VM alone for so long; 0 ms: no longer. The error is for people.
+    pub fn hands_off(&mut self, name: &str, ms: u64) -> Result<(), String> {
+        let named = |vm: &Vm| vm.process.name == name;
+        let found = self.vms.iter().find(|(_, vm)| named(vm)).map(|(id, _)| *id);
+        let id = found.ok_or_else(|| format!("no VM is called “{name}”"))?;
+        self.hands_off.set(id, LinuxHost::now(), ms)
+    }
+}

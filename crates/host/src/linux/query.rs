@@ -1,0 +1,83 @@
+//! What VMs are asked in a tick: all QEMUs against one deadline, then their agents.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Stamp;
+use rustix::event::{PollFd, PollFlags};
+
+use super::{LinuxHost, clients};
+use crate::agent_link::AgentLink;
+use crate::qmp::{poll_all, pump_ready};
+use crate::vm::Vm;
+
+/// How long a tick waits for answers of agents that are not at work.
+const AGENTS: Duration = Duration::from_millis(20);
+
+impl LinuxHost {
+    pub(super) fn query(&mut self, started: Instant, at: Stamp) {
+        pump_ready(&mut clients(&mut self.vms));
+        let resting = &self.resting;
+        self.vms.iter_mut().for_each(|(id, vm)| vm.ask(started, at, resting.contains(id)));
+        // From here: what reading took is not QEMU's doing.
+        let deadline = Instant::now() + self.options.deadline;
+        // A balloon that was just found is asked at once, and then set up.
+        for _ in 0..3 {
+            poll_all(&mut clients(&mut self.vms), deadline);
+            if !self.vms.values_mut().map(Vm::hear).fold(false, |a, b| a | b) {
+                break;
+            }
+        }
+        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
+            if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
+                vm.withdraw();
+            }
+        }
+        self.query_agents(started, deadline);
+    }
+
+    /// The agents answer in microseconds, unless they are at work. One that was just
+    /// met is handed its RAM at once, and then asked how it does.
+    fn query_agents(&mut self, started: Instant, deadline: Instant) {
+        let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
+        let waker = self.waker.clone();
+        let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
+        for (vm, generation, found) in found {
+            let agent = self.vms.get_mut(&vm).and_then(|vm| vm.agent.as_mut());
+            agent.into_iter().for_each(|agent| agent.mappers(generation, found.clone()));
+        }
+        for _ in 0..3 {
+            self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
+            let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
+            // To be handed its RAM takes one longer, and much waits for that.
+            let patience = if new { self.options.deadline } else { AGENTS };
+            self.hear_agents(deadline.min(Instant::now() + patience));
+            if !self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::goes_on) {
+                break;
+            }
+        }
+    }
+
+    fn hear_agents(&mut self, deadline: Instant) {
+        loop {
+            let now = Instant::now();
+            let mut owed = false;
+            for agent in self.vms.values_mut().filter_map(|vm| vm.agent.as_mut()) {
+                owed |= agent.hear(now);
+            }
+            let Ok(left) = deadline.saturating_duration_since(now).try_into() else { return };
+            if !owed || now >= deadline {
+                return;
+            }
+            let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent());
+            let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
+            let mut fds: Vec<PollFd<'_>> = fds
+                .map(|(fd, write)| {
+                    let out = if write { PollFlags::OUT } else { PollFlags::empty() };
+                    PollFd::from_borrowed_fd(fd, PollFlags::IN | out)
+                })
+                .collect();
+            let _ = rustix::event::poll(&mut fds, Some(&left));
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Which VMs there are: those that ended are dropped, new ones found among the processes and
+//! behind configured sockets. What is opened to be told of the host's pressure is opened with
+//! that.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use ebb_core::sample::{Claim, Problem, VmId};
+
+use super::{KEPT_OPEN, LinuxHost, access, noted};
+use crate::probe::discovery::{make_names_unique, serving};
+use crate::probe::identity::claim;
+use crate::probe::process::Life;
+use crate::probe::psi::{self, PsiTrigger};
+use crate::probe::qemu::QmpAddress;
+use crate::probe::vmpressure::PressureEvents;
+use crate::qmp::Client;
+use crate::vm::{Access, Vm, problem};
+
+impl LinuxHost {
+    /// Drops VMs that ended; looks for new ones when one did or it is time.
+    pub(super) fn refresh(&mut self, now: Instant) {
+        let before = self.vms.len();
+        let root = &self.options.root;
+        let (resting, keep) = (&self.resting, before <= KEPT_OPEN);
+        self.vms.retain(|id, vm| resting.contains(id) || vm.look(root, keep) != Life::Ended);
+        self.offloader.keep(|id| self.vms.contains_key(id));
+        self.splitter.keep(|id| self.vms.contains_key(id));
+        self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
+        self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
+        let due = self.scanned.is_none_or(|at| now - at >= self.options.scan_every);
+        if due || self.vms.len() < before {
+            self.scanned = Some(now);
+            self.scan();
+        }
+    }
+
+    fn scan(&mut self) {
+        let mut problems = Vec::new();
+        let root = self.options.root.clone();
+        let scan = noted(&mut problems, "/proc", self.scanner.scan(&root, &self.owed).map(Some));
+        let Some(scan) = scan else { return self.scan_problems = problems };
+        problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
+        self.open_trigger(&mut problems);
+        self.bind_sockets(&mut problems);
+        let bound: HashSet<VmId> = self.bound.iter().copied().flatten().collect();
+        let gone: HashSet<VmId> = scan.gone.into_iter().collect();
+        self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
+        for process in scan.found {
+            let (id, interval_s) = (process.id, self.options.stats_interval_s);
+            let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
+            if listed || self.owed.contains(&id) {
+                // What may be done to it is said before anything is (`allow`).
+                let was = self.intervals.of(id);
+                let new = || Vm::new(process, interval_s, Access::default()).with_interval(was);
+                self.vms.entry(id).or_insert_with(new);
+            }
+        }
+        make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
+        self.bounds.find(&root, Instant::now(), self.vms.values_mut(), &mut problems);
+        self.open_notifications(&mut problems);
+        self.scan_problems = problems;
+    }
+
+    /// Configured sockets tell by their peer which process they are.
+    fn bind_sockets(&mut self, problems: &mut Vec<Problem>) {
+        for i in 0..self.bound.len() {
+            if self.bound[i].is_some_and(|id| self.vms.contains_key(&id)) {
+                continue;
+            }
+            let (name, path) = self.options.sockets[i].clone();
+            let section = self.options.config.vms.get(&name);
+            // One that is owed something is reached where it was before.
+            let owed = |id: &VmId| self.owed_at.get(id).is_none_or(|at| *at == path);
+            if section.is_some_and(|s| !s.manage) && !self.owed.iter().any(owed) {
+                continue;
+            }
+            let source = path.display().to_string();
+            self.bound[i] = match self.bind(name, path) {
+                Ok(id) => Some(id),
+                Err(why) => {
+                    problems.push(problem(None, source, why));
+                    None
+                }
+            };
+        }
+    }
+
+    fn bind(&mut self, name: String, path: PathBuf) -> Result<VmId, String> {
+        let root = &self.options.root;
+        let client = Client::new(path);
+        if let Some(error) = client.failure() {
+            return Err(error.to_string());
+        }
+        let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
+        let mut process = serving(root, &self.options.trust, &self.owed, pid)?;
+        process.call(name)?;
+        let claim = claim(root, &self.options.config, self.cgroups(), &process);
+        if let Claim::Refused(why) = &claim {
+            return Err(format!("the VM there is not that of the section: {why}"));
+        }
+        process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
+        let id = process.id;
+        let interval_s = self.options.stats_interval_s;
+        let access = access(&self.options, &self.owed, &process, &claim);
+        let was = self.intervals.of(id);
+        let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
+        let vm = self.vms.entry(id).or_insert_with(new);
+        (vm.process, vm.named) = (process, true);
+        vm.adopt(client);
+        Ok(id)
+    }
+
+    fn open_trigger(&mut self, problems: &mut Vec<Problem>) {
+        let Some((stall, window)) = self.options.psi_trigger_us else { return };
+        if self.trigger.is_none() {
+            let open =
+                |stall, window| PsiTrigger::open(&self.options.root, psi::MEMORY, stall, window);
+            // Without CAP_SYS_RESOURCE the kernel takes windows of whole 2 s only.
+            let opened = open(stall, window).or_else(|_| open(stall.saturating_mul(2), 2_000_000));
+            self.trigger = noted(problems, "PSI trigger", opened);
+            if self.trigger.is_none() {
+                // Said once: PSI's averages are read each tick all the same.
+                self.options.psi_trigger_us = None;
+            }
+        }
+    }
+
+    /// Without PSI of its own (cgroup v1) the pool tells by notifications.
+    fn open_notifications(&mut self, problems: &mut Vec<Problem>) {
+        let (Some(h), Some(pool)) = (self.bounds.hierarchy(), self.bounds.pool()) else {
+            self.notifications = None;
+            return;
+        };
+        if self.options.psi_trigger_us.is_none()
+            || self.notifications.as_ref().is_some_and(|n| n.cgroup() == pool)
+        {
+            return;
+        }
+        let opened = PressureEvents::open(&self.options.root, h, pool);
+        self.notifications = noted(problems, "memory.pressure_level", opened);
+    }
+}
