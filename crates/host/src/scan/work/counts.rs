@@ -1,0 +1,126 @@
+//! What a page that was read counts as: noted while it is read, compared with all others when
+//! everything is.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use ebb_core::units::PAGE;
+
+use super::{Job, Round, VmState, Worker};
+use crate::scan::page_hashes::tag;
+use crate::scan::rate_limit::thread_cpu;
+use crate::scan::savings::{Blocks, Rules, Savings, VmTally};
+use crate::scan::{Changes, Fate, Pages, Target, VmResult};
+
+impl Worker<'_, '_> {
+    /// Notes a page by what stands for it; whether it counts.
+    pub(super) fn note(
+        &mut self,
+        vm: usize,
+        address: u64,
+        hash: u128,
+        shared: bool,
+        pages: &mut Pages,
+    ) -> bool {
+        let job = self.job;
+        if job.round == Round::Whole {
+            // It was, by its lines.
+            return true;
+        }
+        let changes = job.options.changes;
+        let tags = job.tags[vm];
+        pages.read += 1;
+        if changes == Changes::Look {
+            pages.changed += u64::from(!tags.is_some_and(|t| t.still(address, hash)));
+            return false;
+        }
+        if tags.is_some_and(|t| !t.same(address, hash)) {
+            pages.changed += 1;
+            if changes == Changes::LeaveOut {
+                job.blocks[vm].read(address, false);
+                return false;
+            }
+        }
+        if let Some(filter) = &job.filter {
+            filter.put(tag(hash) ^ job.masks[vm] as u32);
+        }
+        // What is merged already is no page of this place alone, duplicate or not.
+        if !shared {
+            job.blocks[vm].read(address, false);
+        }
+        true
+    }
+
+    /// Puts a page that was read whole where it is compared with others; `None`: it is of
+    /// zeros.
+    pub(super) fn keep(&mut self, vm: usize, address: u64, hash: Option<u128>, pages: &mut Pages) {
+        let job = self.job;
+        match hash {
+            Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
+            None => {
+                pages.zero += 1;
+                job.blocks[vm].read(address, true);
+            }
+        }
+    }
+}
+
+impl Job<'_> {
+    /// Counts what was read.
+    pub fn count(&self, threads: usize) -> Savings {
+        if self.options.changes == Changes::Look {
+            return Savings::new(self.targets.len());
+        }
+        let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
+        let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
+        let next = AtomicUsize::new(0);
+        let all = Mutex::new(Savings::new(self.targets.len()));
+        std::thread::scope(|s| {
+            for _ in 0..threads {
+                s.spawn(|| {
+                    self.settle(&mut None);
+                    let mut tally = Savings::new(self.targets.len());
+                    loop {
+                        let (shard, before) = (next.fetch_add(1, Relaxed), thread_cpu());
+                        if shard >= self.table.shards() {
+                            break;
+                        }
+                        self.table.drain(shard, |pages| tally.content(pages, &rules));
+                        self.pace.used(0, thread_cpu().saturating_sub(before));
+                    }
+                    all.lock().unwrap_or_else(PoisonError::into_inner).add(&tally);
+                });
+            }
+        });
+        let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for (vm, state) in self.vms.iter().enumerate().filter(|(vm, _)| !ended[*vm]) {
+            let split = all.vms[vm].split(state.pages().zero);
+            all.split.zero += split.zero;
+        }
+        // Whose lines are alone is alone.
+        let alone = self.by_lines.load(Relaxed) as f64;
+        all.moments.pages += alone;
+        all.moments.distinct += alone;
+        all.moments.single += alone;
+        all
+    }
+
+    pub fn results(self, tallies: Vec<VmTally>) -> Vec<VmResult> {
+        let parts = self.targets.iter().zip(self.vms).zip(tallies).zip(self.blocks);
+        let one = |(((target, state), tally), blocks): (((&Target, VmState), VmTally), Blocks)| {
+            let (fate, mut pages) = (state.fate(), state.pages());
+            if fate == Fate::Ended {
+                pages = Pages::default();
+            }
+            VmResult {
+                target: target.clone(),
+                fate,
+                pages,
+                split: tally.split(pages.zero),
+                duplicates: tally.duplicates,
+                blocks,
+            }
+        };
+        parts.map(one).collect()
+    }
+}

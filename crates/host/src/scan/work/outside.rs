@@ -1,0 +1,158 @@
+//! Reading a VM's pages from outside its process, piece by piece, where no agent does it; and
+//! pages that have gone when their turn comes.
+
+use std::fs::File;
+use std::io::Result;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use ebb_core::units::PAGE;
+use rustix::io::Errno;
+
+use super::Worker;
+use super::windows::{GENTLE_PIECE, PIECE};
+use crate::scan::Pages;
+use crate::sys::{Range, VECTOR_MAX, read_process};
+
+impl Worker<'_, '_> {
+    /// Reads runs, piece by piece; `shared`: without pinning a page.
+    pub(super) fn read_from_outside(
+        &mut self,
+        vm: usize,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        let mut piece = Vec::new();
+        let most = if self.job.pace.is_gentle() { GENTLE_PIECE } else { PIECE };
+        let mut rest = runs.iter().copied().flat_map(|r| cut(r, most));
+        let mut next = rest.next();
+        while let Some(run) = next {
+            piece.push(run);
+            next = rest.next();
+            let size: u64 = piece.iter().map(|r| r.len).sum();
+            let full = next.is_none_or(|n| size + n.len > most as u64);
+            if full || piece.len() == VECTOR_MAX {
+                self.piece(vm, &mut piece, shared, pages)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies and notes a piece; pages that went away are passed over.
+    fn piece(
+        &mut self,
+        vm: usize,
+        piece: &mut Vec<Range>,
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        let pid = self.job.targets[vm].id.pid;
+        let mut bytes = 0;
+        while !piece.is_empty() {
+            let copied = match self.memory.as_ref().filter(|_| shared) {
+                Some(memory) => read_gently(memory, piece, &mut self.buffer),
+                None => read_process(pid, piece, &mut self.buffer),
+            };
+            let n = match copied {
+                Ok(n) => n as u64 / PAGE * PAGE,
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::FAULT) => 0,
+                Err(e) => return Err(e),
+            };
+            bytes += n;
+            self.note_all(vm, piece, n, shared, pages);
+            if n < piece.iter().map(|r| r.len).sum() {
+                // The page at which it ended cannot be read.
+                drop_front(piece, n + PAGE);
+                pages.lost += 1;
+            } else {
+                piece.clear();
+            }
+        }
+        self.account(bytes, Duration::ZERO);
+        Ok(())
+    }
+
+    /// Notes the first `n` bytes of the buffer, which came from these places.
+    fn note_all(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
+        let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
+        let count = (n / PAGE) as usize;
+        let job = self.job;
+        for (i, address) in addresses.take(count).enumerate() {
+            let page = &self.buffer[i * PAGE as usize..(i + 1) * PAGE as usize];
+            let hash = job.key.page(page);
+            if hash.is_none() && self.walker.as_ref().is_some_and(|(_, w)| w.holds_nothing(address))
+            {
+                pages.held -= 1;
+                continue;
+            }
+            let noted = match job.options.filter {
+                true => job.key.glance(page),
+                false => hash.unwrap_or(0),
+            };
+            if self.note(vm, address, noted, shared, pages) {
+                self.keep(vm, address, hash, pages);
+            }
+        }
+    }
+}
+
+/// Copies from places of a process, as [`read_process`] does, through its `mem`: pages
+/// are looked at and not pinned, so what is merged stays merged.
+fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> {
+    let mut done = 0;
+    for place in places {
+        let end = done + place.len as usize;
+        while done < end {
+            let at = place.end() - (end - done) as u64;
+            match memory.read_at(&mut to[done..end], at) {
+                Ok(n) if n > 0 => done += n,
+                // Gone, or the process is: what was copied before counts.
+                Ok(_) => return Ok(done),
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::IO) => return Ok(done),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(done)
+}
+
+/// Pieces of a run, so large at most.
+pub(super) fn cut(run: Range, most: usize) -> impl Iterator<Item = Range> {
+    (run.start..run.end())
+        .step_by(most)
+        .map(move |start| Range { start, len: (run.end() - start).min(most as u64) })
+}
+
+/// Takes bytes off the front of a list of ranges.
+fn drop_front(ranges: &mut Vec<Range>, mut bytes: u64) {
+    ranges.retain_mut(|r| {
+        let cut = bytes.min(r.len);
+        bytes -= cut;
+        *r = Range { start: r.start + cut, len: r.len - cut };
+        r.len > 0
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_front_of_a_list_is_taken_off() {
+        let r = |start, len| Range { start, len };
+        for (bytes, left) in [
+            (0, vec![r(0, 8), r(16, 8)]),
+            (4, vec![r(4, 4), r(16, 8)]),
+            (8, vec![r(16, 8)]),
+            (12, vec![r(20, 4)]),
+            (99, vec![]),
+        ] {
+            let mut ranges = vec![r(0, 8), r(16, 8)];
+            drop_front(&mut ranges, bytes);
+            assert_eq!(ranges, left, "{bytes}");
+        }
+        let cut: Vec<u64> = cut(r(PAGE, 2 * PIECE as u64 + 1), PIECE).map(|r| r.len).collect();
+        assert_eq!(cut, [PIECE as u64, PIECE as u64, 1]);
+    }
+}
