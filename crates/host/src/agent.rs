@@ -3,32 +3,30 @@
 //! [`Agent`] speaks [`wire`](ebb_core::wire) on a non-blocking Unix socket: one
 //! JSON object per line, answers in the order of the requests. Nothing blocks
 //! except [`Agent::request`], and that not past its timeout. A peer that breaks
-//! the protocol is dropped; everything that it can make us hold is bounded.
+//! the protocol is dropped; everything that it can make us hold is bounded. Here is
+//! the transport; requests that wait are in `agent/requests.rs`.
 //!
 //! [`segments`] asks QEMU by QMP where it has the guest's RAM, which the agent
 //! has to be told.
+
+mod ram;
+mod requests;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use ebb_core::wire::{
-    Answer, Attach, Command, Hello, Lines, Outcome, Recycle, Recycled, Refusal, Refused, Reply,
-    Request, SEGMENTS_MAX, Segment, Status, abi::Facts,
-};
-use rustix::event::{PollFd, PollFlags};
+use ebb_core::wire::{Answer, Command, Lines, Outcome, Refusal, Reply, Request};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType,
 };
-use serde_json::json;
 
-use crate::qmp::{self, QmpError};
-use crate::scan::agents::HashLink;
+pub(crate) use self::ram::main_ram;
+pub use self::ram::{FlatRange, parse_gpa2hva, parse_mtree, segments};
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -266,129 +264,6 @@ impl Agent {
             }
         }
     }
-
-    /// Sends a request and waits for its answer, at most `timeout` long.
-    pub fn request(&mut self, command: Command, timeout: Duration) -> Result<Answer, AgentError> {
-        let id = self.send(command)?;
-        self.wait(id, timeout)
-    }
-
-    fn wait(&mut self, id: u64, timeout: Duration) -> Result<Answer, AgentError> {
-        let until = Instant::now() + timeout;
-        loop {
-            self.pump();
-            if let Some(answer) = self.take_reply(id) {
-                return answer;
-            }
-            if let Some(error) = &self.failure {
-                return Err(error.clone());
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                self.forget(id);
-                return Err(AgentError::Timeout(self.named(), timeout.as_millis() as u64));
-            }
-            let Some(fd) = self.fd() else { continue };
-            let flags =
-                if self.wants_write() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-            let Ok(left) = left.try_into() else { continue };
-            let _ = rustix::event::poll(&mut [PollFd::new(&fd, flags)], Some(&left));
-        }
-    }
-
-    /// Who is there.
-    pub fn hello(&mut self, timeout: Duration) -> Result<Hello, AgentError> {
-        match self.request(Command::Hello, timeout)? {
-            Answer::Hello(hello) => Ok(hello),
-            other => Err(self.unexpected(&other)),
-        }
-    }
-
-    /// Hands over the VM's RAM, with a descriptor of `/dev/userfaultfd` for a
-    /// VMM that may not open it itself.
-    pub fn attach(
-        &mut self,
-        attach: Attach,
-        device: Option<BorrowedFd<'_>>,
-        timeout: Duration,
-    ) -> Result<(), AgentError> {
-        let attach = Attach { descriptor: device.is_some(), ..attach };
-        let device = device.map(|d| d.try_clone_to_owned()).transpose();
-        let device = device
-            .map_err(|e| AgentError::Io(self.named(), "dup of a descriptor", e.to_string()))?;
-        let id = self.send_with(Command::Attach(attach), device)?;
-        self.wait(id, timeout).map(drop)
-    }
-
-    /// How it does; with `held`, also what the host holds of the free pages.
-    pub fn status(&mut self, held: bool, timeout: Duration) -> Result<Status, AgentError> {
-        match self.request(Command::Status { held }, timeout)? {
-            Answer::Status(status) => Ok(status),
-            other => Err(self.unexpected(&other)),
-        }
-    }
-
-    /// Gives free pages back; the timeout is on top of the budget. For lab and tests, as all
-    /// that waits here is.
-    pub fn recycle(&mut self, want: Recycle, timeout: Duration) -> Result<Recycled, AgentError> {
-        let timeout = timeout.saturating_add(Duration::from_millis(want.budget_ms));
-        let mut done = self.request(Command::Recycle(want), timeout);
-        // Who runs the VM by hand knows that nobody else is given its RAM.
-        if matches!(&done, Err(AgentError::Refused(_, no)) if no.kind == Refused::NotReady)
-            && let Some(generation) = self.status(false, timeout)?.unclear
-        {
-            self.request(Command::Cleared { generation }, timeout)?;
-            done = self.request(Command::Recycle(want), timeout);
-        }
-        match done? {
-            Answer::Recycled(done) => Ok(done),
-            other => Err(self.unexpected(&other)),
-        }
-    }
-
-    /// What the guest says of itself.
-    pub fn facts(&mut self, timeout: Duration) -> Result<Facts, AgentError> {
-        match self.request(Command::Facts, timeout)? {
-            Answer::Facts(facts) => Ok(facts),
-            other => Err(self.unexpected(&other)),
-        }
-    }
-
-    /// Has it hash pages of the RAM it was handed for a scan; who asks it does so at what is
-    /// returned.
-    pub fn hashes(
-        &mut self,
-        segments: &[Segment],
-        timeout: Duration,
-    ) -> Result<HashLink, AgentError> {
-        let pair = HashLink::pair(segments);
-        let (ours, theirs) =
-            pair.map_err(|e| AgentError::Io(self.named(), "socketpair", e.to_string()))?;
-        let id = self.send_with(Command::Hashes, Some(theirs))?;
-        self.wait(id, timeout).map(|_| ours)
-    }
-
-    /// Relays that the vCPUs run, or not.
-    pub fn run_state(&mut self, running: bool, timeout: Duration) -> Result<(), AgentError> {
-        self.request(Command::RunState { running }, timeout).map(drop)
-    }
-
-    /// Relays a reset (or load, or migration).
-    pub fn reset_seen(&mut self, timeout: Duration) -> Result<(), AgentError> {
-        self.request(Command::ResetSeen, timeout).map(drop)
-    }
-
-    /// Has it give up all protection.
-    pub fn stand_down(&mut self, timeout: Duration) -> Result<(), AgentError> {
-        self.request(Command::StandDown, timeout).map(drop)
-    }
-
-    fn unexpected(&self, answer: &Answer) -> AgentError {
-        AgentError::Garbage(
-            self.named(),
-            format!("unexpected {answer:?}").chars().take(80).collect(),
-        )
-    }
 }
 
 /// Sends bytes, and a descriptor with the first of them.
@@ -422,153 +297,13 @@ fn open_socket(path: &Path) -> Result<OwnedFd, AgentError> {
     }
 }
 
-/// A stretch of guest-physical memory as `info mtree -f` prints it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FlatRange {
-    /// First address.
-    pub start: u64,
-    /// One past the last.
-    pub end: u64,
-    /// Name of the memory region, e.g. `pc.ram`.
-    pub name: String,
-    /// Offset in that region.
-    pub offset: u64,
-}
-
-/// The RAM of the view `memory` (what the CPUs see), in the text of `info mtree -f`.
-///
-/// Lines are `  0000000000000000-000000000009ffff (prio 0, ram): pc.ram KVM`, with
-/// ` @0000000000100000` after the name where the offset is not 0. ROM and
-/// devices have another word than `ram`. Source: QEMU `softmmu/memory.c`,
-/// `mtree_print_flatview`.
-pub fn parse_mtree(text: &str) -> Vec<FlatRange> {
-    let mut found = Vec::new();
-    let (mut ours, mut done) = (false, false);
-    for line in text.lines() {
-        if line.starts_with("FlatView") {
-            done |= !found.is_empty();
-            ours = false;
-        } else if line.trim_start().starts_with("AS \"memory\"") {
-            ours = true;
-        }
-        if let Some(range) = parse_flat_range(line).filter(|_| ours && !done) {
-            found.push(range);
-        }
-    }
-    found
-}
-
-fn parse_flat_range(line: &str) -> Option<FlatRange> {
-    let (range, rest) = line.trim_start().split_once(" (prio ")?;
-    let (start, last) = range.split_once('-')?;
-    let (_, name) = rest.split_once(", ram): ")?;
-    let hex = |t: &str| u64::from_str_radix(t, 16).ok();
-    let (name, rest) = name.split_once(" @").unwrap_or((name, "0"));
-    let offset = hex(rest.split(' ').next()?)?;
-    let name = name.trim_end().strip_suffix(" KVM").unwrap_or(name.trim_end());
-    let (start, end) = (hex(start)?, hex(last)?.checked_add(1)?);
-    (start < end).then(|| FlatRange { start, end, name: name.to_string(), offset })
-}
-
-/// Joins stretches of one region that follow each other (PAM and SMRAM cut holes
-/// below 1 MiB), and leaves out what is too small to be the VM's RAM.
-pub(crate) fn main_ram(ranges: &[FlatRange]) -> Vec<FlatRange> {
-    // The region at 0 is RAM; DIMMs and the like are large.
-    let first = ranges.iter().find(|r| r.start == 0).map(|r| r.name.clone());
-    let mut joined: Vec<FlatRange> = Vec::new();
-    for r in ranges {
-        let main = Some(&r.name) == first.as_ref();
-        if !main && (r.end - r.start) < 128 << 20 {
-            continue;
-        }
-        match joined.last_mut() {
-            // A hole with the same delta: firmware and video memory below 1 MiB.
-            Some(l)
-                if l.name == r.name
-                    && r.start.wrapping_sub(r.offset) == l.start.wrapping_sub(l.offset)
-                    && (r.start == l.end || r.start <= 1 << 20) =>
-            {
-                l.end = r.end;
-            }
-            _ => joined.push(r.clone()),
-        }
-    }
-    joined
-}
-
-/// The address in `Host virtual address for 0x0 (pc.ram) is 0x7f…`.
-pub fn parse_gpa2hva(text: &str) -> Option<u64> {
-    let (_, address) = text.trim().rsplit_once(" is 0x")?;
-    u64::from_str_radix(address.trim(), 16).ok()
-}
-
-/// Where QEMU has the guest's RAM, by two commands of its human monitor, all within the
-/// timeout. For the lab; the daemon waits for nothing (`inventory`).
-pub fn segments(qmp: &mut qmp::Client, timeout: Duration) -> Result<Vec<Segment>, QmpError> {
-    let until = Instant::now() + timeout;
-    let mut ask = |line: String| -> Result<String, QmpError> {
-        let arguments = json!({ "command-line": line });
-        let left = until.saturating_duration_since(Instant::now());
-        let said = qmp.execute("human-monitor-command", Some(arguments), left)?;
-        Ok(said.as_str().unwrap_or_default().to_string())
-    };
-    let ranges = main_ram(&parse_mtree(&ask("info mtree -f".into())?));
-    let mut segments = Vec::new();
-    for r in ranges.iter().take(SEGMENTS_MAX) {
-        // Unmapped, or the address is refused: no segment; the agent says so.
-        if let Some(hva) = parse_gpa2hva(&ask(format!("gpa2hva {:#x}", r.start))?) {
-            segments.push(Segment { gpa: r.start, size: r.end - r.start, hva });
-        }
-    }
-    Ok(segments)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixListener;
+    use std::time::Duration;
 
     use super::*;
-
-    const MTREE: &str = "FlatView #0
- AS \"I/O\", root: io
- Root memory region: io
-  0000000000000000-0000000000000007 (prio 0, i/o): dma-chan
-
-FlatView #1
- AS \"memory\", root: system
- AS \"cpu-memory-0\", root: system
- Root memory region: system
-  0000000000000000-000000000009ffff (prio 0, ram): pc.ram KVM
-  00000000000a0000-00000000000bffff (prio 1, i/o): vga-lowmem
-  00000000000c0000-00000000000cafff (prio 0, rom): pc.ram @00000000000c0000 KVM
-  00000000000cb000-00000000000fffff (prio 0, ram): pc.ram @00000000000cb000 KVM
-  0000000000100000-00000000bfffffff (prio 0, ram): pc.ram @0000000000100000 KVM
-  00000000fd000000-00000000fdffffff (prio 1, ram): vga.vram
-  00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios
-  0000000100000000-000000013fffffff (prio 0, ram): pc.ram @00000000c0000000 KVM
-
-FlatView #2
- AS \"piix3-ide\", root: bus master container
-  0000000000000000-0000000000000fff (prio 0, ram): nothing
-";
-
-    #[test]
-    fn ram_is_found_in_the_memory_tree() {
-        let all = parse_mtree(MTREE);
-        assert_eq!(all.len(), 5);
-        let ram = main_ram(&all);
-        let found: Vec<_> = ram.iter().map(|r| (r.start, r.end, r.offset)).collect();
-        assert_eq!(found, [(0, 3 << 30, 0), (4 << 30, 5 << 30, 3 << 30)]);
-        assert_eq!(parse_mtree("nonsense\n (prio 0, ram): x\n"), []);
-    }
-
-    #[test]
-    fn host_addresses_are_read() {
-        let said = "Host virtual address for 0x0 (pc.ram) is 0x7f12a0000000\r\n";
-        assert_eq!(parse_gpa2hva(said), Some(0x7f12_a000_0000));
-        assert_eq!(parse_gpa2hva("No memory is mapped at address 0x0"), None);
-    }
 
     /// An agent that reads a line and says `answers`, one after each line.
     fn scripted(answers: &'static [&'static str]) -> (Agent, std::thread::JoinHandle<()>) {
