@@ -5,6 +5,8 @@
 //! hung QEMU delays nobody. What commands *mean* stands in `qmp_balloon.rs`; only
 //! transport belongs here.
 
+mod cutter;
+mod message;
 mod protocol;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,6 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 
+pub use self::message::{BadMessage, Event, Message, Version, parse_message};
 pub use self::protocol::*;
 use crate::root::Root;
 

@@ -8,8 +8,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use serde::Serialize;
 use serde_json::Value;
+
+use super::cutter::{Cut, Cutter};
+use super::message::{Event, Message, Version, encode, excerpt, parse_message};
 
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.
@@ -75,119 +77,6 @@ pub enum QmpError {
     },
 }
 
-/// One message from QEMU.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Message {
-    /// The first one.
-    Greeting(Version),
-    /// An asynchronous event.
-    Event(Event),
-    /// A command succeeded.
-    Return {
-        /// The id it was sent with.
-        id: Option<u64>,
-        /// What it returned.
-        value: Value,
-    },
-    /// A command failed.
-    Error {
-        /// The id it was sent with.
-        id: Option<u64>,
-        /// Error class.
-        class: String,
-        /// Error text.
-        desc: String,
-    },
-}
-
-/// QEMU's version, from the greeting.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// E.g. 7.
-    pub major: u64,
-    /// E.g. 2.
-    pub minor: u64,
-    /// E.g. 22.
-    pub micro: u64,
-    /// The distribution's words.
-    pub package: String,
-}
-
-/// An event, e.g. `RESET`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Event {
-    /// Name.
-    pub name: String,
-    /// Data; `Null` where there is none or it was longer than [`MAX_EVENT_BYTES`].
-    pub data: Value,
-    /// QEMU's clock, microseconds since 1970, where given.
-    pub at_us: Option<u64>,
-}
-
-/// What was wrong with a message.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct BadMessage(String);
-
-/// Parses one message. Pure; any bytes are safe.
-pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
-    let value: Value = serde_json::from_slice(bytes)
-        .map_err(|e| BadMessage(format!("{e} in “{}”", excerpt(bytes))))?;
-    let Value::Object(mut map) = value else {
-        return Err(BadMessage(format!("not a JSON object: “{}”", excerpt(bytes))));
-    };
-    let id = match map.remove("id") {
-        None => None,
-        Some(id) => {
-            let bad = || BadMessage(clip(&format!("reply with id {id}"), 60));
-            Some(id.as_u64().ok_or_else(bad)?)
-        }
-    };
-    if let Some(value) = map.remove("return") {
-        return Ok(Message::Return { id, value });
-    }
-    let text = |v: &Value, key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned);
-    if let Some(error) = map.remove("error") {
-        return match (text(&error, "class"), text(&error, "desc")) {
-            (Some(class), Some(desc)) => {
-                Ok(Message::Error { id, class: clip(&class, 64), desc: clip(&desc, 300) })
-            }
-            _ => Err(BadMessage("an error reply without class and desc".into())),
-        };
-    }
-    if let Some(name) = map.remove("event") {
-        let name = name.as_str().ok_or_else(|| BadMessage("an event without a name".into()))?;
-        let at = map.get("timestamp");
-        let part = |key| at.and_then(|t| t.get(key)).and_then(Value::as_u64);
-        let at_us = part("seconds")
-            .and_then(|s| s.checked_mul(1_000_000)?.checked_add(part("microseconds")?));
-        let data = map.remove("data").unwrap_or(Value::Null);
-        return Ok(Message::Event(Event { name: clip(name, 64), data, at_us }));
-    }
-    if let Some(greeting) = map.remove("QMP") {
-        let version = greeting.get("version").unwrap_or(&Value::Null);
-        let part = |key| version.get("qemu").and_then(|q| q.get(key)).and_then(Value::as_u64);
-        return Ok(Message::Greeting(Version {
-            major: part("major").unwrap_or(0),
-            minor: part("minor").unwrap_or(0),
-            micro: part("micro").unwrap_or(0),
-            package: clip(&text(version, "package").unwrap_or_default(), 100),
-        }));
-    }
-    Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
-}
-
-/// Foreign text as it may be shown: so many characters, none that steers a terminal or ends a
-/// line of the journal.
-fn clip(text: &str, chars: usize) -> String {
-    text.chars().take(chars).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
-fn excerpt(bytes: &[u8]) -> String {
-    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]);
-    text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
-}
-
 /// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -228,51 +117,6 @@ pub struct Protocol {
     reply_bytes: usize,
     events: VecDeque<Event>,
     events_dropped: u64,
-}
-
-/// Where messages end: counts nesting outside strings.
-#[derive(Clone, Copy, Debug, Default)]
-struct Cutter {
-    depth: u32,
-    string: bool,
-    escape: bool,
-}
-
-/// What one byte meant to the [`Cutter`].
-enum Cut {
-    Between,
-    Inside,
-    End,
-    Garbage,
-}
-
-impl Cutter {
-    fn byte(&mut self, b: u8) -> Cut {
-        if self.string {
-            match b {
-                _ if self.escape => self.escape = false,
-                b'\\' => self.escape = true,
-                b'"' => self.string = false,
-                _ => {}
-            }
-            return Cut::Inside;
-        }
-        match b {
-            b'{' => self.depth += 1,
-            b' ' | b'\t' | b'\r' | b'\n' if self.depth == 0 => return Cut::Between,
-            _ if self.depth == 0 => return Cut::Garbage,
-            b'[' => self.depth += 1,
-            b'"' => self.string = true,
-            b'}' | b']' => {
-                self.depth -= 1;
-                if self.depth == 0 {
-                    return Cut::End;
-                }
-            }
-            _ => {}
-        }
-        Cut::Inside
-    }
 }
 
 /// The id of `qmp_capabilities`; callers' ids start at 1.
@@ -556,50 +400,5 @@ impl Protocol {
     /// property tests check that it stays within the limits.
     pub fn held_bytes(&self) -> usize {
         self.inbox.len() + self.reply_bytes
-    }
-}
-
-/// A command on the wire.
-#[derive(Serialize)]
-struct Sent<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    arguments: Option<Value>,
-    execute: &'a str,
-    id: u64,
-}
-
-fn encode(out: &mut Vec<u8>, execute: &str, arguments: Option<Value>, id: u64) {
-    // Writing to memory does not fail, and a `Value` is always JSON.
-    let _ = serde_json::to_writer(&mut *out, &Sent { arguments, execute, id });
-    out.push(b'\n');
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    /// What QEMU says is shown in the journal and on root's terminal.
-    #[test]
-    fn words_of_qemus_are_bounded_and_steer_no_terminal() {
-        let long = "\u{9b}2J\u{1b}]0;x\u{7}\n".repeat(1000);
-        let all = [
-            json!({ "error": { "class": long, "desc": long } }),
-            json!({ "event": long }),
-            json!({ "QMP": { "version": { "package": long } } }),
-            json!({ "id": long, "return": {} }),
-        ];
-        for message in all {
-            let said = match parse_message(message.to_string().as_bytes()) {
-                Ok(Message::Error { class, desc, .. }) => class + &desc,
-                Ok(Message::Event(event)) => event.name,
-                Ok(Message::Greeting(version)) => version.package,
-                Ok(other) => panic!("{other:?}"),
-                Err(bad) => bad.0,
-            };
-            assert!(!said.chars().any(char::is_control), "{said:?}");
-            assert!((50..500).contains(&said.chars().count()), "{said}");
-        }
     }
 }
