@@ -4,23 +4,26 @@
 //! binary before the daemon). So every field here has a default, a field that is not
 //! known is passed over, and a part that this version does not understand counts as not
 //! told ([`lenient`]).
+//!
+//! This file has the fields; how a tick fills them is in `of_tick`, what is said of
+//! decisions in `decisions`.
 
-use std::collections::HashMap;
+mod decisions;
+mod of_tick;
 
 use ebb_core::config::MergeMode;
-use ebb_core::model::{Convergence, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::{Action, Held, Outcome, Reason, RungName};
-use ebb_core::policy::merge::Candidates;
+use ebb_core::model::{Convergence, Pressure, Standing, Trust};
+use ebb_core::plan::RungName;
 use ebb_core::sample::{
-    self, AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool,
-    RunState, ScanSample, SwapArea, VmId, VmSample, ZeroSample,
+    AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool, RunState,
+    ScanSample, SwapArea, VmId, ZeroSample,
 };
-use ebb_core::state::{Memory, Returned};
-use ebb_core::tick::Tick;
+use ebb_core::state::Returned;
 use ebb_core::units::Bytes;
-use ebb_core::wire::AgentState;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
+
+pub use self::decisions::{Decision, Order, decisions, guest_words, unheeded};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
@@ -102,18 +105,6 @@ pub struct Problem {
     pub message: String,
 }
 
-impl Problem {
-    /// With the name that its VM has among those of the model.
-    pub fn new(p: &sample::Problem, model: &Model) -> Problem {
-        Problem {
-            name: p.vm.and_then(|id| Some(vm_of(model, id)?.name.clone())),
-            vm: p.vm,
-            source: p.source.clone(),
-            message: p.message.clone(),
-        }
-    }
-}
-
 impl std::fmt::Display for Problem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if let Some(name) = &self.name {
@@ -121,11 +112,6 @@ impl std::fmt::Display for Problem {
         }
         write!(f, "{}: {}", self.source, self.message)
     }
-}
-
-/// The VM of the model; the sample's order is by id.
-fn vm_of(model: &Model, id: VmId) -> Option<&VmModel> {
-    model.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &model.vms[i])
 }
 
 /// The host.
@@ -211,22 +197,6 @@ pub struct Merge {
     pub found: Bytes,
     /// The CPU time that `ksmd` would need for it.
     pub found_cpu_s: f64,
-}
-
-impl Merge {
-    fn new(tick: &Tick, model: &Model) -> Option<Merge> {
-        let host = model.host.merge.as_ref()?;
-        let mut found = Candidates::default();
-        let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
-        parts.for_each(|f| found.add(f));
-        Some(Merge {
-            mode: host.config.mode,
-            why: tick.plan.merge.as_ref().map(|m| m.why.clone()).unwrap_or_default(),
-            scan: host.scan.clone(),
-            found: found.saves(),
-            found_cpu_s: found.cost_s(),
-        })
-    }
 }
 
 /// What is said of merging without the numbers in it, so that it is said once.
@@ -347,317 +317,18 @@ pub struct Vm {
     pub merge: Option<MergeSample>,
 }
 
-/// A decision, as `/v1/decisions` and `explain` tell it.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Decision {
-    /// When, milliseconds since 1970.
-    pub wall_ms: u64,
-    /// Which tick.
-    pub tick: u64,
-    /// What was to be done and why.
-    pub action: Order,
-    /// The reason in words.
-    pub reason: String,
-    /// The host as it was.
-    pub host: String,
-    /// The guest as it was.
-    pub guest: String,
-    /// `None`: QEMU took the order. In a dry run: `dry run`.
-    pub error: Option<String>,
-}
-
-/// An [`Action`], as clients read it: its rule may be one that they do not know yet.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Order {
-    /// The VM's process.
-    #[serde(deserialize_with = "lenient")]
-    pub vm: VmId,
-    /// Its name.
-    pub name: String,
-    /// The guest's size when this was decided.
-    pub from: Bytes,
-    /// The size it is to have: RAM less balloon.
-    pub to: Bytes,
-    /// Why.
-    #[serde(deserialize_with = "lenient")]
-    pub reason: Option<Reason>,
-}
-
-impl From<&Action> for Order {
-    fn from(a: &Action) -> Order {
-        Order {
-            vm: a.vm,
-            name: a.name.clone(),
-            from: a.from,
-            to: a.to,
-            reason: Some(a.reason.clone()),
-        }
-    }
-}
-
-impl State {
-    /// The view of a tick. `daemon` is filled by the caller.
-    pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
-        let (samples, done) = (&tick.sample.vms, Done::of(tick));
-        let both = model.vms.iter().zip(samples);
-        let vms: Vec<Vm> = both.map(|(m, s)| Vm::new(m, s, (tick, &done), memory)).collect();
-        State {
-            wall_ms: tick.sample.wall_ms,
-            tick: tick.number,
-            daemon,
-            host: Host::new(tick, model, memory, &vms),
-            vms,
-            problems: tick.sample.problems.iter().map(|p| Problem::new(p, model)).collect(),
-        }
-    }
-}
-
-impl Host {
-    fn new(tick: &Tick, model: &Model, memory: &Memory, vms: &[Vm]) -> Host {
-        let (h, s) = (&model.host, &tick.sample.host);
-        Host {
-            state: h.state,
-            state_s: model.at.since(memory.state_since) / 1000,
-            why: h.why.clone(),
-            bound: h.bound.clone(),
-            capacity: h.capacity,
-            headroom: h.headroom,
-            reserve: h.reserve,
-            shortage: h.shortage,
-            total: s.memory.map(|m| m.total),
-            free: s.memory.map(|m| m.free),
-            available: s.memory.map(|m| m.available),
-            swap_used: s.memory.map(|m| m.swap_total - m.swap_free),
-            swap_total: s.memory.map(|m| m.swap_total),
-            swap_in_rate: h.swap_in_rate,
-            swap_out_rate: h.swap_out_rate,
-            psi_some: s.psi.map(|p| p.some.avg10),
-            psi_full: s.psi.map(|p| p.full.avg10),
-            pool: s.pool.clone(),
-            ksm: s.ksm,
-            merge: Merge::new(tick, model),
-            swaps: s.swaps.clone(),
-            promised: vms.iter().filter_map(|v| v.ram).sum(),
-            resident: vms.iter().filter_map(|v| v.resident).sum(),
-            urgency: h.urgency,
-            starting: h.promised,
-            warnings: h.warnings.clone(),
-            ladder: ladder(tick, memory),
-        }
-    }
-}
-
-fn ladder(tick: &Tick, memory: &Memory) -> Vec<Rung> {
-    let one = |name| {
-        let rung = tick.plan.rungs.iter().find(|r| r.name == name);
-        let tally = memory.ladder.iter().find(|t| t.name == name);
-        Rung {
-            name,
-            missing: rung.map(|r| r.missing).unwrap_or_default(),
-            expected: rung.map(|r| r.expected).unwrap_or_default(),
-            expected_total: tally.map(|t| t.expected).unwrap_or_default(),
-            came_total: tally.map(|t| t.came).unwrap_or_default(),
-            why: rung.map(|r| r.why.clone()).unwrap_or_default(),
-        }
-    };
-    RungName::ALL.map(one).to_vec()
-}
-
-impl Vm {
-    fn new(m: &VmModel, s: &VmSample, (tick, done): (&Tick, &Done<'_>), memory: &Memory) -> Vm {
-        let remembered = memory.vm(m.id);
-        Vm {
-            name: m.name.clone(),
-            pid: m.id.pid,
-            tier: tier(s).into(),
-            agent: s.agent.clone(),
-            link: s.link.clone(),
-            run: s.run.clone(),
-            ram: m.ram,
-            actual: m.actual,
-            target: remembered.and_then(|r| r.order).map(|o| o.to),
-            floor: m.floor,
-            ceiling: m.ceiling,
-            ballooned: m.owed,
-            resident: m.resident,
-            swap: m.swap,
-            available: m.guest.map(|g| g.available),
-            need: m.guest.map(|g| g.need),
-            stats_age_ms: s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms),
-            reporting: s.balloon.as_ref().and_then(|b| b.reporting),
-            deflate_on_oom: s.balloon.as_ref().and_then(|b| b.deflate_on_oom),
-            cgroup: s.cgroup.clone(),
-            standing: m.standing.clone(),
-            hands_off: m.hands_off,
-            distress: m.distress.clone(),
-            verdict: done.verdict(m.id),
-            recycle_backoff: remembered.map_or(0, |r| r.recycle.backoff),
-            returned: remembered.map(|r| r.returned).unwrap_or_default(),
-            group: m.group.clone(),
-            working_set: m.guest.map(|g| g.working_set),
-            idle: m.guest.map(|g| g.idle),
-            trust: m.trust.clone(),
-            convergence: m.convergence,
-            offload: s.offload.clone(),
-            partial_thp: s.partial_thp.clone(),
-            zeros: s.zeros.clone(),
-            zeros_stay: tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default(),
-            merge: s.merge.clone(),
-        }
-    }
-}
-
-/// The highest tier that works for a VM now.
-fn tier(s: &VmSample) -> &'static str {
-    match (&s.agent, &s.balloon) {
-        (Some(a), Some(_)) if a.observes => "stock",
-        (Some(a), _) if a.link == Link::Up && a.state == AgentState::Ready => "guest",
-        (Some(a), _) if a.link == Link::Up && a.state != AgentState::Aside => "agent",
-        (_, Some(_)) => "stock",
-        _ => "none",
-    }
-}
-
-/// What a tick did, by VM.
-struct Done<'a> {
-    applied: bool,
-    actions: HashMap<VmId, &'a Action>,
-    outcomes: HashMap<VmId, &'a Outcome>,
-    held: HashMap<VmId, &'a Held>,
-}
-
-impl Done<'_> {
-    fn of(tick: &Tick) -> Done<'_> {
-        Done {
-            applied: tick.applied,
-            actions: tick.plan.actions.iter().map(|a| (a.vm, a)).collect(),
-            outcomes: tick.outcomes.iter().map(|o| (o.vm, o)).collect(),
-            held: tick.plan.held.iter().map(|h| (h.vm, h)).collect(),
-        }
-    }
-
-    /// What was decided of a VM, in words.
-    fn verdict(&self, id: VmId) -> String {
-        let Some(a) = self.actions.get(&id) else {
-            return self.held.get(&id).map(|h| h.why.clone()).unwrap_or_default();
-        };
-        let failed = self.outcomes.get(&id).and_then(|o| o.error.as_deref());
-        let end = match (self.applied, failed) {
-            (false, _) => " (dry run: not done)".to_string(),
-            (true, Some(e)) => format!(" (failed: {e})"),
-            (true, None) => String::new(),
-        };
-        format!("{} → {}: {}{end}", a.from, a.to, a.reason)
-    }
-}
-
-/// The decisions of a tick, for the log and for `explain`.
-pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
-    if tick.plan.actions.is_empty() {
-        return Vec::new();
-    }
-    let done = Done::of(tick);
-    let host = format!("{}: {}", model.host.state, model.host.why);
-    let decision = |a: &Action| Decision {
-        wall_ms: tick.sample.wall_ms,
-        tick: tick.number,
-        reason: a.reason.to_string(),
-        host: host.clone(),
-        guest: vm_of(model, a.vm).map(guest_words).unwrap_or_default(),
-        action: a.into(),
-        error: match done.outcomes.get(&a.vm) {
-            Some(o) => o.error.clone(),
-            None if !tick.applied => Some("dry run".into()),
-            None => Some("no outcome".into()),
-        },
-    };
-    tick.plan.actions.iter().map(decision).collect()
-}
-
-/// VMs that the operator asked for their memory by name and that were not asked, and why.
-pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
-    let plan = &tick.plan;
-    let done = Done::of(tick);
-    let heeded = |id: VmId| {
-        plan.recycle.iter().any(|o| o.vm == id && o.recycle.is_some())
-            || plan.zeros.iter().any(|o| o.vm == id)
-            || plan.actions.iter().any(|a| a.vm == id && !a.gives())
-    };
-    let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
-    let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
-    vms.map(|vm| (vm.id, done.verdict(vm.id))).collect()
-}
-
-/// A guest as it was, for people.
-pub fn guest_words(vm: &VmModel) -> String {
-    let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
-    let guest = vm.guest.map_or("its numbers are not known".to_string(), |g| {
-        format!(
-            "needs {}, working set {}, has {} available ({} ms ago{}), keeps {} as buffer{}",
-            g.need,
-            g.working_set,
-            g.available,
-            g.age_ms,
-            if g.by_module { ", by its module" } else { "" },
-            g.buffer,
-            match vm.trust.why.as_str() {
-                "" => String::new(),
-                why => format!("; believed {:.0} %: {why}", vm.trust.level * 100.0),
-            }
-        )
-    });
-    format!(
-        "size {} (floor {}, ceiling {}), resident {}, in swap {}; {guest}",
-        size(vm.actual),
-        vm.floor,
-        vm.ceiling,
-        size(vm.resident),
-        size(vm.swap)
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use ebb_core::plan::Reclaim;
+    use ebb_core::sample;
     use ebb_core::tick::{Engine, Host as _};
     use ebb_sim::World;
     use ebb_sim::scenario::crowd;
     use serde_json::{Value, json};
 
-    #[test]
-    fn a_request_that_is_not_heeded_has_its_reason() {
-        let setup = crowd(2, Bytes::gib(2), Bytes::gib(3), 1, 0);
-        let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
-        let (mut tick, model) = engine.step(&mut world);
-        let [a, b] = [0, 1].map(|i| (model.vms[i].id, model.vms[i].name.clone()));
-        let action = |to| Action {
-            vm: a.0,
-            name: a.1.clone(),
-            from: Bytes::mib(500),
-            to: Bytes::mib(to),
-            reason: ebb_core::plan::Reason::GuestShort { signs: "it is short".into() },
-        };
-        tick.plan = Default::default();
-        tick.plan.actions = vec![action(600)];
-        assert_eq!(unheeded(&tick, &model), [], "nobody asked");
-        let ask = |vm: &str| Reclaim { vm: Some(vm.into()), bytes: None };
-        tick.requests = vec![ask(&a.1)];
-        let [(vm, why)] = &unheeded(&tick, &model)[..] else { panic!() };
-        assert!(*vm == a.0 && why.contains("it is short"), "{why}");
-        tick.plan.actions = vec![action(400)];
-        assert_eq!(unheeded(&tick, &model), []);
-        tick.requests = vec![ask(&b.1), Reclaim { vm: None, bytes: None }];
-        let why = "its guest has ended".to_owned();
-        let held = Held { vm: b.0, name: b.1.clone(), why: why.clone() };
-        tick.plan.held = vec![held];
-        assert_eq!(unheeded(&tick, &model), [(b.0, why)]);
-    }
+    use super::*;
 
     /// A state and decisions with something of everything.
-    fn told() -> (State, Vec<Decision>) {
+    pub(super) fn told() -> (State, Vec<Decision>) {
         let setup = crowd(4, Bytes::gib(2), Bytes::gib(3), 1, 0);
         let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
         loop {
@@ -746,25 +417,5 @@ mod tests {
         let vm = &state.vms[0];
         assert_eq!((vm.ram, &vm.link, vm.trust.level), (Some(Bytes(7)), &Link::Unknown, 1.0));
         assert!(state.host.ladder.is_empty());
-    }
-
-    #[test]
-    fn problems_name_their_vm() {
-        let (state, _) = told();
-        let name = state.vms[0].name.clone();
-        assert_eq!(state.problems.last().unwrap().name.as_ref(), Some(&name));
-        assert!(
-            state.problems.last().unwrap().to_string().starts_with(&format!("{name}: /proc/1"))
-        );
-    }
-
-    #[test]
-    fn what_is_said_of_a_vm_is_what_was_decided_of_it() {
-        let (state, decisions) = told();
-        for d in &decisions {
-            let vm = state.vms.iter().find(|v| v.name == d.action.name).unwrap();
-            assert_eq!(vm.verdict, format!("{} → {}: {}", d.action.from, d.action.to, d.reason));
-        }
-        assert!(state.vms.iter().any(|v| decisions.iter().all(|d| d.action.name != v.name)));
     }
 }

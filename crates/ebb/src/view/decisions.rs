@@ -1,0 +1,213 @@
+//! Decisions and verdicts: what was decided of a VM in a tick, why, and in which words.
+//!
+//! The words are for people and may change; [`Decision`] is what `/v1/decisions` tells.
+
+use std::collections::HashMap;
+
+use ebb_core::model::{Model, VmModel};
+use ebb_core::plan::{Action, Held, Outcome, Reason};
+use ebb_core::sample::VmId;
+use ebb_core::tick::Tick;
+use ebb_core::units::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::lenient;
+use super::of_tick::vm_of;
+
+/// A decision, as `/v1/decisions` and `explain` tell it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Decision {
+    /// When, milliseconds since 1970.
+    pub wall_ms: u64,
+    /// Which tick.
+    pub tick: u64,
+    /// What was to be done and why.
+    pub action: Order,
+    /// The reason in words.
+    pub reason: String,
+    /// The host as it was.
+    pub host: String,
+    /// The guest as it was.
+    pub guest: String,
+    /// `None`: QEMU took the order. In a dry run: `dry run`.
+    pub error: Option<String>,
+}
+
+/// An [`Action`], as clients read it: its rule may be one that they do not know yet.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Order {
+    /// The VM's process.
+    #[serde(deserialize_with = "lenient")]
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// The guest's size when this was decided.
+    pub from: Bytes,
+    /// The size it is to have: RAM less balloon.
+    pub to: Bytes,
+    /// Why.
+    #[serde(deserialize_with = "lenient")]
+    pub reason: Option<Reason>,
+}
+
+impl From<&Action> for Order {
+    fn from(a: &Action) -> Order {
+        Order {
+            vm: a.vm,
+            name: a.name.clone(),
+            from: a.from,
+            to: a.to,
+            reason: Some(a.reason.clone()),
+        }
+    }
+}
+
+/// What a tick did, by VM.
+pub(super) struct Done<'a> {
+    applied: bool,
+    actions: HashMap<VmId, &'a Action>,
+    outcomes: HashMap<VmId, &'a Outcome>,
+    held: HashMap<VmId, &'a Held>,
+}
+
+impl Done<'_> {
+    pub(super) fn of(tick: &Tick) -> Done<'_> {
+        Done {
+            applied: tick.applied,
+            actions: tick.plan.actions.iter().map(|a| (a.vm, a)).collect(),
+            outcomes: tick.outcomes.iter().map(|o| (o.vm, o)).collect(),
+            held: tick.plan.held.iter().map(|h| (h.vm, h)).collect(),
+        }
+    }
+
+    /// What was decided of a VM, in words.
+    pub(super) fn verdict(&self, id: VmId) -> String {
+        let Some(a) = self.actions.get(&id) else {
+            return self.held.get(&id).map(|h| h.why.clone()).unwrap_or_default();
+        };
+        let failed = self.outcomes.get(&id).and_then(|o| o.error.as_deref());
+        let end = match (self.applied, failed) {
+            (false, _) => " (dry run: not done)".to_string(),
+            (true, Some(e)) => format!(" (failed: {e})"),
+            (true, None) => String::new(),
+        };
+        format!("{} → {}: {}{end}", a.from, a.to, a.reason)
+    }
+}
+
+/// The decisions of a tick, for the log and for `explain`.
+pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
+    if tick.plan.actions.is_empty() {
+        return Vec::new();
+    }
+    let done = Done::of(tick);
+    let host = format!("{}: {}", model.host.state, model.host.why);
+    let decision = |a: &Action| Decision {
+        wall_ms: tick.sample.wall_ms,
+        tick: tick.number,
+        reason: a.reason.to_string(),
+        host: host.clone(),
+        guest: vm_of(model, a.vm).map(guest_words).unwrap_or_default(),
+        action: a.into(),
+        error: match done.outcomes.get(&a.vm) {
+            Some(o) => o.error.clone(),
+            None if !tick.applied => Some("dry run".into()),
+            None => Some("no outcome".into()),
+        },
+    };
+    tick.plan.actions.iter().map(decision).collect()
+}
+
+/// VMs that the operator asked for their memory by name and that were not asked, and why.
+pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
+    let plan = &tick.plan;
+    let done = Done::of(tick);
+    let heeded = |id: VmId| {
+        plan.recycle.iter().any(|o| o.vm == id && o.recycle.is_some())
+            || plan.zeros.iter().any(|o| o.vm == id)
+            || plan.actions.iter().any(|a| a.vm == id && !a.gives())
+    };
+    let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
+    let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
+    vms.map(|vm| (vm.id, done.verdict(vm.id))).collect()
+}
+
+/// A guest as it was, for people.
+pub fn guest_words(vm: &VmModel) -> String {
+    let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
+    let guest = vm.guest.map_or("its numbers are not known".to_string(), |g| {
+        format!(
+            "needs {}, working set {}, has {} available ({} ms ago{}), keeps {} as buffer{}",
+            g.need,
+            g.working_set,
+            g.available,
+            g.age_ms,
+            if g.by_module { ", by its module" } else { "" },
+            g.buffer,
+            match vm.trust.why.as_str() {
+                "" => String::new(),
+                why => format!("; believed {:.0} %: {why}", vm.trust.level * 100.0),
+            }
+        )
+    });
+    format!(
+        "size {} (floor {}, ceiling {}), resident {}, in swap {}; {guest}",
+        size(vm.actual),
+        vm.floor,
+        vm.ceiling,
+        size(vm.resident),
+        size(vm.swap)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_core::plan::Reclaim;
+    use ebb_core::tick::Engine;
+    use ebb_sim::World;
+    use ebb_sim::scenario::crowd;
+
+    use super::*;
+    use crate::view::tests::told;
+
+    #[test]
+    fn a_request_that_is_not_heeded_has_its_reason() {
+        let setup = crowd(2, Bytes::gib(2), Bytes::gib(3), 1, 0);
+        let (mut world, mut engine) = (World::new(&setup), Engine::new(setup.config(), false));
+        let (mut tick, model) = engine.step(&mut world);
+        let [a, b] = [0, 1].map(|i| (model.vms[i].id, model.vms[i].name.clone()));
+        let action = |to| Action {
+            vm: a.0,
+            name: a.1.clone(),
+            from: Bytes::mib(500),
+            to: Bytes::mib(to),
+            reason: ebb_core::plan::Reason::GuestShort { signs: "it is short".into() },
+        };
+        tick.plan = Default::default();
+        tick.plan.actions = vec![action(600)];
+        assert_eq!(unheeded(&tick, &model), [], "nobody asked");
+        let ask = |vm: &str| Reclaim { vm: Some(vm.into()), bytes: None };
+        tick.requests = vec![ask(&a.1)];
+        let [(vm, why)] = &unheeded(&tick, &model)[..] else { panic!() };
+        assert!(*vm == a.0 && why.contains("it is short"), "{why}");
+        tick.plan.actions = vec![action(400)];
+        assert_eq!(unheeded(&tick, &model), []);
+        tick.requests = vec![ask(&b.1), Reclaim { vm: None, bytes: None }];
+        let why = "its guest has ended".to_owned();
+        let held = Held { vm: b.0, name: b.1.clone(), why: why.clone() };
+        tick.plan.held = vec![held];
+        assert_eq!(unheeded(&tick, &model), [(b.0, why)]);
+    }
+
+    #[test]
+    fn what_is_said_of_a_vm_is_what_was_decided_of_it() {
+        let (state, decisions) = told();
+        for d in &decisions {
+            let vm = state.vms.iter().find(|v| v.name == d.action.name).unwrap();
+            assert_eq!(vm.verdict, format!("{} → {}: {}", d.action.from, d.action.to, d.reason));
+        }
+        assert!(state.vms.iter().any(|v| decisions.iter().all(|d| d.action.name != v.name)));
+    }
+}
