@@ -1,0 +1,382 @@
+//! `ebb merge report`: the scan of VMs' memory, put into numbers and words.
+//!
+//! [`Report`] is what `--json` says: fields may be added, not renamed.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use ebb_core::config::Config;
+use ebb_core::policy::merge::{Candidates, Settings};
+use ebb_core::sample::Ksm;
+use ebb_core::units::Bytes;
+use ebb_host::probe::ksm::read_ksm;
+use ebb_host::root::Root;
+use ebb_host::scan::sampling::{Estimate, Sampling, survey};
+use ebb_host::scan::{Fate, Found, Options, Pages, Scanner, Split, Target, VmResult};
+use serde::Serialize;
+
+use super::{Known, look};
+use crate::table::{emit, emit_json, signed, table};
+
+/// Everything that `ebb merge report --json` says. Sizes are bytes.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// Resident memory of the VMs that KSM could merge.
+    held: Bytes,
+    /// What merging saves without crossing groups.
+    saves: Bytes,
+    /// Where it comes from.
+    split: Split,
+    /// For what was only sampled.
+    estimate: Option<Estimate>,
+    groups: Vec<GroupReport>,
+    vms: Vec<VmReport>,
+    cost: Cost,
+    scan: ScanReport,
+    /// The host's counters; absent where KSM is not built in.
+    ksm: Option<Ksm>,
+}
+
+#[derive(Debug, Serialize)]
+struct GroupReport {
+    name: String,
+    vms: usize,
+    saves: Bytes,
+    split: Split,
+}
+
+#[derive(Debug, Serialize)]
+struct VmReport {
+    name: String,
+    pid: u32,
+    group: String,
+    /// Resident memory that KSM could merge.
+    held: Bytes,
+    /// Of that, marked for KSM.
+    mergeable: Bytes,
+    saves: Bytes,
+    split: Split,
+    /// `whole`, `sample` or `not`.
+    read: &'static str,
+    /// Why it was not, or not all of it can be merged.
+    why: Option<String>,
+    pages: Pages,
+    /// What the kernel says of its merging.
+    ksm: Option<VmKsm>,
+}
+
+#[derive(Debug, Serialize)]
+struct VmKsm {
+    /// Mapped pages that are merged.
+    merged: Bytes,
+    /// Pages of zeros that were replaced.
+    zero: Bytes,
+    /// Saved less KSM's own, signed.
+    profit: Option<i64>,
+}
+
+/// CPU seconds of `ksmd`, by cost per page as measured on another machine.
+#[derive(Debug, Serialize)]
+struct Cost {
+    /// If all memory that was read were given to KSM.
+    all: f64,
+    /// Each further scan of it.
+    all_again: f64,
+    /// If only those 2 MiB blocks were that pay.
+    steered: f64,
+    /// Each further scan of them.
+    steered_again: f64,
+    /// Their share of what was read.
+    steered_share: f64,
+    /// The share of all that can be merged that lies in them.
+    steered_finds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct ScanReport {
+    seconds: f64,
+    /// Of that, pauses because the host was short of memory.
+    paused_seconds: f64,
+    cpu_seconds: f64,
+    threads: usize,
+    read: Bytes,
+    /// Reading, hashing and counting.
+    bytes_per_cpu_second: f64,
+    /// The scanner's table.
+    table: Bytes,
+}
+
+pub(super) fn report(
+    config: &Config,
+    names: &[String],
+    full: bool,
+    options: &Options,
+    json: bool,
+) -> Result<bool> {
+    let root = Root::default();
+    let known = look(config, &root, names)?;
+    if known.is_empty() {
+        emit("no VMs: no QEMU process was found\n")?;
+        return Ok(false);
+    }
+    let mut scanner = Scanner::new(root.clone()).context("cannot read random bytes")?;
+    let targets: Vec<Target> =
+        known.iter().filter_map(|k| k.found.as_ref()?.target.clone()).collect();
+    let held = known.iter().filter_map(|k| Some(k.found.as_ref()?.held())).sum();
+    let survey = survey(&mut scanner, &targets, held, full, options);
+    let report = tell(&known, &survey, read_ksm(&root)?);
+    if json {
+        emit_json(&report)?;
+    } else {
+        emit(&text(&report))?;
+    }
+    Ok(true)
+}
+
+fn tell(known: &[Known], survey: &Sampling, ksm: Option<Ksm>) -> Report {
+    let scan = &survey.scan;
+    let scanned = |k: &Known| {
+        let i = scan.vms.iter().position(|v| v.target.id == k.process.id)?;
+        Some((&scan.vms[i], survey.whole[i]))
+    };
+    let vms: Vec<VmReport> = known.iter().map(|k| vm_report(k, scanned(k))).collect();
+    Report {
+        held: vms.iter().map(|v| v.held).sum(),
+        saves: scan.split.allowed(),
+        split: scan.split,
+        estimate: survey.estimate,
+        groups: groups(&vms),
+        cost: cost(&scan.vms),
+        scan: ScanReport {
+            seconds: scan.time.as_secs_f64(),
+            paused_seconds: scan.paused.as_secs_f64(),
+            cpu_seconds: scan.cpu.as_secs_f64(),
+            threads: scan.threads,
+            read: scan.read,
+            bytes_per_cpu_second: scan.read.0 as f64 / scan.cpu.as_secs_f64().max(1e-9),
+            table: scan.table,
+        },
+        ksm,
+        vms,
+    }
+}
+
+fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
+    let found = k.found.as_ref();
+    let mut why = k.why.clone();
+    let mut read = "not";
+    if let Some((vm, whole)) = scanned {
+        read = if whole { "whole" } else { "sample" };
+        match &vm.fate {
+            Fate::Scanned => {}
+            Fate::Ended => (read, why) = ("not", Some("it has ended".into())),
+            Fate::Refused(reason) => (read, why) = ("not", Some(reason.clone())),
+        }
+    }
+    let split = scanned.map(|(vm, _)| vm.split).unwrap_or_default();
+    // VMs live on: what the scan saw goes with what it found.
+    let seen = scanned.filter(|_| read == "whole").map(|(vm, _)| vm.pages.held + vm.pages.merged);
+    let held = seen.map(Bytes::pages).or(found.map(Found::held));
+    let ksm = k.stat.filter(|s| s.merging_pages.is_some()).map(|s| VmKsm {
+        merged: Bytes::pages(s.merging_pages.unwrap_or(0)),
+        zero: Bytes::pages(s.zero_pages.unwrap_or(0)),
+        profit: s.profit,
+    });
+    VmReport {
+        name: k.process.name.clone(),
+        pid: k.process.id.pid,
+        group: k.group.clone(),
+        held: held.unwrap_or_default(),
+        mergeable: found.map_or(Bytes::ZERO, |f| f.mergeable),
+        saves: split.allowed(),
+        split,
+        read,
+        why,
+        pages: scanned.map(|(vm, _)| vm.pages).unwrap_or_default(),
+        ksm,
+    }
+}
+
+fn groups(vms: &[VmReport]) -> Vec<GroupReport> {
+    let mut groups: BTreeMap<&str, (usize, Split)> = BTreeMap::new();
+    for vm in vms {
+        let (count, split) = groups.entry(&vm.group).or_default();
+        *count += 1;
+        split.add(&vm.split);
+    }
+    let report = |(name, (vms, split)): (&str, (usize, Split))| GroupReport {
+        name: name.into(),
+        vms,
+        saves: split.allowed(),
+        split,
+    };
+    groups.into_iter().map(report).collect()
+}
+
+fn cost(vms: &[VmResult]) -> Cost {
+    let floor = Settings::default().floor;
+    let (mut all, mut steered) = (Candidates::default(), Candidates::default());
+    for block in vms.iter().flat_map(|v| v.blocks.iter()) {
+        let here = block.found();
+        all.add(&here);
+        if here.pays(floor) {
+            steered.add(&here);
+        }
+    }
+    let share = |a: u64, b: u64| if b == 0 { 0.0 } else { a as f64 / b as f64 };
+    Cost {
+        all: all.cost_s(),
+        all_again: all.again_s(),
+        steered: steered.cost_s(),
+        steered_again: steered.again_s(),
+        steered_share: share(steered.pages, all.pages),
+        steered_finds: share(steered.zeros + steered.duplicates, all.zeros + all.duplicates),
+    }
+}
+
+fn text(r: &Report) -> String {
+    let s = &r.scan;
+    let mut out = format!(
+        "{} VMs hold {} that can be merged; read {} in {:.1} s ({:.1} s of CPU, {} threads, \
+         {:.1} GB/s a core)\n\n",
+        r.vms.len(),
+        r.held,
+        s.read,
+        s.seconds,
+        s.cpu_seconds,
+        s.threads,
+        s.bytes_per_cpu_second / 1e9
+    );
+    let head = ["VM", "GROUP", "HELD", "ZERO", "WITHIN", "BETWEEN", "SAVES", "MERGED"];
+    let row = |name: &str, group: &str, held: Bytes, split: &Split, merged: Option<Bytes>| {
+        let saves = split.allowed();
+        let share = saves.fraction_of(held) * 100.0;
+        vec![
+            name.to_string(),
+            group.to_string(),
+            held.to_string(),
+            split.zero.to_string(),
+            split.within.to_string(),
+            split.between.to_string(),
+            format!("{saves} ({share:.0} %)"),
+            merged.map_or("-".into(), |m| m.to_string()),
+        ]
+    };
+    let merged = |v: &VmReport| v.ksm.as_ref().map(|k| k.merged + k.zero);
+    let mut rows: Vec<Vec<String>> =
+        r.vms.iter().map(|v| row(&v.name, &v.group, v.held, &v.split, merged(v))).collect();
+    if rows.len() > 1 {
+        let all = r.vms.iter().filter_map(merged).reduce(|a, b| a + b);
+        rows.push(row("all", "", r.held, &r.split, all));
+    }
+    out += &table(&head, &rows, false);
+    out += "\n";
+    out += &notes(r);
+    out
+}
+
+fn notes(r: &Report) -> String {
+    let mut out = String::new();
+    for vm in &r.vms {
+        if let Some(why) = &vm.why {
+            out += &format!("{}: {why}\n", vm.name);
+        }
+    }
+    if let Some(e) = &r.estimate {
+        let sampled = r.vms.iter().filter(|v| v.read == "sample").count();
+        out += &format!(
+            "{sampled} VMs were only sampled, few of their pages have duplicates; of all VMs together the \
+             sample says {} ({} to {}), zeros not counted: --full reads all\n",
+            e.likely, e.low, e.high
+        );
+    }
+    if r.split.across > Bytes::ZERO {
+        out += &format!("keeping groups apart leaves {} unmerged\n", r.split.across);
+    }
+    let c = &r.cost;
+    if c.steered_finds > 0.0 {
+        out += &format!(
+            "ksmd would need about {:.1} s of CPU for all of it and {:.1} s for each further scan; \
+             for the {:.0} % of memory with {:.0} % of what can be merged {:.1} s and {:.2} s\n",
+            c.all,
+            c.all_again,
+            c.steered_share * 100.0,
+            c.steered_finds * 100.0,
+            c.steered,
+            c.steered_again
+        );
+    }
+    match &r.ksm {
+        None => out += "this kernel has no KSM (CONFIG_KSM)\n",
+        Some(k) => {
+            let state = ["stopped", "running", "unmerging"].get(k.run as usize).unwrap_or(&"?");
+            let saved = k.saved_now();
+            let profit =
+                k.profit_now().map_or(String::new(), |p| format!(", {} of it profit", signed(p)));
+            out += &format!("KSM is {state}; it saves {saved} now{profit}\n");
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vm(name: &str, group: &str, zero: u64, between: u64) -> VmReport {
+        let split = Split {
+            zero: Bytes::mib(zero),
+            between: Bytes::mib(between),
+            across: Bytes::mib(3),
+            ..Split::default()
+        };
+        VmReport {
+            name: name.into(),
+            pid: 1,
+            group: group.into(),
+            held: Bytes::mib(100),
+            mergeable: Bytes::ZERO,
+            saves: split.allowed(),
+            split,
+            read: "whole",
+            why: None,
+            pages: Pages::default(),
+            ksm: None,
+        }
+    }
+
+    #[test]
+    fn groups_are_summed_and_crossing_them_is_no_saving() {
+        let vms = [vm("a", "x", 1, 2), vm("b", "y", 4, 8), vm("c", "x", 16, 32)];
+        let g = groups(&vms);
+        let all: Vec<_> = g.iter().map(|g| (g.name.as_str(), g.vms, g.saves.0 >> 20)).collect();
+        assert_eq!(all, [("x", 2, 51), ("y", 1, 12)]);
+        assert_eq!(g[0].split.across, Bytes::mib(6));
+    }
+
+    #[test]
+    fn a_report_of_nothing_can_be_printed() {
+        let r = Report {
+            held: Bytes::ZERO,
+            saves: Bytes::ZERO,
+            split: Split::default(),
+            estimate: None,
+            groups: Vec::new(),
+            vms: vec![VmReport { why: Some("it has ended".into()), ..vm("a", "x", 0, 0) }],
+            cost: cost(&[]),
+            scan: ScanReport {
+                seconds: 0.0,
+                paused_seconds: 0.0,
+                cpu_seconds: 0.0,
+                threads: 1,
+                read: Bytes::ZERO,
+                bytes_per_cpu_second: 0.0,
+                table: Bytes::ZERO,
+            },
+            ksm: Some(Ksm { general_profit: Some(-64), ..Ksm::default() }),
+        };
+        let text = text(&r);
+        assert!(text.contains("a: it has ended\n"), "{text}");
+        assert!(text.contains("KSM is stopped; it saves 0 B now, −64 B of it profit"), "{text}");
+    }
+}

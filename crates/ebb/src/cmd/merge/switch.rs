@@ -1,0 +1,221 @@
+//! `ebb merge on` and `off`, and what of it is put back at the daemon's end.
+//!
+//! What may be open together ([`on`]) is decided here; how QEMU is told is the host crate's.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use ebb_core::config::{Config, MergeMode};
+use ebb_core::plan::MergeWish;
+use ebb_core::state::OwnedMark;
+use ebb_core::units::Bytes;
+use ebb_host::act::ksm;
+use ebb_host::act::vm_mergeable::{self, Done};
+use ebb_host::probe::discovery::{Program, inspect_owed};
+use ebb_host::probe::ksm::ksmtuned;
+use ebb_host::probe::process::{Life, life};
+use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
+use ebb_host::qmp::Client;
+use ebb_host::root::Root;
+
+use super::{Known, look};
+use crate::cmd::explain;
+use crate::daemon_client;
+use crate::table::emit;
+use crate::view::State;
+
+/// How long a QMP socket may take to greet.
+const QMP: Duration = Duration::from_secs(5);
+/// How long the daemon may take to open or close VMs.
+const DONE: Duration = Duration::from_secs(20);
+
+/// The state of a daemon that steers KSM, if one does.
+pub(super) fn steered(config: &Config) -> Result<Option<State>> {
+    if !daemon_client::is_up(&config.socket) {
+        return Ok(None);
+    }
+    let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
+    let steers = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
+    Ok((steers && !state.daemon.dry_run).then_some(state))
+}
+
+/// Has the daemon do it, which would undo what others do, and waits.
+pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result<bool> {
+    let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+    let mut changed = false;
+    for name in names {
+        changed |= explain::find(&state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
+        let wish = MergeWish { vm: Some(name.clone()), on };
+        daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+    }
+    let until = Instant::now() + DONE;
+    loop {
+        let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+        let part = |name: &String| state.vms.iter().find(|v| v.name == *name)?.merge.as_ref();
+        let left: Vec<&String> =
+            names.iter().filter(|n| part(n).is_some_and(|m| m.open != Some(on))).collect();
+        if left.is_empty() {
+            let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
+            emit(&format!("{}: {what}\n", names.join(" ")))?;
+            return Ok(changed);
+        }
+        if Instant::now() > until {
+            let why = left.iter().map(|name| {
+                let error = part(name).and_then(|m| m.error.clone());
+                format!("{name}: {}", error.unwrap_or_else(|| "the daemon does not do it".into()))
+            });
+            let merging = state.host.merge.map(|m| m.why).unwrap_or_default();
+            bail!("{} ({merging})", Vec::from_iter(why).join("; "));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Opens to KSM, or closes, what Ebb had closed or opened. What could not be done,
+/// and why; a VM that has ended is owed nothing.
+pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<String>) {
+    let (root, mut left, mut failed) = (Root::default(), Vec::new(), Vec::new());
+    for mark in marks {
+        if life(&root, mark.id) == Life::Ended {
+            continue;
+        }
+        let inspected = inspect_owed(&root, mark.id);
+        let done = inspected.map_err(anyhow::Error::from).and_then(|found| {
+            let found = match found {
+                Program::Vm(found) => found,
+                Program::Refused(refused) => bail!("not taken for a VM: {}", refused.why),
+                Program::Other => bail!("no QEMU"),
+            };
+            let process = QemuProcess { name: mark.name.clone(), ..*found };
+            let mut qmp = connect(config, &process)?;
+            Ok(vm_mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
+        });
+        if let Err(e) = done {
+            left.push(mark.clone());
+            failed.push(format!("{}: {e:#}", mark.name));
+        }
+    }
+    (left, failed)
+}
+
+/// KSM has one domain: it merges whatever is open to it, so one group only may be.
+pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
+    let all = look(config, &Root::default(), &[])?;
+    let group = |k: &&Known| k.group.clone();
+    let wanted = all.iter().filter(|k| names.contains(&k.process.name));
+    let groups: BTreeSet<String> = wanted.map(|k| group(&k)).collect();
+    let open = |k: &&Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+    let by_name: Vec<&str> = all
+        .iter()
+        .filter(|k| names.contains(&k.process.name) && !k.group_is_proven)
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if !by_name.is_empty() && !across_groups {
+        bail!(
+            "{}: of a share group by a name that the VM gives itself. Where there are several \
+             groups its section needs user or cgroup; or say --across-groups",
+            by_name.join(", ")
+        );
+    }
+    let others: Vec<&str> = all
+        .iter()
+        .filter(|k| open(k))
+        .filter(|k| groups.len() != 1 || !groups.contains(&k.group) || !k.group_is_proven)
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if (groups.len() > 1 || !others.is_empty()) && !across_groups {
+        bail!(
+            "KSM merges all VMs that are open to it, and a VM can find out what its neighbours \
+             hold by how long a write takes. {} of the share groups {:?}{}. Take the others out \
+             (`ebb merge off VM`), or say --across-groups",
+            names.join(", "),
+            groups,
+            if others.is_empty() {
+                String::new()
+            } else {
+                format!("; open already: {}", others.join(", "))
+            }
+        );
+    }
+    let agents: Vec<&str> = all
+        .iter()
+        .filter(|k| names.contains(&k.process.name) && k.process.agent.is_some())
+        .map(|k| k.process.name.as_str())
+        .collect();
+    if !agents.is_empty() {
+        bail!(
+            "{}: their RAM is recycled page by page, and what KSM merges loses the protection that \
+             recycling relies on; the agent would close it again",
+            agents.join(", ")
+        );
+    }
+    switch(config, names, true)
+}
+
+/// Opens VMs to KSM or takes them out, and says what came of each.
+pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
+    let root = Root::default();
+    let (mut changed, mut failed) = (false, Vec::new());
+    for known in look(config, &root, names)? {
+        let name = &known.process.name;
+        match connect(config, &known.process)
+            .and_then(|mut qmp| Ok(vm_mergeable::set(&root, known.process.id, &mut qmp, on)?))
+        {
+            Ok(Done::Already) => emit(&format!("{name}: it was so already\n"))?,
+            Ok(done) => {
+                changed = true;
+                let how = if done == Done::Inverted { " (this QEMU has it inverted)" } else { "" };
+                let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
+                emit(&format!("{name}: {what}{how}\n"))?;
+            }
+            Err(e) => failed.push(format!("{name}: {e:#}")),
+        }
+    }
+    if failed.is_empty() { Ok(changed) } else { bail!("{}", failed.join("; ")) }
+}
+
+/// The VM's QMP socket, where one is free: a socket serves one client.
+fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
+    let paths = match (&config.settings(&process.given, process.uuid.as_deref()).qmp, &process.qmp)
+    {
+        (Some(path), _) => vec![path.into()],
+        (None, QmpAddress::Paths(paths)) => paths.clone(),
+        (None, QmpAddress::None { why }) => bail!("{why}"),
+    };
+    let mut last = None;
+    for path in paths {
+        match Client::connect(path, QMP) {
+            Ok(client) if client.peer_pid().is_none_or(|p| p == process.id.pid) => {
+                return Ok(client);
+            }
+            Ok(client) => {
+                last = Some(format!("{}: served by another process", client.path().display()))
+            }
+            Err(e) => last = Some(e.to_string()),
+        }
+    }
+    bail!("{}", last.unwrap_or_else(|| "it has no QMP socket".into()))
+}
+
+/// Stops KSM and breaks all merges.
+pub(super) fn off_all(config: &Config) -> Result<bool> {
+    let root = Root::default();
+    if steered(config)?.is_some() {
+        let wish = MergeWish { vm: None, on: false };
+        daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
+        emit("the daemon merges nothing until `ebb merge on VM` or its restart\n")?;
+    }
+    if let Some(pid) = ksmtuned(&root) {
+        emit(&format!(
+            "ksmtuned (process {pid}) sets KSM too, and will start it again: systemctl stop ksmtuned\n"
+        ))?;
+    }
+    let begun = Instant::now();
+    let freed = ksm::unmerge(&root)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    emit(&format!(
+        "KSM is stopped; {freed} that were merged are private again ({seconds:.1} s)\n"
+    ))?;
+    Ok(freed > Bytes::ZERO)
+}
