@@ -1,0 +1,230 @@
+//! What `ebb doctor` says of the host: its memory and pressure, who else sets balloons, and
+//! what its kernel undoes or lacks.
+//!
+//! A check of something on the host is added here; it looks and changes nothing.
+
+use ebb_core::config::{Config, MergeMode};
+use ebb_core::sample::HostSample;
+use ebb_core::units::Bytes;
+use ebb_host::act::zeros;
+use ebb_host::probe::process;
+use ebb_host::root::Root;
+
+use super::{Check, Verdict, check};
+
+/// A program that sets balloons, too: name of its process, of the program, what to do.
+type Controller = (&'static str, &'static str, &'static str);
+
+const CONTROLLERS: [Controller; 3] = [
+    (
+        "pvestatd",
+        "Proxmox's pvestatd sets the balloons of VMs with `balloon` below `memory`",
+        "for each VM that Ebb is to manage: qm set ID --shares 0",
+    ),
+    (
+        "momd",
+        "MOM sets the balloons of the VMs of libvirt, and KSM",
+        "two controllers undo each other's orders: systemctl disable --now momd (oVirt: mom-vdsm)",
+    ),
+    (
+        "mom",
+        "MOM sets the balloons of the VMs of libvirt, and KSM",
+        "two controllers undo each other's orders: stop it",
+    ),
+];
+
+/// Who else sets balloons here.
+pub(super) fn controllers(root: &Root) -> Vec<Check> {
+    let found = CONTROLLERS.iter().filter_map(|(name, what, advice)| {
+        let pid = process::running(root, name)?;
+        let found = format!("{what} (process {pid})");
+        Some(check("host", "another controller", Verdict::Missing, found, advice))
+    });
+    found.collect()
+}
+
+pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |what: &str, verdict, found: String, advice: &str| {
+        checks.push(check("host", what, verdict, found, advice));
+    };
+    match &host.memory {
+        Some(m) => {
+            add("memory", Verdict::Good, format!("{} available of {}", m.available, m.total), "")
+        }
+        None => add(
+            "memory",
+            Verdict::Bad,
+            "/proc/meminfo cannot be read".into(),
+            "run as root, with /proc mounted",
+        ),
+    }
+    match &host.psi {
+        Some(_) => add("pressure (PSI)", Verdict::Good, "there".into(), ""),
+        None => add(
+            "pressure (PSI)",
+            Verdict::Missing,
+            "not in this kernel, or switched off".into(),
+            "boot with psi=1; without it Ebb goes by free memory and swapping alone",
+        ),
+    }
+    let swap: Bytes = host.swaps.iter().map(|s| s.size).sum();
+    let areas: Vec<&str> = host.swaps.iter().map(|s| s.path.as_str()).collect();
+    match areas.is_empty() {
+        true => add(
+            "swap",
+            Verdict::Note,
+            "none".into(),
+            "zram as a last resort costs nothing while unused",
+        ),
+        false => add("swap", Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
+    }
+    match &host.ksm {
+        Some(k) => {
+            let run = if k.run == 1 { "running" } else { "stopped" };
+            let (saved, stale) = (k.saved_now(), k.saved() - k.saved_now());
+            let stale = match (k.mapped, stale) {
+                (None, _) | (_, Bytes(0)) => String::new(),
+                _ => format!("; its counters still hold {stale} of processes that have ended"),
+            };
+            let found = format!("{run}, saves {saved}{stale}");
+            add("page merging (KSM)", Verdict::Good, found, "");
+        }
+        None => add("page merging (KSM)", Verdict::Note, "not in this kernel".into(), ""),
+    }
+    match &host.pool {
+        Some(p) => add(
+            "VMs' cgroup",
+            Verdict::Good,
+            format!("{} of {} used in {}", p.usage, p.limit, p.path),
+            "",
+        ),
+        None => {
+            add("VMs' cgroup", Verdict::Note, "no common limit: the whole host counts".into(), "")
+        }
+    }
+    if let Some(arc) = host.zfs_arc {
+        add(
+            "ZFS cache",
+            Verdict::Note,
+            format!("{}, half of it counts as available", arc.size),
+            "",
+        );
+    }
+    checks
+}
+
+/// What the kernel's maker of huge pages undoes. Ebb changes it only where it is told to
+/// (`merge.hold_khugepaged`): fewer huge pages make guests slower.
+pub(super) fn khugepaged_checks(host: &HostSample, config: &Config, root: &Root) -> Vec<Check> {
+    const DIR: &str = "/sys/kernel/mm/transparent_hugepage";
+    let read = |file: &str| root.read(format!("{DIR}/{file}")).ok().flatten();
+    let number = |file: &str| read(&format!("khugepaged/{file}"))?.trim().parse::<u64>().ok();
+    if read("enabled").is_none_or(|t| t.contains("[never]")) {
+        return Vec::new();
+    }
+    let pages = number("pages_to_scan").unwrap_or(0);
+    let seconds = number("scan_sleep_millisecs").unwrap_or(0) as f64 / 1000.0;
+    let pace = format!("it looks at {} every {seconds} s", Bytes::pages(pages));
+    let mut checks = Vec::new();
+    let mut add = |found: String, advice: &str| {
+        checks.push(check("host", "khugepaged", Verdict::Note, found, advice));
+    };
+    if let Some(holes) = number("max_ptes_none").filter(|n| *n > 0) {
+        add(
+            format!("max_ptes_none is {holes}; {pace}"),
+            "it fills up to so many of 512 pages that guests gave back, or that are zeros and \
+             were freed, with memory again: 0 in khugepaged/max_ptes_none, and it does not",
+        );
+    }
+    let merges = host.ksm.is_some_and(|k| k.run == 1 || k.pages_shared > 0)
+        || config.merge.mode == MergeMode::On;
+    if let Some(shared) = number("max_ptes_shared").filter(|n| *n > 0 && merges) {
+        let held = config.merge.mode == MergeMode::On && config.merge.hold_khugepaged;
+        let advice = match held {
+            true => "merge.hold_khugepaged: the daemon sets it to 0 while it merges",
+            false => {
+                "it copies up to so many merged pages of 512 into a huge page, which undoes their \
+                 merges: 0 in khugepaged/max_ptes_shared, or merge.hold_khugepaged = true"
+            }
+        };
+        add(format!("max_ptes_shared is {shared}; {pace}"), advice);
+    }
+    checks
+}
+
+/// Whether zero pages can be freed, where that is wanted.
+pub(super) fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
+    let ways = config.merge.zeros.then(|| zeros::ways(root))?;
+    let (verdict, found, advice) = match (ways.split, ways.pageout) {
+        (true, true) => (Verdict::Good, "by splitting huge pages, others through swap", ""),
+        (true, false) => (Verdict::Note, "only in huge pages", "others need Linux 6.12"),
+        (false, true) => (Verdict::Note, "only through swap", "others need huge pages"),
+        (false, false) => (Verdict::Missing, "not in this kernel", "needs Linux 6.12"),
+    };
+    Some(check("host", "zeros without merging", verdict, found, advice))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_controller_of_balloons_is_named_with_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let process = |pid: u32, comm: &str, line: &str| {
+            let proc = dir.path().join(format!("proc/{pid}"));
+            std::fs::create_dir_all(&proc).unwrap();
+            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
+            std::fs::write(proc.join("cmdline"), line.replace(' ', "\0")).unwrap();
+        };
+        process(3, "bash", "bash momd pvestatd");
+        assert_eq!(controllers(&root).len(), 0);
+        process(7, "pvestatd", "pvestatd");
+        process(9, "python3", "/usr/bin/python3 /usr/sbin/momd -c /etc/vdsm/mom.conf");
+        let said: Vec<_> =
+            controllers(&root).into_iter().map(|c| c.found + " " + &c.advice).collect();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(said[0].contains("(process 7)") && said[0].contains("--shares 0"), "{said:?}");
+        assert!(said[1].contains("(process 9)") && said[1].contains("disable --now momd"));
+    }
+
+    #[test]
+    fn what_khugepaged_undoes_is_said_where_it_can() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |file: &str, text: &str| {
+            let path = root.path(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let said = |text: &str| -> Vec<String> {
+            let config = Config::parse("f", text).unwrap();
+            let checks = khugepaged_checks(&HostSample::default(), &config, &root);
+            checks.into_iter().map(|c| format!("{}: {}", c.found, c.advice)).collect()
+        };
+        assert_eq!(said(""), [""; 0], "no huge pages in this kernel");
+        write("enabled", "always [madvise] never\n");
+        for (file, text) in [
+            ("max_ptes_none", "511\n"),
+            ("max_ptes_shared", "256\n"),
+            ("pages_to_scan", "4096\n"),
+            ("scan_sleep_millisecs", "10000\n"),
+        ] {
+            write(&format!("khugepaged/{file}"), text);
+        }
+        let off = said("");
+        assert!(off.len() == 1 && off[0].contains("511; it looks at 16 MiB every 10 s"), "{off:?}");
+        let on = said("[merge]\nmode = \"on\"\n");
+        assert!(on.len() == 2 && on[1].contains("hold_khugepaged = true"), "{on:?}");
+        let held = said("[merge]\nmode = \"on\"\nhold_khugepaged = true\n");
+        assert!(held[1].contains("the daemon sets it to 0"), "{held:?}");
+        write("khugepaged/max_ptes_none", "0\n");
+        write("khugepaged/max_ptes_shared", "0\n");
+        assert_eq!(said("[merge]\nmode = \"on\"\n"), [""; 0]);
+        write("enabled", "always madvise [never]\n");
+        write("khugepaged/max_ptes_none", "511\n");
+        assert_eq!(said(""), [""; 0]);
+    }
+}

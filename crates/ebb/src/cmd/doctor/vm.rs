@@ -1,0 +1,210 @@
+//! What `ebb doctor` says of a VM: QMP, its balloon, agent and module, and what its RAM is
+//! made of.
+//!
+//! A check of something in a VM is added here; it looks and changes nothing.
+
+use ebb_core::sample::{AgentSample, Link, VmSample};
+use ebb_core::wire::AgentState;
+use ebb_host::probe::process::read_smaps_rollup;
+use ebb_host::probe::qemu::QemuProcess;
+use ebb_host::root::Root;
+
+use super::{Check, Verdict, check};
+
+pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |what: &str, verdict, found: &str, advice: &str| {
+        checks.push(check(&vm.name, what, verdict, found, advice));
+    };
+    match &vm.link {
+        Link::Up => add("QMP", Verdict::Good, "answers", ""),
+        Link::Unknown => add("QMP", Verdict::Note, "not tried yet", ""),
+        Link::Slow(why) => add("QMP", Verdict::Missing, why, "it is tried again each tick"),
+        Link::Taken(why) => add(
+            "QMP",
+            Verdict::Bad,
+            why,
+            "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp option",
+        ),
+        Link::Down(why) if why.contains("libvirt") => add(
+            "QMP",
+            Verdict::Bad,
+            why,
+            "give it a socket for Ebb in <qemu:commandline>: -qmp unix:PATH-ebb.qmp,server=on,wait=off; \
+             then leave its balloon to Ebb (no virsh setmem)",
+        ),
+        Link::Down(why) => {
+            add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
+        }
+    }
+    if process.is_some_and(|p| p.passthrough) {
+        let advice = "ballooning has no effect: a passed-through device pins all guest memory";
+        add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
+    }
+    if let Some(why) = process.and_then(|p| p.pinned.as_deref()) {
+        add("RAM", Verdict::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
+    }
+    if process.is_some_and(|p| p.hugepages) {
+        add(
+            "RAM",
+            Verdict::Note,
+            "in huge pages",
+            "memory returns in whole huge pages or not at all",
+        );
+    }
+    if vm.link == Link::Up {
+        balloon_checks(vm, &mut add);
+    }
+    checks
+}
+
+/// How far the agent and the guest's module have come.
+fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+    let why = a.why.as_deref().unwrap_or_default();
+    let module = a.module.as_deref().unwrap_or_default();
+    match (&a.link, a.state) {
+        (Link::Up, AgentState::Ready) if a.observes => {
+            let found = format!("stock: ebb.ko {module} is there, its agent only observes");
+            let advice = "agent = \"on\" in the VM's section: freed pages then return one by one";
+            add("tier", Verdict::Note, &found, advice);
+        }
+        (Link::Up, AgentState::Ready) => {
+            add(
+                "tier",
+                Verdict::Good,
+                &format!("guest: ebb.ko {module}, freed pages return one by one"),
+                "",
+            );
+        }
+        (Link::Up, AgentState::Aside) => {
+            let found = format!("stock: the agent stands aside: {why}");
+            let advice = "remove what it names, or `agent = \"off\"` in the VM's section; \
+                          docs/security.md says what it works beside";
+            add("tier", Verdict::Missing, &found, advice);
+        }
+        (Link::Up, _) => {
+            let found = format!("agent: no live module in the guest {why}");
+            let advice = "load ebb.ko in the guest: freed pages then return one by one";
+            add("tier", Verdict::Note, found.trim_end(), advice);
+        }
+        (Link::Unknown, _) => add("tier", Verdict::Note, "stock: the agent is being asked", ""),
+        (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => {
+            add("tier", Verdict::Missing, &format!("stock: the agent does not answer: {w}"), "");
+        }
+    }
+}
+
+/// Huge pages behind guest RAM: what is partly given back still counts as
+/// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
+/// too dear for every tick.
+pub(super) fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
+    let maps = read_smaps_rollup(root, vm.id.pid).ok()??;
+    let found = format!("{} resident, {} of it in huge pages", maps.rss, maps.anon_huge);
+    let merged = if maps.ksm.0 > 0 { format!(", {} merged", maps.ksm) } else { String::new() };
+    Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
+}
+
+fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+    let Some(b) = &vm.balloon else {
+        let advice =
+            "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on";
+        add("tier", Verdict::Missing, "none: no virtio balloon", advice);
+        return;
+    };
+    match &vm.agent {
+        Some(a) => agent_check(a, add),
+        None => add(
+            "tier",
+            Verdict::Good,
+            "stock: balloon both ways",
+            "with the agent in QEMU (-plugin file=/usr/lib/ebb/libebb_vmm.so,socket=PATH, and without \
+             free-page-reporting=on) and ebb.ko in the guest freed pages return one by one",
+        ),
+    }
+    reporting_check(b.reporting, vm.agent.as_ref(), add);
+    if b.deflate_on_oom == Some(false) {
+        let advice = "with deflate-on-oom=on on the balloon the driver of a guest that runs out of \
+                      memory deflates it at once, so Ebb can take three times as much of its idle memory";
+        add("deflate-on-oom", Verdict::Missing, "off", advice);
+    }
+    match &b.guest {
+        None => add(
+            "guest statistics",
+            Verdict::Missing,
+            "none",
+            "the guest needs its virtio_balloon driver; a guest without numbers is never shrunk",
+        ),
+        Some(g) if g.age_ms > ebb_core::model::STALE_MS => {
+            add("guest statistics", Verdict::Missing, &format!("{} s old", g.age_ms / 1000), "");
+        }
+        Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
+    }
+}
+
+/// Free page reporting, which the agent's plug-in takes the place of: on anonymous RAM it
+/// stands aside where reporting is on.
+fn reporting_check(
+    reporting: Option<bool>,
+    agent: Option<&AgentSample>,
+    add: &mut impl FnMut(&str, Verdict, &str, &str),
+) {
+    let agent = agent.map(|a| a.state);
+    let (verdict, found, advice) = match (reporting, agent) {
+        (Some(true), _) => (Verdict::Good, "on", ""),
+        (Some(false), None) => (
+            Verdict::Missing,
+            "off",
+            "start it with free-page-reporting=on on its balloon (guest: Linux 5.7 or later)",
+        ),
+        (Some(false), Some(AgentState::Aside)) => (
+            Verdict::Missing,
+            "off, and the agent stands aside",
+            "mend that, or start the VM without the agent and with free-page-reporting=on",
+        ),
+        (Some(false), Some(_)) => (Verdict::Good, "off: the agent takes its place", ""),
+        (None, _) => (Verdict::Note, "this QEMU does not tell", "QEMU 5.1 has it"),
+    };
+    add("free page reporting", verdict, found, advice);
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_core::sample::BalloonSample;
+
+    use super::*;
+    use crate::cmd::doctor::tests::{ballooned, said};
+
+    fn worst(vm: &VmSample) -> (Verdict, String) {
+        let checks = vm_checks(vm, None);
+        let worst = checks.iter().max_by_key(|c| c.verdict).unwrap();
+        (worst.verdict, format!("{}: {}", worst.what, worst.advice))
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_said_with_what_to_do() {
+        let mut vm = VmSample { name: "a".into(), ..VmSample::default() };
+        vm.link = Link::Taken("held by another client".into());
+        let (verdict, text) = worst(&vm);
+        assert!(verdict == Verdict::Bad && text.contains("second -qmp"), "{text}");
+        vm.link = Link::Up;
+        assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
+        vm.balloon = Some(BalloonSample { reporting: Some(false), ..BalloonSample::default() });
+        let all = vm_checks(&vm, None);
+        assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
+        assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+
+    #[test]
+    fn reporting_is_not_asked_for_where_it_would_make_the_agent_stand_aside() {
+        for state in [AgentState::Ready, AgentState::Searching, AgentState::Silent] {
+            let text = said(&ballooned(false, Some(state)));
+            assert!(text.contains("reporting: off: the agent takes its place"), "{text}");
+            assert!(!text.contains("free-page-reporting=on"), "{text}");
+        }
+        let aside = said(&ballooned(false, Some(AgentState::Aside)));
+        assert!(aside.contains("mend that, or start the VM without the agent"), "{aside}");
+        let stock = said(&ballooned(false, None));
+        assert!(stock.contains("off: start it with free-page-reporting=on"), "{stock}");
+        assert!(stock.contains("and without free-page-reporting=on) and ebb.ko"), "{stock}");
+    }
+}
