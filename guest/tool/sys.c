@@ -302,7 +302,7 @@ int load_boot_modules(void)
 	return err;
 }
 
-/* Emulated guests boot with one CPU of several (vm.rs of the lab says why). */
+/* Emulated guests boot with one CPU of several (vm/config.rs of the lab says why). */
 void start_cpus(void)
 {
 	char path[64];

@@ -1,0 +1,255 @@
+//! How a VM is to be, and the QEMU arguments and kernel command line that say so.
+//!
+//! Another property of VMs is a field of [`VmConfig`] and its arguments.
+
+use std::path::{Path, PathBuf};
+
+use ebb_core::units::Bytes;
+
+use super::Accel;
+use crate::image::{Cache, Image, Kernel};
+
+/// The value of `-accel` where instructions are counted.
+const COUNTED: &str = "tcg,tb-size=64,thread=single";
+/// The processor of a translated guest: QEMU's default without `cmpxchg16b`. QEMU 7.2
+/// translates this instruction wrongly: it leaves other bits of EFLAGS undefined, and an
+/// interrupt right after it kills the guest's kernel. Kernels use it only if CPUID
+/// reports it.
+const TRANSLATED_CPU: &str = "qemu64,-cx16";
+/// Added to the command line of translated guests with several vCPUs: they boot with one,
+/// and the guest tool starts the others once its modules are loaded.
+///
+/// A kernel patches itself by writing a breakpoint, the rest and the first byte in turn.
+/// QEMU before 8.1 translates code without locking its page, so one vCPU's translation can
+/// keep a breakpoint that another vCPU has overwritten already. Linux 6.12 then dies of
+/// “Oops: int3”, Linux 6.1 executes it again for ever. Most of this happens while kernels
+/// boot. `thread=single` would be safe as well, but costs what tests are about: vCPUs that
+/// run at the same time, and atomic operations that are atomic for QEMU's other threads.
+const ONE_CPU_AT_BOOT: &str = "maxcpus=1 noreplace-smp";
+/// UEFI for VMs as Debian has it: code, and the variables of a VM that never ran.
+pub(super) const UEFI: (&str, &str) =
+    ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd");
+/// A VM's own variables.
+pub(super) const UEFI_VARIABLES: &str = "uefi-variables";
+
+/// What guest RAM is made of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// Private anonymous memory, QEMU's default.
+    #[default]
+    Anonymous,
+    /// A shared memfd.
+    Memfd,
+    /// A shared file, e.g. on tmpfs or hugetlbfs.
+    File(PathBuf),
+}
+
+/// A virtio balloon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Balloon {
+    /// Free page reporting.
+    pub reporting: bool,
+    /// Deflate when the guest runs out of memory.
+    pub deflate_on_oom: bool,
+}
+
+/// How a VM is to be.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// Its name for QEMU (`-name`), unique by the caller's care.
+    pub name: String,
+    /// RAM.
+    pub memory: Bytes,
+    /// vCPUs.
+    pub cpus: u32,
+    /// Guest kernel.
+    pub kernel: Kernel,
+    /// Its balloon, if it has one.
+    pub balloon: Option<Balloon>,
+    /// What its RAM is made of.
+    pub backing: Backing,
+    /// QEMU gets no transparent huge pages, whatever this machine's setting.
+    pub small_pages: bool,
+    /// It starts by UEFI (OVMF) rather than by QEMU's BIOS.
+    pub uefi: bool,
+    /// Emulation whose guest clock counts instructions: one nanosecond each, one
+    /// thread for all vCPUs, the same run after run.
+    pub counted: bool,
+    /// `None`: the best that works.
+    pub accel: Option<Accel>,
+    /// Translated code that QEMU keeps. Of a small VM it is the largest part of QEMU's own memory.
+    pub translations: Bytes,
+    /// Raw disk images, `/dev/vda` first.
+    pub disks: Vec<PathBuf>,
+    /// A cgroup directory to run in, from the first page on.
+    pub cgroup: Option<PathBuf>,
+    /// A command that runs QEMU instead of the lab itself, in other namespaces for
+    /// instance. QEMU must end with it.
+    pub within: Vec<String>,
+    /// Files put into the guest, as (path there, file here): modules, data.
+    pub files: Vec<(String, PathBuf)>,
+    /// Words added to the guest's command line.
+    pub append: String,
+    /// Further arguments for QEMU.
+    pub args: Vec<String>,
+    /// Environment for QEMU, e.g. `LD_PRELOAD`.
+    pub env: Vec<(String, String)>,
+    /// User and group that QEMU runs as from its first instruction on, as libvirt
+    /// has it; the lab's own if `None`.
+    pub user: Option<u32>,
+    /// Where images come from.
+    pub cache: Cache,
+}
+
+impl VmConfig {
+    /// A VM with one vCPU, a plain balloon and the older kernel.
+    pub fn new(name: impl Into<String>, memory: Bytes) -> VmConfig {
+        VmConfig {
+            name: name.into(),
+            memory,
+            cpus: 1,
+            kernel: Kernel::V6_1,
+            balloon: Some(Balloon::default()),
+            backing: Backing::default(),
+            small_pages: false,
+            uefi: false,
+            counted: false,
+            accel: None,
+            translations: Bytes::mib(64),
+            disks: Vec::new(),
+            cgroup: None,
+            within: Vec::new(),
+            files: Vec::new(),
+            append: String::new(),
+            args: Vec::new(),
+            env: Vec::new(),
+            user: None,
+            cache: Cache::from_env(),
+        }
+    }
+
+    /// QEMU's arguments.
+    pub(super) fn arguments(&self, image: &Image, accel: Accel, dir: &Path) -> Vec<String> {
+        let path = |name: &str| dir.join(name).display().to_string();
+        let socket = |name: &str| format!("{},server=on,wait=off", path(name));
+        let mib = self.memory.0 >> 20;
+        let text = |words: &[&str]| words.iter().map(|w| w.to_string()).collect::<Vec<_>>();
+        let mut a = text(&["-name", &self.name, "-nodefaults", "-no-user-config"]);
+        let best = accel.option(self.translations);
+        let option = if self.counted { COUNTED } else { &best };
+        a.extend(text(&["-display", "none", "-accel", option, "-m", &format!("{mib}M")]));
+        if self.counted {
+            a.extend(text(&["-icount", "shift=0,sleep=off"]));
+        }
+        a.extend(text(&["-smp", &self.cpus.to_string(), "-kernel"]));
+        a.extend([image.vmlinuz.display().to_string(), "-initrd".into()]);
+        let words = self.command_line(accel);
+        a.extend([image.initramfs.display().to_string(), "-append".into(), words]);
+        a.extend(text(&["-cpu", if accel == Accel::Kvm { "host" } else { TRANSLATED_CPU }]));
+        a.extend(self.backing_arguments(mib));
+        if self.uefi {
+            let flash = |unit, rest: &str, file: &str| {
+                format!("if=pflash,unit={unit},format=raw,{rest}file={file}")
+            };
+            let vars = path(UEFI_VARIABLES);
+            a.extend(["-drive".into(), flash(0, "readonly=on,", UEFI.0)]);
+            a.extend(["-drive".into(), flash(1, "", &vars)]);
+        }
+        a.extend([
+            "-serial".into(),
+            format!("file:{}", path("console")),
+            "-qmp".into(),
+            format!("unix:{}", socket("ebb-qmp.sock")),
+            "-qmp".into(),
+            format!("unix:{}", socket("lab-qmp.sock")),
+            "-device".into(),
+            "virtio-serial-pci".into(),
+            "-chardev".into(),
+            format!("socket,id=tool,path={}", socket("tool.sock")),
+            "-device".into(),
+            "virtserialport,chardev=tool,name=ebb.tool".into(),
+        ]);
+        if let Some(b) = self.balloon {
+            let on = |v| if v { "on" } else { "off" };
+            a.push("-device".into());
+            a.push(format!(
+                "virtio-balloon-pci,id=balloon0,free-page-reporting={},deflate-on-oom={}",
+                on(b.reporting),
+                on(b.deflate_on_oom)
+            ));
+        }
+        for disk in &self.disks {
+            let disk = disk.display();
+            a.extend(["-drive".into(), format!("file={disk},if=virtio,format=raw,cache=none")]);
+        }
+        a.extend(self.args.iter().cloned());
+        a
+    }
+
+    fn backing_arguments(&self, mib: u64) -> Vec<String> {
+        let object = match &self.backing {
+            Backing::Anonymous => return vec!["-machine".into(), "pc".into()],
+            Backing::Memfd => format!("memory-backend-memfd,id=ram,size={mib}M,share=on"),
+            Backing::File(path) => {
+                let path = path.display();
+                format!("memory-backend-file,id=ram,size={mib}M,share=on,mem-path={path}")
+            }
+        };
+        let machine = "pc,memory-backend=ram".to_string();
+        vec!["-object".into(), object, "-machine".into(), machine]
+    }
+
+    /// Timer checks and watchdogs misfire where a vCPU may not run for a while.
+    fn command_line(&self, accel: Accel) -> String {
+        let own = "console=ttyS0 quiet panic=0 oops=panic no_timer_check nowatchdog nokaslr";
+        let boot = if accel == Accel::Tcg && self.cpus > 1 { ONE_CPU_AT_BOOT } else { "" };
+        format!("{own} {boot} {}", self.append).trim().to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(accel: Accel, counted: bool) -> Vec<String> {
+        let mut config = VmConfig::new("x", Bytes::mib(256));
+        (config.cache, config.counted) = (Cache::at("/cache"), counted);
+        let file = PathBuf::from("/cache/file");
+        let (vmlinuz, initramfs) = (file.clone(), file);
+        let (kernel, release) = (config.kernel, String::new());
+        let image = Image { kernel, release, vmlinuz, initramfs, headers: None };
+        config.arguments(&image, accel, Path::new("/run/vm"))
+    }
+
+    #[test]
+    fn translated_guests_are_not_offered_cmpxchg16b() {
+        let cpus = |a: &[String]| -> Vec<String> {
+            a.windows(2).filter(|w| w[0] == "-cpu").map(|w| w[1].clone()).collect()
+        };
+        assert_eq!(cpus(&arguments(Accel::Tcg, false)), ["qemu64,-cx16"]);
+        assert_eq!(cpus(&arguments(Accel::Tcg, true)), ["qemu64,-cx16"]);
+        assert_eq!(cpus(&arguments(Accel::Kvm, false)), ["host"]);
+    }
+
+    #[test]
+    fn translated_guests_boot_with_one_of_their_vcpus() {
+        let line = |accel, cpus| {
+            let mut config = VmConfig::new("x", Bytes::mib(256));
+            config.cpus = cpus;
+            config.command_line(accel)
+        };
+        assert!(line(Accel::Tcg, 2).contains("maxcpus=1"));
+        assert!(!line(Accel::Tcg, 1).contains("maxcpus"), "it has no other");
+        assert!(!line(Accel::Kvm, 2).contains("maxcpus"), "processors patch as they should");
+    }
+
+    #[test]
+    fn of_the_two_qmp_sockets_one_is_named_as_ebbs() {
+        let all = arguments(Accel::Tcg, false);
+        let names = all.windows(2).filter(|w| w[0] == "-qmp").map(|w| {
+            let path = w[1].split(',').next().unwrap_or_default();
+            path.rsplit('/').next().unwrap_or_default().contains("ebb")
+        });
+        assert_eq!(names.collect::<Vec<_>>(), [true, false]);
+    }
+}
