@@ -7,26 +7,31 @@
 //! the next one to enter does it first. What the journal says is undone whether or not the
 //! change was made, so every undoing tolerates that there is nothing to undo. Lock and
 //! journals live in `/run`, which a reboot empties, as it does what they are about.
+//!
+//! This file has the machine as one experiment holds it: lock, signals, knobs. What is
+//! written and undone is in `journal`, what is made in `cgroup` and `swap`.
+
+mod cgroup;
+mod journal;
+mod swap;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use rustix::fs::{FlockOperation, flock};
-use serde::{Deserialize, Serialize};
 
+pub use self::cgroup::MemoryCgroup;
+use self::journal::{Change, JOURNAL, Journal, left};
+pub use self::swap::{SwapConfig, SwapKind};
+use self::swap::{add_swap, swap_on};
 use crate::image::Cache;
 use crate::{LabError, run};
-
-/// What journals are called.
-const JOURNAL: &str = "journal";
 
 /// Where an arena looks for the machine; `/` but in tests.
 #[derive(Clone, Debug)]
@@ -55,26 +60,6 @@ impl Places {
     }
 }
 
-/// What to swap to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SwapKind {
-    /// A zram device if one is to be had, else a file.
-    Any,
-    /// A file in the cache.
-    File,
-}
-
-/// A swap area for the arena's time.
-#[derive(Clone, Copy, Debug)]
-pub struct SwapConfig {
-    /// Its size.
-    pub size: Bytes,
-    /// What it is made of.
-    pub kind: SwapKind,
-    /// `swapon -p`.
-    pub priority: i16,
-}
-
 /// How the arena is to be.
 #[derive(Clone, Debug, Default)]
 pub struct ArenaConfig {
@@ -87,198 +72,6 @@ pub struct ArenaConfig {
     /// Others that say the same may work on the machine meanwhile: for tests, never for
     /// what measures. What is set must be no matter to them.
     pub beside: bool,
-}
-
-/// What was changed, enough to undo it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Change {
-    Knob { path: PathBuf, old: String },
-    Cgroup { path: PathBuf },
-    Swap { area: PathBuf },
-    Zram { device: String, added: bool },
-    File { path: PathBuf },
-}
-
-#[derive(Debug)]
-struct Journal {
-    path: PathBuf,
-    places: Places,
-    /// Shows that it is in use.
-    _lock: File,
-}
-
-impl Journal {
-    fn note(&self, change: &Change) -> Result<(), LabError> {
-        let error = || LabError::file(&self.path);
-        let mut file =
-            OpenOptions::new().create(true).append(true).open(&self.path).map_err(error())?;
-        let line = serde_json::to_string(change).map_err(|e| error()(e.into()))? + "\n";
-        file.write_all(line.as_bytes()).and_then(|()| file.sync_data()).map_err(error())
-    }
-
-    fn read(&self) -> Vec<Change> {
-        let text = fs::read_to_string(&self.path).unwrap_or_default();
-        text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect()
-    }
-
-    /// Undoes all, last first; returns what could not be undone. The journal is
-    /// gone afterwards only if everything is.
-    fn undo(&self) -> Vec<String> {
-        let changes = self.read();
-        let mut failed = Vec::new();
-        let mut left = Vec::new();
-        for change in changes.iter().rev() {
-            if let Err(e) = undo(change, &self.places) {
-                failed.push(format!("{change:?}: {e}"));
-                left.insert(0, change);
-            }
-        }
-        let _ = fs::remove_file(&self.path);
-        for change in left {
-            let _ = self.note(change);
-        }
-        failed
-    }
-}
-
-fn undo(change: &Change, places: &Places) -> Result<(), LabError> {
-    match change {
-        Change::Knob { path, old } if path.exists() => write(path, old),
-        Change::Cgroup { path } if path.is_dir() => remove_cgroup(path),
-        Change::Swap { area } => {
-            let swaps = fs::read_to_string(places.at("proc/swaps")).unwrap_or_default();
-            let here = area.to_string_lossy();
-            if swaps.lines().any(|l| l.split_whitespace().next() == Some(&here)) {
-                run(Command::new("swapoff").arg(area))?;
-            }
-            Ok(())
-        }
-        Change::Zram { device, added } => {
-            let dir = places.at("sys/block").join(device);
-            if dir.is_dir() {
-                write(&dir.join("reset"), "1")?;
-            }
-            if *added && dir.is_dir() {
-                let number = device.trim_start_matches("zram");
-                write(&places.at("sys/class/zram-control/hot_remove"), number)?;
-            }
-            Ok(())
-        }
-        Change::File { path } if path.exists() => {
-            fs::remove_file(path).map_err(LabError::file(path))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Kills what is in the lab's own cgroup, and in those below it, and removes them.
-fn remove_cgroup(path: &Path) -> Result<(), LabError> {
-    let below = fs::read_dir(path).into_iter().flatten().flatten().map(|e| e.path());
-    below.filter(|p| p.is_dir()).try_for_each(|p| remove_cgroup(&p))?;
-    let until = Instant::now() + Duration::from_secs(10);
-    loop {
-        for pid in fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default().lines() {
-            let pid = pid.trim().parse().ok().and_then(rustix::process::Pid::from_raw);
-            if let Some(pid) = pid {
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-            }
-        }
-        match fs::remove_dir(path) {
-            Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(20)),
-            result => return result.map_err(LabError::file(path)),
-        }
-    }
-}
-
-fn write(path: &Path, value: &str) -> Result<(), LabError> {
-    let mut file = OpenOptions::new().write(true).open(path).map_err(LabError::file(path))?;
-    file.write_all(value.as_bytes()).map_err(LabError::file(path))
-}
-
-fn read_u64(path: &Path) -> Option<u64> {
-    fs::read_to_string(path).ok()?.trim().parse().ok()
-}
-
-/// The value of a knob; of `a [b] c` the chosen one.
-fn knob_value(text: &str) -> &str {
-    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
-    chosen.map_or(text.trim(), |(value, _)| value)
-}
-
-/// A memory cgroup of the arena's own, in either version.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryCgroup {
-    /// Its directory, for [`crate::vm::VmConfig::cgroup`].
-    pub dir: PathBuf,
-    /// Version 1 or 2.
-    pub version: u8,
-}
-
-impl MemoryCgroup {
-    /// Where memory cgroups are made: the mount's directory and its version.
-    fn mount(places: &Places) -> Option<(PathBuf, u8)> {
-        let mounts = fs::read_to_string(places.at("proc/self/mounts")).ok()?;
-        let mut v2 = None;
-        for line in mounts.lines() {
-            let words: Vec<&str> = line.split(' ').collect();
-            let [_, dir, kind, options, ..] = words[..] else { continue };
-            let dir = places.at(dir);
-            if kind == "cgroup" && options.split(',').any(|o| o == "memory") {
-                return Some((dir, 1));
-            }
-            let controllers = fs::read_to_string(dir.join("cgroup.controllers"));
-            if kind == "cgroup2"
-                && controllers.is_ok_and(|c| c.split_whitespace().any(|c| c == "memory"))
-            {
-                v2 = Some((dir, 2));
-            }
-        }
-        v2
-    }
-
-    fn create(places: &Places, journal: &Journal, budget: Bytes) -> Result<MemoryCgroup, LabError> {
-        let (mount, version) = MemoryCgroup::mount(places)
-            .ok_or_else(|| LabError::Missing("this machine has no memory cgroup".into()))?;
-        let dir = mount.join(format!("ebb-lab-{}", std::process::id()));
-        if version == 2 {
-            // Fails where processes sit in the root of a delegated tree, and is
-            // not needed where it is on already: creating shows which.
-            let _ = write(&mount.join("cgroup.subtree_control"), "+memory");
-        }
-        journal.note(&Change::Cgroup { path: dir.clone() })?;
-        fs::create_dir(&dir).map_err(LabError::file(&dir))?;
-        let cgroup = MemoryCgroup { dir, version };
-        cgroup.resize(budget)?;
-        Ok(cgroup)
-    }
-
-    /// Sets its limit; what does not fit into a smaller one is swapped out.
-    pub fn resize(&self, budget: Bytes) -> Result<(), LabError> {
-        let limit = if self.version == 1 { "memory.limit_in_bytes" } else { "memory.max" };
-        write(&self.dir.join(limit), &budget.0.to_string())
-    }
-
-    /// Memory charged to it, page cache included.
-    pub fn usage(&self) -> Bytes {
-        let name = if self.version == 1 { "memory.usage_in_bytes" } else { "memory.current" };
-        Bytes(read_u64(&self.dir.join(name)).unwrap_or(0))
-    }
-
-    /// Swap charged to it.
-    pub fn swap(&self) -> Bytes {
-        if self.version == 2 {
-            return Bytes(read_u64(&self.dir.join("memory.swap.current")).unwrap_or(0));
-        }
-        self.stat("swap")
-    }
-
-    /// A line of `memory.stat`; 0 where there is none.
-    pub fn stat(&self, key: &str) -> Bytes {
-        let text = fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
-        let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(' '));
-        Bytes(line.and_then(|v| v.trim().parse().ok()).unwrap_or(0))
-    }
 }
 
 /// The machine, held by one experiment.
@@ -387,18 +180,6 @@ pub fn clean(places: &Places) -> Result<Result<usize, Vec<String>>, LabError> {
     Ok(if failed.is_empty() { Ok(changes) } else { Err(failed) })
 }
 
-/// Journals whose arena has ended without undoing them: they are locked as long as it lives.
-fn left(places: &Places) -> Vec<Journal> {
-    let files = fs::read_dir(&places.state).into_iter().flatten().flatten().map(|e| e.path());
-    let journals = files.filter(|p| p.extension().is_some_and(|e| e == JOURNAL));
-    let ended = |path: PathBuf| {
-        let file = File::open(&path).ok()?;
-        flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
-        Some(Journal { path, places: places.clone(), _lock: file })
-    };
-    journals.filter_map(ended).collect()
-}
-
 /// The lock on the machine, and how undoing the changes of earlier runs ended.
 struct Held {
     lock: File,
@@ -481,67 +262,28 @@ fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
     Ok(())
 }
 
-fn add_swap(places: &Places, journal: &Journal, config: &SwapConfig) -> Result<PathBuf, LabError> {
-    let zram = match config.kind {
-        SwapKind::Any => add_zram(places, journal, config.size)?,
-        SwapKind::File => None,
-    };
-    let area = match zram {
-        Some(device) => device,
-        None => add_swap_file(journal, config.size)?,
-    };
-    run(Command::new("mkswap").arg(&area))?;
-    journal.note(&Change::Swap { area: area.clone() })?;
-    swap_on(&area, config.priority)?;
-    Ok(area)
+fn write(path: &Path, value: &str) -> Result<(), LabError> {
+    let mut file = OpenOptions::new().write(true).open(path).map_err(LabError::file(path))?;
+    file.write_all(value.as_bytes()).map_err(LabError::file(path))
 }
 
-fn swap_on(area: &Path, priority: i16) -> Result<(), LabError> {
-    run(Command::new("swapon").args(["-p", &priority.to_string()]).arg(area)).map(|_| ())
+fn read_u64(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// A zram device: a new one, else one that nobody has set up.
-fn add_zram(places: &Places, journal: &Journal, size: Bytes) -> Result<Option<PathBuf>, LabError> {
-    let block = places.at("sys/block");
-    let added = read_u64(&places.at("sys/class/zram-control/hot_add"));
-    let device = match added {
-        Some(number) => Some(format!("zram{number}")),
-        None => fs::read_dir(&block).into_iter().flatten().flatten().find_map(|e| {
-            let name = e.file_name().to_string_lossy().into_owned();
-            let unused = read_u64(&e.path().join("disksize")) == Some(0);
-            (name.starts_with("zram") && unused).then_some(name)
-        }),
-    };
-    let Some(device) = device else { return Ok(None) };
-    journal.note(&Change::Zram { device: device.clone(), added: added.is_some() })?;
-    let node = places.at("dev").join(&device);
-    let is_device = fs::metadata(&node).is_ok_and(|m| m.file_type().is_block_device());
-    if !is_device || write(&block.join(&device).join("disksize"), &size.0.to_string()).is_err() {
-        return Ok(None);
-    }
-    Ok(Some(node))
-}
-
-fn add_swap_file(journal: &Journal, size: Bytes) -> Result<PathBuf, LabError> {
-    let dir = Cache::from_env().dir("run")?;
-    let path = dir.join(format!("swap-{}", std::process::id()));
-    journal.note(&Change::File { path: path.clone() })?;
-    let mut options = OpenOptions::new();
-    let file = options.create(true).truncate(true).write(true).mode(0o600).open(&path);
-    let mut file = file.map_err(LabError::file(&path))?;
-    let zeros = vec![0; 1 << 20];
-    for _ in 0..size.0 >> 20 {
-        file.write_all(&zeros).map_err(LabError::file(&path))?;
-    }
-    file.sync_data().map_err(LabError::file(&path))?;
-    Ok(path)
+/// The value of a knob; of `a [b] c` the chosen one.
+fn knob_value(text: &str) -> &str {
+    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    chosen.map_or(text.trim(), |(value, _)| value)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
-    fn fixture(mounts: &str) -> (tempfile::TempDir, Places) {
+    pub(super) fn fixture(mounts: &str) -> (tempfile::TempDir, Places) {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
         for sub in ["proc/self", "sys/kernel/mm/ksm", "cg/memory", "cg/unified"] {
@@ -628,36 +370,5 @@ mod tests {
         assert_eq!(clean(&places).unwrap().unwrap_err().len(), 1);
         assert_eq!(journal.read(), [Change::File { path: stuck }]);
         assert!(Arena::enter_at(places, &ArenaConfig::default()).is_err());
-    }
-
-    #[test]
-    fn memory_cgroups_are_found_in_either_version() {
-        let v1 = "cg /cg/unified cgroup2 rw 0 0\ncg /cg/memory cgroup rw,memory 0 0\n";
-        let (_dir, places) = fixture(v1);
-        let mount = MemoryCgroup::mount(&places);
-        assert_eq!(mount, Some((places.root.join("cg/memory"), 1)));
-
-        let (_dir, places) = fixture("cg /cg/unified cgroup2 rw 0 0\n");
-        assert_eq!(MemoryCgroup::mount(&places), None);
-        fs::write(places.root.join("cg/unified/cgroup.controllers"), "cpu memory pids\n").unwrap();
-        let mount = MemoryCgroup::mount(&places);
-        assert_eq!(mount, Some((places.root.join("cg/unified"), 2)));
-    }
-
-    #[test]
-    fn usage_reads_either_version() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
-        file("memory.usage_in_bytes", "4096\n");
-        file("memory.current", "8192\n");
-        file("memory.swap.current", "12\n");
-        file("memory.stat", "swappiness 60\nswap 7\nrss 9\n");
-        let mut cgroup = MemoryCgroup { dir: dir.path().into(), version: 1 };
-        assert_eq!(
-            (cgroup.usage(), cgroup.swap(), cgroup.stat("rss")),
-            (Bytes(4096), Bytes(7), Bytes(9))
-        );
-        cgroup.version = 2;
-        assert_eq!((cgroup.usage(), cgroup.swap()), (Bytes(8192), Bytes(12)));
     }
 }
