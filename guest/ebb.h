@@ -142,6 +142,12 @@ bool ebb_take_one(unsigned long pfn);
 const char *ebb_selftest(void);
 void ebb_test_saw(enum ebb_hook hook, unsigned long pfn, unsigned int order);
 
+/* tables.c */
+int ebb_tables_make(void);
+void ebb_tables_free(void);
+int ebb_memory_watch(void);
+void ebb_memory_forget(void);
+
 /* beat.c */
 void ebb_beat_start(void);
 void ebb_beat_stop(void);

@@ -6,7 +6,8 @@
  * *bit set => the page is in the buddy allocator now*.  A missing bit costs the
  * host an opportunity, a false one somebody's data, so everything here errs one
  * way.  ebb_abi.h has what the host sees, and the order of things it may rely
- * on; hooks.c has where bits change; scan.c repairs what hooks missed.
+ * on; tables.c has what the map is made of; hooks.c has where bits change;
+ * scan.c repairs what hooks missed.
  *
  * This file has the module's life.  Its one state word is header->state:
  *
@@ -29,19 +30,12 @@
 
 #include <linux/delay.h>
 #include <linux/init.h>
-#include <linux/io.h>
 #include <linux/kthread.h>
-#include <linux/memory.h>
-#include <linux/memory_hotplug.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/panic_notifier.h>
-#include <linux/random.h>
 #include <linux/reboot.h>
 #include <linux/suspend.h>
-#include <linux/version.h>
-#include <linux/vmalloc.h>
-#include <linux/vmstat.h>
 
 #include "ebb.h"
 
@@ -49,9 +43,6 @@
 #error "x86-64 with ZONE_DMA only: the host searches the first 16 MiB"
 #endif
 
-/* Room in the table for memory that comes later: 512 GiB, 32 KiB of table. */
-#define ROOM_PAGES	4096u
-#define CHUNK_ORDER	4	/* map pages that are asked for in one piece */
 #define WORK_MS		80	/* less than a beat, so that each one counts */
 #define SCAN_PAGES_MS	2621	/* at most, of the re-scan: 10 GiB a second */
 #define GRACE_MS	50	/* between STOPPED and the end of its pages */
@@ -242,142 +233,6 @@ static struct notifier_block panic_nb = { .notifier_call = on_panic, .priority =
 static struct notifier_block reboot_nb = { .notifier_call = on_reboot, .priority = INT_MAX };
 static struct notifier_block sleep_nb = { .notifier_call = on_sleep };
 
-static bool present(unsigned long section)
-{
-	unsigned long pfn = section * EBB_MAP_PFNS, i;
-
-	for (i = 0; i < EBB_MAP_PFNS; i += EBB_BLOCK)
-		if (pfn_to_online_page(pfn + i))
-			return true;
-	return false;
-}
-
-/* Gives `count` sections their map pages, which follow each other in memory. */
-static int cover(unsigned long first, unsigned int count)
-{
-	struct page *page = alloc_pages(GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN |
-					(count > 1 ? __GFP_NORETRY : 0), ilog2(count));
-	unsigned int i;
-	int err;
-
-	lockdep_assert_held(&ebb.scanning);
-	if (!page)
-		return -ENOMEM;
-	err = ebb_extent_add(ebb.extents, ebb.extent_pages, page_to_phys(page), first, count);
-	if (err) {
-		__free_pages(page, ilog2(count));
-		return err;
-	}
-	split_page(page, ilog2(count));
-	for (i = 0; i < count; i++)
-		smp_store_release(&ebb.map.page[first + i], page_address(page + i));
-	ebb.header->map_pages += count;
-	return 0;
-}
-
-static bool covered(unsigned long first, unsigned long end)
-{
-	while (first < end && ebb.map.page[first])
-		first++;
-	return first >= end;
-}
-
-/*
- * Covers what is present of a range of sections, or all of it where it is only
- * about to come, in pieces as large as can be had.
- */
-static int cover_range(unsigned long first, unsigned long end, bool hot)
-{
-	unsigned int piece;
-	int err = 0;
-
-	mutex_lock(&ebb.scanning);
-	if (covered(first, end)) {
-		mutex_unlock(&ebb.scanning);
-		return 0;
-	}
-	WRITE_ONCE(ebb.header->generation, ebb.header->generation + 1);
-	smp_mb();
-	while (first < end && !err) {
-		for (piece = 0; piece < 1u << CHUNK_ORDER && first + piece < end; piece++)
-			if (ebb.map.page[first + piece] || (!hot && !present(first + piece)))
-				break;
-		if (!piece) {
-			first++;
-			continue;
-		}
-		for (piece = rounddown_pow_of_two(piece); ; piece /= 2) {
-			err = cover(first, piece);
-			if (err != -ENOMEM || piece == 1)
-				break;
-		}
-		if (!err)
-			first += piece;
-	}
-	smp_mb();
-	WRITE_ONCE(ebb.header->generation, ebb.header->generation + 1);
-	mutex_unlock(&ebb.scanning);
-	return err;
-}
-
-static void uncover_all(void)
-{
-	unsigned long i;
-
-	for (i = 0; i < ebb.map.pages; i++)
-		if (ebb.map.page[i])
-			free_page((unsigned long)ebb.map.page[i]);
-}
-
-static void block(unsigned long first, unsigned long end, bool on)
-{
-	mutex_lock(&ebb.scanning);
-	for (; first < end; first++)
-		if (on)
-			__set_bit(first, ebb.blocked);
-		else
-			__clear_bit(first, ebb.blocked);
-	mutex_unlock(&ebb.scanning);
-}
-
-/*
- * Scans keep away from memory that is going, until it has gone: its struct
- * pages may go too.  Memory that comes is covered if there is room; what is not
- * covered is never recorded, and that is all.
- */
-static int on_memory(struct notifier_block *nb, unsigned long event, void *data)
-{
-	struct memory_notify *m = data;
-	unsigned long pfn = m->start_pfn, n = m->nr_pages;
-	unsigned long first = pfn / EBB_MAP_PFNS, end = DIV_ROUND_UP(pfn + n, EBB_MAP_PFNS);
-
-	end = min(end, ebb.map.pages);
-	switch (event) {
-	case MEM_GOING_ONLINE:
-		if (cover_range(first, end, true) || pfn + n > ebb.map.pages * EBB_MAP_PFNS)
-			pr_warn_once("some memory has no place in the map\n");
-		break;
-	case MEM_ONLINE:
-		ebb.header->stats.uncovered += n - ebb_map_covered(&ebb.map, pfn, n);
-		ebb_scan(pfn, pfn + n);
-		break;
-	case MEM_GOING_OFFLINE:
-		block(first, end, true);
-		break;
-	case MEM_OFFLINE:
-		/* It may have been on its way before we came. */
-		if (!(ebb_fault & EBB_FAULT_OFFLINE))
-			ebb_map_clear(&ebb.map, pfn, n);
-		fallthrough;
-	case MEM_CANCEL_OFFLINE:
-		block(first, end, false);
-		break;
-	}
-	return NOTIFY_DONE;
-}
-
-static struct notifier_block memory_nb = { .notifier_call = on_memory };
-
 /* How many pages may be looked at after so long, for a pass in rescan_ms. */
 static unsigned long allowance(unsigned int elapsed)
 {
@@ -442,43 +297,6 @@ static int work(void *unused)
 	return 0;
 }
 
-static int make_header(void)
-{
-	static const u8 magic[] = EBB_MAGIC;
-	/* First: it is one page, the header may be anywhere. */
-	u64 kept = ebb_keep_page();
-	struct page *page = alloc_page(GFP_KERNEL | GFP_DMA | __GFP_ZERO);
-	struct ebb_header *h;
-
-	if (!page || page_to_pfn(page) >= EBB_SEARCH_PAGES) {
-		if (page)
-			__free_page(page);
-		ebb_keep_end();
-		return -ENOMEM;
-	}
-	h = ebb.header = page_address(page);
-	h->version = EBB_ABI_VERSION;
-	h->size = sizeof(*h);
-	h->self_gpa = page_to_phys(page);
-	get_random_bytes(&h->key, sizeof(h->key));
-	get_random_bytes(h->instance, sizeof(h->instance));
-	h->page_shift = PAGE_SHIFT;
-	h->order = ebb.order;
-	h->pfn_limit = (u64)ebb.map.pages * EBB_MAP_PFNS;
-	h->linux_version = KERNEL_VERSION(LINUX_VERSION_MAJOR, LINUX_VERSION_PATCHLEVEL, 0);
-	h->features = ebb_fault ? EBB_FEATURE_FAULTS : 0;
-	strscpy(h->module_version, EBB_MODULE_VERSION, sizeof(h->module_version));
-	h->kept_gpa = kept;
-	memcpy(h->magic, magic, sizeof(magic));
-	h->checksum = ebb_checksum(h);
-	/* Nobody shall find it before it is whole. */
-	memset(h->magic, 0, sizeof(h->magic));
-	h->state = EBB_STARTING;
-	h->tick_ms = EBB_TICK_MS;
-	h->facts_ms = max(ebb_facts_ms, EBB_TICK_MS);
-	return 0;
-}
-
 static void show_header(bool show)
 {
 	static const u8 magic[] = EBB_MAGIC;
@@ -491,109 +309,11 @@ static void show_header(bool show)
 	smp_mb();
 }
 
-/* Enough for all sections that the table can hold, taken from page to page. */
-static int make_extents(unsigned long sections)
-{
-	unsigned int i, n = DIV_ROUND_UP(sections, 1u << CHUNK_ORDER) * 2 / EBB_EXTENTS_A_PAGE + 1;
-	u64 *next = &ebb.header->extents_gpa;
-
-	n = min_t(unsigned int, n, EBB_EXTENT_PAGES_MAX);
-	ebb.extents = kcalloc(n, sizeof(*ebb.extents), GFP_KERNEL);
-	if (!ebb.extents)
-		return -ENOMEM;
-	for (i = 0; i < n; i++) {
-		ebb.extents[i] = (void *)get_zeroed_page(GFP_KERNEL);
-		if (!ebb.extents[i])
-			break;
-		*next = virt_to_phys(ebb.extents[i]);
-		next = &ebb.extents[i]->next;
-	}
-	ebb.extent_pages = i;
-	ebb.header->extent_pages = i;
-	return i == n ? 0 : -ENOMEM;
-}
-
-static void free_extents(void)
-{
-	while (ebb.extent_pages)
-		free_page((unsigned long)ebb.extents[--ebb.extent_pages]);
-	kfree(ebb.extents);
-}
-
-/* One past the last page of any node. */
-static unsigned long last_pfn(void)
-{
-	unsigned long last = 0;
-	int nid;
-
-	for_each_online_node(nid)
-		last = max(last, pgdat_end_pfn(NODE_DATA(nid)));
-	return last;
-}
-
-static int make_tables(void)
-{
-	unsigned long sections = DIV_ROUND_UP(last_pfn(), EBB_MAP_PFNS);
-	int err = -ENOMEM;
-
-	ebb.map.pages = max_t(unsigned long, 2 * sections, ROOM_PAGES);
-	ebb.map.page = vzalloc(array_size(ebb.map.pages, sizeof(*ebb.map.page)));
-	if (!ebb.map.page)
-		return -ENOMEM;
-	ebb.blocked = kvcalloc(BITS_TO_LONGS(ebb.map.pages), sizeof(long), GFP_KERNEL);
-	if (!ebb.blocked)
-		goto out_page;
-	ebb.events = kcalloc(NR_VM_EVENT_ITEMS, sizeof(*ebb.events), GFP_KERNEL);
-	if (!ebb.events)
-		goto out_blocked;
-	ebb.counts = alloc_percpu(struct ebb_counts);
-	if (!ebb.counts)
-		goto out_events;
-	err = make_header();
-	if (err)
-		goto out_counts;
-	err = make_extents(ebb.map.pages);
-	if (err)
-		goto out_header;
-	err = cover_range(0, sections, false);
-	if (err)
-		goto out_cover;
-	return 0;
-
-out_cover:
-	uncover_all();
-out_header:
-	free_extents();
-	free_page((unsigned long)ebb.header);
-	ebb_keep_end();
-out_counts:
-	free_percpu(ebb.counts);
-out_events:
-	kfree(ebb.events);
-out_blocked:
-	kvfree(ebb.blocked);
-out_page:
-	vfree(ebb.map.page);
-	return err;
-}
-
-static void free_tables(void)
-{
-	uncover_all();
-	free_extents();
-	free_page((unsigned long)ebb.header);
-	ebb_keep_end();
-	free_percpu(ebb.counts);
-	kfree(ebb.events);
-	kvfree(ebb.blocked);
-	vfree(ebb.map.page);
-}
-
 static int add_notifiers(void)
 {
 	int err;
 
-	err = register_memory_notifier(&memory_nb);
+	err = ebb_memory_watch();
 	if (err)
 		return err;
 	err = ebb_cpus_watch();
@@ -619,7 +339,7 @@ out_sleep:
 out_cpus:
 	ebb_cpus_forget();
 out_memory:
-	unregister_memory_notifier(&memory_nb);
+	ebb_memory_forget();
 	return err;
 }
 
@@ -631,7 +351,7 @@ static void remove_notifiers(void)
 		unregister_pm_notifier(&sleep_nb);
 	}
 	ebb_cpus_forget();
-	unregister_memory_notifier(&memory_nb);
+	ebb_memory_forget();
 }
 
 /*
@@ -673,7 +393,7 @@ static int __init ebb_init(void)
 	ebb.order = order;
 	mutex_init(&ebb.life);
 	mutex_init(&ebb.scanning);
-	err = make_tables();
+	err = ebb_tables_make();
 	if (err) {
 		pr_err("no memory for the map, or none in ZONE_DMA for its header\n");
 		return err;
@@ -714,7 +434,7 @@ out_notifiers:
 	if (ebb_hooks_stuck())
 		return stay();
 out_tables:
-	free_tables();
+	ebb_tables_free();
 	return err;
 }
 
@@ -731,7 +451,7 @@ static void __exit ebb_exit(void)
 	show_header(false);
 	if (ebb_hooks_stuck())
 		stay_for_ever();
-	free_tables();
+	ebb_tables_free();
 }
 
 module_init(ebb_init);
