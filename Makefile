@@ -39,7 +39,7 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) 
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
 
-.PHONY: help setup demo test $(LANES) soak check bench report fuzz install clean
+.PHONY: help setup demo test $(LANES) soak check bench report fuzz install deb clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -119,6 +119,17 @@ install: ## binary, agent, units, manual, completions and documents below $(DEST
 	$(BUILT)/ebb man $(SHARE)/man/man8
 	for s in bash zsh fish; do $(BUILT)/ebb completions $$s > \
 	  $(SHARE)/$$(printf '%s\n' $(COMPLETIONS) | grep $$s) || exit 1; done
+
+deb: target/.packager ## packages for Debian 12: ebb (host) and ebb-guest-dkms (guest), in target/deb
+	@mkdir -p target/deb
+	@debian/rules binary
+	@lintian --fail-on error target/deb/*.deb
+
+target/.packager: Makefile
+	@command -v dh_dkms >/dev/null && command -v lintian >/dev/null || { \
+	  echo "deb: installing debhelper dh-dkms lintian fakeroot"; \
+	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends debhelper dh-dkms lintian fakeroot; }
+	@mkdir -p target && touch $@
 
 clean: ## build products; what an interrupted lab run left
 	-@$(CARGO) lab clean
