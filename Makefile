@@ -122,13 +122,14 @@ install: ## binary, agent, units, manual, completions and documents below $(DEST
 
 deb: target/.packager ## packages for Debian 12: ebb (host) and ebb-guest-dkms (guest), in target/deb
 	@mkdir -p target/deb
-	@debian/rules binary
+	@rm -f target/deb/*.deb
+	@DEB_RULES_REQUIRES_ROOT=no debian/rules binary
 	@lintian --fail-on error target/deb/*.deb
 
 target/.packager: Makefile
 	@command -v dh_dkms >/dev/null && command -v lintian >/dev/null || { \
-	  echo "deb: installing debhelper dh-dkms lintian fakeroot"; \
-	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends debhelper dh-dkms lintian fakeroot; }
+	  echo "deb: installing debhelper dh-dkms lintian"; \
+	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends debhelper dh-dkms lintian; }
 	@mkdir -p target && touch $@
 
 clean: ## build products; what an interrupted lab run left

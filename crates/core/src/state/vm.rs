@@ -31,7 +31,7 @@ use crate::policy::merge::VmMerge;
 use crate::sample::{GuestStats, VmEvent, VmId, VmSample};
 use crate::units::{Bytes, Stamp};
 
-/// One harm is forgotten, or one contradiction, in so long.
+/// One harm is forgotten in so long, and the hot cache that is known sinks in so long.
 const FORGIVE_MS: u64 = 60_000;
 
 /// What is remembered of one VM.
