@@ -159,18 +159,22 @@ fn slack(ram: Bytes) -> Bytes {
     ram.share(SLACK_SHARE).max(Bytes::mib(64))
 }
 
-/// What in a guest's word cannot be, if anything: bounded by its size, by the map of
-/// its free pages, by what the host holds for it.
-pub(crate) fn implausible(vm: &VmSample, stats: &GuestStats) -> Option<String> {
-    let actual = vm.balloon.as_ref()?.actual;
-    let ram = vm.ram.unwrap_or(actual);
+/// What in a guest's word cannot be, if anything: bounded by its size (the least and the
+/// most that it had when it may have spoken), by the map of its free pages, by what the
+/// host holds for it.
+pub(crate) fn implausible(
+    vm: &VmSample,
+    stats: &GuestStats,
+    (least, most): (Bytes, Bytes),
+) -> Option<String> {
+    let ram = vm.ram.unwrap_or(most);
     let available = stats.available.or(stats.free)?;
     let slack = slack(ram);
-    if available > actual + slack {
-        return Some(format!("{available} available of {actual}"));
+    if available > most + slack {
+        return Some(format!("{available} available of {most}"));
     }
-    if available + ram.share(LEAST_NEED) > actual {
-        return Some(format!("{available} available of {actual}: no kernel can do with the rest"));
+    if available + ram.share(LEAST_NEED) > most {
+        return Some(format!("{available} available of {most}: no kernel can do with the rest"));
     }
     let map = vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready);
     // The balloon's numbers are up to a second older than the map.
@@ -185,8 +189,8 @@ pub(crate) fn implausible(vm: &VmSample, stats: &GuestStats) -> Option<String> {
     let process = vm.process.filter(|_| vm.pinned.is_none())?;
     let host_side = process.resident() + process.swap;
     // What it used it has touched: it is in DRAM or in swap (or merged zeroes).
-    if actual - available > host_side + ram.share(0.25) + slack {
-        return Some(format!("{} in use, but the host holds {host_side}", actual - available));
+    if least - available > host_side + ram.share(0.25) + slack {
+        return Some(format!("{} in use, but the host holds {host_side}", least - available));
     }
     None
 }
@@ -301,6 +305,8 @@ mod tests {
         assert_eq!(set(1000), (724, 300), "never more than there is cache");
     }
 
+    const GIB: (Bytes, Bytes) = (Bytes::gib(1), Bytes::gib(1));
+
     fn sample(stats: GuestStats) -> VmSample {
         let all = Bytes::gib(1);
         VmSample {
@@ -322,7 +328,7 @@ mod tests {
             caches: Some(Bytes::mib(caches)),
             ..stats(available)
         };
-        let says = |s: GuestStats| implausible(&sample(s), &s).unwrap_or_default();
+        let says = |s: GuestStats| implausible(&sample(s), &s, GIB).unwrap_or_default();
         assert_eq!(says(full(500, 300, 790)), "");
         assert_eq!(says(stats(900)), "", "most of it idle");
         assert!(says(stats(1024)).contains("no kernel"), "{}", says(stats(1024)));
@@ -354,11 +360,11 @@ mod tests {
             ..AgentSample::default()
         };
         vm.agent = Some(agent(550));
-        assert_eq!(implausible(&vm, &s), None, "within what moves between two readings");
+        assert_eq!(implausible(&vm, &s, GIB), None, "within what moves between two readings");
         vm.agent = Some(agent(100));
-        assert!(implausible(&vm, &s).unwrap().contains("by its map"));
+        assert!(implausible(&vm, &s, GIB).unwrap().contains("by its map"));
         vm.agent = Some(AgentSample { state: AgentState::Silent, ..agent(100) });
-        assert_eq!(implausible(&vm, &s), None, "a map that does not hold proves nothing");
+        assert_eq!(implausible(&vm, &s, GIB), None, "a map that does not hold proves nothing");
     }
 
     #[test]
@@ -366,13 +372,13 @@ mod tests {
         let s = stats(100);
         let mut vm = sample(s);
         vm.process = Some(ProcessMemory { anon: Bytes::mib(300), ..ProcessMemory::default() });
-        assert!(implausible(&vm, &s).unwrap().contains("the host holds 300 MiB"));
+        assert!(implausible(&vm, &s, GIB).unwrap().contains("the host holds 300 MiB"));
         vm.process = Some(ProcessMemory {
             anon: Bytes::mib(300),
             swap: Bytes::mib(500),
             ..ProcessMemory::default()
         });
-        assert_eq!(implausible(&vm, &s), None);
+        assert_eq!(implausible(&vm, &s, GIB), None);
     }
 
     #[test]

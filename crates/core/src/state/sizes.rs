@@ -33,6 +33,11 @@ impl Sizes {
         self.0.drain(..old.max(self.0.len().saturating_sub(MOST)));
     }
 
+    /// The least and the greatest size that a word of `said` or later may go with.
+    pub(super) fn of_word(&self, said: Stamp) -> Option<(Bytes, Bytes)> {
+        self.range(Stamp(said.0.saturating_sub(GATHER_MS)))
+    }
+
     /// The least and the greatest size since a moment.
     fn range(&self, since: Stamp) -> Option<(Bytes, Bytes)> {
         let first = self.0.iter().rposition(|s| s.0 <= since).unwrap_or(0);
@@ -53,7 +58,7 @@ impl Sizes {
         available: Bytes,
         was: Option<Bytes>,
     ) -> Option<(Bytes, Bytes)> {
-        let (mut low, mut high) = self.range(Stamp(said.0.saturating_sub(GATHER_MS)))?;
+        let (mut low, mut high) = self.of_word(said)?;
         if available > high {
             // It spoke before that.
             (low, high) = self.range(Stamp(0))?;

@@ -60,15 +60,18 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
     ] {
         let model = tick(&mut memory, &word(at, actual, available, age));
         assert_eq!(only(&model).distress, "", "{at}");
+        assert_eq!(only(&model).trust.level, 1.0, "{at}: {}", only(&model).trust.why);
         let plan = decide(&model, &memory, &[], &Default::default()).plan;
         assert_eq!(plan.actions, [], "{at}");
     }
     assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
     // Just before the first look.
     let mut memory = Memory::default();
-    for (at, available) in [(1_000, 440), (2_000, 120), (3_000, 120)] {
-        let model = tick(&mut memory, &word(at, 200, available, 0));
+    for (at, available, age) in [(1_000, 440, 0), (1_500, 440, 500), (2_000, 120, 0), (3_000, 120, 0)]
+    {
+        let model = tick(&mut memory, &word(at, 200, available, age));
         assert_eq!(only(&model).distress, "", "{at}");
+        assert_eq!(only(&model).trust.level, 0.5, "{at}: one word, doubted once");
     }
 }
 

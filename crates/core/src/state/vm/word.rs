@@ -101,9 +101,13 @@ impl VmMemory {
         if self.order.is_some_and(|o| o.still_ms == 0) {
             return;
         }
-        match (implausible(vm, words), self.doubt.as_mut()) {
+        // Nor is a move that Ebb did not order: each of its sizes of that time may be the one.
+        let said = Stamp(at.0.saturating_sub(words.age_ms));
+        let Some(sizes) = self.sizes.of_word(said) else { return };
+        match (implausible(vm, words, sizes), self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
-                if at.since(d.at) >= 400 {
+                // The same word again is no second contradiction.
+                if said > d.at {
                     d.times = d.times.saturating_add(1).min(1000);
                     (d.at, d.what) = (at, what);
                 }
