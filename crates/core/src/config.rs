@@ -39,6 +39,9 @@ pub struct Config {
     /// Which QMP sockets are connected to.
     #[serde(default)]
     pub sockets: SocketUse,
+    /// VMs without such a socket are reached through libvirt, where that manages them.
+    #[serde(default = "yes")]
+    pub libvirt: bool,
     /// Users whose QEMU processes are VMs, beside those that are always.
     #[serde(default)]
     pub users: Vec<User>,
@@ -284,6 +287,7 @@ impl Default for Config {
             pool: None,
             listed_only: false,
             sockets: SocketUse::default(),
+            libvirt: true,
             users: Vec::new(),
             programs: Vec::new(),
             containers: false,

@@ -33,6 +33,7 @@ use crate::act::zeros::{self, ZeroFinder};
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
 use crate::intervals::Intervals;
+use crate::libvirt::Libvirt;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::Scanner;
 use crate::probe::identity::claim;
@@ -77,6 +78,8 @@ pub struct LinuxHost {
     /// Where they were heard, by an earlier daemon.
     owed_at: BTreeMap<VmId, PathBuf>,
     scanner: Scanner,
+    /// For VMs without a socket for Ebb, unless the configuration says otherwise.
+    libvirt: Option<Libvirt>,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
     bounds: Bounds,
@@ -112,6 +115,8 @@ impl LinuxHost {
             KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
         });
         let bound = vec![None; options.sockets.len()];
+        let libvirt = options.config.libvirt.then(|| Libvirt::new(options.root.clone()));
+        let libvirt = libvirt.transpose()?;
         Ok(LinuxHost {
             trigger: None,
             notifications: None,
@@ -128,6 +133,7 @@ impl LinuxHost {
             others_ksm: None,
             touch: None,
             scanner: Scanner::new(options.trust.clone()),
+            libvirt,
             bounds: Bounds::new(options.pool.clone()),
             intervals: Intervals::load(options.intervals.clone()),
             options,

@@ -11,6 +11,7 @@ mod protocol;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -36,6 +37,23 @@ pub struct Client {
     protocol: Protocol,
     opened: Instant,
     heard: Instant,
+    /// Why who serves in QEMU's place has closed the connection.
+    words: Option<Words>,
+}
+
+/// Where who serves a client in QEMU's place says why it closed the connection, for people.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Words(Arc<Mutex<Option<String>>>);
+
+impl Words {
+    /// The last word counts.
+    pub fn say(&self, why: &str) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.to_owned());
+    }
+
+    fn said(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 impl Client {
@@ -51,7 +69,19 @@ impl Client {
             }
         };
         let now = Instant::now();
-        Client { path, socket, protocol, opened: now, heard: now }
+        Client { path, socket, protocol, opened: now, heard: now, words: None }
+    }
+
+    /// Over a connected socket whose peer speaks in QEMU's place, and is called so.
+    pub(crate) fn over(socket: OwnedFd, called: PathBuf, words: Words) -> Client {
+        let protocol = Protocol::new(called.display().to_string());
+        let (now, socket) = (Instant::now(), Some(socket));
+        Client { path: called, socket, protocol, opened: now, heard: now, words: Some(words) }
+    }
+
+    /// Whether it speaks with QEMU itself, over the socket at its path.
+    pub fn is_direct(&self) -> bool {
+        self.words.is_none()
     }
 
     /// Connects and negotiates, at most `timeout` long.
@@ -159,7 +189,7 @@ impl Client {
         let mut total = 0;
         while total < MAX_PUMP && self.protocol.state() != State::Failed {
             match rustix::net::recv(socket, &mut buffer[..], RecvFlags::empty()) {
-                Ok((0, _)) => return self.protocol.end_of_file(),
+                Ok((0, _)) => return self.closed(),
                 Ok((n, _)) => {
                     total += n;
                     self.heard = Instant::now();
@@ -171,9 +201,19 @@ impl Client {
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
-                Err(Errno::CONNRESET) => return self.protocol.end_of_file(),
+                Err(Errno::CONNRESET) => return self.closed(),
                 Err(e) => return self.protocol.fail(io_error(&self.path, "recv", e)),
             }
+        }
+    }
+
+    fn closed(&mut self) {
+        match self.words.as_ref().and_then(Words::said) {
+            Some(why) => {
+                let path = self.path.display().to_string();
+                self.protocol.fail(QmpError::Left(path, why));
+            }
+            None => self.protocol.end_of_file(),
         }
     }
 
@@ -184,7 +224,7 @@ impl Client {
                 Ok(n) => self.protocol.written(n),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
-                Err(Errno::PIPE | Errno::CONNRESET) => return self.protocol.end_of_file(),
+                Err(Errno::PIPE | Errno::CONNRESET) => return self.closed(),
                 Err(e) => return self.protocol.fail(io_error(&self.path, "send", e)),
             }
         }
@@ -242,6 +282,10 @@ impl Client {
     }
 
     fn taken(&self, silent: Duration) -> QmpError {
+        if !self.is_direct() {
+            let why = format!("no answer within {:.1} s", silent.as_secs_f64());
+            return QmpError::Left(self.path.display().to_string(), why);
+        }
         let seen = match is_serving(&self.path) {
             true => "another client is connected (see /proc/net/unix)",
             false => "another client holds it, or QEMU hangs",
@@ -307,22 +351,25 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {
 
 /// A non-blocking connect; Unix sockets connect at once or not at all.
 fn open_socket(path: &Path) -> Result<OwnedFd, QmpError> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| io_error(path, "socket", e))?;
     let named = path.display().to_string();
-    let connected = match SocketAddrUnix::new(path) {
-        Err(Errno::NAMETOOLONG) => connect_long(&socket, path),
-        Err(e) => Err(e),
-        Ok(address) => rustix::net::connect(&socket, &address),
-    };
-    connected.map_err(|e| match e {
+    connect_unix(path).map_err(|e| match e {
         Errno::NOENT => QmpError::NoSocket(named),
         Errno::CONNREFUSED => QmpError::Refused(named),
         Errno::ACCESS | Errno::PERM => QmpError::Denied(named),
         Errno::AGAIN => QmpError::Taken(named, "the queue of waiting clients is full".into()),
         e => io_error(path, "connect", e),
-    })?;
+    })
+}
+
+/// The same with the system's error.
+pub(crate) fn connect_unix(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match SocketAddrUnix::new(path) {
+        Err(Errno::NAMETOOLONG) => connect_long(&socket, path)?,
+        Err(e) => return Err(e),
+        Ok(address) => rustix::net::connect(&socket, &address)?,
+    }
     Ok(socket)
 }
 

@@ -29,6 +29,7 @@ use ebb_core::units::{Bytes, Stamp};
 use self::connection::BACKOFF;
 use crate::agent_link::AgentLink;
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
+use crate::libvirt::Libvirt;
 use crate::merge_link::MergeLink;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
@@ -96,6 +97,8 @@ pub(crate) struct Access {
 #[derive(Debug)]
 pub(crate) struct Vm {
     pub process: QemuProcess,
+    /// For a VM that has no socket for Ebb.
+    libvirt: Option<Libvirt>,
     pub cgroup: Option<String>,
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
@@ -189,6 +192,7 @@ impl Vm {
             opened: false,
             closed: None,
             process,
+            libvirt: None,
             cgroup: None,
             interval_s,
             client: None,
@@ -251,6 +255,11 @@ impl Vm {
     /// An earlier daemon found this interval of its statistics.
     pub fn with_interval(self, was: Option<u64>) -> Vm {
         Vm { interval_was: was, ..self }
+    }
+
+    /// It may be reached through its manager.
+    pub fn with_libvirt(self, libvirt: Option<&Libvirt>) -> Vm {
+        Vm { libvirt: libvirt.cloned(), ..self }
     }
 
     /// Connects where it is time to, and queues this tick's questions: what QEMU has said was

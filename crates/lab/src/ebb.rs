@@ -60,6 +60,12 @@ impl Daemon {
         config: &str,
         args: &[&str],
     ) -> Result<Daemon, LabError> {
+        Daemon::configure(dir, vms, config)?;
+        Daemon::start_again(dir, args)
+    }
+
+    /// Writes the configuration of one that is started in `dir` later.
+    pub fn configure(dir: &Path, vms: &[&str], config: &str) -> Result<(), LabError> {
         std::fs::create_dir_all(dir).map_err(LabError::file(dir))?;
         let file = dir.join("ebb.toml");
         let d = dir.display();
@@ -67,8 +73,7 @@ impl Daemon {
             "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n\
              [host]\nvms = \"listed\"\n{config}\n"
         ) + &vms.iter().map(|v| format!("[vm.\"{v}\"]\n")).collect::<String>();
-        std::fs::write(&file, text).map_err(LabError::file(&file))?;
-        Daemon::start_again(dir, args)
+        std::fs::write(&file, text).map_err(LabError::file(&file))
     }
 
     /// Starts it with the configuration that lies in `dir`.

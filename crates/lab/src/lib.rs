@@ -17,6 +17,7 @@ pub mod ground_truth;
 pub mod guest;
 pub mod guest_stack;
 pub mod image;
+pub mod libvirt;
 pub mod result;
 pub mod sampler;
 pub mod setup;

@@ -30,6 +30,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("setpriv", "util-linux"),
     ("mkswap", "util-linux"),
     ("dpkg-deb", "dpkg"),
+    ("libvirtd", "libvirt-daemon"),
+    ("virsh", "libvirt-clients"),
     // Which does not make it the machine's: that would be systemd-sysv.
     ("systemctl", "systemd"),
 ];
@@ -37,6 +39,10 @@ const PROGRAMS: &[(&str, &str)] = &[
 const FILES: &[(&str, &str)] = &[
     ("/usr/share/OVMF/OVMF_CODE_4M.fd", "ovmf"),
     ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev"),
+    (
+        "/usr/lib/x86_64-linux-gnu/libvirt/connection-driver/libvirt_driver_qemu.so",
+        "libvirt-daemon-driver-qemu",
+    ),
     // objtool, which builds modules, needs it.
     ("/usr/lib/x86_64-linux-gnu/libelf.so.1", "libelf1"),
 ];

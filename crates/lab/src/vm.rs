@@ -38,7 +38,7 @@ use crate::guest::{Fields, Tool, ToolError};
 use crate::image::{Image, with_files};
 use crate::{LabError, tail};
 
-const READY: &str = "ebb-guest-tool: ready on";
+pub(crate) const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
 const LAST_WORDS: [&str; 3] = ["Kernel panic - not syncing", "Oops: ", "kernel BUG at"];
 /// What tells where a guest stands that never said a word: RIP of each vCPU.

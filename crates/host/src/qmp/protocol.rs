@@ -55,6 +55,9 @@ pub enum QmpError {
     /// End of file; ` during COMMAND` where one was under way.
     #[error("{0}: QEMU closed the connection{1}")]
     Closed(String, String),
+    /// Who serves in QEMU's place closed the connection or does not answer, and why.
+    #[error("{0}: {1}")]
+    Left(String, String),
     /// The peer does not speak QMP, and in what; the connection is gone.
     #[error("{0}: not QMP: {1}; connection dropped")]
     Garbage(String, String),

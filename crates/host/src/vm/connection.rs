@@ -18,7 +18,7 @@ pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Durati
 impl Vm {
     /// The one that is in use, once QEMU has answered.
     pub(super) fn socket(&self) -> Option<String> {
-        let client = self.client.as_ref().filter(|_| self.ready)?;
+        let client = self.client.as_ref().filter(|c| self.ready && c.is_direct())?;
         client.path().to_str().map(str::to_owned)
     }
 
@@ -84,6 +84,9 @@ impl Vm {
     /// A connection that must not be kept (any more) is closed.
     pub(super) fn leave_unwanted(&mut self) {
         let Err(why) = self.sockets() else { return };
+        if self.access.managed && self.libvirt.is_some() {
+            return;
+        }
         if self.client.is_some() {
             self.restore_interval();
             self.forget_connection();
@@ -104,7 +107,10 @@ impl Vm {
     }
 
     pub(super) fn connect(&mut self) {
-        let Ok(paths) = self.sockets() else { return };
+        let paths = match self.sockets() {
+            Ok(paths) => paths,
+            Err(why) => return self.connect_by_manager(why),
+        };
         let mut client = Client::new(paths[self.turn % paths.len()].clone());
         let pid = self.process.id.pid;
         if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
@@ -113,6 +119,22 @@ impl Vm {
             client.protocol().fail(QmpError::Io(path, "peer", why));
         }
         self.adopt(client);
+    }
+
+    /// Through libvirt, where that manages it; else it stays down, and why it has no socket for
+    /// Ebb is said.
+    fn connect_by_manager(&mut self, why: String) {
+        let libvirt = self.libvirt.as_ref();
+        let Some((libvirt, address)) = libvirt.and_then(|l| Some((l, l.find(&self.process)?)))
+        else {
+            (self.down, self.retry_at) = (Link::Down(why), Some(Instant::now() + BACKOFF.0));
+            return;
+        };
+        // One with an agent has arguments of its own, so libvirt calls it tainted already.
+        match libvirt.attach(address, self.process.agent.is_some()) {
+            Ok(client) => self.adopt(client),
+            Err(e) => self.down = Link::Down(format!("libvirt: {e}")),
+        }
     }
 
     /// Buries a failed connection and says when to try again.

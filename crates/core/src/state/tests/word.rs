@@ -67,7 +67,8 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
     assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
     // Just before the first look.
     let mut memory = Memory::default();
-    for (at, available, age) in [(1_000, 440, 0), (1_500, 440, 500), (2_000, 120, 0), (3_000, 120, 0)]
+    for (at, available, age) in
+        [(1_000, 440, 0), (1_500, 440, 500), (2_000, 120, 0), (3_000, 120, 0)]
     {
         let model = tick(&mut memory, &word(at, 200, available, age));
         assert_eq!(only(&model).distress, "", "{at}");

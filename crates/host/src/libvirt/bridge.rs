@@ -1,0 +1,502 @@
+//! One domain, as its VM's QMP client sees it: QMP commands in, answers out, and between them the
+//! calls to libvirt that they take.
+//!
+//! So the rest of Ebb knows one language, and a libvirtd that hangs looks like a QEMU that hangs.
+//! Nothing here does I/O. What is read of all domains comes in bulk ([`Bridge::heard_stats`]);
+//! what is asked of this one alone is asked one call at a time, since libvirt has the second wait
+//! for the first.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::calls::{self, Domain, Event, Procedure};
+use super::description::Balloon;
+use super::rpc::Refused;
+use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
+
+/// What was asked of libvirt so long before a question answers it: a tick's questions come
+/// together.
+const TOGETHER: Duration = Duration::from_millis(25);
+/// So long after a balloon was told or seen to move, libvirt's own word of its size is too old:
+/// QEMU tells libvirt once a second.
+const MOVES: Duration = Duration::from_secs(5);
+/// Whether a domain is saved or migrated is asked so often; libvirt has no event for the begin.
+const JOB_EVERY: Duration = Duration::from_secs(3);
+/// A description is read again after so long, and after each event that may change it.
+const DESCRIBED_FOR: Duration = Duration::from_secs(50);
+/// Most bytes of commands that are not whole yet.
+const MAX_COMMAND: usize = 64 << 10;
+
+/// What a question waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    /// Statistics of all domains.
+    Bulk,
+    /// This one's, from QEMU.
+    Memory,
+    Job,
+    Description,
+}
+
+/// A question of the client.
+#[derive(Debug)]
+struct Question {
+    id: Value,
+    command: Value,
+    need: Need,
+    at: Instant,
+}
+
+/// A call to libvirt for this domain alone.
+#[derive(Debug, PartialEq)]
+pub(super) enum Purpose {
+    LookUp,
+    Describe,
+    Memory(Instant),
+    Job(Instant),
+    /// Carries out a command; its id.
+    Order(Value),
+    /// Has a command done by QEMU itself; its id.
+    Monitor(Value),
+    Period(Value, u64),
+}
+
+/// A call that is to be made.
+pub(super) type Call = (Purpose, Procedure, Vec<u8>);
+
+#[derive(Debug)]
+pub(super) struct Bridge {
+    name: String,
+    /// Known once libvirt has told it.
+    domain: Option<Domain>,
+    /// What is not answered from libvirt goes to QEMU through it.
+    monitor: bool,
+    greeted: bool,
+    balloon: Option<Balloon>,
+    described: Option<Instant>,
+    numbers: BTreeMap<String, u64>,
+    bulk: Option<Instant>,
+    memory: Option<Instant>,
+    job: Option<(Instant, bool)>,
+    moved: Option<Instant>,
+    questions: Vec<Question>,
+    orders: VecDeque<Call>,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    over: Option<String>,
+}
+
+impl Bridge {
+    /// To the domain of this name. With `monitor`, commands that libvirt has no procedure for go
+    /// to QEMU, which libvirt marks as tainted.
+    pub fn new(name: String, monitor: bool) -> Bridge {
+        Bridge {
+            name,
+            domain: None,
+            monitor,
+            greeted: false,
+            balloon: None,
+            described: None,
+            numbers: BTreeMap::new(),
+            bulk: None,
+            memory: None,
+            job: None,
+            moved: None,
+            questions: Vec::new(),
+            orders: VecDeque::new(),
+            input: Vec::new(),
+            output: Vec::new(),
+            over: None,
+        }
+    }
+
+    /// Which, once that is known.
+    pub fn domain(&self) -> Option<&Domain> {
+        self.domain.as_ref()
+    }
+
+    /// Why the client is to be left, if it is.
+    pub fn over(&self) -> Option<&str> {
+        self.over.as_deref()
+    }
+
+    /// Bytes for the client.
+    pub fn output(&mut self) -> &mut Vec<u8> {
+        &mut self.output
+    }
+
+    /// Whether there are none.
+    pub fn is_silent(&self) -> bool {
+        self.output.is_empty()
+    }
+
+    /// Whether [`Bridge::next_call`] has one.
+    pub fn has_call(&self) -> bool {
+        !self.greeted
+            || !self.orders.is_empty()
+            || self.questions.iter().any(|q| q.need != Need::Bulk)
+    }
+
+    /// Whether statistics of all domains are to be asked for.
+    pub fn wants_bulk(&self) -> bool {
+        self.questions.iter().any(|q| q.need == Need::Bulk)
+    }
+
+    /// Takes bytes of the client: commands, one a line.
+    pub fn feed(&mut self, bytes: &[u8], now: Instant) {
+        self.input.extend_from_slice(bytes);
+        let whole = self.input.iter().rposition(|b| *b == b'\n').map_or(0, |n| n + 1);
+        let lines: Vec<u8> = self.input.drain(..whole).collect();
+        if self.input.len() > MAX_COMMAND {
+            self.over = Some("a command without an end".into());
+        }
+        let lines = lines.split(|b| *b == b'\n').filter(|l| !l.is_empty());
+        let mut commands: Vec<Value> =
+            lines.filter_map(|l| serde_json::from_slice(l).ok()).collect();
+        let on_the_spot = self.asks_on_the_spot(&commands);
+        for command in commands.drain(..) {
+            self.command(command, now, on_the_spot);
+        }
+    }
+
+    /// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write
+    /// its own files for each of the two, so nothing is done: the guest is asked each second.
+    fn asks_on_the_spot(&self, commands: &[Value]) -> bool {
+        let to = |c: &Value| interval(c);
+        commands.windows(2).any(|w| to(&w[0]) == Some(0) && to(&w[1]).is_some_and(|s| s > 0))
+    }
+
+    fn command(&mut self, all: Value, now: Instant, on_the_spot: bool) {
+        let id = all.get("id").cloned().unwrap_or(Value::Null);
+        let name = all.get("execute").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let argument = |name: &str| all.get("arguments").and_then(|a| a.get(name));
+        let text = |name: &str| argument(name).and_then(Value::as_str).unwrap_or_default();
+        let moves = self.moved.is_some_and(|at| now - at < MOVES);
+        let live = if moves { Need::Memory } else { Need::Bulk };
+        let need = match name.as_str() {
+            "qmp_capabilities" => return self.done(&id, json!({})),
+            "balloon" => {
+                let size = argument("value").and_then(Value::as_u64);
+                let Some((size, domain)) = size.zip(self.domain.as_ref()) else {
+                    return self.refused(&id, "no size");
+                };
+                self.moved = Some(now);
+                let args = calls::set_memory(domain, size / 1024);
+                return self.orders.push_back((Purpose::Order(id), calls::SET_MEMORY, args));
+            }
+            "qom-set" if text("property") == INTERVAL => {
+                if on_the_spot && !self.monitor {
+                    return self.done(&id, json!({}));
+                }
+                if on_the_spot {
+                    return self.pass(id, all);
+                }
+                let (seconds, domain) = (interval(&all), self.domain.as_ref());
+                let Some((seconds, domain)) = seconds.zip(domain) else {
+                    return self.refused(&id, "no interval");
+                };
+                let args = calls::set_period(domain, i32::try_from(seconds).unwrap_or(i32::MAX));
+                let call = (Purpose::Period(id, seconds), calls::SET_PERIOD, args);
+                return self.orders.push_back(call);
+            }
+            // Asked of QEMU where it may be: it knows, and libvirt's word may be a second old.
+            _ if self.monitor => return self.pass(id, all),
+            "query-status" | "query-memory-size-summary" => Need::Bulk,
+            "query-balloon" => live,
+            "qom-get" if text("property") == STATS => live,
+            "query-migrate" => Need::Job,
+            "qom-list" | "qom-get" => Need::Description,
+            _ => return self.refused(&id, "libvirt is not asked this"),
+        };
+        self.questions.push(Question { id, command: all, need, at: now });
+        self.settle(now);
+    }
+
+    /// Has QEMU do a command.
+    fn pass(&mut self, id: Value, mut command: Value) {
+        let Some(domain) = &self.domain else { return self.refused(&id, "no domain") };
+        if let Some(all) = command.as_object_mut() {
+            all.remove("id");
+        }
+        let args = calls::monitor(domain, &command.to_string());
+        self.orders.push_back((Purpose::Monitor(id), calls::MONITOR, args));
+    }
+
+    /// The next call to be made, while none is under way.
+    pub fn next_call(&mut self, now: Instant) -> Option<Call> {
+        let Some(domain) = &self.domain else {
+            return Some((Purpose::LookUp, calls::LOOK_UP, calls::look_up(&self.name)));
+        };
+        let describe = || Some((Purpose::Describe, calls::DESCRIBE, calls::describe(domain)));
+        if !self.greeted {
+            return describe();
+        }
+        if let Some(order) = self.orders.pop_front() {
+            return Some(order);
+        }
+        match self.questions.iter().map(|q| q.need).find(|n| *n != Need::Bulk)? {
+            Need::Memory => {
+                Some((Purpose::Memory(now), calls::MEMORY_STATS, calls::memory_stats(domain)))
+            }
+            Need::Job => Some((Purpose::Job(now), calls::JOB, calls::job(domain))),
+            _ => describe(),
+        }
+    }
+
+    /// A call was answered.
+    pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
+        let why = match self.take(purpose, result, now) {
+            Ok(()) => return self.settle(now),
+            Err(why) => why,
+        };
+        self.over = Some(why);
+    }
+
+    /// The error is one after which this domain cannot be spoken of.
+    fn take(
+        &mut self,
+        purpose: Purpose,
+        result: Result<Vec<u8>, Refused>,
+        now: Instant,
+    ) -> Result<(), String> {
+        let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
+        match purpose {
+            Purpose::LookUp => {
+                let found = result.map_err(|e| e.to_string())?;
+                let domain = calls::looked_up(&found).map_err(|e| odd(&e))?;
+                if domain.id < 0 {
+                    return Err(format!("libvirt says that “{}” does not run", self.name));
+                }
+                self.domain = Some(domain);
+            }
+            Purpose::Describe => {
+                let xml = result.map_err(|e| e.to_string())?;
+                let xml = calls::text(&xml).map_err(|e| odd(&e))?;
+                (self.balloon, self.described) = (Balloon::of(&xml)?, Some(now));
+                if !self.greeted {
+                    self.greeted = true;
+                    self.say(&json!({ "QMP": { "version": { "package": "by libvirt" } } }));
+                }
+            }
+            Purpose::Memory(asked) => match result {
+                Ok(stats) => {
+                    let stats = calls::memory_stats_of(&stats).map_err(|e| odd(&e))?;
+                    self.numbers.extend(stats);
+                    self.memory = Some(asked);
+                }
+                Err(e) => self.refuse_all(Need::Memory, &e.message),
+            },
+            Purpose::Job(asked) => match result {
+                Ok(job) => {
+                    self.job = Some((asked, calls::is_busy(&job).map_err(|e| odd(&e))?));
+                }
+                Err(e) => self.refuse_all(Need::Job, &e.message),
+            },
+            Purpose::Order(id) => match result {
+                Ok(_) => {
+                    self.moved = Some(now);
+                    self.done(&id, json!({}));
+                }
+                Err(e) => self.refused(&id, &e.message),
+            },
+            Purpose::Period(id, seconds) => match result {
+                Ok(_) => {
+                    self.balloon.iter_mut().for_each(|b| b.period = seconds);
+                    self.done(&id, json!({}));
+                }
+                Err(e) => self.refused(&id, &e.message),
+            },
+            Purpose::Monitor(id) => match result {
+                Ok(said) => {
+                    let said = calls::text(&said).map_err(|e| odd(&e))?;
+                    self.pass_on(&id, &said);
+                }
+                Err(e) => self.refused(&id, &e.message),
+            },
+        }
+        Ok(())
+    }
+
+    /// What QEMU answered, under the client's id.
+    fn pass_on(&mut self, id: &Value, said: &str) {
+        match serde_json::from_str(said) {
+            Ok(Value::Object(mut all)) => {
+                all.insert("id".into(), id.clone());
+                self.say(&Value::Object(all));
+            }
+            _ => self.refused(id, "QEMU's answer is no JSON object"),
+        }
+    }
+
+    /// Statistics of all domains were asked for at `asked`; these are this one's. A domain that
+    /// is busy tells less, and what it told before stays.
+    pub fn heard_stats(&mut self, asked: Instant, numbers: BTreeMap<String, u64>, now: Instant) {
+        let moves = self.moved.is_some_and(|at| asked < at + MOVES);
+        let fresh = |name: &String| !moves || !name.starts_with("balloon.") || name == MAXIMUM;
+        self.numbers.extend(numbers.into_iter().filter(|(name, _)| fresh(name)));
+        self.bulk = Some(asked);
+        self.settle(now);
+    }
+
+    /// An event of this domain.
+    pub fn event(&mut self, domain: &Domain, event: Event, now: Instant) {
+        let known = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
+        // One that has stopped has no id any more.
+        let stops = matches!(event, Event::Lifecycle(5));
+        if !self.domain.as_ref().is_some_and(|d| known(d) || stops && d.uuid == domain.uuid) {
+            return;
+        }
+        let name = match event {
+            Event::Lifecycle(3) => "STOP",
+            Event::Lifecycle(4) => "RESUME",
+            Event::Lifecycle(5) => {
+                self.over = Some("the domain has stopped".into());
+                return;
+            }
+            Event::Lifecycle(6) => "SHUTDOWN",
+            Event::Lifecycle(8) => "GUEST_PANICKED",
+            Event::Reboot => "RESET",
+            Event::Balloon(kib) => {
+                self.moved = Some(now);
+                let actual = kib.saturating_mul(1024);
+                return self.tell("BALLOON_CHANGE", json!({ "actual": actual }));
+            }
+            Event::Job => {
+                self.job = None;
+                "MIGRATION"
+            }
+            Event::Described => {
+                self.described = None;
+                return;
+            }
+            Event::Lifecycle(_) => return,
+        };
+        self.job = None;
+        self.tell(name, json!({}));
+    }
+
+    fn tell(&mut self, name: &str, data: Value) {
+        if self.greeted {
+            self.say(&json!({ "event": name, "data": data }));
+        }
+    }
+
+    /// Answers what can be answered by now.
+    fn settle(&mut self, now: Instant) {
+        for q in std::mem::take(&mut self.questions) {
+            let since = |at: Option<Instant>| at.is_some_and(|at| at + TOGETHER >= q.at);
+            let known = match q.need {
+                Need::Bulk => since(self.bulk),
+                Need::Memory => since(self.memory),
+                Need::Job => self.job.is_some_and(|(at, _)| now - at < JOB_EVERY),
+                Need::Description => self.described.is_some_and(|at| now - at < DESCRIBED_FOR),
+            };
+            match known {
+                true => match self.answer(&q.command) {
+                    Ok(value) => self.done(&q.id, value),
+                    Err(why) => self.refused(&q.id, &why),
+                },
+                false => self.questions.push(q),
+            }
+        }
+    }
+
+    fn refuse_all(&mut self, need: Need, why: &str) {
+        let (gone, left) = std::mem::take(&mut self.questions)
+            .into_iter()
+            .partition::<Vec<_>, _>(|q| q.need == need);
+        self.questions = left;
+        gone.iter().for_each(|q| self.refused(&q.id, why));
+    }
+
+    /// The answer to a question in QEMU's terms.
+    fn answer(&self, command: &Value) -> Result<Value, String> {
+        let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
+        let text = |name: &str| command.get("arguments")?.get(name)?.as_str();
+        let bytes = |name: &str| self.numbers.get(name).map(|kib| kib.saturating_mul(1024));
+        let size = |name: &str| bytes(name).ok_or(format!("libvirt does not tell {name}"));
+        match name {
+            "query-status" => Ok(json!({ "status": self.status() })),
+            "query-migrate" => {
+                let busy = self.job.is_some_and(|(_, busy)| busy);
+                Ok(if busy { json!({ "status": "active" }) } else { json!({}) })
+            }
+            "query-memory-size-summary" => Ok(json!({ "base-memory": size(MAXIMUM)? })),
+            "query-balloon" => Ok(json!({ "actual": size("balloon.current")? })),
+            "qom-list" => {
+                let there =
+                    self.balloon.as_ref().filter(|_| text("path") == Some(DEVICE_FOLDERS[0]));
+                let item =
+                    |b: &Balloon| json!({ "name": b.alias, "type": "child<virtio-balloon-pci>" });
+                Ok(Value::Array(there.map(item).into_iter().collect()))
+            }
+            _ if text("property") == Some(STATS) => Ok(self.statistics()),
+            _ => {
+                let property = text("property").unwrap_or_default();
+                let told = self.balloon.as_ref().and_then(|b| b.property(property));
+                told.ok_or(format!("libvirt does not tell {property}"))
+            }
+        }
+    }
+
+    /// As QEMU calls it. Source: `virDomainState`, `virDomainPausedReason`.
+    fn status(&self) -> &'static str {
+        let number = |name| self.numbers.get(name).copied();
+        match (number("state.state"), number("state.reason")) {
+            (Some(1 | 2), _) => "running",
+            (Some(3), Some(2 | 12 | 13)) => "postmigrate",
+            (Some(3), Some(3 | 4 | 9)) => "save-vm",
+            (Some(4 | 5), _) => "shutdown",
+            (Some(6), _) => "guest-panicked",
+            _ => "paused",
+        }
+    }
+
+    /// Its guest's word as QEMU tells it: what is not told is −1.
+    fn statistics(&self) -> Value {
+        let number = |name: &str| self.numbers.get(name).copied();
+        let told = |n: Option<u64>| n.map_or(json!(-1), |n| json!(n));
+        let count = |name: &str| told(number(name));
+        let bytes = |name: &str| told(number(name).map(|kib| kib.saturating_mul(1024)));
+        json!({
+            "last-update": number("balloon.last-update").unwrap_or(0),
+            "stats": {
+                "stat-total-memory": bytes("balloon.available"),
+                "stat-free-memory": bytes("balloon.unused"),
+                "stat-available-memory": bytes("balloon.usable"),
+                "stat-disk-caches": bytes("balloon.disk_caches"),
+                "stat-swap-in": bytes("balloon.swap_in"),
+                "stat-swap-out": bytes("balloon.swap_out"),
+                "stat-major-faults": count("balloon.major_fault"),
+                "stat-minor-faults": count("balloon.minor_fault"),
+                "stat-htlb-pgalloc": count("balloon.hugetlb_pgalloc"),
+            },
+        })
+    }
+
+    fn done(&mut self, id: &Value, value: Value) {
+        self.say(&json!({ "id": id, "return": value }));
+    }
+
+    fn refused(&mut self, id: &Value, why: &str) {
+        self.say(&json!({ "id": id, "error": { "class": "GenericError", "desc": why } }));
+    }
+
+    fn say(&mut self, message: &Value) {
+        self.output.extend(message.to_string().into_bytes());
+        self.output.push(b'\n');
+    }
+}
+
+/// The size that a domain may have at most: its RAM.
+const MAXIMUM: &str = "balloon.maximum";
+
+/// The seconds of a command that sets [`INTERVAL`].
+fn interval(command: &Value) -> Option<u64> {
+    let arguments = command.get("arguments")?;
+    let is = command.get("execute")?.as_str() == Some("qom-set")
+        && arguments.get("property")?.as_str() == Some(INTERVAL);
+    arguments.get("value").filter(|_| is)?.as_u64()
+}

@@ -1,0 +1,266 @@
+//! The procedures of libvirt that Ebb calls and the events that it hears: their numbers,
+//! arguments and results. Source: libvirt `src/remote/remote_protocol.x`,
+//! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`.
+
+use std::collections::BTreeMap;
+
+use super::rpc::{QEMU, REMOTE};
+use super::xdr::{Malformed, Reader, Writer};
+
+/// Program and number of a procedure.
+pub type Procedure = (u32, u32);
+/// How a client may say who it is; root need not.
+pub const AUTH_LIST: Procedure = (REMOTE, 66);
+/// Which hypervisor, by its URI.
+pub const OPEN: Procedure = (REMOTE, 1);
+/// A domain by its name.
+pub const LOOK_UP: Procedure = (REMOTE, 23);
+/// Its description as XML.
+pub const DESCRIBE: Procedure = (REMOTE, 14);
+/// Statistics of many domains.
+pub const ALL_STATS: Procedure = (REMOTE, 344);
+/// Statistics of one domain's memory, asked of QEMU now.
+pub const MEMORY_STATS: Procedure = (REMOTE, 159);
+/// Whether it is saved or migrated.
+pub const JOB: Procedure = (REMOTE, 163);
+/// Sets its balloon.
+pub const SET_MEMORY: Procedure = (REMOTE, 204);
+/// How often QEMU asks its guest for statistics.
+pub const SET_PERIOD: Procedure = (REMOTE, 308);
+/// Have events of a kind told.
+pub const REGISTER: Procedure = (REMOTE, 316);
+/// A QMP command to its QEMU.
+pub const MONITOR: Procedure = (QEMU, 1);
+
+/// Numbers of the kinds of events that Ebb hears.
+pub const EVENTS: [u32; 5] = [0, 1, 13, 21, 23];
+const LIFECYCLE: u32 = 318;
+const REBOOT: u32 = 319;
+const BALLOON_CHANGE: u32 = 331;
+const JOB_COMPLETED: u32 = 363;
+const METADATA_CHANGE: u32 = 379;
+
+/// `virDomainStatsTypes`: state and balloon.
+const STATS: u32 = 1 | 4;
+/// `VIR_CONNECT_GET_ALL_DOMAINS_STATS_NOWAIT`: a domain that is busy tells less.
+const NOWAIT: u32 = 1 << 29;
+/// `VIR_DOMAIN_AFFECT_LIVE`, also of memory.
+const LIVE: u32 = 1;
+/// Most statistics of a domain's memory.
+const MEMORY_STATS_MAX: u32 = 64;
+
+/// A domain on the wire.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Domain {
+    /// Its name.
+    pub name: String,
+    /// What it keeps for life.
+    pub uuid: [u8; 16],
+    /// New at each start; −1 while it does not run.
+    pub id: i32,
+}
+
+impl Domain {
+    fn write(&self, w: Writer) -> Writer {
+        w.text(&self.name).fixed(&self.uuid).i32(self.id)
+    }
+
+    fn args(&self) -> Writer {
+        self.write(Writer::default())
+    }
+
+    fn read(r: &mut Reader<'_>) -> Result<Domain, Malformed> {
+        Ok(Domain { name: r.text()?, uuid: r.array()?, id: r.i32()? })
+    }
+}
+
+/// Arguments of [`OPEN`].
+pub fn open(uri: &str) -> Vec<u8> {
+    Writer::default().some_text(uri).u32(0).done()
+}
+
+/// Arguments of [`REGISTER`], for all domains.
+pub fn register(event: u32) -> Vec<u8> {
+    Writer::default().u32(event).u32(0).done()
+}
+
+/// Arguments of [`LOOK_UP`].
+pub fn look_up(name: &str) -> Vec<u8> {
+    Writer::default().text(name).done()
+}
+
+/// The result of [`LOOK_UP`].
+pub fn looked_up(result: &[u8]) -> Result<Domain, Malformed> {
+    Domain::read(&mut Reader(result))
+}
+
+/// Arguments of [`DESCRIBE`].
+pub fn describe(domain: &Domain) -> Vec<u8> {
+    domain.args().u32(0).done()
+}
+
+/// The one text that [`DESCRIBE`] and [`MONITOR`] return.
+pub fn text(result: &[u8]) -> Result<String, Malformed> {
+    Reader(result).text()
+}
+
+/// Arguments of [`ALL_STATS`].
+pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Vec<u8> {
+    let w = Writer::default().u32(domains.len() as u32);
+    domains.fold(w, |w, d| d.write(w)).u32(STATS).u32(NOWAIT).done()
+}
+
+/// The result of [`ALL_STATS`]: numbers by name, of each domain.
+pub fn all_stats_of(result: &[u8]) -> Result<Vec<(Domain, BTreeMap<String, u64>)>, Malformed> {
+    Reader(result).list(|r| Ok((Domain::read(r)?, numbers(r)?)))
+}
+
+/// Typed parameters that are numbers; negative ones are nothing that Ebb reads.
+fn numbers(r: &mut Reader<'_>) -> Result<BTreeMap<String, u64>, Malformed> {
+    let all = r.list(|r| {
+        let name = r.text()?;
+        let value = match r.u32()? {
+            1 | 6 => u64::try_from(r.i32()?).ok(),
+            2 => Some(u64::from(r.u32()?)),
+            3 => i64::try_from(r.u64()?).ok().and_then(|n| u64::try_from(n).ok()),
+            4 => Some(r.u64()?),
+            5 => r.u64().map(|_| None)?,
+            7 => r.text().map(|_| None)?,
+            _ => return Err(Malformed),
+        };
+        Ok(value.map(|value| (name, value)))
+    });
+    Ok(all?.into_iter().flatten().collect())
+}
+
+/// Arguments of [`MEMORY_STATS`].
+pub fn memory_stats(domain: &Domain) -> Vec<u8> {
+    domain.args().u32(MEMORY_STATS_MAX).u32(0).done()
+}
+
+/// The result of [`MEMORY_STATS`], by the names that [`ALL_STATS`] has for it.
+/// Source: `virDomainMemoryStatTags`.
+pub fn memory_stats_of(result: &[u8]) -> Result<BTreeMap<String, u64>, Malformed> {
+    const TAGS: [&str; 13] = [
+        "swap_in",
+        "swap_out",
+        "major_fault",
+        "minor_fault",
+        "unused",
+        "available",
+        "current",
+        "rss",
+        "usable",
+        "last-update",
+        "disk_caches",
+        "hugetlb_pgalloc",
+        "hugetlb_pgfail",
+    ];
+    let all = Reader(result).list(|r| Ok((r.u32()?, r.u64()?)))?;
+    let named = all
+        .into_iter()
+        .filter_map(|(tag, value)| Some((format!("balloon.{}", TAGS.get(tag as usize)?), value)));
+    Ok(named.collect())
+}
+
+/// Arguments of [`JOB`].
+pub fn job(domain: &Domain) -> Vec<u8> {
+    domain.args().done()
+}
+
+/// The result of [`JOB`]: whether one is under way (`VIR_DOMAIN_JOB_BOUNDED`, `_UNBOUNDED`).
+pub fn is_busy(result: &[u8]) -> Result<bool, Malformed> {
+    Ok(matches!(Reader(result).i32()?, 1 | 2))
+}
+
+/// Arguments of [`SET_MEMORY`], for the running domain only.
+pub fn set_memory(domain: &Domain, kib: u64) -> Vec<u8> {
+    domain.args().u64(kib).u32(LIVE).done()
+}
+
+/// Arguments of [`SET_PERIOD`], for the running domain only.
+pub fn set_period(domain: &Domain, seconds: i32) -> Vec<u8> {
+    domain.args().i32(seconds).u32(LIVE).done()
+}
+
+/// Arguments of [`MONITOR`].
+pub fn monitor(domain: &Domain, command: &str) -> Vec<u8> {
+    domain.args().text(command).u32(0).done()
+}
+
+/// An event of a domain that matters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// `VIR_DOMAIN_EVENT_*`: 2 started, 3 suspended, 4 resumed, 5 stopped, 6 is shutting down,
+    /// 8 crashed.
+    Lifecycle(i32),
+    /// It was reset.
+    Reboot,
+    /// Its balloon moved, to so many KiB.
+    Balloon(u64),
+    /// A job ended.
+    Job,
+    /// Its description changed.
+    Described,
+}
+
+/// What an event's procedure says; `None` for one that Ebb does not know.
+pub fn event(procedure: u32, body: &[u8]) -> Result<Option<(Domain, Event)>, Malformed> {
+    let mut r = Reader(body);
+    if ![LIFECYCLE, REBOOT, BALLOON_CHANGE, JOB_COMPLETED, METADATA_CHANGE].contains(&procedure) {
+        return Ok(None);
+    }
+    let _callback = r.i32()?;
+    let domain = Domain::read(&mut r)?;
+    let event = match procedure {
+        LIFECYCLE => Event::Lifecycle(r.i32()?),
+        REBOOT => Event::Reboot,
+        BALLOON_CHANGE => Event::Balloon(r.u64()?),
+        JOB_COMPLETED => Event::Job,
+        _ => Event::Described,
+    };
+    Ok(Some((domain, event)))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn domain() -> Domain {
+        Domain { name: "web".into(), uuid: [7; 16], id: 3 }
+    }
+
+    #[test]
+    fn statistics_are_numbers_by_name() {
+        let w = domain().write(Writer::default().u32(1)).u32(4);
+        let w = w.text("state.state").u32(1).i32(1).text("balloon.current").u32(4).u64(524_288);
+        let w = w.text("d").u32(5).u64(1).text("s").u32(7).text("x");
+        let stats = all_stats_of(&w.done()).unwrap();
+        assert_eq!(stats[0].0, domain());
+        let expected = [("balloon.current".to_string(), 524_288), ("state.state".into(), 1)];
+        assert_eq!(stats[0].1, BTreeMap::from(expected));
+        let w = Writer::default().u32(2).u32(6).u64(100).u32(99).u64(1);
+        let one = memory_stats_of(&w.done()).unwrap();
+        assert_eq!(one, BTreeMap::from([("balloon.current".to_string(), 100)]));
+    }
+
+    #[test]
+    fn events_name_their_domain() {
+        let body = |w: fn(Writer) -> Writer| w(domain().write(Writer::default().i32(1))).done();
+        let heard = event(BALLOON_CHANGE, &body(|w| w.u64(1024)));
+        assert_eq!(heard, Ok(Some((domain(), Event::Balloon(1024)))));
+        assert_eq!(event(REBOOT, &body(|w| w)), Ok(Some((domain(), Event::Reboot))));
+        assert_eq!(event(LIFECYCLE, &body(|w| w)), Err(Malformed), "it ends early");
+        assert_eq!(event(9999, &[]), Ok(None));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_safe(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = (all_stats_of(&bytes), memory_stats_of(&bytes), looked_up(&bytes), text(&bytes));
+            let _ = (is_busy(&bytes), event(LIFECYCLE, &bytes), event(METADATA_CHANGE, &bytes));
+        }
+    }
+}

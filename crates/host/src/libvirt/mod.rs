@@ -1,0 +1,113 @@
+//! VMs that libvirt manages and that have no QMP socket for Ebb: their QMP clients speak to a
+//! thread of Ebb, which speaks libvirt's protocol with libvirt's daemon.
+//!
+//! [`Libvirt::find`] tells which daemon has a VM, [`Libvirt::attach`] gives its client a socket.
+//! libvirt is not connected to before a VM needs that. Why Ebb has a client of its own stands in
+//! ARCHITECTURE.md.
+//!
+//! `xdr.rs` is the encoding, `rpc.rs` the protocol, `calls.rs` its procedures, `bridge.rs` QMP on
+//! one side and libvirt's calls on the other, `worker.rs` the thread.
+
+mod bridge;
+mod calls;
+mod description;
+mod rpc;
+mod worker;
+mod xdr;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::probe::qemu::QemuProcess;
+use crate::qmp::{Client, Words};
+use crate::root::Root;
+use crate::waker::Waker;
+
+/// Where a domain is managed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    /// libvirt's socket.
+    socket: PathBuf,
+    uri: &'static str,
+    /// The domain's name.
+    domain: String,
+    /// The user that its daemon runs as.
+    owner: u32,
+}
+
+/// A client that wants to speak with a domain.
+#[derive(Debug)]
+struct Attach {
+    address: Address,
+    end: OwnedFd,
+    words: Words,
+    monitor: bool,
+}
+
+/// The thread, as VMs reach it.
+#[derive(Clone, Debug)]
+pub(crate) struct Libvirt {
+    root: Root,
+    asks: Sender<Attach>,
+    waker: Waker,
+}
+
+impl Libvirt {
+    /// Starts the thread, which waits for the first VM.
+    pub fn new(root: Root) -> std::io::Result<Libvirt> {
+        let (asks, asked) = channel();
+        let waker = Waker::new()?;
+        let woken = waker.clone();
+        let name = std::thread::Builder::new().name("libvirt".into());
+        name.spawn(move || worker::work(&asked, &woken))?;
+        Ok(Libvirt { root, asks, waker })
+    }
+
+    /// Which libvirt started this process: the one that wrote its pid file.
+    pub fn find(&self, process: &QemuProcess) -> Option<Address> {
+        let name = process.given.as_str();
+        if name.contains('/') || name.starts_with('.') {
+            return None;
+        }
+        let pid = process.id.pid;
+        let uid = self.root.metadata(format!("/proc/{pid}")).ok()??.uid();
+        let session = PathBuf::from(format!("/run/user/{uid}/libvirt"));
+        let system = PathBuf::from("/run/libvirt");
+        let places = [
+            (&system, "qemu", "qemu:///system", 0),
+            (&session, "qemu/run", "qemu:///session", uid),
+        ];
+        places.into_iter().find_map(|(dir, pids, uri, owner)| {
+            let file = dir.join(pids).join(format!("{name}.pid"));
+            let wrote = self.root.metadata(&file).ok()??.uid();
+            let text = self.root.read(&file).ok()??;
+            let its = text.trim().parse() == Ok(pid) && wrote == owner;
+            let socket = self.socket(dir).filter(|_| its)?;
+            Some(Address { socket: self.root.path(socket), uri, domain: name.to_owned(), owner })
+        })
+    }
+
+    /// The daemon's socket: that of QEMU's driver, or of all drivers together.
+    fn socket(&self, dir: &Path) -> Option<PathBuf> {
+        let all = ["virtqemud-sock", "libvirt-sock"].map(|name| dir.join(name));
+        all.into_iter().find(|path| matches!(self.root.metadata(path), Ok(Some(_))))
+    }
+
+    /// A client that speaks with this domain. With `monitor`, commands that libvirt has no
+    /// procedure for go to QEMU through it.
+    pub fn attach(&self, address: Address, monitor: bool) -> std::io::Result<Client> {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let (ours, end) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        let words = Words::default();
+        let label = PathBuf::from(format!("libvirt domain {}", address.domain));
+        let client = Client::over(ours, label, words.clone());
+        // A thread that has ended drops it, and the client hears that.
+        let _ = self.asks.send(Attach { address, end, words, monitor });
+        self.waker.wake();
+        Ok(client)
+    }
+}

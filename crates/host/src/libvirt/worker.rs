@@ -1,0 +1,463 @@
+//! The thread that speaks with libvirt daemons: their sockets, the ends of VMs' QMP clients, and
+//! which call is made when.
+//!
+//! libvirt has at most five calls of a connection under way, and one on a domain that hangs ends
+//! only after half a minute. So a connection of Ebb has [`AT_ONCE`], and where those hang,
+//! another is opened.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+use super::bridge::{Bridge, Purpose};
+use super::calls::{self, Procedure};
+use super::rpc::{Heard, Refused, Rpc};
+use super::{Address, Attach};
+use crate::qmp::Words;
+use crate::waker::Waker;
+
+/// Calls under way on one connection; libvirt's own limit is 5.
+const AT_ONCE: usize = 3;
+/// Connections to one daemon.
+const CONNECTIONS: usize = 8;
+/// Questions of a tick come within this, and are asked together.
+const GATHER: Duration = Duration::from_millis(2);
+/// Where no connection is free, so much later.
+const AGAIN: Duration = Duration::from_millis(20);
+/// Statistics of all domains that have not come after so long are asked for anew: a QEMU hung in
+/// the middle, and the next time libvirt passes it over.
+const BULK_PATIENCE: Duration = Duration::from_secs(1);
+/// A daemon without domains of Ebb is left after so long, so that it can end.
+const IDLE: Duration = Duration::from_secs(30);
+/// Most bytes read from one peer in a turn.
+const MAX_READ: usize = 4 << 20;
+
+/// What a call of a connection is for.
+#[derive(Debug)]
+enum For {
+    Auth,
+    Open,
+    Register,
+    /// Statistics of all domains, asked then.
+    Bulk(Instant),
+    Domain(u64, Purpose),
+}
+
+#[derive(Debug)]
+struct Connection {
+    socket: OwnedFd,
+    rpc: Rpc,
+    calls: BTreeMap<u32, For>,
+    open: bool,
+    /// Its events are heard.
+    tells: bool,
+}
+
+/// A domain of a VM: its end of the client's socket, and whether a call of it is under way.
+#[derive(Debug)]
+struct Client {
+    end: OwnedFd,
+    words: Words,
+    bridge: Bridge,
+    busy: bool,
+}
+
+/// One libvirt daemon.
+#[derive(Debug)]
+struct Daemon {
+    address: Address,
+    connections: Vec<Connection>,
+    clients: BTreeMap<u64, Client>,
+    bulk: Option<Instant>,
+    gather: Option<Instant>,
+    idle_since: Option<Instant>,
+}
+
+/// Serves until nobody can ask any more.
+pub(super) fn work(asks: &Receiver<Attach>, waker: &Waker) {
+    let mut daemons: BTreeMap<PathBuf, Daemon> = BTreeMap::new();
+    let mut next = 0;
+    loop {
+        loop {
+            match asks.try_recv() {
+                Ok(ask) => {
+                    next += 1;
+                    let new = || Daemon::new(ask.address.clone());
+                    let daemon = daemons.entry(ask.address.socket.clone()).or_insert_with(new);
+                    daemon.attach(next, ask);
+                }
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
+            }
+        }
+        let now = Instant::now();
+        daemons.values_mut().for_each(|d| d.turn(now));
+        daemons.retain(|_, d| !d.is_left(now));
+        let until = daemons.values().filter_map(|d| d.due(now)).min();
+        let left = until.unwrap_or(Duration::from_secs(10));
+        let ready = wait(&daemons, waker, left);
+        let now = Instant::now();
+        for (daemon, ready) in daemons.values_mut().zip(ready) {
+            daemon.read(&ready, now);
+        }
+    }
+}
+
+/// Which peers of each daemon can be read: its connections, then its clients.
+fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> Vec<Vec<bool>> {
+    let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
+    let interest = |output: bool| {
+        if output { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
+    };
+    for daemon in daemons.values() {
+        for c in &daemon.connections {
+            fds.push(PollFd::new(&c.socket, interest(!c.rpc.outgoing().is_empty())));
+        }
+        fds.extend(daemon.clients.values().map(|c| PollFd::new(&c.end, interest(c.owes()))));
+    }
+    let Ok(timeout) = left.try_into() else { return Vec::new() };
+    let failed = poll(&mut fds, Some(&timeout)).is_err();
+    if !fds[0].revents().is_empty() {
+        waker.clear();
+    }
+    let ready: Vec<bool> = fds.iter().map(|fd| !failed && !fd.revents().is_empty()).collect();
+    let mut rest = &ready[1..];
+    let of = |d: &Daemon| {
+        let (its, after) = rest.split_at(d.connections.len() + d.clients.len());
+        rest = after;
+        its.to_vec()
+    };
+    daemons.values().map(of).collect()
+}
+
+/// Writes what can be written without waiting; false: the peer is gone.
+fn write(socket: &OwnedFd, bytes: &[u8]) -> (usize, bool) {
+    let mut done = 0;
+    while done < bytes.len() {
+        match send(socket, &bytes[done..], SendFlags::NOSIGNAL) {
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => break,
+            Err(_) => return (done, false),
+        }
+    }
+    (done, true)
+}
+
+/// Reads what is there; `None`: the peer is gone.
+fn read(socket: &OwnedFd) -> Option<Vec<u8>> {
+    let (mut all, mut buffer) = (Vec::new(), [0u8; 16 << 10]);
+    while all.len() < MAX_READ {
+        match recv(socket, &mut buffer[..], RecvFlags::empty()) {
+            Ok((0, _)) => return if all.is_empty() { None } else { Some(all) },
+            Ok((n, _)) => all.extend_from_slice(&buffer[..n]),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => break,
+            Err(_) => return None,
+        }
+    }
+    Some(all)
+}
+
+impl Client {
+    fn owes(&self) -> bool {
+        !self.bridge.is_silent()
+    }
+
+    fn leave(&self, why: &str) {
+        self.words.say(why);
+    }
+}
+
+impl Connection {
+    /// To libvirt's socket, and its first call under way. The error is for people.
+    fn open(address: &Address) -> Result<Connection, String> {
+        let path = address.socket.display();
+        let socket = crate::qmp::connect_unix(&address.socket).map_err(|e| match e {
+            Errno::NOENT | Errno::CONNREFUSED => {
+                format!("{path}: libvirt does not run: systemctl start libvirtd (or virtqemud)")
+            }
+            Errno::ACCESS | Errno::PERM => format!("{path}: permission denied: run Ebb as root"),
+            e => format!("{path}: {e}"),
+        })?;
+        let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
+        let peer = peer.uid.as_raw();
+        // systemd may have made the socket.
+        if peer != 0 && peer != address.owner {
+            return Err(format!("{path}: served by user {peer}, not by root or its owner"));
+        }
+        let mut new = Connection {
+            socket,
+            rpc: Rpc::default(),
+            calls: BTreeMap::new(),
+            open: false,
+            tells: false,
+        };
+        new.call(calls::AUTH_LIST, &[], For::Auth);
+        Ok(new)
+    }
+
+    fn call(&mut self, (program, procedure): Procedure, arguments: &[u8], purpose: For) {
+        let serial = self.rpc.call(program, procedure, arguments);
+        self.calls.insert(serial, purpose);
+    }
+
+    fn is_free(&self) -> bool {
+        self.open && self.calls.len() < AT_ONCE
+    }
+}
+
+impl Daemon {
+    fn new(address: Address) -> Daemon {
+        Daemon {
+            address,
+            connections: Vec::new(),
+            clients: BTreeMap::new(),
+            bulk: None,
+            gather: None,
+            idle_since: None,
+        }
+    }
+
+    fn attach(&mut self, key: u64, ask: Attach) {
+        let Attach { address, end, words, monitor } = ask;
+        let bridge = Bridge::new(address.domain, monitor);
+        self.clients.insert(key, Client { end, words, bridge, busy: false });
+    }
+
+    /// Whether it is to be forgotten.
+    fn is_left(&mut self, now: Instant) -> bool {
+        if !self.clients.is_empty() {
+            self.idle_since = None;
+            return false;
+        }
+        now - *self.idle_since.get_or_insert(now) >= IDLE
+    }
+
+    /// When there is something to do without anything that comes.
+    fn due(&self, now: Instant) -> Option<Duration> {
+        let idle = self.idle_since.map(|at| at + IDLE);
+        let gathered = self.gather.filter(|_| self.bulk.is_none()).map(|at| at + GATHER);
+        let bulk = self.bulk.map(|at| at + BULK_PATIENCE);
+        let due = idle.into_iter().chain(gathered).chain(bulk).min()?;
+        Some(due.saturating_duration_since(now))
+    }
+
+    /// Makes the calls that are due, and writes.
+    fn turn(&mut self, now: Instant) {
+        if self.connections.is_empty() && !self.clients.is_empty() {
+            self.connect();
+        }
+        let hangs = |at: &mut Instant| now.saturating_duration_since(*at) >= BULK_PATIENCE;
+        self.bulk.take_if(hangs);
+        self.ask_all(now);
+        self.ask_each(now);
+        self.flush();
+    }
+
+    /// One more connection; where there is none, all clients are told why.
+    fn connect(&mut self) {
+        match Connection::open(&self.address) {
+            Ok(connection) => self.connections.push(connection),
+            Err(why) if self.connections.is_empty() => self.lose(&why),
+            Err(_) => {}
+        }
+    }
+
+    fn lose(&mut self, why: &str) {
+        self.connections.clear();
+        (self.bulk, self.gather) = (None, None);
+        std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
+    }
+
+    /// One that takes a call now. Where all are taken up, another is opened for later.
+    fn free(&mut self) -> Option<usize> {
+        let free = self.connections.iter().position(Connection::is_free);
+        let all_open = self.connections.iter().all(|c| c.open);
+        if free.is_none() && all_open && self.connections.len() < CONNECTIONS {
+            self.connect();
+        }
+        free
+    }
+
+    fn ask_all(&mut self, now: Instant) {
+        if !self.clients.values().any(|c| c.bridge.wants_bulk()) {
+            self.gather = None;
+            return;
+        }
+        let gathered = now - *self.gather.get_or_insert(now) >= GATHER;
+        if self.bulk.is_some() || !gathered {
+            return;
+        }
+        let Some(i) = self.free() else {
+            self.gather = Some(now + AGAIN);
+            return;
+        };
+        let domains: Vec<_> = self.clients.values().filter_map(|c| c.bridge.domain()).collect();
+        let arguments = calls::all_stats(domains.into_iter());
+        self.connections[i].call(calls::ALL_STATS, &arguments, For::Bulk(now));
+        (self.bulk, self.gather) = (Some(now), None);
+    }
+
+    fn ask_each(&mut self, now: Instant) {
+        let keys: Vec<u64> =
+            self.clients.iter().filter(|(_, c)| !c.busy).map(|(k, _)| *k).collect();
+        for key in keys {
+            let Some(client) = self.clients.get_mut(&key) else { continue };
+            if !client.bridge.has_call() {
+                continue;
+            }
+            let Some(i) = self.free() else { return };
+            let Some(client) = self.clients.get_mut(&key) else { continue };
+            let Some((purpose, procedure, arguments)) = client.bridge.next_call(now) else {
+                continue;
+            };
+            client.busy = true;
+            self.connections[i].call(procedure, &arguments, For::Domain(key, purpose));
+        }
+    }
+
+    fn flush(&mut self) {
+        let mut lost = false;
+        for c in &mut self.connections {
+            let (n, there) = write(&c.socket, c.rpc.outgoing());
+            c.rpc.written(n);
+            lost |= !there;
+        }
+        if lost {
+            return self.lose(ENDED);
+        }
+        self.clients.retain(|_, c| {
+            let (n, there) = write(&c.end, c.bridge.output());
+            c.bridge.output().drain(..n);
+            if let Some(why) = c.bridge.over() {
+                c.leave(why);
+            }
+            there && c.bridge.over().is_none()
+        });
+    }
+
+    /// `ready` tells of each connection, then of each client, whether there is something.
+    fn read(&mut self, ready: &[bool], now: Instant) {
+        let (connections, clients) = ready.split_at(self.connections.len().min(ready.len()));
+        let mut gone = Vec::new();
+        for ((key, client), _) in self.clients.iter_mut().zip(clients).filter(|(_, r)| **r) {
+            match read(&client.end) {
+                Some(bytes) => client.bridge.feed(&bytes, now),
+                None => gone.push(*key),
+            }
+        }
+        gone.iter().for_each(|key| drop(self.clients.remove(key)));
+        let mut all = Vec::new();
+        for (i, c) in self.connections.iter_mut().enumerate() {
+            if !connections.get(i).is_some_and(|r| *r) {
+                continue;
+            }
+            let Some(bytes) = read(&c.socket) else { return self.lose(ENDED) };
+            match c.rpc.feed(&bytes) {
+                Ok(heard) => all.extend(heard.into_iter().map(|h| (i, h))),
+                Err(e) => return self.lose(&format!("libvirt: {e}; connection dropped")),
+            }
+        }
+        for (i, heard) in all {
+            if let Err(why) = self.hear(i, heard, now) {
+                return self.lose(&why);
+            }
+        }
+    }
+
+    /// The error ends all connections.
+    fn hear(&mut self, i: usize, heard: Heard, now: Instant) -> Result<(), String> {
+        let odd = |e| format!("libvirt: {e}; connection dropped");
+        let (serial, result) = match heard {
+            Heard::Answer { serial, result } => (serial, result),
+            Heard::Event(procedure, body) => {
+                let Some((domain, event)) = calls::event(procedure, &body).map_err(odd)? else {
+                    return Ok(());
+                };
+                for client in self.clients.values_mut() {
+                    client.bridge.event(&domain, event.clone(), now);
+                }
+                return Ok(());
+            }
+        };
+        let Some(purpose) = self.connections[i].calls.remove(&serial) else { return Ok(()) };
+        match purpose {
+            For::Domain(key, purpose) => {
+                if let Some(client) = self.clients.get_mut(&key) {
+                    client.busy = false;
+                    client.bridge.answered(purpose, result, now);
+                }
+            }
+            For::Bulk(asked) => {
+                if self.bulk == Some(asked) {
+                    self.bulk = None;
+                }
+                let all = calls::all_stats_of(&result.map_err(|e| e.to_string())?).map_err(odd)?;
+                for (domain, numbers) in all {
+                    let is =
+                        |c: &&mut Client| c.bridge.domain().is_some_and(|d| d.uuid == domain.uuid);
+                    let of = self.clients.values_mut().filter(is);
+                    of.for_each(|c| c.bridge.heard_stats(asked, numbers.clone(), now));
+                }
+            }
+            purpose => self.handshake(i, &purpose, result)?,
+        }
+        Ok(())
+    }
+
+    fn handshake(
+        &mut self,
+        i: usize,
+        purpose: &For,
+        result: Result<Vec<u8>, Refused>,
+    ) -> Result<(), String> {
+        let path = self.address.socket.display();
+        result.map_err(|e| format!("{path}: libvirt refuses: {e}"))?;
+        match purpose {
+            For::Auth => {
+                let uri = calls::open(self.address.uri);
+                self.connections[i].call(calls::OPEN, &uri, For::Open);
+            }
+            For::Open => {
+                let first = !self.connections.iter().any(|c| c.tells);
+                let connection = &mut self.connections[i];
+                (connection.open, connection.tells) = (true, first);
+                for event in calls::EVENTS.iter().filter(|_| first) {
+                    connection.call(calls::REGISTER, &calls::register(*event), For::Register);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+const ENDED: &str = "libvirt closed the connection: it restarts, or has ended";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
+        let address = Address {
+            socket: "/nonexistent".into(),
+            uri: "qemu:///system",
+            domain: "a".into(),
+            owner: 0,
+        };
+        let mut daemon = Daemon::new(address);
+        let now = Instant::now();
+        assert!(!daemon.is_left(now));
+        assert!(!daemon.is_left(now + IDLE / 2));
+        assert_eq!(daemon.due(now), Some(IDLE));
+        assert!(daemon.is_left(now + IDLE));
+    }
+}

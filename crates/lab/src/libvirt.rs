@@ -1,0 +1,254 @@
+//! A real libvirtd with real domains, in a mount namespace of its own: what it writes below
+//! `/etc`, `/run` and `/var` is the lab's and gone with it.
+//!
+//! It runs QEMU as root and without AppArmor or cgroups of its
+//! own. An Ebb that is to see its sockets is run by [`Libvirtd::program`].
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+
+use crate::guest::Tool;
+use crate::image::{Cache, Image, Kernel};
+use crate::vm::{Accel, on_lasting_thread};
+use crate::{LabError, ebb, run};
+
+/// Mounts, then becomes libvirtd. The argument: the lab's directory.
+const START: &str = r#"
+set -eu
+mount --make-rprivate /
+for path in etc/libvirt run/libvirt var/lib/libvirt var/cache/libvirt var/log/libvirt; do
+  mkdir -p "$0/$path" "/$path"
+  mount --bind "$0/$path" "/$path"
+done
+for file in passwd group; do mount --bind "$0/etc/$file" "/etc/$file"; done
+exec libvirtd
+"#;
+const CONFIG: [(&str, &str); 2] = [
+    (
+        "libvirtd.conf",
+        "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\nunix_sock_group = \"root\"\n\
+         unix_sock_rw_perms = \"0770\"\n",
+    ),
+    (
+        "qemu.conf",
+        "user = \"root\"\ngroup = \"root\"\nsecurity_driver = \"none\"\nnamespaces = [ ]\n\
+         cgroup_controllers = [ ]\nstdio_handler = \"file\"\n",
+    ),
+];
+/// libvirtd asks QEMU what it can the first time.
+const PATIENCE: Duration = Duration::from_secs(120);
+const POLL: Duration = Duration::from_millis(50);
+
+/// A running libvirtd. Dropping it ends it and all its domains.
+#[derive(Debug)]
+pub struct Libvirtd {
+    child: Mutex<Child>,
+    dir: tempfile::TempDir,
+    accel: Accel,
+}
+
+impl Libvirtd {
+    /// Starts one and waits until it answers.
+    pub fn start() -> Result<Libvirtd, LabError> {
+        let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
+        let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
+        let etc = dir.path().join("etc/libvirt");
+        fs::create_dir_all(&etc).map_err(LabError::file(&etc))?;
+        for (name, text) in CONFIG {
+            fs::write(etc.join(name), text).map_err(LabError::file(&etc))?;
+        }
+        for (name, line) in [
+            ("passwd", "libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin\n"),
+            ("group", "libvirt-qemu:x:64055:\nlibvirt:x:64054:\nkvm:x:64053:\n"),
+        ] {
+            let here = Path::new("/etc").join(name);
+            let text = fs::read_to_string(&here).map_err(LabError::file(&here))?;
+            let there = dir.path().join("etc").join(name);
+            let has = |l: &&str| text.lines().any(|t| t.split(':').next() == l.split(':').next());
+            let more: String = line.split_inclusive('\n').filter(|l| !has(l)).collect();
+            fs::write(&there, text + &more).map_err(LabError::file(&there))?;
+        }
+        let accel = Accel::detect(&Cache::from_env());
+        let child = Mutex::new(spawn(dir.path())?);
+        let libvirtd = Libvirtd { child, dir, accel };
+        libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
+        Ok(libvirtd)
+    }
+
+    /// Its directory, which it and the machine see alike.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The process of libvirtd.
+    pub fn pid(&self) -> u32 {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner).id()
+    }
+
+    /// Kills it and starts another; domains live on.
+    pub fn kill_and_start(&self) -> Result<(), LabError> {
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = (child.kill(), child.wait());
+        *child = spawn(self.dir.path())?;
+        drop(child);
+        self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok().then_some(()))
+    }
+
+    /// What `virsh` prints.
+    pub fn virsh(&self, args: &[&str]) -> Result<String, LabError> {
+        let pid = self.pid().to_string();
+        let mut command = Command::new("nsenter");
+        command.args(["-m", "-t", &pid, "virsh", "-c", "qemu:///system"]).args(args);
+        run(&mut command)
+    }
+
+    /// An executable that is `ebb` where this libvirtd's sockets are.
+    pub fn program(&self) -> Result<PathBuf, LabError> {
+        let path = self.dir.path().join("ebb");
+        let (pid, binary) = (self.pid(), ebb::binary()?);
+        let text = format!("#!/bin/sh\nexec nsenter -m -t {pid} {} \"$@\"\n", binary.display());
+        fs::write(&path, text).map_err(LabError::file(&path))?;
+        let mode = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(&path, mode).map_err(LabError::file(&path))?;
+        Ok(path)
+    }
+
+    /// Starts a domain with this much RAM and a virtio balloon, and waits for its guest. `more`
+    /// is added to its description, and `balloon` says what is in its `<memballoon>` element.
+    pub fn boot(
+        &self,
+        name: &str,
+        memory: Bytes,
+        balloon: &str,
+        more: &str,
+    ) -> Result<Domain, LabError> {
+        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let socket = self.dir.path().join(format!("{name}.sock"));
+        let xml = self.description(name, memory, (balloon, more), &image, &socket);
+        let file = self.dir.path().join(format!("{name}.xml"));
+        fs::write(&file, xml).map_err(LabError::file(&file))?;
+        self.virsh(&["define", &file.display().to_string()])?;
+        self.virsh(&["start", name])?;
+        let pids = self.dir.path().join(format!("run/libvirt/qemu/{name}.pid"));
+        let pid = fs::read_to_string(&pids).map_err(LabError::file(&pids))?;
+        let pid = pid.trim().parse().map_err(|_| LabError::Missing(format!("pid of {name}")))?;
+        let socket = UnixStream::connect(&socket).map_err(LabError::file(&socket))?;
+        let tool = Tool::new(socket, self.accel.patience()).map_err(LabError::file(&file))?;
+        let domain = Domain { name: name.to_owned(), pid, tool };
+        let console = self.dir.path().join(format!("{name}.console"));
+        let ready = |_: &Libvirtd| {
+            let text = fs::read(&console).unwrap_or_default();
+            String::from_utf8_lossy(&text).contains(crate::vm::READY).then_some(())
+        };
+        self.wait(&format!("the guest of {name}"), ready)?;
+        Ok(domain)
+    }
+
+    fn description(
+        &self,
+        name: &str,
+        memory: Bytes,
+        (balloon, more): (&str, &str),
+        image: &Image,
+        socket: &Path,
+    ) -> String {
+        let (kind, cpu) = match self.accel {
+            Accel::Kvm => ("kvm", "<cpu mode='host-passthrough'/>"),
+            Accel::Tcg => (
+                "qemu",
+                "<cpu mode='custom'><model>qemu64</model>\
+                 <feature name='cx16' policy='disable'/></cpu>",
+            ),
+        };
+        let tcg = match self.accel {
+            Accel::Kvm => "",
+            Accel::Tcg => "<tcg><tb-cache unit='MiB'>64</tb-cache></tcg>",
+        };
+        let (vmlinuz, initrd) = (image.vmlinuz.display(), image.initramfs.display());
+        let (kib, socket) = (memory.0 >> 10, socket.display());
+        let console = self.dir.path().join(format!("{name}.console"));
+        let console = console.display();
+        format!(
+            "<domain type='{kind}' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
+             <name>{name}</name><memory unit='KiB'>{kib}</memory><vcpu>1</vcpu>\
+             <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{vmlinuz}</kernel>\
+             <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 no_timer_check \
+             nowatchdog nokaslr</cmdline></os><features><acpi/>{tcg}</features>{cpu}\
+             <devices><emulator>/usr/bin/qemu-system-x86_64</emulator>\
+             <serial type='file'><source path='{console}'/><target port='0'/></serial>\
+             <channel type='unix'><source mode='bind' path='{socket}'/>\
+             <target type='virtio' name='ebb.tool'/></channel>{balloon}</devices>{more}</domain>"
+        )
+    }
+
+    /// Waits until `done` says something, or `PATIENCE` is over.
+    pub fn wait<T>(
+        &self,
+        what: &str,
+        done: impl Fn(&Libvirtd) -> Option<T>,
+    ) -> Result<T, LabError> {
+        let begun = Instant::now();
+        loop {
+            if let Some(found) = done(self) {
+                return Ok(found);
+            }
+            if begun.elapsed() > PATIENCE {
+                let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+                return Err(LabError::Missing(format!("{what}: not within {PATIENCE:?}\n{log}")));
+            }
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for Libvirtd {
+    fn drop(&mut self) {
+        let running = self.virsh(&["list", "--name"]).unwrap_or_default();
+        for name in running.lines().filter(|l| !l.trim().is_empty()) {
+            let _ = self.virsh(&["destroy", name.trim()]);
+        }
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = (child.kill(), child.wait());
+    }
+}
+
+fn spawn(dir: &Path) -> Result<Child, LabError> {
+    let log = fs::File::create(dir.join("log")).map_err(LabError::file(dir))?;
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "unshare", "--mount", "sh", "-c", START]).arg(dir);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    on_lasting_thread(command, false).map_err(LabError::file("unshare"))
+}
+
+/// A running domain.
+#[derive(Debug)]
+pub struct Domain {
+    name: String,
+    pid: u32,
+    tool: Tool,
+}
+
+impl Domain {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The process of its QEMU.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The lab's tool in its guest.
+    pub fn tool(&self) -> &Tool {
+        &self.tool
+    }
+}
