@@ -1,12 +1,14 @@
 //! VMs of a real libvirtd, which has their only monitor: Ebb sees them, takes and gives memory,
 //! and respects what is done with `virsh` meanwhile.
 
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -17,22 +19,178 @@ fn boot(libvirtd: &Libvirtd, name: &str) -> Domain {
     libvirtd.boot(name, RAM, BALLOON, "").unwrap()
 }
 
-fn is_up(state: &Value, name: &str) -> Option<()> {
-    let vms = state["vms"].as_array()?;
-    let vm = vms.iter().find(|v| v["name"] == name)?;
-    (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
+fn start(libvirtd: &Libvirtd, dir: &Path, names: &[&str]) -> Daemon {
+    Daemon::configure(dir, names, "").unwrap();
+    Daemon::start_program(&libvirtd.program().unwrap(), dir, &[]).unwrap()
+}
+
+fn of<'a>(state: &'a Value, name: &str) -> Option<&'a Value> {
+    state["vms"].as_array()?.iter().find(|v| v["name"] == name)
+}
+
+fn wait_up(daemon: &Daemon, name: &str) {
+    let is_up = |s: &Value| {
+        let vm = of(s, name)?;
+        (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
+    };
+    daemon.wait_for(&format!("the statistics of {name}"), MINUTE, is_up).unwrap();
+}
+
+/// Its balloon's size as libvirt has QEMU tell it.
+fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
+    let text = libvirtd.virsh(&["dommemstat", name]).unwrap();
+    let kib = text.lines().find_map(|l| l.strip_prefix("actual ")).unwrap_or_default();
+    Bytes(kib.trim().parse::<u64>().unwrap() << 10)
+}
+
+fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
+    let there = |l: &Libvirtd| is(size(l, name)).then_some(());
+    libvirtd.wait(&format!("the size of {name}"), there).unwrap();
+}
+
+fn signal(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
 }
 
 #[test]
-fn vm_domains_of_libvirt_are_seen_and_their_balloons_moved() {
+fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let _arena = Arena::beside().unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let domain = boot(&libvirtd, "tame");
+    libvirtd.boot("rigid", RAM, "<memballoon model='none'/>", "").unwrap();
     let dir = tempfile::tempdir().unwrap();
-    Daemon::configure(dir.path(), &["tame"], "").unwrap();
-    let daemon = Daemon::start_program(&libvirtd.program().unwrap(), dir.path(), &[]).unwrap();
-    daemon.wait_for("the domain's statistics", MINUTE, |s| is_up(s, "tame")).unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["tame", "rigid"]);
+    wait_up(&daemon, "tame");
     let vm = daemon.vm("tame").unwrap();
     assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid())), "{vm}");
     assert_eq!((vm["ram"].as_u64(), vm["deflate_on_oom"].as_bool()), (Some(RAM.0), Some(true)));
+    let rigid = |s: &Value| (of(s, "rigid")?["link"]["state"] == "up").then_some(());
+    daemon.wait_for("a domain without a balloon", MINUTE, rigid).unwrap();
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    assert!(size(&libvirtd, "tame") <= Bytes::mib(300));
+    assert!(libvirtd.virsh(&["dumpxml", "tame"]).unwrap().contains("<stats period="));
+    // What its guest needs it is given back at once.
+    domain.tool().start("hog", "hold", "mib=300").unwrap();
+    let all_up = |s: &Value| {
+        let actual = of(s, "tame")?["actual"].as_u64()?;
+        (actual > Bytes::mib(330).0).then_some(())
+    };
+    daemon.wait_for("what the guest needs", MINUTE, all_up).unwrap();
+    domain.tool().stop("hog").unwrap();
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "tame", |b| b == RAM);
+    let xml = libvirtd.virsh(&["dumpxml", "tame"]).unwrap();
+    assert!(!xml.contains("<stats period="), "the interval is as it was: {xml}");
+    let taint = libvirtd.virsh(&["dominfo", "tame"]).unwrap();
+    assert!(!taint.contains("custom-monitor"), "{taint}");
+}
+
+#[test]
+fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["one", "two"]);
+    wait_up(&daemon, "one");
+    wait_up(&daemon, "two");
+    daemon.squeeze("one", Bytes::mib(300)).unwrap();
+    let down = |s: &Value| (of(s, "one")?["link"]["state"] != "up").then_some(());
+
+    // A libvirtd that is killed and started again: orders go on.
+    libvirtd.kill_and_start().unwrap();
+    wait_up(&daemon, "one");
+    one.tool().start("hog", "hold", "mib=300").unwrap();
+    let given = |s: &Value| (of(s, "one")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
+    daemon.wait_for("what the guest needs", MINUTE, given).unwrap();
+    one.tool().stop("hog").unwrap();
+
+    // A QEMU that hangs: its neighbour is asked and told as before.
+    wait_up(&daemon, "two");
+    signal(one.pid(), Signal::STOP);
+    daemon.wait_for("one that hangs", MINUTE, down).unwrap();
+    wait_up(&daemon, "two");
+    signal(one.pid(), Signal::CONT);
+    wait_up(&daemon, "one");
+
+    // A libvirtd that hangs: ticks go on in time.
+    signal(libvirtd.pid(), Signal::STOP);
+    daemon.wait_for("libvirt that hangs", MINUTE, down).unwrap();
+    let tick = |d: &Daemon| d.get("/v1/state").unwrap()["tick"].as_u64().unwrap();
+    let (begun, was) = (Instant::now(), tick(&daemon));
+    std::thread::sleep(Duration::from_secs(5));
+    let (ticks, took) = (tick(&daemon) - was, begun.elapsed().as_secs());
+    assert!(ticks + 2 >= took, "{ticks} ticks in {took} s");
+    signal(libvirtd.pid(), Signal::CONT);
+    for name in ["one", "two"] {
+        wait_up(&daemon, name);
+        wait_size(&libvirtd, name, |b| b == RAM);
+    }
+    assert!(daemon.stop());
+}
+
+#[test]
+fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let _domain = boot(&libvirtd, "owed");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["owed"]);
+    wait_up(&daemon, "owed");
+    daemon.squeeze("owed", Bytes::mib(300)).unwrap();
+    let config = daemon.config().display().to_string();
+    daemon.crash();
+    let mut release = std::process::Command::new(libvirtd.program().unwrap());
+    let said = release.args(["--config", &config, "release"]).output().unwrap();
+    assert!(said.status.success(), "{said:?}");
+    wait_size(&libvirtd, "owed", |b| b == RAM);
+}
+
+#[test]
+fn vm_what_virsh_does_meanwhile_is_respected() {
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let domain = boot(&libvirtd, "busy");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["busy"]);
+    wait_up(&daemon, "busy");
+    let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
+    let wait = |what: &str, key: &str, value: &str| {
+        let is = |s: &Value| (of(s, "busy")?[key] == value).then_some(());
+        daemon.wait_for(what, MINUTE, is).unwrap();
+    };
+
+    virsh(&["suspend", "busy"]);
+    wait("the suspended domain", "run", "paused");
+    virsh(&["resume", "busy"]);
+    wait("the resumed domain", "run", "running");
+
+    virsh(&["reset", "busy"]);
+    wait_up(&daemon, "busy");
+
+    // A size that an operator sets is the operator's.
+    virsh(&["setmem", "busy", "320M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == Bytes::mib(320));
+    let theirs = |s: &Value| {
+        let why = of(s, "busy")?["verdict"].as_str()?;
+        why.contains("was set, not by Ebb").then_some(())
+    };
+    daemon.wait_for("Ebb to see that", MINUTE, theirs).unwrap();
+    assert_eq!(size(&libvirtd, "busy"), Bytes::mib(320));
+
+    // Saved while Ebb holds a part of it, and restored: it has all of its memory in the end.
+    virsh(&["setmem", "busy", "512M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == RAM);
+    daemon.squeeze("busy", Bytes::mib(400)).unwrap();
+    let file = libvirtd.dir().join("saved").display().to_string();
+    virsh(&["save", "busy", &file]);
+    let gone = |s: &Value| of(s, "busy").is_none().then_some(());
+    daemon.wait_for("the saved domain to be gone", MINUTE, gone).unwrap();
+    virsh(&["restore", &file]);
+    wait_up(&daemon, "busy");
+    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    virsh(&["undefine", "busy"]);
+    wait_up(&daemon, "busy");
+    assert!(daemon.stop());
 }
