@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")"
 for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay guest_header guest_map \
-	agent_requests agent_replies page_hashes; do mkdir -p "corpus/$target"; done
+	agent_requests agent_replies page_hashes libvirt_stream; do mkdir -p "corpus/$target"; done
 
 # proc_text: the first byte chooses the parser (modulo 22).
 put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
@@ -68,3 +68,7 @@ printf '\100%s\n' '{"id":2,"error":{"kind":"aside","text":"vfio"}}'; } >corpus/a
 # page_hashes: a question about one page, and an answer to one.
 { printf 'EbH1\001\0\0\0'; head -c 192 /dev/zero; printf '\0\020\0\0\0\0\0\0\0\020\0\0\0\0\0\0'; } >corpus/page_hashes/question
 { printf 'EbH1\001\0\0\0\001'; head -c 23 /dev/zero; printf '\001'; head -c 23 /dev/zero; } >corpus/page_hashes/answer
+
+# libvirt_stream: an answer to the first call, and an event.
+{ printf '\0\0\0\034\040\0\200\206\0\0\0\001\0\0\0\001\0\0\0\001\0\0\0\001\0\0\0\0'
+printf '\0\0\0\034\040\0\200\206\0\0\0\001\0\0\001\077\0\0\0\002\0\0\0\0\0\0\0\0'; } >corpus/libvirt_stream/both

@@ -16,7 +16,7 @@ pub mod durable;
 pub mod hands_off;
 mod intervals;
 mod inventory;
-mod libvirt;
+pub mod libvirt;
 pub mod linux;
 mod merge_link;
 pub mod probe;

@@ -6,12 +6,12 @@
 //! what is asked of this one alone is asked one call at a time, since libvirt has the second wait
 //! for the first.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::calls::{self, Domain, Event, Procedure};
+use super::calls::{self, Domain, Event, Numbers, Procedure};
 use super::description::Balloon;
 use super::rpc::Refused;
 use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
@@ -76,7 +76,7 @@ pub(super) struct Bridge {
     greeted: bool,
     balloon: Option<Balloon>,
     described: Option<Instant>,
-    numbers: BTreeMap<String, u64>,
+    numbers: Numbers,
     bulk: Option<Instant>,
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
@@ -99,7 +99,7 @@ impl Bridge {
             greeted: false,
             balloon: None,
             described: None,
-            numbers: BTreeMap::new(),
+            numbers: Numbers::new(),
             bulk: None,
             memory: None,
             job: None,
@@ -332,7 +332,7 @@ impl Bridge {
 
     /// Statistics of all domains were asked for at `asked`; these are this one's. A domain that
     /// is busy tells less, and what it told before stays.
-    pub fn heard_stats(&mut self, asked: Instant, numbers: BTreeMap<String, u64>, now: Instant) {
+    pub fn heard_stats(&mut self, asked: Instant, numbers: Numbers, now: Instant) {
         let moves = self.moved.is_some_and(|at| asked < at + MOVES);
         let fresh = |name: &String| !moves || !name.starts_with("balloon.") || name == MAXIMUM;
         self.numbers.extend(numbers.into_iter().filter(|(name, _)| fresh(name)));
@@ -500,3 +500,6 @@ fn interval(command: &Value) -> Option<u64> {
         && arguments.get("property")?.as_str() == Some(INTERVAL);
     arguments.get("value").filter(|_| is)?.as_u64()
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use super::rpc::{QEMU, REMOTE};
 use super::xdr::{Malformed, Reader, Writer};
 
+/// What libvirt tells of a domain in numbers, by the names that [`ALL_STATS`] has for them.
+pub type Numbers = BTreeMap<String, u64>;
 /// Program and number of a procedure.
 pub type Procedure = (u32, u32);
 /// How a client may say who it is; root need not.
@@ -111,12 +113,12 @@ pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Vec<
 }
 
 /// The result of [`ALL_STATS`]: numbers by name, of each domain.
-pub fn all_stats_of(result: &[u8]) -> Result<Vec<(Domain, BTreeMap<String, u64>)>, Malformed> {
+pub fn all_stats_of(result: &[u8]) -> Result<Vec<(Domain, Numbers)>, Malformed> {
     Reader(result).list(|r| Ok((Domain::read(r)?, numbers(r)?)))
 }
 
 /// Typed parameters that are numbers; negative ones are nothing that Ebb reads.
-fn numbers(r: &mut Reader<'_>) -> Result<BTreeMap<String, u64>, Malformed> {
+fn numbers(r: &mut Reader<'_>) -> Result<Numbers, Malformed> {
     let all = r.list(|r| {
         let name = r.text()?;
         let value = match r.u32()? {
@@ -140,7 +142,7 @@ pub fn memory_stats(domain: &Domain) -> Vec<u8> {
 
 /// The result of [`MEMORY_STATS`], by the names that [`ALL_STATS`] has for it.
 /// Source: `virDomainMemoryStatTags`.
-pub fn memory_stats_of(result: &[u8]) -> Result<BTreeMap<String, u64>, Malformed> {
+pub fn memory_stats_of(result: &[u8]) -> Result<Numbers, Malformed> {
     const TAGS: [&str; 13] = [
         "swap_in",
         "swap_out",

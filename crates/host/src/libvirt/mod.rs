@@ -9,11 +9,11 @@
 //! one side and libvirt's calls on the other, `worker.rs` the thread.
 
 mod bridge;
-mod calls;
-mod description;
-mod rpc;
+pub mod calls;
+pub mod description;
+pub mod rpc;
 mod worker;
-mod xdr;
+pub mod xdr;
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;

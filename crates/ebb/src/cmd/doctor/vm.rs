@@ -11,6 +11,9 @@ use ebb_host::root::Root;
 
 use super::{Check, Verdict, check};
 
+/// How the reason begins where a VM is reached through libvirt.
+const BY_LIBVIRT: &str = "libvirt domain ";
+
 pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, verdict, found: &str, advice: &str| {
@@ -26,12 +29,21 @@ pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Che
             why,
             "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp option",
         ),
+        Link::Down(why) if why.starts_with(BY_LIBVIRT) => {
+            add(
+                "QMP",
+                Verdict::Bad,
+                why,
+                "it is tried again; `virsh list` shows whether libvirt answers",
+            );
+        }
         Link::Down(why) if why.contains("libvirt") => add(
             "QMP",
             Verdict::Bad,
             why,
-            "give it a socket for Ebb in <qemu:commandline>: -qmp unix:PATH-ebb.qmp,server=on,wait=off; \
-             then leave its balloon to Ebb (no virsh setmem)",
+            "libvirt is looked for in /run/libvirt and /run/user/UID/libvirt, unless host.libvirt = false; \
+             or give the VM a socket for Ebb in <qemu:commandline>: \
+             -qmp unix:PATH-ebb.qmp,server=on,wait=off",
         ),
         Link::Down(why) => {
             add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
@@ -106,8 +118,8 @@ pub(super) fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
 
 fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
     let Some(b) = &vm.balloon else {
-        let advice =
-            "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on";
+        let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
+             <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>";
         add("tier", Verdict::Missing, "none: no virtio balloon", advice);
         return;
     };
@@ -123,7 +135,7 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
     }
     reporting_check(b.reporting, vm.agent.as_ref(), add);
     if b.deflate_on_oom == Some(false) {
-        let advice = "with deflate-on-oom=on on the balloon the driver of a guest that runs out of \
+        let advice = "with deflate-on-oom=on (libvirt: autodeflate='on') on the balloon the driver of a guest that runs out of \
                       memory deflates it at once, so Ebb can take three times as much of its idle memory";
         add("deflate-on-oom", Verdict::Missing, "off", advice);
     }

@@ -1,0 +1,152 @@
+//! The bridge between commands and calls, without a libvirt.
+
+use serde_json::json;
+
+use super::*;
+use crate::libvirt::xdr::Writer;
+
+const XML: &str = "<domain><devices><memballoon model='virtio' autodeflate='on'>\
+                   <stats period='2'/><alias name='balloon0'/></memballoon></devices></domain>";
+
+fn domain() -> Domain {
+    Domain { name: "a".into(), uuid: [1; 16], id: 4 }
+}
+
+/// What [`calls::looked_up`] reads.
+fn found(id: i32) -> Vec<u8> {
+    Writer::default().text("a").fixed(&[1; 16]).i32(id).done()
+}
+
+fn greeted(monitor: bool, now: Instant) -> Bridge {
+    let mut b = Bridge::new("a".into(), monitor);
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!((&purpose, procedure), (&Purpose::LookUp, calls::LOOK_UP));
+    b.answered(purpose, Ok(found(4)), now);
+    let (purpose, _, _) = b.next_call(now).unwrap();
+    assert_eq!((&purpose, b.is_silent()), (&Purpose::Describe, true));
+    b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
+    assert!(said(&mut b)[0].get("QMP").is_some());
+    b
+}
+
+fn said(b: &mut Bridge) -> Vec<Value> {
+    let bytes = std::mem::take(b.output());
+    bytes.split(|c| *c == b'\n').filter_map(|l| serde_json::from_slice(l).ok()).collect()
+}
+
+fn tell(b: &mut Bridge, commands: &[Value], now: Instant) {
+    let lines: String = commands.iter().map(|c| format!("{c}\n")).collect();
+    b.feed(lines.as_bytes(), now);
+}
+
+fn ask(id: u64, command: &str) -> Value {
+    json!({ "execute": command, "id": id })
+}
+
+fn set_interval(id: u64, seconds: u64) -> Value {
+    let set = json!({ "path": "/x", "property": INTERVAL, "value": seconds });
+    json!({ "execute": "qom-set", "arguments": set, "id": id })
+}
+
+fn numbers(current: u64) -> Numbers {
+    let all = [("state.state", 1), ("balloon.current", current), ("balloon.maximum", 1024)];
+    all.map(|(name, n)| (name.to_string(), n)).into()
+}
+
+#[test]
+fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    let all = ["query-status", "query-balloon", "query-memory-size-summary"];
+    tell(&mut b, &[ask(1, all[0]), ask(2, all[1])], now);
+    assert!(b.wants_bulk() && !b.has_call() && b.is_silent());
+    b.heard_stats(now + Duration::from_millis(2), numbers(512), now);
+    let answers = said(&mut b);
+    assert_eq!(answers[0], json!({ "id": 1, "return": { "status": "running" } }));
+    assert_eq!(answers[1], json!({ "id": 2, "return": { "actual": 512 << 10 } }));
+    tell(&mut b, &[ask(3, all[2])], now + Duration::from_millis(10));
+    assert_eq!(said(&mut b)[0]["return"], json!({ "base-memory": 1 << 20 }), "of the same tick");
+    tell(&mut b, &[ask(4, all[1])], now + Duration::from_millis(500));
+    assert!(b.wants_bulk() && b.is_silent(), "the next tick asks anew");
+}
+
+#[test]
+fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    let order = json!({ "execute": "balloon", "arguments": { "value": 300 << 20 }, "id": 7 });
+    tell(&mut b, &[order, ask(8, "query-balloon")], now);
+    let (purpose, procedure, arguments) = b.next_call(now).unwrap();
+    assert_eq!((&purpose, procedure), (&Purpose::Order(json!(7)), calls::SET_MEMORY));
+    assert_eq!(arguments, calls::set_memory(&domain(), 300 << 10));
+    b.answered(purpose, Ok(Vec::new()), now);
+    assert_eq!(said(&mut b), [json!({ "id": 7, "return": {} })]);
+    // libvirt has not heard yet that the balloon moves.
+    b.heard_stats(now, numbers(512 << 10), now);
+    assert!(b.is_silent());
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::MEMORY_STATS);
+    let moved = Writer::default().u32(1).u32(6).u64(400 << 10).done();
+    b.answered(purpose, Ok(moved), now);
+    assert_eq!(said(&mut b), [json!({ "id": 8, "return": { "actual": 400 << 20 } })]);
+}
+
+#[test]
+fn to_ask_a_guest_on_the_spot_sets_no_interval() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    tell(&mut b, &[set_interval(1, 0), set_interval(2, 2)], now);
+    assert!(!b.has_call());
+    assert_eq!(said(&mut b).len(), 2);
+    tell(&mut b, &[set_interval(3, 0)], now);
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::SET_PERIOD, "as it was before Ebb");
+    b.answered(purpose, Ok(Vec::new()), now);
+    assert_eq!(said(&mut b), [json!({ "id": 3, "return": {} })]);
+}
+
+#[test]
+fn only_a_domain_that_is_tainted_has_qemu_asked_through_libvirt() {
+    let now = Instant::now();
+    let command = ask(1, "query-named-block-nodes");
+    let mut b = greeted(false, now);
+    tell(&mut b, std::slice::from_ref(&command), now);
+    assert!(said(&mut b)[0]["error"]["desc"].as_str().unwrap().contains("not asked this"));
+    assert!(!b.has_call());
+    let mut b = greeted(true, now);
+    tell(&mut b, &[command], now);
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::MONITOR);
+    let answer = Writer::default().text("{\"return\":[5],\"id\":\"libvirt-9\"}").done();
+    b.answered(purpose, Ok(answer), now);
+    assert_eq!(said(&mut b), [json!({ "id": 1, "return": [5] })]);
+}
+
+#[test]
+fn a_domain_that_stops_or_starts_anew_is_left() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    let other = Domain { uuid: [2; 16], ..domain() };
+    b.event(&other, Event::Lifecycle(5), now);
+    assert_eq!(b.over(), None);
+    b.event(&domain(), Event::Lifecycle(3), now);
+    assert_eq!(said(&mut b)[0]["event"], "STOP");
+    b.event(&Domain { id: -1, ..domain() }, Event::Lifecycle(5), now);
+    assert_eq!(b.over(), Some("the domain has stopped"));
+    let mut b = Bridge::new("a".into(), false);
+    let (purpose, _, _) = b.next_call(now).unwrap();
+    b.answered(purpose, Ok(found(-1)), now);
+    assert!(b.over().unwrap().contains("does not run"));
+}
+
+#[test]
+fn a_refused_call_is_an_error_to_its_question_alone() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    tell(&mut b, &[ask(1, "query-migrate"), ask(2, "query-status")], now);
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::JOB);
+    b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
+    assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
+    assert_eq!((b.over(), b.wants_bulk()), (None, true));
+}
