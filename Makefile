@@ -16,7 +16,7 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
-  vm_a_kernel_that_somebody vm_waits_beside
+  vm_a_kernel_that_somebody vm_waits_beside vm_many_domains
 # They go in two lanes, as much of them is waiting; a test says by its arena whether others may
 # work meanwhile (`Arena::beside`). Daemons judge by time: they are not beside those that load the
 # machine.

@@ -130,13 +130,9 @@ impl Libvirtd {
         balloon: &str,
         more: &str,
     ) -> Result<Domain, LabError> {
-        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
-        let socket = self.dir.path().join(format!("{name}.sock"));
-        let xml = self.description(name, memory, (balloon, more), &image, &socket);
-        let file = self.dir.path().join(format!("{name}.xml"));
-        fs::write(&file, xml).map_err(LabError::file(&file))?;
-        self.virsh(&["define", &file.display().to_string()])?;
+        let file = self.define(name, memory, balloon, more)?;
         self.virsh(&["start", name])?;
+        let socket = self.dir.path().join(format!("{name}.sock"));
         let pids = self.dir.path().join(format!("run/libvirt/qemu/{name}.pid"));
         let pid = fs::read_to_string(&pids).map_err(LabError::file(&pids))?;
         let pid = pid.trim().parse().map_err(|_| LabError::Missing(format!("pid of {name}")))?;
@@ -150,6 +146,28 @@ impl Libvirtd {
         };
         self.wait(&format!("the guest of {name}"), ready)?;
         Ok(domain)
+    }
+
+    /// Starts a domain that does not run yet: its vCPU stands still.
+    pub fn start_paused(&self, name: &str, memory: Bytes, balloon: &str) -> Result<(), LabError> {
+        self.define(name, memory, balloon, "")?;
+        self.virsh(&["start", "--paused", name]).map(drop)
+    }
+
+    fn define(
+        &self,
+        name: &str,
+        memory: Bytes,
+        balloon: &str,
+        more: &str,
+    ) -> Result<PathBuf, LabError> {
+        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let socket = self.dir.path().join(format!("{name}.sock"));
+        let xml = self.description(name, memory, (balloon, more), &image, &socket);
+        let file = self.dir.path().join(format!("{name}.xml"));
+        fs::write(&file, xml).map_err(LabError::file(&file))?;
+        self.virsh(&["define", &file.display().to_string()])?;
+        Ok(file)
     }
 
     fn description(

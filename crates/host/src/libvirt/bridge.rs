@@ -26,18 +26,28 @@ const MOVES: Duration = Duration::from_secs(5);
 const JOB_EVERY: Duration = Duration::from_secs(3);
 /// A description is read again after so long, and after each event that may change it.
 const DESCRIBED_FOR: Duration = Duration::from_secs(50);
+/// libvirt would have the order wait, and then refuse it.
+const SAVED: &str = "libvirt sets no balloon of a domain that it saves or migrates";
 /// Most bytes of commands that are not whole yet.
 const MAX_COMMAND: usize = 64 << 10;
 
 /// What a question waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
+    /// Whether it runs, as libvirt tells of all domains.
+    State,
     /// Statistics of all domains.
     Bulk,
     /// This one's, from QEMU.
     Memory,
     Job,
     Description,
+}
+
+impl Need {
+    fn is_bulk(self) -> bool {
+        matches!(self, Need::State | Need::Bulk)
+    }
 }
 
 /// A question of the client.
@@ -77,7 +87,10 @@ pub(super) struct Bridge {
     balloon: Option<Balloon>,
     described: Option<Instant>,
     numbers: Numbers,
+    state: Option<Instant>,
     bulk: Option<Instant>,
+    /// libvirt tells only whether it runs: something else holds the domain up.
+    held_up: bool,
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
     moved: Option<Instant>,
@@ -100,7 +113,9 @@ impl Bridge {
             balloon: None,
             described: None,
             numbers: Numbers::new(),
+            state: None,
             bulk: None,
+            held_up: false,
             memory: None,
             job: None,
             moved: None,
@@ -136,12 +151,17 @@ impl Bridge {
     pub fn has_call(&self) -> bool {
         !self.greeted
             || !self.orders.is_empty()
-            || self.questions.iter().any(|q| q.need != Need::Bulk)
+            || !self.held_up && self.questions.iter().any(|q| !q.need.is_bulk())
+    }
+
+    /// Whether something is to be done, not only told.
+    pub fn has_order(&self) -> bool {
+        !self.orders.is_empty()
     }
 
     /// Whether statistics of all domains are to be asked for.
     pub fn wants_bulk(&self) -> bool {
-        self.questions.iter().any(|q| q.need == Need::Bulk)
+        self.questions.iter().any(|q| q.need.is_bulk())
     }
 
     /// Takes bytes of the client: commands, one a line.
@@ -155,17 +175,15 @@ impl Bridge {
         let lines = lines.split(|b| *b == b'\n').filter(|l| !l.is_empty());
         let mut commands: Vec<Value> =
             lines.filter_map(|l| serde_json::from_slice(l).ok()).collect();
-        let on_the_spot = self.asks_on_the_spot(&commands);
-        for command in commands.drain(..) {
-            self.command(command, now, on_the_spot);
+        let mut at_once = Vec::new();
+        for (i, pair) in commands.windows(2).enumerate() {
+            if asks_on_the_spot(&pair[0], &pair[1]) {
+                at_once.extend([i, i + 1]);
+            }
         }
-    }
-
-    /// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write
-    /// its own files for each of the two, so nothing is done: the guest is asked each second.
-    fn asks_on_the_spot(&self, commands: &[Value]) -> bool {
-        let to = |c: &Value| interval(c);
-        commands.windows(2).any(|w| to(&w[0]) == Some(0) && to(&w[1]).is_some_and(|s| s > 0))
+        for (i, command) in commands.drain(..).enumerate() {
+            self.command(command, now, at_once.contains(&i));
+        }
     }
 
     fn command(&mut self, all: Value, now: Instant, on_the_spot: bool) {
@@ -182,6 +200,9 @@ impl Bridge {
                 let Some((size, domain)) = size.zip(self.domain.as_ref()) else {
                     return self.refused(&id, "no size");
                 };
+                if self.job.is_some_and(|(at, busy)| busy && now - at < JOB_EVERY) {
+                    return self.refused(&id, SAVED);
+                }
                 self.moved = Some(now);
                 let args = calls::set_memory(domain, size / 1024);
                 return self.orders.push_back((Purpose::Order(id), calls::SET_MEMORY, args));
@@ -203,7 +224,8 @@ impl Bridge {
             }
             // Asked of QEMU where it may be: it knows, and libvirt's word may be a second old.
             _ if self.monitor => return self.pass(id, all),
-            "query-status" | "query-memory-size-summary" => Need::Bulk,
+            "query-status" => Need::State,
+            "query-memory-size-summary" => Need::Bulk,
             "query-balloon" => live,
             "qom-get" if text("property") == STATS => live,
             "query-migrate" => Need::Job,
@@ -236,7 +258,11 @@ impl Bridge {
         if let Some(order) = self.orders.pop_front() {
             return Some(order);
         }
-        match self.questions.iter().map(|q| q.need).find(|n| *n != Need::Bulk)? {
+        // What holds it up would hold up this as well.
+        if self.held_up {
+            return None;
+        }
+        match self.questions.iter().map(|q| q.need).find(|n| !n.is_bulk())? {
             Need::Memory => {
                 Some((Purpose::Memory(now), calls::MEMORY_STATS, calls::memory_stats(domain)))
             }
@@ -283,6 +309,7 @@ impl Bridge {
             Purpose::Memory(asked) => match result {
                 Ok(stats) => {
                     let stats = calls::memory_stats_of(&stats).map_err(|e| odd(&e))?;
+                    self.forget_words();
                     self.numbers.extend(stats);
                     self.memory = Some(asked);
                 }
@@ -330,14 +357,31 @@ impl Bridge {
         }
     }
 
-    /// Statistics of all domains were asked for at `asked`; these are this one's. A domain that
-    /// is busy tells less, and what it told before stays.
+    /// Statistics of all domains were asked for at `asked`; these are this one's. Of a domain that
+    /// something holds up only whether it runs is taken: the rest is not QEMU's word.
     pub fn heard_stats(&mut self, asked: Instant, numbers: Numbers, now: Instant) {
+        self.held_up = !numbers.contains_key(ASKED_QEMU);
+        self.state = Some(asked);
         let moves = self.moved.is_some_and(|at| asked < at + MOVES);
-        let fresh = |name: &String| !moves || !name.starts_with("balloon.") || name == MAXIMUM;
+        if !self.held_up && !moves {
+            self.forget_words();
+        }
+        let fresh = |name: &str| match (self.held_up, moves) {
+            (true, _) => name.starts_with("state."),
+            (false, true) => !name.starts_with("balloon.") || name == MAXIMUM,
+            (false, false) => true,
+        };
         self.numbers.extend(numbers.into_iter().filter(|(name, _)| fresh(name)));
-        self.bulk = Some(asked);
+        if !self.held_up {
+            self.bulk = Some(asked);
+        }
         self.settle(now);
+    }
+
+    /// What is not told any more is not known any more: libvirt leaves out what a guest does not
+    /// tell.
+    fn forget_words(&mut self) {
+        self.numbers.retain(|name, _| name == MAXIMUM || !name.starts_with("balloon."));
     }
 
     /// An event of this domain.
@@ -357,7 +401,10 @@ impl Bridge {
             }
             Event::Lifecycle(6) => "SHUTDOWN",
             Event::Lifecycle(8) => "GUEST_PANICKED",
-            Event::Reboot => "RESET",
+            Event::Reboot => {
+                self.forget_words();
+                "RESET"
+            }
             Event::Balloon(kib) => {
                 self.moved = Some(now);
                 let actual = kib.saturating_mul(1024);
@@ -388,6 +435,7 @@ impl Bridge {
         for q in std::mem::take(&mut self.questions) {
             let since = |at: Option<Instant>| at.is_some_and(|at| at + TOGETHER >= q.at);
             let known = match q.need {
+                Need::State => since(self.state),
                 Need::Bulk => since(self.bulk),
                 Need::Memory => since(self.memory),
                 Need::Job => self.job.is_some_and(|(at, _)| now - at < JOB_EVERY),
@@ -492,6 +540,14 @@ impl Bridge {
 
 /// The size that a domain may have at most: its RAM.
 const MAXIMUM: &str = "balloon.maximum";
+/// Only told where QEMU could be asked.
+const ASKED_QEMU: &str = "balloon.rss";
+
+/// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write its own
+/// files for each of the two, so nothing is done: the guest is asked each second or two.
+fn asks_on_the_spot(one: &Value, next: &Value) -> bool {
+    interval(one) == Some(0) && interval(next).is_some_and(|s| s > 0)
+}
 
 /// The seconds of a command that sets [`INTERVAL`].
 fn interval(command: &Value) -> Option<u64> {

@@ -130,9 +130,35 @@ fn numbers(r: &mut Reader<'_>) -> Result<Numbers, Malformed> {
             7 => r.text().map(|_| None)?,
             _ => return Err(Malformed),
         };
-        Ok(value.map(|value| (name, value)))
+        Ok(value.map(|value| (name, value)).filter(|(name, _)| is_read(name)))
     });
     Ok(all?.into_iter().flatten().collect())
+}
+
+/// What is told of a domain's memory, by `virDomainMemoryStatTags`.
+const TAGS: [&str; 13] = [
+    "swap_in",
+    "swap_out",
+    "major_fault",
+    "minor_fault",
+    "unused",
+    "available",
+    "current",
+    "rss",
+    "usable",
+    "last-update",
+    "disk_caches",
+    "hugetlb_pgalloc",
+    "hugetlb_pgfail",
+];
+
+/// Whether anything here reads a number of this name; others are not kept.
+fn is_read(name: &str) -> bool {
+    match name.split_once('.') {
+        Some(("state", name)) => matches!(name, "state" | "reason"),
+        Some(("balloon", name)) => name == "maximum" || TAGS.contains(&name),
+        _ => false,
+    }
 }
 
 /// Arguments of [`MEMORY_STATS`].
@@ -141,23 +167,7 @@ pub fn memory_stats(domain: &Domain) -> Vec<u8> {
 }
 
 /// The result of [`MEMORY_STATS`], by the names that [`ALL_STATS`] has for it.
-/// Source: `virDomainMemoryStatTags`.
 pub fn memory_stats_of(result: &[u8]) -> Result<Numbers, Malformed> {
-    const TAGS: [&str; 13] = [
-        "swap_in",
-        "swap_out",
-        "major_fault",
-        "minor_fault",
-        "unused",
-        "available",
-        "current",
-        "rss",
-        "usable",
-        "last-update",
-        "disk_caches",
-        "hugetlb_pgalloc",
-        "hugetlb_pgfail",
-    ];
     let all = Reader(result).list(|r| Ok((r.u32()?, r.u64()?)))?;
     let named = all
         .into_iter()

@@ -30,6 +30,13 @@ impl Balloon {
             n.has_tag_name("memballoon") && n.parent().is_some_and(|p| p.has_tag_name("devices"))
         };
         let Some(balloon) = all.descendants().find(is) else { return Ok(None) };
+        // libvirt counts its memory now in a domain's size and now not.
+        let plugged = |n: &roxmltree::Node<'_, '_>| {
+            n.has_tag_name("memory") && n.attribute("model") == Some("virtio-mem")
+        };
+        if all.descendants().any(|n| plugged(&n)) {
+            return Ok(None);
+        }
         if !balloon.attribute("model").is_some_and(|m| m.starts_with("virtio")) {
             return Ok(None);
         }
@@ -78,6 +85,8 @@ mod tests {
         assert_eq!(b.property(DEFLATE_ON_OOM), Some(json!(false)));
         assert_eq!(Balloon::of(&domain("<memballoon model='none'/>")), Ok(None));
         assert_eq!(Balloon::of(&domain("")), Ok(None));
+        let two = domain("<memory model='virtio-mem'/><memballoon model='virtio'/>");
+        assert_eq!(Balloon::of(&two), Ok(None));
         assert!(Balloon::of("<domain>").is_err());
         assert!(Balloon::of(&"<a>".repeat(100_000)).is_err(), "bounded");
     }

@@ -83,9 +83,7 @@ impl Libvirt {
         ];
         places.into_iter().find_map(|(dir, pids, uri, owner)| {
             let file = dir.join(pids).join(format!("{name}.pid"));
-            let wrote = self.root.metadata(&file).ok()??.uid();
-            let text = self.root.read(&file).ok()??;
-            let its = text.trim().parse() == Ok(pid) && wrote == owner;
+            let its = pid_in(&self.root.path(&file), owner) == Some(pid);
             let socket = self.socket(dir).filter(|_| its)?;
             Some(Address { socket: self.root.path(socket), uri, domain: name.to_owned(), owner })
         })
@@ -105,9 +103,49 @@ impl Libvirt {
         let words = Words::default();
         let label = PathBuf::from(format!("libvirt domain {}", address.domain));
         let client = Client::over(ours, label, words.clone());
-        // A thread that has ended drops it, and the client hears that.
-        let _ = self.asks.send(Attach { address, end, words, monitor });
+        let ended = |_| std::io::Error::other("Ebb's thread for it has ended");
+        self.asks.send(Attach { address, end, words, monitor }).map_err(ended)?;
         self.waker.wake();
         Ok(client)
+    }
+}
+
+/// What a pid file of this user says. A user may have put anything in its place: what is no file,
+/// or is a link, is not opened.
+fn pid_in(file: &Path, owner: u32) -> Option<u32> {
+    use rustix::fs::{FileType, Mode, OFlags, fstat, open};
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let fd = open(file, OFlags::RDONLY | flags, Mode::empty()).ok()?;
+    let stat = fstat(&fd).ok()?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || stat.st_uid != owner {
+        return None;
+    }
+    let mut text = [0; 16];
+    let n = rustix::io::read(&fd, &mut text).ok()?;
+    str::from_utf8(&text[..n]).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_pid_file_is_a_file_of_its_owner_and_nothing_else() {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let me = rustix::process::getuid().as_raw();
+        fs::write(at("a"), "4711\n").unwrap();
+        assert_eq!(pid_in(&at("a"), me), Some(4711));
+        assert_eq!(pid_in(&at("a"), me + 1), None, "another's");
+        symlink(at("a"), at("link")).unwrap();
+        assert_eq!(pid_in(&at("link"), me), None);
+        mknodat(CWD, at("fifo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+        assert_eq!(pid_in(&at("fifo"), me), None, "and does not wait");
+        fs::write(at("b"), "4711".repeat(1000)).unwrap();
+        assert_eq!(pid_in(&at("b"), me), None);
     }
 }

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::bridge::{Bridge, Purpose};
-use super::calls::{self, Procedure};
+use super::calls::{self, Domain, Procedure};
 use super::rpc::{Heard, Refused, Rpc};
 use super::{Address, Attach};
 use crate::qmp::Words;
@@ -24,8 +24,14 @@ use crate::waker::Waker;
 
 /// Calls under way on one connection; libvirt's own limit is 5.
 const AT_ONCE: usize = 3;
-/// Connections to one daemon.
-const CONNECTIONS: usize = 8;
+/// Connections to one daemon for questions; libvirt has 20 threads for all its clients.
+const CONNECTIONS: usize = 4;
+/// One more, for orders only, so that they go out where QEMUs hang.
+const FOR_ORDERS: usize = CONNECTIONS + 1;
+/// Most bytes that a peer does not take.
+const MAX_OUTPUT: usize = 1 << 20;
+/// What a client wanted done when it left is still done within this.
+const LAST_WISHES: Duration = Duration::from_secs(5);
 /// Questions of a tick come within this, and are asked together.
 const GATHER: Duration = Duration::from_millis(2);
 /// Where no connection is free, so much later.
@@ -62,7 +68,8 @@ struct Connection {
 /// A domain of a VM: its end of the client's socket, and whether a call of it is under way.
 #[derive(Debug)]
 struct Client {
-    end: OwnedFd,
+    /// Its end; once it has left, since when.
+    end: Result<OwnedFd, Instant>,
     words: Words,
     bridge: Bridge,
     busy: bool,
@@ -119,7 +126,9 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
         for c in &daemon.connections {
             fds.push(PollFd::new(&c.socket, interest(!c.rpc.outgoing().is_empty())));
         }
-        fds.extend(daemon.clients.values().map(|c| PollFd::new(&c.end, interest(c.owes()))));
+        for c in daemon.clients.values() {
+            fds.extend(c.end.as_ref().map(|end| PollFd::new(end, interest(c.owes()))));
+        }
     }
     let Ok(timeout) = left.try_into() else { return Vec::new() };
     let failed = poll(&mut fds, Some(&timeout)).is_err();
@@ -129,7 +138,8 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
     let ready: Vec<bool> = fds.iter().map(|fd| !failed && !fd.revents().is_empty()).collect();
     let mut rest = &ready[1..];
     let of = |d: &Daemon| {
-        let (its, after) = rest.split_at(d.connections.len() + d.clients.len());
+        let there = d.clients.values().filter(|c| c.end.is_ok()).count();
+        let (its, after) = rest.split_at(d.connections.len() + there);
         rest = after;
         its.to_vec()
     };
@@ -188,9 +198,10 @@ impl Connection {
         })?;
         let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
         let peer = peer.uid.as_raw();
-        // systemd may have made the socket.
-        if peer != 0 && peer != address.owner {
-            return Err(format!("{path}: served by user {peer}, not by root or its owner"));
+        // A link in a user's directory may lead to the system's socket.
+        if peer != address.owner {
+            let owner = address.owner;
+            return Err(format!("{path}: served by user {peer}, not by its owner {owner}"));
         }
         let mut new = Connection {
             socket,
@@ -228,7 +239,7 @@ impl Daemon {
     fn attach(&mut self, key: u64, ask: Attach) {
         let Attach { address, end, words, monitor } = ask;
         let bridge = Bridge::new(address.domain, monitor);
-        self.clients.insert(key, Client { end, words, bridge, busy: false });
+        self.clients.insert(key, Client { end: Ok(end), words, bridge, busy: false });
     }
 
     /// Whether it is to be forgotten.
@@ -276,11 +287,11 @@ impl Daemon {
         std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
     }
 
-    /// One that takes a call now. Where all are taken up, another is opened for later.
-    fn free(&mut self) -> Option<usize> {
-        let free = self.connections.iter().position(Connection::is_free);
+    /// One of so many that takes a call now. Where all are taken up, another is opened for later.
+    fn free(&mut self, most: usize) -> Option<usize> {
+        let free = self.connections.iter().take(most).position(Connection::is_free);
         let all_open = self.connections.iter().all(|c| c.open);
-        if free.is_none() && all_open && self.connections.len() < CONNECTIONS {
+        if free.is_none() && all_open && self.connections.len() < most {
             self.connect();
         }
         free
@@ -295,7 +306,7 @@ impl Daemon {
         if self.bulk.is_some() || !gathered {
             return;
         }
-        let Some(i) = self.free() else {
+        let Some(i) = self.free(CONNECTIONS) else {
             self.gather = Some(now + AGAIN);
             return;
         };
@@ -313,7 +324,8 @@ impl Daemon {
             if !client.bridge.has_call() {
                 continue;
             }
-            let Some(i) = self.free() else { return };
+            let most = if client.bridge.has_order() { FOR_ORDERS } else { CONNECTIONS };
+            let Some(i) = self.free(most) else { continue };
             let Some(client) = self.clients.get_mut(&key) else { continue };
             let Some((purpose, procedure, arguments)) = client.bridge.next_call(now) else {
                 continue;
@@ -328,14 +340,23 @@ impl Daemon {
         for c in &mut self.connections {
             let (n, there) = write(&c.socket, c.rpc.outgoing());
             c.rpc.written(n);
-            lost |= !there;
+            lost |= !there || c.rpc.outgoing().len() > MAX_OUTPUT;
         }
         if lost {
             return self.lose(ENDED);
         }
         self.clients.retain(|_, c| {
-            let (n, there) = write(&c.end, c.bridge.output());
-            c.bridge.output().drain(..n);
+            let there = match &c.end {
+                Ok(end) => {
+                    let (n, there) = write(end, c.bridge.output());
+                    c.bridge.output().drain(..n);
+                    there && c.bridge.output().len() <= MAX_OUTPUT
+                }
+                Err(left) => {
+                    c.bridge.output().clear();
+                    (c.busy || c.bridge.has_order()) && left.elapsed() < LAST_WISHES
+                }
+            };
             if let Some(why) = c.bridge.over() {
                 c.leave(why);
             }
@@ -346,14 +367,13 @@ impl Daemon {
     /// `ready` tells of each connection, then of each client, whether there is something.
     fn read(&mut self, ready: &[bool], now: Instant) {
         let (connections, clients) = ready.split_at(self.connections.len().min(ready.len()));
-        let mut gone = Vec::new();
-        for ((key, client), _) in self.clients.iter_mut().zip(clients).filter(|(_, r)| **r) {
-            match read(&client.end) {
+        let there = self.clients.values_mut().filter(|c| c.end.is_ok());
+        for (client, _) in there.zip(clients).filter(|(_, r)| **r) {
+            match client.end.as_ref().ok().and_then(read) {
                 Some(bytes) => client.bridge.feed(&bytes, now),
-                None => gone.push(*key),
+                None => client.end = Err(now),
             }
         }
-        gone.iter().for_each(|key| drop(self.clients.remove(key)));
         let mut all = Vec::new();
         for (i, c) in self.connections.iter_mut().enumerate() {
             if !connections.get(i).is_some_and(|r| *r) {
@@ -401,8 +421,10 @@ impl Daemon {
                 }
                 let all = calls::all_stats_of(&result.map_err(|e| e.to_string())?).map_err(odd)?;
                 for (domain, numbers) in all {
-                    let is =
-                        |c: &&mut Client| c.bridge.domain().is_some_and(|d| d.uuid == domain.uuid);
+                    let is = |c: &&mut Client| {
+                        let its = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
+                        c.bridge.domain().is_some_and(its)
+                    };
                     let of = self.clients.values_mut().filter(is);
                     of.for_each(|c| c.bridge.heard_stats(asked, numbers.clone(), now));
                 }

@@ -12,6 +12,9 @@ use crate::probe::process::{Life, life};
 use crate::qmp::{QmpError, poll_all};
 use crate::vm::Vm;
 
+/// How long putting back how often guests are asked may take, at the end.
+const RESTORE: Duration = Duration::from_secs(1);
+
 /// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonOrder {
@@ -131,7 +134,12 @@ impl LinuxHost {
 
     /// Puts back how often QEMU asked the guests for statistics before.
     pub fn restore_intervals(&mut self) {
-        self.vms.values_mut().for_each(Vm::restore_interval);
+        let restore = |(id, vm): (&VmId, &mut Vm)| Some((*id, vm.restore_interval()?));
+        let sent: Vec<(VmId, u64)> = self.vms.iter_mut().filter_map(restore).collect();
+        poll_all(&mut clients(&mut self.vms), Instant::now() + RESTORE);
+        for (id, command) in sent {
+            self.vms.get_mut(&id).into_iter().for_each(|vm| vm.restored_interval(command));
+        }
         self.keep_intervals();
     }
 

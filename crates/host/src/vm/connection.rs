@@ -84,7 +84,8 @@ impl Vm {
     /// A connection that must not be kept (any more) is closed.
     pub(super) fn leave_unwanted(&mut self) {
         let Err(why) = self.sockets() else { return };
-        if self.access.managed && self.libvirt.is_some() {
+        let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
+        if self.access.managed && self.libvirt.is_some() && through {
             return;
         }
         if self.client.is_some() {
@@ -109,7 +110,8 @@ impl Vm {
     pub(super) fn connect(&mut self) {
         let paths = match self.sockets() {
             Ok(paths) => paths,
-            Err(why) => return self.connect_by_manager(why),
+            Err(why) if self.access.managed => return self.connect_by_manager(why),
+            Err(_) => return,
         };
         let mut client = Client::new(paths[self.turn % paths.len()].clone());
         let pid = self.process.id.pid;
@@ -131,7 +133,7 @@ impl Vm {
             return;
         };
         // One with an agent has arguments of its own, so libvirt calls it tainted already.
-        match libvirt.attach(address, self.process.agent.is_some()) {
+        match libvirt.attach(address, self.uses_agent()) {
             Ok(client) => self.adopt(client),
             Err(e) => self.down = Link::Down(format!("libvirt: {e}")),
         }

@@ -86,17 +86,20 @@ impl Vm {
         self.ordered.is_some_and(below) || owed && self.loose && !no_balloon
     }
 
-    /// Has QEMU ask the guest for statistics as often as before.
-    pub fn restore_interval(&mut self) {
-        let (Some(device), Some(was)) = (self.device.clone(), self.interval_was) else {
-            return;
-        };
+    /// Has QEMU ask the guest for statistics as often as before; the command.
+    pub fn restore_interval(&mut self) -> Option<u64> {
+        let (device, was) = (self.device.clone()?, self.interval_was?);
         let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(was));
-        // One that is slow has it in its socket, and does it later.
-        if let Some(client) = self.client.as_mut().filter(|c| c.state() == State::Ready)
-            && client.send("qom-set", Some(set)).is_ok()
-        {
-            client.pump();
+        let client = self.client.as_mut().filter(|c| c.state() == State::Ready)?;
+        let command = client.send("qom-set", Some(set)).ok()?;
+        client.pump();
+        Some(command)
+    }
+
+    /// That was answered, or QEMU itself has it: one that is slow does it later.
+    pub fn restored_interval(&mut self, command: u64) {
+        let Some(client) = &mut self.client else { return };
+        if matches!(client.take_reply(command), Some(Ok(_))) || client.is_direct() {
             self.interval_was = None;
         }
     }

@@ -49,7 +49,12 @@ fn set_interval(id: u64, seconds: u64) -> Value {
 }
 
 fn numbers(current: u64) -> Numbers {
-    let all = [("state.state", 1), ("balloon.current", current), ("balloon.maximum", 1024)];
+    let all = [
+        ("state.state", 1),
+        ("balloon.current", current),
+        ("balloon.maximum", 1024),
+        ("balloon.rss", 1),
+    ];
     all.map(|(name, n)| (name.to_string(), n)).into()
 }
 
@@ -149,4 +154,53 @@ fn a_refused_call_is_an_error_to_its_question_alone() {
     b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
     assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
     assert_eq!((b.over(), b.wants_bulk()), (None, true));
+}
+
+#[test]
+fn what_libvirt_says_without_qemu_is_no_size() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    tell(&mut b, &[ask(1, "query-status"), ask(2, "query-balloon"), ask(3, "query-migrate")], now);
+    let mut busy = numbers(512);
+    busy.remove("balloon.rss");
+    b.heard_stats(now, busy, now);
+    assert_eq!(said(&mut b).len(), 1, "whether it runs");
+    assert!(b.wants_bulk() && !b.has_call(), "a call would wait as well");
+    b.heard_stats(now, numbers(512), now);
+    assert_eq!(said(&mut b)[0]["return"], json!({ "actual": 512 << 10 }));
+    assert!(b.has_call());
+}
+
+#[test]
+fn what_a_guest_does_not_tell_any_more_is_forgotten() {
+    let now = Instant::now();
+    let stats = json!({ "path": "/x", "property": STATS });
+    let question = |id| json!({ "execute": "qom-get", "arguments": stats, "id": id });
+    let mut b = greeted(false, now);
+    tell(&mut b, &[question(1)], now);
+    let mut told = numbers(512);
+    told.insert("balloon.usable".into(), 100);
+    told.insert("balloon.last-update".into(), 5);
+    b.heard_stats(now, told.clone(), now);
+    let available = |b: &mut Bridge| said(b)[0]["return"]["stats"]["stat-available-memory"].clone();
+    assert_eq!(available(&mut b), json!(100 << 10));
+    told.remove("balloon.usable");
+    let later = now + Duration::from_secs(1);
+    tell(&mut b, &[question(2)], later);
+    b.heard_stats(later, told, later);
+    assert_eq!(available(&mut b), json!(-1));
+}
+
+#[test]
+fn a_domain_that_is_saved_takes_no_order() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    tell(&mut b, &[ask(1, "query-migrate")], now);
+    let (purpose, _, _) = b.next_call(now).unwrap();
+    b.answered(purpose, Ok(Writer::default().i32(2).done()), now);
+    assert_eq!(said(&mut b)[0]["return"]["status"], "active");
+    let order = json!({ "execute": "balloon", "arguments": { "value": 1 << 20 }, "id": 2 });
+    tell(&mut b, &[order], now);
+    assert!(said(&mut b)[0]["error"]["desc"].as_str().unwrap().contains("saves or migrates"));
+    assert!(!b.has_call());
 }
