@@ -140,7 +140,7 @@ impl Recorder {
         self.drop_oldest();
     }
 
-    /// Adds a tick, as its [`line`].
+    /// Adds a tick, as its [`line()`].
     pub fn tick(&mut self, at: Stamp, text: &[u8]) {
         let Some(open) = &mut self.open else { return };
         if open.frame.write_all(text).is_err() {

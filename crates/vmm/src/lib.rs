@@ -55,7 +55,7 @@ use crate::server::{Peers, Server, complain};
 /// Version of the plug-in interface that we claim. QEMU reads it when it has
 /// loaded us, after the constructor ran, and refuses what lies outside of its own
 /// MIN..CURRENT; no number fits all. We use nothing of the interface, so the
-/// constructor claims what [`version_for`] finds this QEMU to know.
+/// constructor claims what `version_for` finds this QEMU to know.
 // SAFETY: the name is QEMU's for exactly this; an AtomicI32 is laid out as an int.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals)]

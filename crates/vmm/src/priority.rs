@@ -3,7 +3,7 @@
 //! A write that meets an open window waits for the thread that opened it. If that thread has to
 //! give its CPU to another one, the write waits for that as well: 4 ms and more. So the thread has
 //! real-time priority while windows are open, the lowest there is, and the fault handler always. A
-//! recycler that works for longer takes turns with other threads every [`BURST`], between
+//! recycler that works for longer takes turns with other threads every `BURST`, between
 //! two windows.
 //!
 //! Where the process may not have it (it takes root, CAP_SYS_NICE or RLIMIT_RTPRIO, and QEMU's

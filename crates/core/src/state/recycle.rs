@@ -29,7 +29,7 @@ pub struct RecycleMemory {
     #[serde(default)]
     pub away: Bytes,
     /// Bytes a second that the guest takes back of what was recycled, averaged over
-    /// [`BACK_S`].
+    /// `BACK_S`.
     #[serde(default)]
     pub back_rate: f64,
     /// What was resident a tick ago.

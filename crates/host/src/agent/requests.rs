@@ -119,11 +119,6 @@ impl Agent {
         self.request(Command::RunState { running }, timeout).map(drop)
     }
 
-    /// Relays a reset (or load, or migration).
-    pub fn reset_seen(&mut self, timeout: Duration) -> Result<(), AgentError> {
-        self.request(Command::ResetSeen, timeout).map(drop)
-    }
-
     /// Has it give up all protection.
     pub fn stand_down(&mut self, timeout: Duration) -> Result<(), AgentError> {
         self.request(Command::StandDown, timeout).map(drop)

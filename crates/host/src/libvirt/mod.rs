@@ -1,7 +1,7 @@
 //! VMs that libvirt manages and that have no QMP socket for Ebb: their QMP clients speak to a
 //! thread of Ebb, which speaks libvirt's protocol with libvirt's daemon.
 //!
-//! [`Libvirt::find`] tells which daemon has a VM, [`Libvirt::attach`] gives its client a socket.
+//! `Libvirt::find` tells which daemon has a VM, `Libvirt::attach` gives its client a socket.
 //! libvirt is not connected to before a VM needs that. Why Ebb has a client of its own stands in
 //! ARCHITECTURE.md.
 //!

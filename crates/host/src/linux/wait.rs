@@ -27,7 +27,7 @@ pub enum Wake {
     /// A VM reset, stopped, resumed, migrated or went away. Stays until the
     /// next [`LinuxHost::sample`].
     Event,
-    /// A [`Waker`] was used.
+    /// A [`Waker`](crate::waker::Waker) was used.
     Woken,
 }
 

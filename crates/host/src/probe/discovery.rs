@@ -133,7 +133,7 @@ pub enum Program {
 /// harm for ever; so only that of a process which is trusted is read, once, and again only when
 /// `stat` (no lock) shows another program. Most
 /// processes are no VMs and stay what they are: of those only the name is read, as
-/// `stat` costs several times as much, but for every [`THOROUGH`]th scan, which
+/// `stat` costs several times as much, but for every `THOROUGH`th scan, which
 /// also finds a VM with the pid and the name of a process that has ended.
 #[derive(Debug)]
 pub struct Scanner {
