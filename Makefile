@@ -39,10 +39,10 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) 
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
 
-.PHONY: help setup demo test $(LANES) soak check bench report fuzz install deb clean
+.PHONY: help setup demo test $(LANES) soak check bench report fuzz install deb deb-test clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 target/.setup: crates/lab/src/setup.rs crates/lab/src/image.rs $(wildcard guest/tool/*.[ch])
 	@command -v cc >/dev/null || { echo "setup: installing gcc make"; \
@@ -113,10 +113,11 @@ install: ## binary, agent, units, manual, completions and documents below $(DEST
 	$(CARGO) build --release -p ebb -p ebb-vmm
 	install -D -m 0755 $(BUILT)/ebb $(DESTDIR)/usr/sbin/ebb
 	install -D -m 0755 $(BUILT)/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
-	install -d $(SHARE)/man/man8 $(SHARE)/doc/ebb $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
+	install -d $(SHARE)/doc/ebb $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system packaging/*.service
 	install -m 0644 -t $(SHARE)/doc/ebb README.md SECURITY.md packaging/ebb.toml docs/*.md
-	$(BUILT)/ebb man $(SHARE)/man/man8
+	$(BUILT)/ebb man $(SHARE)/man
+	gzip -9nf $(SHARE)/man/man5/ebb.toml.5 $(SHARE)/man/man8/ebb.8 $(SHARE)/man/man8/ebb-*.8	# as packages have them
 	for s in bash zsh fish; do $(BUILT)/ebb completions $$s > \
 	  $(SHARE)/$$(printf '%s\n' $(COMPLETIONS) | grep $$s) || exit 1; done
 
@@ -126,10 +127,15 @@ deb: target/.packager ## packages for Debian 12: ebb (host) and ebb-guest-dkms (
 	@DEB_RULES_REQUIRES_ROOT=no debian/rules binary
 	@lintian --fail-on error target/deb/*.deb
 
+deb-test: target/.setup deb ## the packages installed, upgraded, removed and purged in a clean Debian 12 (root)
+	@debian/tests/clean-root lifecycle
+	@debian/tests/clean-root guest-dkms
+
+PACKAGER := debhelper dh-dkms lintian debootstrap
 target/.packager: Makefile
-	@command -v dh_dkms >/dev/null && command -v lintian >/dev/null || { \
-	  echo "deb: installing debhelper dh-dkms lintian"; \
-	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends debhelper dh-dkms lintian; }
+	@command -v dh_dkms >/dev/null && command -v lintian >/dev/null && command -v debootstrap >/dev/null || { \
+	  echo "deb: installing $(PACKAGER)"; \
+	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends $(PACKAGER); }
 	@mkdir -p target && touch $@
 
 clean: ## build products; what an interrupted lab run left

@@ -174,12 +174,16 @@ enum Command {
     /// Prints completions for a shell
     Completions {
         /// Which
-        shell: clap_complete::Shell,
+        #[arg(required_unless_present = "vms")]
+        shell: Option<clap_complete::Shell>,
+        /// The names of VMs instead, one a line, but for those that a shell would expand
+        #[arg(long, conflicts_with = "shell")]
+        vms: bool,
     },
     /// Writes the manual's pages
     #[command(hide = true)]
     Man {
-        /// Where to
+        /// Below this directory: man5, man8
         dir: String,
     },
 }
@@ -266,9 +270,10 @@ fn dispatch(cli: Cli) -> Result<bool> {
             config.state_file = state.unwrap_or(config.state_file);
             cmd::release::main(&config, Duration::from_secs(seconds))
         }
-        Command::Completions { shell } => {
-            cmd::manual::completions(Cli::command(), shell).map(|()| true)
+        Command::Completions { shell: Some(shell), .. } => {
+            cmd::completions::script(Cli::command(), shell).map(|()| true)
         }
+        Command::Completions { shell: None, .. } => cmd::completions::vms(&socket).map(|()| true),
         Command::Man { dir } => cmd::manual::pages(Cli::command(), &dir).map(|()| true),
         Command::Check => table::emit("the configuration is valid\n").map(|()| true),
     }

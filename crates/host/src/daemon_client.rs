@@ -29,7 +29,7 @@ pub enum ClientError {
         error: std::io::Error,
     },
     /// The connection broke, or the answer took too long.
-    #[error("{path} on {socket}: the daemon did not finish its answer in 10 s: {error}")]
+    #[error("{path} on {socket}: the daemon broke its answer off, or took 10 s: {error}")]
     CutOff {
         /// Where.
         socket: PathBuf,

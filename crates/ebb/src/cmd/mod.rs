@@ -1,5 +1,6 @@
 //! The commands. Each file is one; `main.rs` only dispatches.
 
+pub mod completions;
 pub mod doctor;
 pub mod explain;
 pub mod explain_at;
