@@ -78,8 +78,8 @@ pub struct LinuxHost {
     /// Where they were heard, by an earlier daemon.
     owed_at: BTreeMap<VmId, PathBuf>,
     scanner: Scanner,
-    /// For VMs without a socket for Ebb, unless the configuration says otherwise.
-    libvirt: Option<Libvirt>,
+    /// For VMs without a socket for Ebb.
+    libvirt: Libvirt,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
     bounds: Bounds,
@@ -115,8 +115,7 @@ impl LinuxHost {
             KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
         });
         let bound = vec![None; options.sockets.len()];
-        let libvirt = options.config.libvirt.then(|| Libvirt::new(options.root.clone()));
-        let libvirt = libvirt.transpose()?;
+        let libvirt = Libvirt::new(options.root.clone())?;
         Ok(LinuxHost {
             trigger: None,
             notifications: None,
@@ -300,6 +299,7 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim:
     Access {
         managed: manage || owed.contains(&process.id),
         any_socket: options.config.sockets == SocketUse::Any,
+        libvirt: options.config.libvirt || owed.contains(&process.id),
         look_only: options.look_only,
         agent: if manage { settings.agent } else { AgentUse::Off },
         private_ram: settings.private_ram,

@@ -81,6 +81,8 @@ pub(crate) struct Access {
     pub managed: bool,
     /// Any of its QMP sockets may be taken, not only Ebb's own.
     pub any_socket: bool,
+    /// Where it has none, libvirt may be asked.
+    pub libvirt: bool,
     /// It is only looked at: nothing is set in QEMU.
     pub look_only: bool,
     /// What its agent may do.
@@ -258,8 +260,8 @@ impl Vm {
     }
 
     /// It may be reached through its manager.
-    pub fn with_libvirt(self, libvirt: Option<&Libvirt>) -> Vm {
-        Vm { libvirt: libvirt.cloned(), ..self }
+    pub fn with_libvirt(self, libvirt: &Libvirt) -> Vm {
+        Vm { libvirt: Some(libvirt.clone()), ..self }
     }
 
     /// Connects where it is time to, and queues this tick's questions: what QEMU has said was

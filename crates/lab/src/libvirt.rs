@@ -1,8 +1,8 @@
-//! A real libvirtd with real domains, in a mount namespace of its own: what it writes below
-//! `/etc`, `/run` and `/var` is the lab's and gone with it.
+//! A real libvirtd with real domains, in a mount namespace of its own. What it writes below `/etc`,
+//! `/run` and `/var` goes into the lab's directory, which is removed at the end.
 //!
-//! It runs QEMU as root and without AppArmor or cgroups of its
-//! own. An Ebb that is to see its sockets is run by [`Libvirtd::program`].
+//! It runs QEMU as root, without AppArmor and without cgroups of QEMU's own. An Ebb that is to see
+//! its sockets is run by [`Libvirtd::program`].
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -43,7 +43,7 @@ const CONFIG: [(&str, &str); 2] = [
          cgroup_controllers = [ ]\nstdio_handler = \"file\"\n",
     ),
 ];
-/// libvirtd asks QEMU what it can the first time.
+/// A new libvirtd first asks QEMU for its capabilities, which takes long.
 const PATIENCE: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(50);
 
@@ -83,7 +83,7 @@ impl Libvirtd {
         Ok(libvirtd)
     }
 
-    /// Its directory, which it and the machine see alike.
+    /// Its directory, at the same path in its mount namespace and outside.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }

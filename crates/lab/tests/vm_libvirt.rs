@@ -193,8 +193,8 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     daemon.wait_for("Ebb to see that", PATIENCE, theirs).unwrap();
     assert_eq!(size(&libvirtd, "busy"), Bytes::mib(320));
 
-    // Saved while Ebb holds a part of it, and restored: what it has then is its own, since libvirt
-    // sets no balloon of a domain that it saves, and `setmem` makes it whole.
+    // Saved while Ebb holds a part of its memory, and restored: its size then is not Ebb's to say,
+    // since libvirt sets no balloon of a domain that it saves. `setmem` gives it all its memory.
     virsh(&["setmem", "busy", "512M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == RAM);
     daemon.squeeze("busy", Bytes::mib(400)).unwrap();
@@ -212,8 +212,8 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     assert!(daemon.stop());
 }
 
-/// What a tick over many domains costs: `EBB_DOMAINS` (50), none of which runs, since this machine
-/// could not run so many. The daemon's processor time is published, and bounded very loosely.
+/// What a tick over many domains costs: `EBB_DOMAINS` (50), all paused, since this machine could
+/// not run so many. The test prints the daemon's processor time, and fails only if it is very high.
 #[test]
 fn vm_many_domains_of_libvirt_cost_little() {
     let _arena = Arena::beside().unwrap();

@@ -2,9 +2,9 @@
 //! calls to libvirt that they take.
 //!
 //! So the rest of Ebb knows one language, and a libvirtd that hangs looks like a QEMU that hangs.
-//! Nothing here does I/O. What is read of all domains comes in bulk ([`Bridge::heard_stats`]);
-//! what is asked of this one alone is asked one call at a time, since libvirt has the second wait
-//! for the first.
+//! Nothing here does I/O. Statistics of all domains come in bulk ([`Bridge::heard_stats`]). Calls
+//! for this domain alone are made one at a time, because libvirt has a second one wait for the
+//! first.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -16,29 +16,30 @@ use super::description::Balloon;
 use super::rpc::Refused;
 use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
 
-/// What was asked of libvirt so long before a question answers it: a tick's questions come
-/// together.
+/// An answer also serves a question that came at most this long after libvirt was asked: a tick's
+/// questions come together.
 const TOGETHER: Duration = Duration::from_millis(25);
-/// So long after a balloon was told or seen to move, libvirt's own word of its size is too old:
-/// QEMU tells libvirt once a second.
+/// For so long after an order or a move of the balloon QEMU is asked for its size. The size that
+/// libvirt knows may be too old: QEMU tells libvirt of a move once a second.
 const MOVES: Duration = Duration::from_secs(5);
-/// Whether a domain is saved or migrated is asked so often; libvirt has no event for the begin.
+/// Whether libvirt has a job on the domain (it saves, migrates, dumps or backs it up) is asked this
+/// often at most; libvirt has no event for a job's begin.
 const JOB_EVERY: Duration = Duration::from_secs(3);
-/// A description is read again after so long, and after each event that may change it.
+/// A description that is older is read again; so is one after an event that it has changed.
 const DESCRIBED_FOR: Duration = Duration::from_secs(50);
-/// libvirt would have the order wait, and then refuse it.
-const SAVED: &str = "libvirt sets no balloon of a domain that it saves or migrates";
-/// Most bytes of commands that are not whole yet.
+/// libvirt would have the order wait, and then refuse it. (Not during a backup.)
+const SAVED: &str = "libvirt has a job on the domain: it saves or migrates it, or backs it up";
+/// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
 
 /// What a question waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
-    /// Whether it runs, as libvirt tells of all domains.
+    /// Whether the domain runs, from the statistics of all domains.
     State,
     /// Statistics of all domains.
     Bulk,
-    /// This one's, from QEMU.
+    /// Statistics of this domain alone, for which libvirt asks QEMU.
     Memory,
     Job,
     Description,
@@ -66,10 +67,11 @@ pub(super) enum Purpose {
     Describe,
     Memory(Instant),
     Job(Instant),
-    /// Carries out a command; its id.
+    /// Sets the balloon, for the command with this id.
     Order(Value),
-    /// Has a command done by QEMU itself; its id.
+    /// Has QEMU itself carry out the command with this id.
     Monitor(Value),
+    /// Sets the period of statistics, for the command with this id; seconds.
     Period(Value, u64),
 }
 
@@ -81,7 +83,7 @@ pub(super) struct Bridge {
     name: String,
     /// Known once libvirt has told it.
     domain: Option<Domain>,
-    /// What is not answered from libvirt goes to QEMU through it.
+    /// QEMU itself is asked, through libvirt: see [`Bridge::new`].
     monitor: bool,
     greeted: bool,
     balloon: Option<Balloon>,
@@ -89,7 +91,8 @@ pub(super) struct Bridge {
     numbers: Numbers,
     state: Option<Instant>,
     bulk: Option<Instant>,
-    /// libvirt tells only whether it runs: something else holds the domain up.
+    /// libvirt told only the domain's state: another call on the domain is under way, or its QEMU
+    /// hangs.
     held_up: bool,
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
@@ -102,8 +105,9 @@ pub(super) struct Bridge {
 }
 
 impl Bridge {
-    /// To the domain of this name. With `monitor`, commands that libvirt has no procedure for go
-    /// to QEMU, which libvirt marks as tainted.
+    /// To the domain of this name. With `monitor` libvirt passes all commands on to QEMU, except
+    /// those that set the balloon or the period of statistics. libvirt marks such a domain as
+    /// tainted.
     pub fn new(name: String, monitor: bool) -> Bridge {
         Bridge {
             name,
@@ -127,12 +131,12 @@ impl Bridge {
         }
     }
 
-    /// Which, once that is known.
+    /// The domain, once libvirt has told it.
     pub fn domain(&self) -> Option<&Domain> {
         self.domain.as_ref()
     }
 
-    /// Why the client is to be left, if it is.
+    /// Why the client's connection is to be closed, if it is.
     pub fn over(&self) -> Option<&str> {
         self.over.as_deref()
     }
@@ -142,7 +146,7 @@ impl Bridge {
         &mut self.output
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes for the client.
     pub fn is_silent(&self) -> bool {
         self.output.is_empty()
     }
@@ -154,7 +158,7 @@ impl Bridge {
             || !self.held_up && self.questions.iter().any(|q| !q.need.is_bulk())
     }
 
-    /// Whether something is to be done, not only told.
+    /// Whether a command waits that changes something or that QEMU itself is to carry out.
     pub fn has_order(&self) -> bool {
         !self.orders.is_empty()
     }
@@ -222,7 +226,7 @@ impl Bridge {
                 let call = (Purpose::Period(id, seconds), calls::SET_PERIOD, args);
                 return self.orders.push_back(call);
             }
-            // Asked of QEMU where it may be: it knows, and libvirt's word may be a second old.
+            // QEMU is asked where that is allowed: what libvirt knows may be a second old.
             _ if self.monitor => return self.pass(id, all),
             "query-status" => Need::State,
             "query-memory-size-summary" => Need::Bulk,
@@ -258,7 +262,7 @@ impl Bridge {
         if let Some(order) = self.orders.pop_front() {
             return Some(order);
         }
-        // What holds it up would hold up this as well.
+        // What holds the domain up would hold up this call as well.
         if self.held_up {
             return None;
         }
@@ -280,7 +284,7 @@ impl Bridge {
         self.over = Some(why);
     }
 
-    /// The error is one after which this domain cannot be spoken of.
+    /// An error ends the client's connection.
     fn take(
         &mut self,
         purpose: Purpose,
@@ -357,8 +361,8 @@ impl Bridge {
         }
     }
 
-    /// Statistics of all domains were asked for at `asked`; these are this one's. Of a domain that
-    /// something holds up only whether it runs is taken: the rest is not QEMU's word.
+    /// Statistics of all domains were asked for at `asked`; `numbers` are this domain's. If it is
+    /// held up, only its state is taken, because the rest does not come from QEMU.
     pub fn heard_stats(&mut self, asked: Instant, numbers: Numbers, now: Instant) {
         self.held_up = !numbers.contains_key(ASKED_QEMU);
         self.state = Some(asked);
@@ -378,8 +382,7 @@ impl Bridge {
         self.settle(now);
     }
 
-    /// What is not told any more is not known any more: libvirt leaves out what a guest does not
-    /// tell.
+    /// Forgets what the guest has told: libvirt leaves out what a guest does not tell any more.
     fn forget_words(&mut self) {
         self.numbers.retain(|name, _| name == MAXIMUM || !name.starts_with("balloon."));
     }
@@ -387,7 +390,7 @@ impl Bridge {
     /// An event of this domain.
     pub fn event(&mut self, domain: &Domain, event: Event, now: Instant) {
         let known = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
-        // One that has stopped has no id any more.
+        // A domain that has stopped has no id any more.
         let stops = matches!(event, Event::Lifecycle(5));
         if !self.domain.as_ref().is_some_and(|d| known(d) || stops && d.uuid == domain.uuid) {
             return;
@@ -502,7 +505,7 @@ impl Bridge {
         }
     }
 
-    /// Its guest's word as QEMU tells it: what is not told is −1.
+    /// The guest's statistics in QEMU's form: −1 stands for what is not told.
     fn statistics(&self) -> Value {
         let number = |name: &str| self.numbers.get(name).copied();
         let told = |n: Option<u64>| n.map_or(json!(-1), |n| json!(n));
@@ -540,11 +543,11 @@ impl Bridge {
 
 /// The size that a domain may have at most: its RAM.
 const MAXIMUM: &str = "balloon.maximum";
-/// Only told where QEMU could be asked.
+/// libvirt tells this only if it could ask QEMU.
 const ASKED_QEMU: &str = "balloon.rss";
 
 /// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write its own
-/// files for each of the two, so nothing is done: the guest is asked each second or two.
+/// files for each of the two calls. So nothing is done: QEMU asks the guest every second or two.
 fn asks_on_the_spot(one: &Value, next: &Value) -> bool {
     interval(one) == Some(0) && interval(next).is_some_and(|s| s > 0)
 }

@@ -11,7 +11,7 @@ use super::xdr::{Malformed, Reader, Writer};
 pub type Numbers = BTreeMap<String, u64>;
 /// Program and number of a procedure.
 pub type Procedure = (u32, u32);
-/// How a client may say who it is; root need not.
+/// How clients are to authenticate. With polkit root need not; SASL is not supported.
 pub const AUTH_LIST: Procedure = (REMOTE, 66);
 /// Which hypervisor, by its URI.
 pub const OPEN: Procedure = (REMOTE, 1);
@@ -23,18 +23,19 @@ pub const DESCRIBE: Procedure = (REMOTE, 14);
 pub const ALL_STATS: Procedure = (REMOTE, 344);
 /// Statistics of one domain's memory, asked of QEMU now.
 pub const MEMORY_STATS: Procedure = (REMOTE, 159);
-/// Whether it is saved or migrated.
+/// Whether libvirt has a job on it: it saves, migrates, dumps or backs it up.
 pub const JOB: Procedure = (REMOTE, 163);
 /// Sets its balloon.
 pub const SET_MEMORY: Procedure = (REMOTE, 204);
 /// How often QEMU asks its guest for statistics.
 pub const SET_PERIOD: Procedure = (REMOTE, 308);
-/// Have events of a kind told.
+/// Asks for events of one kind.
 pub const REGISTER: Procedure = (REMOTE, 316);
 /// A QMP command to its QEMU.
 pub const MONITOR: Procedure = (QEMU, 1);
 
-/// Numbers of the kinds of events that Ebb hears.
+/// Kinds of events that Ebb hears, by `virDomainEventID`: lifecycle, reboot, balloon change, end of
+/// a job, metadata change.
 pub const EVENTS: [u32; 5] = [0, 1, 13, 21, 23];
 const LIFECYCLE: u32 = 318;
 const REBOOT: u32 = 319;
@@ -46,7 +47,7 @@ const METADATA_CHANGE: u32 = 379;
 const STATS: u32 = 1 | 4;
 /// `VIR_CONNECT_GET_ALL_DOMAINS_STATS_NOWAIT`: a domain that is busy tells less.
 const NOWAIT: u32 = 1 << 29;
-/// `VIR_DOMAIN_AFFECT_LIVE`, also of memory.
+/// `VIR_DOMAIN_AFFECT_LIVE`, and `VIR_DOMAIN_MEM_LIVE`, which is the same number.
 const LIVE: u32 = 1;
 /// Most statistics of a domain's memory.
 const MEMORY_STATS_MAX: u32 = 64;
@@ -117,7 +118,7 @@ pub fn all_stats_of(result: &[u8]) -> Result<Vec<(Domain, Numbers)>, Malformed> 
     Reader(result).list(|r| Ok((Domain::read(r)?, numbers(r)?)))
 }
 
-/// Typed parameters that are numbers; negative ones are nothing that Ebb reads.
+/// Typed parameters that are numbers. Negative ones are left out: Ebb reads none that may be.
 fn numbers(r: &mut Reader<'_>) -> Result<Numbers, Malformed> {
     let all = r.list(|r| {
         let name = r.text()?;
@@ -212,7 +213,7 @@ pub enum Event {
     Balloon(u64),
     /// A job ended.
     Job,
-    /// Its description changed.
+    /// The metadata in its description changed.
     Described,
 }
 

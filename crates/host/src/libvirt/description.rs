@@ -1,6 +1,7 @@
-//! What a domain's XML says: its balloon, and what Ebb was told in its metadata.
+//! What a domain's XML says of its balloon.
 //!
-//! Whoever may define the domain wrote the XML; libvirt has checked all but the metadata.
+//! Whoever may define the domain wrote the XML. libvirt has checked all of it but the metadata,
+//! which Ebb does not read.
 
 use serde_json::{Value, json};
 
@@ -21,7 +22,7 @@ pub struct Balloon {
 }
 
 impl Balloon {
-    /// That of a description; `None`: the domain has none that can be moved.
+    /// The balloon in a description; `None`: the domain has none that Ebb may set.
     pub fn of(xml: &str) -> Result<Option<Balloon>, String> {
         let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
         let all = roxmltree::Document::parse_with_options(xml, options);
@@ -30,7 +31,7 @@ impl Balloon {
             n.has_tag_name("memballoon") && n.parent().is_some_and(|p| p.has_tag_name("devices"))
         };
         let Some(balloon) = all.descendants().find(is) else { return Ok(None) };
-        // libvirt counts its memory now in a domain's size and now not.
+        // libvirt counts memory of virtio-mem sometimes in a domain's size and sometimes not.
         let plugged = |n: &roxmltree::Node<'_, '_>| {
             n.has_tag_name("memory") && n.attribute("model") == Some("virtio-mem")
         };

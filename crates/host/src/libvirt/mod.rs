@@ -1,9 +1,9 @@
 //! VMs that libvirt manages and that have no QMP socket for Ebb: their QMP clients speak to a
 //! thread of Ebb, which speaks libvirt's protocol with libvirt's daemon.
 //!
-//! `Libvirt::find` tells which daemon has a VM, `Libvirt::attach` gives its client a socket.
-//! libvirt is not connected to before a VM needs that. Why Ebb has a client of its own stands in
-//! ARCHITECTURE.md.
+//! `Libvirt::find` tells which daemon has a VM, `Libvirt::attach` makes its QMP client. The thread
+//! connects to a libvirt daemon when the first VM needs it. Why Ebb has a libvirt client of its own
+//! stands in ARCHITECTURE.md.
 //!
 //! `xdr.rs` is the encoding, `rpc.rs` the protocol, `calls.rs` its procedures, `bridge.rs` QMP on
 //! one side and libvirt's calls on the other, `worker.rs` the thread.
@@ -27,7 +27,7 @@ use crate::qmp::{Client, Words};
 use crate::root::Root;
 use crate::waker::Waker;
 
-/// Where a domain is managed.
+/// Which libvirt daemon manages a domain, and the domain's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     /// libvirt's socket.
@@ -35,11 +35,11 @@ pub(crate) struct Address {
     uri: &'static str,
     /// The domain's name.
     domain: String,
-    /// The user that its daemon runs as.
+    /// The user that libvirt's daemon runs as.
     owner: u32,
 }
 
-/// A client that wants to speak with a domain.
+/// A VM's QMP client that wants to speak with a domain, as the thread gets it.
 #[derive(Debug)]
 struct Attach {
     address: Address,
@@ -48,7 +48,7 @@ struct Attach {
     monitor: bool,
 }
 
-/// The thread, as VMs reach it.
+/// The handle by which VMs reach the thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Libvirt {
     root: Root,
@@ -95,8 +95,7 @@ impl Libvirt {
         all.into_iter().find(|path| matches!(self.root.metadata(path), Ok(Some(_))))
     }
 
-    /// A client that speaks with this domain. With `monitor`, commands that libvirt has no
-    /// procedure for go to QEMU through it.
+    /// A client that speaks with this domain. `monitor`: see [`bridge::Bridge::new`].
     pub fn attach(&self, address: Address, monitor: bool) -> std::io::Result<Client> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let (ours, end) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -110,8 +109,8 @@ impl Libvirt {
     }
 }
 
-/// What a pid file of this user says. A user may have put anything in its place: what is no file,
-/// or is a link, is not opened.
+/// The pid in a pid file of this user. A user may have put anything in its place. So a link is not
+/// followed, and only a regular file that belongs to the user is read.
 fn pid_in(file: &Path, owner: u32) -> Option<u32> {
     use rustix::fs::{FileType, Mode, OFlags, fstat, open};
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;

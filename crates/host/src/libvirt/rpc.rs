@@ -1,7 +1,7 @@
 //! libvirt's protocol as a state machine: bytes in, answers and events and bytes out, no socket
 //! and no clock, so that tests and the fuzzer drive all of it.
 //!
-//! A message is its length, a header of six numbers, and what its procedure says (XDR). Source:
+//! A message is its length, a header of six numbers, and arguments or results in XDR. Source:
 //! libvirt `src/rpc/virnetprotocol.x`, `src/remote/remote_protocol.x`; procedures are never
 //! renumbered.
 
@@ -17,7 +17,7 @@ pub const QEMU: u32 = 0x2000_8087;
 const KEEPALIVE: u32 = 0x6b65_6570;
 const PING: u32 = 1;
 const PONG: u32 = 2;
-/// All three have this version.
+/// The version of all three programs.
 const VERSION: u32 = 1;
 /// Types of messages.
 const CALL: u32 = 0;
@@ -52,7 +52,7 @@ pub struct Refused {
     pub message: String,
 }
 
-/// One connection, without the connection.
+/// The state of one connection. The caller has the socket.
 #[derive(Debug, Default)]
 pub struct Rpc {
     inbox: Vec<u8>,

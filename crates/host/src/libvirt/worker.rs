@@ -1,9 +1,9 @@
 //! The thread that speaks with libvirt daemons: their sockets, the ends of VMs' QMP clients, and
 //! which call is made when.
 //!
-//! libvirt has at most five calls of a connection under way, and one on a domain that hangs ends
-//! only after half a minute. So a connection of Ebb has [`AT_ONCE`], and where those hang,
-//! another is opened.
+//! libvirt carries out at most five calls of a connection at once, and a call on a domain that
+//! hangs ends only after half a minute. So a connection of Ebb has at most [`AT_ONCE`] calls under
+//! way. If all connections are busy, another is opened.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -26,20 +26,20 @@ use crate::waker::Waker;
 const AT_ONCE: usize = 3;
 /// Connections to one daemon for questions; libvirt has 20 threads for all its clients.
 const CONNECTIONS: usize = 4;
-/// One more, for orders only, so that they go out where QEMUs hang.
+/// Connections to one daemon in all. The last is for orders only: they go out although QEMUs hang.
 const FOR_ORDERS: usize = CONNECTIONS + 1;
-/// Most bytes that a peer does not take.
+/// Most bytes that wait until a peer takes them.
 const MAX_OUTPUT: usize = 1 << 20;
-/// What a client wanted done when it left is still done within this.
+/// Orders of a client that has left are still carried out for so long.
 const LAST_WISHES: Duration = Duration::from_secs(5);
-/// Questions of a tick come within this, and are asked together.
+/// After the first question of a tick the others are awaited for so long; one call serves them all.
 const GATHER: Duration = Duration::from_millis(2);
-/// Where no connection is free, so much later.
+/// If no connection is free, the call is made so much later.
 const AGAIN: Duration = Duration::from_millis(20);
-/// Statistics of all domains that have not come after so long are asked for anew: a QEMU hung in
-/// the middle, and the next time libvirt passes it over.
+/// Statistics of all domains that have not come after so long are asked for anew: a QEMU has hung
+/// during the call, and libvirt passes it over in the next one.
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
-/// A daemon without domains of Ebb is left after so long, so that it can end.
+/// Ebb disconnects after so long without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
 /// Most bytes read from one peer in a turn.
 const MAX_READ: usize = 4 << 20;
@@ -50,7 +50,7 @@ enum For {
     Auth,
     Open,
     Register,
-    /// Statistics of all domains, asked then.
+    /// Statistics of all domains, and when they were asked for.
     Bulk(Instant),
     Domain(u64, Purpose),
 }
@@ -61,14 +61,14 @@ struct Connection {
     rpc: Rpc,
     calls: BTreeMap<u32, For>,
     open: bool,
-    /// Its events are heard.
+    /// Events come on this connection.
     tells: bool,
 }
 
-/// A domain of a VM: its end of the client's socket, and whether a call of it is under way.
+/// A VM's QMP client, as the thread sees it; `busy`: a call for it is under way.
 #[derive(Debug)]
 struct Client {
-    /// Its end; once it has left, since when.
+    /// The thread's end of the socket, or when the client left.
     end: Result<OwnedFd, Instant>,
     words: Words,
     bridge: Bridge,
@@ -86,7 +86,7 @@ struct Daemon {
     idle_since: Option<Instant>,
 }
 
-/// Serves until nobody can ask any more.
+/// Serves until no [`super::Libvirt`] is left that could attach a VM.
 pub(super) fn work(asks: &Receiver<Attach>, waker: &Waker) {
     let mut daemons: BTreeMap<PathBuf, Daemon> = BTreeMap::new();
     let mut next = 0;
@@ -116,7 +116,7 @@ pub(super) fn work(asks: &Receiver<Attach>, waker: &Waker) {
     }
 }
 
-/// Which peers of each daemon can be read: its connections, then its clients.
+/// For each daemon, which of its peers are ready: its connections, then its clients.
 fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> Vec<Vec<bool>> {
     let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
     let interest = |output: bool| {
@@ -186,12 +186,12 @@ impl Client {
 }
 
 impl Connection {
-    /// To libvirt's socket, and its first call under way. The error is for people.
+    /// Connects to libvirt's socket and queues the first call. The error is a text for people.
     fn open(address: &Address) -> Result<Connection, String> {
         let path = address.socket.display();
         let socket = crate::qmp::connect_unix(&address.socket).map_err(|e| match e {
             Errno::NOENT | Errno::CONNREFUSED => {
-                format!("{path}: libvirt does not run: systemctl start libvirtd (or virtqemud)")
+                format!("{path}: libvirt does not run: start libvirtd or virtqemud")
             }
             Errno::ACCESS | Errno::PERM => format!("{path}: permission denied: run Ebb as root"),
             e => format!("{path}: {e}"),
@@ -201,7 +201,7 @@ impl Connection {
         // A link in a user's directory may lead to the system's socket.
         if peer != address.owner {
             let owner = address.owner;
-            return Err(format!("{path}: served by user {peer}, not by its owner {owner}"));
+            return Err(format!("{path}: served by a process of uid {peer}, not of uid {owner}"));
         }
         let mut new = Connection {
             socket,
@@ -242,7 +242,7 @@ impl Daemon {
         self.clients.insert(key, Client { end: Ok(end), words, bridge, busy: false });
     }
 
-    /// Whether it is to be forgotten.
+    /// Whether Ebb is to disconnect from it and forget it.
     fn is_left(&mut self, now: Instant) -> bool {
         if !self.clients.is_empty() {
             self.idle_since = None;
@@ -251,7 +251,7 @@ impl Daemon {
         now - *self.idle_since.get_or_insert(now) >= IDLE
     }
 
-    /// When there is something to do without anything that comes.
+    /// How long until there is something to do, if nothing comes before.
     fn due(&self, now: Instant) -> Option<Duration> {
         let idle = self.idle_since.map(|at| at + IDLE);
         let gathered = self.gather.filter(|_| self.bulk.is_none()).map(|at| at + GATHER);
@@ -272,7 +272,7 @@ impl Daemon {
         self.flush();
     }
 
-    /// One more connection; where there is none, all clients are told why.
+    /// Opens one more connection. If that fails and there is no other, all clients are told why.
     fn connect(&mut self) {
         match Connection::open(&self.address) {
             Ok(connection) => self.connections.push(connection),
@@ -287,7 +287,8 @@ impl Daemon {
         std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
     }
 
-    /// One of so many that takes a call now. Where all are taken up, another is opened for later.
+    /// One of the first `most` connections that takes a call now. If all are busy, another is
+    /// opened, which later calls use.
     fn free(&mut self, most: usize) -> Option<usize> {
         let free = self.connections.iter().take(most).position(Connection::is_free);
         let all_open = self.connections.iter().all(|c| c.open);
@@ -364,7 +365,7 @@ impl Daemon {
         });
     }
 
-    /// `ready` tells of each connection, then of each client, whether there is something.
+    /// `ready` tells of each connection, then of each client, whether it is ready.
     fn read(&mut self, ready: &[bool], now: Instant) {
         let (connections, clients) = ready.split_at(self.connections.len().min(ready.len()));
         let there = self.clients.values_mut().filter(|c| c.end.is_ok());
@@ -419,7 +420,12 @@ impl Daemon {
                 if self.bulk == Some(asked) {
                     self.bulk = None;
                 }
-                let all = calls::all_stats_of(&result.map_err(|e| e.to_string())?).map_err(odd)?;
+                // Refused: asked again later; the domains' clients wait.
+                let Ok(all) = result else {
+                    self.gather = Some(now + BULK_PATIENCE);
+                    return Ok(());
+                };
+                let all = calls::all_stats_of(&all).map_err(odd)?;
                 for (domain, numbers) in all {
                     let is = |c: &&mut Client| {
                         let its = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);

@@ -1,8 +1,8 @@
 //! XDR, the encoding of libvirt's messages: big-endian, each item a multiple of four bytes.
 //! Source: RFC 4506.
 //!
-//! What is decoded is a peer's word: lengths are held against what is there before anything is
-//! allocated, and text is any bytes.
+//! What is decoded comes from a peer. A length is compared with what is there before anything is
+//! allocated, and text may be any bytes.
 
 /// Most bytes of one text. Source: `REMOTE_STRING_MAX` is 4 MiB in libvirt; the longest that
 /// Ebb asks for is a domain's description.

@@ -53,7 +53,7 @@ impl LinuxHost {
             if listed || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
                 let was = self.intervals.of(id);
-                let libvirt = self.libvirt.as_ref();
+                let libvirt = &self.libvirt;
                 let new = || Vm::new(process, interval_s, Access::default());
                 let new = || new().with_interval(was).with_libvirt(libvirt);
                 self.vms.entry(id).or_insert_with(new);

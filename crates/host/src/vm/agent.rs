@@ -13,10 +13,13 @@ use crate::probe::mappers::Question;
 impl Vm {
     /// Whether its agent is spoken to.
     pub(super) fn uses_agent(&self) -> bool {
+        self.may_use_agent() && self.access.hands_off_ms.is_none()
+    }
+
+    /// The same when nobody wants it left alone for a while.
+    pub(super) fn may_use_agent(&self) -> bool {
         let may = self.access.managed && !self.access.look_only;
-        may && self.agent.is_some()
-            && self.access.agent != AgentUse::Off
-            && self.access.hands_off_ms.is_none()
+        may && self.agent.is_some() && self.access.agent != AgentUse::Off
     }
 
     /// Whether QEMU has said if a balloon reports free pages, or that it cannot.

@@ -16,7 +16,7 @@ use crate::qmp_balloon;
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 impl Vm {
-    /// The one that is in use, once QEMU has answered.
+    /// The QMP socket in use, once QEMU has answered; `None` through libvirt.
     pub(super) fn socket(&self) -> Option<String> {
         let client = self.client.as_ref().filter(|c| self.ready && c.is_direct())?;
         client.path().to_str().map(str::to_owned)
@@ -81,11 +81,12 @@ impl Vm {
         })
     }
 
-    /// A connection that must not be kept (any more) is closed.
+    /// Closes a connection that must not be kept. A managed VM keeps the one through libvirt while
+    /// it has no socket for Ebb.
     pub(super) fn leave_unwanted(&mut self) {
         let Err(why) = self.sockets() else { return };
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
-        if self.access.managed && self.libvirt.is_some() && through {
+        if self.access.managed && self.access.libvirt && through {
             return;
         }
         if self.client.is_some() {
@@ -123,17 +124,18 @@ impl Vm {
         self.adopt(client);
     }
 
-    /// Through libvirt, where that manages it; else it stays down, and why it has no socket for
-    /// Ebb is said.
+    /// Connects through libvirt if libvirt manages the VM. Otherwise the VM stays down, because of
+    /// `why`: it has no socket for Ebb.
     fn connect_by_manager(&mut self, why: String) {
-        let libvirt = self.libvirt.as_ref();
+        let libvirt = self.libvirt.as_ref().filter(|_| self.access.libvirt);
         let Some((libvirt, address)) = libvirt.and_then(|l| Some((l, l.find(&self.process)?)))
         else {
             (self.down, self.retry_at) = (Link::Down(why), Some(Instant::now() + BACKOFF.0));
             return;
         };
-        // One with an agent has arguments of its own, so libvirt calls it tainted already.
-        match libvirt.attach(address, self.uses_agent()) {
+        // libvirt calls a domain with an agent tainted already: the agent needs an argument or a
+        // variable of its own.
+        match libvirt.attach(address, self.may_use_agent()) {
             Ok(client) => self.adopt(client),
             Err(e) => self.down = Link::Down(format!("libvirt: {e}")),
         }
@@ -181,7 +183,7 @@ impl Vm {
                 let silent = client.last_heard().elapsed().as_secs_f64();
                 Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
             }
-            _ => Link::Slow(format!("{}: waits for QEMU's greeting", client.path().display())),
+            _ => Link::Slow(format!("{}: has not greeted yet", client.path().display())),
         }
     }
 }

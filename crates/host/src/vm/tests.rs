@@ -84,6 +84,7 @@ fn vm(path: std::path::PathBuf) -> Vm {
         },
         1,
         Access {
+            libvirt: false,
             managed: true,
             any_socket: true,
             look_only: false,

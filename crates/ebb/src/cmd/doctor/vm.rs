@@ -34,16 +34,17 @@ pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Che
                 "QMP",
                 Verdict::Bad,
                 why,
-                "it is tried again; `virsh list` shows whether libvirt answers",
+                "Ebb tries again; `virsh list` shows whether libvirt answers",
             );
         }
         Link::Down(why) if why.contains("libvirt") => add(
             "QMP",
             Verdict::Bad,
             why,
-            "libvirt is looked for in /run/libvirt and /run/user/UID/libvirt, unless host.libvirt = false; \
-             or give the VM a socket for Ebb in <qemu:commandline>: \
-             -qmp unix:PATH-ebb.qmp,server=on,wait=off",
+            "start libvirtd or virtqemud: its socket must be in /run/libvirt or \
+             /run/user/UID/libvirt, and host.libvirt must not be false; or give the VM a socket \
+             for Ebb in <qemu:commandline>: \
+             -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off",
         ),
         Link::Down(why) => {
             add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
@@ -119,7 +120,8 @@ pub(super) fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
 fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
     let Some(b) = &vm.balloon else {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
-             <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>";
+             <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>; \
+             a domain of libvirt with virtio-mem needs a QMP socket for Ebb";
         add("tier", Verdict::Missing, "none: no virtio balloon", advice);
         return;
     };
