@@ -29,6 +29,8 @@ const JOB_EVERY: Duration = Duration::from_secs(3);
 const DESCRIBED_FOR: Duration = Duration::from_secs(50);
 /// libvirt would have the order wait, and then refuse it. (Not during a backup.)
 const SAVED: &str = "libvirt has a job on the domain: it saves or migrates it, or backs it up";
+/// Statistics that did not answer a question are asked for again after so long.
+const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
 
@@ -91,6 +93,7 @@ pub(super) struct Bridge {
     numbers: Numbers,
     state: Option<Instant>,
     bulk: Option<Instant>,
+    tried: Option<Instant>,
     /// libvirt told only the domain's state: another call on the domain is under way, or its QEMU
     /// hangs.
     held_up: bool,
@@ -119,6 +122,7 @@ impl Bridge {
             numbers: Numbers::new(),
             state: None,
             bulk: None,
+            tried: None,
             held_up: false,
             memory: None,
             job: None,
@@ -163,9 +167,17 @@ impl Bridge {
         !self.orders.is_empty()
     }
 
-    /// Whether statistics of all domains are to be asked for.
-    pub fn wants_bulk(&self) -> bool {
-        self.questions.iter().any(|q| q.need.is_bulk())
+    /// When statistics of all domains are to be asked for. Where the last ones left a question
+    /// open, libvirt cannot ask QEMU now: some time later.
+    pub fn bulk_at(&self) -> Option<Instant> {
+        let open = self.questions.iter().filter(|q| q.need.is_bulk());
+        let tried = |q: &Question| self.tried.filter(|at| *at + TOGETHER >= q.at);
+        open.map(|q| tried(q).map_or(q.at, |at| at + TRIED_EVERY)).min()
+    }
+
+    /// Statistics of all domains that were asked for at `asked` have come.
+    pub fn tried(&mut self, asked: Instant) {
+        self.tried = Some(asked);
     }
 
     /// Takes bytes of the client: commands, one a line.

@@ -256,7 +256,8 @@ impl Daemon {
         let idle = self.idle_since.map(|at| at + IDLE);
         let gathered = self.gather.filter(|_| self.bulk.is_none()).map(|at| at + GATHER);
         let bulk = self.bulk.map(|at| at + BULK_PATIENCE);
-        let due = idle.into_iter().chain(gathered).chain(bulk).min()?;
+        let later = self.clients.values().filter_map(|c| c.bridge.bulk_at()).filter(|at| *at > now);
+        let due = idle.into_iter().chain(gathered).chain(bulk).chain(later).min()?;
         Some(due.saturating_duration_since(now))
     }
 
@@ -299,7 +300,8 @@ impl Daemon {
     }
 
     fn ask_all(&mut self, now: Instant) {
-        if !self.clients.values().any(|c| c.bridge.wants_bulk()) {
+        let wanted = |c: &Client| c.bridge.bulk_at().is_some_and(|at| at <= now);
+        if !self.clients.values().any(wanted) {
             self.gather = None;
             return;
         }
@@ -420,12 +422,9 @@ impl Daemon {
                 if self.bulk == Some(asked) {
                     self.bulk = None;
                 }
-                // Refused: asked again later; the domains' clients wait.
-                let Ok(all) = result else {
-                    self.gather = Some(now + BULK_PATIENCE);
-                    return Ok(());
-                };
-                let all = calls::all_stats_of(&all).map_err(odd)?;
+                // Refused: the domains' clients wait, and it is asked again.
+                let all = result.map_or(Ok(Vec::new()), |all| calls::all_stats_of(&all));
+                let all = all.map_err(odd)?;
                 for (domain, numbers) in all {
                     let is = |c: &&mut Client| {
                         let its = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
@@ -434,6 +433,7 @@ impl Daemon {
                     let of = self.clients.values_mut().filter(is);
                     of.for_each(|c| c.bridge.heard_stats(asked, numbers.clone(), now));
                 }
+                self.clients.values_mut().for_each(|c| c.bridge.tried(asked));
             }
             purpose => self.handshake(i, &purpose, result)?,
         }

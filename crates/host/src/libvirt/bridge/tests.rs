@@ -64,7 +64,7 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     let mut b = greeted(false, now);
     let all = ["query-status", "query-balloon", "query-memory-size-summary"];
     tell(&mut b, &[ask(1, all[0]), ask(2, all[1])], now);
-    assert!(b.wants_bulk() && !b.has_call() && b.is_silent());
+    assert!(b.bulk_at() == Some(now) && !b.has_call() && b.is_silent());
     b.heard_stats(now + Duration::from_millis(2), numbers(512), now);
     let answers = said(&mut b);
     assert_eq!(answers[0], json!({ "id": 1, "return": { "status": "running" } }));
@@ -72,7 +72,9 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     tell(&mut b, &[ask(3, all[2])], now + Duration::from_millis(10));
     assert_eq!(said(&mut b)[0]["return"], json!({ "base-memory": 1 << 20 }), "of the same tick");
     tell(&mut b, &[ask(4, all[1])], now + Duration::from_millis(500));
-    assert!(b.wants_bulk() && b.is_silent(), "the next tick asks anew");
+    b.tried(now + Duration::from_millis(2));
+    let next = Some(now + Duration::from_millis(500));
+    assert!(b.bulk_at() == next && b.is_silent(), "the next tick asks anew");
 }
 
 #[test]
@@ -153,7 +155,7 @@ fn a_refused_call_is_an_error_to_its_question_alone() {
     assert_eq!(procedure, calls::JOB);
     b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
     assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
-    assert_eq!((b.over(), b.wants_bulk()), (None, true));
+    assert_eq!((b.over(), b.bulk_at()), (None, Some(now)));
 }
 
 #[test]
@@ -165,7 +167,9 @@ fn what_libvirt_says_without_qemu_is_no_size() {
     busy.remove("balloon.rss");
     b.heard_stats(now, busy, now);
     assert_eq!(said(&mut b).len(), 1, "whether it runs");
-    assert!(b.wants_bulk() && !b.has_call(), "a call would wait as well");
+    b.tried(now);
+    assert_eq!(b.bulk_at(), Some(now + TRIED_EVERY), "libvirt is not asked without end");
+    assert!(!b.has_call(), "a call would wait as well");
     b.heard_stats(now, numbers(512), now);
     assert_eq!(said(&mut b)[0]["return"], json!({ "actual": 512 << 10 }));
     assert!(b.has_call());
