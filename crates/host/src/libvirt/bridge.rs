@@ -189,15 +189,14 @@ impl Bridge {
             self.over = Some("a command without an end".into());
         }
         let lines = lines.split(|b| *b == b'\n').filter(|l| !l.is_empty());
-        let mut commands: Vec<Value> =
-            lines.filter_map(|l| serde_json::from_slice(l).ok()).collect();
+        let commands: Vec<Value> = lines.filter_map(|l| serde_json::from_slice(l).ok()).collect();
         let mut at_once = Vec::new();
         for (i, pair) in commands.windows(2).enumerate() {
             if asks_on_the_spot(&pair[0], &pair[1]) {
                 at_once.extend([i, i + 1]);
             }
         }
-        for (i, command) in commands.drain(..).enumerate() {
+        for (i, command) in commands.into_iter().enumerate() {
             self.command(command, now, at_once.contains(&i));
         }
     }

@@ -90,7 +90,9 @@ impl Vm {
             return;
         }
         if self.client.is_some() {
-            self.restore_interval();
+            if let Some(command) = self.restore_interval() {
+                self.restored_interval(command);
+            }
             self.forget_connection();
         }
         self.down = Link::Down(why);
