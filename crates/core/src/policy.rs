@@ -53,18 +53,18 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let recycle = recycle::recycle(model, memory, requests);
     let freed = recycled(model, &recycle);
 
-    // Merging goes on beside the rest and is slow: no rung below waits for it.
-    let (merge, merging) = merge::merge(model, memory).unzip();
-    plan.merge = merge;
-    let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
-
-    // So do pages of zeros: what they bring is seen when it has come.
+    // What pages of zeros bring is seen when it has come.
     plan.partial_thp = partial_thp::partial_thp(model, memory);
     let (orders, letting_go) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 
     let ballooned = balloon::balloon(model, memory, requests, freed);
     let (missing, expected) = (ballooned.missing, ballooned.expected);
+
+    // Merging goes on beside the rest and is slow: no rung below waits for it.
+    let (merge, merging) = merge::merge(model, memory, missing - freed).unzip();
+    plan.merge = merge;
+    let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
     let waiting = match ballooned.deferred {
         Bytes(0) => String::new(),
         d => format!(", {d} of it for guests in distress that wait for it"),

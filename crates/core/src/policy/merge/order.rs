@@ -32,8 +32,10 @@ const STORM_MS: (u64, u64) = (60_000, 3_600_000);
 const AGAIN_MS: u64 = 30_000;
 /// So many VMs are opened or closed in a tick: QEMU does nothing else meanwhile.
 const SWITCHES: usize = 4;
-/// A VM that has run for less is still booting: its pages are not worth a look.
+/// A VM that has run for less is still booting: its pages are not worth a look. The same where
+/// the host lacks memory: there a look at what will change is better than a late one.
 const YOUNG_MS: u64 = 60_000;
+const YOUNG_SHORT_MS: u64 = 10_000;
 /// Scans that found next to nothing make the next one wait longer, so often doubled.
 const LEAN_MOST: u32 = 3;
 /// After so many looks at a few pages all is scanned again, whatever they saw.
@@ -144,16 +146,22 @@ struct Out {
     must: bool,
 }
 
-/// Decides a tick; also what is remembered of it. `None` where merging is off.
-pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)> {
+/// Decides a tick; also what is remembered of it. `None` where merging is off. `lacks`: what the
+/// host lacks to back what all are to have. A host that lacks something is short, also before
+/// its state says so: to merge harms nobody, what else would be taken may.
+pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan, MergeMemory)> {
     let host = model.host.merge.as_ref()?;
+    let state = match lacks < LEAST {
+        true => model.host.state,
+        false => model.host.state.max(Pressure::Soft),
+    };
     let mut next = memory.merge;
     let mut plan = MergePlan::default();
     let vms: Vec<(&VmModel, &MergeVm)> =
         model.vms.iter().filter_map(|v| Some((v, v.merge.as_ref()?))).collect();
     let group = group(host, &vms);
     if host.config.mode == MergeMode::On {
-        steer(model, memory, host, (&group, &vms), &mut plan, &mut next);
+        steer(model, memory, (host, state), (&group, &vms), &mut plan, &mut next);
     }
     let inside = |v: &VmModel, m: &MergeVm| match host.config.mode {
         MergeMode::On => m.managed && out(v, m, memory, &group, model.at).is_none(),
@@ -162,9 +170,9 @@ pub fn merge(model: &Model, memory: &Memory) -> Option<(MergePlan, MergeMemory)>
     let read = |v: &VmModel, m: &MergeVm| inside(v, m) && v.hands_off.is_none();
     let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| read(v, m)).collect();
     let settings = &host.config.settings;
-    let cores = settings.share(model.host.state);
+    let cores = settings.share(state);
     plan.scan_cores = host.scan.busy.then_some(cores);
-    if let Some((reason, glance)) = due(model, host, &targets, &next) {
+    if let Some((reason, glance)) = due(model, (host, state), &targets, &next) {
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
@@ -255,7 +263,7 @@ type Parties<'a> = (&'a Result<Option<String>, String>, &'a [(&'a VmModel, &'a M
 fn steer(
     model: &Model,
     memory: &Memory,
-    host: &MergeHost,
+    (host, state): (&MergeHost, Pressure),
     (group, vms): Parties<'_>,
     plan: &mut MergePlan,
     next: &mut MergeMemory,
@@ -303,7 +311,7 @@ fn steer(
     }
     let facts = Facts {
         at: model.at,
-        state: model.host.state,
+        state,
         planned,
         plan: host.scan.number,
         cpu_ms: ksm.cpu_ms.unwrap_or(0),
@@ -366,15 +374,15 @@ fn switch(
 /// Why a scan is due, if one is; and whether a look at a few pages will do.
 fn due(
     model: &Model,
-    host: &MergeHost,
+    (host, state): (&MergeHost, Pressure),
     targets: &[&(&VmModel, &MergeVm)],
     memory: &MergeMemory,
 ) -> Option<(String, bool)> {
     let (scan, every) = (&host.scan, host.config.scan_ms);
     // A burst in pulses may take hours, and VMs come meanwhile.
-    let gentle = is_gentle(host.config.settings.share(model.host.state));
+    let gentle = is_gentle(host.config.settings.share(state));
     let idle = !scan.busy && (memory.govern.burst.is_none() || gentle);
-    if targets.is_empty() || !idle || model.host.state == Pressure::Critical {
+    if targets.is_empty() || !idle || state == Pressure::Critical {
         return None;
     }
     let met = |v: &VmModel| v.agent.as_ref().is_none_or(|a| a.link != Link::Unknown);
@@ -387,16 +395,21 @@ fn due(
         (Some(ordered), 0) => model.at.since(ordered),
         (Some(ordered), _) => model.at.since(scan.at.max(ordered)),
     };
-    let grown = |m: &MergeVm| m.age_ms.is_none_or(|age| age >= YOUNG_MS.min(every));
-    if targets.iter().any(|(_, m)| m.sample.found.is_none() && grown(m))
-        && since >= every.min(YOUNG_MS)
+    // All is scanned, not the new ones alone: they may be like others.
+    let took = memory.scan.map_or(0, |ordered| scan.at.since(ordered));
+    let (young, rest) = match state {
+        Pressure::Clear => (YOUNG_MS, YOUNG_MS),
+        _ => (YOUNG_SHORT_MS, took.clamp(YOUNG_SHORT_MS, YOUNG_MS)),
+    };
+    let grown = |m: &MergeVm| m.age_ms.is_none_or(|age| age >= young.min(every));
+    if targets.iter().any(|(_, m)| m.sample.found.is_none() && grown(m)) && since >= every.min(rest)
     {
         return Some(("VMs that were not scanned yet".into(), false));
     }
     if let Some(changed) = scan.changed.filter(|changed| *changed >= CHANGED) {
         return Some((format!("some {changed} have changed since the last"), false));
     }
-    let wait = match model.host.state {
+    let wait = match state {
         Pressure::Clear => every << memory.lean,
         _ => every / 2,
     };

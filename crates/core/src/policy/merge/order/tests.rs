@@ -52,10 +52,14 @@ fn sample(at: u64, room: Bytes, vms: Vec<VmSample>) -> Sample {
 }
 
 fn tick(config: &str, memory: &mut Memory, sample: &Sample) -> MergePlan {
+    tick_that_lacks(Bytes::ZERO, config, memory, sample)
+}
+
+fn tick_that_lacks(lacks: Bytes, config: &str, memory: &mut Memory, s: &Sample) -> MergePlan {
     let config = Config::parse("f", config).unwrap();
-    memory.observe(sample);
-    let model = Model::new(&config, sample, memory);
-    let (plan, next) = merge(&model, memory).expect("merging is not off");
+    memory.observe(s);
+    let model = Model::new(&config, s, memory);
+    let (plan, next) = merge(&model, memory, lacks).expect("merging is not off");
     let all = Plan { merge: Some(plan.clone()), ..Plan::default() };
     memory.learn(&model, &Decided { plan: all, merging: Some(next) }, &[], true);
     plan
@@ -87,7 +91,7 @@ fn off_is_off_and_a_report_leaves_ksm_alone() {
     let config = Config::default();
     let s = sample(10_000, Bytes::gib(50), vec![vm(1, "a")]);
     let model = Model::new(&config, &s, &Memory::default());
-    assert!(merge(&model, &Memory::default()).is_none());
+    assert!(merge(&model, &Memory::default(), Bytes::ZERO).is_none());
     let plan = once("[merge]\nmode = \"report\"\n[vm.a]\nmerge = false\n", vec![vm(1, "a")]);
     assert_eq!((plan.ksmd.clone(), switched(&plan)), (None, vec![]));
     assert_eq!(plan.scan.unwrap().vms.len(), 1);
@@ -207,7 +211,7 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     let config = Config::parse("f", ON).unwrap();
     memory.observe(&s(11_000, true));
     let model = Model::new(&config, &s(11_000, true), &memory);
-    let plan = Plan { merge: merge(&model, &memory).map(|m| m.0), ..Plan::default() };
+    let plan = Plan { merge: merge(&model, &memory, Bytes::ZERO).map(|m| m.0), ..Plan::default() };
     let owned = memory.owned(&model, &plan, &[]);
     assert!(owned.marks.len() == 1 && owned.marks[0].open, "before it is done: {owned:?}");
     assert_eq!(switched(&tick(ON, &mut memory, &s(11_000, true))), [(2, false)]);
@@ -349,6 +353,34 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
     assert!(tick(&config, &mut memory, &goes_on).scan.is_none());
     let scan = tick(&gentle, &mut memory, &goes_on).scan;
     assert!(scan.is_some() && memory.merge.govern.burst.is_some(), "for hours, maybe");
+}
+
+#[test]
+fn a_host_that_lacks_memory_merges_as_a_short_one_and_looks_at_new_vms_sooner() {
+    // The cores of `ksmd` and of a scan, at some times after the first scan took so long.
+    let one = |lacks: u64| {
+        let lacks = Bytes::mib(lacks);
+        let run = tick_that_lacks(
+            lacks,
+            ON,
+            &mut Memory::default(),
+            &sample(900, Bytes::gib(50), vec![vm(1, "a")]),
+        );
+        let Some(Order::Run { cores, .. }) = run.ksmd else { panic!("{run:?}") };
+        let mut memory = Memory::default();
+        memory.merge.govern.done = 1;
+        let mut scan = |at: u64, took: u64| {
+            let mut young = with(vm(2, "b"), |m| m.found = None);
+            young.age_ms = Some(12_000);
+            let mut s = sample(at, Bytes::gib(50), vec![vm(1, "a"), young]);
+            s.host.scan.as_mut().unwrap().at = Stamp(1_000 + took);
+            tick_that_lacks(lacks, ON, &mut memory, &s).scan.map(|s| s.cores)
+        };
+        (cores, [scan(1_000, 0), scan(12_000, 2_000), scan(40_000, 20_000), scan(42_000, 20_000)])
+    };
+    assert_eq!(one(15), (0.008, [Some(0.008), None, None, None]));
+    // Ten seconds after the last, or as long as that took.
+    assert_eq!(one(16), (0.4, [Some(0.4), None, None, Some(0.4)]));
 }
 
 #[test]
