@@ -97,6 +97,9 @@ pub struct VmMemory {
     /// When its balloon was last seen to grow, whoever ordered that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Stamp>,
+    /// Its balloon has come to rest where the last order told it to.
+    #[serde(default)]
+    pub landed: bool,
     /// What the recycler remembers.
     #[serde(default)]
     pub recycle: RecycleMemory,

@@ -118,3 +118,22 @@ fn a_gift_that_never_came_is_ordered_again() {
     }
     assert!(ordered, "it has 10 MiB available, the host 8 GiB");
 }
+
+#[test]
+fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
+    let inflates = |orders: &[(u64, u64)], then: u64| {
+        let mut memory = Memory::default();
+        for (n, (size, to)) in orders.iter().enumerate() {
+            let s = sample(1_000 + 100 * n as u64, vec![vm(*size, 600, 900)]);
+            act(&mut memory, &s, Some((*size, *to, short(Pressure::Hard))));
+        }
+        tick(&mut memory, &sample(2_000, vec![vm(then, 500, 800)]));
+        memory.vms[0].inflates(Stamp(2_000), Some(Bytes::mib(then)))
+    };
+    assert!(!inflates(&[(1024, 924)], 924));
+    assert!(inflates(&[(1024, 924)], 930), "on its way");
+    assert!(!inflates(&[(1024, 924), (1000, 800)], 800), "told to go on");
+    // The guest may have read the first order, and be at it.
+    assert!(inflates(&[(1024, 824), (1000, 924)], 924), "told to stop before");
+    assert!(inflates(&[(1024, 824), (1000, 924), (980, 900)], 900), "and then to go on");
+}

@@ -64,6 +64,10 @@ pub struct Order {
     /// When the first of the orders in this direction was given.
     #[serde(default)]
     pub since: Stamp,
+    /// It ends an earlier order to shrink before that was carried out. The guest may have read
+    /// the earlier one and still be at it.
+    #[serde(default)]
+    pub cuts_short: bool,
 }
 
 impl VmMemory {
@@ -82,11 +86,15 @@ impl VmMemory {
         let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);
         let since = self.order.filter(same).map_or(at, |o| o.since);
         let still_ms = self.order.filter(same).map_or(0, |o| o.still_ms);
-        let order = Order { to: action.to, moved_from: action.from, moved_at: at, still_ms, since };
+        let cuts_short =
+            self.order.is_some_and(|o| o.to < action.from && (o.to < action.to || o.cuts_short));
+        let (to, moved_from) = (action.to, action.from);
+        let order = Order { to, moved_from, moved_at: at, still_ms, since, cuts_short };
         if self.order.is_none_or(|o| !same(&o)) {
             self.rate = 0.0;
         }
         self.order = Some(order);
+        self.landed = false;
         match action.reason {
             // Neither gives nor takes: the guest keeps the size it has.
             Reason::Withdrawn => {
@@ -136,7 +144,7 @@ impl VmMemory {
     pub(super) fn follow_balloon(&mut self, at: Stamp, vm: &VmSample, actual: Option<Bytes>) {
         let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
         if self.seen.and_then(|s| s.actual).is_some_and(|was| actual < was) {
-            self.shrunk = Some(at);
+            (self.shrunk, self.landed) = (Some(at), false);
         }
         self.sizes.see(at, actual);
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
@@ -173,6 +181,7 @@ impl VmMemory {
             self.rate = self.rate * (1.0 - weight) + now * weight;
         }
         if actual.abs_diff(order.to) < Bytes::mib(1) {
+            self.landed = actual == order.to && !order.cuts_short;
             if order.to < order.moved_from {
                 self.pace = (self.pace + 1).min(PACE_MOST);
             }
@@ -244,10 +253,11 @@ impl VmMemory {
     }
 
     /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
-    /// or grew a moment ago.
+    /// or grew a moment ago. Not one that has come to the byte to where it was told to go: a
+    /// guest tells its new size after QEMU has dealt with every page of it.
     pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
         self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))
-            || self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
+            || !self.landed && self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
             || self.reboot.is_some()
     }
 

@@ -45,6 +45,7 @@ fn an_order_that_moves_nothing_is_withdrawn_and_one_under_way_is_waited_for() {
             moved_at: Stamp(NOW.0 - age),
             still_ms: age,
             since: Stamp(NOW.0 - age),
+            cuts_short: false,
         }),
         ..remembered(1)
     };
@@ -98,6 +99,7 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
         moved_at: at,
         still_ms: 0,
         since: at,
+        cuts_short: false,
     };
     let ordered = |to| {
         let mut m = remembered(1);
@@ -127,6 +129,7 @@ fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_
             moved_at: Stamp(NOW.0 - 500),
             still_ms: 500,
             since: Stamp(NOW.0 - 4_000),
+            cuts_short: false,
         };
         let m = VmMemory { order: Some(order), ..remembered(1) };
         let mut one = vm(1, 700, available);

@@ -144,6 +144,7 @@ fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
             moved_at: Stamp(NOW.0 - still_ms),
             still_ms,
             since: Stamp(NOW.0 - 4_000),
+            cuts_short: false,
         };
         let m = VmMemory { order: Some(order), rate, ..remembered(1) };
         let vms = vec![vm(1, 1024, 900), vm(2, 1024, 900)];
