@@ -39,7 +39,7 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) 
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
 
-.PHONY: help setup demo test $(LANES) soak check bench report fuzz install deb deb-test clean
+.PHONY: help setup demo demo-bursts test $(LANES) soak check bench report fuzz install deb deb-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -53,7 +53,11 @@ target/.setup: crates/lab/src/setup.rs crates/lab/src/image.rs $(wildcard guest/
 
 setup: target/.setup ## install missing packages, fetch guest kernels, build images
 
-demo: target/.setup ## three VMs on a host too small for them: without and with Ebb
+demo: target/.setup ## how many VMs fit on 2 GiB: without Ebb, with free page reporting, with Ebb
+	@$(BUILD)
+	@$(CARGO) lab density --quick --json target/lab/density.json
+
+demo-bursts: target/.setup ## three VMs on a host too small for them: without and with Ebb
 	@$(BUILD)
 	@$(CARGO) lab demo --json target/lab/demo.json
 

@@ -51,6 +51,8 @@ const SWAPPED: Bytes = Bytes::mib(16);
 const SLOW: f64 = 3.0;
 /// Translated code that each QEMU keeps: of a small VM the default is the largest part.
 const TRANSLATIONS: Bytes = Bytes::mib(16);
+/// What was swapped out has to fit within this time after VMs were dropped.
+const ROOM: Duration = Duration::from_secs(10);
 /// Below this share of idle processors the number of VMs is bound by them, not by memory.
 const IDLE: f64 = 0.10;
 
@@ -164,15 +166,25 @@ impl Density {
             plan.job
         );
         let mut outcome: Option<Outcome> = None;
+        let mut counts = Vec::new();
         for arm in &arms {
             let begun = Instant::now();
             let (result, fresh) = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
             let outcome = outcome.get_or_insert(fresh);
             add(outcome, arm, &result);
             println!("{arm:<10} {}  ({:.0?})", line(&result), begun.elapsed());
+            counts.push((arm.as_str(), result.vms));
         }
         let Some(outcome) = outcome else { return Ok(()) };
         print!("\n{}", outcome.table());
+        if self.vms.is_none() {
+            print!(
+                "\nVMs of {} on {} without harm:\n{}",
+                plan.memory,
+                plan.budget,
+                picture(&counts)
+            );
+        }
         if let Some(path) = &self.json {
             outcome.write(path)?;
             println!("figures: {}", path.display());
@@ -300,11 +312,14 @@ impl Fleet<'_> {
 
     /// Lets the harm pass that there was with more VMs.
     fn settle(&mut self) -> Result<Option<String>> {
-        // Those that were killed have to be gone before there is room.
-        std::thread::sleep(Duration::from_secs(1));
-        let (used, swapped) = (self.cgroup.usage(), self.cgroup.swap());
-        if used + swapped > self.plan.budget {
-            return Ok(Some(format!("{swapped} that were swapped out do not fit")));
+        // Those that were killed have to be gone, and a job may be at its peak.
+        let until = Instant::now() + ROOM;
+        while self.cgroup.usage() + self.cgroup.swap() > self.plan.budget {
+            if Instant::now() >= until {
+                let swapped = self.cgroup.swap();
+                return Ok(Some(format!("{swapped} that were swapped out do not fit")));
+            }
+            std::thread::sleep(Duration::from_millis(200));
         }
         self.arena.drain_swap()?;
         drive(self, Instant::now() + self.plan.period / 2, false)
@@ -456,6 +471,20 @@ fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<S
     Ok(None)
 }
 
+/// A bar for each arm, one block a VM where that fits 60 columns, and what it is of the first.
+fn picture(counts: &[(&str, u32)]) -> String {
+    let most = counts.iter().map(|c| c.1).max().unwrap_or(1);
+    let each = most.div_ceil(60).max(1);
+    let bar = |n: u32| "█".repeat(n.div_ceil(each) as usize);
+    let first = counts.first().map_or(1, |c| c.1.max(1));
+    let of = |n: u32| format!("{:.1} times {}", f64::from(n) / f64::from(first), counts[0].0);
+    let line = |(i, (arm, n)): (usize, &(&str, u32))| {
+        let times = if i == 0 { String::new() } else { format!("  {}", of(*n)) };
+        format!("  {arm:<10} {} {n}{times}\n", bar(*n))
+    };
+    counts.iter().enumerate().map(line).collect()
+}
+
 fn held(series: &Series) -> crate::sampler::Stat {
     series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64)
 }
@@ -507,5 +536,21 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     for (n, name) in r.series.vms.iter().enumerate() {
         let of = |p: &crate::sampler::Point| p.resident.get(n).map_or(0.0, |r| r.0 as f64);
         series(name, r.series.points.iter().map(of).collect());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::picture;
+
+    #[test]
+    fn the_picture_has_a_block_for_each_vm_as_far_as_that_fits() {
+        assert_eq!(
+            picture(&[("plain", 3), ("ebb", 12)]),
+            "  plain      ███ 3\n  ebb        ████████████ 12  4.0 times plain\n"
+        );
+        let wide = picture(&[("ebb", 96)]);
+        assert_eq!(wide.matches('█').count(), 48, "{wide}");
+        assert_eq!(picture(&[]), "");
     }
 }
