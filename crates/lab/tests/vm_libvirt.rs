@@ -84,18 +84,20 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let theirs = daemon.vm("theirs").unwrap();
     assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
     assert!(!asks_for_statistics(&libvirtd, "theirs"), "nothing is set there");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "tame", |b| b == RAM);
+    assert!(!asks_for_statistics(&libvirtd, "tame"), "the interval is as it was");
     // What its guest needs it is given back at once.
+    let daemon = start(&libvirtd, dir.path(), &["tame"]);
+    wait_up(&daemon, "tame");
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     domain.tool().start("hog", "hold", "mib=300").unwrap();
     let all_up = |s: &Value| {
         let actual = of(s, "tame")?["actual"].as_u64()?;
         (actual > Bytes::mib(330).0).then_some(())
     };
     daemon.wait_for("what the guest needs", PATIENCE, all_up).unwrap();
-    domain.tool().stop("hog").unwrap();
-    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     assert!(daemon.stop());
-    wait_size(&libvirtd, "tame", |b| b == RAM);
-    assert!(!asks_for_statistics(&libvirtd, "tame"), "the interval is as it was");
     let taint = libvirtd.virsh(&["dominfo", "tame"]).unwrap();
     assert!(!taint.contains("custom-monitor"), "{taint}");
 }
@@ -137,11 +139,10 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     let (ticks, took) = (tick(&daemon) - was, begun.elapsed().as_secs());
     assert!(ticks + 2 >= took, "{ticks} ticks in {took} s");
     signal(libvirtd.pid(), Signal::CONT);
-    for name in ["one", "two"] {
-        wait_up(&daemon, name);
-        wait_size(&libvirtd, name, |b| b == RAM);
-    }
+    let names = ["one", "two"];
+    names.iter().for_each(|name| wait_up(&daemon, name));
     assert!(daemon.stop());
+    names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
 }
 
 #[test]

@@ -19,8 +19,8 @@ use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
 /// An answer also serves a question that came at most this long after libvirt was asked: a tick's
 /// questions come together.
 const TOGETHER: Duration = Duration::from_millis(25);
-/// For so long after an order or a move of the balloon QEMU is asked for its size. The size that
-/// libvirt knows may be too old: QEMU tells libvirt of a move once a second.
+/// For so long after an order, a move of the balloon or the greeting QEMU is asked for its size.
+/// The size that libvirt knows may be too old: QEMU tells libvirt of a move once a second.
 const MOVES: Duration = Duration::from_secs(5);
 /// Whether libvirt has a job on the domain (it saves, migrates, dumps or backs it up) is asked this
 /// often at most; libvirt has no event for a job's begin.
@@ -318,6 +318,8 @@ impl Bridge {
                 (self.balloon, self.described) = (Balloon::of(&xml)?, Some(now));
                 if !self.greeted {
                     self.greeted = true;
+                    // Whoever was here before may have moved it just now.
+                    self.moved = self.balloon.is_some().then_some(now);
                     self.say(&json!({ "QMP": { "version": { "package": "by libvirt" } } }));
                 }
             }

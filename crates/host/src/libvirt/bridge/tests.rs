@@ -17,7 +17,12 @@ fn found(id: i32) -> Vec<u8> {
     Writer::default().text("a").fixed(&[1; 16]).i32(id).done()
 }
 
+/// Long ago.
 fn greeted(monitor: bool, now: Instant) -> Bridge {
+    greeted_at(monitor, now - 2 * MOVES)
+}
+
+fn greeted_at(monitor: bool, now: Instant) -> Bridge {
     let mut b = Bridge::new("a".into(), monitor);
     let (purpose, procedure, _) = b.next_call(now).unwrap();
     assert_eq!((&purpose, procedure), (&Purpose::LookUp, calls::LOOK_UP));
@@ -96,6 +101,19 @@ fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
     let moved = Writer::default().u32(1).u32(6).u64(400 << 10).done();
     b.answered(purpose, Ok(moved), now);
     assert_eq!(said(&mut b), [json!({ "id": 8, "return": { "actual": 400 << 20 } })]);
+}
+
+#[test]
+fn the_first_size_is_asked_of_qemu() {
+    let now = Instant::now();
+    let mut b = greeted_at(false, now);
+    tell(&mut b, &[ask(1, "query-balloon")], now);
+    b.heard_stats(now, numbers(143 << 10), now);
+    assert!(b.is_silent(), "libvirt has not heard yet that it was given back");
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::MEMORY_STATS);
+    b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done()), now);
+    assert_eq!(said(&mut b), [json!({ "id": 1, "return": { "actual": 512 << 20 } })]);
 }
 
 #[test]
