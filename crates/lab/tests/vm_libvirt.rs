@@ -14,6 +14,8 @@ use serde_json::Value;
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);
 const RAM: Bytes = Bytes::mib(512);
+/// More than is left of a guest that was squeezed.
+const HOG: &str = "size=314572800 pattern=random seed=1";
 const BALLOON: &str = "<memballoon model='virtio' autodeflate='on' freePageReporting='off'/>";
 
 fn boot(libvirtd: &Libvirtd, name: &str) -> Domain {
@@ -91,7 +93,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let daemon = start(&libvirtd, dir.path(), &["tame"]);
     wait_up(&daemon, "tame");
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
-    domain.tool().start("hog", "hold", "mib=300").unwrap();
+    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     let all_up = |s: &Value| {
         let actual = of(s, "tame")?["actual"].as_u64()?;
         (actual > Bytes::mib(330).0).then_some(())
@@ -117,7 +119,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     // A libvirtd that is killed and started again: orders go on.
     libvirtd.kill_and_start().unwrap();
     wait_up(&daemon, "one");
-    one.tool().start("hog", "hold", "mib=300").unwrap();
+    one.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     let given = |s: &Value| (of(s, "one")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
     daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
     one.tool().stop("hog").unwrap();
