@@ -10,7 +10,7 @@ use super::{FORGIVE_MS, VmMemory};
 use crate::model::STALE_MS;
 use crate::model::guest::{bounded, implausible};
 use crate::sample::{AgentSample, GuestStats, Link, RunState, VmSample};
-use crate::state::GuestRates;
+use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
 use crate::wire::AgentState;
 
@@ -142,8 +142,8 @@ impl VmMemory {
         if now.available.is_some_and(|a| a > actual) {
             self.strayed = Some(at);
         }
-        let actual = self.paired(said, actual, &now);
-        let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
+        let actual = self.paired((at, said), actual, &now);
+        let Some((was_at, _, was)) = self.stats.replace((at, actual, now)) else { return };
         if was.refaults.is_some() != now.refaults.is_some() {
             // The other source: its counters are not these.
             self.rates = None;
@@ -160,12 +160,12 @@ impl VmMemory {
             self.forget_guest(at, wall_s);
             return;
         }
-        self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
         // Its word and its size are of different moments: where a move came by surprise, what
         // looks like a growing need may be the move.
         if self.strayed.is_some_and(|t| at.since(t) < STRAY_MS) {
-            self.rates.iter_mut().for_each(|r| r.need = 0.0);
+            self.growth = Growth::default();
         }
+        self.rates = GuestRates::between((was_at, &was), (at, &now), self.growth.rate);
         if let Some(r) = self.rates {
             self.fastest.see(at, r.need);
             let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
@@ -181,12 +181,14 @@ impl VmMemory {
         Some(*size - words.available.or(words.free)?)
     }
 
-    /// The size that goes with the guest's word.
-    fn paired(&mut self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
+    /// The size that goes with the guest's word, which it said after `said`.
+    fn paired(&mut self, (at, said): (Stamp, Stamp), actual: Bytes, now: &GuestStats) -> Bytes {
         let available = now.available.or(now.free);
-        let need = available.and_then(|a| Some((a, self.sizes.need(said, a, self.need())?)));
-        let Some((available, (need, most))) = need else { return actual };
-        self.unsure = most - need;
+        let needs = available.and_then(|a| Some((a, self.sizes.needs(said, a)?)));
+        let Some((available, (low, high))) = needs else { return actual };
+        let was = self.stats.map(|s| s.0).zip(self.need());
+        let need = self.growth.see(at, was, (low, high));
+        self.unsure = high - need;
         need + available
     }
 
