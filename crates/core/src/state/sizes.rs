@@ -45,6 +45,11 @@ impl Sizes {
         Some((sizes().min()?, sizes().max()?))
     }
 
+    /// Since when it has the size of now.
+    pub(super) fn since(&self) -> Option<Stamp> {
+        self.0.last().map(|s| s.0)
+    }
+
     /// The greatest size of late.
     pub(super) fn most(&self) -> Option<Bytes> {
         Some(self.range(Stamp(0))?.1)

@@ -85,6 +85,9 @@ pub struct VmMemory {
     /// its size at that moment is not known.
     #[serde(default)]
     pub unsure: Bytes,
+    /// In so many looks in a row it has said nothing new and has had one size.
+    #[serde(default)]
+    pub again: u32,
     /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,

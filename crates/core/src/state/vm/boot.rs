@@ -70,6 +70,7 @@ impl VmMemory {
         }
         self.settle_until = Some(at.plus(SETTLE_MS));
         (self.stats, self.unsure) = (None, Bytes::ZERO);
+        self.again = 0;
         (self.rates, self.growth) = (None, Growth::default());
         self.order = None;
         self.deflated_on_oom = None;

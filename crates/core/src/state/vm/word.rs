@@ -25,6 +25,8 @@ const STRAY_MS: u64 = 3_000;
 /// The same numbers are the same answer unless they are so much younger: QEMU tells
 /// their moment in whole seconds, and a look takes some time.
 const AGAIN_MS: u64 = 100;
+/// After so many looks at the same numbers and the same size they belong together.
+const AGAIN_LOOKS: u32 = 3;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 
@@ -135,8 +137,10 @@ impl VmMemory {
         let said = Stamp(at.0.saturating_sub(now.age_ms));
         if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
         {
+            self.hear_again(at, actual, &now);
             return;
         }
+        self.again = 0;
         // It says more than it can have at this size: its word is from before a move, which
         // may have been before the first look.
         if now.available.is_some_and(|a| a > actual) {
@@ -173,6 +177,25 @@ impl VmMemory {
             let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));
             self.hot = Hot { at, bytes: left.max(volume) };
         }
+    }
+
+    /// It has said nothing new. After some looks at one size it has most likely been asked since
+    /// its balloon grew, and has used up what it was given: one that waits in vain says the same
+    /// before and after a gift.
+    fn hear_again(&mut self, at: Stamp, actual: Bytes, now: &GuestStats) {
+        self.again = if self.sizes.since() == Some(at) { 0 } else { self.again + 1 };
+        let (Some(available), Some(was)) = (now.available.or(now.free), self.need()) else {
+            return;
+        };
+        let need = actual - available;
+        if self.again < AGAIN_LOOKS || self.unsure == Bytes::ZERO || need <= was {
+            return;
+        }
+        let since = self.stats.map(|s| s.0);
+        self.growth.see(at, since.map(|t| (t, was)), (need, need));
+        self.unsure = Bytes::ZERO;
+        self.stats.iter_mut().for_each(|s| s.1 = actual);
+        self.rates.iter_mut().for_each(|r| (r.at, r.need) = (at, self.growth.rate));
     }
 
     /// What its guest needs, by its last word.
