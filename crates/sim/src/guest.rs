@@ -82,7 +82,8 @@ pub struct Spec {
     pub mapped: f64,
     /// Tier guest: an agent in its VMM, a module in its kernel.
     pub agent: bool,
-    /// Memory it used once and freed again before the run, host still holding it.
+    /// Memory it used once before the run, host still holding it. All but what it uses when the
+    /// run begins is free again.
     pub stale: Bytes,
     /// When it is started, ms into the run.
     pub starts_ms: u64,
@@ -245,7 +246,7 @@ impl Guest {
         if on {
             let wants = self.spec.need.at(&mut self.walk, at_ms).anon;
             self.alloc = wants.min(BOOTED + self.spec.ram.share(PAGE_STRUCTURES));
-            self.stale = self.spec.stale.min(self.spec.ram - self.alloc);
+            self.stale = self.spec.stale.min(self.spec.ram) - self.alloc;
         } else {
             self.want = Want::default();
             self.waited_for_host = 0.0;
