@@ -8,6 +8,7 @@
 mod cold;
 mod contact;
 mod fastest;
+mod growth;
 mod ledger;
 mod rates;
 mod recent;
@@ -25,6 +26,7 @@ use serde::{Deserialize, Serialize};
 pub use self::cold::Cold;
 pub use self::contact::{Reach, SILENT_MS};
 pub use self::fastest::Fastest;
+pub use self::growth::Growth;
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::rates::GuestRates;
 pub use self::recent::Recent;

@@ -53,6 +53,10 @@ const OOM_AFTER_MS: u64 = 1_000;
 const RESTART_MS: u64 = 10_000;
 /// A kernel boots for so long before its balloon driver is up, ms.
 pub const BOOT_MS: u64 = 8_000;
+/// What a kernel and its first programs use once it has booted, and what its page structures
+/// take, a share of RAM.
+const BOOTED: Bytes = Bytes::mib(64);
+const PAGE_STRUCTURES: f64 = 0.016;
 /// Cache never shrinks below this.
 const LEAST_CACHE: Bytes = Bytes::mib(8);
 
@@ -78,7 +82,8 @@ pub struct Spec {
     pub mapped: f64,
     /// Tier guest: an agent in its VMM, a module in its kernel.
     pub agent: bool,
-    /// Memory it used once and freed again before the run, host still holding it.
+    /// Memory it used once before the run, host still holding it. All but what it uses when the
+    /// run begins is free again.
     pub stale: Bytes,
     /// When it is started, ms into the run.
     pub starts_ms: u64,
@@ -239,7 +244,9 @@ impl Guest {
         self.power = on;
         self.lose_memory();
         if on {
-            self.stale = self.spec.stale.min(self.spec.ram);
+            let wants = self.spec.need.at(&mut self.walk, at_ms).anon;
+            self.alloc = wants.min(BOOTED + self.spec.ram.share(PAGE_STRUCTURES));
+            self.stale = self.spec.stale.min(self.spec.ram) - self.alloc;
         } else {
             self.want = Want::default();
             self.waited_for_host = 0.0;

@@ -86,6 +86,18 @@ impl HostMemory {
         HostMemory { marks: (low, high), ..self }
     }
 
+    /// What guests hold at first fits the host: of what they used and freed before the run it
+    /// holds as much as it has above its high mark.
+    pub fn begin(&self, guests: &mut [Guest]) {
+        let stale: Bytes = guests.iter().map(|g| g.stale).sum();
+        let held: Bytes = guests.iter().map(Guest::resident).sum();
+        let kept = self.own() + self.others + self.total.share(self.marks.1);
+        let room = self.total - kept - (held - stale);
+        if stale > room {
+            guests.iter_mut().for_each(|g| g.stale = g.stale.share(room.fraction_of(stale)));
+        }
+    }
+
     fn own(&self) -> Bytes {
         self.total.share(OWN_SHARE)
     }
@@ -255,6 +267,20 @@ mod tests {
         }
         g.stale = Bytes::mib(stale);
         g
+    }
+
+    #[test]
+    fn what_guests_hold_at_first_fits_the_host() {
+        let host = HostMemory::new(Bytes::gib(4), Bytes::ZERO);
+        let begin = |stale| {
+            let mut guests = vec![guest(0, 1000, stale), guest(1, 500, 2 * stale)];
+            host.begin(&mut guests);
+            (host.free(&guests), guests[0].stale, guests[1].stale)
+        };
+        assert_eq!(begin(500).1, Bytes::mib(500), "it fits");
+        let (free, one, other) = begin(1500);
+        assert!(free.abs_diff(Bytes::gib(4).share(HIGH_MARK)) < Bytes::mib(1), "{free}");
+        assert!(other.abs_diff(one + one) < Bytes::mib(1), "{one} {other}");
     }
 
     #[test]

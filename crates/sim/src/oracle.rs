@@ -1,8 +1,8 @@
 //! The limit: a controller that knows what every guest will want.
 //!
 //! Each tenth of a second it gives every guest what it will want at most within the next
-//! seconds, and divides the rest. It cannot do what nobody can: balloons move no faster, and
-//! what does not fit does not fit.
+//! seconds, and divides the rest. It cannot do what nobody can: balloons move no faster,
+//! what does not fit does not fit, and floors are kept.
 
 use ebb_core::units::Bytes;
 
@@ -45,14 +45,17 @@ pub fn run(setup: &Setup) -> Score {
             let soon = moments[i][from..].iter().take_while(|m| **m <= at + AHEAD_MS);
             let most = std::iter::once(&at).chain(soon).map(|m| g.spec.need.sum_at(*m)).max();
             let want = most.unwrap_or_default().max(g.used()) + g.spec.ram.share(0.02);
-            wants.push((vm.id, g.actual, want.min(g.spec.ram), g.spec.ram));
+            let (floor, ram) = (setup.min.of(g.spec.ram), g.spec.ram);
+            wants.push((vm.id, g.actual, want.max(floor).min(ram), (floor, ram)));
         }
         let sum: Bytes = wants.iter().map(|w| w.2).sum();
         let part = if sum > room { room.fraction_of(sum) } else { 1.0 };
         let spare = (room - sum).0 / wants.len().max(1) as u64;
         let mut orders: Vec<_> = wants
             .into_iter()
-            .map(|(id, actual, want, ram)| (id, actual, (want.share(part) + Bytes(spare)).min(ram)))
+            .map(|(id, actual, want, (floor, ram))| {
+                (id, actual, (want.share(part) + Bytes(spare)).max(floor).min(ram))
+            })
             .filter(|(_, actual, to)| actual.abs_diff(*to) >= LEAST)
             .collect();
         orders.sort_by_key(|(_, actual, to)| to >= actual);

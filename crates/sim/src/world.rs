@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::config::{Config, VmSettings};
+use ebb_core::config::{Amount, Config, VmSettings};
 use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
@@ -90,6 +90,8 @@ pub struct Setup {
     pub others: Curve,
     /// One answer of a guest in so many comes late, up to a second; 1: all.
     pub late_one_in: u32,
+    /// Every guest's floor, whoever rules.
+    pub min: Amount,
 }
 
 impl Setup {
@@ -106,12 +108,14 @@ impl Setup {
             marks: (LOW_MARK, HIGH_MARK),
             others: Curve::default(),
             late_one_in: LATE_ONE_IN,
+            min: VmSettings::default().min,
         }
     }
 
     /// Ebb's configuration for it; the floors are also those of the rivals.
     pub fn config(&self) -> Config {
         let mut config = Config { offload: Some(self.offload), ..Config::default() };
+        config.defaults.min = self.min;
         for (i, spec) in self.guests.iter().enumerate() {
             if spec.weight != 1.0 {
                 let settings = VmSettings { weight: spec.weight, ..config.defaults.clone() };
@@ -153,7 +157,7 @@ impl World {
     /// The world at its first moment.
     pub fn new(setup: &Setup) -> World {
         let n = setup.guests.len() as u32;
-        let guests: Vec<Guest> = setup
+        let mut guests: Vec<Guest> = setup
             .guests
             .iter()
             .zip(0..n)
@@ -163,13 +167,17 @@ impl World {
                 g
             })
             .collect();
+        let mut host =
+            HostMemory::new(setup.host, setup.swap).with_marks(setup.marks.0, setup.marks.1);
+        host.others = setup.others.at(0);
+        host.begin(&mut guests);
         let watch =
             |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
         World {
             voices: (0..n).map(|i| Voice::new(i, setup.seed, setup.late_one_in)).collect(),
             gauges: vec![Gauge::default(); guests.len()],
             watches: setup.probes.iter().map(watch).collect(),
-            host: HostMemory::new(setup.host, setup.swap).with_marks(setup.marks.0, setup.marks.1),
+            host,
             others: setup.others.clone(),
             guests,
             outside: Duration::ZERO,

@@ -4,6 +4,7 @@
 //! a search can walk to where the controller does worst ([`crate::search`]). All guests' needs
 //! fit the host unless the point says that they do not.
 
+use ebb_core::config::Amount;
 use ebb_core::units::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -42,6 +43,9 @@ pub const KNOBS: [&str; 24] = [
 const RUN_MS: u64 = 400_000;
 /// In so many of a hundred worlds not even all needs fit.
 const OVERLOAD: f64 = 0.06;
+/// A guest's floor, a share of its RAM, and what all floors together keep of the host at most.
+const FLOOR: f64 = 0.25;
+const FLOORS_MOST: f64 = 0.5;
 
 /// A world: each coordinate 0 to 1, and a seed for what is left to chance.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -188,6 +192,7 @@ impl Point {
             marks: (low, low * 1.5),
             others,
             late_one_in: one_of(self.of("late"), &[40, 10, 4, 2]),
+            min: Amount::Share(floors(&guests, host)),
             ..Setup::of(host, host.share(self.swap()), RUN_MS, guests)
         }
     }
@@ -249,6 +254,13 @@ impl Point {
     }
 }
 
+/// The floor of each guest, a share of its RAM: the usual one, or what an operator sets where
+/// those would keep more than half of the host.
+fn floors(guests: &[Spec], host: Bytes) -> f64 {
+    let ram: Bytes = guests.iter().map(|g| g.ram).sum();
+    host.share(FLOORS_MOST).fraction_of(ram).min(FLOOR)
+}
+
 /// What all need at most at one moment.
 fn peak(guests: &[Spec]) -> Bytes {
     let moments = guests.iter().flat_map(|g| g.need.moments());
@@ -268,6 +280,8 @@ mod tests {
             let setup = point.setup();
             assert_eq!(format!("{setup:?}"), format!("{:?}", point.setup()));
             assert!((4..=20).contains(&setup.guests.len()), "{}", point.about());
+            let floors: Bytes = setup.guests.iter().map(|g| setup.min.of(g.ram)).sum();
+            assert!(floors <= setup.host.share(FLOORS_MOST), "{}: {floors}", point.about());
             if point.load() <= 1.0 {
                 let others = (0..RUN_MS).step_by(500).map(|ms| setup.others.at(ms)).max().unwrap();
                 assert!(

@@ -194,6 +194,15 @@ impl Claim<'_> {
         needs.min(self.vm.actual.unwrap_or(needs)) - self.apart
     }
 
+    /// The same where its page cache stays: it grows into its free memory, which the host does
+    /// not hold yet.
+    fn likely_beside_cache(&self, at: Stamp, level: Level) -> Bytes {
+        let needs = self.needs(at, level);
+        let stays =
+            if needs > self.g.need { self.g.cache.min(self.g.available) } else { Bytes::ZERO };
+        (needs + stays).min(self.vm.actual.unwrap_or(needs)) - self.apart
+    }
+
     /// What the host would hold for it at most.
     fn holds(&self, at: Stamp, level: Level) -> Bytes {
         let want = self.wants(at, level) - self.apart;
@@ -265,9 +274,11 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let all_needs = |c: &Claim<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
     let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep > all;
     let growth: Bytes = claims.iter().map(|c| c.likely(at, level) - c.held).sum();
-    let lacks =
-        |keep: Bytes| if host.known { (keep + growth) - host.headroom } else { Bytes::ZERO };
-    let (shortage, cache_shortage) = (lacks(keep), lacks(keep_by_cache));
+    let beside: Bytes = claims.iter().map(|c| c.likely_beside_cache(at, level) - c.held).sum();
+    let lacks = |part: Bytes| if host.known { part - host.headroom } else { Bytes::ZERO };
+    // Balloons take their time: free memory is taken before what guests will touch is missing.
+    let shortage = lacks((keep + growth).max(keep_by_cache + beside));
+    let cache_shortage = lacks(keep_by_cache + growth);
     let within_ms = level.within_ms;
     Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }
 }

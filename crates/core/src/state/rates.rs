@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::sample::GuestStats;
-use crate::units::{Bytes, Stamp};
+use crate::units::Stamp;
 
 /// Pages that a major fault of a file brings: half of the default readahead, as
 /// not all of it is used.
@@ -29,15 +29,16 @@ pub struct GuestRates {
     /// Pages a second looked at by direct reclaim.
     #[serde(default)]
     pub direct_reclaim: f64,
-    /// Change of its need (size less available), bytes a second. Unlike the change
-    /// of available memory this is not moved by the balloon itself.
+    /// Change of its need (size less available), bytes a second: see [`Growth`](super::Growth).
+    /// Unlike the change of available memory this is not moved by the balloon itself.
     pub need: f64,
 }
 
 impl GuestRates {
     pub(super) fn between(
-        (was_at, was_actual, was): (Stamp, Bytes, &GuestStats),
-        (at, actual, now): (Stamp, Bytes, &GuestStats),
+        (was_at, was): (Stamp, &GuestStats),
+        (at, now): (Stamp, &GuestStats),
+        need: f64,
     ) -> Option<GuestRates> {
         let ms = at.since(was_at);
         if ms == 0 {
@@ -62,10 +63,8 @@ impl GuestRates {
                 _ => page_ins(was.major_faults, now.major_faults) * READAHEAD_PAGES,
             },
             direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
-            need: match (was.available, now.available) {
-                (Some(b), Some(n)) => ((actual - n).0 as f64 - (was_actual - b).0 as f64) / seconds,
-                _ => 0.0,
-            },
+            // What is free falls by every read of a file.
+            need: if was.available.and(now.available).is_some() { need } else { 0.0 },
         })
     }
 }

@@ -4,8 +4,8 @@
 //! before, up to a second or two ago. While the balloon moves the two do not belong
 //! together: one that grows would look like a need that grows, and one that shrinks
 //! like a need that falls. What a guest needs is not moved by its balloon, so it is
-//! reckoned with the size that it had when it spoke; where that is not known to the
-//! byte, as near to what it needed before as the sizes of that time allow.
+//! reckoned with the size that it had when it spoke. Where that is not known to the byte, the
+//! sizes of that time allow for several needs; which of them is likely says `growth.rs`.
 
 use serde::{Deserialize, Serialize};
 
@@ -45,26 +45,25 @@ impl Sizes {
         Some((sizes().min()?, sizes().max()?))
     }
 
+    /// Since when it has the size of now.
+    pub(super) fn since(&self) -> Option<Stamp> {
+        self.0.last().map(|s| s.0)
+    }
+
     /// The greatest size of late.
     pub(super) fn most(&self) -> Option<Bytes> {
         Some(self.range(Stamp(0))?.1)
     }
 
-    /// What a guest needs that has said, at `said` or later, that so much is available
-    /// to it; `was`: what it needed before. And what it may need at most by the same word.
-    pub(super) fn need(
-        &self,
-        said: Stamp,
-        available: Bytes,
-        was: Option<Bytes>,
-    ) -> Option<(Bytes, Bytes)> {
+    /// The least and the most that a guest may need that has said, at `said` or later, that so
+    /// much is available to it.
+    pub(super) fn needs(&self, said: Stamp, available: Bytes) -> Option<(Bytes, Bytes)> {
         let (mut low, mut high) = self.of_word(said)?;
         if available > high {
             // It spoke before that.
             (low, high) = self.range(Stamp(0))?;
         }
-        let (low, high) = (low - available, high - available);
-        Some((was.map_or(low, |was| was.clamp(low, high)), high))
+        Some((low - available, high - available))
     }
 }
 
@@ -78,42 +77,39 @@ mod tests {
         s
     }
 
-    fn need(s: &Sizes, said: u64, available: u64, was: Option<u64>) -> u64 {
-        s.need(Stamp(said), Bytes::mib(available), was.map(Bytes::mib)).unwrap().0.0 >> 20
+    fn needs(s: &Sizes, said: u64, available: u64) -> (u64, u64) {
+        let (low, high) = s.needs(Stamp(said), Bytes::mib(available)).unwrap();
+        (low.0 >> 20, high.0 >> 20)
     }
 
     #[test]
     fn where_the_size_stands_still_need_is_what_is_not_available() {
         let s = sizes(&[(1_000, 500), (2_000, 500)]);
-        for was in [None, Some(50), Some(400)] {
-            assert_eq!(need(&s, 1_500, 300, was), 200);
-        }
+        assert_eq!(needs(&s, 1_500, 300), (200, 200));
     }
 
     #[test]
     fn a_balloon_that_grows_hides_no_more_of_a_growing_need_than_it_took_meanwhile() {
         let s = sizes(&[(10_000, 500), (11_000, 450), (12_000, 400)]);
         // Said between 11 and 12 s, at a size of 400 to 450.
-        assert_eq!(need(&s, 11_500, 300, Some(120)), 120, "nothing has changed");
-        assert_eq!(need(&s, 11_500, 200, Some(120)), 200, "80 more at least");
-        assert_eq!(need(&s, 11_500, 340, Some(120)), 110);
-        assert_eq!(need(&s, 9_000, 340, Some(120)), 120, "it may have spoken at 460");
-        let most = s.need(Stamp(11_500), Bytes::mib(300), Some(Bytes::mib(120))).unwrap().1;
-        assert_eq!(most, Bytes::mib(150), "if it spoke at 450");
+        assert_eq!(needs(&s, 11_500, 300), (100, 150));
+        assert_eq!(needs(&s, 11_500, 200), (200, 250), "80 more at least than 120");
+        assert_eq!(needs(&s, 11_500, 340), (60, 110));
+        assert_eq!(needs(&s, 9_000, 340), (60, 160), "it may have spoken at 500");
     }
 
     #[test]
     fn a_balloon_that_shrinks_is_no_need() {
         let s = sizes(&[(10_000, 200), (11_000, 500)]);
-        assert_eq!(need(&s, 10_400, 50, Some(150)), 150);
-        assert_eq!(need(&s, 10_400, 350, Some(150)), 150, "the same, said later");
-        assert_eq!(need(&s, 11_400, 300, Some(150)), 200, "that is one");
+        assert_eq!(needs(&s, 10_400, 50), (150, 450));
+        assert_eq!(needs(&s, 10_400, 350), (0, 150), "the same, said later");
+        assert_eq!(needs(&s, 11_400, 300), (200, 200), "that is one");
     }
 
     #[test]
     fn more_available_than_its_size_was_said_before() {
         let s = sizes(&[(10_000, 500), (12_000, 170)]);
-        assert_eq!(need(&s, 12_500, 250, Some(110)), 110);
+        assert_eq!(needs(&s, 12_500, 250), (0, 250));
     }
 
     #[test]

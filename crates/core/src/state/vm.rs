@@ -25,7 +25,8 @@ pub use self::order::{
 pub use self::returned::{Returned, Seen};
 pub use self::word::{Doubt, Hot};
 use super::{
-    Cold, Fastest, GuestRates, Ledger, Reach, Recent, RecycleMemory, Sizes, Yields, ZeroMemory,
+    Cold, Fastest, Growth, GuestRates, Ledger, Reach, Recent, RecycleMemory, Sizes, Yields,
+    ZeroMemory,
 };
 use crate::policy::merge::VmMerge;
 use crate::sample::{GuestStats, VmEvent, VmId, VmSample};
@@ -84,6 +85,9 @@ pub struct VmMemory {
     /// its size at that moment is not known.
     #[serde(default)]
     pub unsure: Bytes,
+    /// In so many looks in a row it has said nothing new and has had one size.
+    #[serde(default)]
+    pub again: u32,
     /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,
@@ -158,6 +162,9 @@ pub struct VmMemory {
     /// When QEMU last told its size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<Stamp>,
+    /// How fast its need grows.
+    #[serde(default)]
+    pub growth: Growth,
     /// How fast its need can grow.
     #[serde(default)]
     pub fastest: Fastest,

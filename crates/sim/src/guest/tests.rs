@@ -27,6 +27,12 @@ fn guest(need: Curve) -> Guest {
 }
 
 #[test]
+fn a_guest_that_is_on_uses_what_its_kernel_does() {
+    assert_eq!(guest(Curve::flat(Bytes::gib(1))).used().0 >> 20, 64 + 65);
+    assert_eq!(guest(Curve::flat(Bytes::mib(50))).used(), Bytes::mib(50), "or what it wants");
+}
+
+#[test]
 fn free_memory_is_given_to_the_balloon_at_its_rate_and_frees_what_was_touched() {
     let mut g = guest(Curve::flat(Bytes::gib(1)));
     g.stale = Bytes::gib(2);

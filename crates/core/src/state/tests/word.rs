@@ -76,6 +76,27 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
     }
 }
 
+/// One that waits in vain says the same before and after a gift.
+#[test]
+fn a_word_that_stands_at_a_larger_size_is_of_that_size() {
+    let mut memory = Memory::default();
+    let mut look = |at, actual, available, age_ms| {
+        let mut v = vm(actual, available, 900);
+        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+        let model = tick(&mut memory, &sample(at, vec![v]));
+        only(&model).guest.unwrap().need.0 >> 20
+    };
+    assert_eq!(look(1_000, 512, 8, 0), 504);
+    assert_eq!(look(1_100, 612, 9, 0), 504, "it may have spoken before the gift");
+    assert_eq!([look(1_200, 612, 9, 100), look(1_300, 612, 9, 200)], [504; 2]);
+    assert_eq!(look(1_400, 612, 9, 300), 603, "it has used that up");
+    // A smaller size: nothing is taken by that.
+    assert_eq!(look(5_000, 612, 300, 0), 312);
+    assert_eq!(look(5_100, 512, 299, 0), 312);
+    let again = [200, 300, 400, 500].map(|ms| look(5_000 + ms, 512, 299, ms - 100));
+    assert_eq!(again, [312; 4]);
+}
+
 /// One whose need grows while its balloon does: seen as it happens, not when the balloon stops.
 #[test]
 fn a_need_that_grows_behind_a_growing_balloon_is_seen() {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Hot, STUCK_AFTER_MS, VmMemory};
 use crate::sample::VmSample;
-use crate::state::{Recent, Sizes};
+use crate::state::{Growth, Recent, Sizes};
 use crate::units::{Bytes, Stamp};
 
 /// After a reset or first sight a guest is left alone for so long: its numbers
@@ -70,7 +70,8 @@ impl VmMemory {
         }
         self.settle_until = Some(at.plus(SETTLE_MS));
         (self.stats, self.unsure) = (None, Bytes::ZERO);
-        self.rates = None;
+        self.again = 0;
+        (self.rates, self.growth) = (None, Growth::default());
         self.order = None;
         self.deflated_on_oom = None;
         self.recent = Recent::default();

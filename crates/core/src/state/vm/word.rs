@@ -10,7 +10,7 @@ use super::{FORGIVE_MS, VmMemory};
 use crate::model::STALE_MS;
 use crate::model::guest::{bounded, implausible};
 use crate::sample::{AgentSample, GuestStats, Link, RunState, VmSample};
-use crate::state::GuestRates;
+use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
 use crate::wire::AgentState;
 
@@ -25,6 +25,8 @@ const STRAY_MS: u64 = 3_000;
 /// The same numbers are the same answer unless they are so much younger: QEMU tells
 /// their moment in whole seconds, and a look takes some time.
 const AGAIN_MS: u64 = 100;
+/// After so many looks at the same numbers and the same size they belong together.
+const AGAIN_LOOKS: u32 = 3;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 
@@ -135,15 +137,17 @@ impl VmMemory {
         let said = Stamp(at.0.saturating_sub(now.age_ms));
         if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
         {
+            self.hear_again(at, actual, &now);
             return;
         }
+        self.again = 0;
         // It says more than it can have at this size: its word is from before a move, which
         // may have been before the first look.
         if now.available.is_some_and(|a| a > actual) {
             self.strayed = Some(at);
         }
-        let actual = self.paired(said, actual, &now);
-        let Some((was_at, was_actual, was)) = self.stats.replace((at, actual, now)) else { return };
+        let actual = self.paired((at, said), actual, &now);
+        let Some((was_at, _, was)) = self.stats.replace((at, actual, now)) else { return };
         if was.refaults.is_some() != now.refaults.is_some() {
             // The other source: its counters are not these.
             self.rates = None;
@@ -160,12 +164,12 @@ impl VmMemory {
             self.forget_guest(at, wall_s);
             return;
         }
-        self.rates = GuestRates::between((was_at, was_actual, &was), (at, actual, &now));
         // Its word and its size are of different moments: where a move came by surprise, what
         // looks like a growing need may be the move.
         if self.strayed.is_some_and(|t| at.since(t) < STRAY_MS) {
-            self.rates.iter_mut().for_each(|r| r.need = 0.0);
+            self.growth = Growth::default();
         }
+        self.rates = GuestRates::between((was_at, &was), (at, &now), self.growth.rate);
         if let Some(r) = self.rates {
             self.fastest.see(at, r.need);
             let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
@@ -175,18 +179,39 @@ impl VmMemory {
         }
     }
 
+    /// It has said nothing new. After some looks at one size it has most likely been asked since
+    /// its balloon grew, and has used up what it was given: one that waits in vain says the same
+    /// before and after a gift.
+    fn hear_again(&mut self, at: Stamp, actual: Bytes, now: &GuestStats) {
+        self.again = if self.sizes.since() == Some(at) { 0 } else { self.again + 1 };
+        let (Some(available), Some(was)) = (now.available.or(now.free), self.need()) else {
+            return;
+        };
+        let need = actual - available;
+        if self.again < AGAIN_LOOKS || self.unsure == Bytes::ZERO || need <= was {
+            return;
+        }
+        let since = self.stats.map(|s| s.0);
+        self.growth.see(at, since.map(|t| (t, was)), (need, need));
+        self.unsure = Bytes::ZERO;
+        self.stats.iter_mut().for_each(|s| s.1 = actual);
+        self.rates.iter_mut().for_each(|r| (r.at, r.need) = (at, self.growth.rate));
+    }
+
     /// What its guest needs, by its last word.
     pub fn need(&self) -> Option<Bytes> {
         let (_, size, words) = self.stats.as_ref()?;
         Some(*size - words.available.or(words.free)?)
     }
 
-    /// The size that goes with the guest's word.
-    fn paired(&mut self, said: Stamp, actual: Bytes, now: &GuestStats) -> Bytes {
+    /// The size that goes with the guest's word, which it said after `said`.
+    fn paired(&mut self, (at, said): (Stamp, Stamp), actual: Bytes, now: &GuestStats) -> Bytes {
         let available = now.available.or(now.free);
-        let need = available.and_then(|a| Some((a, self.sizes.need(said, a, self.need())?)));
-        let Some((available, (need, most))) = need else { return actual };
-        self.unsure = most - need;
+        let needs = available.and_then(|a| Some((a, self.sizes.needs(said, a)?)));
+        let Some((available, (low, high))) = needs else { return actual };
+        let was = self.stats.map(|s| s.0).zip(self.need());
+        let need = self.growth.see(at, was, (low, high));
+        self.unsure = high - need;
         need + available
     }
 

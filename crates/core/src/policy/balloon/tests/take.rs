@@ -111,6 +111,25 @@ fn cache_is_taken_below_three_quarters_of_the_reserve_and_free_memory_below_all_
     assert_eq!(ask(0, 0), 0);
 }
 
+/// Two guests whose page cache is all that the host holds beyond their needs, and an idle one.
+#[test]
+fn free_memory_is_taken_before_guests_that_keep_their_cache_grow_to_their_peaks() {
+    let ask = |peak| {
+        let one = |pid| {
+            let mut one = vm(pid, 1024, 824);
+            one.guest.as_mut().unwrap().cache = Bytes::mib(300);
+            VmModel { resident: Some(Bytes::mib(500)), ..one }
+        };
+        let m = |pid| VmMemory { recent: needed(peak, 100_000), ..remembered(pid) };
+        let host = limited(host(Pressure::Clear, 0, 52), 2100, 2048);
+        let host = HostModel { limits: Vec::new(), ..host };
+        let v = decide(host, vec![one(1), one(2), vm(3, 1024, 900)], vec![m(1), m(2)]);
+        taken(&v, 2)
+    };
+    assert_eq!(ask(200), 0, "more than the reserve is there");
+    assert_eq!(ask(500), 36, "1536 are kept, 600 come to be touched");
+}
+
 #[test]
 fn cache_that_nobody_was_seen_to_read_again_is_not_all_idle() {
     let ask = |cache| {

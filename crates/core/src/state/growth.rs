@@ -1,0 +1,87 @@
+//! How fast a guest's need grows, by words that a moving balloon makes unsure.
+//!
+//! While a balloon moves, a guest's word allows for several needs (`sizes.rs`). Which of them is
+//! likely says how fast the need grew before, as far as the words since the last sure one allow.
+//! So a need that grows beside a moving balloon neither seems to stand still nor to leap when the
+//! balloon stops.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Stamp};
+
+/// A sure need that is older says nothing of how fast it grows now.
+const SURE_LIFE_MS: u64 = 2_000;
+
+/// See the top.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Growth {
+    /// When its need was last known to the byte, and how much it was.
+    sure: Option<(Stamp, Bytes)>,
+    /// Bytes a second; below zero where it sinks.
+    pub(super) rate: f64,
+}
+
+impl Growth {
+    /// The need that goes with a word which allows for `low` to `high`; `was`: the need by the
+    /// word before, and when that came.
+    pub(super) fn see(
+        &mut self,
+        at: Stamp,
+        was: Option<(Stamp, Bytes)>,
+        (low, high): (Bytes, Bytes),
+    ) -> Bytes {
+        if let Some((since, sure)) = self.sure {
+            let seconds = at.since(since).max(1) as f64 / 1000.0;
+            let rate = |need: Bytes| (need.0 as f64 - sure.0 as f64) / seconds;
+            self.rate = self.rate.clamp(rate(low), rate(high));
+        }
+        let need = was.map_or(low, |(then, was)| {
+            let grown = self.rate.max(0.0) * at.since(then) as f64 / 1000.0;
+            (was + Bytes(grown as u64)).clamp(low, high)
+        });
+        if low == high || self.sure.is_none_or(|(t, _)| at.since(t) > SURE_LIFE_MS) {
+            self.sure = Some((at, need));
+        }
+        need
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Words of (ms, least need, most need) in MiB; the needs and rates (MiB/s) that they give.
+    fn see(words: &[(u64, u64, u64)]) -> Vec<(u64, i64)> {
+        let (mut growth, mut was) = (Growth::default(), None);
+        let one = |(ms, low, high): &(u64, u64, u64)| {
+            let at = Stamp(*ms);
+            let need = growth.see(at, was, (Bytes::mib(*low), Bytes::mib(*high)));
+            was = Some((at, need));
+            (need.0 >> 20, (growth.rate / f64::from(1 << 20)).round() as i64)
+        };
+        words.iter().map(one).collect()
+    }
+
+    #[test]
+    fn where_words_are_sure_the_rate_is_of_the_last_two() {
+        let words = [(0, 100, 100), (100, 140, 140), (200, 150, 150), (300, 130, 130)];
+        assert_eq!(see(&words), [(100, 0), (140, 400), (150, 100), (130, -200)]);
+    }
+
+    #[test]
+    fn a_need_that_grows_beside_a_moving_balloon_goes_on_as_far_as_words_allow() {
+        let grows = [(0, 100, 100), (100, 140, 140)];
+        let then = |words: &[(u64, u64, u64)]| see(&[&grows[..], words].concat())[2..].to_vec();
+        assert_eq!(then(&[(200, 0, 400), (300, 220, 220)]), [(180, 400), (220, 400)]);
+        assert_eq!(then(&[(200, 0, 150)]), [(150, 100)], "it has slowed down");
+        assert_eq!(then(&[(200, 240, 400)]), [(240, 1000)], "it is faster");
+        assert_eq!(then(&[(200, 0, 400), (300, 140, 140)])[1], (140, 0), "it had stopped");
+    }
+
+    #[test]
+    fn a_balloon_that_moves_for_long_hides_no_change() {
+        let words: Vec<_> = (0..60).map(|i| (100 * i, 100 + 10 * i, 150 + 10 * i)).collect();
+        let (need, rate) = *see(&words).last().unwrap();
+        assert!((690..=740).contains(&need) && (60..=140).contains(&rate), "{need} {rate}");
+    }
+}
