@@ -161,6 +161,7 @@ fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample
         id: found.iter().find(|p| p.id.pid == v.pid).map(|p| p.id).unwrap_or_default(),
         name: v.name.clone(),
         link: v.link.clone(),
+        shared: v.shared.clone(),
         ram: v.ram,
         run: v.run.clone(),
         agent: v.agent.clone(),

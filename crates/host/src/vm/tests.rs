@@ -86,7 +86,7 @@ fn vm(path: std::path::PathBuf) -> Vm {
         Access {
             libvirt: false,
             managed: true,
-            any_socket: true,
+            sockets: SocketUse::Any,
             look_only: false,
             agent: AgentUse::On,
             private_ram: false,
