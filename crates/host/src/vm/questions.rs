@@ -43,9 +43,7 @@ impl Vm {
     }
 
     pub(super) fn questions(&mut self, now: Instant) {
-        // A shared socket tells no events.
-        let shared = self.client.as_ref().is_some_and(Client::is_shared);
-        let due = shared || self.ran_asked.is_none_or(|at| now - at >= RARELY);
+        let due = self.ran_asked.is_none_or(|at| now - at >= RARELY);
         // An agent is told in each tick how QEMU is.
         let anew = due || !self.ready || self.uses_agent() || self.has_news();
         if anew {
@@ -67,6 +65,7 @@ impl Vm {
         if self.ready {
             self.ask_balloon();
         }
+        let shared = self.client.as_ref().is_some_and(Client::is_shared);
         self.was_kicked = shared && self.ready && std::mem::take(&mut self.to_kick);
         if self.was_kicked {
             self.ask_its_guest();

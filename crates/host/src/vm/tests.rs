@@ -1,5 +1,7 @@
 //! One VM against a scripted QEMU.
 
+mod shared;
+
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, mpsc};
