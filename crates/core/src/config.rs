@@ -437,6 +437,10 @@ mod tests {
         let text = "[host]\nsockets = \"any\"\nusers = [\"alice\", 1001]\ncontainers = true\n";
         let c = Config::parse("f", text).unwrap();
         assert_eq!((c.sockets, c.containers), (SocketUse::Any, true));
+        for (word, sockets) in [("own", SocketUse::Own), ("shared", SocketUse::Shared)] {
+            let text = format!("[host]\nsockets = \"{word}\"\n");
+            assert_eq!(Config::parse("f", &text).unwrap().sockets, sockets);
+        }
         assert_eq!(c.users, [User::Name("alice".into()), User::Uid(1001)]);
         let json = serde_json::to_string(&c).unwrap();
         assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), c, "as a record keeps it");

@@ -13,6 +13,7 @@ use ebb_host::qmp_balloon::{self, INTERVAL};
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -181,4 +182,33 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     show("beside Ebb", &waits);
     println!("Ebb was connected for at most {:.1} ms at a time", longest_us as f64 / 1000.0);
     assert!(waits.len() > 100 && waits.iter().all(|wait| *wait < ANSWER));
+}
+
+/// A QEMU that hangs accepts nobody. Ebb keeps one place in its queue at most, so that the manager
+/// finds the other, and what the VM is owed outlives the daemon.
+#[test]
+fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_stays_owed() {
+    let _arena = Arena::beside().unwrap();
+    let vm = start("vm101", 101);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["vm101"], "").unwrap();
+    wait_up(&daemon, "vm101");
+    daemon.squeeze("vm101", SQUEEZED).unwrap();
+    let config = daemon.config();
+    let signal = |s| kill_process(Pid::from_raw(vm.pid().cast_signed()).unwrap(), s).unwrap();
+    signal(Signal::STOP);
+    let slow = |s: &Value| (of(s, "vm101")["link"]["state"] == "slow").then_some(());
+    daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
+    std::thread::sleep(Duration::from_secs(3));
+    let path = vm.qmp_path().display().to_string();
+    let all = std::fs::read_to_string("/proc/net/unix").unwrap();
+    // State 02: not accepted.
+    let waiting = |l: &&str| l.ends_with(&path) && l.split_ascii_whitespace().nth(5) == Some("02");
+    assert_eq!(all.lines().filter(waiting).count(), 1, "{all}");
+    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    signal(Signal::CONT);
+    ask(&vm.qmp_path(), "query-status", None).unwrap();
+    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
+    assert_eq!(code, 0, "{out}{err}");
+    is(&vm, "all that it is owed", |size| size == RAM);
 }

@@ -217,3 +217,19 @@ fn an_interval_that_was_left_at_none_is_set_again_and_not_taken_for_the_managers
     (0..3).for_each(|_| drop(visit(&mut vm)));
     assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (2, None));
 }
+
+/// What an agent waits for is asked anew, where a round was not answered.
+#[test]
+fn a_round_of_questions_that_was_not_answered_begins_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_listener, path) = socket(dir.path());
+    let mut vm = shared_vm(path.clone());
+    vm.connect();
+    let begins = |vm: &mut Vm| !vm.inventory.questions(Instant::now()).is_empty();
+    assert!(begins(&mut vm) && !begins(&mut vm), "one round at a time");
+    vm.send(Ask::Inventory(Inquiry::Tree), "human-monitor-command", None);
+    let busy = QmpError::Busy(path.display().to_string(), "another client is served".into());
+    vm.client.as_mut().unwrap().protocol().leave(&busy);
+    vm.hear();
+    assert!(begins(&mut vm));
+}
