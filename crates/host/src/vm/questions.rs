@@ -36,6 +36,7 @@ impl Vm {
             || self.ordered.is_some()
             || self.kicked > self.asked_at
             || self.was_kicked
+            || self.was_missed()
             || self.to_kick
             || self.uses_agent()
             || self.ran_asked.is_none_or(|at| now - at >= RARELY)
@@ -43,7 +44,7 @@ impl Vm {
     }
 
     pub(super) fn questions(&mut self, now: Instant) {
-        let due = self.ran_asked.is_none_or(|at| now - at >= RARELY);
+        let due = self.was_missed() || self.ran_asked.is_none_or(|at| now - at >= RARELY);
         // An agent is told in each tick how QEMU is.
         let anew = due || !self.ready || self.uses_agent() || self.has_news();
         if anew {
@@ -79,6 +80,11 @@ impl Vm {
                 self.send(Ask::Inventory(look), command, arguments);
             }
         }
+    }
+
+    /// Whether the last questions on a shared socket were not sent.
+    fn was_missed(&self) -> bool {
+        self.client.as_ref().is_some_and(|c| c.missed().is_some())
     }
 
     /// Whether QEMU has told of anything but a balloon that moves.
