@@ -303,8 +303,13 @@ fn vm_a_qemu_in_the_background_as_proxmox_starts_it_is_visited_and_free_for_its_
     // The daemon is there, and the manager is served at once.
     let mut manager = connect(Path::new(&socket));
     manager.execute("query-status", None, LONG).unwrap();
-    drop(manager);
+    // It is still served when the daemon puts the interval back.
+    let served = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(manager);
+    });
     host.restore_intervals();
+    served.join().unwrap();
     let mut manager = connect(Path::new(&socket));
     let get =
         ebb_host::qmp_balloon::get("/machine/peripheral/balloon0", "guest-stats-polling-interval");
