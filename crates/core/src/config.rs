@@ -69,9 +69,15 @@ pub struct Config {
 #[serde(rename_all = "snake_case")]
 pub enum SocketUse {
     /// Those whose file name contains `ebb`, and those that the configuration names.
-    #[default]
     Own,
-    /// Any on a VM's command line.
+    /// Those, and the sockets of known managers. Ebb is connected to the latter only while it has
+    /// commands under way.
+    #[default]
+    Known,
+    /// Any on a VM's command line. Ebb is connected to those without `ebb` in the file name only
+    /// while it has commands under way.
+    Shared,
+    /// Any on a VM's command line. Ebb stays connected, but not to those of known managers.
     Any,
 }
 
@@ -427,10 +433,14 @@ mod tests {
     #[test]
     fn users_sockets_and_containers_are_as_few_as_possible_unless_told() {
         let c = Config::default();
-        assert_eq!((c.sockets, &c.users[..], c.containers), (SocketUse::Own, &[][..], false));
+        assert_eq!((c.sockets, &c.users[..], c.containers), (SocketUse::Known, &[][..], false));
         let text = "[host]\nsockets = \"any\"\nusers = [\"alice\", 1001]\ncontainers = true\n";
         let c = Config::parse("f", text).unwrap();
         assert_eq!((c.sockets, c.containers), (SocketUse::Any, true));
+        for (word, sockets) in [("own", SocketUse::Own), ("shared", SocketUse::Shared)] {
+            let text = format!("[host]\nsockets = \"{word}\"\n");
+            assert_eq!(Config::parse("f", &text).unwrap().sockets, sockets);
+        }
         assert_eq!(c.users, [User::Name("alice".into()), User::Uid(1001)]);
         let json = serde_json::to_string(&c).unwrap();
         assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), c, "as a record keeps it");

@@ -25,8 +25,8 @@ pub use self::host::{
 };
 pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};
 pub use self::vm::{
-    Claim, HandsOff, Link, OffloadSample, PartialThpSample, ProcessMemory, RunState, VmEvent, VmId,
-    VmSample, ZeroSample,
+    Claim, HandsOff, Link, OffloadSample, PartialThpSample, ProcessMemory, RunState, SharedSocket,
+    VmEvent, VmId, VmSample, ZeroSample,
 };
 use crate::units::Stamp;
 

@@ -16,7 +16,7 @@ use ebb_core::model::{Convergence, Pressure, Standing, Trust};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{
     AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool, RunState,
-    ScanSample, SwapArea, VmId, ZeroSample,
+    ScanSample, SharedSocket, SwapArea, VmId, ZeroSample,
 };
 use ebb_core::state::Returned;
 use ebb_core::units::Bytes;
@@ -271,6 +271,9 @@ pub struct Vm {
     pub reporting: Option<bool>,
     /// The guest's driver may free balloon pages before its OOM killer runs.
     pub deflate_on_oom: Option<bool>,
+    /// Its QMP socket, where it is shared with other programs.
+    #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
+    pub shared: Option<SharedSocket>,
     /// Memory cgroup.
     pub cgroup: Option<String>,
     /// Whether it can be acted upon.

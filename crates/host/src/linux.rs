@@ -20,7 +20,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::{AgentUse, SocketUse};
+use ebb_core::config::AgentUse;
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Problem, Sample, VmId, VmSample, ZeroWays,
 };
@@ -298,7 +298,7 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim:
     let manage = settings.manage && !matches!(claim, Claim::Refused(_));
     Access {
         managed: manage || owed.contains(&process.id),
-        any_socket: options.config.sockets == SocketUse::Any,
+        sockets: options.config.sockets,
         libvirt: options.config.libvirt || owed.contains(&process.id),
         look_only: options.look_only,
         agent: if manage { settings.agent } else { AgentUse::Off },

@@ -8,6 +8,8 @@
 mod cutter;
 mod message;
 mod protocol;
+mod queue;
+mod sharing;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -21,12 +23,15 @@ use serde_json::Value;
 
 pub use self::message::{BadMessage, Event, Message, Version, parse_message};
 pub use self::protocol::*;
-use crate::root::Root;
+use self::queue::Queue;
+use self::sharing::Sharing;
 
 /// Most bytes one [`Client::pump`] reads, so that a flood does not keep it.
 const MAX_PUMP: usize = 4 << 20;
 /// QEMU greets at once; silence this long means that it does not serve us.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
+const MOST_VISITS: usize = 32;
 
 /// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`],
 /// [`Client::execute`] and [`Client::wait_event`], and those not past their timeout.
@@ -39,6 +44,8 @@ pub struct Client {
     heard: Instant,
     /// Why who serves in QEMU's place has closed the connection.
     words: Option<Words>,
+    /// Where it is connected only while it has commands under way.
+    sharing: Option<Sharing>,
 }
 
 /// Where who serves a client in QEMU's place says why it closed the connection, for people.
@@ -69,14 +76,24 @@ impl Client {
             }
         };
         let now = Instant::now();
-        Client { path, socket, protocol, opened: now, heard: now, words: None }
+        Client { path, socket, protocol, opened: now, heard: now, words: None, sharing: None }
+    }
+
+    /// For a socket that other programs use as well, of the process `pid`. It connects for each
+    /// batch of commands, and leaves when all are answered.
+    pub fn shared(path: impl Into<PathBuf>, pid: u32) -> Client {
+        let path = path.into();
+        let protocol = Protocol::shared(path.display().to_string());
+        let (now, sharing) = (Instant::now(), Some(Sharing::new(pid)));
+        Client { path, socket: None, protocol, opened: now, heard: now, words: None, sharing }
     }
 
     /// Over a connected socket whose peer speaks in QEMU's place, and is called so.
     pub(crate) fn over(socket: OwnedFd, called: PathBuf, words: Words) -> Client {
         let protocol = Protocol::new(called.display().to_string());
         let (now, socket) = (Instant::now(), Some(socket));
-        Client { path: called, socket, protocol, opened: now, heard: now, words: Some(words) }
+        let (words, sharing) = (Some(words), None);
+        Client { path: called, socket, protocol, opened: now, heard: now, words, sharing }
     }
 
     /// Whether it speaks with QEMU itself, over the socket at its path.
@@ -170,8 +187,10 @@ impl Client {
 
     /// The same without reading: what there is to read, `poll` tells.
     pub fn flush(&mut self) {
+        self.visit();
         self.write_some();
-        if self.state() == State::Greeting {
+        self.tidy();
+        if self.state() == State::Greeting && !self.is_shared() {
             let silent = self.opened.elapsed();
             if silent >= GREETING_TIMEOUT {
                 let error = self.taken(silent);
@@ -286,7 +305,7 @@ impl Client {
             let why = format!("no answer within {:.1} s", silent.as_secs_f64());
             return QmpError::Left(self.path.display().to_string(), why);
         }
-        let seen = match is_serving(&self.path) {
+        let seen = match Queue::of(&self.path).is_some_and(|queue| queue.served > 0) {
             true => "another client is connected (see /proc/net/unix)",
             false => "another client holds it, or QEMU hangs",
         };
@@ -299,8 +318,9 @@ impl Client {
 /// how many are still waited for. A client whose commands were all forgotten
 /// is read from but not waited for, so a hung QEMU costs one deadline, once.
 pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
-    clients.iter_mut().for_each(|c| c.flush());
+    clients.iter_mut().filter(|c| !c.is_shared()).for_each(|c| c.flush());
     loop {
+        visit_some(clients);
         let waiting = clients.iter().filter(|c| c.protocol.waiting() > 0).count();
         if waiting == 0 || Instant::now() >= deadline {
             return waiting;
@@ -308,6 +328,20 @@ pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
         for i in poll_once(clients, deadline, |c| c.protocol.waiting() > 0) {
             clients[i].pump();
         }
+    }
+}
+
+/// Goes on with shared sockets, not with too many at a time.
+fn visit_some(clients: &mut [&mut Client]) {
+    let mut open = clients.iter().filter(|c| c.is_shared() && c.socket.is_some()).count();
+    for client in clients.iter_mut().filter(|c| c.is_shared()) {
+        if client.protocol.wants_connection() {
+            if open >= MOST_VISITS {
+                continue;
+            }
+            open += 1;
+        }
+        client.flush();
     }
 }
 
@@ -325,6 +359,7 @@ fn poll_once(
     deadline: Instant,
     wanted: impl Fn(&Client) -> bool,
 ) -> Vec<usize> {
+    let deadline = clients.iter().filter_map(|c| c.tidy_at()).fold(deadline, Instant::min);
     let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
     let (indices, mut fds): (Vec<usize>, Vec<PollFd<'_>>) = clients
         .iter()
@@ -383,81 +418,4 @@ fn connect_long(socket: &OwnedFd, path: &Path) -> rustix::io::Result<()> {
     let dir = rustix::fs::open(dir, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let short = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(name);
     rustix::net::connect(socket, &SocketAddrUnix::new(short)?)
-}
-
-/// Whether the server on `path` has accepted a client, as far as that can be
-/// told: `/proc/net/unix` lists the server's end of each connection with the
-/// server's path and state 03 (02 while it waits). QEMU may have bound the
-/// path relative to its own directory; then no other server may look alike.
-/// Source: Linux `net/unix/af_unix.c`, `unix_seq_show`.
-fn is_serving(path: &Path) -> bool {
-    let text = Root::default().read("/proc/net/unix");
-    text.ok().flatten().is_some_and(|text| serves(&text, &bound_as(path).to_string_lossy()))
-}
-
-/// The path as the server knows it: without the `/proc/PID/root` through which it is reached
-/// in another mount namespace.
-fn bound_as(path: &Path) -> PathBuf {
-    let mut parts = path.components();
-    let (Some(_), Some(proc), Some(pid), Some(root)) =
-        (parts.next(), parts.next(), parts.next(), parts.next())
-    else {
-        return path.to_owned();
-    };
-    let pid = pid.as_os_str().as_encoded_bytes();
-    let through = path.is_absolute()
-        && (proc.as_os_str(), root.as_os_str()) == ("proc".as_ref(), "root".as_ref())
-        && pid.iter().all(u8::is_ascii_digit);
-    if through { Path::new("/").join(parts.as_path()) } else { path.to_owned() }
-}
-
-fn serves(text: &str, path: &str) -> bool {
-    let same = |bound: &str| {
-        bound == path || !bound.starts_with('/') && path.ends_with(&format!("/{bound}"))
-    };
-    let states: Vec<&str> = text
-        .lines()
-        .filter_map(|line| {
-            let mut fields = line.split_once(": ")?.1.split_ascii_whitespace();
-            let (_flags, state) = (fields.nth(2)?, fields.nth(1)?);
-            let bound = fields.nth(1)?;
-            (line.ends_with(bound) && same(bound)).then_some(state)
-        })
-        .collect();
-    states.iter().filter(|s| **s == "01").count() == 1 && states.contains(&"03")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_served_client_is_seen_unless_two_servers_look_alike() {
-        let line =
-            |state, path| format!("0000: 00000002 00000000 00010000 0001 {state}  1126 {path}\n");
-        let one =
-            ["Num RefCount Protocol Flags Type St Inode Path\n", &line("01", "q.sock")].concat();
-        assert!(!serves(&one, "/run/q.sock"));
-        assert!(!serves(&(one.clone() + &line("02", "q.sock")), "/run/q.sock"));
-        let two = one + &line("03", "q.sock");
-        assert!(serves(&two, "/run/q.sock") && !serves(&two, "/run/xq.sock"));
-        assert!(!serves(&(two + &line("01", "q.sock")), "/run/q.sock"));
-    }
-
-    #[test]
-    fn a_path_into_another_mount_namespace_is_compared_as_it_was_bound_there() {
-        let line = |state| format!("0000: 00000002 00000000 00010000 0001 {state} 1 /run/q.sock\n");
-        let text = line("01") + &line("03");
-        for (path, served) in [
-            ("/run/q.sock", true),
-            ("/proc/77/root/run/q.sock", true),
-            ("/proc/x7/root/run/q.sock", false),
-            ("/proc/77/cwd/run/q.sock", false),
-            ("/proc/77", false),
-            ("run/q.sock", false),
-        ] {
-            let bound = bound_as(Path::new(path));
-            assert_eq!(serves(&text, &bound.to_string_lossy()), served, "{path}");
-        }
-    }
 }

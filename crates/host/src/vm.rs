@@ -19,7 +19,7 @@ mod questions;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::config::AgentUse;
+use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::sample::{
     AgentSample, BalloonSample, Claim, GuestStats, HandsOff, Heard, Link, Problem, ProcessMemory,
     RunState, VmEvent, VmId, VmSample,
@@ -79,8 +79,8 @@ struct Answers {
 pub(crate) struct Access {
     /// Ebb may act on it, or owes it something.
     pub managed: bool,
-    /// Any of its QMP sockets may be taken, not only Ebb's own.
-    pub any_socket: bool,
+    /// Which of its QMP sockets may be used, beside Ebb's own.
+    pub sockets: SocketUse,
     /// Where it has none, libvirt may be asked.
     pub libvirt: bool,
     /// It is only looked at: nothing is set in QEMU.
@@ -141,6 +141,10 @@ pub(crate) struct Vm {
     heard: Heard,
     /// When it was last asked out of turn.
     kicked: Stamp,
+    /// Its guest is to be asked out of turn at the next visit of a shared socket, and was at the
+    /// last one.
+    to_kick: bool,
+    was_kicked: bool,
     events: Vec<VmEvent>,
     asked: Vec<(Ask, u64)>,
     /// When its guest's last words were seen that were new.
@@ -161,10 +165,14 @@ pub(crate) struct Vm {
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     pub interval_was: Option<u64>,
+    /// How often it is to ask as far as Ebb knows.
+    interval: Option<u64>,
     /// Orders that QEMU has not answered: command and size.
     unanswered: Vec<(u64, Bytes)>,
     /// The last order; `None` when QEMU has answered it.
     last_order: Option<u64>,
+    /// `ordered` and `loose` before the last order.
+    before: (Option<Bytes>, bool),
     /// What order is in force is not known: QEMU has not answered the last one, or it was an
     /// earlier daemon's.
     loose: bool,
@@ -216,6 +224,8 @@ impl Vm {
             ordered: None,
             heard: Heard::default(),
             kicked: Stamp(0),
+            to_kick: false,
+            was_kicked: false,
             events: Vec::new(),
             asked: Vec::new(),
             words_new: None,
@@ -228,8 +238,10 @@ impl Vm {
             named: false,
             owed_at: None,
             interval_was: None,
+            interval: None,
             unanswered: Vec::new(),
             last_order: None,
+            before: (None, true),
             loose: true,
             done_late: None,
             inventory: Inventory::default(),
@@ -269,7 +281,9 @@ impl Vm {
     /// answered those of the tick before is slow, and not asked again until it has. Nor is one
     /// that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
-        self.leave_unwanted();
+        if self.leaves() {
+            return;
+        }
         self.take_late();
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
@@ -286,6 +300,7 @@ impl Vm {
             self.connect();
             self.reap(now);
         }
+        let rests = rests || self.was_visited(at);
         if self.client.is_some() && self.slow_since.is_none() && !rests && self.may_have_news(now) {
             self.asked_at = at;
             self.questions(now);
@@ -320,6 +335,7 @@ impl Vm {
             cgroup: self.cgroup.clone(),
             link: self.link(),
             socket: self.socket(),
+            shared: self.shared(),
             run,
             balloon: self.balloon(at, wall_ms),
             agent: self.agent.as_ref().map(|a| AgentSample {

@@ -246,3 +246,72 @@ fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     let v = sample_until(&mut host, &vm, |v| matches!(v.link, Link::Taken(_)));
     assert_eq!(v.run, None);
 }
+
+/// The process that it ends when it is dropped: QEMU in the background is nobody's child.
+struct Ends(u32);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let pid = rustix::process::Pid::from_raw(self.0 as i32).unwrap();
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+/// The monitors of qemu-server's `config_to_command`, with a stand-in for `qmeventd`.
+#[test]
+fn vm_a_qemu_in_the_background_as_proxmox_starts_it_is_visited_and_free_for_its_manager() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("run/qemu-server");
+    std::fs::create_dir_all(&place).unwrap();
+    let file = |name: &str| place.join(name).display().to_string();
+    let (socket, pid_file, events) = (file("100.qmp"), file("100.pid"), file("qmeventd.sock"));
+    let qmeventd = std::os::unix::net::UnixListener::bind(&events).unwrap();
+    let status = Command::new("qemu-system-x86_64")
+        .args("-accel tcg -display none -nodefaults -S -m 64 -no-shutdown -daemonize".split(' '))
+        .args(["-name", "vm100,debug-threads=on", "-pidfile", &pid_file])
+        .args(["-chardev", &format!("socket,id=qmp,path={socket},server=on,wait=off")])
+        .args(["-mon", "chardev=qmp,mode=control"])
+        .args(["-chardev", &format!("socket,id=qmp-event,path={events},reconnect=5")])
+        .args(["-mon", "chardev=qmp-event,mode=control"])
+        .args(["-device", "virtio-balloon-pci,id=balloon0,free-page-reporting=on"])
+        .stdin(Stdio::null())
+        .status();
+    assert!(status.unwrap().success());
+    let pid: u32 = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let _ends = Ends(pid);
+    assert!(qmeventd.accept().is_ok(), "its second monitor connects out");
+    let root = Root::at(dir.path().join("root"));
+    std::fs::create_dir_all(root.path("/proc")).unwrap();
+    for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid.to_string()] {
+        symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
+    }
+    symlink("/sys", root.path("/sys")).unwrap();
+    let options = Options { root, psi_trigger_us: None, ..Options::default() };
+    let mut host = LinuxHost::new(options).unwrap();
+    let until = Instant::now() + LONG;
+    let seen = loop {
+        let vm = host.sample().vms.into_iter().find(|v| v.id.pid == pid);
+        if let Some(vm) = vm.filter(|vm| vm.balloon.is_some()) {
+            break vm;
+        }
+        assert!(Instant::now() < until, "not seen");
+        std::thread::sleep(Duration::from_millis(250));
+    };
+    assert_eq!((seen.name.as_str(), seen.link), ("vm100", Link::Up));
+    assert_eq!(seen.shared.unwrap().with.as_deref(), Some("Proxmox VE"));
+    set(&mut host, seen.id, Bytes::mib(48)).unwrap();
+    // The daemon is there, and the manager is served at once.
+    let mut manager = connect(Path::new(&socket));
+    manager.execute("query-status", None, LONG).unwrap();
+    // It is still served when the daemon puts the interval back.
+    let served = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(manager);
+    });
+    host.restore_intervals();
+    served.join().unwrap();
+    let mut manager = connect(Path::new(&socket));
+    let get =
+        ebb_host::qmp_balloon::get("/machine/peripheral/balloon0", "guest-stats-polling-interval");
+    assert_eq!(manager.execute("qom-get", Some(get), LONG).unwrap(), 0);
+}

@@ -106,6 +106,7 @@ pub struct Vm {
     pid: u32,
     memory: Bytes,
     accel: Accel,
+    product_socket: PathBuf,
     release: String,
     tool: Option<Tool>,
     qmp: Mutex<Option<qmp::Client>>,
@@ -162,6 +163,9 @@ impl Vm {
         if let Some(user) = config.user {
             hand_over(&mut image, &run_dir, user).map_err(LabError::file(&run_dir))?;
         }
+        let product_socket = config.product_socket(&run_dir);
+        let place = product_socket.parent().unwrap_or(&run_dir);
+        fs::create_dir_all(place).map_err(LabError::file(place))?;
         let child = spawn_qemu(config, &config.arguments(&image, accel, &run_dir), &run_dir)?;
         let keep = std::env::var_os("EBB_LAB_KEEP").is_some_and(|v| v == "1");
         let dir = if keep {
@@ -178,6 +182,7 @@ impl Vm {
             child: Mutex::new(child),
             memory: config.memory,
             accel,
+            product_socket,
             release: image.release,
             tool: None,
             qmp: Mutex::new(None),
@@ -392,7 +397,7 @@ impl Vm {
 
     /// The QMP socket for the product.
     pub fn qmp_path(&self) -> PathBuf {
-        self.run_dir.join("ebb-qmp.sock")
+        self.product_socket.clone()
     }
 
     /// Its run directory.

@@ -174,9 +174,11 @@ pub fn milliseconds(text: &str) -> Option<f64> {
 /// Words of which one is allowed, with what each stands for.
 const ALL: (&str, bool, &str) = ("all", false, "every VM");
 const LISTED: (&str, bool, &str) = ("listed", true, "those with a [vm.NAME] section");
-const SOCKETS: [(&str, SocketUse, &str); 2] = [
+const SOCKETS: [(&str, SocketUse, &str); 4] = [
     ("own", SocketUse::Own, "with `ebb` in the file name, or named by [vm.NAME] qmp"),
-    ("any", SocketUse::Any, "all on a VM's command line"),
+    ("known", SocketUse::Known, "those, and those of known managers, shared with them"),
+    ("shared", SocketUse::Shared, "all on a VM's command line, shared with others"),
+    ("any", SocketUse::Any, "all on a VM's command line, kept"),
 ];
 const AGENT: [(&str, AgentUse, &str); 3] = [
     ("on", AgentUse::On, "recycle what the guest freed"),

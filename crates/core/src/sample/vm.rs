@@ -70,6 +70,9 @@ pub struct VmSample {
     /// The QMP socket over which it was heard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,
+    /// That socket is shared with other programs; `None`: it is Ebb's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<SharedSocket>,
     /// `query-status`, where QMP answered.
     pub run: Option<RunState>,
     /// The balloon; `None` where there is no device or QMP did not answer.
@@ -119,6 +122,18 @@ impl VmSample {
     pub fn given_name(&self) -> &str {
         self.given.as_deref().unwrap_or(&self.name)
     }
+}
+
+/// A QMP socket that other programs use as well. Ebb is connected to it only while it has commands
+/// under way, so it hears no events.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedSocket {
+    /// The manager whose socket it is, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub with: Option<String>,
+    /// The longest time that Ebb was connected, microseconds.
+    #[serde(default)]
+    pub longest_us: u64,
 }
 
 /// Cold memory of a VM that was sent to the host's swap on order, since the

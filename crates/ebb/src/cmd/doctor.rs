@@ -22,7 +22,7 @@ use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::root::Root;
 use serde::Serialize;
 
-use self::host::{controllers, host_checks, khugepaged_checks, zeros_check};
+use self::host::{controllers, host_checks, khugepaged_checks, neighbours, zeros_check};
 use self::vm::{backing_check, vm_checks};
 
 use crate::advice;
@@ -101,6 +101,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     checks.extend(host_checks(&sample.host));
     checks.extend(warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
     checks.extend(controllers(&root));
+    checks.extend(neighbours(config, &root));
     checks.extend(khugepaged_checks(&sample.host, config, &root));
     checks.extend(zeros_check(config, &root));
     if sample.vms.is_empty() {
@@ -161,6 +162,7 @@ fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample
         id: found.iter().find(|p| p.id.pid == v.pid).map(|p| p.id).unwrap_or_default(),
         name: v.name.clone(),
         link: v.link.clone(),
+        shared: v.shared.clone(),
         ram: v.ram,
         run: v.run.clone(),
         agent: v.agent.clone(),

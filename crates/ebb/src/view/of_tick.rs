@@ -138,6 +138,7 @@ impl Vm {
             stats_age_ms: s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms),
             reporting: s.balloon.as_ref().and_then(|b| b.reporting),
             deflate_on_oom: s.balloon.as_ref().and_then(|b| b.deflate_on_oom),
+            shared: s.shared.clone(),
             cgroup: s.cgroup.clone(),
             standing: m.standing.clone(),
             hands_off: m.hands_off,

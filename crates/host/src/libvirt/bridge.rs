@@ -22,13 +22,13 @@ const TOGETHER: Duration = Duration::from_millis(25);
 /// For so long after an order, a move of the balloon or the greeting QEMU is asked for its size.
 /// The size that libvirt knows may be too old: QEMU tells libvirt of a move once a second.
 const MOVES: Duration = Duration::from_secs(5);
-/// Whether libvirt has a job on the domain (it saves, migrates, dumps or backs it up) is asked this
-/// often at most; libvirt has no event for a job's begin.
+/// Whether libvirt has a job on the domain (it saves, migrates or dumps it) is asked this often at
+/// most; libvirt has no event for a job's begin.
 const JOB_EVERY: Duration = Duration::from_secs(3);
 /// A description that is older is read again; so is one after an event that it has changed.
 const DESCRIBED_FOR: Duration = Duration::from_secs(50);
 /// libvirt would have the order wait, and then refuse it. (Not during a backup.)
-const SAVED: &str = "libvirt has a job on the domain: it saves or migrates it, or backs it up";
+const SAVED: &str = "libvirt has a job on the domain: it saves, migrates or dumps it";
 /// Statistics that did not answer a question are asked for again after so long.
 const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.

@@ -23,8 +23,8 @@ pub const DESCRIBE: Procedure = (REMOTE, 14);
 pub const ALL_STATS: Procedure = (REMOTE, 344);
 /// Statistics of one domain's memory, asked of QEMU now.
 pub const MEMORY_STATS: Procedure = (REMOTE, 159);
-/// Whether libvirt has a job on it: it saves, migrates, dumps or backs it up.
-pub const JOB: Procedure = (REMOTE, 163);
+/// Which job libvirt has on it: it saves, migrates, dumps or backs it up.
+pub const JOB: Procedure = (REMOTE, 298);
 /// Sets its balloon.
 pub const SET_MEMORY: Procedure = (REMOTE, 204);
 /// How often QEMU asks its guest for statistics.
@@ -115,11 +115,11 @@ pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Vec<
 
 /// The result of [`ALL_STATS`]: numbers by name, of each domain.
 pub fn all_stats_of(result: &[u8]) -> Result<Vec<(Domain, Numbers)>, Malformed> {
-    Reader(result).list(|r| Ok((Domain::read(r)?, numbers(r)?)))
+    Reader(result).list(|r| Ok((Domain::read(r)?, numbers(r, is_read)?)))
 }
 
 /// Typed parameters that are numbers. Negative ones are left out: Ebb reads none that may be.
-fn numbers(r: &mut Reader<'_>) -> Result<Numbers, Malformed> {
+fn numbers(r: &mut Reader<'_>, is_read: fn(&str) -> bool) -> Result<Numbers, Malformed> {
     let all = r.list(|r| {
         let name = r.text()?;
         let value = match r.u32()? {
@@ -178,12 +178,23 @@ pub fn memory_stats_of(result: &[u8]) -> Result<Numbers, Malformed> {
 
 /// Arguments of [`JOB`].
 pub fn job(domain: &Domain) -> Vec<u8> {
-    domain.args().done()
+    domain.args().u32(0).done()
 }
 
-/// The result of [`JOB`]: whether one is under way (`VIR_DOMAIN_JOB_BOUNDED`, `_UNBOUNDED`).
+/// `VIR_DOMAIN_JOB_OPERATION`, and of its values `VIR_DOMAIN_JOB_OPERATION_BACKUP`: libvirt goes on
+/// setting balloons while it backs disks up, and memory is not part of it.
+const OPERATION: (&str, u64) = ("operation", 9);
+
+/// The result of [`JOB`]: whether one is under way (`VIR_DOMAIN_JOB_BOUNDED`, `_UNBOUNDED`) during
+/// which libvirt sets no balloon. A libvirt before 3.3 does not tell which one it is.
 pub fn is_busy(result: &[u8]) -> Result<bool, Malformed> {
-    Ok(matches!(Reader(result).i32()?, 1 | 2))
+    let mut r = Reader(result);
+    if !matches!(r.i32()?, 1 | 2) {
+        return Ok(false);
+    }
+    let (name, backup) = OPERATION;
+    let told = numbers(&mut r, |name| name == OPERATION.0)?;
+    Ok(told.get(name) != Some(&backup))
 }
 
 /// Arguments of [`SET_MEMORY`], for the running domain only.
@@ -257,6 +268,20 @@ mod tests {
         let w = Writer::default().u32(2).u32(6).u64(100).u32(99).u64(1);
         let one = memory_stats_of(&w.done()).unwrap();
         assert_eq!(one, BTreeMap::from([("balloon.current".to_string(), 100)]));
+    }
+
+    #[test]
+    fn a_job_is_told_apart_by_its_operation_and_an_unknown_one_counts() {
+        let job = |kind: i32| Writer::default().i32(kind);
+        let told = |kind, operation: i32| {
+            let w = job(kind).u32(2).text("time_elapsed").u32(4).u64(7);
+            is_busy(&w.text("operation").u32(1).i32(operation).done())
+        };
+        assert_eq!(is_busy(&job(0).u32(0).done()), Ok(false), "none");
+        assert_eq!(is_busy(&job(2).u32(0).done()), Ok(true), "which is not told");
+        assert_eq!((told(2, 2), told(1, 5), told(2, 8)), (Ok(true), Ok(true), Ok(true)));
+        assert_eq!((told(2, 9), told(2, 99), told(2, -1)), (Ok(false), Ok(true), Ok(true)));
+        assert!(is_busy(&job(2).done()).is_err(), "it ends early");
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::vm::Vm;
 
 /// How long putting back how often guests are asked may take, at the end.
 const RESTORE: Duration = Duration::from_secs(1);
+/// Between two tries of that on a shared socket.
+const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 
 /// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +88,10 @@ impl LinuxHost {
             let gone = ActError::Gone { pid: order.vm.pid };
             let vm = self.vms.get_mut(&order.vm).ok_or(gone)?;
             match vm.client.as_mut().and_then(|c| c.take_reply(command)) {
+                Some(Err(QmpError::Busy(path, why))) => {
+                    vm.not_sent(command);
+                    Err(ActError::NoLink(format!("{path}: {why}")))
+                }
                 Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
                     Err(ActError::Lost(e.to_string()))
                 }
@@ -134,11 +140,20 @@ impl LinuxHost {
 
     /// Puts back how often QEMU asked the guests for statistics before.
     pub fn restore_intervals(&mut self) {
+        let until = Instant::now() + RESTORE;
         let restore = |(id, vm): (&VmId, &mut Vm)| Some((*id, vm.restore_interval()?));
-        let sent: Vec<(VmId, u64)> = self.vms.iter_mut().filter_map(restore).collect();
-        poll_all(&mut clients(&mut self.vms), Instant::now() + RESTORE);
-        for (id, command) in sent {
-            self.vms.get_mut(&id).into_iter().for_each(|vm| vm.restored_interval(command));
+        loop {
+            let sent: Vec<(VmId, u64)> = self.vms.iter_mut().filter_map(restore).collect();
+            poll_all(&mut clients(&mut self.vms), until);
+            for (id, command) in &sent {
+                self.vms.get_mut(id).into_iter().for_each(|vm| vm.restored_interval(*command));
+            }
+            // On a shared socket another client may have been served.
+            let again = |(id, _): &(VmId, u64)| self.vms.get(id).is_some_and(Vm::is_not_restored);
+            if !sent.iter().any(again) || Instant::now() + RESTORE_AGAIN >= until {
+                break;
+            }
+            std::thread::sleep(RESTORE_AGAIN);
         }
         self.keep_intervals();
     }

@@ -11,6 +11,7 @@ use ebb_core::sample::{Claim, Problem, VmId};
 use super::{KEPT_OPEN, LinuxHost, access, noted};
 use crate::probe::discovery::{make_names_unique, serving};
 use crate::probe::identity::claim;
+use crate::probe::managers::SocketKind;
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::QmpAddress;
@@ -109,8 +110,16 @@ impl LinuxHost {
         let was = self.intervals.of(id);
         let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
         let vm = self.vms.entry(id).or_insert_with(new);
-        (vm.process, vm.named) = (process, true);
-        vm.adopt(client);
+        let path = client.path().to_owned();
+        (vm.process, vm.named, vm.access) = (process, true, access);
+        match vm.kind(&path) {
+            SocketKind::Own => vm.adopt(client),
+            // It was connected to be told whose the socket is.
+            _ => {
+                drop(client);
+                vm.adopt(Client::shared(path, id.pid));
+            }
+        }
         Ok(id)
     }
 

@@ -16,6 +16,8 @@ const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// While the loop sleeps, what QEMUs say within this is read at once: they answer in a heap.
 const TOGETHER: Duration = Duration::from_millis(5);
+/// The least sleep between two looks at connections whose time may be up.
+const LEAST: Duration = Duration::from_millis(1);
 
 /// Why [`LinuxHost::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +46,10 @@ impl LinuxHost {
             if left.is_zero() {
                 return Wake::Timer;
             }
+            let tidy = clients_of(&mut self.vms).filter_map(|c| c.tidy_at()).min();
+            let left = tidy.map_or(left, |at| {
+                left.min(at.saturating_duration_since(Instant::now()).max(LEAST))
+            });
             // Where one has answered, more will in a moment: they are heard together.
             let seen = match answered {
                 true => self.poll(left.min(TOGETHER), false),

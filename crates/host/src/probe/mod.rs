@@ -5,6 +5,7 @@ pub mod cgroup;
 pub mod discovery;
 pub mod identity;
 pub mod ksm;
+pub mod managers;
 pub mod mappers;
 pub mod maps;
 pub mod meminfo;

@@ -58,6 +58,9 @@ pub enum QmpError {
     /// Who serves in QEMU's place closed the connection or does not answer, and why.
     #[error("{0}: {1}")]
     Left(String, String),
+    /// The socket is shared, and nothing was sent: QEMU did not serve Ebb, and why.
+    #[error("{0}: {1}")]
+    Busy(String, String),
     /// The peer does not speak QMP, and in what; the connection is gone.
     #[error("{0}: not QMP: {1}; connection dropped")]
     Garbage(String, String),
@@ -91,6 +94,15 @@ pub enum State {
     Ready,
     /// Over; [`Protocol::failure`] says why.
     Failed,
+    /// There is no connection now, and the next command makes one: the socket is shared.
+    Away,
+}
+
+impl State {
+    /// Whether a command that is sent now is served.
+    pub fn serves(self) -> bool {
+        matches!(self, State::Ready | State::Away)
+    }
 }
 
 #[derive(Debug)]
@@ -120,6 +132,8 @@ pub struct Protocol {
     reply_bytes: usize,
     events: VecDeque<Event>,
     events_dropped: u64,
+    /// Connections come and go: what is to be sent goes out in one piece.
+    shared: bool,
 }
 
 /// The id of `qmp_capabilities`; callers' ids start at 1.
@@ -143,7 +157,49 @@ impl Protocol {
             reply_bytes: 0,
             events: VecDeque::new(),
             events_dropped: 0,
+            shared: false,
         }
+    }
+
+    /// One whose socket is shared: it has no connection until [`Protocol::begin`].
+    pub fn shared(path: impl Into<String>) -> Protocol {
+        Protocol { state: State::Away, shared: true, ..Protocol::new(path) }
+    }
+
+    /// Whether a command waits for a connection.
+    pub fn wants_connection(&self) -> bool {
+        self.state == State::Away && !self.early.is_empty()
+    }
+
+    /// A connection was made, which waits for the greeting.
+    pub fn begin(&mut self) {
+        self.state = State::Greeting;
+    }
+
+    /// Whether all that was sent is answered, so that the connection may end.
+    pub fn is_done(&self) -> bool {
+        self.state == State::Ready && self.pending.is_empty() && self.outbox.is_empty()
+    }
+
+    /// The connection ends, and another may be made. What is not answered fails with `why`.
+    pub fn leave(&mut self, why: &QmpError) {
+        if self.state == State::Failed {
+            return;
+        }
+        self.drop_pending(why);
+        self.state = State::Away;
+    }
+
+    fn drop_pending(&mut self, why: &QmpError) {
+        for (id, p) in std::mem::take(&mut self.pending) {
+            if !p.forgotten {
+                self.replies.insert(id, (Err(why.clone()), 0));
+            }
+        }
+        self.inbox = Vec::new();
+        self.cutter = Cutter::default();
+        self.outbox = Vec::new();
+        self.early = Vec::new();
     }
 
     /// How far the connection has come.
@@ -167,15 +223,8 @@ impl Protocol {
             return;
         }
         self.state = State::Failed;
-        for (id, p) in std::mem::take(&mut self.pending) {
-            if !p.forgotten {
-                self.replies.insert(id, (Err(error.clone()), 0));
-            }
-        }
+        self.drop_pending(&error);
         self.failure = Some(error);
-        self.inbox = Vec::new();
-        self.outbox = Vec::new();
-        self.early = Vec::new();
     }
 
     /// Ends the connection because the peer did.
@@ -249,6 +298,10 @@ impl Protocol {
                     Pending { command: "qmp_capabilities".into(), forgotten: true, late: false },
                 );
                 encode(&mut self.outbox, "qmp_capabilities", None, NEGOTIATE);
+                // QEMU carries out what it is sent in this order, so nothing need be waited for.
+                if self.shared {
+                    self.outbox.append(&mut self.early);
+                }
             }
             (State::Greeting, _) => self.garbage("no greeting"),
             (_, Message::Greeting(_)) => self.garbage("a second greeting"),
@@ -316,7 +369,11 @@ impl Protocol {
         self.next_id += 1;
         self.pending
             .insert(id, Pending { command: command.to_owned(), forgotten: false, late: false });
-        let out = if self.state == State::Ready { &mut self.outbox } else { &mut self.early };
+        let now = match self.state {
+            State::Negotiating => self.shared,
+            state => state == State::Ready,
+        };
+        let out = if now { &mut self.outbox } else { &mut self.early };
         encode(out, command, arguments, id);
         Ok(id)
     }

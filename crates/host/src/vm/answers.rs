@@ -3,12 +3,12 @@
 
 use std::time::Instant;
 
-use ebb_core::sample::Heard;
+use ebb_core::sample::{GuestStats, Heard, VmEvent};
 use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
 use super::{Ask, DETAILS, Vm};
-use crate::qmp::QmpError;
+use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// Most events kept between two samples; the oldest go.
@@ -38,7 +38,17 @@ impl Vm {
             self.verdict = self.inventory.verdict();
             return;
         }
-        if matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
+        if !matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
+            // On a shared socket others of its round were not answered either, and QEMU may be
+            // left with only the first of two settings.
+            match ask {
+                Ask::Inventory(_) => self.inventory.forget(),
+                Ask::SetInterval if !self.owed.contains(&Ask::Interval) => {
+                    self.owed.push(Ask::Interval);
+                }
+                _ => {}
+            }
+        } else {
             self.owed.retain(|owed| *owed != ask);
         }
         let value = match answer {
@@ -87,11 +97,18 @@ impl Vm {
             Ask::Reporting => self.reporting = value.as_bool(),
             Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
             Ask::Interval => {
-                let slow = value.as_u64().is_none_or(|s| s == 0 || s > self.interval_s);
-                let device = self.device.clone().filter(|_| slow && !self.access.look_only);
+                let is = value.as_u64();
+                let fast = |s: &u64| *s > 0 && *s <= self.interval_s;
+                let known = self.interval;
+                let meant = known.or(is.filter(fast)).unwrap_or(self.interval_s);
+                self.interval = Some(meant);
+                let other = is != Some(meant);
+                let device = self.device.clone().filter(|_| other && !self.access.look_only);
                 if let Some(device) = device {
-                    self.interval_was = self.interval_was.or(value.as_u64());
-                    let value = json!(self.interval_s);
+                    // What Ebb itself has set is not put back.
+                    let was = is.filter(|_| known.is_none());
+                    self.interval_was = self.interval_was.or(was);
+                    let value = json!(meant);
                     let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
                     self.send(Ask::SetInterval, "qom-set", Some(set));
                 }
@@ -100,6 +117,13 @@ impl Vm {
                 let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
                 if guest != self.answers.guest {
                     self.words_new = guest.map(|_| Instant::now());
+                }
+                let shared = self.client.as_ref().is_some_and(Client::is_shared);
+                if let (true, Some(was), Some(is)) = (shared, self.answers.guest, guest)
+                    && is_of_another_boot(&was, &is)
+                {
+                    self.heard = Heard::default();
+                    self.events.push(VmEvent::Reset);
                 }
                 guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
                 self.answers.guest = guest;
@@ -145,4 +169,12 @@ impl Vm {
         let excess = self.events.len().saturating_sub(MAX_EVENTS);
         self.events.drain(..excess);
     }
+}
+
+/// Whether a guest was reset between two words, where no event tells: its counters of page faults
+/// begin anew with its kernel. Those of Windows are rates, which come and go.
+fn is_of_another_boot(was: &GuestStats, is: &GuestStats) -> bool {
+    let minor = was.minor_faults.zip(is.minor_faults).is_some_and(|(was, is)| is < was);
+    let major = was.major_faults.zip(is.major_faults).is_none_or(|(was, is)| is <= was);
+    minor && major && !was.counts_reads && !is.counts_reads
 }

@@ -2,18 +2,24 @@
 //! tried again, and whether it serves commands. What is said on it stands in `questions.rs`,
 //! `answers.rs` and `orders.rs`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{Heard, Link, VmEvent};
+use ebb_core::sample::{Heard, Link, SharedSocket, VmEvent};
+use ebb_core::units::Stamp;
 
 use super::{Answers, Vm};
+use crate::probe::managers::{Manager, SocketKind, kind};
 use crate::probe::qemu::QmpAddress;
 use crate::qmp::{Client, QmpError, State};
 use crate::qmp_balloon;
 
 /// First and longest wait before a lost connection is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A shared socket is not visited for questions more often than this, milliseconds.
+const VISIT_EVERY_MS: u64 = 200;
+/// How long a VM that is to be left may take to have its interval put back. This blocks the tick.
+const LEAVE: Duration = Duration::from_millis(100);
 
 impl Vm {
     /// The QMP socket in use, once QEMU has answered; `None` through libvirt.
@@ -34,20 +40,53 @@ impl Vm {
             QmpAddress::Paths(paths) => paths,
             QmpAddress::None { why } => return Err(why.clone()),
         };
-        let own = |p: &&PathBuf| {
-            let name = p.file_name().map(|n| n.to_string_lossy().into_owned());
-            self.named || self.access.any_socket || name.is_some_and(|n| n.contains("ebb"))
-        };
-        let usable: Vec<PathBuf> = paths.iter().filter(own).cloned().collect();
+        let of_kind = |k| paths.iter().filter(move |p| self.kind(p) == k).cloned();
+        // Shared ones come last: QEMU tells no events there.
+        let usable: Vec<PathBuf> =
+            of_kind(SocketKind::Own).chain(of_kind(SocketKind::Shared)).collect();
         if usable.is_empty() {
+            if let Some(manager) = paths.iter().find_map(|p| Manager::of(p)) {
+                return Err(format!(
+                    "its QMP socket {} is {}'s: start it with a further -qmp \
+                     unix:/run/NAME-ebb.qmp,server=on,wait=off{}",
+                    paths[0].display(),
+                    manager.name(),
+                    match manager.stays() {
+                        true => "",
+                        false => ", or set host.sockets = \"known\"",
+                    }
+                ));
+            }
             return Err(format!(
                 "its QMP socket {} may be somebody else's: start it with a further -qmp \
                  unix:/run/NAME-ebb.qmp,server=on,wait=off, or name the socket as qmp in \
-                 [vm.NAME], or set host.sockets = \"any\"",
+                 [vm.NAME], or set host.sockets = \"shared\"",
                 paths[0].display()
             ));
         }
         Ok(usable)
+    }
+
+    /// How a socket of this VM may be used.
+    pub fn kind(&self, path: &Path) -> SocketKind {
+        kind(path, self.named, self.access.sockets)
+    }
+
+    /// What is to be known of a socket that is shared, where one is used.
+    pub(super) fn shared(&self) -> Option<SharedSocket> {
+        let client = self.client.as_ref().filter(|c| c.is_shared())?;
+        let longest = client.longest_visit().unwrap_or_default();
+        Some(SharedSocket {
+            with: Manager::of(client.path()).map(|m| m.name().to_owned()),
+            longest_us: longest.as_micros() as u64,
+        })
+    }
+
+    /// Whether its shared socket was visited a moment ago. What its agent waits for is asked all
+    /// the same.
+    pub(super) fn was_visited(&self, at: Stamp) -> bool {
+        let shared = self.client.as_ref().is_some_and(Client::is_shared);
+        shared && self.ready && !self.uses_agent() && at.since(self.asked_at) < VISIT_EVERY_MS
     }
 
     /// Uses a connection from its beginning.
@@ -60,7 +99,7 @@ impl Vm {
     pub fn usable(&mut self) -> Result<&mut Client, Link> {
         let link = self.link();
         match &mut self.client {
-            Some(c) if c.state() == State::Ready && self.slow_since.is_none() => Ok(c),
+            Some(c) if c.state().serves() && self.slow_since.is_none() => Ok(c),
             _ => Err(link),
         }
     }
@@ -81,21 +120,29 @@ impl Vm {
         })
     }
 
-    /// Closes a connection that must not be kept. A managed VM keeps the one through libvirt while
-    /// it has no socket for Ebb.
-    pub(super) fn leave_unwanted(&mut self) {
-        let Err(why) = self.sockets() else { return };
+    /// Closes a connection that must not be kept; whether one is still to be closed. A managed VM
+    /// keeps the one through libvirt while it has no socket for Ebb.
+    pub(super) fn leaves(&mut self) -> bool {
+        let Err(why) = self.sockets() else { return false };
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
         if self.access.managed && self.access.libvirt && through {
-            return;
+            return false;
         }
         if self.client.is_some() {
             if let Some(command) = self.restore_interval() {
+                if let Some(client) = self.client.as_mut().filter(|c| c.is_shared()) {
+                    client.finish(Instant::now() + LEAVE);
+                }
                 self.restored_interval(command);
+                // Another client was served: the next tick tries again.
+                if self.is_not_restored() {
+                    return true;
+                }
             }
             self.forget_connection();
         }
         self.down = Link::Down(why);
+        false
     }
 
     pub(super) fn forget_connection(&mut self) {
@@ -116,8 +163,12 @@ impl Vm {
             Err(why) if self.access.managed => return self.connect_by_manager(why),
             Err(_) => return,
         };
-        let mut client = Client::new(paths[self.turn % paths.len()].clone());
+        let path = paths[self.turn % paths.len()].clone();
         let pid = self.process.id.pid;
+        if self.kind(&path) != SocketKind::Own {
+            return self.adopt(Client::shared(path, pid));
+        }
+        let mut client = Client::new(path);
         if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
             let path = client.path().display().to_string();
             let why = format!("served by process {peer}, not by this VM's {pid}");
@@ -169,7 +220,7 @@ impl Vm {
         self.ready = true;
         self.backoff = BACKOFF.0;
         self.looked = false;
-        (self.device, self.heard) = (None, Heard::default());
+        (self.device, self.interval, self.heard) = (None, None, Heard::default());
         (self.reporting, self.deflate_on_oom) = (None, None);
         self.owed.clear();
         self.events.push(VmEvent::Connected);
@@ -177,11 +228,15 @@ impl Vm {
 
     pub(super) fn link(&self) -> Link {
         let Some(client) = &self.client else { return self.down.clone() };
+        if let Some((since, why)) = client.missed().filter(|_| client.failure().is_none()) {
+            let (path, s) = (client.path().display(), since.elapsed().as_secs_f64());
+            return Link::Slow(format!("{path}: {why}; for {s:.1} s"));
+        }
         match (client.state(), client.failure()) {
             (_, Some(e @ QmpError::Taken(..))) => Link::Taken(e.to_string()),
             (_, Some(e)) => Link::Down(e.to_string()),
-            (State::Ready, _) if self.slow_since.is_none() && self.ready => Link::Up,
-            (State::Ready, _) => {
+            (state, _) if state.serves() && self.slow_since.is_none() && self.ready => Link::Up,
+            (state, _) if state.serves() => {
                 let silent = client.last_heard().elapsed().as_secs_f64();
                 Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
             }

@@ -7,7 +7,7 @@ use ebb_core::units::Bytes;
 
 use super::Vm;
 use crate::act::ksm_worker::Look;
-use crate::qmp::{Client, State};
+use crate::qmp::Client;
 
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
@@ -33,7 +33,7 @@ impl Vm {
 
     /// Goes on with that, where it is under way.
     pub fn go_on_merging(&mut self, look: Option<&Look>) {
-        let client = self.client.as_mut().filter(|c| c.state() == State::Ready);
+        let client = self.client.as_mut().filter(|c| c.state().serves());
         self.merging.go_on(client, look);
         self.client.iter_mut().for_each(Client::flush);
     }

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Ask, Vm};
 use crate::linux::ActError;
-use crate::qmp::State;
+use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
 impl Vm {
@@ -18,8 +18,9 @@ impl Vm {
         self.take_late();
         let under_way = self.ordered == Some(target) && !self.unanswered.is_empty();
         let client = match &mut self.client {
-            Some(c) if c.state() == State::Ready && gives && !under_way => c,
-            Some(c) if c.state() == State::Ready && self.slow_since.is_none() => c,
+            Some(c) if c.takes_orders() && gives && !under_way => c,
+            // What was not served a moment ago may not be served now, and would be late.
+            Some(c) if c.state().serves() && self.slow_since.is_none() && c.missed().is_none() => c,
             _ => {
                 return Err(ActError::NoLink(match link {
                     Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why,
@@ -28,6 +29,7 @@ impl Vm {
             }
         };
         let sent = client.send("balloon", Some(qmp_balloon::balloon(target)))?;
+        self.before = (self.ordered, self.loose);
         self.ordered = Some(target);
         (self.last_order, self.loose) = (Some(sent), true);
         self.done_late = self.done_late.filter(|to| *to == target);
@@ -38,6 +40,14 @@ impl Vm {
     pub fn answered(&mut self, command: u64, carried_out: bool) {
         if self.last_order == Some(command) {
             (self.last_order, self.loose) = (None, !carried_out);
+        }
+    }
+
+    /// The order was not sent: the one before it holds.
+    pub fn not_sent(&mut self, command: u64) {
+        if self.last_order == Some(command) {
+            self.last_order = None;
+            (self.ordered, self.loose) = self.before;
         }
     }
 
@@ -53,15 +63,17 @@ impl Vm {
     pub(super) fn take_late(&mut self) {
         let Some(client) = &mut self.client else { return };
         let (protocol, done) = (client.protocol(), &mut self.done_late);
-        let mut answered = Vec::new();
+        let (mut answered, mut unsent) = (Vec::new(), Vec::new());
         self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
             Some(answer) => {
+                unsent.extend(matches!(answer, Err(QmpError::Busy(..))).then_some(*id));
                 *done = answer.is_ok().then_some(*to);
                 answered.push((*id, answer.is_ok()));
                 false
             }
             None => protocol.is_pending(*id),
         });
+        unsent.into_iter().for_each(|id| self.not_sent(id));
         answered.into_iter().for_each(|(id, done)| self.answered(id, done));
     }
 
@@ -90,7 +102,7 @@ impl Vm {
     pub fn restore_interval(&mut self) -> Option<u64> {
         let (device, was) = (self.device.clone()?, self.interval_was?);
         let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(was));
-        let client = self.client.as_mut().filter(|c| c.state() == State::Ready)?;
+        let client = self.client.as_mut().filter(|c| c.state().serves())?;
         let command = client.send("qom-set", Some(set)).ok()?;
         client.pump();
         Some(command)
@@ -99,16 +111,27 @@ impl Vm {
     /// That was answered, or QEMU itself has it: one that is slow does it later.
     pub fn restored_interval(&mut self, command: u64) {
         let Some(client) = &mut self.client else { return };
-        if matches!(client.take_reply(command), Some(Ok(_))) || client.is_direct() {
+        let answered = matches!(client.take_reply(command), Some(Ok(_)));
+        if answered || client.is_direct() && !client.is_shared() {
             self.interval_was = None;
         }
+    }
+
+    /// Whether that is still to be done, over a shared socket.
+    pub fn is_not_restored(&self) -> bool {
+        self.interval_was.is_some() && self.client.as_ref().is_some_and(Client::is_shared)
     }
 
     /// Asks QEMU to ask the guest now: switching the timer off and on does. What the
     /// guest has said before is looked at, so that its answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
-        let (Some(device), interval) = (self.device.clone(), self.interval_s) else { return };
+        let interval = self.interval.unwrap_or(self.interval_s);
+        let Some(device) = self.device.clone() else { return };
         if self.access.look_only || self.usable().is_err() {
+            return;
+        }
+        if self.client.as_ref().is_some_and(Client::is_shared) {
+            self.to_kick = true;
             return;
         }
         self.kicked = at;

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{Ask, Vm};
 use crate::agent_link::AgentLink;
+use crate::qmp::Client;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
@@ -34,13 +35,16 @@ impl Vm {
             || !self.owed.is_empty()
             || self.ordered.is_some()
             || self.kicked > self.asked_at
+            || self.was_kicked
+            || self.was_missed()
+            || self.to_kick
             || self.uses_agent()
             || self.ran_asked.is_none_or(|at| now - at >= RARELY)
             || self.client.as_mut().is_some_and(|c| c.protocol().any_event(|_| true))
     }
 
     pub(super) fn questions(&mut self, now: Instant) {
-        let due = self.ran_asked.is_none_or(|at| now - at >= RARELY);
+        let due = self.was_missed() || self.ran_asked.is_none_or(|at| now - at >= RARELY);
         // An agent is told in each tick how QEMU is.
         let anew = due || !self.ready || self.uses_agent() || self.has_news();
         if anew {
@@ -62,6 +66,11 @@ impl Vm {
         if self.ready {
             self.ask_balloon();
         }
+        let shared = self.client.as_ref().is_some_and(Client::is_shared);
+        self.was_kicked = shared && self.ready && std::mem::take(&mut self.to_kick);
+        if self.was_kicked {
+            self.ask_its_guest();
+        }
         self.verdict = None;
         if self.ready && self.uses_agent() {
             if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
@@ -71,6 +80,11 @@ impl Vm {
                 self.send(Ask::Inventory(look), command, arguments);
             }
         }
+    }
+
+    /// Whether the last questions on a shared socket were not sent.
+    fn was_missed(&self) -> bool {
+        self.client.as_ref().is_some_and(|c| c.missed().is_some())
     }
 
     /// Whether QEMU has told of anything but a balloon that moves.
@@ -92,6 +106,15 @@ impl Vm {
                 _ => qmp_balloon::INTERVAL,
             };
             self.get(ask, property);
+        }
+    }
+
+    /// Has QEMU ask the guest now; the answer is there at the next visit.
+    fn ask_its_guest(&mut self) {
+        let Some(device) = self.device.clone().filter(|_| !self.access.look_only) else { return };
+        for seconds in [0, self.interval.unwrap_or(self.interval_s)] {
+            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(seconds));
+            self.send(Ask::SetInterval, "qom-set", Some(set));
         }
     }
 

@@ -1,5 +1,7 @@
 //! One VM against a scripted QEMU.
 
+mod shared;
+
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, mpsc};
@@ -86,7 +88,7 @@ fn vm(path: std::path::PathBuf) -> Vm {
         Access {
             libvirt: false,
             managed: true,
-            any_socket: true,
+            sockets: SocketUse::Any,
             look_only: false,
             agent: AgentUse::On,
             private_ram: false,

@@ -88,6 +88,9 @@ pub struct VmConfig {
     pub within: Vec<String>,
     /// Files put into the guest, as (path there, file here): modules, data.
     pub files: Vec<(String, PathBuf)>,
+    /// Its number, where Proxmox VE has started it: as there, its QMP socket for the product is
+    /// `run/qemu-server/ID.qmp`, and another monitor connects out.
+    pub proxmox: Option<u32>,
     /// Words added to the guest's command line.
     pub append: String,
     /// Further arguments for QEMU.
@@ -120,6 +123,7 @@ impl VmConfig {
             cgroup: None,
             within: Vec::new(),
             files: Vec::new(),
+            proxmox: None,
             append: String::new(),
             args: Vec::new(),
             env: Vec::new(),
@@ -155,11 +159,9 @@ impl VmConfig {
             a.extend(["-drive".into(), flash(0, "readonly=on,", UEFI.0)]);
             a.extend(["-drive".into(), flash(1, "", &vars)]);
         }
+        a.extend(["-serial".into(), format!("file:{}", path("console"))]);
+        a.extend(self.product_monitor(dir));
         a.extend([
-            "-serial".into(),
-            format!("file:{}", path("console")),
-            "-qmp".into(),
-            format!("unix:{}", socket("ebb-qmp.sock")),
             "-qmp".into(),
             format!("unix:{}", socket("lab-qmp.sock")),
             "-device".into(),
@@ -184,6 +186,35 @@ impl VmConfig {
         }
         a.extend(self.args.iter().cloned());
         a
+    }
+
+    /// The QMP socket for the product, below `dir`.
+    pub(super) fn product_socket(&self, dir: &Path) -> PathBuf {
+        match self.proxmox {
+            None => dir.join("ebb-qmp.sock"),
+            Some(id) => dir.join(format!("run/qemu-server/{id}.qmp")),
+        }
+    }
+
+    /// The monitor on it. For Proxmox the options are those of qemu-server's `config_to_command`,
+    /// but for `-id` (only their QEMU has it) and `-daemonize` (the lab's QEMU ends with the lab).
+    fn product_monitor(&self, dir: &Path) -> Vec<String> {
+        let socket = format!("{},server=on,wait=off", self.product_socket(dir).display());
+        let arguments = match self.proxmox {
+            None => format!("-qmp unix:{socket}"),
+            Some(id) => {
+                let run = dir.join("run");
+                let run = run.display();
+                format!(
+                    "-no-shutdown -chardev socket,id=qmp,path={socket} \
+                     -mon chardev=qmp,mode=control \
+                     -chardev socket,id=qmp-event,path={run}/qmeventd.sock,reconnect=5 \
+                     -mon chardev=qmp-event,mode=control \
+                     -pidfile {run}/qemu-server/{id}.pid"
+                )
+            }
+        };
+        arguments.split_whitespace().map(str::to_owned).collect()
     }
 
     fn backing_arguments(&self, mib: u64) -> Vec<String> {

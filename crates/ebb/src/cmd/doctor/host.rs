@@ -19,7 +19,7 @@ const CONTROLLERS: [Controller; 3] = [
     (
         "pvestatd",
         "Proxmox's pvestatd sets the balloons of VMs with `balloon` below `memory`",
-        "for each VM that Ebb is to manage: qm set ID --shares 0",
+        "for each VM that Ebb is to manage: qm set ID --shares 0 (not --balloon 0)",
     ),
     (
         "momd",
@@ -41,6 +41,30 @@ pub(super) fn controllers(root: &Root) -> Vec<Check> {
         Some(check("host", "another controller", Verdict::Missing, found, advice))
     });
     found.collect()
+}
+
+/// Programs that set something else that Ebb sets: whether that matters goes by the configuration.
+pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |verdict, found: String, advice: &str| {
+        checks.push(check("host", "another program", verdict, found, advice));
+    };
+    if config.merge.mode == MergeMode::On
+        && let Some(pid) = process::running(root, "ksmtuned")
+    {
+        let found =
+            format!("ksmtuned sets KSM as well (process {pid}); Ebb sets it back each time");
+        add(Verdict::Missing, found, "systemctl disable --now ksmtuned");
+    }
+    if let Some(pid) = process::running(root, "cockpit-bridge") {
+        let found = format!(
+            "while a VM's page is open, Cockpit has QEMU ask the guest for statistics every 10 s \
+             (process {pid})"
+        );
+        let advice = "virsh dommemstat DOMAIN --period 2 --live, when statistics are old";
+        add(Verdict::Note, found, advice);
+    }
+    checks
 }
 
 pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
@@ -188,6 +212,25 @@ mod tests {
         assert_eq!(said.len(), 2, "{said:?}");
         assert!(said[0].contains("(process 7)") && said[0].contains("--shares 0"), "{said:?}");
         assert!(said[1].contains("(process 9)") && said[1].contains("disable --now momd"));
+    }
+
+    #[test]
+    fn a_program_that_sets_what_ebb_sets_is_named_where_that_matters() {
+        let dir = tempfile::tempdir().unwrap();
+        for (pid, name) in [(7, "ksmtuned"), (9, "cockpit-bridge")] {
+            let proc = dir.path().join(format!("proc/{pid}"));
+            std::fs::create_dir_all(&proc).unwrap();
+            std::fs::write(proc.join("comm"), format!("{name}\n")).unwrap();
+            std::fs::write(proc.join("cmdline"), name).unwrap();
+        }
+        let said = |text| -> Vec<String> {
+            let config = Config::parse("f", text).unwrap();
+            let all = neighbours(&config, &Root::at(dir.path()));
+            all.into_iter().map(|c| c.found + " " + &c.advice).collect()
+        };
+        let (off, on) = (said(""), said("[merge]\nmode = \"on\"\n"));
+        assert!(off.len() == 1 && off[0].contains("--period 2 --live"), "{off:?}");
+        assert!(on.len() == 2 && on[0].contains("disable --now ksmtuned"), "{on:?}");
     }
 
     #[test]

@@ -3,10 +3,11 @@
 //!
 //! A check of something in a VM is added here; it looks and changes nothing.
 
-use ebb_core::sample::{AgentSample, Link, VmSample};
+use ebb_core::sample::{AgentSample, Link, SharedSocket, VmSample};
 use ebb_core::wire::AgentState;
+use ebb_host::probe::managers::proxmox_id;
 use ebb_host::probe::process::read_smaps_rollup;
-use ebb_host::probe::qemu::QemuProcess;
+use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::root::Root;
 
 use super::{Check, Verdict, check};
@@ -50,6 +51,18 @@ pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Che
             add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
         }
     }
+    if let Some(shared) = &vm.shared {
+        let found = shared_words(shared);
+        add("QMP socket", Verdict::Note, &found, &own_socket(process));
+    }
+    if let Some(id) = process.and_then(proxmox_id_of) {
+        let found = "Proxmox's pvestatd sets its balloon as well, if the VM has `balloon` below \
+                     `memory` and shares";
+        let advice = format!(
+            "qm set {id} --shares 0 (not --balloon 0, which removes the balloon at the next start)"
+        );
+        add("Proxmox VE", Verdict::Note, found, &advice);
+    }
     if process.is_some_and(|p| p.passthrough) {
         let advice = "ballooning has no effect: a passed-through device pins all guest memory";
         add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
@@ -69,6 +82,34 @@ pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Che
         balloon_checks(vm, &mut add);
     }
     checks
+}
+
+/// What a shared socket means.
+fn shared_words(shared: &SharedSocket) -> String {
+    let with = shared.with.as_deref().unwrap_or("other programs");
+    let ms = shared.longest_us.div_ceil(1000);
+    format!(
+        "shared with {with}: Ebb connects for a few commands at a time, so far for {ms} ms at \
+         most, and hears no events"
+    )
+}
+
+/// How a VM gets a socket of Ebb's own, with Proxmox's command for it.
+fn own_socket(process: Option<&QemuProcess>) -> String {
+    let gain = "with a socket of its own Ebb learns of a reset at once";
+    match process.and_then(proxmox_id_of) {
+        Some(id) => format!(
+            "{gain}: qm set {id} --args '-qmp unix:/run/{id}-ebb.qmp,server=on,wait=off' (for the \
+             VM's next start)"
+        ),
+        None => format!("{gain}: -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off"),
+    }
+}
+
+/// The VM's number, if Proxmox VE has started it.
+fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
+    let QmpAddress::Paths(paths) = &process.qmp else { return None };
+    paths.iter().find_map(|path| proxmox_id(path))
 }
 
 /// How far the agent and the guest's module have come.
@@ -206,6 +247,28 @@ mod tests {
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+
+    #[test]
+    fn a_socket_that_is_shared_is_named_with_its_manager_and_its_command() {
+        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
+        let mut process = QemuProcess::plain(id, "web1".into());
+        let said = |vm: &VmSample, process: &QemuProcess| -> String {
+            let line = |c: Check| format!("{}: {}: {}\n", c.what, c.found, c.advice);
+            vm_checks(vm, Some(process)).into_iter().map(line).collect()
+        };
+        let mut vm = ballooned(true, None);
+        assert!(!said(&vm, &process).contains("shared"));
+        let with = Some("Ganeti".to_owned());
+        vm.shared = Some(SharedSocket { with, longest_us: 1200 });
+        let text = said(&vm, &process);
+        assert!(text.contains("shared with Ganeti") && text.contains("for 2 ms at most"), "{text}");
+        assert!(text.contains("no events") && text.contains("NAME-ebb.qmp"), "{text}");
+        assert!(!text.contains("qm set"), "{text}");
+        process.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
+        let text = said(&vm, &process);
+        assert!(text.contains("qm set 104 --shares 0 (not --balloon 0"), "{text}");
+        assert!(text.contains("qm set 104 --args '-qmp unix:/run/104-ebb.qmp,"), "{text}");
     }
 
     #[test]

@@ -214,15 +214,22 @@ fn what_a_guest_does_not_tell_any_more_is_forgotten() {
 }
 
 #[test]
-fn a_domain_that_is_saved_takes_no_order() {
+fn a_domain_that_is_saved_takes_no_order_and_one_that_is_backed_up_does() {
     let now = Instant::now();
-    let mut b = greeted(false, now);
-    tell(&mut b, &[ask(1, "query-migrate")], now);
-    let (purpose, _, _) = b.next_call(now).unwrap();
-    b.answered(purpose, Ok(Writer::default().i32(2).done()), now);
-    assert_eq!(said(&mut b)[0]["return"]["status"], "active");
     let order = json!({ "execute": "balloon", "arguments": { "value": 1 << 20 }, "id": 2 });
-    tell(&mut b, &[order], now);
-    assert!(said(&mut b)[0]["error"]["desc"].as_str().unwrap().contains("saves or migrates"));
-    assert!(!b.has_call());
+    // `VIR_DOMAIN_JOB_OPERATION_SAVE`, `_BACKUP`.
+    for (operation, takes) in [(2, false), (9, true)] {
+        let mut b = greeted(false, now);
+        tell(&mut b, &[ask(1, "query-migrate")], now);
+        let (purpose, _, _) = b.next_call(now).unwrap();
+        let job = Writer::default().i32(2).u32(1).text("operation").u32(1).i32(operation);
+        b.answered(purpose, Ok(job.done()), now);
+        let status = said(&mut b)[0]["return"]["status"].clone();
+        assert_eq!(status, if takes { Value::Null } else { json!("active") });
+        tell(&mut b, std::slice::from_ref(&order), now);
+        let refused = said(&mut b);
+        let why = refused.first().and_then(|said| said["error"]["desc"].as_str());
+        assert_eq!(why.is_some_and(|why| why.contains("saves, migrates")), !takes);
+        assert_eq!(b.has_call(), takes);
+    }
 }

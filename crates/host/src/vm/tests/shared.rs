@@ -1,0 +1,235 @@
+//! VMs whose only QMP socket is their manager's.
+
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use ebb_core::sample::VmEvent;
+
+use super::*;
+
+/// A QEMU on Proxmox's socket that serves one client after the other, and what it has become.
+#[derive(Clone, Default)]
+struct Qemu(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    /// Guest statistics: page faults since its boot, one word after the other.
+    faults: VecDeque<u64>,
+    interval: u64,
+    orders: Vec<u64>,
+    visits: usize,
+    /// It answers no more once it has set so many properties.
+    sets: Option<usize>,
+}
+
+impl Qemu {
+    fn serve(&self, listener: UnixListener) {
+        let theirs = self.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                theirs.client(stream);
+            }
+        });
+    }
+
+    fn client(&self, mut stream: UnixStream) {
+        self.0.lock().unwrap().visits += 1;
+        let _ = stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n");
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let Some(said) = self.said(&asked, &line) else { continue };
+            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    }
+
+    fn said(&self, asked: &Value, line: &str) -> Option<Value> {
+        let mut it = self.0.lock().unwrap();
+        Some(match asked["execute"].as_str().unwrap() {
+            "query-status" => json!({ "status": "running" }),
+            "query-memory-size-summary" => json!({ "base-memory": 1u64 << 30 }),
+            "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
+            "query-balloon" => json!({ "actual": 1u64 << 30 }),
+            "balloon" => {
+                it.orders.push(asked["arguments"]["value"].as_u64().unwrap() >> 20);
+                json!({})
+            }
+            "qom-set" => {
+                if it.sets == Some(0) {
+                    return None;
+                }
+                it.sets = it.sets.map(|n| n - 1);
+                it.interval = asked["arguments"]["value"].as_u64().unwrap();
+                json!({})
+            }
+            "qom-get" if line.contains(qmp_balloon::INTERVAL) => json!(it.interval),
+            "qom-get" if line.contains(qmp_balloon::STATS) => {
+                let next = it.faults.len() > 1;
+                let faults = if next { it.faults.pop_front() } else { it.faults.front().copied() };
+                json!({ "last-update": 5, "stats": { "stat-minor-faults": faults,
+                    "stat-free-memory": 4096 } })
+            }
+            _ => json!({}),
+        })
+    }
+}
+
+/// A socket where Proxmox VE has it.
+fn socket(dir: &Path) -> (UnixListener, std::path::PathBuf) {
+    let place = dir.join("run/qemu-server");
+    std::fs::create_dir_all(&place).unwrap();
+    let path = place.join("100.qmp");
+    (UnixListener::bind(&path).unwrap(), path)
+}
+
+fn shared_vm(path: std::path::PathBuf) -> Vm {
+    let mut vm = vm(path);
+    (vm.agent, vm.access.agent, vm.access.sockets) = (None, AgentUse::Off, SocketUse::Known);
+    vm
+}
+
+/// A tick, so long after the last visit that all is asked.
+fn visit(vm: &mut Vm) -> VmSample {
+    (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+    vm.ask(Instant::now(), Stamp(1_000_000), false);
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.asked.is_empty() && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.hear();
+        std::thread::yield_now();
+    }
+    vm.sample(Stamp(1_000_000), 0, &mut Vec::new())
+}
+
+#[test]
+fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let qemu = Qemu::default();
+    qemu.0.lock().unwrap().interval = 7;
+    qemu.serve(listener);
+    let mut vm = shared_vm(path);
+    let sample = (0..5).map(|_| visit(&mut vm)).last().unwrap();
+    assert_eq!(sample.shared.unwrap().with.as_deref(), Some("Proxmox VE"));
+    assert!(sample.balloon.is_some() && sample.link == Link::Up);
+    assert!(vm.client.as_ref().unwrap().fd().is_none(), "it is left");
+    assert!(qemu.0.lock().unwrap().visits >= 5);
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (1, Some(7)));
+    // It is not managed any more.
+    vm.access.managed = false;
+    visit(&mut vm);
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.client.is_none()), (7, true), "put back");
+    let visits = qemu.0.lock().unwrap().visits;
+    (0..3).for_each(|_| drop(visit(&mut vm)));
+    assert_eq!(qemu.0.lock().unwrap().visits, visits);
+}
+
+#[test]
+fn nobody_connects_to_the_socket_of_a_vm_that_is_not_managed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let mut vm = shared_vm(path);
+    listener.set_nonblocking(true).unwrap();
+    for (managed, sockets) in [(false, SocketUse::Known), (true, SocketUse::Own)] {
+        (vm.access.managed, vm.access.sockets) = (managed, sockets);
+        (0..3).for_each(|_| drop(tick(&mut vm)));
+        let said = listener.accept();
+        assert!(matches!(said, Err(e) if e.kind() == ErrorKind::WouldBlock), "{managed}");
+    }
+}
+
+#[test]
+fn a_socket_of_ebbs_own_is_used_rather_than_the_managers() {
+    let dir = tempfile::tempdir().unwrap();
+    let (theirs, path) = socket(dir.path());
+    let own = path.with_file_name("100-ebb.qmp");
+    let qemu = Qemu::default();
+    qemu.serve(UnixListener::bind(&own).unwrap());
+    let mut vm = shared_vm(path.clone());
+    vm.process.qmp = QmpAddress::Paths(vec![path, own]);
+    let sample = (0..5).map(|_| visit(&mut vm)).last().unwrap();
+    assert!(sample.shared.is_none() && sample.link == Link::Up, "{sample:?}");
+    assert_eq!(qemu.0.lock().unwrap().visits, 1, "it stays");
+    theirs.set_nonblocking(true).unwrap();
+    assert!(theirs.accept().is_err());
+}
+
+/// QEMU tells of a reset only who is connected.
+#[test]
+fn a_reset_between_two_visits_is_seen_by_the_guests_counters() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let qemu = Qemu::default();
+    qemu.0.lock().unwrap().faults = [9000, 9000, 9001, 9002, 40, 50].into();
+    qemu.serve(listener);
+    let mut vm = shared_vm(path);
+    let resets = (0..10).filter(|_| visit(&mut vm).events.contains(&VmEvent::Reset)).count();
+    assert_eq!(resets, 1);
+}
+
+#[test]
+fn an_order_that_was_not_sent_is_not_in_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let mut vm = shared_vm(path.clone());
+    let qemu = Qemu::default();
+    let manager = UnixStream::connect(&path).unwrap();
+    let served = listener.accept().unwrap();
+    vm.connect();
+    (vm.ordered, vm.loose) = (Some(Bytes::mib(900)), false);
+    let command = vm.order(Bytes::mib(600), true).unwrap();
+    vm.not_answered(command);
+    assert_eq!(vm.ordered, Some(Bytes::mib(600)));
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.unanswered.is_empty() && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.take_late();
+    }
+    assert_eq!((vm.ordered, vm.last_order, vm.loose), (Some(Bytes::mib(900)), None, false));
+    assert!(matches!(vm.link(), Link::Slow(_)));
+    assert!(vm.order(Bytes::mib(600), false).is_err(), "nothing is taken over a busy socket");
+    drop((manager, served));
+    qemu.serve(listener);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(qemu.0.lock().unwrap().orders, [0u64; 0]);
+}
+
+/// The guest is asked out of turn by two settings; QEMU may be left with the first.
+#[test]
+fn an_interval_that_was_left_at_none_is_set_again_and_not_taken_for_the_managers() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let qemu = Qemu::default();
+    {
+        let mut it = qemu.0.lock().unwrap();
+        (it.interval, it.faults) = (2, [7].into());
+    }
+    qemu.serve(listener);
+    let mut vm = shared_vm(path);
+    vm.interval_s = 2;
+    (0..4).for_each(|_| drop(visit(&mut vm)));
+    qemu.0.lock().unwrap().sets = Some(1);
+    vm.kick(Stamp(1));
+    visit(&mut vm);
+    assert_eq!(qemu.0.lock().unwrap().interval, 0, "the second setting was not carried out");
+    qemu.0.lock().unwrap().sets = None;
+    (0..3).for_each(|_| drop(visit(&mut vm)));
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (2, None));
+}
+
+/// What an agent waits for is asked anew, where a round was not answered.
+#[test]
+fn a_round_of_questions_that_was_not_answered_begins_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_listener, path) = socket(dir.path());
+    let mut vm = shared_vm(path.clone());
+    vm.connect();
+    let begins = |vm: &mut Vm| !vm.inventory.questions(Instant::now()).is_empty();
+    assert!(begins(&mut vm) && !begins(&mut vm), "one round at a time");
+    vm.send(Ask::Inventory(Inquiry::Tree), "human-monitor-command", None);
+    let busy = QmpError::Busy(path.display().to_string(), "another client is served".into());
+    vm.client.as_mut().unwrap().protocol().leave(&busy);
+    vm.hear();
+    assert!(begins(&mut vm));
+}
