@@ -128,7 +128,8 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
             act(&mut memory, &s, Some((*size, *to, short(Pressure::Hard))));
         }
         tick(&mut memory, &sample(2_000, vec![vm(then, 500, 800)]));
-        memory.vms[0].inflates(Stamp(2_000), Some(Bytes::mib(then)))
+        assert!(memory.vms[0].inflates(Stamp(2_200), Some(Bytes::mib(then))));
+        memory.vms[0].inflates(Stamp(2_250), Some(Bytes::mib(then)))
     };
     assert!(!inflates(&[(1024, 924)], 924));
     assert!(inflates(&[(1024, 924)], 930), "on its way");

@@ -35,6 +35,8 @@ pub const HARM_MS: u64 = 10_000;
 const LOW_SHARE: f64 = 0.12;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
+/// The same of one that has come to the byte to where it was told to go.
+const LANDED_ECHO_MS: u64 = 250;
 /// Harms that are remembered.
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
@@ -253,11 +255,12 @@ impl VmMemory {
     }
 
     /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
-    /// or grew a moment ago. Not one that has come to the byte to where it was told to go: a
-    /// guest tells its new size after QEMU has dealt with every page of it.
+    /// or grew a moment ago. One that has come to the byte to where it was told to go has
+    /// stopped: a guest tells its new size after QEMU has dealt with every page of it.
     pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
+        let echo_ms = if self.landed { LANDED_ECHO_MS } else { INFLATE_ECHO_MS };
         self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))
-            || !self.landed && self.shrunk.is_some_and(|t| at.since(t) < INFLATE_ECHO_MS)
+            || self.shrunk.is_some_and(|t| at.since(t) < echo_ms)
             || self.reboot.is_some()
     }
 
