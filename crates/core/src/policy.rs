@@ -53,7 +53,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let recycle = recycle::recycle(model, memory, requests);
     let freed = recycled(model, &recycle);
 
-    // What pages of zeros bring is seen when it has come.
+    // Both run in the background; later samples show what they freed.
     plan.partial_thp = partial_thp::partial_thp(model, memory);
     let (orders, letting_go) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;

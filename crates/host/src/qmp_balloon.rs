@@ -55,6 +55,12 @@ pub fn set(path: &str, property: &str, value: Value) -> Value {
     json!({ "path": path, "property": property, "value": value })
 }
 
+/// Arguments of two `qom-set` after which QEMU asks the guest at once, and then each `seconds`: to
+/// switch its timer off and on does that.
+pub fn ask_now(path: &str, seconds: u64) -> [Value; 2] {
+    [0, seconds].map(|seconds| set(path, INTERVAL, json!(seconds)))
+}
+
 /// Arguments of `balloon`: what the guest shall be left with, bytes.
 pub fn balloon(target: Bytes) -> Value {
     json!({ "value": target.0 })

@@ -188,19 +188,16 @@ impl Claim<'_> {
         want(at, self.vm, self.g, self.m, level).max(self.least(level))
     }
 
-    /// What the host will hold for it when it needs that, at the size that it has.
-    fn likely(&self, at: Stamp, level: Level) -> Bytes {
-        let needs = self.needs(at, level);
-        needs.min(self.vm.actual.unwrap_or(needs)) - self.apart
-    }
-
-    /// The same where its page cache stays: it grows into its free memory, which the host does
-    /// not hold yet.
-    fn likely_beside_cache(&self, at: Stamp, level: Level) -> Bytes {
+    /// What the host will hold for it when it needs that, at the size that it has, beyond what the
+    /// host holds now. And the same if its page cache stays: then it grows into its free memory,
+    /// which the host does not hold yet.
+    fn growth(&self, at: Stamp, level: Level) -> (Bytes, Bytes) {
         let needs = self.needs(at, level);
         let stays =
             if needs > self.g.need { self.g.cache.min(self.g.available) } else { Bytes::ZERO };
-        (needs + stays).min(self.vm.actual.unwrap_or(needs)) - self.apart
+        let size = self.vm.actual.unwrap_or(needs);
+        let grows = |to: Bytes| to.min(size) - self.apart - self.held;
+        (grows(needs), grows(needs + stays))
     }
 
     /// What the host would hold for it at most.
@@ -273,11 +270,12 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     // What they hold and do not need is not free to give either.
     let all_needs = |c: &Claim<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
     let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep > all;
-    let growth: Bytes = claims.iter().map(|c| c.likely(at, level) - c.held).sum();
-    let beside: Bytes = claims.iter().map(|c| c.likely_beside_cache(at, level) - c.held).sum();
+    let all_growth: Vec<_> = claims.iter().map(|c| c.growth(at, level)).collect();
+    let growth: Bytes = all_growth.iter().map(|(alone, _)| *alone).sum();
+    let beside_cache: Bytes = all_growth.iter().map(|(_, beside)| *beside).sum();
     let lacks = |part: Bytes| if host.known { part - host.headroom } else { Bytes::ZERO };
     // Balloons take their time: free memory is taken before what guests will touch is missing.
-    let shortage = lacks((keep + growth).max(keep_by_cache + beside));
+    let shortage = lacks((keep + growth).max(keep_by_cache + beside_cache));
     let cache_shortage = lacks(keep_by_cache + growth);
     let within_ms = level.within_ms;
     Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }

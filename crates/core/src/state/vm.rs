@@ -85,7 +85,7 @@ pub struct VmMemory {
     /// its size at that moment is not known.
     #[serde(default)]
     pub unsure: Bytes,
-    /// In so many looks in a row it has said nothing new and has had one size.
+    /// The number of samples in a row with the same statistics and the same balloon size.
     #[serde(default)]
     pub again: u32,
     /// The sizes it had lately.

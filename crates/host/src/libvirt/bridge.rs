@@ -19,8 +19,9 @@ use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
 /// An answer also serves a question that came at most this long after libvirt was asked: a tick's
 /// questions come together.
 const TOGETHER: Duration = Duration::from_millis(25);
-/// For so long after an order, a move of the balloon or the greeting QEMU is asked for its size.
-/// The size that libvirt knows may be too old: QEMU tells libvirt of a move once a second.
+/// During this time after an order, after a move of the balloon, and after the connection begins,
+/// the balloon's size is asked of QEMU. libvirt's own value may be a second old: QEMU reports moves
+/// to libvirt once a second.
 const MOVES: Duration = Duration::from_secs(5);
 /// Whether libvirt has a job on the domain (it saves, migrates or dumps it) is asked this often at
 /// most; libvirt has no event for a job's begin.
@@ -29,7 +30,7 @@ const JOB_EVERY: Duration = Duration::from_secs(3);
 const DESCRIBED_FOR: Duration = Duration::from_secs(50);
 /// libvirt would have the order wait, and then refuse it. (Not during a backup.)
 const SAVED: &str = "libvirt has a job on the domain: it saves, migrates or dumps it";
-/// Statistics that did not answer a question are asked for again after so long.
+/// The wait before statistics are requested again, if the last ones left a question open.
 const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
@@ -318,7 +319,7 @@ impl Bridge {
                 (self.balloon, self.described) = (Balloon::of(&xml)?, Some(now));
                 if !self.greeted {
                     self.greeted = true;
-                    // Whoever was here before may have moved it just now.
+                    // An earlier client may have moved the balloon just now.
                     self.moved = self.balloon.is_some().then_some(now);
                     self.say(&json!({ "QMP": { "version": { "package": "by libvirt" } } }));
                 }

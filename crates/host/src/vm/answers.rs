@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
 use super::{Ask, DETAILS, Vm};
-use crate::qmp::{Client, QmpError};
+use crate::qmp::QmpError;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// Most events kept between two samples; the oldest go.
@@ -118,7 +118,7 @@ impl Vm {
                 if guest != self.answers.guest {
                     self.words_new = guest.map(|_| Instant::now());
                 }
-                let shared = self.client.as_ref().is_some_and(Client::is_shared);
+                let shared = self.is_shared();
                 if let (true, Some(was), Some(is)) = (shared, self.answers.guest, guest)
                     && is_of_another_boot(&was, &is)
                 {

@@ -72,6 +72,11 @@ impl Vm {
         kind(path, self.named, self.access.sockets)
     }
 
+    /// Whether it is reached over a socket that other programs use as well.
+    pub(super) fn is_shared(&self) -> bool {
+        self.client.as_ref().is_some_and(Client::is_shared)
+    }
+
     /// What is to be known of a socket that is shared, where one is used.
     pub(super) fn shared(&self) -> Option<SharedSocket> {
         let client = self.client.as_ref().filter(|c| c.is_shared())?;
@@ -85,7 +90,7 @@ impl Vm {
     /// Whether its shared socket was visited a moment ago. What its agent waits for is asked all
     /// the same.
     pub(super) fn was_visited(&self, at: Stamp) -> bool {
-        let shared = self.client.as_ref().is_some_and(Client::is_shared);
+        let shared = self.is_shared();
         shared && self.ready && !self.uses_agent() && at.since(self.asked_at) < VISIT_EVERY_MS
     }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Ask, Vm};
 use crate::linux::ActError;
-use crate::qmp::{Client, QmpError};
+use crate::qmp::QmpError;
 use crate::qmp_balloon;
 
 impl Vm {
@@ -119,26 +119,25 @@ impl Vm {
 
     /// Whether that is still to be done, over a shared socket.
     pub fn is_not_restored(&self) -> bool {
-        self.interval_was.is_some() && self.client.as_ref().is_some_and(Client::is_shared)
+        self.interval_was.is_some() && self.is_shared()
     }
 
-    /// Asks QEMU to ask the guest now: switching the timer off and on does. What the
-    /// guest has said before is looked at, so that its answer can be told from that.
+    /// Has QEMU ask the guest now. What the guest has said before is looked at, so that its
+    /// answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
         let interval = self.interval.unwrap_or(self.interval_s);
         let Some(device) = self.device.clone() else { return };
         if self.access.look_only || self.usable().is_err() {
             return;
         }
-        if self.client.as_ref().is_some_and(Client::is_shared) {
+        if self.is_shared() {
             self.to_kick = true;
             return;
         }
         self.kicked = at;
         self.get(Ask::StatsBefore, qmp_balloon::STATS);
         let Some(client) = &mut self.client else { return };
-        for seconds in [0, interval] {
-            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(seconds));
+        for set in qmp_balloon::ask_now(&device, interval) {
             if let Ok(id) = client.send("qom-set", Some(set)) {
                 client.protocol().forget(id);
             }

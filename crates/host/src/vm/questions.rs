@@ -2,11 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{Ask, Vm};
 use crate::agent_link::AgentLink;
-use crate::qmp::Client;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
@@ -66,7 +65,7 @@ impl Vm {
         if self.ready {
             self.ask_balloon();
         }
-        let shared = self.client.as_ref().is_some_and(Client::is_shared);
+        let shared = self.is_shared();
         self.was_kicked = shared && self.ready && std::mem::take(&mut self.to_kick);
         if self.was_kicked {
             self.ask_its_guest();
@@ -112,8 +111,7 @@ impl Vm {
     /// Has QEMU ask the guest now; the answer is there at the next visit.
     fn ask_its_guest(&mut self) {
         let Some(device) = self.device.clone().filter(|_| !self.access.look_only) else { return };
-        for seconds in [0, self.interval.unwrap_or(self.interval_s)] {
-            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(seconds));
+        for set in qmp_balloon::ask_now(&device, self.interval.unwrap_or(self.interval_s)) {
             self.send(Ask::SetInterval, "qom-set", Some(set));
         }
     }

@@ -32,9 +32,9 @@ const STORM_MS: (u64, u64) = (60_000, 3_600_000);
 const AGAIN_MS: u64 = 30_000;
 /// So many VMs are opened or closed in a tick: QEMU does nothing else meanwhile.
 const SWITCHES: usize = 4;
-/// A VM that has run for less is still booting: its pages are not worth a look. The same where
-/// the host lacks memory: there a look at what will change is better than a late one.
+/// A VM that has run for less is still booting: its pages will change, and are not scanned yet.
 const YOUNG_MS: u64 = 60_000;
+/// The same where the host lacks memory: a scan of pages that will change is better than a late one.
 const YOUNG_SHORT_MS: u64 = 10_000;
 /// Scans that found next to nothing make the next one wait longer, so often doubled.
 const LEAN_MOST: u32 = 3;
@@ -147,8 +147,8 @@ struct Out {
 }
 
 /// Decides a tick; also what is remembered of it. `None` where merging is off. `lacks`: what the
-/// host lacks to back what all are to have. A host that lacks something is short, also before
-/// its state says so: to merge harms nobody, what else would be taken may.
+/// host lacks to back what all VMs are to have. Where it lacks [`LEAST`], merging works as on a soft
+/// host, also while the host's state is clear: merging takes nothing from a guest, a balloon does.
 pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan, MergeMemory)> {
     let host = model.host.merge.as_ref()?;
     let state = match lacks < LEAST {
@@ -395,7 +395,7 @@ fn due(
         (Some(ordered), 0) => model.at.since(ordered),
         (Some(ordered), _) => model.at.since(scan.at.max(ordered)),
     };
-    // All is scanned, not the new ones alone: they may be like others.
+    // A scan reads all VMs, not the new ones alone: pages of both may be equal.
     let took = memory.scan.map_or(0, |ordered| scan.at.since(ordered));
     let (young, rest) = match state {
         Pressure::Clear => (YOUNG_MS, YOUNG_MS),

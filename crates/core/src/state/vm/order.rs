@@ -35,7 +35,7 @@ pub const HARM_MS: u64 = 10_000;
 const LOW_SHARE: f64 = 0.12;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
-/// The same of one that has come to the byte to where it was told to go.
+/// The same of one that has reached exactly the size of the last order.
 const LANDED_ECHO_MS: u64 = 250;
 /// Harms that are remembered.
 const HARM_MOST: u32 = 4;
@@ -66,8 +66,8 @@ pub struct Order {
     /// When the first of the orders in this direction was given.
     #[serde(default)]
     pub since: Stamp,
-    /// It ends an earlier order to shrink before that was carried out. The guest may have read
-    /// the earlier one and still be at it.
+    /// It replaced an order to a smaller size that was still under way. The guest may still
+    /// follow that one for a moment.
     #[serde(default)]
     pub cuts_short: bool,
 }
@@ -255,8 +255,8 @@ impl VmMemory {
     }
 
     /// Whether QEMU may be discarding pages of this VM itself: its balloon grows,
-    /// or grew a moment ago. One that has come to the byte to where it was told to go has
-    /// stopped: a guest tells its new size after QEMU has dealt with every page of it.
+    /// or grew a moment ago. One that has reached exactly the size of the last order has
+    /// stopped: Linux reports a size after QEMU has acknowledged every page of it.
     pub fn inflates(&self, at: Stamp, actual: Option<Bytes>) -> bool {
         let echo_ms = if self.landed { LANDED_ECHO_MS } else { INFLATE_ECHO_MS };
         self.order.is_some_and(|o| actual.is_none_or(|a| o.to < a))

@@ -25,7 +25,8 @@ const STRAY_MS: u64 = 3_000;
 /// The same numbers are the same answer unless they are so much younger: QEMU tells
 /// their moment in whole seconds, and a look takes some time.
 const AGAIN_MS: u64 = 100;
-/// After so many looks at the same numbers and the same size they belong together.
+/// After this many samples with the same statistics and the same balloon size, the statistics are
+/// taken to be of that size.
 const AGAIN_LOOKS: u32 = 3;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
@@ -179,9 +180,9 @@ impl VmMemory {
         }
     }
 
-    /// It has said nothing new. After some looks at one size it has most likely been asked since
-    /// its balloon grew, and has used up what it was given: one that waits in vain says the same
-    /// before and after a gift.
+    /// Its statistics are the same as in the last sample. After some samples at one size QEMU has
+    /// most likely asked it again since it was given memory, and it has used that up: a guest that
+    /// still waits for memory reports the same before and after a gift.
     fn hear_again(&mut self, at: Stamp, actual: Bytes, now: &GuestStats) {
         self.again = if self.sizes.since() == Some(at) { 0 } else { self.again + 1 };
         let (Some(available), Some(was)) = (now.available.or(now.free), self.need()) else {

@@ -357,7 +357,8 @@ fn scans_follow_one_another_at_the_pace_and_wait_for_bursts_and_for_the_host() {
 
 #[test]
 fn a_host_that_lacks_memory_merges_as_a_short_one_and_looks_at_new_vms_sooner() {
-    // The cores of `ksmd` and of a scan, at some times after the first scan took so long.
+    // The share of a core for `ksmd`, and for the scan at each of four times, if one is due then.
+    // `took`: how long the first scan took.
     let one = |lacks: u64| {
         let lacks = Bytes::mib(lacks);
         let run = tick_that_lacks(
