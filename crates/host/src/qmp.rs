@@ -6,9 +6,9 @@
 //! transport belongs here.
 
 mod cutter;
+mod left;
 mod message;
 mod protocol;
-mod queue;
 mod sharing;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,7 +23,6 @@ use serde_json::Value;
 
 pub use self::message::{BadMessage, Event, Message, Version, parse_message};
 pub use self::protocol::*;
-use self::queue::Queue;
 use self::sharing::Sharing;
 
 /// Most bytes one [`Client::pump`] reads, so that a flood does not keep it.
@@ -75,25 +74,25 @@ impl Client {
                 None
             }
         };
-        let now = Instant::now();
-        Client { path, socket, protocol, opened: now, heard: now, words: None, sharing: None }
+        Client::with(path, socket, protocol, None)
     }
 
-    /// For a socket that other programs use as well, of the process `pid`. It connects for each
-    /// batch of commands, and leaves when all are answered.
-    pub fn shared(path: impl Into<PathBuf>, pid: u32) -> Client {
-        let path = path.into();
-        let protocol = Protocol::shared(path.display().to_string());
-        let (now, sharing) = (Instant::now(), Some(Sharing::new(pid)));
-        Client { path, socket: None, protocol, opened: now, heard: now, words: None, sharing }
+    fn with(
+        path: PathBuf,
+        socket: Option<OwnedFd>,
+        protocol: Protocol,
+        sharing: Option<Sharing>,
+    ) -> Client {
+        let now = Instant::now();
+        Client { path, socket, protocol, opened: now, heard: now, words: None, sharing }
     }
 
     /// Over a connected socket whose peer speaks in QEMU's place, and is called so.
     pub(crate) fn over(socket: OwnedFd, called: PathBuf, words: Words) -> Client {
         let protocol = Protocol::new(called.display().to_string());
-        let (now, socket) = (Instant::now(), Some(socket));
-        let (words, sharing) = (Some(words), None);
-        Client { path: called, socket, protocol, opened: now, heard: now, words, sharing }
+        let mut client = Client::with(called, Some(socket), protocol, None);
+        client.words = Some(words);
+        client
     }
 
     /// Whether it speaks with QEMU itself, over the socket at its path.
@@ -148,6 +147,15 @@ impl Client {
         u32::try_from(rustix::process::Pid::as_raw(Some(cred.pid))).ok().filter(|pid| *pid > 0)
     }
 
+    /// Ends a connection that another process serves than this one.
+    pub fn check_peer(&mut self, pid: u32) {
+        if let Some(peer) = self.peer_pid().filter(|peer| *peer != pid) {
+            let path = self.path.display().to_string();
+            let why = format!("served by process {peer}, not by this VM's {pid}");
+            self.protocol.fail(QmpError::Io(path, "peer", why));
+        }
+    }
+
     /// For `poll`; `None` after a failure.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)
@@ -198,7 +206,7 @@ impl Client {
             }
         }
         if self.state() == State::Failed {
-            self.socket = None;
+            self.close();
         }
     }
 
@@ -305,11 +313,9 @@ impl Client {
             let why = format!("no answer within {:.1} s", silent.as_secs_f64());
             return QmpError::Left(self.path.display().to_string(), why);
         }
-        let seen = match Queue::of(&self.path).is_some_and(|queue| queue.served > 0) {
-            true => "another client is connected (see /proc/net/unix)",
-            false => "another client holds it, or QEMU hangs",
-        };
-        let detail = format!("no greeting within {:.1} s: {seen}", silent.as_secs_f64());
+        let s = silent.as_secs_f64();
+        let detail =
+            format!("no greeting within {s:.1} s: another client is served, or QEMU hangs");
         QmpError::Taken(self.path.display().to_string(), detail)
     }
 }

@@ -61,6 +61,15 @@ enum Ask {
 /// What is asked of a balloon until it is answered, once.
 const DETAILS: [Ask; 3] = [Ask::Reporting, Ask::DeflateOnOom, Ask::Interval];
 
+/// An order to the balloon that QEMU has not answered.
+#[derive(Clone, Copy, Debug)]
+struct Order {
+    command: u64,
+    to: Bytes,
+    /// `ordered` and `loose` before it.
+    before: (Option<Bytes>, bool),
+}
+
 /// What the last answers on this connection say.
 #[derive(Debug, Default)]
 struct Answers {
@@ -165,14 +174,12 @@ pub(crate) struct Vm {
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     pub interval_was: Option<u64>,
+    /// The command that puts that back, where a VM that is to be left waits for its answer.
+    restoring: Option<u64>,
     /// How often it is to ask as far as Ebb knows.
     interval: Option<u64>,
-    /// Orders that QEMU has not answered: command and size.
-    unanswered: Vec<(u64, Bytes)>,
-    /// The last order; `None` when QEMU has answered it.
-    last_order: Option<u64>,
-    /// `ordered` and `loose` before the last order.
-    before: (Option<Bytes>, bool),
+    /// Orders that QEMU has not answered, oldest first.
+    orders: Vec<Order>,
     /// What order is in force is not known: QEMU has not answered the last one, or it was an
     /// earlier daemon's.
     loose: bool,
@@ -239,9 +246,8 @@ impl Vm {
             owed_at: None,
             interval_was: None,
             interval: None,
-            unanswered: Vec::new(),
-            last_order: None,
-            before: (None, true),
+            restoring: None,
+            orders: Vec::new(),
             loose: true,
             done_late: None,
             inventory: Inventory::default(),
@@ -395,4 +401,4 @@ fn age_of(id: VmId) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

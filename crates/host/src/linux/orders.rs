@@ -93,11 +93,17 @@ impl LinuxHost {
                     Err(ActError::NoLink(format!("{path}: {why}")))
                 }
                 Some(Err(e)) if !matches!(e, QmpError::Command { .. }) => {
+                    vm.answered(command, false);
                     Err(ActError::Lost(e.to_string()))
                 }
                 Some(answer) => {
                     vm.answered(command, answer.is_ok());
                     Ok(answer.map(drop)?)
+                }
+                // Carried out late it does harm.
+                None if !order.gives && vm.take_back(command) => {
+                    let ms = wait.as_millis();
+                    Err(ActError::NoLink(format!("QEMU has not served Ebb within {ms} ms")))
                 }
                 None => {
                     vm.not_answered(command);
@@ -131,11 +137,9 @@ impl LinuxHost {
     /// interval. The answers are in a later sample.
     pub fn kick_stats(&mut self, vms: &[VmId]) {
         let at = LinuxHost::now();
-        for id in vms {
-            if let Some(vm) = self.vms.get_mut(id) {
-                vm.kick(at);
-            }
-        }
+        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(Vm::may_be_kicked));
+        self.keep_intervals();
+        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(|vm| vm.kick(at)));
     }
 
     /// Puts back how often QEMU asked the guests for statistics before.
@@ -149,8 +153,8 @@ impl LinuxHost {
                 self.vms.get_mut(id).into_iter().for_each(|vm| vm.restored_interval(*command));
             }
             // On a shared socket another client may have been served.
-            let again = |(id, _): &(VmId, u64)| self.vms.get(id).is_some_and(Vm::is_not_restored);
-            if !sent.iter().any(again) || Instant::now() + RESTORE_AGAIN >= until {
+            let again = self.vms.values().any(Vm::is_not_restored);
+            if !again || Instant::now() + RESTORE_AGAIN >= until {
                 break;
             }
             std::thread::sleep(RESTORE_AGAIN);

@@ -11,7 +11,7 @@ use ebb_core::sample::{Claim, Problem, VmId};
 use super::{KEPT_OPEN, LinuxHost, access, noted};
 use crate::probe::discovery::{make_names_unique, serving};
 use crate::probe::identity::claim;
-use crate::probe::managers::SocketKind;
+use crate::probe::managers::{SocketKind, kind};
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::QmpAddress;
@@ -92,7 +92,13 @@ impl LinuxHost {
 
     fn bind(&mut self, name: String, path: PathBuf) -> Result<VmId, String> {
         let root = &self.options.root;
-        let client = Client::new(path);
+        let client = match kind(&path, true, self.options.config.sockets) {
+            SocketKind::Own => Client::new(path),
+            SocketKind::Shared => Client::knock(path).map_err(|e| e.to_string())?,
+            SocketKind::Others => {
+                return Err("its manager stays connected to it: name a socket of Ebb's own".into());
+            }
+        };
         if let Some(error) = client.failure() {
             return Err(error.to_string());
         }
@@ -110,16 +116,8 @@ impl LinuxHost {
         let was = self.intervals.of(id);
         let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
         let vm = self.vms.entry(id).or_insert_with(new);
-        let path = client.path().to_owned();
         (vm.process, vm.named, vm.access) = (process, true, access);
-        match vm.kind(&path) {
-            SocketKind::Own => vm.adopt(client),
-            // It was connected to be told whose the socket is.
-            _ => {
-                drop(client);
-                vm.adopt(Client::shared(path, id.pid));
-            }
-        }
+        vm.adopt(client);
         Ok(id)
     }
 

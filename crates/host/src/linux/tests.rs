@@ -1,5 +1,7 @@
 //! The whole host on a tree of files and on sockets of tests.
 
+mod shared;
+
 use super::*;
 use crate::act::ksm::Manners;
 use crate::probe::trust::Trust;

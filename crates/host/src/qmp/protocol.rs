@@ -124,8 +124,8 @@ pub struct Protocol {
     inbox: Vec<u8>,
     cutter: Cutter,
     outbox: Vec<u8>,
-    /// Commands sent before the connection was ready.
-    early: Vec<u8>,
+    /// Commands that were sent before the connection was ready, by their ids.
+    early: BTreeMap<u64, Vec<u8>>,
     next_id: u64,
     pending: BTreeMap<u64, Pending>,
     replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
@@ -150,7 +150,7 @@ impl Protocol {
             inbox: Vec::new(),
             cutter: Cutter::default(),
             outbox: Vec::new(),
-            early: Vec::new(),
+            early: BTreeMap::new(),
             next_id: NEGOTIATE + 1,
             pending: BTreeMap::new(),
             replies: BTreeMap::new(),
@@ -199,7 +199,7 @@ impl Protocol {
         self.inbox = Vec::new();
         self.cutter = Cutter::default();
         self.outbox = Vec::new();
-        self.early = Vec::new();
+        self.early = BTreeMap::new();
     }
 
     /// How far the connection has come.
@@ -300,7 +300,7 @@ impl Protocol {
                 encode(&mut self.outbox, "qmp_capabilities", None, NEGOTIATE);
                 // QEMU carries out what it is sent in this order, so nothing need be waited for.
                 if self.shared {
-                    self.outbox.append(&mut self.early);
+                    self.send_early();
                 }
             }
             (State::Greeting, _) => self.garbage("no greeting"),
@@ -334,7 +334,7 @@ impl Protocol {
             match answer {
                 Ok(_) => {
                     self.state = State::Ready;
-                    self.outbox.append(&mut self.early);
+                    self.send_early();
                 }
                 Err((_, desc)) => self.garbage(format!("qmp_capabilities refused: {desc}")),
             }
@@ -362,7 +362,8 @@ impl Protocol {
         if self.pending.len() + self.replies.len() >= MAX_PENDING {
             return Err(full("commands without an answer", MAX_PENDING));
         }
-        if self.outbox.len() + self.early.len() > MAX_OUTBOX {
+        let early = self.early.values().map(Vec::len).sum::<usize>();
+        if self.outbox.len() + early > MAX_OUTBOX {
             return Err(full("bytes not yet written", MAX_OUTBOX));
         }
         let id = self.next_id;
@@ -373,9 +374,23 @@ impl Protocol {
             State::Negotiating => self.shared,
             state => state == State::Ready,
         };
-        let out = if now { &mut self.outbox } else { &mut self.early };
+        let out = if now { &mut self.outbox } else { self.early.entry(id).or_default() };
         encode(out, command, arguments, id);
         Ok(id)
+    }
+
+    fn send_early(&mut self) {
+        let early = std::mem::take(&mut self.early);
+        early.into_values().for_each(|command| self.outbox.extend(command));
+    }
+
+    /// Takes a command back that waits for the connection; whether it did.
+    pub fn take_back(&mut self, id: u64) -> bool {
+        let waits = self.early.remove(&id).is_some();
+        if waits {
+            self.pending.remove(&id);
+        }
+        waits
     }
 
     /// The answer to a command, once.

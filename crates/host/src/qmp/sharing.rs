@@ -4,64 +4,68 @@
 //! A command makes a connection ([`Client::visit`]), and the last answer ends it
 //! ([`Client::tidy`]). Nothing is sent before QEMU has greeted: what a client has written before
 //! QEMU serves it, QEMU would carry out later, when the client is gone. A client that is not served
-//! soon leaves, and what it wanted to send fails with [`QmpError::Busy`].
+//! within a second leaves, and what it wanted to send fails with [`QmpError::Busy`]. Until then a
+//! command that must not be late is taken back ([`Protocol::take_back`]).
 //!
-//! A client that left stays in QEMU's queue until QEMU accepts it and finds it gone. The queue has
-//! room for two, so no second connection is made before the first is out of it.
+//! A client that left stays in QEMU's queue until QEMU accepts it (`left.rs`). No second
+//! connection is made before.
+//!
+//! [`Protocol::take_back`]: super::Protocol::take_back
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::queue::Queue;
-use super::{Client, QmpError, State, open_socket};
+use super::{Client, Protocol, QmpError, State, left, open_socket};
 
-/// A client that QEMU has not greeted looks after so long whether another is served.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// It leaves after so long in any case. So does one that QEMU owes an answer for so long.
+/// A client that QEMU has not greeted leaves after so long. So does one that QEMU owes an answer
+/// for so long.
 const MOST: Duration = Duration::from_secs(1);
-/// A client that left is taken to be out of the queue after so long, where that cannot be seen.
-const UNSEEN: Duration = Duration::from_secs(5);
+/// Why a client is not served, for people: which of both cannot be told.
+const UNSERVED: &str = "another client is served, or QEMU hangs";
 
 /// What is kept between two connections.
 #[derive(Debug)]
 pub(super) struct Sharing {
-    /// The process that must serve the socket.
-    pid: u32,
+    /// The process that must serve the socket, where that is known.
+    pid: Option<u32>,
     greeted: Option<Instant>,
-    looked: Instant,
-    /// When a connection was left that may still be in QEMU's queue.
-    left: Option<Instant>,
     /// Since when QEMU has not served this client, and why.
     missed: Option<(Instant, String)>,
     longest: Duration,
 }
 
-impl Sharing {
-    pub fn new(pid: u32) -> Sharing {
-        Sharing {
-            pid,
-            greeted: None,
-            looked: Instant::now(),
-            left: None,
-            missed: None,
-            longest: Duration::ZERO,
-        }
-    }
-}
-
 impl Client {
+    /// For a socket that other programs use as well, of the process `pid`. It connects for each
+    /// batch of commands, and leaves when all are answered.
+    pub fn shared(path: impl Into<PathBuf>, pid: u32) -> Client {
+        Client::visitor(path.into(), Some(pid))
+    }
+
+    /// The same where the process is not known: connects at once, so that
+    /// [`Client::peer_pid`] tells it.
+    pub fn knock(path: impl Into<PathBuf>) -> Result<Client, QmpError> {
+        let mut client = Client::visitor(path.into(), None);
+        if left::waits(&client.path) {
+            return Err(QmpError::Busy(client.path.display().to_string(), UNSERVED.into()));
+        }
+        client.open()?;
+        Ok(client)
+    }
+
+    fn visitor(path: PathBuf, pid: Option<u32>) -> Client {
+        let protocol = Protocol::shared(path.display().to_string());
+        let sharing = Sharing { pid, greeted: None, missed: None, longest: Duration::ZERO };
+        Client::with(path, None, protocol, Some(sharing))
+    }
+
     /// Whether it is connected only while it has commands under way.
     pub fn is_shared(&self) -> bool {
         self.sharing.is_some()
     }
 
-    /// Whether QEMU may still be sent an order that gives: it is taken up as soon as it serves.
-    pub fn takes_orders(&self) -> bool {
+    /// Whether QEMU may still be sent what may be late: it is sent as soon as QEMU serves.
+    pub fn takes_late(&self) -> bool {
         self.state().serves() || self.is_shared() && self.state() != State::Failed
-    }
-
-    /// Goes on until nothing is under way, or until then. Blocks.
-    pub fn finish(&mut self, until: Instant) {
-        let _ = self.wait(until, |p| p.unanswered() == 0);
     }
 
     /// Why QEMU did not serve it the last time, and since when.
@@ -77,59 +81,43 @@ impl Client {
     /// When [`Client::tidy`] may have something to do, whatever QEMU says.
     pub(crate) fn tidy_at(&self) -> Option<Instant> {
         let sharing = self.sharing.as_ref().filter(|_| self.socket.is_some())?;
-        match (self.state(), sharing.greeted) {
-            (State::Greeting, _) | (_, None) => Some(self.opened.max(sharing.looked) + PATIENCE),
-            (_, Some(greeted)) => Some(greeted + MOST),
-        }
+        Some(sharing.greeted.unwrap_or(self.opened) + MOST)
     }
 
     /// Connects where a command waits for that.
     pub(super) fn visit(&mut self) {
-        let Some(sharing) = &mut self.sharing else { return };
-        if !self.protocol.wants_connection() {
+        if self.sharing.is_none() || !self.protocol.wants_connection() {
             return;
         }
-        if let Some(left) = sharing.left {
-            match Queue::of(&self.path) {
-                Some(queue) if queue.waiting > 0 => return self.miss(unserved(Some(queue))),
-                None if left.elapsed() < UNSEEN => return self.miss(unserved(None)),
-                _ => sharing.left = None,
-            }
+        if left::waits(&self.path) {
+            return self.miss(UNSERVED.into());
         }
-        let socket = match open_socket(&self.path) {
-            Ok(socket) => socket,
-            Err(QmpError::Taken(_, why)) => return self.miss(why),
-            Err(e) => return self.protocol.fail(e),
-        };
-        let pid = sharing.pid;
-        (self.opened, sharing.looked, sharing.greeted) = (Instant::now(), Instant::now(), None);
-        self.socket = Some(socket);
-        self.protocol.begin();
-        if let Some(peer) = self.peer_pid().filter(|peer| *peer != pid) {
-            let path = self.path.display().to_string();
-            let why = format!("served by process {peer}, not by this VM's {pid}");
-            self.protocol.fail(QmpError::Io(path, "peer", why));
+        match self.open() {
+            Ok(()) => {}
+            Err(QmpError::Taken(_, why)) => self.miss(why),
+            Err(e) => self.protocol.fail(e),
         }
     }
 
-    /// Leaves where all is answered, where another client is served, or where its time is up.
+    fn open(&mut self) -> Result<(), QmpError> {
+        self.socket = Some(open_socket(&self.path)?);
+        self.opened = Instant::now();
+        self.protocol.begin();
+        let peer = self.peer_pid();
+        let Some(sharing) = &mut self.sharing else { return Ok(()) };
+        sharing.greeted = None;
+        sharing.pid = sharing.pid.or(peer);
+        sharing.pid.into_iter().for_each(|pid| self.check_peer(pid));
+        Ok(())
+    }
+
+    /// Leaves where all is answered, or where its time is up.
     pub(super) fn tidy(&mut self) {
         let Some(sharing) = self.sharing.as_mut().filter(|_| self.socket.is_some()) else { return };
         let now = Instant::now();
         match self.protocol.state() {
-            State::Greeting => {
-                if now < self.opened.max(sharing.looked) + PATIENCE {
-                    return;
-                }
-                sharing.looked = now;
-                let queue = Queue::of(&self.path);
-                // Nobody else is served: this client is the next, or is served without a word yet.
-                let next = queue.is_some_and(|q| q.served == 0 || q.waiting == 0);
-                if !next || now >= self.opened + MOST {
-                    sharing.left = Some(now);
-                    self.miss(unserved(queue));
-                }
-            }
+            State::Greeting if now < self.opened + MOST => {}
+            State::Greeting => self.miss(UNSERVED.into()),
             State::Failed => {}
             _ => {
                 let greeted = *sharing.greeted.get_or_insert(now);
@@ -142,27 +130,32 @@ impl Client {
                 if !self.protocol.is_done() {
                     sharing.missed = Some((now, why.clone()));
                 }
-                self.socket = None;
+                self.close();
                 self.protocol.leave(&QmpError::Left(self.path.display().to_string(), why));
             }
         }
     }
 
     fn miss(&mut self, why: String) {
-        self.socket = None;
+        self.close();
         self.protocol.leave(&QmpError::Busy(self.path.display().to_string(), why.clone()));
         if let Some(sharing) = &mut self.sharing {
             let since = sharing.missed.take().map_or_else(Instant::now, |(since, _)| since);
             sharing.missed = Some((since, why));
         }
     }
+
+    /// Closes the connection; one to a shared socket that QEMU has not accepted stays known.
+    pub(super) fn close(&mut self) {
+        let Some(socket) = self.socket.take() else { return };
+        if self.sharing.as_ref().is_some_and(|s| s.greeted.is_none()) {
+            left::leave(&self.path, socket);
+        }
+    }
 }
 
-/// Why a client was not served, for people.
-fn unserved(queue: Option<Queue>) -> String {
-    match queue {
-        Some(queue) if queue.served > 0 => "another client is served".into(),
-        Some(_) => "QEMU accepts no client".into(),
-        None => "another client is served, or QEMU hangs".into(),
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.close();
     }
 }

@@ -18,8 +18,6 @@ use crate::qmp_balloon;
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;
-/// How long a VM that is to be left may take to have its interval put back. This blocks the tick.
-const LEAVE: Duration = Duration::from_millis(100);
 
 impl Vm {
     /// The QMP socket in use, once QEMU has answered; `None` through libvirt.
@@ -133,17 +131,22 @@ impl Vm {
         if self.access.managed && self.access.libvirt && through {
             return false;
         }
-        if self.client.is_some() {
-            if let Some(command) = self.restore_interval() {
-                if let Some(client) = self.client.as_mut().filter(|c| c.is_shared()) {
-                    client.finish(Instant::now() + LEAVE);
-                }
-                self.restored_interval(command);
-                // Another client was served: the next tick tries again.
-                if self.is_not_restored() {
-                    return true;
-                }
+        if self.is_shared() {
+            // The tick speaks with all shared sockets together, so the answer comes after it.
+            if let (Some(client), Some(command)) = (&mut self.client, self.restoring)
+                && client.protocol().is_pending(command)
+            {
+                return true;
             }
+            self.restoring.take().into_iter().for_each(|command| self.restored_interval(command));
+            if self.is_not_restored() {
+                self.restoring = self.restore_interval();
+                return true;
+            }
+        } else if let Some(command) = self.restore_interval() {
+            self.restored_interval(command);
+        }
+        if self.client.is_some() {
             self.forget_connection();
         }
         self.down = Link::Down(why);
@@ -153,12 +156,12 @@ impl Vm {
     pub(super) fn forget_connection(&mut self) {
         self.client = None;
         self.asked.clear();
-        self.unanswered.clear();
-        self.last_order = None;
-        self.answers = Answers::default();
+        self.orders.clear();
+        let problems = std::mem::take(&mut self.answers.problems);
+        self.answers = Answers { problems, ..Answers::default() };
         self.inventory.forget();
         self.verdict = None;
-        (self.ready, self.slow_since) = (false, None);
+        (self.ready, self.slow_since, self.restoring) = (false, None, None);
         (self.looked_up, self.words_new, self.ran_asked) = (None, None, None);
     }
 
@@ -174,11 +177,7 @@ impl Vm {
             return self.adopt(Client::shared(path, pid));
         }
         let mut client = Client::new(path);
-        if let Some(peer) = client.peer_pid().filter(|peer| *peer != pid) {
-            let path = client.path().display().to_string();
-            let why = format!("served by process {peer}, not by this VM's {pid}");
-            client.protocol().fail(QmpError::Io(path, "peer", why));
-        }
+        client.check_peer(pid);
         self.adopt(client);
     }
 
@@ -210,9 +209,7 @@ impl Vm {
         if matches!(error, QmpError::Taken(..)) {
             self.turn += 1;
         }
-        let problems = std::mem::take(&mut self.answers.problems);
         self.forget_connection();
-        self.answers.problems = problems;
         self.retry_at = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(BACKOFF.1);
     }

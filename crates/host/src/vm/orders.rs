@@ -5,7 +5,7 @@ use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
 
-use super::{Ask, Vm};
+use super::{Ask, Order, Vm};
 use crate::linux::ActError;
 use crate::qmp::QmpError;
 use crate::qmp_balloon;
@@ -16,9 +16,9 @@ impl Vm {
     pub fn order(&mut self, target: Bytes, gives: bool) -> Result<u64, ActError> {
         let link = self.link();
         self.take_late();
-        let under_way = self.ordered == Some(target) && !self.unanswered.is_empty();
+        let under_way = self.ordered == Some(target) && !self.orders.is_empty();
         let client = match &mut self.client {
-            Some(c) if c.takes_orders() && gives && !under_way => c,
+            Some(c) if c.takes_late() && gives && !under_way => c,
             // What was not served a moment ago may not be served now, and would be late.
             Some(c) if c.state().serves() && self.slow_since.is_none() && c.missed().is_none() => c,
             _ => {
@@ -28,53 +28,62 @@ impl Vm {
                 }));
             }
         };
-        let sent = client.send("balloon", Some(qmp_balloon::balloon(target)))?;
-        self.before = (self.ordered, self.loose);
-        self.ordered = Some(target);
-        (self.last_order, self.loose) = (Some(sent), true);
+        let command = client.send("balloon", Some(qmp_balloon::balloon(target)))?;
+        self.orders.push(Order { command, to: target, before: (self.ordered, self.loose) });
+        (self.ordered, self.loose) = (Some(target), true);
         self.done_late = self.done_late.filter(|to| *to == target);
-        Ok(sent)
+        Ok(command)
     }
 
-    /// QEMU has answered an order. It takes them one by one: those before it are over.
+    /// QEMU has answered an order, or the connection has ended before: then it may have been
+    /// carried out. QEMU takes them one by one, so those before it are over.
     pub fn answered(&mut self, command: u64, carried_out: bool) {
-        if self.last_order == Some(command) {
-            (self.last_order, self.loose) = (None, !carried_out);
+        let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
+        let to = self.orders.drain(..=at).next_back().map(|order| order.to);
+        match self.orders.first_mut() {
+            Some(next) => next.before = (to, !carried_out),
+            None => self.loose = !carried_out,
         }
     }
 
-    /// The order was not sent: the one before it holds.
+    /// The order was not sent: what was in force before it is so now.
     pub fn not_sent(&mut self, command: u64) {
-        if self.last_order == Some(command) {
-            self.last_order = None;
-            (self.ordered, self.loose) = self.before;
+        let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
+        let before = self.orders.remove(at).before;
+        match self.orders.get_mut(at) {
+            Some(next) => next.before = before,
+            None => (self.ordered, self.loose) = before,
         }
+    }
+
+    /// Takes an order back that waits for QEMU to serve; whether it did.
+    pub fn take_back(&mut self, command: u64) -> bool {
+        let waited = self.client.as_mut().is_some_and(|c| c.protocol().take_back(command));
+        if waited {
+            self.not_sent(command);
+        }
+        waited
     }
 
     /// QEMU was told and has not answered in time.
     pub fn not_answered(&mut self, command: u64) {
-        self.unanswered.extend(self.ordered.map(|to| (command, to)));
-        if let Some(client) = &mut self.client {
-            client.protocol().not_wait(command);
-        }
+        self.client.iter_mut().for_each(|c| c.protocol().not_wait(command));
     }
 
     /// Takes the answers to orders that came after their time was up.
     pub(super) fn take_late(&mut self) {
-        let Some(client) = &mut self.client else { return };
-        let (protocol, done) = (client.protocol(), &mut self.done_late);
-        let (mut answered, mut unsent) = (Vec::new(), Vec::new());
-        self.unanswered.retain(|(id, to)| match protocol.take_reply(*id) {
-            Some(answer) => {
-                unsent.extend(matches!(answer, Err(QmpError::Busy(..))).then_some(*id));
-                *done = answer.is_ok().then_some(*to);
-                answered.push((*id, answer.is_ok()));
-                false
+        let orders: Vec<_> = self.orders.iter().map(|o| (o.command, o.to)).collect();
+        for (command, to) in orders {
+            let Some(client) = &mut self.client else { return };
+            match client.take_reply(command) {
+                Some(Err(QmpError::Busy(..))) => self.not_sent(command),
+                Some(answer) => {
+                    self.done_late = answer.is_ok().then_some(to);
+                    self.answered(command, answer.is_ok());
+                }
+                None => {}
             }
-            None => protocol.is_pending(*id),
-        });
-        unsent.into_iter().for_each(|id| self.not_sent(id));
-        answered.into_iter().for_each(|(id, done)| self.answered(id, done));
+        }
     }
 
     /// Ends an order to shrink that an earlier daemon may have left behind, or that was on its
@@ -82,7 +91,7 @@ impl Vm {
     pub fn withdraw(&mut self) {
         let Some(size) = self.answers.actual.filter(|_| self.slow_since.is_none()) else { return };
         if self.loose
-            && self.last_order.is_none()
+            && self.orders.is_empty()
             && self.device.is_some()
             && let Ok(command) = self.order(size, true)
         {
@@ -102,24 +111,42 @@ impl Vm {
     pub fn restore_interval(&mut self) -> Option<u64> {
         let (device, was) = (self.device.clone()?, self.interval_was?);
         let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(was));
-        let client = self.client.as_mut().filter(|c| c.state().serves())?;
+        let client = self.client.as_mut().filter(|c| c.takes_late())?;
         let command = client.send("qom-set", Some(set)).ok()?;
-        client.pump();
+        if !client.is_shared() {
+            client.pump();
+        }
         Some(command)
     }
 
     /// That was answered, or QEMU itself has it: one that is slow does it later.
     pub fn restored_interval(&mut self, command: u64) {
         let Some(client) = &mut self.client else { return };
-        let answered = matches!(client.take_reply(command), Some(Ok(_)));
-        if answered || client.is_direct() && !client.is_shared() {
-            self.interval_was = None;
+        match client.take_reply(command) {
+            Some(Ok(_)) => self.interval_was = None,
+            // It would refuse the next one, too.
+            Some(Err(e @ QmpError::Command { .. })) => {
+                self.interval_was = None;
+                self.answers.problems.push(("qmp guest-stats".into(), e.to_string()));
+            }
+            _ if client.is_direct() && !client.is_shared() => self.interval_was = None,
+            _ => {}
         }
     }
 
     /// Whether that is still to be done, over a shared socket.
     pub fn is_not_restored(&self) -> bool {
-        self.interval_was.is_some() && self.is_shared()
+        let reached = self.client.as_ref().is_some_and(|c| c.is_shared() && c.takes_late());
+        reached && self.device.is_some() && self.interval_was.is_some()
+    }
+
+    /// To be asked out of turn takes two settings, and QEMU may be left with the first. Notes what
+    /// is to be put back then.
+    pub fn may_be_kicked(&mut self) {
+        if self.device.is_some() && !self.access.look_only {
+            let interval = self.interval.unwrap_or(self.interval_s);
+            self.interval_was.get_or_insert(interval);
+        }
     }
 
     /// Has QEMU ask the guest now. What the guest has said before is looked at, so that its

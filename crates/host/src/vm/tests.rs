@@ -1,6 +1,6 @@
 //! One VM against a scripted QEMU.
 
-mod shared;
+pub(crate) mod shared;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -10,21 +10,26 @@ use super::*;
 
 /// A QEMU on Proxmox's socket that serves one client after the other, and what it has become.
 #[derive(Clone, Default)]
-struct Qemu(Arc<Mutex<State>>);
+pub(crate) struct Qemu(pub Arc<Mutex<State>>);
 
 #[derive(Default)]
-struct State {
+pub(crate) struct State {
     /// Guest statistics: page faults since its boot, one word after the other.
     faults: VecDeque<u64>,
-    interval: u64,
-    orders: Vec<u64>,
+    pub interval: u64,
+    /// MiB.
+    pub orders: Vec<u64>,
     visits: usize,
     /// It answers no more once it has set so many properties.
     sets: Option<usize>,
+    /// It refuses to set properties.
+    refuses: bool,
+    /// It does not answer orders.
+    pub hangs_at_orders: bool,
 }
 
 impl Qemu {
-    fn serve(&self, listener: UnixListener) {
+    pub fn serve(&self, listener: UnixListener) {
         let theirs = self.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
@@ -39,7 +44,10 @@ impl Qemu {
         for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
             let asked: Value = serde_json::from_str(&line).unwrap();
             let Some(said) = self.said(&asked, &line) else { continue };
-            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            let refused = said == json!("refused");
+            let error = json!({ "class": "GenericError", "desc": "no" });
+            let (key, said) = if refused { ("error", error) } else { ("return", said) };
+            let answer = json!({ key: said, "id": asked["id"] }).to_string() + "\n";
             let _ = stream.write_all(answer.as_bytes());
         }
     }
@@ -53,8 +61,12 @@ impl Qemu {
             "query-balloon" => json!({ "actual": 1u64 << 30 }),
             "balloon" => {
                 it.orders.push(asked["arguments"]["value"].as_u64().unwrap() >> 20);
+                if it.hangs_at_orders {
+                    return None;
+                }
                 json!({})
             }
+            "qom-set" if it.refuses => json!("refused"),
             "qom-set" => {
                 if it.sets == Some(0) {
                     return None;
@@ -76,7 +88,7 @@ impl Qemu {
 }
 
 /// A socket where Proxmox VE has it.
-fn socket(dir: &Path) -> (UnixListener, std::path::PathBuf) {
+pub(crate) fn socket(dir: &Path) -> (UnixListener, std::path::PathBuf) {
     let place = dir.join("run/qemu-server");
     std::fs::create_dir_all(&place).unwrap();
     let path = place.join("100.qmp");
@@ -118,11 +130,96 @@ fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
     assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (1, Some(7)));
     // It is not managed any more.
     vm.access.managed = false;
-    visit(&mut vm);
+    leave(&mut vm);
     assert_eq!((qemu.0.lock().unwrap().interval, vm.client.is_none()), (7, true), "put back");
     let visits = qemu.0.lock().unwrap().visits;
     (0..3).for_each(|_| drop(visit(&mut vm)));
     assert_eq!(qemu.0.lock().unwrap().visits, visits);
+}
+
+/// Ticks until it has no connection.
+fn leave(vm: &mut Vm) {
+    let until = Instant::now() + Duration::from_secs(5);
+    while vm.client.is_some() && Instant::now() < until {
+        visit(vm);
+        vm.client.iter_mut().for_each(Client::pump);
+    }
+}
+
+#[test]
+fn a_vm_that_is_let_go_while_its_manager_is_served_gets_its_interval_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let qemu = Qemu::default();
+    qemu.0.lock().unwrap().interval = 7;
+    qemu.serve(listener);
+    let mut vm = shared_vm(path.clone());
+    (0..5).for_each(|_| drop(visit(&mut vm)));
+    let manager = UnixStream::connect(&path).unwrap();
+    (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+    vm.ask(Instant::now(), Stamp(1_000_000), false);
+    vm.client.iter_mut().for_each(Client::pump);
+    assert!(vm.client.as_ref().unwrap().fd().is_some(), "it waits to be served");
+    vm.access.managed = false;
+    vm.ask(Instant::now(), Stamp(1_000_000), false);
+    assert!(vm.client.is_some());
+    drop(manager);
+    leave(&mut vm);
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.client.is_none()), (7, true));
+}
+
+#[test]
+fn a_qemu_that_refuses_the_interval_is_asked_once_and_the_vm_let_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let qemu = Qemu::default();
+    qemu.0.lock().unwrap().interval = 7;
+    qemu.serve(listener);
+    let mut vm = shared_vm(path);
+    (0..5).for_each(|_| drop(visit(&mut vm)));
+    qemu.0.lock().unwrap().refuses = true;
+    vm.access.managed = false;
+    let mut problems = Vec::new();
+    let until = Instant::now() + Duration::from_secs(5);
+    while vm.client.is_some() && Instant::now() < until {
+        vm.ask(Instant::now(), Stamp(1_000_000), false);
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.sample(Stamp(1_000_000), 0, &mut problems);
+    }
+    assert!(vm.client.is_none() && !vm.is_not_restored());
+    assert!(problems.iter().any(|p| p.message.contains("qom-set: no")), "{problems:?}");
+}
+
+#[test]
+fn of_two_orders_that_were_not_sent_neither_is_in_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, path) = socket(dir.path());
+    let mut vm = shared_vm(path.clone());
+    let _manager = UnixStream::connect(&path).unwrap();
+    let _served = listener.accept().unwrap();
+    vm.connect();
+    (vm.ordered, vm.loose) = (Some(Bytes::mib(900)), false);
+    for size in [600, 700] {
+        let command = vm.order(Bytes::mib(size), true).unwrap();
+        vm.not_answered(command);
+    }
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.orders.is_empty() && Instant::now() < until {
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.take_late();
+    }
+    assert_eq!((vm.ordered, vm.loose), (Some(Bytes::mib(900)), false));
+    // The first one was carried out, and the second was not sent.
+    let order = |command, size| Order {
+        command,
+        to: Bytes::mib(size),
+        before: (Some(Bytes::mib(900)), true),
+    };
+    (vm.orders, vm.ordered, vm.loose) =
+        (vec![order(1, 600), order(2, 700)], Some(Bytes::mib(700)), true);
+    vm.answered(1, true);
+    vm.not_sent(2);
+    assert_eq!((vm.ordered, vm.loose), (Some(Bytes::mib(600)), false));
 }
 
 #[test]
@@ -182,11 +279,11 @@ fn an_order_that_was_not_sent_is_not_in_force() {
     vm.not_answered(command);
     assert_eq!(vm.ordered, Some(Bytes::mib(600)));
     let until = Instant::now() + Duration::from_secs(5);
-    while !vm.unanswered.is_empty() && Instant::now() < until {
+    while !vm.orders.is_empty() && Instant::now() < until {
         vm.client.iter_mut().for_each(Client::pump);
         vm.take_late();
     }
-    assert_eq!((vm.ordered, vm.last_order, vm.loose), (Some(Bytes::mib(900)), None, false));
+    assert_eq!((vm.ordered, vm.loose), (Some(Bytes::mib(900)), false));
     assert!(matches!(vm.link(), Link::Slow(_)));
     assert!(vm.order(Bytes::mib(600), false).is_err(), "nothing is taken over a busy socket");
     drop((manager, served));
@@ -210,12 +307,13 @@ fn an_interval_that_was_left_at_none_is_set_again_and_not_taken_for_the_managers
     vm.interval_s = 2;
     (0..4).for_each(|_| drop(visit(&mut vm)));
     qemu.0.lock().unwrap().sets = Some(1);
+    vm.may_be_kicked();
     vm.kick(Stamp(1));
     visit(&mut vm);
     assert_eq!(qemu.0.lock().unwrap().interval, 0, "the second setting was not carried out");
     qemu.0.lock().unwrap().sets = None;
     (0..3).for_each(|_| drop(visit(&mut vm)));
-    assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (2, None));
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (2, Some(2)));
 }
 
 /// What an agent waits for is asked anew, where a round was not answered.

@@ -1,0 +1,171 @@
+//! A VM whose only QMP socket is its manager's, which this process serves.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use super::*;
+use crate::vm::tests::shared::{Qemu, socket};
+
+const LONG: Duration = Duration::from_secs(10);
+
+/// A process tree in which this process is the VM.
+fn a_vm(dir: &Path, socket: &Path) {
+    let proc = dir.join(format!("proc/{}", std::process::id()));
+    std::fs::create_dir_all(&proc).unwrap();
+    let line = format!("kvm\0-name\0a\0-qmp\0unix:{},server\0", socket.display());
+    std::fs::write(proc.join("cmdline"), line).unwrap();
+    let stat = format!("{} (kvm) S{} 7 0", std::process::id(), " 0".repeat(18));
+    std::fs::write(proc.join("stat"), stat).unwrap();
+}
+
+struct Scene {
+    host: LinuxHost,
+    qemu: Qemu,
+    vm: VmId,
+    socket: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+/// A VM that was met.
+fn scene() -> Scene {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, socket) = socket(dir.path());
+    let qemu = Qemu::default();
+    qemu.0.lock().unwrap().interval = 7;
+    qemu.serve(listener);
+    a_vm(dir.path(), &socket);
+    let mut host = host(dir.path(), Options::default());
+    let until = Instant::now() + LONG;
+    let vm = loop {
+        let vm = host.sample().vms.remove(0);
+        if vm.balloon.is_some() && qemu.0.lock().unwrap().interval == 2 {
+            break vm.id;
+        }
+        assert!(Instant::now() < until, "{vm:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    Scene { host, qemu, vm, socket, _dir: dir }
+}
+
+impl Scene {
+    fn order(&mut self, to: u64, gives: bool, wait: Duration) -> Result<(), ActError> {
+        let order = BalloonOrder { vm: self.vm, to: Bytes::mib(to), gives };
+        self.host.set_balloons_within(&[order], wait).remove(0)
+    }
+
+    fn orders(&self) -> Vec<u64> {
+        self.qemu.0.lock().unwrap().orders.clone()
+    }
+
+    /// Its manager connects, and is served for so long.
+    fn served(&self, time: Duration) -> std::thread::JoinHandle<()> {
+        let manager = UnixStream::connect(&self.socket).unwrap();
+        std::thread::spawn(move || {
+            std::thread::sleep(time);
+            drop(manager);
+        })
+    }
+}
+
+/// While its manager is served, an order that takes is over with its time; one that gives is sent
+/// when the manager has left.
+#[test]
+fn what_takes_is_never_sent_late_over_a_shared_socket_and_what_gives_is() {
+    let mut scene = scene();
+    let wait = scene.host.options.deadline;
+    let manager = scene.served(Duration::from_millis(600));
+    let said = scene.order(600, false, wait).unwrap_err();
+    assert!(matches!(said, ActError::NoLink(_)), "{said:?}");
+    let said = scene.order(700, true, wait).unwrap_err();
+    assert!(matches!(said, ActError::Unanswered { .. }), "{said:?}");
+    manager.join().unwrap();
+    let until = Instant::now() + LONG;
+    while scene.orders().is_empty() && Instant::now() < until {
+        scene.host.wait(Instant::now() + Duration::from_millis(20));
+    }
+    assert_eq!(scene.orders(), [700]);
+}
+
+/// An order that may have been carried out is withdrawn where its VM is to be left alone, also
+/// where the connection that it was sent on has ended.
+#[test]
+fn an_order_that_was_lost_on_a_shared_socket_is_withdrawn() {
+    let mut scene = scene();
+    scene.qemu.0.lock().unwrap().hangs_at_orders = true;
+    let said = scene.order(600, false, LONG).unwrap_err();
+    assert!(matches!(said, ActError::Lost(_)), "{said:?}");
+    scene.qemu.0.lock().unwrap().hangs_at_orders = false;
+    let until = Instant::now() + LONG;
+    while scene.orders().len() < 2 && Instant::now() < until {
+        scene.host.sample();
+        scene.host.vms.get_mut(&scene.vm).unwrap().withdraw();
+        scene.host.wait(Instant::now() + Duration::from_millis(20));
+    }
+    assert_eq!(scene.orders(), [600, 1024]);
+}
+
+#[test]
+fn the_interval_is_put_back_at_the_end_although_the_manager_is_served_just_then() {
+    let mut scene = scene();
+    let manager = scene.served(Duration::from_millis(300));
+    // Questions wait to be sent.
+    scene.host.sample();
+    scene.host.restore_intervals();
+    manager.join().unwrap();
+    assert_eq!(scene.qemu.0.lock().unwrap().interval, 7);
+}
+
+/// To be asked out of turn takes two settings. A daemon that is killed between both leaves the
+/// first, unless what is to be put back was written down before.
+#[test]
+fn before_a_guest_is_asked_out_of_turn_its_interval_is_written_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, socket) = socket(dir.path());
+    let qemu = Qemu::default();
+    // As Ebb wants it, so there is nothing to put back so far.
+    qemu.0.lock().unwrap().interval = 2;
+    qemu.serve(listener);
+    a_vm(dir.path(), &socket);
+    let file = dir.path().join("intervals");
+    let options = || Options { intervals: Some(file.clone()), ..Options::default() };
+    let mut host = host(dir.path(), options());
+    let until = Instant::now() + LONG;
+    let vm = loop {
+        let vm = host.sample().vms.remove(0);
+        if vm.balloon.is_some_and(|b| b.guest.is_some()) {
+            break vm.id;
+        }
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(Intervals::load(Some(file.clone())).of(vm), None);
+    host.kick_stats(&[vm]);
+    assert_eq!(Intervals::load(Some(file)).of(vm), Some(2));
+}
+
+/// QEMU's queue has room for two clients. A process that is no VM of Ebb's is asked for who it is
+/// at each scan.
+#[test]
+fn a_named_socket_whose_manager_is_served_has_one_client_of_ebbs_in_its_queue() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listener, socket) = socket(dir.path());
+    std::fs::create_dir_all(dir.path().join("proc")).unwrap();
+    let manager = UnixStream::connect(&socket).unwrap();
+    let served = listener.accept().unwrap();
+    let options = Options {
+        sockets: vec![("a".into(), socket.clone())],
+        scan_every: Duration::ZERO,
+        ..Options::default()
+    };
+    let mut host = host(dir.path(), options);
+    let said: Vec<Sample> = (0..4).map(|_| host.sample()).collect();
+    let problems = &said[3].problems;
+    assert!(
+        problems.iter().any(|p| p.message.contains("another client is served")),
+        "{problems:?}"
+    );
+    drop((manager, served));
+    listener.set_nonblocking(true).unwrap();
+    let queue = std::iter::from_fn(|| listener.accept().ok()).count();
+    assert_eq!(queue, 1);
+}

@@ -1,0 +1,72 @@
+//! Connections to shared sockets that Ebb left before QEMU accepted them.
+//!
+//! A connection stays in the queue of QEMU's socket until QEMU accepts it, also where its client has
+//! closed it. The queue has room for two. So such a connection is not closed but shut down for
+//! writing: QEMU finds its end at once when it accepts it, and closes it. Before that nothing can
+//! be read from it, and so Ebb knows whether it is still in the queue. Source: Linux
+//! `net/unix/af_unix.c` (`unix_shutdown`), QEMU `chardev/char-socket.c` (`tcp_chr_read`).
+//!
+//! They are kept for the whole process: they outlive the client that made them.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::Shutdown;
+
+/// By the path of the socket; those that are not in a queue any more go.
+fn all() -> MutexGuard<'static, BTreeMap<PathBuf, OwnedFd>> {
+    static ALL: Mutex<BTreeMap<PathBuf, OwnedFd>> = Mutex::new(BTreeMap::new());
+    let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|_, socket| is_in_queue(socket));
+    all
+}
+
+/// Leaves this connection, on which nothing was read.
+pub(super) fn leave(path: &Path, socket: OwnedFd) {
+    // One that cannot be shut down has no peer any more.
+    let shut = rustix::net::shutdown(&socket, Shutdown::Write);
+    if shut.is_ok() && is_in_queue(&socket) {
+        all().insert(path.to_owned(), socket);
+    }
+}
+
+/// Whether one is still in the queue of this socket.
+pub(super) fn waits(path: &Path) -> bool {
+    all().contains_key(path)
+}
+
+fn is_in_queue(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)) == Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qmp::connect_unix;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_connection_is_in_the_queue_until_the_server_accepts_it_and_finds_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(!waits(&path));
+        leave(&path, connect_unix(&path).unwrap());
+        assert!(waits(&path) && !waits(&dir.path().join("other")));
+        let (mut served, _) = listener.accept().unwrap();
+        assert!(waits(&path), "accepting alone shows nothing");
+        assert_eq!(served.read(&mut [0; 8]).unwrap(), 0, "the end");
+        served.write_all(b"greeting").unwrap();
+        assert!(!waits(&path));
+        leave(&path, connect_unix(&path).unwrap());
+        assert!(waits(&path));
+        drop(listener);
+        assert!(!waits(&path), "the server has ended");
+    }
+}
