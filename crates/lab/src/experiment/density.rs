@@ -1,14 +1,15 @@
 //! `density`: how many VMs a budget holds before one of them is harmed.
 //!
-//! VMs are added `--step` at a time until one is harmed. Then as many are dropped, what was
-//! swapped out is read back, and after half a period the rest run for one whole period without
-//! harm; where that fails, more are dropped. Harm is 16 MiB
+//! VMs are added `--step` at a time until one is harmed; each begins its job soon, apart from the
+//! others. Then as many are dropped, what was swapped out is read back, the jobs are spread over the
+//! period, and after half a period the VMs have to run for one whole period without harm; where
+//! that fails, more are dropped. Where it succeeds at once, VMs are added and the same is tried
+//! with them, until it fails (not with `--quick`). Harm is 16 MiB
 //! swapped out, a VM or a job that is lost, a byte that is wrong, or a job that took more than
 //! three times as long to touch its memory as in the arm's first two VMs alone. One VM in eight
 //! also runs `verify`.
 //!
-//! With `--vms` a fixed number of VMs runs instead, the jobs a fraction of a period apart:
-//! what the same work holds in each arm.
+//! With `--vms` a fixed number of VMs runs instead: what the same work holds in each arm.
 //!
 //! Arms: `plain`, `ksm` (a million pages a round, no pause), `ksmtuned` (Debian's, told that the
 //! budget is the machine), `reporting` (QEMU's free page reporting), `mom` (reporting and MOM's
@@ -248,7 +249,7 @@ impl Density {
         };
         let result = match self.vms {
             Some(vms) => fleet.fixed(vms, self.periods)?,
-            None => fleet.grow(most)?,
+            None => fleet.grow(most, !self.quick)?,
         };
         let outcome = Outcome::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
         drop(fleet);
@@ -275,39 +276,55 @@ struct Fleet<'a> {
 }
 
 impl Fleet<'_> {
-    /// Adds VMs until one is harmed, drops some, and has the rest run for a period.
-    fn grow(&mut self, most: u32) -> Result<ArmResult> {
+    /// Finds the most VMs that run for a period without harm, see the top.
+    fn grow(&mut self, most: u32, climbs: bool) -> Result<ArmResult> {
+        let (most, step) = (most as usize, self.plan.step as usize);
         let mut harm = self.add(2, None)?;
         let first = self.jobs.until_touched(&self.vms, self.plan.period)?;
         self.jobs.alone = median(&first).unwrap_or_default();
-        while harm.is_none() && (self.vms.len() as u32) < most {
+        self.jobs.stagger(&self.vms)?;
+        while harm.is_none() && self.vms.len() < most {
             harm = self.add(self.plan.step, None)?;
             if harm.is_none() {
                 harm = drive(self, Instant::now() + Duration::from_secs(1), false)?;
             }
         }
         let mut why = harm.clone().unwrap_or_else(|| format!("no more than {most}"));
+        // The result with the most VMs so far, and whether more were tried.
+        let (mut best, mut fell): (Option<ArmResult>, bool) = (None, false);
         loop {
-            if harm.is_some() {
-                println!("  {} VMs: {why}", self.vms.len());
-                if self.vms.len() as u32 <= self.plan.step {
+            if let Some(found) = harm.take() {
+                println!("  {} VMs: {found}", self.vms.len());
+                why = found;
+                if let Some(best) = best {
+                    return Ok(ArmResult { harm: why, ..best });
+                }
+                if self.vms.len() <= step {
                     bail!("harm with {} VMs: {why}", self.vms.len());
                 }
                 self.remove();
                 harm = self.settle()?;
+                continue;
             }
-            if harm.is_none() {
-                let (mut result, found) = self.period(1)?;
-                if found.is_none() {
-                    result.harm = why;
-                    return Ok(result);
-                }
-                harm = found;
-            }
-            if let Some(harm) = &harm {
-                why.clone_from(harm);
+            let (result, found) = self.try_for_a_period()?;
+            if found.is_some() {
+                (harm, fell) = (found, true);
+            } else if fell || !climbs || self.vms.len() + step > most {
+                return Ok(ArmResult { harm: why, ..result });
+            } else {
+                println!("  {} VMs: no harm", self.vms.len());
+                best = Some(result);
+                harm = self.add(self.plan.step, None)?;
             }
         }
+    }
+
+    /// Spreads the jobs over the period, and measures one after half a period.
+    fn try_for_a_period(&mut self) -> Result<(ArmResult, Option<String>)> {
+        self.jobs.stagger(&self.vms)?;
+        let before = drive(self, Instant::now() + self.plan.period / 2, false)?;
+        let (result, found) = self.period(u32::from(before.is_none()))?;
+        Ok((result, before.or(found)))
     }
 
     /// Lets the harm pass that there was with more VMs.
@@ -322,7 +339,7 @@ impl Fleet<'_> {
             std::thread::sleep(Duration::from_millis(200));
         }
         self.arena.drain_swap()?;
-        drive(self, Instant::now() + self.plan.period / 2, false)
+        Ok(None)
     }
 
     /// A number of VMs, and what they hold over some periods.
@@ -333,7 +350,7 @@ impl Fleet<'_> {
         if let Some(harm) = self.add(vms, Some(first))? {
             println!("  {harm}");
         }
-        self.jobs.stagger(Instant::now(), vms);
+        self.jobs.stagger(&self.vms)?;
         drive(self, Instant::now() + self.plan.period, false)?;
         let (mut result, harm) = self.period(periods)?;
         result.harm = harm.unwrap_or_default();
@@ -380,7 +397,7 @@ impl Fleet<'_> {
         };
         for vm in booted {
             self.sampler.watch(vm.name(), vm.pid());
-            self.jobs.add(&vm, start.unwrap_or_else(Instant::now))?;
+            self.jobs.add(&vm, start.unwrap_or_else(|| self.jobs.gap()))?;
             self.vms.push(vm);
         }
         Ok(harm)

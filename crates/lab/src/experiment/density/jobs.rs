@@ -45,6 +45,20 @@ pub(super) struct Jobs {
     from: Instant,
 }
 
+/// See [`Jobs::gap`]; the times are those from now on.
+fn gap(begins: &[Duration], period: Duration) -> Duration {
+    let apart = period / (2 * (begins.len() as u32 + 1));
+    let mut at = Duration::ZERO;
+    let near = |at: Duration, other: Duration| {
+        let off = Duration::from_nanos((at.abs_diff(other).as_nanos() % period.as_nanos()) as u64);
+        off.min(period - off) < apart
+    };
+    while at < period && begins.iter().any(|other| near(at, *other)) {
+        at += Duration::from_millis(50);
+    }
+    at
+}
+
 impl Jobs {
     pub(super) fn new(plan: Plan) -> Jobs {
         let looked = Instant::now();
@@ -79,13 +93,26 @@ impl Jobs {
         Ok(())
     }
 
-    /// Has the jobs begin a fraction of a period apart.
-    pub(super) fn stagger(&mut self, from: Instant, vms: u32) {
-        let apart = self.plan.period / vms.max(1);
-        for (n, job) in self.jobs.iter_mut().enumerate() {
+    /// Has the jobs begin a fraction of a period apart, from now on. Those that run end.
+    pub(super) fn stagger(&mut self, vms: &[Vm]) -> Result<()> {
+        let (from, apart) = (Instant::now(), self.plan.period / vms.len().max(1) as u32);
+        for (n, (job, vm)) in self.jobs.iter_mut().zip(vms).enumerate() {
+            if std::mem::take(&mut job.started) {
+                vm.tool().stop("job")?;
+            }
+            (job.begun, job.free) = (None, None);
             job.next = from + apart * n as u32;
             job.verify = job.verify.map(|_| job.next + self.plan.period / 3);
         }
+        Ok(())
+    }
+
+    /// The next time at which one more job may begin: apart from the times at which others begin
+    /// theirs by half of what they would have if they were spread evenly.
+    pub(super) fn gap(&self) -> Instant {
+        let now = Instant::now();
+        let begins: Vec<Duration> = self.jobs.iter().map(|j| j.next - now).collect();
+        now + gap(&begins, self.plan.period)
     }
 
     /// The jobs of these VMs have ended with them.
@@ -213,5 +240,25 @@ impl Jobs {
         }
         self.jobs[n].started = true;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_further_job_begins_soon_and_apart_from_the_others() {
+        let s = Duration::from_secs_f64;
+        assert_eq!(gap(&[], s(40.0)), s(0.0));
+        // Two others: a sixth of a period.
+        assert_eq!(gap(&[s(10.0), s(30.0)], s(40.0)), s(0.0));
+        assert_eq!(gap(&[s(0.0), s(10.0)], s(40.0)), s(16.7));
+        assert_eq!(gap(&[s(39.0), s(5.0)], s(40.0)), s(11.7), "they come again each period");
+        let mut begins = Vec::new();
+        for _ in 0..12 {
+            begins.push(gap(&begins, s(40.0)));
+            assert!(begins.iter().all(|b| *b < s(40.0)), "there is always one: {begins:?}");
+        }
     }
 }
