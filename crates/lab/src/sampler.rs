@@ -24,6 +24,8 @@ pub struct Point {
     pub swap: Bytes,
     /// Memory charged to the arena's cgroup.
     pub cgroup: Bytes,
+    /// Of that, what is in huge pages of no file.
+    pub cgroup_huge: Bytes,
     /// Swap charged to it.
     pub cgroup_swap: Bytes,
     /// Resident memory of each VM, in the order of [`Series::vms`].
@@ -173,6 +175,7 @@ fn look(watched: &Mutex<Watched>, began: Instant, cgroup: Option<&MemoryCgroup>)
         available: field("MemAvailable"),
         swap: field("SwapTotal") - field("SwapFree"),
         cgroup: cgroup.map(MemoryCgroup::usage).unwrap_or_default(),
+        cgroup_huge: cgroup.map(MemoryCgroup::huge).unwrap_or_default(),
         cgroup_swap: cgroup.map(MemoryCgroup::swap).unwrap_or_default(),
         resident: watched.vms.iter().map(|(_, pid)| resident(*pid)).collect(),
     };

@@ -81,6 +81,11 @@ impl MemoryCgroup {
         self.stat("swap")
     }
 
+    /// Of that, what is in huge pages of no file.
+    pub fn huge(&self) -> Bytes {
+        self.stat(if self.version == 1 { "rss_huge" } else { "anon_thp" })
+    }
+
     /// A line of `memory.stat`; 0 where there is none.
     pub fn stat(&self, key: &str) -> Bytes {
         let text = fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();

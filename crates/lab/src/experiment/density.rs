@@ -506,6 +506,19 @@ fn held(series: &Series) -> crate::sampler::Stat {
     series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64)
 }
 
+/// Which share of what is held is in huge pages, in the first and in the last tenth of the time.
+fn huge(series: &Series) -> (f64, f64) {
+    let share = |points: &[crate::sampler::Point]| {
+        let sum = |of: fn(&crate::sampler::Point) -> Bytes| {
+            points.iter().map(|p| of(p).0 as f64).sum::<f64>()
+        };
+        sum(|p| p.cgroup_huge) / sum(|p| p.cgroup).max(1.0)
+    };
+    let tenth = series.points.len().div_ceil(10);
+    let end = series.points.len() - tenth;
+    (share(&series.points[..tenth]), share(&series.points[end..]))
+}
+
 fn line(r: &ArmResult) -> String {
     let each = |v: f64| Bytes((v / f64::from(r.vms)) as u64).to_string();
     let held = held(&r.series);
@@ -534,6 +547,9 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     outcome.add(arm, "held_peak", "bytes", &[held.max]);
     outcome.add(arm, "held_least", "bytes", &[held.min]);
     outcome.add(arm, "vm_mean", "bytes", &[held.mean / n]);
+    let (begin, end) = huge(&r.series);
+    outcome.add(arm, "huge_begin", "fraction", &[begin]);
+    outcome.add(arm, "huge_end", "fraction", &[end]);
     outcome.add(arm, "vm_rest_guest", "bytes", &[mean(&|r| r.guest)]);
     outcome.add(arm, "vm_rest_guest_huge", "bytes", &[mean(&|r| r.huge)]);
     outcome.add(arm, "vm_rest_vmm", "bytes", &[mean(&|r| r.vmm)]);
@@ -549,6 +565,7 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
         outcome.series.push(SeriesRow { arm, name, unit, t: t.clone(), v });
     };
     series("held", r.series.points.iter().map(|p| p.cgroup.0 as f64).collect());
+    series("huge", r.series.points.iter().map(|p| p.cgroup_huge.0 as f64).collect());
     series("swap", r.series.points.iter().map(|p| p.cgroup_swap.0 as f64).collect());
     for (n, name) in r.series.vms.iter().enumerate() {
         let of = |p: &crate::sampler::Point| p.resident.get(n).map_or(0.0, |r| r.0 as f64);
