@@ -306,25 +306,32 @@ impl Fleet<'_> {
                 harm = self.settle()?;
                 continue;
             }
-            let (result, found) = self.try_for_a_period()?;
-            if found.is_some() {
-                (harm, fell) = (found, true);
-            } else if fell || !climbs || self.vms.len() + step > most {
-                return Ok(ArmResult { harm: why, ..result });
-            } else {
-                println!("  {} VMs: no harm", self.vms.len());
-                best = Some(result);
-                harm = self.add(self.plan.step, None)?;
+            match self.try_for_a_period()? {
+                Err(found) => (harm, fell) = (Some(found), true),
+                Ok(result) if fell || !climbs || self.vms.len() + step > most => {
+                    return Ok(ArmResult { harm: why, ..result });
+                }
+                Ok(result) => {
+                    println!("  {} VMs: no harm", self.vms.len());
+                    best = Some(result);
+                    harm = self.add(self.plan.step, None)?;
+                }
             }
         }
     }
 
-    /// Spreads the jobs over the period, and measures one after half a period.
-    fn try_for_a_period(&mut self) -> Result<(ArmResult, Option<String>)> {
-        self.jobs.stagger(&self.vms)?;
-        let before = drive(self, Instant::now() + self.plan.period / 2, false)?;
-        let (result, found) = self.period(u32::from(before.is_none()))?;
-        Ok((result, before.or(found)))
+    /// Spreads the jobs over the period, and measures one after half a period; or what harm there
+    /// was.
+    fn try_for_a_period(&mut self) -> Result<Result<ArmResult, String>> {
+        // One may have been killed a moment ago.
+        if let Err(e) = self.jobs.stagger(&self.vms) {
+            return Ok(Err(e.to_string()));
+        }
+        if let Some(harm) = drive(self, Instant::now() + self.plan.period / 2, false)? {
+            return Ok(Err(harm));
+        }
+        let (result, harm) = self.period(1)?;
+        Ok(harm.map_or(Ok(result), Err))
     }
 
     /// Lets the harm pass that there was with more VMs.

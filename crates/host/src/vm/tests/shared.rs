@@ -87,11 +87,12 @@ impl Qemu {
     }
 }
 
-/// A socket where Proxmox VE has it.
+/// Where Proxmox VE has it.
+const SOCKET: &str = "run/qemu-server/100.qmp";
+
 pub(crate) fn socket(dir: &Path) -> (UnixListener, std::path::PathBuf) {
-    let place = dir.join("run/qemu-server");
-    std::fs::create_dir_all(&place).unwrap();
-    let path = place.join("100.qmp");
+    let path = dir.join(SOCKET);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     (UnixListener::bind(&path).unwrap(), path)
 }
 
@@ -114,15 +115,22 @@ fn visit(vm: &mut Vm) -> VmSample {
     vm.sample(Stamp(1_000_000), 0, &mut Vec::new())
 }
 
-#[test]
-fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
+/// A VM whose statistics were asked for every 7 s before Ebb came, after some ticks.
+fn met() -> (tempfile::TempDir, Qemu, Vm) {
     let dir = tempfile::tempdir().unwrap();
     let (listener, path) = socket(dir.path());
     let qemu = Qemu::default();
     qemu.0.lock().unwrap().interval = 7;
     qemu.serve(listener);
     let mut vm = shared_vm(path);
-    let sample = (0..5).map(|_| visit(&mut vm)).last().unwrap();
+    (0..5).for_each(|_| drop(visit(&mut vm)));
+    (dir, qemu, vm)
+}
+
+#[test]
+fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
+    let (_dir, qemu, mut vm) = met();
+    let sample = visit(&mut vm);
     assert_eq!(sample.shared.unwrap().with.as_deref(), Some("Proxmox VE"));
     assert!(sample.balloon.is_some() && sample.link == Link::Up);
     assert!(vm.client.as_ref().unwrap().fd().is_none(), "it is left");
@@ -148,13 +156,8 @@ fn leave(vm: &mut Vm) {
 
 #[test]
 fn a_vm_that_is_let_go_while_its_manager_is_served_gets_its_interval_back() {
-    let dir = tempfile::tempdir().unwrap();
-    let (listener, path) = socket(dir.path());
-    let qemu = Qemu::default();
-    qemu.0.lock().unwrap().interval = 7;
-    qemu.serve(listener);
-    let mut vm = shared_vm(path.clone());
-    (0..5).for_each(|_| drop(visit(&mut vm)));
+    let (dir, qemu, mut vm) = met();
+    let path = dir.path().join(SOCKET);
     let manager = UnixStream::connect(&path).unwrap();
     (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
     vm.ask(Instant::now(), Stamp(1_000_000), false);
@@ -170,13 +173,7 @@ fn a_vm_that_is_let_go_while_its_manager_is_served_gets_its_interval_back() {
 
 #[test]
 fn a_qemu_that_refuses_the_interval_is_asked_once_and_the_vm_let_go() {
-    let dir = tempfile::tempdir().unwrap();
-    let (listener, path) = socket(dir.path());
-    let qemu = Qemu::default();
-    qemu.0.lock().unwrap().interval = 7;
-    qemu.serve(listener);
-    let mut vm = shared_vm(path);
-    (0..5).for_each(|_| drop(visit(&mut vm)));
+    let (_dir, qemu, mut vm) = met();
     qemu.0.lock().unwrap().refuses = true;
     vm.access.managed = false;
     let mut problems = Vec::new();
