@@ -135,15 +135,20 @@ pub fn ksm_note(state_file: &str) -> PathBuf {
     Path::new(state_file).with_file_name("ksm.json")
 }
 
+/// Where it is written down how often guests were asked for statistics: beside the state file.
+pub fn intervals(state_file: &str) -> PathBuf {
+    Path::new(state_file).with_file_name("intervals.json")
+}
+
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>, signals: Signals) -> Result<Daemon> {
-        let beside = |name: &str| Path::new(&config.state_file).with_file_name(name);
-        let beside = |name| state.is_some().then(|| beside(name));
+        let beside = |file: PathBuf| state.is_some().then_some(file);
+        let hands_off = Path::new(&config.state_file).with_file_name("hands-off.json");
         let options = Options {
             look_only: state.is_none(),
-            hands_off: beside("hands-off.json"),
-            intervals: beside("intervals.json"),
+            hands_off: beside(hands_off),
+            intervals: beside(intervals(&config.state_file)),
             ..options(config)
         };
         let host = LinuxHost::new(options).context("cannot watch the host")?;
@@ -206,6 +211,7 @@ impl Daemon {
 
     /// Puts KSM's knobs back, where they were taken.
     pub fn release_ksm(&mut self) -> Result<()> {
+        self.host.leave_shared();
         let said = self.host.release_ksm(Duration::from_secs(5));
         said.map_err(|e| anyhow::anyhow!("KSM's settings are not put back: {e}"))
     }
@@ -220,6 +226,7 @@ impl Daemon {
         if !self.signals.reloads() {
             return false;
         }
+        self.host.leave_shared();
         let ready = anew::check();
         if let Err(why) = &ready {
             say(&format!("SIGHUP: {why:#}; going on as before"));

@@ -43,15 +43,19 @@ impl Intervals {
         if now == self.was {
             return;
         }
-        self.was = now;
-        let Some(file) = &self.file else { return };
-        let all: Vec<_> = self.was.iter().collect();
-        let _ = match all.is_empty() {
-            true => std::fs::remove_file(file),
-            false => serde_json::to_vec(&all)
+        let all: Vec<_> = now.iter().collect();
+        let written = match &self.file {
+            None => Ok(()),
+            Some(file) if all.is_empty() => std::fs::remove_file(file),
+            Some(file) => serde_json::to_vec(&all)
                 .map_err(std::io::Error::other)
                 .and_then(|text| durable::replace(file, &text)),
         };
+        let is_gone = |e: &std::io::Error| e.kind() == std::io::ErrorKind::NotFound;
+        // What was not written is tried again at the next tick.
+        if written.is_ok() || all.is_empty() && written.is_err_and(|e| is_gone(&e)) {
+            self.was = now;
+        }
     }
 }
 

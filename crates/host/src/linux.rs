@@ -300,7 +300,7 @@ fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim:
         managed: manage || owed.contains(&process.id),
         sockets: options.config.sockets,
         libvirt: options.config.libvirt || owed.contains(&process.id),
-        look_only: options.look_only,
+        look_only: options.look_only || !(manage || owed.contains(&process.id)),
         agent: if manage { settings.agent } else { AgentUse::Off },
         private_ram: settings.private_ram,
         window_limit_ms: settings.window_limit_ms.unwrap_or(0),

@@ -29,6 +29,17 @@ enum Step {
     Looking { want: bool, value: bool, backends: Vec<String>, since: Instant },
 }
 
+impl Step {
+    /// Those that QEMU has not answered.
+    fn commands(&self) -> &[u64] {
+        match self {
+            Step::Listing { id, .. } => std::slice::from_ref(id),
+            Step::Setting { ids, .. } => ids,
+            Step::Looking { .. } => &[],
+        }
+    }
+}
+
 impl MergeLink {
     /// Begins, unless an order is under way.
     pub fn order(&mut self, want: bool, client: &mut Client) {
@@ -72,6 +83,7 @@ impl MergeLink {
             return self.error = Some("the QMP connection was lost meanwhile".into());
         };
         if begun.elapsed() > PATIENCE {
+            step.commands().iter().for_each(|id| client.protocol().forget(*id));
             return self.error = Some(format!("not done in {} s", PATIENCE.as_secs()));
         }
         match next(step, client, look) {
@@ -101,6 +113,7 @@ fn next(
                 }
             });
             if let Some(error) = failed {
+                ids.iter().for_each(|id| client.protocol().forget(*id));
                 return Err(error.into());
             }
             Ok(Some(match ids.is_empty() {

@@ -325,15 +325,19 @@ impl Client {
 /// is read from but not waited for, so a hung QEMU costs one deadline, once.
 pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
     clients.iter_mut().filter(|c| !c.is_shared()).for_each(|c| c.flush());
+    visit_some(clients);
     loop {
-        visit_some(clients);
         let waiting = clients.iter().filter(|c| c.protocol.waiting() > 0).count();
         if waiting == 0 || Instant::now() >= deadline {
             return waiting;
         }
-        for i in poll_once(clients, deadline, |c| c.protocol.waiting() > 0) {
-            clients[i].pump();
+        let ready = poll_once(clients, deadline, |c| c.protocol.waiting() > 0 || c.is_shared());
+        // Who comes late, after it was stopped itself, sends nothing more: it may be taken back.
+        if Instant::now() >= deadline {
+            continue;
         }
+        ready.into_iter().for_each(|i| clients[i].pump());
+        visit_some(clients);
     }
 }
 

@@ -291,6 +291,13 @@ impl Vm {
             return;
         }
         self.take_late();
+        // It is managed again: what its interval is now, QEMU tells.
+        if let (Some(command), Some(client)) = (self.restoring.take(), &mut self.client) {
+            client.protocol().forget(command);
+            self.owed.retain(|ask| *ask != Ask::Interval);
+            self.owed.push(Ask::Interval);
+        }
+        self.turn_away(now);
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
         self.slow_since = if waits { self.slow_since.or(Some(now)) } else { None };

@@ -15,7 +15,7 @@ use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;
 
 use crate::cmd::{merge, run::say};
-use crate::daemon::{ksm_note, options};
+use crate::daemon::{intervals, ksm_note, options};
 use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
 
@@ -59,14 +59,24 @@ fn give_back_vms(
     if owned.vms.is_empty() {
         return Ok(Vec::new());
     }
-    let wanted =
-        Options { only: None, merge: None, zeros: false, psi_trigger_us: None, ..options(config) };
+    let wanted = Options {
+        only: None,
+        merge: None,
+        zeros: false,
+        psi_trigger_us: None,
+        // Guests are asked no more often for this, and as often as before in the end.
+        look_only: true,
+        intervals: Some(intervals(&config.state_file)),
+        ..options(config)
+    };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
     host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
     let mut note = |vms: Vec<OwnedVm>| {
         let _ = state.write(&Owned { vms, ..owned.clone() });
     };
-    Ok(give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note))
+    let left = give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note);
+    host.restore_intervals();
+    Ok(left)
 }
 
 /// Puts KSM's settings back, where an earlier daemon had changed them.

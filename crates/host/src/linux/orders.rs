@@ -9,7 +9,7 @@ use ebb_core::units::Bytes;
 
 use super::{LinuxHost, clients};
 use crate::probe::process::{Life, life};
-use crate::qmp::{QmpError, poll_all};
+use crate::qmp::{Client, QmpError, poll_all};
 use crate::vm::Vm;
 
 /// How long putting back how often guests are asked may take, at the end.
@@ -100,8 +100,8 @@ impl LinuxHost {
                     vm.answered(command, answer.is_ok());
                     Ok(answer.map(drop)?)
                 }
-                // Carried out late it does harm.
-                None if !order.gives && vm.take_back(command) => {
+                // Nothing is carried out late: the next tick decides anew.
+                None if vm.take_back(command) => {
                     let ms = wait.as_millis();
                     Err(ActError::NoLink(format!("QEMU has not served Ebb within {ms} ms")))
                 }
@@ -160,6 +160,11 @@ impl LinuxHost {
             std::thread::sleep(RESTORE_AGAIN);
         }
         self.keep_intervals();
+    }
+
+    /// Leaves all shared sockets: the loop has something else to do for some seconds.
+    pub fn leave_shared(&mut self) {
+        clients(&mut self.vms).into_iter().for_each(Client::part);
     }
 
     pub(super) fn keep_intervals(&mut self) {

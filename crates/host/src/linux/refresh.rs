@@ -92,6 +92,10 @@ impl LinuxHost {
 
     fn bind(&mut self, name: String, path: PathBuf) -> Result<VmId, String> {
         let root = &self.options.root;
+        let at_it = |vm: &&Vm| vm.client.as_ref().is_some_and(|c| c.path() == path);
+        if let Some(vm) = self.vms.values().find(at_it) {
+            return Err(format!("it is the socket of {} already", vm.process.name));
+        }
         let client = match kind(&path, true, self.options.config.sockets) {
             SocketKind::Own => Client::new(path),
             SocketKind::Shared => Client::knock(path).map_err(|e| e.to_string())?,

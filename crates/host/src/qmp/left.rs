@@ -10,32 +10,46 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::Shutdown;
 
-/// By the path of the socket; those that are not in a queue any more go.
-fn all() -> MutexGuard<'static, BTreeMap<PathBuf, OwnedFd>> {
-    static ALL: Mutex<BTreeMap<PathBuf, OwnedFd>> = Mutex::new(BTreeMap::new());
-    let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-    all.retain(|_, socket| is_in_queue(socket));
-    all
+/// Device and inode of the socket's file: it may have several paths.
+type Id = (u64, u64);
+
+fn id(path: &Path) -> Option<Id> {
+    let file = std::fs::metadata(path).ok()?;
+    Some((file.dev(), file.ino()))
+}
+
+fn all() -> MutexGuard<'static, BTreeMap<Id, OwnedFd>> {
+    static ALL: Mutex<BTreeMap<Id, OwnedFd>> = Mutex::new(BTreeMap::new());
+    ALL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Leaves this connection, on which nothing was read.
 pub(super) fn leave(path: &Path, socket: OwnedFd) {
     // One that cannot be shut down has no peer any more.
     let shut = rustix::net::shutdown(&socket, Shutdown::Write);
-    if shut.is_ok() && is_in_queue(&socket) {
-        all().insert(path.to_owned(), socket);
+    if let (Ok(()), true, Some(id)) = (shut, is_in_queue(&socket), id(path)) {
+        let mut all = all();
+        all.retain(|_, socket| is_in_queue(socket));
+        all.insert(id, socket);
     }
 }
 
 /// Whether one is still in the queue of this socket.
 pub(super) fn waits(path: &Path) -> bool {
-    all().contains_key(path)
+    let Some(id) = id(path) else { return false };
+    let mut all = all();
+    let waits = all.get(&id).is_some_and(is_in_queue);
+    if !waits {
+        all.remove(&id);
+    }
+    waits
 }
 
 fn is_in_queue(socket: &OwnedFd) -> bool {

@@ -136,6 +136,19 @@ impl Client {
         }
     }
 
+    /// Leaves a shared socket, whatever is under way.
+    pub fn part(&mut self) {
+        if self.sharing.is_none() || self.socket.is_none() {
+            return;
+        }
+        if self.protocol.state() == State::Greeting {
+            return self.miss(UNSERVED.into());
+        }
+        self.close();
+        let path = self.path.display().to_string();
+        self.protocol.leave(&QmpError::Left(path, "Ebb had to leave it".into()));
+    }
+
     fn miss(&mut self, why: String) {
         self.close();
         self.protocol.leave(&QmpError::Busy(self.path.display().to_string(), why.clone()));

@@ -16,6 +16,8 @@ use crate::qmp_balloon;
 
 /// First and longest wait before a lost connection is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A shared socket where Ebb is not served for so long is left for another one, if there is one.
+const TURN_AWAY: Duration = Duration::from_secs(5);
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;
 
@@ -28,7 +30,7 @@ impl Vm {
 
     /// The sockets that may be connected to, or why there is none.
     fn sockets(&self) -> Result<Vec<PathBuf>, String> {
-        if !self.access.managed {
+        if !self.access.managed && self.interval_was.is_none() {
             return Err("it is not managed, so it is not connected to".into());
         }
         if let Some(path) = &self.owed_at {
@@ -126,7 +128,13 @@ impl Vm {
     /// Closes a connection that must not be kept; whether one is still to be closed. A managed VM
     /// keeps the one through libvirt while it has no socket for Ebb.
     pub(super) fn leaves(&mut self) -> bool {
-        let Err(why) = self.sockets() else { return false };
+        let why = match self.sockets() {
+            Err(why) => why,
+            Ok(_) if self.access.managed => return false,
+            // It is only reached to have its interval put back, by its device.
+            Ok(_) if self.client.is_none() || self.device.is_none() => return false,
+            Ok(_) => "it is not managed, so it is not connected to".into(),
+        };
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
         if self.access.managed && self.access.libvirt && through {
             return false;
@@ -163,6 +171,17 @@ impl Vm {
         self.verdict = None;
         (self.ready, self.slow_since, self.restoring) = (false, None, None);
         (self.looked_up, self.words_new, self.ran_asked) = (None, None, None);
+    }
+
+    /// Turns to its next socket where the manager of this one stays connected.
+    pub(super) fn turn_away(&mut self, now: Instant) {
+        let missed = self.client.as_ref().and_then(Client::missed);
+        let long =
+            missed.is_some_and(|(since, _)| now.saturating_duration_since(*since) > TURN_AWAY);
+        if long && self.sockets().is_ok_and(|paths| paths.len() > 1) {
+            self.turn += 1;
+            self.forget_connection();
+        }
     }
 
     pub(super) fn connect(&mut self) {

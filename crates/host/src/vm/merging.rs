@@ -33,7 +33,7 @@ impl Vm {
 
     /// Goes on with that, where it is under way.
     pub fn go_on_merging(&mut self, look: Option<&Look>) {
-        let client = self.client.as_mut().filter(|c| c.state().serves());
+        let client = self.client.as_mut().filter(|c| c.takes_late());
         self.merging.go_on(client, look);
         self.client.iter_mut().for_each(Client::flush);
     }

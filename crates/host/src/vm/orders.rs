@@ -39,7 +39,12 @@ impl Vm {
     /// carried out. QEMU takes them one by one, so those before it are over.
     pub fn answered(&mut self, command: u64, carried_out: bool) {
         let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
-        let to = self.orders.drain(..=at).next_back().map(|order| order.to);
+        let over: Vec<Order> = self.orders.drain(..=at).collect();
+        let to = over.last().map(|order| order.to);
+        // Nobody takes what QEMU answers to those before.
+        self.client
+            .iter_mut()
+            .for_each(|c| over.iter().for_each(|o| c.protocol().forget(o.command)));
         match self.orders.first_mut() {
             Some(next) => next.before = (to, !carried_out),
             None => self.loose = !carried_out,
@@ -143,8 +148,9 @@ impl Vm {
     /// To be asked out of turn takes two settings, and QEMU may be left with the first. Notes what
     /// is to be put back then.
     pub fn may_be_kicked(&mut self) {
-        if self.device.is_some() && !self.access.look_only {
-            let interval = self.interval.unwrap_or(self.interval_s);
+        if let (Some(_), Some(interval)) = (&self.device, self.interval)
+            && !self.access.look_only
+        {
             self.interval_was.get_or_insert(interval);
         }
     }
@@ -152,8 +158,7 @@ impl Vm {
     /// Has QEMU ask the guest now. What the guest has said before is looked at, so that its
     /// answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
-        let interval = self.interval.unwrap_or(self.interval_s);
-        let Some(device) = self.device.clone() else { return };
+        let (Some(device), Some(interval)) = (self.device.clone(), self.interval) else { return };
         if self.access.look_only || self.usable().is_err() {
             return;
         }

@@ -110,8 +110,9 @@ impl Vm {
 
     /// Has QEMU ask the guest now; the answer is there at the next visit.
     fn ask_its_guest(&mut self) {
-        let Some(device) = self.device.clone().filter(|_| !self.access.look_only) else { return };
-        for set in qmp_balloon::ask_now(&device, self.interval.unwrap_or(self.interval_s)) {
+        let device = self.device.clone().filter(|_| !self.access.look_only);
+        let (Some(device), Some(interval)) = (device, self.interval) else { return };
+        for set in qmp_balloon::ask_now(&device, interval) {
             self.send(Ask::SetInterval, "qom-set", Some(set));
         }
     }

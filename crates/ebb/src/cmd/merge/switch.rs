@@ -3,6 +3,7 @@
 //! What may be open together ([`on`]) is decided here; how QEMU is told is the host crate's.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -14,9 +15,10 @@ use ebb_host::act::ksm;
 use ebb_host::act::vm_mergeable::{self, Done};
 use ebb_host::probe::discovery::{Program, inspect_owed};
 use ebb_host::probe::ksm::ksmtuned;
+use ebb_host::probe::managers::{Manager, SocketKind, kind};
 use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
-use ebb_host::qmp::Client;
+use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
 use super::{Known, look};
@@ -177,15 +179,25 @@ pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool
 
 /// The VM's QMP socket, where one is free: a socket serves one client.
 fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
-    let paths = match (&config.settings(&process.given, process.uuid.as_deref()).qmp, &process.qmp)
-    {
+    let its = &config.settings(&process.given, process.uuid.as_deref()).qmp;
+    let named = its.is_some();
+    let paths = match (its, &process.qmp) {
         (Some(path), _) => vec![path.into()],
         (None, QmpAddress::Paths(paths)) => paths.clone(),
         (None, QmpAddress::None { why }) => bail!("{why}"),
     };
     let mut last = None;
     for path in paths {
-        match Client::connect(path, QMP) {
+        let own = match kind(&path, named, config.sockets) {
+            SocketKind::Shared => visit(path, process.id.pid),
+            SocketKind::Others if Manager::of(&path).is_some() => {
+                last = Some(format!("{} is its manager's", path.display()));
+                continue;
+            }
+            SocketKind::Own | SocketKind::Others => Client::connect(path, QMP),
+        };
+        match own {
+            Ok(client) if client.is_shared() => return Ok(client),
             Ok(client) if client.peer_pid().is_none_or(|p| p == process.id.pid) => {
                 return Ok(client);
             }
@@ -196,6 +208,12 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
         }
     }
     bail!("{}", last.unwrap_or_else(|| "it has no QMP socket".into()))
+}
+
+/// A client that is connected for each command only, once QEMU has answered the first.
+fn visit(path: PathBuf, pid: u32) -> Result<Client, QmpError> {
+    let mut client = Client::shared(path, pid);
+    client.execute("query-status", None, QMP).map(|_| client)
 }
 
 /// Stops KSM and breaks all merges.

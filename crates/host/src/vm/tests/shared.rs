@@ -19,7 +19,7 @@ pub(crate) struct State {
     pub interval: u64,
     /// MiB.
     pub orders: Vec<u64>,
-    visits: usize,
+    pub visits: usize,
     /// It answers no more once it has set so many properties.
     sets: Option<usize>,
     /// It refuses to set properties.
@@ -217,6 +217,70 @@ fn of_two_orders_that_were_not_sent_neither_is_in_force() {
     vm.answered(1, true);
     vm.not_sent(2);
     assert_eq!((vm.ordered, vm.loose), (Some(Bytes::mib(600)), false));
+}
+
+/// Answers that nobody takes would fill what a connection holds, and it would end for good.
+#[test]
+fn the_answer_to_an_order_that_a_later_one_ended_is_not_kept() {
+    let (_dir, qemu, mut vm) = met();
+    for size in 1..200 {
+        let late = vm.order(Bytes::mib(700 + size), true).unwrap();
+        vm.not_answered(late);
+        let last = vm.order(Bytes::mib(400 + size), true).unwrap();
+        let until = Instant::now() + Duration::from_secs(5);
+        let answer = loop {
+            vm.client.iter_mut().for_each(Client::pump);
+            if let Some(answer) = vm.client.as_mut().unwrap().take_reply(last) {
+                break answer;
+            }
+            assert!(Instant::now() < until);
+        };
+        vm.answered(last, answer.is_ok());
+    }
+    assert_eq!(qemu.0.lock().unwrap().orders.len(), 398);
+}
+
+#[test]
+fn a_vm_that_is_managed_again_is_asked_for_its_interval() {
+    let (_dir, qemu, mut vm) = met();
+    vm.access.managed = false;
+    vm.ask(Instant::now(), Stamp(1_000_000), false);
+    assert!(vm.restoring.is_some());
+    let until = Instant::now() + Duration::from_secs(5);
+    crate::qmp::poll_all(&mut [vm.client.as_mut().unwrap()], until);
+    assert_eq!(qemu.0.lock().unwrap().interval, 7);
+    vm.access.managed = true;
+    (0..3).for_each(|_| drop(visit(&mut vm)));
+    assert_eq!((qemu.0.lock().unwrap().interval, vm.interval_was), (1, Some(7)));
+    vm.access.managed = false;
+    leave(&mut vm);
+    assert_eq!(qemu.0.lock().unwrap().interval, 7);
+}
+
+/// Two managers' sockets, and who is connected to the first stays there.
+#[test]
+fn a_socket_whose_manager_stays_is_left_for_another_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_first, path) = socket(dir.path());
+    let second = path.with_file_name("101.qmp");
+    let qemu = Qemu::default();
+    qemu.serve(UnixListener::bind(&second).unwrap());
+    let mut vm = shared_vm(path.clone());
+    vm.process.qmp = QmpAddress::Paths(vec![path, second]);
+    let mut now = Instant::now();
+    let met = (0..20).any(|_| {
+        now += Duration::from_secs(3);
+        (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+        vm.ask(now, Stamp(1_000_000), false);
+        let until = Instant::now() + Duration::from_secs(3);
+        while !vm.asked.is_empty() && Instant::now() < until {
+            vm.client.iter_mut().for_each(Client::pump);
+            vm.hear();
+            std::thread::yield_now();
+        }
+        vm.sample(Stamp(1_000_000), 0, &mut Vec::new()).balloon.is_some()
+    });
+    assert!(met);
 }
 
 #[test]
