@@ -263,8 +263,19 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     );
     let _domain = libvirtd.boot("meta", SMALL, BALLOON, &more).unwrap();
     let dir = tempfile::tempdir().unwrap();
+    // Another one has a QMP socket for Ebb.
+    let qmp = libvirtd.dir().join("own-ebb.qmp");
+    let arg = |value: &str| format!("<qemu:arg value='{value}'/>");
+    let more = format!(
+        "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='150MiB'/></metadata>\
+         <qemu:commandline>{}{}</qemu:commandline>",
+        arg("-qmp"),
+        arg(&format!("unix:{},server=on,wait=off", qmp.display()))
+    );
+    let _own = libvirtd.boot("own", SMALL, BALLOON, &more).unwrap();
     // The section of the host's file wins for its key.
-    let daemon = start_with(&libvirtd, dir.path(), &[], "[vm.meta]\nweight = 3\n");
+    let config = "[vm.meta]\nweight = 3\n[vm.own]\n";
+    let daemon = start_with(&libvirtd, dir.path(), &[], config);
     let set = |xml: &str| {
         let args = ["metadata", "meta", "--uri", NAMESPACE, "--key", "ebb", "--set", xml, "--live"];
         libvirtd.virsh(&[&args[..], &["--config"]].concat()).unwrap();
@@ -296,6 +307,21 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     let text = says(&["explain", "meta"]);
     assert!(text.contains("metadata  min 160 MiB, max 240 MiB, group acme"), "{text}");
     assert!(says(&["status"]).contains("meta: set in its libvirt metadata: min 160 MiB"));
+
+    wait_up(&daemon, "own");
+    let all = |s: &Value| {
+        let floor = of(s, "own")?["floor"].as_u64()?;
+        (floor == Bytes::mib(150).0).then_some(())
+    };
+    daemon.wait_for("the floor of one with a socket", PATIENCE, all).unwrap();
+    assert!(!asks_for_statistics(&libvirtd, "own"), "not through libvirt");
+    let args = ["metadata", "own", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
+    libvirtd.virsh(&[&args[..], &["<memory manage='no'/>"]].concat()).unwrap();
+    let alone = |s: &Value| {
+        let why = of(s, "own")?["link"]["why"].as_str()?;
+        why.contains("not managed").then_some(())
+    };
+    daemon.wait_for("one with a socket to be left alone", PATIENCE, alone).unwrap();
 
     // A change is seen while both run.
     let at = set("<memory min='192MiB'/>");
