@@ -20,11 +20,14 @@ pub(crate) struct DomainSettings {
     retry_at: Option<Instant>,
     backoff: Duration,
     says: Metadata,
+    /// It was read once: that holds on while libvirt does not answer.
+    was_read: bool,
 }
 
 impl Default for DomainSettings {
     fn default() -> DomainSettings {
-        DomainSettings { watch: None, retry_at: None, backoff: BACKOFF.0, says: Metadata::None }
+        let (says, backoff) = (Metadata::None, BACKOFF.0);
+        DomainSettings { watch: None, retry_at: None, backoff, says, was_read: false }
     }
 }
 
@@ -32,15 +35,14 @@ impl DomainSettings {
     fn look(&mut self, libvirt: &Libvirt, process: &QemuProcess, now: Instant) {
         if let Some(seen) = self.watch.as_ref().map(Watch::seen) {
             if let Some(read) = seen.metadata {
-                (self.says, self.backoff) = (read, BACKOFF.0);
+                (self.says, self.backoff, self.was_read) = (read, BACKOFF.0, true);
             }
             if let Some(why) = seen.over {
                 self.watch = None;
                 self.retry_at = Some(now + self.backoff);
                 self.backoff = (self.backoff * 2).min(BACKOFF.1);
-                // What was read before holds on.
-                if let Metadata::Unread(old) = &mut self.says {
-                    *old = why;
+                if !self.was_read {
+                    self.says = Metadata::Unread(why);
                 }
             }
         }
@@ -52,13 +54,10 @@ impl DomainSettings {
             self.retry_at = Some(now + LOOK_UP);
             return;
         };
-        if self.says.is_none() && self.retry_at.is_none() {
+        if !self.was_read && self.says.is_none() {
             self.says = Metadata::Unread("libvirt has not answered yet".into());
         }
-        match libvirt.watch(address) {
-            Ok(watch) => self.watch = Some(watch),
-            Err(e) => self.says = Metadata::Unread(e.to_string()),
-        }
+        self.watch = libvirt.watch(address).ok();
     }
 }
 
@@ -85,5 +84,51 @@ impl Vm {
             }
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_core::sample::VmId;
+
+    use super::*;
+    use crate::root::Root;
+
+    #[test]
+    fn metadata_that_a_dead_libvirt_does_not_tell_is_not_read_and_a_vm_of_nobody_has_none() {
+        // The pid file must be root's.
+        if !rustix::process::getuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |path: &str, text: &str| {
+            let path = root.path(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("/proc/10/stat", "");
+        write("/run/libvirt/libvirt-sock", "nobody listens");
+        let libvirt = Libvirt::new(root.clone()).unwrap();
+        let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
+        let (mut domain, now) = (DomainSettings::default(), Instant::now());
+        domain.look(&libvirt, &process, now);
+        assert!(domain.says.is_none() && domain.watch.is_none());
+        // Its pid file comes late.
+        write("/run/libvirt/qemu/web.pid", "10");
+        domain.look(&libvirt, &process, now);
+        assert!(domain.says.is_none(), "it is not looked up each time");
+        let later = now + LOOK_UP;
+        domain.look(&libvirt, &process, later);
+        assert_eq!(domain.says, Metadata::Unread("libvirt has not answered yet".into()));
+        let why = loop {
+            domain.look(&libvirt, &process, later);
+            match &domain.says {
+                Metadata::Unread(why) if why.contains("does not run") => break why.clone(),
+                other => assert!(matches!(other, Metadata::Unread(_)), "{other:?}"),
+            }
+            std::thread::yield_now();
+        };
+        assert!(why.contains("start libvirtd or virtqemud"), "{why}");
     }
 }
