@@ -72,3 +72,6 @@ printf '\100%s\n' '{"id":2,"error":{"kind":"aside","text":"vfio"}}'; } >corpus/a
 # libvirt_stream: an answer to the first call, and an event.
 { printf '\0\0\0\034\040\0\200\206\0\0\0\001\0\0\0\001\0\0\0\001\0\0\0\001\0\0\0\0'
 printf '\0\0\0\034\040\0\200\206\0\0\0\001\0\0\001\077\0\0\0\002\0\0\0\0\0\0\0\0'; } >corpus/libvirt_stream/both
+
+# libvirt_stream: a domain's metadata.
+printf "<ebb:memory xmlns:ebb='urn:ebb:domain:1' min='1GiB' manage='yes'/>" >corpus/libvirt_stream/metadata

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use ebb_host::libvirt::rpc::{Heard, REMOTE, Rpc};
-use ebb_host::libvirt::{calls, description};
+use ebb_host::libvirt::{calls, description, metadata};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -24,5 +24,9 @@ fuzz_target!(|data: &[u8]| {
     let _ = (calls::text(data), calls::is_busy(data));
     let procedures = [318, 319, 331, 363, 379];
     procedures.iter().for_each(|p| drop(calls::event(*p, data)));
-    let _ = description::Balloon::of(&String::from_utf8_lossy(data));
+    let text = String::from_utf8_lossy(data);
+    let _ = description::Balloon::of(&text);
+    if let Err(why) = metadata::settings(&text) {
+        assert!(why.len() < 1000 && !why.contains('\n'));
+    }
 });

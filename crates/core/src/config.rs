@@ -4,6 +4,7 @@
 //! and what is allowed. Nothing is half-applied: one bad field refuses the file.
 //! Every field has a default, so an empty file is a valid one.
 
+mod metadata;
 mod read;
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::policy::merge::Settings;
 use crate::units::Bytes;
 
+pub use metadata::{Metadata, NAMESPACE, Overrides};
 pub use read::milliseconds;
 
 /// Everything that can be set.
@@ -198,6 +200,9 @@ pub struct VmSettings {
     /// What a VM must be beside its name to have this section.
     #[serde(default, skip_serializing_if = "Identity::is_empty")]
     pub identity: Identity,
+    /// What the VM's own section sets: a manager's metadata does not override it.
+    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
+    pub own: Overrides,
 }
 
 /// What a VM must be to have a section. Its name and its uuid are its QEMU's word: a QEMU
@@ -240,6 +245,16 @@ pub enum Amount {
 }
 
 impl Amount {
+    /// Whether it is more than the other whatever a VM's RAM is. A size and a share can be compared
+    /// only where that is known: the floor then gives way, see `VmModel`.
+    fn is_above(self, other: Amount) -> bool {
+        match (self, other) {
+            (Amount::Bytes(a), Amount::Bytes(b)) => a > b,
+            (Amount::Share(a), Amount::Share(b)) => a > b,
+            _ => false,
+        }
+    }
+
     /// The size for a VM with this much RAM, never above it.
     pub fn of(self, ram: Bytes) -> Bytes {
         match self {
@@ -277,6 +292,7 @@ impl Default for VmSettings {
             private_ram: false,
             window_limit_ms: None,
             identity: Identity::default(),
+            own: Overrides::default(),
         }
     }
 }

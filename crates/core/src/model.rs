@@ -26,7 +26,7 @@ pub use self::merge::{MergeHost, MergeVm};
 pub use self::standing::Standing;
 pub(crate) use self::vm::DEFLATED_LIFE_MS;
 pub use self::vm::{Convergence, Progress, VmModel};
-use crate::config::Config;
+use crate::config::{Config, Metadata};
 use crate::sample::{Claim, Sample, VmId, VmSample};
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
@@ -87,9 +87,16 @@ impl Model {
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
     pub fn new(config: &Config, sample: &Sample, memory: &Memory) -> Model {
         let dt_ms = memory.at.map_or(0, |at| sample.at.since(at));
-        let one_group = config.has_one_group();
+        let others = |vm: &VmSample| {
+            config.group_by_metadata(vm).is_some_and(|its| its != config.defaults.group)
+        };
+        let one_group = config.has_one_group() && !sample.vms.iter().any(others);
         let one = |vm: &VmSample| {
-            let group_is_proven = one_group || vm.claim == Claim::Proven;
+            // Metadata is the word of the host's libvirt on this process.
+            let by_libvirt = config.group_by_metadata(vm).is_some();
+            let unknown = matches!(vm.metadata, Metadata::Unread(_) | Metadata::Wrong(_));
+            let group_is_proven =
+                !unknown && (one_group || by_libvirt || vm.claim == Claim::Proven);
             VmModel { group_is_proven, ..VmModel::new(config, sample, vm, memory) }
         };
         let mut vms: Vec<VmModel> = sample.vms.iter().map(one).collect();

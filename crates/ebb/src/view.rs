@@ -293,6 +293,9 @@ pub struct Vm {
     pub returned: Returned,
     /// Share group.
     pub group: String,
+    /// Which of its settings come from its domain's metadata, in words; empty: none.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub by_metadata: String,
     /// Need and the page cache that it reads again and again.
     pub working_set: Option<Bytes>,
     /// What it could do without.

@@ -20,11 +20,11 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::AgentUse;
+use ebb_core::config::{AgentUse, Metadata};
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Problem, Sample, VmId, VmSample, ZeroWays,
 };
-use ebb_core::units::Stamp;
+use ebb_core::units::{Bytes, Stamp};
 
 use crate::act::ksm_worker::KsmWorker;
 use crate::act::offload::Offloader;
@@ -187,7 +187,7 @@ impl LinuxHost {
         let mut host = self.sample_host(&mut problems);
         self.owed = owed.iter().copied().collect();
         self.refresh(started);
-        self.allow(at);
+        self.allow(at, started);
         for id in owed {
             self.vms.get_mut(id).into_iter().for_each(|vm| vm.hurry(started));
         }
@@ -208,16 +208,17 @@ impl LinuxHost {
 
     /// What may be done to each VM: nothing to one that is not managed, unless it is owed
     /// something.
-    fn allow(&mut self, at: Stamp) {
+    fn allow(&mut self, at: Stamp, now: Instant) {
         let (vms, root) = (&self.vms, &self.options.root);
         let is_there = |id: &VmId| vms.contains_key(id) || life(root, *id) != Life::Ended;
         self.hands_off.keep(at, is_there);
         let version = self.cgroups();
         for (id, vm) in &mut self.vms {
             vm.claim = claim(root, &self.options.config, version, &vm.process);
+            vm.look_at_metadata(has_metadata(&self.options, &vm.process), now);
             vm.access = Access {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
-                ..access(&self.options, &self.owed, &vm.process, &vm.claim)
+                ..access(&self.options, &self.owed, &vm.process, (&vm.claim, vm.metadata()))
             };
             vm.named = self.bound.contains(&Some(*id));
             vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
@@ -292,16 +293,30 @@ impl LinuxHost {
     }
 }
 
+/// Whether settings of this VM may stand in its libvirt's metadata and count.
+fn has_metadata(options: &Options, process: &QemuProcess) -> bool {
+    let section = options.config.settings(&process.given, process.uuid.as_deref());
+    options.config.libvirt && section.own.manage != Some(false)
+}
+
 /// What may be done to the VM of this process.
-fn access(options: &Options, owed: &HashSet<VmId>, process: &QemuProcess, claim: &Claim) -> Access {
+fn access(
+    options: &Options,
+    owed: &HashSet<VmId>,
+    process: &QemuProcess,
+    (claim, metadata): (&Claim, &Metadata),
+) -> Access {
     let settings = options.config.settings(&process.given, process.uuid.as_deref());
-    let manage = settings.manage && !matches!(claim, Claim::Refused(_));
+    let settings = settings.with(metadata, Bytes::ZERO);
+    let refused = matches!(claim, Claim::Refused(_)) || matches!(metadata, Metadata::Wrong(_));
+    let manage = settings.manage && !refused;
+    let unread = matches!(metadata, Metadata::Unread(_));
     Access {
         managed: manage || owed.contains(&process.id),
         sockets: options.config.sockets,
         libvirt: options.config.libvirt || owed.contains(&process.id),
         look_only: options.look_only || !(manage || owed.contains(&process.id)),
-        agent: if manage { settings.agent } else { AgentUse::Off },
+        agent: if manage && !unread { settings.agent } else { AgentUse::Off },
         private_ram: settings.private_ram,
         window_limit_ms: settings.window_limit_ms.unwrap_or(0),
         hands_off_ms: None,

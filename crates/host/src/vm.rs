@@ -13,6 +13,7 @@ mod agent;
 mod answers;
 mod connection;
 mod merging;
+mod metadata;
 mod orders;
 mod questions;
 
@@ -27,9 +28,11 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 
 use self::connection::BACKOFF;
+use self::metadata::DomainSettings;
 use crate::agent_link::AgentLink;
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::libvirt::Libvirt;
+use crate::libvirt::metadata::METADATA;
 use crate::merge_link::MergeLink;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
@@ -110,6 +113,7 @@ pub(crate) struct Vm {
     pub process: QemuProcess,
     /// For a VM that has no socket for Ebb.
     libvirt: Option<Libvirt>,
+    domain: DomainSettings,
     pub cgroup: Option<String>,
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
@@ -210,6 +214,7 @@ impl Vm {
             closed: None,
             process,
             libvirt: None,
+            domain: DomainSettings::default(),
             cgroup: None,
             interval_s,
             client: None,
@@ -329,7 +334,9 @@ impl Vm {
         let id = self.process.id;
         self.seen = false;
         let unread = self.unread.take().map(|why| (format!("/proc/{}/status", id.pid), why));
-        let told = unread.into_iter().chain(std::mem::take(&mut self.answers.problems));
+        let metadata = self.metadata_problem().map(|why| (METADATA.to_owned(), why));
+        let told = unread.into_iter().chain(metadata);
+        let told = told.chain(std::mem::take(&mut self.answers.problems));
         problems.extend(told.map(|(source, message)| problem(id, source, message)));
         let run = match &self.answers.run {
             Some(RunState::Running | RunState::Paused) if self.answers.migrating => {
@@ -343,6 +350,7 @@ impl Vm {
             given: Some(&self.process.given).filter(|g| **g != self.process.name).cloned(),
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
+            metadata: self.metadata().clone(),
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),

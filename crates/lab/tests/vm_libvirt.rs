@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use ebb_core::config::NAMESPACE;
 use ebb_core::units::Bytes;
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::Daemon;
@@ -248,4 +249,116 @@ fn vm_many_domains_of_libvirt_cost_little() {
     assert!(daemon.stop());
     let left: Vec<_> = names.iter().filter(|n| asks_for_statistics(&libvirtd, n)).collect();
     assert!(left.is_empty(), "the interval is not as it was: {left:?}");
+}
+
+/// The settings that the domain's metadata holds count, also those that are set while it runs.
+#[test]
+fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
+    const SMALL: Bytes = Bytes::mib(256);
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let more = format!(
+        "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='160MiB' max='240MiB' weight='2' \
+         group='acme'/></metadata>"
+    );
+    let _domain = libvirtd.boot("meta", SMALL, BALLOON, &more).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    // Another one has a QMP socket for Ebb.
+    let qmp = libvirtd.dir().join("own-ebb.qmp");
+    let arg = |value: &str| format!("<qemu:arg value='{value}'/>");
+    let more = format!(
+        "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='150MiB'/></metadata>\
+         <qemu:commandline>{}{}</qemu:commandline>",
+        arg("-qmp"),
+        arg(&format!("unix:{},server=on,wait=off", qmp.display()))
+    );
+    let _own = libvirtd.boot("own", SMALL, BALLOON, &more).unwrap();
+    // The section of the host's file wins for its key.
+    let config = "[vm.meta]\nweight = 3\n[vm.own]\n";
+    let daemon = start_with(&libvirtd, dir.path(), &[], config);
+    let set = |xml: &str| {
+        let args = ["metadata", "meta", "--uri", NAMESPACE, "--key", "ebb", "--set", xml, "--live"];
+        libvirtd.virsh(&[&args[..], &["--config"]].concat()).unwrap();
+        Instant::now()
+    };
+    let wait = |what: &str, is: &dyn Fn(&Value) -> bool| {
+        let is = |s: &Value| is(of(s, "meta")?).then_some(());
+        daemon.wait_for(what, PATIENCE, is).unwrap();
+    };
+    let bytes = |vm: &Value, key: &str| vm[key].as_u64().map(Bytes);
+    let floor = |mib| move |vm: &Value| vm["floor"].as_u64() == Some(Bytes::mib(mib).0);
+
+    wait_up(&daemon, "meta");
+    wait("the floor of the metadata", &floor(160));
+    let vm = daemon.vm("meta").unwrap();
+    assert_eq!(
+        (bytes(&vm, "ceiling"), vm["group"].as_str()),
+        (Some(Bytes::mib(240)), Some("acme"))
+    );
+    let words = vm["by_metadata"].as_str().unwrap();
+    assert!(words.contains("min 160 MiB") && words.contains("ebb.toml sets weight"), "{words}");
+    wait_size(&libvirtd, "meta", |b| b <= Bytes::mib(240));
+    let says = |command: &[&str]| {
+        let mut ebb = std::process::Command::new(libvirtd.program().unwrap());
+        let config = daemon.config().display().to_string();
+        let out = ebb.args(["--config", &config]).args(command).output().unwrap();
+        String::from_utf8_lossy(&out.stdout).into_owned()
+    };
+    let text = says(&["explain", "meta"]);
+    assert!(text.contains("metadata  min 160 MiB, max 240 MiB, group acme"), "{text}");
+    assert!(says(&["status"]).contains("meta: set in its libvirt metadata: min 160 MiB"));
+
+    wait_up(&daemon, "own");
+    let all = |s: &Value| {
+        let floor = of(s, "own")?["floor"].as_u64()?;
+        (floor == Bytes::mib(150).0).then_some(())
+    };
+    daemon.wait_for("the floor of one with a socket", PATIENCE, all).unwrap();
+    assert!(!asks_for_statistics(&libvirtd, "own"), "not through libvirt");
+    let args = ["metadata", "own", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
+    libvirtd.virsh(&[&args[..], &["<memory manage='no'/>"]].concat()).unwrap();
+    let alone = |s: &Value| {
+        let why = of(s, "own")?["link"]["why"].as_str()?;
+        why.contains("not managed").then_some(())
+    };
+    daemon.wait_for("one with a socket to be left alone", PATIENCE, alone).unwrap();
+
+    // A change is seen while both run.
+    let at = set("<memory min='192MiB'/>");
+    wait("the new floor", &floor(192));
+    assert!(at.elapsed() < Duration::from_secs(10), "{:?}", at.elapsed());
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    assert!(size(&libvirtd, "meta") >= Bytes::mib(192));
+
+    // What is wrong is named, and all is given back.
+    set("<memory min='192MiB' weight='heavy'/>");
+    let named = |vm: &Value| {
+        let why = vm["verdict"].as_str().unwrap_or_default().to_owned()
+            + vm["standing"]["why"].as_str().unwrap_or_default();
+        why.contains("domain “meta” is wrong: attribute weight: “heavy”")
+    };
+    wait("what is wrong", &named);
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
+    let _ = daemon.reclaim_vm("meta");
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(size(&libvirtd, "meta"), SMALL, "and nothing is taken");
+    let text = says(&["doctor"]);
+    let line = text.lines().find(|l| l.contains("libvirt metadata")).unwrap_or_default();
+    assert!(line.contains("miss") && line.contains("virsh metadata meta --uri"), "{text}");
+
+    // Corrected, it is taken up again; `manage` takes it out and brings it back.
+    set("<memory min='128MiB'/>");
+    wait_up(&daemon, "meta");
+    wait("the right floor", &floor(128));
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    set("<memory manage='no'/>");
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
+    let alone = |vm: &Value| vm["link"]["why"].as_str().is_some_and(|w| w.contains("not managed"));
+    wait("the domain that is left alone", &alone);
+    assert!(!asks_for_statistics(&libvirtd, "meta"), "the interval is as it was");
+    libvirtd.virsh(&["metadata", "meta", "--uri", NAMESPACE, "--remove", "--live"]).unwrap();
+    wait_up(&daemon, "meta");
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
 }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer};
 use toml::Spanned;
 
 use super::*;
+use crate::units::NotASize;
 
 /// Reads a configuration as a whole.
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
@@ -142,21 +143,29 @@ impl<'de> Deserialize<'de> for RawAmount {
         }
         let amount = match Any::deserialize(d)? {
             Any::Number(n) => Amount::Bytes(Bytes(n)),
-            Any::Text(t) => match t.trim().strip_suffix('%') {
-                Some(p) => match p.trim().parse::<f64>() {
-                    Ok(v) if (0.0..=100.0).contains(&v) => Amount::Share(v / 100.0),
-                    _ => {
-                        let said: String = t.chars().take(40).collect();
-                        return Err(serde::de::Error::custom(format!(
-                            "“{said}” is not a share: 0% to 100%"
-                        )));
-                    }
-                },
-                None => Amount::Bytes(t.parse().map_err(serde::de::Error::custom)?),
-            },
+            Any::Text(t) => amount(&t).map_err(serde::de::Error::custom)?,
         };
         Ok(RawAmount(amount))
     }
+}
+
+/// An amount as text.
+pub(super) fn amount(text: &str) -> Result<Amount, String> {
+    let Some(share) = text.trim().strip_suffix('%') else {
+        return text.parse().map(Amount::Bytes).map_err(|e: NotASize| e.to_string());
+    };
+    match share.trim().parse::<f64>() {
+        Ok(v) if (0.0..=100.0).contains(&v) => Ok(Amount::Share(v / 100.0)),
+        _ => {
+            let said: String = text.chars().take(40).collect();
+            Err(format!("“{said}” is not a share: 0% to 100%"))
+        }
+    }
+}
+
+/// Whether it is one.
+pub(super) fn is_weight(w: f64) -> bool {
+    w.is_finite() && (0.001..=1000.0).contains(&w)
 }
 
 /// Least and most of a tick, and of the time between scans.
@@ -190,6 +199,15 @@ const MERGE: [(&str, MergeMode, &str); 3] = [
     ("report", MergeMode::Report, "scan and tell"),
     ("on", MergeMode::On, "merge"),
 ];
+
+/// What this word of [`AGENT`] stands for, and the word for it.
+pub(super) fn agent(word: &str) -> Option<AgentUse> {
+    AGENT.iter().find(|(its, ..)| *its == word).map(|(_, means, _)| *means)
+}
+
+pub(super) fn word(agent: AgentUse) -> &'static str {
+    AGENT.iter().find(|(_, its, _)| *its == agent).map_or("", |(word, ..)| word)
+}
 
 type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
 
@@ -244,26 +262,36 @@ impl Checker<'_> {
         let identity = self.identity(at, &mut raw)?;
         let min_span = raw.min.as_ref().map(Spanned::span);
         let weight = match raw.weight {
-            None => base.weight,
+            None => None,
             Some(w) => {
                 let (span, w) = (w.span(), w.into_inner());
-                if !(w.is_finite() && (0.001..=1000.0).contains(&w)) {
+                if !is_weight(w) {
                     let message = format!("{w} is not a weight: a number from 0.001 to 1000");
                     return Err((self.fail)(Some(span), &format!("{at}.weight"), message));
                 }
-                w
+                Some(w)
             }
         };
-        let settings = VmSettings {
-            manage: raw.manage.unwrap_or(base.manage),
-            min: raw.min.map_or(base.min, |m| m.into_inner().0),
-            max: raw.max.map(|m| m.into_inner().0).or(base.max),
+        let own = Overrides {
+            manage: raw.manage,
+            min: raw.min.map(|m| m.into_inner().0),
+            max: raw.max.map(|m| m.into_inner().0),
             weight,
-            group: raw.group.map_or_else(|| base.group.clone(), Spanned::into_inner),
+            group: raw.group.map(Spanned::into_inner),
+            merge: raw.merge,
+            zeros: raw.zeros,
+            agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?,
+        };
+        let settings = VmSettings {
+            manage: own.manage.unwrap_or(base.manage),
+            min: own.min.unwrap_or(base.min),
+            max: own.max.or(base.max),
+            weight: own.weight.unwrap_or(base.weight),
+            group: own.group.clone().unwrap_or_else(|| base.group.clone()),
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
-            merge: raw.merge.or(base.merge),
-            zeros: raw.zeros.unwrap_or(base.zeros),
-            agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?.unwrap_or(base.agent),
+            merge: own.merge.or(base.merge),
+            zeros: own.zeros.unwrap_or(base.zeros),
+            agent: own.agent.unwrap_or(base.agent),
             private_ram: raw.private_ram.unwrap_or(base.private_ram),
             window_limit_ms: match raw.window_limit {
                 None => base.window_limit_ms,
@@ -273,13 +301,9 @@ impl Checker<'_> {
                 }
             },
             identity,
+            own: if at == DEFAULTS { Overrides::default() } else { own },
         };
-        let crossed = match (settings.min, settings.max) {
-            (Amount::Bytes(a), Some(Amount::Bytes(b))) => a > b,
-            (Amount::Share(a), Some(Amount::Share(b))) => a > b,
-            _ => false, // known only with the VM's RAM: the floor then gives way, see VmModel
-        };
-        if crossed {
+        if settings.max.is_some_and(|max| settings.min.is_above(max)) {
             let message = format!(
                 "min {} is above max {}: min must not exceed max",
                 settings.min,

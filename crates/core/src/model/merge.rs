@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::standing::left_alone;
+use super::standing::{is_managed, left_alone, unread};
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
@@ -44,18 +44,17 @@ pub struct MergeVm {
 
 impl MergeVm {
     pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
-        let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
+        let settings = &config.settings_of(vm);
         let sample = vm.merge.clone()?;
         let fixed = untouchable(settings, vm);
-        let (wanted, managed) = (settings.merge, left_alone(settings, vm).is_none());
+        let (wanted, managed) = (settings.merge, is_managed(settings, vm));
         Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
     }
 }
 
 /// Whether the kernel may be advised about a VM's RAM.
 pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
-    vm.pinned.is_none()
-        && untouchable(config.settings(vm.given_name(), vm.uuid.as_deref()), vm).is_none()
+    vm.pinned.is_none() && untouchable(&config.settings_of(vm), vm).is_none()
 }
 
 /// Why nothing may be done to a VM's RAM now, whatever its guest says.
@@ -63,6 +62,7 @@ pub(super) fn untouchable(settings: &VmSettings, vm: &VmSample) -> Option<String
     let alone = left_alone(settings, vm);
     match (&vm.link, &vm.run) {
         _ if alone.is_some() => alone,
+        _ if unread(vm).is_some() => unread(vm),
         _ if vm.hands_off.is_some() => Some("hands off, as was asked".into()),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
         (Link::Unknown, _) => Some("not sampled yet".into()),

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{STALE_MS, VmModel};
-use crate::config::VmSettings;
+use crate::config::{Metadata, VmSettings};
 use crate::sample::{Claim, Link, RunState, VmSample};
 use crate::state::VmMemory;
 use crate::units::Stamp;
@@ -46,7 +46,26 @@ pub(super) fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String>
              correct the section, or start the VM under another name",
             vm.given_name()
         )),
-        _ => (!settings.manage).then(|| "manage = false in the configuration".into()),
+        _ => match &vm.metadata {
+            Metadata::Wrong(why) => Some(why.clone()),
+            Metadata::Says(its) if its.manage == Some(false) && settings.own.manage.is_none() => {
+                Some("manage = no in its libvirt metadata".into())
+            }
+            _ => (!settings.manage).then(|| "manage = false in the configuration".into()),
+        },
+    }
+}
+
+/// Whether Ebb may act on it by its own resolve.
+pub(super) fn is_managed(settings: &VmSettings, vm: &VmSample) -> bool {
+    left_alone(settings, vm).is_none() && unread(vm).is_none()
+}
+
+/// Why nothing is taken from a VM whose manager may still tell settings.
+pub(super) fn unread(vm: &VmSample) -> Option<String> {
+    match &vm.metadata {
+        Metadata::Unread(why) => Some(format!("its libvirt metadata is not read yet: {why}")),
+        _ => None,
     }
 }
 
@@ -79,6 +98,9 @@ pub(super) fn standing(
             "hands off for {} s more, as was asked: only given what it needs",
             h.left_ms.div_ceil(1000)
         ));
+    }
+    if let Some(why) = unread(vm) {
+        return give_only(why);
     }
     match vm.run {
         Some(RunState::Running) => {}

@@ -2,6 +2,7 @@
 
 use super::standing::beyond_balloon;
 use super::*;
+use crate::config::{Amount, Metadata, Overrides};
 use crate::sample::{
     BalloonSample, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
 };
@@ -264,6 +265,46 @@ fn a_floor_above_the_ceiling_gives_way_and_no_floor_is_below_the_least() {
         assert_eq!((m.floor, m.ceiling), (Bytes::mib(floor), Bytes::mib(ceiling)), "{name}");
         assert!(matches!(m.standing, Standing::GiveOnly(_)), "no statistics: not asked");
     }
+}
+
+#[test]
+fn what_metadata_may_still_say_takes_nothing_and_what_is_wrong_leaves_alone() {
+    let guest =
+        crate::sample::GuestStats { available: Some(Bytes::mib(900)), ..Default::default() };
+    let of = |config: &str, metadata: Metadata| {
+        let (actual, guest) = (Bytes::gib(1), Some(guest));
+        let vm = VmSample {
+            name: "a".into(),
+            ram: Some(actual),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon: Some(BalloonSample { actual, guest, ..BalloonSample::default() }),
+            metadata,
+            ..VmSample::default()
+        };
+        let config = Config::parse("f", config).unwrap();
+        let sample = Sample { vms: vec![vm], ..host_sample(5_000) };
+        let mut memory = Memory::default();
+        memory.observe(&sample);
+        Model::new(&config, &sample, &memory).vms[0].clone()
+    };
+    let says = |its: Overrides| Metadata::Says(its);
+    let unread = of("", Metadata::Unread("no answer".into()));
+    assert!(matches!(&unread.standing, Standing::GiveOnly(w) if w.contains("not read yet: no a")));
+    assert!(!unread.managed && !unread.group_is_proven);
+    let wrong = of("", Metadata::Wrong("attribute min: x".into()));
+    assert_eq!(wrong.standing, Standing::Off("attribute min: x".into()));
+    assert!(!wrong.managed && !wrong.group_is_proven);
+    let no = || says(Overrides { manage: Some(false), ..Overrides::default() });
+    let alone = of("", no());
+    assert_eq!(alone.standing, Standing::Off("manage = no in its libvirt metadata".into()));
+    assert!(of("[vm.a]\nmanage = true\n", no()).managed, "the section wins");
+    let min = Some(Amount::Bytes(Bytes::mib(300)));
+    let set = of("", says(Overrides { min, group: Some("g".into()), ..Overrides::default() }));
+    assert_eq!((set.floor, set.group.as_str()), (Bytes::mib(300), "g"));
+    assert!(set.managed && set.group_is_proven && set.by_metadata == "min 300 MiB, group g");
+    let section = of("[vm.a]\ngroup = \"h\"\n", says(Overrides { min, ..Overrides::default() }));
+    assert!(!section.group_is_proven, "by its name alone it is in no group");
 }
 
 #[test]

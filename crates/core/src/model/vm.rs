@@ -10,7 +10,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::guest::{Around, distress, trust};
-use super::standing::{beyond_balloon, left_alone, standing};
+use super::standing::{beyond_balloon, is_managed, left_alone, standing};
 use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge, zeros};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample};
@@ -44,6 +44,9 @@ pub struct VmModel {
     /// Whether Ebb may act on it at all (`manage`).
     #[serde(default)]
     pub managed: bool,
+    /// Which of its settings come from its manager's metadata, in words.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub by_metadata: String,
     /// Outside of the cgroup whose limit is the tightest bound.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub outside: bool,
@@ -182,7 +185,7 @@ impl VmModel {
 
 impl VmModel {
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
-        let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
+        let settings = &*config.settings_of(vm);
         let remembered = memory.vm(vm.id);
         let actual = vm.balloon.as_ref().map(|b| b.actual);
         let ram = vm.ram.or(actual).unwrap_or_default();
@@ -200,7 +203,8 @@ impl VmModel {
             ceiling,
             whole,
             owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
-            managed: left_alone(settings, vm).is_none(),
+            managed: is_managed(settings, vm),
+            by_metadata: config.metadata_words(vm),
             // The configuration's reader refuses others; a record may hold any.
             weight: if settings.weight > 0.0 && settings.weight.is_finite() {
                 settings.weight

@@ -8,7 +8,7 @@ use crate::sample::VmSample;
 /// must not be lost with a page, pinned pages cannot go, and of what is open to it KSM
 /// takes care where Ebb steers it.
 pub(super) fn stay(config: &Config, vm: &VmSample) -> Option<String> {
-    let settings = config.settings(vm.given_name(), vm.uuid.as_deref());
+    let settings = &config.settings_of(vm);
     let steered = config.merge.mode == MergeMode::On;
     let open = vm.merge.as_ref().and_then(|m| m.open);
     match () {

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{AgentSample, BalloonSample, MergeSample};
+use crate::config::Metadata;
 use crate::units::Bytes;
 
 /// Which QEMU process this is: `pid` and its start time in clock ticks since
@@ -58,6 +59,9 @@ pub struct VmSample {
     /// What its claim to its section of the configuration is worth.
     #[serde(default, skip_serializing_if = "Claim::is_open")]
     pub claim: Claim,
+    /// What its manager's metadata sets for it.
+    #[serde(default, skip_serializing_if = "Metadata::is_none")]
+    pub metadata: Metadata,
     /// RAM the guest was given at start plus what was plugged since.
     pub ram: Option<Bytes>,
     /// What the process holds of the host's memory.

@@ -16,6 +16,7 @@ use ebb_core::config::Config;
 use ebb_core::model::Model;
 use ebb_core::sample::{HostSample, Problem, Sample, VmSample};
 use ebb_core::state::Memory;
+use ebb_host::libvirt::metadata::METADATA;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::discovery::discover;
 use ebb_host::probe::qemu::QemuProcess;
@@ -119,7 +120,9 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     for p in &sample.problems {
         let about =
             p.vm.and_then(|id| sample.vms.iter().find(|v| v.id == id)).map_or("host", |v| &v.name);
-        checks.push(check(about, &p.source, Verdict::Note, &p.message, ""));
+        let is_settings = p.source == METADATA;
+        let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
+        checks.push(check(about, &p.source, verdict, &p.message, ""));
     }
     if json {
         emit_json(&checks)?;

@@ -73,6 +73,9 @@ pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
         state.host.state,
         state.host.why,
     );
+    if !vm.by_metadata.is_empty() {
+        out += &format!("  metadata  {}, by its libvirt domain\n", vm.by_metadata);
+    }
     if let Some(parts) = held_for(vm) {
         out += &format!("  held for  {parts}\n");
     }

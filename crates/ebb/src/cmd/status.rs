@@ -83,6 +83,9 @@ pub fn text(state: &State) -> String {
         .collect();
     out += "\n";
     out += &table(&head, &rows, true);
+    for vm in state.vms.iter().filter(|vm| !vm.by_metadata.is_empty()) {
+        out += &format!("{}: set in its libvirt metadata: {}\n", vm.name, vm.by_metadata);
+    }
     out + &problems(state)
 }
 

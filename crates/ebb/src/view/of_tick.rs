@@ -147,6 +147,7 @@ impl Vm {
             recycle_backoff: remembered.map_or(0, |r| r.recycle.backoff),
             returned: remembered.map(|r| r.returned).unwrap_or_default(),
             group: m.group.clone(),
+            by_metadata: m.by_metadata.clone(),
             working_set: m.guest.map(|g| g.working_set),
             idle: m.guest.map(|g| g.idle),
             trust: m.trust.clone(),

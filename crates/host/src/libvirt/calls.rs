@@ -4,6 +4,8 @@
 
 use std::collections::BTreeMap;
 
+use ebb_core::config::NAMESPACE;
+
 use super::rpc::{QEMU, REMOTE};
 use super::xdr::{Malformed, Reader, Writer};
 
@@ -19,6 +21,8 @@ pub const OPEN: Procedure = (REMOTE, 1);
 pub const LOOK_UP: Procedure = (REMOTE, 23);
 /// Its description as XML.
 pub const DESCRIBE: Procedure = (REMOTE, 14);
+/// The part of its metadata that has a namespace.
+pub const METADATA: Procedure = (REMOTE, 265);
 /// Statistics of many domains.
 pub const ALL_STATS: Procedure = (REMOTE, 344);
 /// Statistics of one domain's memory, asked of QEMU now.
@@ -102,7 +106,13 @@ pub fn describe(domain: &Domain) -> Vec<u8> {
     domain.args().u32(0).done()
 }
 
-/// The one text that [`DESCRIBE`] and [`MONITOR`] return.
+/// Arguments of [`METADATA`], for Ebb's namespace and what holds while the domain runs.
+/// `VIR_DOMAIN_METADATA_ELEMENT` is 2.
+pub fn metadata(domain: &Domain) -> Vec<u8> {
+    domain.args().i32(2).some_text(NAMESPACE).u32(LIVE).done()
+}
+
+/// The one text that [`DESCRIBE`], [`METADATA`] and [`MONITOR`] return.
 pub fn text(result: &[u8]) -> Result<String, Malformed> {
     Reader(result).text()
 }

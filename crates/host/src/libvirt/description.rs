@@ -1,7 +1,7 @@
 //! What a domain's XML says of its balloon.
 //!
 //! Whoever may define the domain wrote the XML. libvirt has checked all of it but the metadata,
-//! which Ebb does not read.
+//! which `metadata.rs` reads.
 
 use serde_json::{Value, json};
 

@@ -6,12 +6,15 @@
 //! stands in ARCHITECTURE.md.
 //!
 //! `xdr.rs` is the encoding, `rpc.rs` the protocol, `calls.rs` its procedures, `bridge.rs` QMP on
-//! one side and libvirt's calls on the other, `worker.rs` the thread.
+//! one side and libvirt's calls on the other, `watch.rs` and `metadata.rs` a domain's settings, `worker.rs`
+//! the thread.
 
 mod bridge;
 pub mod calls;
 pub mod description;
+pub mod metadata;
 pub mod rpc;
+mod watch;
 mod worker;
 pub mod xdr;
 
@@ -27,6 +30,8 @@ use crate::qmp::{Client, Words};
 use crate::root::Root;
 use crate::waker::Waker;
 
+pub(crate) use self::watch::Watch;
+
 /// Which libvirt daemon manages a domain, and the domain's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
@@ -37,6 +42,21 @@ pub(crate) struct Address {
     domain: String,
     /// The user that libvirt's daemon runs as.
     owner: u32,
+}
+
+impl Address {
+    /// The daemon is the system's, not that of a user's session.
+    pub fn is_systems(&self) -> bool {
+        self.owner == 0
+    }
+}
+
+/// What is asked of the thread.
+#[derive(Debug)]
+enum Ask {
+    Attach(Attach),
+    /// To follow this domain's metadata.
+    Watch(Address, Watch),
 }
 
 /// A VM's QMP client that wants to speak with a domain, as the thread gets it.
@@ -52,7 +72,7 @@ struct Attach {
 #[derive(Clone, Debug)]
 pub(crate) struct Libvirt {
     root: Root,
-    asks: Sender<Attach>,
+    asks: Sender<Ask>,
     waker: Waker,
 }
 
@@ -102,10 +122,22 @@ impl Libvirt {
         let words = Words::default();
         let label = PathBuf::from(format!("libvirt domain {}", address.domain));
         let client = Client::over(ours, label, words.clone());
-        let ended = |_| std::io::Error::other("Ebb's thread for it has ended");
-        self.asks.send(Attach { address, end, words, monitor }).map_err(ended)?;
-        self.waker.wake();
+        self.ask(Ask::Attach(Attach { address, end, words, monitor }))?;
         Ok(client)
+    }
+
+    /// Follows this domain's metadata until the result is dropped.
+    pub fn watch(&self, address: Address) -> std::io::Result<Watch> {
+        let watch = Watch::default();
+        self.ask(Ask::Watch(address, watch.clone()))?;
+        Ok(watch)
+    }
+
+    fn ask(&self, ask: Ask) -> std::io::Result<()> {
+        let ended = |_| std::io::Error::other("Ebb's thread for it has ended");
+        self.asks.send(ask).map_err(ended)?;
+        self.waker.wake();
+        Ok(())
     }
 }
 

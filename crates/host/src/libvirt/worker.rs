@@ -18,7 +18,8 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use super::bridge::{Bridge, Purpose};
 use super::calls::{self, Domain, Procedure};
 use super::rpc::{Heard, Refused, Rpc};
-use super::{Address, Attach};
+use super::watch::{Step, Watch, Watcher};
+use super::{Address, Ask, Attach};
 use crate::qmp::Words;
 use crate::waker::Waker;
 
@@ -53,6 +54,7 @@ enum For {
     /// Statistics of all domains, and when they were asked for.
     Bulk(Instant),
     Domain(u64, Purpose),
+    Watch(u64, Step),
 }
 
 #[derive(Debug)]
@@ -81,13 +83,14 @@ struct Daemon {
     address: Address,
     connections: Vec<Connection>,
     clients: BTreeMap<u64, Client>,
+    watchers: BTreeMap<u64, Watcher>,
     bulk: Option<Instant>,
     gather: Option<Instant>,
     idle_since: Option<Instant>,
 }
 
 /// Serves until no [`super::Libvirt`] is left that could attach a VM.
-pub(super) fn work(asks: &Receiver<Attach>, waker: &Waker) {
+pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
     let mut daemons: BTreeMap<PathBuf, Daemon> = BTreeMap::new();
     let mut next = 0;
     loop {
@@ -95,9 +98,13 @@ pub(super) fn work(asks: &Receiver<Attach>, waker: &Waker) {
             match asks.try_recv() {
                 Ok(ask) => {
                     next += 1;
-                    let new = || Daemon::new(ask.address.clone());
-                    let daemon = daemons.entry(ask.address.socket.clone()).or_insert_with(new);
-                    daemon.attach(next, ask);
+                    let (Ask::Attach(Attach { address, .. }) | Ask::Watch(address, _)) = &ask;
+                    let new = || Daemon::new(address.clone());
+                    let daemon = daemons.entry(address.socket.clone()).or_insert_with(new);
+                    match ask {
+                        Ask::Attach(ask) => daemon.attach(next, ask),
+                        Ask::Watch(address, watch) => daemon.watch(next, address, watch),
+                    }
                 }
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return,
@@ -230,6 +237,7 @@ impl Daemon {
             address,
             connections: Vec::new(),
             clients: BTreeMap::new(),
+            watchers: BTreeMap::new(),
             bulk: None,
             gather: None,
             idle_since: None,
@@ -242,9 +250,17 @@ impl Daemon {
         self.clients.insert(key, Client { end: Ok(end), words, bridge, busy: false });
     }
 
+    fn watch(&mut self, key: u64, address: Address, watch: Watch) {
+        self.watchers.insert(key, Watcher::new(address.domain, watch));
+    }
+
+    fn has_work(&self) -> bool {
+        !self.clients.is_empty() || !self.watchers.is_empty()
+    }
+
     /// Whether Ebb is to disconnect from it and forget it.
     fn is_left(&mut self, now: Instant) -> bool {
-        if !self.clients.is_empty() {
+        if self.has_work() {
             self.idle_since = None;
             return false;
         }
@@ -256,20 +272,24 @@ impl Daemon {
         let idle = self.idle_since.map(|at| at + IDLE);
         let gathered = self.gather.filter(|_| self.bulk.is_none()).map(|at| at + GATHER);
         let bulk = self.bulk.map(|at| at + BULK_PATIENCE);
-        let later = self.clients.values().filter_map(|c| c.bridge.bulk_at()).filter(|at| *at > now);
+        let later = self.clients.values().filter_map(|c| c.bridge.bulk_at());
+        let later = later.chain(self.watchers.values().filter_map(|w| w.due(now)));
+        let later = later.filter(|at| *at > now);
         let due = idle.into_iter().chain(gathered).chain(bulk).chain(later).min()?;
         Some(due.saturating_duration_since(now))
     }
 
     /// Makes the calls that are due, and writes.
     fn turn(&mut self, now: Instant) {
-        if self.connections.is_empty() && !self.clients.is_empty() {
+        self.watchers.retain(|_, w| w.is_wanted());
+        if self.connections.is_empty() && self.has_work() {
             self.connect();
         }
         let hangs = |at: &mut Instant| now.saturating_duration_since(*at) >= BULK_PATIENCE;
         self.bulk.take_if(hangs);
         self.ask_all(now);
         self.ask_each(now);
+        self.ask_metadata(now);
         self.flush();
     }
 
@@ -286,6 +306,7 @@ impl Daemon {
         self.connections.clear();
         (self.bulk, self.gather) = (None, None);
         std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
+        std::mem::take(&mut self.watchers).values().for_each(|w| w.end(why));
     }
 
     /// One of the first `most` connections that takes a call now. If all are busy, another is
@@ -335,6 +356,18 @@ impl Daemon {
             };
             client.busy = true;
             self.connections[i].call(procedure, &arguments, For::Domain(key, purpose));
+        }
+    }
+
+    fn ask_metadata(&mut self, now: Instant) {
+        let due = |w: &Watcher| w.due(now).is_some_and(|at| at <= now);
+        let keys: Vec<u64> =
+            self.watchers.iter().filter(|(_, w)| due(w)).map(|(k, _)| *k).collect();
+        for key in keys {
+            let Some(i) = self.free(CONNECTIONS) else { return };
+            let Some(watcher) = self.watchers.get_mut(&key) else { continue };
+            let (step, procedure, arguments) = watcher.call(now);
+            self.connections[i].call(procedure, &arguments, For::Watch(key, step));
         }
     }
 
@@ -407,6 +440,7 @@ impl Daemon {
                 for client in self.clients.values_mut() {
                     client.bridge.event(&domain, event.clone(), now);
                 }
+                self.watchers.retain(|_, w| w.event(&domain, &event));
                 return Ok(());
             }
         };
@@ -416,6 +450,13 @@ impl Daemon {
                 if let Some(client) = self.clients.get_mut(&key) {
                     client.busy = false;
                     client.bridge.answered(purpose, result, now);
+                }
+            }
+            For::Watch(key, step) => {
+                let Some(watcher) = self.watchers.get_mut(&key) else { return Ok(()) };
+                if let Err(why) = watcher.answered(step, result) {
+                    watcher.end(&why);
+                    self.watchers.remove(&key);
                 }
             }
             For::Bulk(asked) => {

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use ebb_core::config::Metadata;
 use ebb_core::sample::{Claim, Problem, VmId};
 
 use super::{KEPT_OPEN, LinuxHost, access, noted};
@@ -116,9 +117,11 @@ impl LinuxHost {
         process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
-        let access = access(&self.options, &self.owed, &process, &claim);
+        let access = access(&self.options, &self.owed, &process, (&claim, &Metadata::None));
         let was = self.intervals.of(id);
+        let libvirt = &self.libvirt;
         let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
+        let new = || new().with_libvirt(libvirt);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named, vm.access) = (process, true, access);
         vm.adopt(client);

@@ -147,6 +147,25 @@ fn where_there_are_several_groups_a_name_alone_puts_no_vm_into_one() {
 }
 
 #[test]
+fn metadata_puts_a_vm_into_a_group_and_none_is_taken_out_before_it_is_read() {
+    use crate::config::{Metadata, Overrides};
+    let of = |pid, name: &str, group: &str| VmSample {
+        metadata: Metadata::Says(Overrides { group: Some(group.into()), ..Overrides::default() }),
+        ..vm(pid, name)
+    };
+    let config = format!("{ON}group = \"acme\"\n");
+    let plan = once(&config, vec![of(1, "a", "acme"), of(2, "b", "acme")]);
+    assert!(runs(&plan) && switched(&plan).is_empty(), "{plan:?}");
+    let plan = once(&config, vec![of(1, "a", "acme"), of(2, "b", "other")]);
+    assert!(!runs(&plan) && switched(&plan) == [(2, false)], "{plan:?}");
+    let unread = VmSample { metadata: Metadata::Unread("no answer".into()), ..vm(2, "b") };
+    for config in [ON, &config] {
+        let plan = once(config, vec![of(1, "a", "acme"), unread.clone()]);
+        assert!(!runs(&plan) && switched(&plan).is_empty(), "{plan:?}");
+    }
+}
+
+#[test]
 fn a_vm_of_which_nothing_is_said_stays_as_it_was_started() {
     let closed = || with(vm(2, "b"), |m| m.open = Some(false));
     assert_eq!(switched(&once(ON, vec![vm(1, "a"), closed()])), []);

@@ -1,0 +1,154 @@
+//! A domain's metadata: Ebb's element in it, and what that sets.
+//!
+//! Whoever may define the domain wrote it, and libvirt checks only that it is XML. `roxmltree`
+//! refuses a DTD, so there are no entities to expand; length and number of nodes are bounded here.
+
+use ebb_core::config::{Metadata, NAMESPACE, Overrides};
+
+use super::rpc::Refused;
+use super::{calls, xdr::Malformed};
+
+/// What a problem with metadata has as its source.
+pub const METADATA: &str = "libvirt metadata";
+/// Longest element that is read, bytes.
+const MAX_TEXT: usize = 16 << 10;
+/// Most nodes of it.
+const MOST_NODES: u32 = 100;
+/// `VIR_ERR_NO_DOMAIN_METADATA`.
+const NO_METADATA: i32 = 80;
+/// Most characters of an element's name that a message repeats.
+const MAX_NAME: usize = 40;
+
+/// What the element says: `<memory min='512MiB'/>`.
+pub fn settings(xml: &str) -> Result<Overrides, String> {
+    if xml.len() > MAX_TEXT {
+        return Err(format!("it is longer than {} KiB", MAX_TEXT >> 10));
+    }
+    let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
+    let all = roxmltree::Document::parse_with_options(xml, options);
+    let all = all.map_err(|e| format!("it is no XML that Ebb reads: {}", clean(&e.to_string())))?;
+    let element = all.root_element();
+    let name = |n: roxmltree::Node<'_, '_>| clean(n.tag_name().name());
+    let is_ours = element.tag_name().namespace().is_none_or(|uri| uri == NAMESPACE);
+    if element.tag_name().name() != "memory" || !is_ours {
+        return Err(format!("element {} is not <memory>", name(element)));
+    }
+    if let Some(inner) = element.children().find(roxmltree::Node::is_element) {
+        return Err(format!("element {} in <memory>: settings are attributes", name(inner)));
+    }
+    Overrides::read(element.attributes().map(|a| (a.name(), a.value())))
+}
+
+/// What libvirt's answer says of a domain; an error is libvirt's.
+pub(super) fn of_answer(
+    domain: &str,
+    answer: Result<Vec<u8>, Refused>,
+) -> Result<Result<Metadata, Refused>, Malformed> {
+    let xml = match answer {
+        Ok(answer) => calls::text(&answer)?,
+        Err(e) if e.code == NO_METADATA => return Ok(Ok(Metadata::None)),
+        Err(e) => return Ok(Err(e)),
+    };
+    Ok(Ok(match settings(&xml) {
+        Ok(its) if its.is_empty() => Metadata::None,
+        Ok(its) => Metadata::Says(its),
+        Err(why) => Metadata::Wrong(wrong(domain, &why)),
+    }))
+}
+
+/// What is said of wrong metadata.
+fn wrong(domain: &str, why: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.+".contains(c);
+    let name = if domain.chars().all(plain) && !domain.starts_with('-') { domain } else { "NAME" };
+    format!(
+        "the libvirt metadata of domain “{}” is wrong: {why}; Ebb leaves the domain alone until \
+         that is corrected: virsh metadata {name} --uri {NAMESPACE} --key ebb --set \
+         \"<memory min='512MiB'/>\" --live --config (--remove removes it)",
+        clean(domain)
+    )
+}
+
+fn clean(text: &str) -> String {
+    text.chars().take(MAX_NAME).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_core::config::Amount;
+    use ebb_core::units::Bytes;
+    use proptest::prelude::*;
+
+    use super::super::xdr::Writer;
+    use super::*;
+
+    #[test]
+    fn the_element_is_read_with_and_without_its_namespace() {
+        let expected = Overrides {
+            min: Some(Amount::Bytes(Bytes::mib(128))),
+            manage: Some(true),
+            ..Overrides::default()
+        };
+        for xml in [
+            "<memory min='128MiB' manage=\"yes\"/>",
+            "<?xml version='1.0'?><ebb:memory xmlns:ebb='urn:ebb:domain:1' min='128MiB' manage='yes'/>",
+            "<memory xmlns='urn:ebb:domain:1' min=' 128 MiB ' manage='yes'>\n<!-- why -->\n</memory>",
+        ] {
+            assert_eq!(settings(xml).as_ref(), Ok(&expected), "{xml}");
+        }
+        assert_eq!(settings("<memory/>"), Ok(Overrides::default()));
+    }
+
+    #[test]
+    fn what_is_hostile_or_not_ours_is_refused() {
+        let bomb = "<!DOCTYPE m [<!ENTITY a \"aaaaaaaa\"><!ENTITY b \"&a;&a;&a;\">]>\
+                    <memory group='&b;'/>";
+        let file = "<!DOCTYPE m [<!ENTITY a SYSTEM \"file:///etc/shadow\">]><memory group='&a;'/>";
+        for xml in [
+            bomb,
+            file,
+            "",
+            "<memory",
+            "<memory min='1GiB' min='2GiB'/>",
+            "<memory group='&a;'/>",
+            "<currentMemory/>",
+            "<memory xmlns='urn:other'/>",
+            "<memory><min>1GiB</min></memory>",
+            &"<memory>".repeat(1000),
+            &format!("<memory group='{}'/>", "a".repeat(20_000)),
+            &format!("<memory>{}</memory>", "<!---->".repeat(1000)),
+        ] {
+            assert!(settings(xml).is_err(), "{xml}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_domain_attribute_and_command() {
+        let text = |xml: &str| Ok(Writer::default().text(xml).done());
+        let of = |domain, xml| match of_answer(domain, text(xml)).unwrap().unwrap() {
+            Metadata::Wrong(why) => why,
+            other => panic!("{other:?}"),
+        };
+        let why = of("tame", "<memory weight='heavy'/>");
+        assert!(why.contains("domain “tame” is wrong: attribute weight: “heavy” is not"), "{why}");
+        assert!(
+            why.contains("virsh metadata tame --uri urn:ebb:domain:1 --key ebb --set"),
+            "{why}"
+        );
+        let why = of("a;reboot", "<memory weight='heavy'/>");
+        assert!(why.contains("virsh metadata NAME --uri"), "{why}");
+        let none = Refused { code: NO_METADATA, message: "none".into() };
+        assert_eq!(of_answer("a", Err(none)), Ok(Ok(Metadata::None)));
+        let denied = Refused { code: 88, message: "access denied".into() };
+        assert_eq!(of_answer("a", Err(denied.clone())), Ok(Err(denied)));
+        assert!(of_answer("a", Ok(vec![0, 0, 0, 9])).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused_in_few_words(text in "(<(ebb:)?memory( xmlns:ebb='urn:ebb:domain:1')?)?.{0,100}/?>?") {
+            if let Err(why) = settings(&text) {
+                prop_assert!(why.len() < 800 && !why.contains('\n'), "{why}");
+            }
+        }
+    }
+}

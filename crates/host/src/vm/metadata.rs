@@ -1,0 +1,134 @@
+//! The settings that libvirt keeps for a VM, in the metadata of its domain.
+
+use std::time::{Duration, Instant};
+
+use ebb_core::config::Metadata;
+
+use super::Vm;
+use crate::libvirt::{Libvirt, Watch};
+use crate::probe::qemu::QemuProcess;
+
+/// First and longest wait before a watch that ended is begun again.
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A VM that is not of libvirt's is looked up again after so long: its pid file may come late.
+const LOOK_UP: Duration = Duration::from_secs(5);
+
+/// What is known of a VM's metadata.
+#[derive(Debug)]
+pub(crate) struct DomainSettings {
+    watch: Option<Watch>,
+    retry_at: Option<Instant>,
+    backoff: Duration,
+    says: Metadata,
+    /// It was read once: that holds on while libvirt does not answer.
+    was_read: bool,
+}
+
+impl Default for DomainSettings {
+    fn default() -> DomainSettings {
+        let (says, backoff) = (Metadata::None, BACKOFF.0);
+        DomainSettings { watch: None, retry_at: None, backoff, says, was_read: false }
+    }
+}
+
+impl DomainSettings {
+    fn look(&mut self, libvirt: &Libvirt, process: &QemuProcess, now: Instant) {
+        if let Some(seen) = self.watch.as_ref().map(Watch::seen) {
+            if let Some(read) = seen.metadata {
+                (self.says, self.backoff, self.was_read) = (read, BACKOFF.0, true);
+            }
+            if let Some(why) = seen.over {
+                self.watch = None;
+                self.retry_at = Some(now + self.backoff);
+                self.backoff = (self.backoff * 2).min(BACKOFF.1);
+                if !self.was_read {
+                    self.says = Metadata::Unread(why);
+                }
+            }
+        }
+        if self.watch.is_some() || self.retry_at.is_some_and(|at| now < at) {
+            return;
+        }
+        // The user of a session is not the host's operator.
+        let Some(address) = libvirt.find(process).filter(|a| a.is_systems()) else {
+            self.retry_at = Some(now + LOOK_UP);
+            return;
+        };
+        if !self.was_read && self.says.is_none() {
+            self.says = Metadata::Unread("libvirt has not answered yet".into());
+        }
+        self.watch = libvirt.watch(address).ok();
+    }
+}
+
+impl Vm {
+    /// Looks what its metadata says by now, where that `counts`.
+    pub fn look_at_metadata(&mut self, counts: bool, now: Instant) {
+        match self.libvirt.as_ref().filter(|_| counts) {
+            Some(libvirt) => self.domain.look(libvirt, &self.process, now),
+            None => self.domain = DomainSettings::default(),
+        }
+    }
+
+    /// What its metadata says.
+    pub fn metadata(&self) -> &Metadata {
+        &self.domain.says
+    }
+
+    /// What is wrong with it, as a problem.
+    pub(super) fn metadata_problem(&self) -> Option<String> {
+        match &self.domain.says {
+            Metadata::Wrong(why) => Some(why.clone()),
+            Metadata::Unread(why) if self.domain.watch.is_none() => {
+                Some(format!("it cannot be read: {why}; nothing is taken from the VM until it is"))
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_core::sample::VmId;
+
+    use super::*;
+    use crate::root::Root;
+
+    #[test]
+    fn metadata_that_a_dead_libvirt_does_not_tell_is_not_read_and_a_vm_of_nobody_has_none() {
+        // The pid file must be root's.
+        if !rustix::process::getuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |path: &str, text: &str| {
+            let path = root.path(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("/proc/10/stat", "");
+        write("/run/libvirt/libvirt-sock", "nobody listens");
+        let libvirt = Libvirt::new(root.clone()).unwrap();
+        let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
+        let (mut domain, now) = (DomainSettings::default(), Instant::now());
+        domain.look(&libvirt, &process, now);
+        assert!(domain.says.is_none() && domain.watch.is_none());
+        // Its pid file comes late.
+        write("/run/libvirt/qemu/web.pid", "10");
+        domain.look(&libvirt, &process, now);
+        assert!(domain.says.is_none(), "it is not looked up each time");
+        let later = now + LOOK_UP;
+        domain.look(&libvirt, &process, later);
+        assert_eq!(domain.says, Metadata::Unread("libvirt has not answered yet".into()));
+        let why = loop {
+            domain.look(&libvirt, &process, later);
+            match &domain.says {
+                Metadata::Unread(why) if why.contains("does not run") => break why.clone(),
+                other => assert!(matches!(other, Metadata::Unread(_)), "{other:?}"),
+            }
+            std::thread::yield_now();
+        };
+        assert!(why.contains("start libvirtd or virtqemud"), "{why}");
+    }
+}
