@@ -16,6 +16,8 @@ use crate::qmp_balloon;
 
 /// First and longest wait before a lost connection is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Why a VM is let be, for people.
+const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for so long is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
 /// A shared socket is not visited for questions more often than this, milliseconds.
@@ -30,8 +32,8 @@ impl Vm {
 
     /// The sockets that may be connected to, or why there is none.
     fn sockets(&self) -> Result<Vec<PathBuf>, String> {
-        if !self.access.managed && self.interval_was.is_none() {
-            return Err("it is not managed, so it is not connected to".into());
+        if !self.is_reached() {
+            return Err(NOT_MANAGED.into());
         }
         if let Some(path) = &self.owed_at {
             return Ok(vec![path.clone()]);
@@ -65,6 +67,11 @@ impl Vm {
             ));
         }
         Ok(usable)
+    }
+
+    /// Whether it is managed, or has an interval of Ebb's that is to be put back.
+    fn is_reached(&self) -> bool {
+        self.access.managed || self.interval_was.is_some()
     }
 
     /// How a socket of this VM may be used.
@@ -128,19 +135,21 @@ impl Vm {
     /// Closes a connection that must not be kept; whether one is still to be closed. A managed VM
     /// keeps the one through libvirt while it has no socket for Ebb.
     pub(super) fn leaves(&mut self) -> bool {
-        let why = match self.sockets() {
-            Err(why) => why,
-            Ok(_) if self.access.managed => return false,
-            // It is only reached to have its interval put back, by its device.
-            Ok(_) if self.client.is_none() || self.device.is_none() => return false,
-            Ok(_) => "it is not managed, so it is not connected to".into(),
-        };
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
-        if self.access.managed && self.access.libvirt && through {
+        let sockets = self.sockets();
+        let reached = sockets.is_ok() || self.access.libvirt && through && self.is_reached();
+        // One that is not managed is reached to have its interval put back, by its device.
+        let meets = self.client.is_none() || self.device.is_none();
+        if reached && (self.access.managed || self.is_reached() && meets) {
             return false;
         }
-        if self.is_shared() {
-            // The tick speaks with all shared sockets together, so the answer comes after it.
+        let why = match sockets {
+            Err(why) if self.access.managed => why,
+            _ => NOT_MANAGED.into(),
+        };
+        let at_once = self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared());
+        if !at_once {
+            // The tick speaks with all VMs together, so the answer comes after it.
             if let (Some(client), Some(command)) = (&mut self.client, self.restoring)
                 && client.protocol().is_pending(command)
             {
@@ -187,7 +196,7 @@ impl Vm {
     pub(super) fn connect(&mut self) {
         let paths = match self.sockets() {
             Ok(paths) => paths,
-            Err(why) if self.access.managed => return self.connect_by_manager(why),
+            Err(why) if self.is_reached() => return self.connect_by_manager(why),
             Err(_) => return,
         };
         let path = paths[self.turn % paths.len()].clone();

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Ask, Order, Vm};
 use crate::linux::ActError;
-use crate::qmp::QmpError;
+use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
 impl Vm {
@@ -139,9 +139,10 @@ impl Vm {
         }
     }
 
-    /// Whether that is still to be done, over a shared socket.
+    /// Whether that is still to be done, where QEMU does not have it as soon as it is sent.
     pub fn is_not_restored(&self) -> bool {
-        let reached = self.client.as_ref().is_some_and(|c| c.is_shared() && c.takes_late());
+        let late = |c: &Client| (c.is_shared() || !c.is_direct()) && c.takes_late();
+        let reached = self.client.as_ref().is_some_and(late);
         reached && self.device.is_some() && self.interval_was.is_some()
     }
 
