@@ -38,9 +38,9 @@ struct Cli {
     /// Every policy on every scenario instead: the table of docs/policies.md
     #[arg(long)]
     compare: bool,
-    /// Seeds a scenario
-    #[arg(long, default_value_t = 20, requires = "compare")]
-    seeds: u64,
+    /// Seeds: of each scenario, or of the search [default: 20, with --search 1]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: Option<u64>,
     /// Only this scenario (may be given again)
     #[arg(long, requires = "compare", value_name = "NAME")]
     scenario: Vec<String>,
@@ -50,8 +50,8 @@ struct Cli {
     /// The commit to name there
     #[arg(long, requires = "markdown")]
     commit: Option<String>,
-    /// Looks for worlds in which the controller does worst: this many at random, then worse ones
-    /// near the worst of them
+    /// Looks for worlds in which the controller does worst: this many at random for each seed, then
+    /// worse ones near the worst of them
     #[arg(long, value_name = "WORLDS", conflicts_with_all = ["compare", "trace", "hosts"])]
     search: Option<usize>,
     /// Steps from the worst worlds to worse ones, each eight
@@ -78,12 +78,12 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<()> {
     let Cli { vms, ram, host, seed, seconds, json, .. } = cli;
     if let Some(worlds) = cli.search {
-        let (seed, threads) = (seed.unwrap_or(0), cli::threads());
-        return cli::search::run(&Search { seed, worlds, steps: cli.steps, threads }, json);
+        let (seed, seeds, threads) = (seed.unwrap_or(0), cli.seeds.unwrap_or(1), cli::threads());
+        return cli::search::run(&Search { seed, seeds, worlds, steps: cli.steps, threads }, json);
     }
     if cli.compare {
         let first = seed.unwrap_or(0);
-        let (seeds, only) = (first..first.saturating_add(cli.seeds), cli.scenario);
+        let (seeds, only) = (first..first.saturating_add(cli.seeds.unwrap_or(20)), cli.scenario);
         let compare = Compare { seeds, only, markdown: cli.markdown, commit: cli.commit };
         return cli::comparison::compare_all(&compare, json);
     }

@@ -12,6 +12,10 @@ pub const HARM_SHARE: f64 = 0.01;
 /// refreshed by one MiB.
 const MOVE_LEAST: Bytes = Bytes::mib(8);
 
+/// A need that moves by less than this share of a guest's RAM does not turn: the guest has room for
+/// that, and its balloon need not follow.
+const OWN_TURN_SHARE: f64 = 0.10;
+
 /// What is measured of one guest as time passes.
 #[derive(Clone, Debug, Default)]
 pub struct Gauge {
@@ -43,8 +47,12 @@ impl Gauge {
         self.follow(g.actual, at_ms);
     }
 
-    /// `turn` is the extreme it has reached in its present direction.
     fn follow(&mut self, actual: Bytes, at_ms: u64) {
+        self.turn_at(actual, at_ms, MOVE_LEAST);
+    }
+
+    /// `turn` is the extreme it has reached in its present direction.
+    fn turn_at(&mut self, actual: Bytes, at_ms: u64, least: Bytes) {
         let further = match self.direction {
             1 => actual >= self.turn,
             -1 => actual <= self.turn,
@@ -52,7 +60,7 @@ impl Gauge {
         };
         if further {
             self.turn = actual;
-        } else if actual.abs_diff(self.turn) >= MOVE_LEAST {
+        } else if actual.abs_diff(self.turn) >= least {
             let was =
                 std::mem::replace(&mut self.direction, if actual > self.turn { 1 } else { -1 });
             self.turn = actual;
@@ -89,6 +97,8 @@ pub struct Score {
     pub swapped: Bytes,
     /// Changes of direction, a guest and minute.
     pub reversals: f64,
+    /// Those beyond the turns that each guest's own need made, a guest and minute.
+    pub needless: f64,
     /// The scenario's 8 GiB: how long until the host had them; `None`: it asks for
     /// none, or (`missed`) they never came.
     pub take_s: Option<f64>,
@@ -111,7 +121,7 @@ impl Score {
     /// What the guests tell at the end.
     pub fn of(guests: &[Guest], gauges: &[Gauge]) -> Score {
         let mut score = Score { vms: guests.len() as u64, ..Score::default() };
-        let (mut turns, mut minutes) = (0, 0.0);
+        let (mut turns, mut needless, mut minutes) = (0, 0, 0.0);
         for (g, gauge) in guests.iter().zip(gauges) {
             let share = g.counts.stall_ms / gauge.lived_ms.max(1) as f64;
             score.held += u64::from(g.counts.ooms == 0 && share <= HARM_SHARE);
@@ -119,14 +129,29 @@ impl Score {
             score.ooms += g.counts.ooms;
             score.swapped += g.counts.host_swap_in + g.counts.host_swap_out;
             turns += gauge.reversals;
+            needless += gauge.reversals.saturating_sub(own_turns(g, gauge.lived_ms));
             minutes += gauge.lived_ms as f64 / 60_000.0;
         }
-        score.reversals = if minutes > 0.0 { turns as f64 / minutes } else { 0.0 };
+        let a_minute = |n: u64| if minutes > 0.0 { n as f64 / minutes } else { 0.0 };
+        (score.reversals, score.needless) = (a_minute(turns), a_minute(needless));
         let burdens: Vec<f64> =
             guests.iter().zip(gauges).filter_map(|(g, gauge)| gauge.burden(g)).collect();
         score.unfairness = variation(&burdens);
         score
     }
+}
+
+/// How often what a guest wants turns by itself until it has lived so long: a balloon that follows
+/// it turns as often. Whatever is done to it, it is counted by what its programs want.
+fn own_turns(g: &Guest, lived_ms: u64) -> u64 {
+    let from = g.spec.starts_ms;
+    let mut gauge = Gauge { turn: g.spec.need.sum_at(from), ..Gauge::default() };
+    let least = g.spec.ram.share(OWN_TURN_SHARE);
+    let moments = g.spec.need.moments().into_iter();
+    for ms in moments.skip_while(|ms| *ms < from).take_while(|ms| *ms < from + lived_ms) {
+        gauge.turn_at(g.spec.need.sum_at(ms), ms, least);
+    }
+    gauge.reversals
 }
 
 /// Standard deviation over mean; 0 for nothing.
@@ -143,6 +168,8 @@ fn variation(values: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demand::{Curve, Need};
+    use crate::guest::Spec;
 
     #[test]
     fn a_reversal_is_a_turn_of_more_than_a_refresh() {
@@ -151,6 +178,20 @@ mod tests {
             g.follow(Bytes::mib(mib), s as u64 * 10_000);
         }
         assert_eq!((g.reversals, g.hasty), (3, 2));
+    }
+
+    #[test]
+    fn turns_of_the_need_itself_are_told_from_those_of_the_balloon() {
+        let wave = |mib| Curve::wave(60_000, 20_000, 10_000, Bytes::mib(100), Bytes::mib(mib));
+        let guest = |mib| Guest::new(0, 0, Spec::new(Bytes::gib(1), Need::of(wave(mib))));
+        // Up at 10 s, down at 20, up at 30, down at 40, up at 50, down at 60.
+        assert_eq!(own_turns(&guest(500), 100_000), 5);
+        assert_eq!(own_turns(&guest(500), 35_000), 2, "what has not come yet does not count");
+        assert_eq!(own_turns(&guest(200), 100_000), 0, "it has room for that");
+        let gauge = |reversals| Gauge { lived_ms: 60_000, reversals, ..Gauge::default() };
+        let needless = |n| Score::of(&[guest(500), guest(200)], &[gauge(n), gauge(n)]).needless;
+        // One guest may turn five times (four within the minute), the other not at all.
+        assert_eq!((needless(3), needless(6)), (1.5, 4.0));
     }
 
     #[test]

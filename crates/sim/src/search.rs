@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::compare::in_parallel;
 use crate::contestants::{Contestant, RIVALS};
+use crate::law::Breach;
 use crate::oracle;
 use crate::score::Score;
 use crate::worlds::Point;
@@ -19,6 +20,8 @@ const SAME_S: f64 = 1.0;
 const SAME_SHARE: f64 = 0.02;
 /// Times the best rival's stall that is far too much.
 const FAR: f64 = 1.25;
+/// Reversals beyond those of the guests' own needs that are too many, a guest and minute.
+pub const NEEDLESS_MOST: f64 = 0.5;
 /// Neighbours that are tried at a time.
 const BROOD: usize = 8;
 
@@ -42,7 +45,8 @@ pub struct Found {
     /// One that knows the future.
     pub oracle: Brief,
     /// Laws that Ebb broke.
-    pub broken: usize,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub broken: Vec<Breach>,
 }
 
 /// What counts of a score.
@@ -56,11 +60,19 @@ pub struct Brief {
     pub ooms: u64,
     /// Changes of direction, a guest and minute.
     pub reversals: f64,
+    /// Those beyond the turns of the guests' own needs.
+    pub needless: f64,
 }
 
 impl Brief {
     fn of(s: &Score) -> Brief {
-        Brief { held: s.held, stall_s: s.stall_s, ooms: s.ooms, reversals: s.reversals }
+        Brief {
+            held: s.held,
+            stall_s: s.stall_s,
+            ooms: s.ooms,
+            reversals: s.reversals,
+            needless: s.needless,
+        }
     }
 
     /// At least as good as another: in guests held and in stall.
@@ -98,7 +110,7 @@ impl Found {
             rival: rival.name(),
             pushed: Brief::of(&Contestant::QmemmanPushed.run(&setup).score),
             oracle: Brief::of(&oracle::run(&setup)),
-            broken: ebb.broken.len(),
+            broken: ebb.broken,
         }
     }
 
@@ -112,10 +124,24 @@ impl Found {
         self.ebb.is_as_good_as(self.pushed)
     }
 
-    /// Somebody's stall is so much less that it is no matter of taste: by a quarter, and by 1 s.
+    /// Ebb's stall is more than a quarter above the best rival's, and by more than a second.
     pub fn is_far_beaten(&self) -> bool {
-        self.ebb.held < self.best.held
-            || self.ebb.stall_s > (self.best.stall_s * FAR).max(self.best.stall_s + SAME_S)
+        self.is_far_above() && self.ebb.stall_s > self.best.stall_s + SAME_S
+    }
+
+    /// The same, however small both are.
+    pub fn is_far_above(&self) -> bool {
+        self.ebb.stall_s > self.best.stall_s * FAR
+    }
+
+    /// A process was killed, and who knows the future had none killed.
+    pub fn kills_in_vain(&self) -> bool {
+        self.ebb.ooms > 0 && self.oracle.ooms == 0
+    }
+
+    /// Ebb's stall beside that of one who knows the future; a second is no matter to either.
+    pub fn beside_the_limit(&self) -> f64 {
+        (self.ebb.stall_s + SAME_S) / (self.oracle.stall_s + SAME_S)
     }
 
     /// How much worse than the best: a guest that is harmed counts as 30 s.
@@ -130,7 +156,9 @@ impl Found {
 pub struct Search {
     /// For all that is random.
     pub seed: u64,
-    /// Worlds at random.
+    /// So many seeds from that one on.
+    pub seeds: u64,
+    /// Worlds at random, for each seed.
     pub worlds: usize,
     /// Steps from the worst of them to worse ones, each some neighbours.
     pub steps: usize,
@@ -141,8 +169,13 @@ pub struct Search {
 impl Search {
     /// The worlds at random, and the worst that were found from the worst of them.
     pub fn run(&self) -> (Vec<Found>, Vec<Found>) {
+        let of = |seed| {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            (0..self.worlds).map(|_| Point::random(&mut rng)).collect::<Vec<Point>>()
+        };
+        let seeds = self.seed..self.seed.saturating_add(self.seeds);
+        let points: Vec<Point> = seeds.flat_map(of).collect();
         let mut rng = fastrand::Rng::with_seed(self.seed);
-        let points: Vec<Point> = (0..self.worlds).map(|_| Point::random(&mut rng)).collect();
         let random = in_parallel(&points, self.threads, Found::of);
         let mut worst = random.clone();
         worst.sort_by(|a, b| b.loss().total_cmp(&a.loss()));
@@ -165,8 +198,9 @@ mod tests {
         (held, stall_s, ooms): (u64, f64, u64),
         (other, its, killed): (u64, f64, u64),
     ) -> bool {
-        let other = Brief { held: other, stall_s: its, ooms: killed, reversals: 0.0 };
-        Brief { held, stall_s, ooms, reversals: 0.0 }.is_as_good_as(other)
+        let none = Brief { held: 0, stall_s: 0.0, ooms: 0, reversals: 0.0, needless: 0.0 };
+        let other = Brief { held: other, stall_s: its, ooms: killed, ..none };
+        Brief { held, stall_s, ooms, ..none }.is_as_good_as(other)
     }
 
     #[test]
@@ -176,8 +210,26 @@ mod tests {
     }
 
     #[test]
+    fn a_quarter_more_counts_where_it_is_more_than_a_second() {
+        let point = Point::random(&mut fastrand::Rng::with_seed(1));
+        let brief = |stall_s| Brief { held: 4, stall_s, ooms: 0, reversals: 0.0, needless: 0.0 };
+        let far = |ebb, best| {
+            let (ebb, best) = (brief(ebb), brief(best));
+            let (point, about, rival) = (point.clone(), String::new(), "none");
+            let (pushed, oracle) = (best, best);
+            let broken = Vec::new();
+            let f = Found { point, about, vms: 4, ebb, best, rival, pushed, oracle, broken };
+            (f.is_far_beaten(), f.is_far_above())
+        };
+        assert_eq!(far(100.0, 79.0), (true, true));
+        assert_eq!(far(100.0, 81.0), (false, false));
+        assert_eq!(far(0.1, 0.05), (false, true), "a tenth of a second is no loss");
+        assert_eq!(far(1.1, 0.0), (true, true));
+    }
+
+    #[test]
     fn a_search_is_the_same_each_time() {
-        let search = Search { seed: 3, worlds: 2, steps: 1, threads: 2 };
+        let search = Search { seed: 3, seeds: 2, worlds: 1, steps: 1, threads: 2 };
         let (random, worst) = search.run();
         assert_eq!((random.len(), worst.len()), (2, 4));
         assert!(worst.windows(2).all(|w| w[0].loss() >= w[1].loss()));

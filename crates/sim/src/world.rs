@@ -264,14 +264,19 @@ impl World {
         (self.voices.get(i)?.id == id && self.guests[i].power).then_some(i)
     }
 
-    /// How old a guest's numbers truly are, ms; `None`: it never told any.
+    /// How old a guest's numbers truly are, ms; `None`: it never told any. Those of a module are of
+    /// this moment, also before QEMU has asked the guest.
     pub fn age_ms(&self, guest: usize) -> Option<u64> {
+        if self.guests.get(guest)?.spec.agent {
+            return Some(0);
+        }
         self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
     }
 
     /// What a guest used when it last told its numbers.
     pub fn said_used(&self, guest: usize) -> Option<Bytes> {
-        self.voices.get(guest)?.said_used()
+        let g = self.guests.get(guest)?;
+        if g.spec.agent { Some(g.used()) } else { self.voices.get(guest)?.said_used() }
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made

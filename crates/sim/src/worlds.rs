@@ -40,7 +40,7 @@ pub const KNOBS: [&str; 24] = [
     "stale",
 ];
 /// The run, ms.
-const RUN_MS: u64 = 400_000;
+pub const RUN_MS: u64 = 400_000;
 /// In so many of a hundred worlds not even all needs fit.
 const OVERLOAD: f64 = 0.06;
 /// A guest's floor, a share of its RAM, and what all floors together keep of the host at most.

@@ -276,3 +276,17 @@ fn memory_promised_but_never_touched_costs_the_host_nothing() {
     let outcome = Contestant::Ebb.run(&setup);
     assert_eq!((outcome.score.orders, outcome.score.held), (0, 4));
 }
+
+/// A host that is short from the first moment on; QEMU has asked no guest yet.
+#[test]
+fn a_guest_whose_module_speaks_may_be_asked_before_its_balloon_has_spoken() {
+    let mut setup = tight(3, 8, 0, 2);
+    setup.guests.iter_mut().for_each(|g| (g.agent, g.stale) = (true, g.ram.share(0.3)));
+    let world = World::new(&setup);
+    let spoken = (0..setup.guests.len()).all(|i| world.age_ms(i) == Some(0));
+    assert!(spoken, "its facts are of this moment");
+    let broken = Contestant::Ebb.run(&setup).broken;
+    assert!(broken.is_empty(), "{}", broken[0]);
+    setup.guests.iter_mut().for_each(|g| g.agent = false);
+    assert_eq!(World::new(&setup).age_ms(0), None, "a stock guest has said nothing");
+}

@@ -128,7 +128,7 @@ impl GuestModel {
 
 /// A guest's growing need is looked ahead for so long: statistics are late by up to
 /// one tick, and giving back takes one more.
-const AHEAD_S: f64 = 1.5;
+pub(crate) const AHEAD_S: f64 = 1.5;
 
 impl GuestModel {
     /// What it will need in a moment, at the rate its need grows. It is expected to stop where

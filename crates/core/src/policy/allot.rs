@@ -42,9 +42,11 @@ const APART: i32 = 4;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
 const SOON_MS: u64 = 5_000;
-/// Cache that is read again counts in whole from this T on: how much it is, is a guess.
-const HOT_MS: u64 = 10_000;
-/// Page cache up to this share of RAM counts as read again, whatever the guest reports.
+/// Cache that is read again counts in whole from this T on: a guest's word is as old as that.
+const HOT_MS: u64 = 2_000;
+/// The page cache that a guest had lately counts as read again, whatever it reports, up to this
+/// share of RAM. What it has now would tell little: one whose cache was taken would count less than
+/// one that was left its own.
 const CACHE_SHARE: f64 = 0.2;
 /// The part of the reserve for which guests give up page cache: where free swap is at least the
 /// first part of the reserve, and where it is less.
@@ -112,7 +114,8 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let rigid = if g.deflate_on_oom { 0.0 } else { RIGID_SHARE * level.least };
     let margin = least.share(level.least) + (full - least).share((doubt * level.more).max(rigid));
     let was = m.recent.peak(at, within_ms);
-    let usual = g.cache.min(vm.ram.unwrap_or_default().share(CACHE_SHARE));
+    let cached = g.cache.max(m.cached.highest());
+    let usual = cached.min(vm.ram.unwrap_or_default().share(CACHE_SHARE));
     let hot = (g.working_set - g.need).max(usual);
     let hot = hot.share((within_ms as f64 / HOT_MS as f64).min(1.0));
     // One above its ceiling is brought to it no faster than its guest can do without.

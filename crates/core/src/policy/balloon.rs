@@ -27,6 +27,9 @@ const LEAST_GIFT: Bytes = Bytes::mib(64);
 const GIFT_AGAIN_MS: u64 = 5_000;
 /// Where the host has it, one in distress gets this share of its RAM.
 const MORE: f64 = 0.25;
+/// One that has less than its part by more than this share of what that is beyond its need is given
+/// it before it asks.
+const LOW_SHARE: f64 = 0.15;
 /// One that was shrunk is not grown for the host's sake for so long.
 const GROW_HOLD_MS: u64 = 60_000;
 /// A driver that has anything to say after a boot has said it by then.
@@ -231,7 +234,7 @@ fn is_low(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> boo
     }
     let (Some(actual), Some(part), Some(g)) = (vm.actual, part, &vm.guest) else { return false };
     let from = m.grows_to(actual);
-    let step = (part.good - g.need).share(0.25).max(LEAST_STEP);
+    let step = (part.good - g.need).share(LOW_SHARE).max(LEAST_STEP);
     // Beyond the size that others gave it only a need counts, not what is likely.
     let good = part.good.min(vm.whole);
     vm.standing == Standing::Ready && !m.ledger.suspect && m.reboot.is_none() && from + step < good
@@ -281,7 +284,8 @@ fn relieve(
 /// What of earlier gifts will be touched in a moment: what lies idle can be had again.
 fn spoken_for(model: &Model) -> Bytes {
     let of = |vm: &VmModel| match (&vm.guest, vm.guest_held()) {
-        (Some(g), Some(held)) => vm.outstanding.min((g.soon() + g.short_mark) - held),
+        // Its margin is not touched: a guest that has nothing left does not wait for that.
+        (Some(g), Some(held)) => vm.outstanding.min(g.soon() - held),
         _ => vm.outstanding,
     };
     model.vms.iter().map(of).sum()

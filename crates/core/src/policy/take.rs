@@ -8,6 +8,7 @@
 //! at once and shrink where it does not, where its word is doubted, or where it was
 //! short soon after it had been asked.
 
+use crate::model::guest::AHEAD_S;
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
@@ -112,7 +113,10 @@ pub(super) fn take(
         }
         by_cache => by_cache,
     };
-    share_out(&mut candidates, collected - arriving);
+    // Where there is no time for a second order, what the host does not hold does not count.
+    let late = is_late(model, memory, missing.all);
+    let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
+    share_out_by(&mut candidates, collected - arriving, counts);
     if !urgent {
         lump(&mut candidates);
     }
@@ -135,6 +139,27 @@ pub(super) fn take(
         });
     }
     expected
+}
+
+/// Whether the guests' growth uses up what the host has before balloons have brought what is
+/// missing, at the pace at which they follow and by what the host holds of what they take. Any
+/// guest's word is [`AHEAD_S`] late.
+fn is_late(model: &Model, memory: &Memory, missing: Bytes) -> bool {
+    let (mut growth, mut speed, mut idle, mut held) = (0.0, 0.0, Bytes::ZERO, Bytes::ZERO);
+    for vm in model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none()) {
+        let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { continue };
+        growth += g.rates.map_or(0.0, |r| r.need.max(0.0));
+        if vm.standing == Standing::Ready && vm.distress.is_empty() {
+            let pace = memory.vm(vm.id).map_or(1.0, pace);
+            speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
+            let spare = actual - g.working_set;
+            idle += spare;
+            held += vm.guest_held().map_or(spare, |h| (h - g.working_set).min(spare));
+        }
+    }
+    let brings = speed * held.fraction_of(idle.max(Bytes(1)));
+    let takes_s = AHEAD_S + missing.0 as f64 / brings.max(1.0);
+    missing > Bytes::ZERO && (model.host.headroom.0 as f64) < growth * takes_s
 }
 
 /// What one VM is asked for.
@@ -296,6 +321,11 @@ pub(super) fn must(g: &GuestModel) -> Bytes {
     g.need + g.short_mark.share(2.0)
 }
 
+/// How much larger its steps are since it follows at once.
+fn pace(m: &VmMemory) -> f64 {
+    f64::from(1u32 << m.pace.min(2))
+}
+
 /// The largest step now: larger while tasks suffer and while it follows at once, smaller
 /// where its word is doubted. It is for the time since the guest was last asked, so that
 /// many looks take neither faster nor slower than few.
@@ -303,8 +333,7 @@ pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Byte
     let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));
     // A late tick does not take more: what it saw is old.
     let ms = since.min(model.dt_ms.max(STEP_MS)).min(2000) as f64;
-    let pace = f64::from(1u32 << m.pace.min(2));
-    let scale = pace * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
+    let scale = pace(m) * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
     let share = (rate * scale * ms / 1000.0).min(0.5);
     let least = LEAST_STEP.share((ms / STEP_MS as f64).min(1.0));
     vm.ram.unwrap_or_default().share(share).max(least)
@@ -313,6 +342,11 @@ pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Byte
 /// Lowers the highest prices until so much is found or everybody gives what they
 /// can: the level is searched by halving, which is exact to a few bytes.
 pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
+    share_out_by(candidates, missing, |_| 1.0);
+}
+
+/// The same where so much of each byte of a candidate counts.
+fn share_out_by(candidates: &mut [Candidate], missing: Bytes, counts: impl Fn(&Candidate) -> f64) {
     if missing < Bytes::mib(1) || candidates.is_empty() {
         return;
     }
@@ -326,7 +360,7 @@ pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
     }
     for _ in 0..60 {
         let level = (low + high) / 2.0;
-        let found: Bytes = candidates.iter().map(|c| part(c, level)).sum();
+        let found: Bytes = candidates.iter().map(|c| part(c, level).share(counts(c))).sum();
         if found > missing { low = level } else { high = level }
     }
     for c in candidates.iter_mut() {
@@ -384,6 +418,51 @@ mod tests {
         assert_eq!(shares(all(), 300), [0, 300]);
         assert_eq!(shares(all(), 400), [50, 350]);
         assert_eq!(shares(all(), 5000), [200, 600], "all that there is");
+    }
+
+    #[test]
+    fn where_what_the_host_holds_counts_more_is_taken_of_those_that_hold_little() {
+        let mut all = vec![candidate(1.0, 0, 800, 800)];
+        all[0].yields = 0.25;
+        share_out_by(&mut all, Bytes::mib(100), |c| c.yields);
+        assert!(all[0].share.abs_diff(Bytes::mib(400)) < Bytes::mib(1), "{}", all[0].share);
+        share_out_by(&mut all, Bytes::mib(900), |c| c.yields);
+        assert_eq!(all[0].share, Bytes::mib(800), "all that there is");
+    }
+
+    /// A host with so much headroom; a guest whose need grows by so much a second, and one of 1 GiB
+    /// with 800 MiB idle, of which the host holds so much. All in MiB.
+    fn late(headroom: u64, growth: u64, held: u64, missing: u64) -> bool {
+        let vm = |held: u64, rate: u64| VmModel {
+            ram: Some(Bytes::gib(1)),
+            actual: Some(Bytes::mib(1000)),
+            resident: Some(Bytes::mib(held)),
+            standing: Standing::Ready,
+            guest: Some(GuestModel {
+                working_set: Bytes::mib(200),
+                rates: Some(crate::state::GuestRates {
+                    need: (rate << 20) as f64,
+                    ..Default::default()
+                }),
+                ..GuestModel::default()
+            }),
+            ..VmModel::default()
+        };
+        let grows = VmModel { distress: "it grows".into(), ..vm(1000, growth) };
+        let vms = vec![grows, vm(200 + held, 0)];
+        let mut model = Model { vms, ..Model::default() };
+        model.host.headroom = Bytes::mib(headroom);
+        is_late(&model, &Memory::default(), Bytes::mib(missing))
+    }
+
+    #[test]
+    fn it_is_late_where_growth_is_faster_than_balloons() {
+        // 102 MiB a second where the host holds all of it: 1.5 s, and 1 s for 102 MiB.
+        assert!(!late(600, 200, 800, 100) && late(400, 200, 800, 100));
+        // Of a quarter of it 100 MiB take four times as long.
+        assert!(late(600, 200, 200, 100) && !late(1200, 200, 200, 100));
+        assert!(!late(400, 0, 800, 100), "nobody grows");
+        assert!(!late(100, 200, 800, 0), "nothing is missing");
     }
 
     #[test]

@@ -81,6 +81,9 @@ pub struct VmMemory {
     /// What the guest needed lately: its working set by how long ago it was so large.
     #[serde(default)]
     pub recent: Recent,
+    /// The page cache that it had lately, likewise.
+    #[serde(default)]
+    pub cached: Recent,
     /// What its guest may need beyond [`VmMemory::need`]: its balloon moved while it spoke, so
     /// its size at that moment is not known.
     #[serde(default)]
@@ -200,6 +203,7 @@ impl VmMemory {
             if let Some(need) = self.need() {
                 self.recent.see(at, need);
             }
+            self.cached.see(at, stats.caches.unwrap_or_default());
             self.weigh_word(at, vm, &stats);
         }
         if let Some(p) = vm.process {

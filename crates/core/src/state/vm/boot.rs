@@ -74,7 +74,7 @@ impl VmMemory {
         (self.rates, self.growth) = (None, Growth::default());
         self.order = None;
         self.deflated_on_oom = None;
-        self.recent = Recent::default();
+        (self.recent, self.cached) = (Recent::default(), Recent::default());
         self.stuck_until = None;
         self.stuck_count = 0;
         self.facts = None;

@@ -1,6 +1,7 @@
 //! Who is given memory, how much and when: in distress, before it asks, back on a clear host.
 
 use super::*;
+use crate::state::GuestRates;
 
 #[test]
 fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
@@ -93,6 +94,17 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     assert_eq!(ask(clear(), 1024, only()), None, "it is left alone");
     let empty = limited(host(Pressure::Critical, 0, 0), 100, 2000);
     assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
+}
+
+/// Its part is 500 MiB beyond its need of 200.
+#[test]
+fn what_is_missing_of_a_part_is_given_where_it_is_worth_an_order() {
+    let given = |actual| {
+        let m = VmMemory { recent: needed(700, 8_000), ..remembered(1) };
+        size(&decide(host(Pressure::Clear, 0, 400), vec![vm(1, actual, actual - 200)], vec![m])[0])
+    };
+    assert_eq!(given(700 - 76), Some(700), "15 % of it are 75");
+    assert_eq!(given(700 - 74), None);
 }
 
 #[test]
@@ -202,4 +214,24 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
     };
     assert!(ask(20_000) > Some(400));
     assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
+}
+
+/// Another was given 200 MiB a moment ago. It needs all that the host holds for it, and no more.
+#[test]
+fn one_that_has_nothing_left_does_not_wait_for_the_margin_of_another() {
+    let given = |rate: u64| {
+        let mut poor = vm(1, 400, 10);
+        poor.distress = "10 MiB available".into();
+        let mut other = vm(2, 600, 200);
+        other.resident = Some(Bytes::mib(400));
+        other.outstanding = Bytes::mib(200);
+        let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
+        other.guest.as_mut().unwrap().rates = Some(rates);
+        let mut host = limited(host(Pressure::Critical, 0, 0), 100, 200);
+        host.limits[0].swap_left = Bytes::ZERO;
+        host.outstanding = Bytes::mib(200);
+        size(&decide(host, vec![poor, other], vec![])[0])
+    };
+    assert!(given(0) >= Some(464), "80 MiB but for the last tenth: {:?}", given(0));
+    assert_eq!(given(100), Some(400), "the other will touch 150 MiB in a moment");
 }

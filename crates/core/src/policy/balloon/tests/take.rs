@@ -144,6 +144,24 @@ fn cache_that_nobody_was_seen_to_read_again_is_not_all_idle() {
 }
 
 #[test]
+fn a_guest_whose_cache_was_taken_counts_with_as_much_as_one_that_has_its_own() {
+    let ask = |had| {
+        let one = |pid, cache| {
+            let mut one = vm(pid, 1024, 900);
+            one.guest.as_mut().unwrap().cache = Bytes::mib(cache);
+            one
+        };
+        let m = VmMemory { cached: needed(had, 60_000), ..remembered(1) };
+        let host = host(Pressure::Critical, 1100, 0);
+        let v = decide(host, vec![one(1, 0), one(2, 150)], vec![m]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    let (never, once) = (ask(0), ask(150));
+    assert!(never.0 > never.1, "{never:?}");
+    assert_eq!(once.0, once.1);
+}
+
+#[test]
 fn doubted_guests_are_asked_gently_and_followers_faster() {
     let ask = |level, pace| {
         let mut one = vm(1, 1024, 900);
