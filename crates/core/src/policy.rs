@@ -55,7 +55,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
 
     // Both run in the background; later samples show what they freed.
     plan.partial_thp = partial_thp::partial_thp(model, memory);
-    let (orders, letting_go) = zeros::zeros(model, memory, requests);
+    let (orders, zeros_reason) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 
     let ballooned = balloon::balloon(model, memory, requests, freed);
@@ -81,7 +81,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
 
     ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
     ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merge_words);
-    ladder.rung(RungName::Zeros, missing - freed, Bytes::ZERO, letting_go);
+    ladder.rung(RungName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
     ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));

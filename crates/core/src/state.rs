@@ -257,8 +257,8 @@ impl Memory {
         let dt_ms = self.at.map_or(0, |was| sample.at.since(was));
         for vm in &sample.vms {
             let at = sample.at;
-            // Who was there when the daemon came has settled, unless it is known to
-            // be young.
+            // A VM that is older than the daemon has settled, unless it is known to be
+            // young.
             let new = self.vm(vm.id).is_none_or(|m| m.seen.is_none());
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
             let m = self.vm_mut(vm.id);

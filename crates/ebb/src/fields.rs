@@ -357,7 +357,7 @@ pub const VM_FIELDS: &[Field<Vm>] = &[
     field!("partial_thp_freed", "", Bytes, Counter, "What that freed", |v| {
         v.partial_thp.as_ref().and_then(|t| bytes(t.freed))
     }),
-    field!("zeros_read", "", Bytes, Counter, "Looked through for zeros", |v| {
+    field!("zeros_read", "", Bytes, Counter, "Scanned for zero pages", |v| {
         v.zeros.as_ref().and_then(|z| bytes(z.read))
     }),
     field!("zeros_freed", "", Bytes, Counter, "Zero pages that were freed", |v| {

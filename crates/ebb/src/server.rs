@@ -1,6 +1,6 @@
 //! Connections: how many at once, how long each may take.
 //!
-//! The daemon's descriptors are its eyes and hands; no client may have them all. Each
+//! The daemon needs descriptors for its own work, so no client may have them all. Each
 //! listener has a limit, and at it the connection that has been silent longest makes room
 //! for the new one. A connection in which nothing moves is closed, and so is an old one: a
 //! client that reads a byte now and then holds an answer in memory.

@@ -183,7 +183,7 @@ impl AgentLink {
             self.retry_at = None;
         }
         self.connect(now);
-        // What came since the last tick: orders that are done make room for questions.
+        // Replies first: orders that are done free places for questions.
         self.hear(now);
         if self.agent.is_none() {
             return;

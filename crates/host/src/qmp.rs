@@ -41,13 +41,13 @@ pub struct Client {
     protocol: Protocol,
     opened: Instant,
     heard: Instant,
-    /// Why who serves in QEMU's place has closed the connection.
+    /// The reason for which the peer that stands in for QEMU closed the connection.
     words: Option<Words>,
     /// Where it is connected only while it has commands under way.
     sharing: Option<Sharing>,
 }
 
-/// Where who serves a client in QEMU's place says why it closed the connection, for people.
+/// Where the peer that stands in for QEMU writes why it closed the connection, for people.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Words(Arc<Mutex<Option<String>>>);
 

@@ -1,5 +1,4 @@
-//! Pages of zeros of VMs that are not merged: given up by the kernel, on the host's
-//! side alone.
+//! Zero pages of VMs that are not merged, freed by the kernel on the host's side alone.
 //!
 //! A huge page that is split maps the zero page where it held zeros, and a page of
 //! zeros that is paged out takes a place in swap and nothing else. In both the kernel

@@ -1,6 +1,6 @@
 //! How well a VM can be heard: whether QMP answers and its guest tells its numbers.
 //!
-//! Who is not heard cannot be helped when it needs its memory. One that fell silent
+//! A VM that does not report cannot be given memory in time. One that fell silent
 //! is given what it may need as far as the host has it, and when it is heard again it
 //! is not asked for some time: the next silence may come while it is small.
 

@@ -8,7 +8,7 @@
 //! A balloon that moves towards Ebb's last order moves by that order. Any other move is
 //! somebody else's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
-//! an order to grow, so there the debt stays.
+//! an order to grow, so there the VM is still owed the memory.
 //!
 //! A driver that starts anew lets go of the balloon and then takes up QEMU's last target.
 //! Where nobody told of the reset, that looks like orders of somebody else. When the
@@ -86,7 +86,7 @@ pub enum Move {
 
 impl Ledger {
     /// Takes in the VM's RAM and size. `deflates`: its guest may shrink the balloon itself.
-    /// `boots`: a new kernel's driver takes up the old target; its moves are nobody's order.
+    /// `boots`: a new kernel's driver takes up the old target, so its moves follow no new order.
     pub fn observe(
         &mut self,
         at: Stamp,

@@ -1,4 +1,4 @@
-//! What an agent answers: who it is, how it does, what it did, and why not.
+//! What an agent answers: its identity, its status, results and refusals.
 //!
 //! A field that is added has a default, as the agent may be older than the daemon. The agent
 //! is taken for hostile: a text that is added is clipped in [`Reply::parse`].

@@ -25,7 +25,7 @@ use crate::root::{ProbeError, Root};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 /// The knobs that are changed, in the order in which they are put back: what
-/// stops `ksmd` or takes the advisor's hands off comes first.
+/// stops `ksmd` or turns the advisor off comes first.
 const KNOBS: [&str; 6] =
     ["run", "advisor_mode", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
 /// What khugepaged may put into a huge page, seen from there: how many merged pages of

@@ -34,8 +34,7 @@ use crate::waker::Waker;
 const WAITING: usize = 1024;
 /// Orders are repeated after this: somebody else may set the knobs too.
 const REPEAT: Duration = Duration::from_secs(5);
-/// Tables of this size do where it matters how much is alike, and not what: enough for
-/// 20 GiB.
+/// Tables of this size suffice to estimate the share of duplicates in 20 GiB.
 const SAMPLED: Bytes = Bytes::mib(96);
 /// A look reads one piece of 16 KiB in so many: 16 MiB that have changed are four of them.
 const GLANCE_ONE_IN: u32 = 256;

@@ -1,4 +1,4 @@
-//! Lets go of pages of zeros of a process, without its help and without merging.
+//! Frees zero pages of a process, without its help and without merging.
 //!
 //! RAM is gone through in pieces, each order going on where the one before ended. Of
 //! each piece the pages in memory are copied out and looked at, and at once the kernel

@@ -94,8 +94,8 @@ impl LinuxHost {
             part.error =
                 vm.merging.error().or(vm.agent.as_ref().and_then(|a| a.refused())).cloned();
             if let Some(look) = look {
-                // Who says that it has opened something has, whatever was seen before that;
-                // that nothing is open is believed when it is seen.
+                // An agent that reports mergeable RAM is believed over an older look; that nothing
+                // is mergeable is believed when it is seen.
                 let says = vm.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
                 part.open = look.open.as_ref().ok().map(|open| *open || says);
                 part.seen = part.open.map(|_| (look.at, look.merged));

@@ -3,8 +3,8 @@
 //! To read a page whole costs several times what four lines of it do, and most pages have no
 //! duplicate. So where agents read for us, they first read the lines of all pages
 //! ([`ebb_core::page_hash::Key::lines`]); each page's tag, 32 bits of their hash, is put in a
-//! field of two bits a place, some sixteen places a page: seen once, seen twice. Whoever is
-//! alone in its place differs from all others and is not read any further. What is left are
+//! field of two bits a place, some sixteen places a page: seen once, seen twice. A page
+//! alone in its place has no duplicate and is not read any further. What is left are
 //! pages with a duplicate, or that look like one (half empty, say), and one of twenty others
 //! that share a place by chance.
 

@@ -45,7 +45,7 @@ impl Vm {
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         if !self.uses_agent() {
-            // Only where it could be at work, and is asked for, is it looked for to be told.
+            // It is looked for only if it may be used and could be running.
             let on = self.access.agent != AgentUse::Off && !self.access.look_only;
             let sure = on && self.access.managed && self.access.hands_off_ms.is_some();
             self.agent.iter_mut().for_each(|agent| agent.leave(now, sure));

@@ -226,7 +226,7 @@ impl Vm {
         }
     }
 
-    /// Buries a failed connection and says when to try again.
+    /// Drops a failed connection and sets when to try again.
     pub(super) fn reap(&mut self, now: Instant) {
         let Some(error) = self.client.as_ref().and_then(|c| c.failure().cloned()) else { return };
         self.take_events();

@@ -146,8 +146,8 @@ impl Vm {
         reached && self.device.is_some() && self.interval_was.is_some()
     }
 
-    /// To be asked out of turn takes two settings, and QEMU may be left with the first. Notes what
-    /// is to be put back then.
+    /// Before its guest is asked out of turn: that takes two settings, and if the daemon ends between
+    /// both, QEMU keeps the first. Notes the period to be put back.
     pub fn may_be_kicked(&mut self) {
         if let (Some(_), Some(interval)) = (&self.device, self.interval)
             && !self.access.look_only

@@ -144,8 +144,8 @@ fn the_interval_is_put_back_at_the_end_although_the_manager_is_served_just_then(
     assert_eq!(scene.qemu.0.lock().unwrap().interval, 7);
 }
 
-/// To be asked out of turn takes two settings. A daemon that is killed between both leaves the
-/// first, unless what is to be put back was written down before.
+/// To ask a guest out of turn, QEMU is given two settings. If the daemon is killed between both, the
+/// first stays, unless the period to be put back was written down before.
 #[test]
 fn before_a_guest_is_asked_out_of_turn_its_interval_is_written_down() {
     let dir = tempfile::tempdir().unwrap();
