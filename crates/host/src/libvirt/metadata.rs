@@ -62,8 +62,8 @@ fn wrong(domain: &str, why: &str) -> String {
     let name = if domain.chars().all(plain) && !domain.starts_with('-') { domain } else { "NAME" };
     format!(
         "the libvirt metadata of domain “{}” is wrong: {why}; Ebb leaves the domain alone until \
-         that is corrected: virsh metadata {name} --uri {NAMESPACE} --key ebb --set \
-         \"<memory min='512MiB'/>\" --live --config (--remove removes it)",
+         that is corrected: virsh metadata {name} --uri {NAMESPACE} shows it, and replaces all of \
+         it with --key ebb --set \"<memory …/>\" --live --config",
         clean(domain)
     )
 }
@@ -131,7 +131,7 @@ mod tests {
         let why = of("tame", "<memory weight='heavy'/>");
         assert!(why.contains("domain “tame” is wrong: attribute weight: “heavy” is not"), "{why}");
         assert!(
-            why.contains("virsh metadata tame --uri urn:ebb:domain:1 --key ebb --set"),
+            why.contains("virsh metadata tame --uri urn:ebb:domain:1 shows it"),
             "{why}"
         );
         let why = of("a;reboot", "<memory weight='heavy'/>");

@@ -2,7 +2,7 @@
 //!
 //! A connection stays in the queue of QEMU's socket until QEMU accepts it, also where its client has
 //! closed it. The queue has room for two. So such a connection is not closed but shut down for
-//! writing: QEMU finds its end at once when it accepts it, and closes it. Before that nothing can
+//! writing: QEMU reads end-of-file as soon as it accepts it, and closes it. Before that nothing can
 //! be read from it, and so Ebb knows whether it is still in the queue. Source: Linux
 //! `net/unix/af_unix.c` (`unix_shutdown`), QEMU `chardev/char-socket.c` (`tcp_chr_read`).
 //!

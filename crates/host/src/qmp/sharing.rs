@@ -20,7 +20,7 @@ use super::{Client, Protocol, QmpError, State, left, open_socket};
 /// A client that QEMU has not greeted leaves after so long. So does one that QEMU owes an answer
 /// for so long.
 const MOST: Duration = Duration::from_secs(1);
-/// Why a client is not served, for people: which of both cannot be told.
+/// Why a client is not served, for people: which of the two is unknown.
 const UNSERVED: &str = "another client is served, or QEMU hangs";
 
 /// What is kept between two connections.

@@ -76,7 +76,7 @@ pub struct Density {
     /// Figures and series as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// A small budget, a short period and three arms: at most four minutes
+    /// A small budget, a short period and three arms: seven minutes
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
