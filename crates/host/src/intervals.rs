@@ -24,6 +24,11 @@ impl Intervals {
         Intervals { file, was: all.unwrap_or_default().into_iter().collect() }
     }
 
+    /// Whether nothing is to be put back.
+    pub fn is_empty(&self) -> bool {
+        self.was.is_empty()
+    }
+
     /// What it was.
     pub fn of(&self, vm: VmId) -> Option<u64> {
         self.was.get(&vm).copied()

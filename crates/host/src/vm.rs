@@ -97,8 +97,9 @@ pub(crate) struct Access {
     pub libvirt: bool,
     /// It is only looked at: nothing is set in QEMU.
     pub look_only: bool,
-    /// What its agent may do.
+    /// What its agent may do, and what it may as soon as the metadata of its domain is read.
     pub agent: AgentUse,
+    pub agent_then: AgentUse,
     /// The operator's word that nobody else writes to its shared RAM.
     pub private_ram: bool,
     /// Windows longer than this have its agent stand aside, ms; 0: none do.
@@ -178,6 +179,10 @@ pub(crate) struct Vm {
     pub owed_at: Option<PathBuf>,
     /// How often QEMU asked the guest for statistics before Ebb set that, seconds.
     pub interval_was: Option<u64>,
+    /// How often QEMU has refused to have it put back.
+    refusals: u32,
+    /// It was only looked at in the last tick.
+    was_looked_at: bool,
     /// The command that puts that back, where a VM that is to be left waits for its answer.
     restoring: Option<u64>,
     /// How often it is to ask as far as Ebb knows.
@@ -251,6 +256,8 @@ impl Vm {
             owed_at: None,
             interval_was: None,
             interval: None,
+            refusals: 0,
+            was_looked_at: false,
             restoring: None,
             orders: Vec::new(),
             loose: true,
@@ -296,12 +303,7 @@ impl Vm {
             return;
         }
         self.take_late();
-        // It is managed again: what its interval is now, QEMU tells.
-        if let (Some(command), Some(client)) = (self.restoring.take(), &mut self.client) {
-            client.protocol().forget(command);
-            self.owed.retain(|ask| *ask != Ask::Interval);
-            self.owed.push(Ask::Interval);
-        }
+        self.take_up();
         self.turn_away(now);
         self.hear();
         let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
@@ -329,7 +331,8 @@ impl Vm {
     pub fn sample(&mut self, at: Stamp, wall_ms: u64, problems: &mut Vec<Problem>) -> VmSample {
         self.take_events();
         if let Some(client) = &mut self.client {
-            self.asked.iter().for_each(|(_, id)| client.protocol().not_wait(*id));
+            let asked = self.asked.iter().map(|(_, id)| *id).chain(self.restoring);
+            asked.for_each(|id| client.protocol().not_wait(id));
         }
         let id = self.process.id;
         self.seen = false;

@@ -19,6 +19,9 @@ use crate::daemon::{intervals, ksm_note, options};
 use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
 
+/// VMs that are owed nothing may take so long to be met and asked for statistics as before.
+const INTERVALS: Duration = Duration::from_secs(3);
+
 /// Gives back all that the state file names, and tries for so long; `false` where there is no
 /// such file.
 pub fn main(config: &Config, patience: Duration) -> Result<bool> {
@@ -31,6 +34,7 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
     let owned = state.read()?;
     if owned.is_empty() {
         say(&format!("nothing is owed, says {path}"));
+        give_back_vms(config, &mut state, &owned, patience)?;
         return recover_ksm(path).map(|_| true);
     }
     let mut failed = Vec::new();
@@ -56,7 +60,8 @@ fn give_back_vms(
     owned: &Owned,
     patience: Duration,
 ) -> Result<Vec<Left>> {
-    if owned.vms.is_empty() {
+    let intervals = intervals(&config.state_file);
+    if owned.vms.is_empty() && !intervals.exists() {
         return Ok(Vec::new());
     }
     let wanted = Options {
@@ -66,7 +71,7 @@ fn give_back_vms(
         psi_trigger_us: None,
         // Guests are asked no more often for this, and as often as before in the end.
         look_only: true,
-        intervals: Some(intervals(&config.state_file)),
+        intervals: Some(intervals),
         ..options(config)
     };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
@@ -75,7 +80,13 @@ fn give_back_vms(
         let _ = state.write(&Owned { vms, ..owned.clone() });
     };
     let left = give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note);
+    let until = Instant::now() + INTERVALS;
     host.restore_intervals();
+    while host.has_intervals() && Instant::now() < until {
+        host.sample();
+        host.restore_intervals();
+        host.wait(Instant::now() + Duration::from_millis(100));
+    }
     Ok(left)
 }
 

@@ -130,10 +130,7 @@ mod tests {
         };
         let why = of("tame", "<memory weight='heavy'/>");
         assert!(why.contains("domain “tame” is wrong: attribute weight: “heavy” is not"), "{why}");
-        assert!(
-            why.contains("virsh metadata tame --uri urn:ebb:domain:1 shows it"),
-            "{why}"
-        );
+        assert!(why.contains("virsh metadata tame --uri urn:ebb:domain:1 shows it"), "{why}");
         let why = of("a;reboot", "<memory weight='heavy'/>");
         assert!(why.contains("virsh metadata NAME --uri"), "{why}");
         let none = Refused { code: NO_METADATA, message: "none".into() };

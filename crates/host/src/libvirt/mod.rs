@@ -104,15 +104,17 @@ impl Libvirt {
         places.into_iter().find_map(|(dir, pids, uri, owner)| {
             let file = dir.join(pids).join(format!("{name}.pid"));
             let its = pid_in(&self.root.path(&file), owner) == Some(pid);
-            let socket = self.socket(dir).filter(|_| its)?;
+            let socket = its.then(|| self.socket(dir))?;
             Some(Address { socket: self.root.path(socket), uri, domain: name.to_owned(), owner })
         })
     }
 
-    /// The daemon's socket: that of QEMU's driver, or of all drivers together.
-    fn socket(&self, dir: &Path) -> Option<PathBuf> {
-        let all = ["virtqemud-sock", "libvirt-sock"].map(|name| dir.join(name));
-        all.into_iter().find(|path| matches!(self.root.metadata(path), Ok(Some(_))))
+    /// The daemon's socket: that of QEMU's driver, or of all drivers together. A daemon that does
+    /// not run may have none.
+    fn socket(&self, dir: &Path) -> PathBuf {
+        let [driver, all] = ["virtqemud-sock", "libvirt-sock"].map(|name| dir.join(name));
+        let is_there = matches!(self.root.metadata(&driver), Ok(Some(_)));
+        if is_there { driver } else { all }
     }
 
     /// A client that speaks with this domain. `monitor`: see [`bridge::Bridge::new`].
@@ -178,5 +180,21 @@ mod tests {
         assert_eq!(pid_in(&at("fifo"), me), None, "and does not wait");
         fs::write(at("b"), "4711".repeat(1000)).unwrap();
         assert_eq!(pid_in(&at("b"), me), None);
+    }
+
+    /// Its settings may say that nothing is to be taken from it.
+    #[test]
+    fn a_domain_is_found_although_its_libvirt_does_not_run() {
+        use ebb_core::sample::VmId;
+        let dir = tempfile::tempdir().unwrap();
+        let me = rustix::process::getuid().as_raw();
+        let pids = dir.path().join(format!("run/user/{me}/libvirt/qemu/run"));
+        fs::create_dir_all(dir.path().join("proc/10")).unwrap();
+        fs::create_dir_all(&pids).unwrap();
+        let libvirt = Libvirt::new(Root::at(dir.path())).unwrap();
+        let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
+        assert_eq!(libvirt.find(&vm), None);
+        fs::write(pids.join("a.pid"), "10\n").unwrap();
+        assert_eq!(libvirt.find(&vm).unwrap().domain, "a");
     }
 }

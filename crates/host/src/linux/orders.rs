@@ -167,6 +167,11 @@ impl LinuxHost {
         clients(&mut self.vms).into_iter().for_each(Client::part);
     }
 
+    /// Whether some of them are still to be put back, as far as is known.
+    pub fn has_intervals(&self) -> bool {
+        !self.intervals.is_empty()
+    }
+
     pub(super) fn keep_intervals(&mut self) {
         let root = &self.options.root;
         let here = self.vms.iter().map(|(id, vm)| (*id, vm.interval_was));

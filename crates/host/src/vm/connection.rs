@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ebb_core::config::AgentUse;
 use ebb_core::sample::{Heard, Link, SharedSocket, VmEvent};
 use ebb_core::units::Stamp;
 
@@ -139,7 +140,10 @@ impl Vm {
         let sockets = self.sockets();
         let reached = sockets.is_ok() || self.access.libvirt && through && self.is_reached();
         // One that is not managed is reached to have its interval put back, by its device.
-        let meets = self.client.is_none() || self.device.is_none();
+        if !self.access.managed && self.ready && self.looked && self.device.is_none() {
+            self.interval_was = None;
+        }
+        let meets = self.client.is_none() || !self.ready || self.device.is_none();
         if reached && (self.access.managed || self.is_reached() && meets) {
             return false;
         }
@@ -220,7 +224,8 @@ impl Vm {
         };
         // libvirt calls a domain with an agent tainted already: the agent needs an argument or a
         // variable of its own.
-        match libvirt.attach(address, self.may_use_agent()) {
+        let agent = self.agent.is_some() && self.access.agent_then != AgentUse::Off;
+        match libvirt.attach(address, agent) {
             Ok(client) => self.adopt(client),
             Err(e) => self.down = Link::Down(format!("libvirt: {e}")),
         }

@@ -10,6 +10,9 @@ use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
+/// So often libvirt may refuse to have an interval put back.
+const REFUSALS: u32 = 10;
+
 impl Vm {
     /// Tells QEMU the size that the guest shall have. What makes it smaller is told only
     /// where commands are served promptly: carried out late it does harm.
@@ -129,13 +132,34 @@ impl Vm {
         let Some(client) = &mut self.client else { return };
         match client.take_reply(command) {
             Some(Ok(_)) => self.interval_was = None,
-            // It would refuse the next one, too.
             Some(Err(e @ QmpError::Command { .. })) => {
-                self.interval_was = None;
-                self.answers.problems.push(("qmp guest-stats".into(), e.to_string()));
+                self.refusals += 1;
+                // QEMU would refuse the next one, too; libvirt may only have been busy.
+                if client.is_direct() || self.refusals >= REFUSALS {
+                    (self.interval_was, self.refusals) = (None, 0);
+                    self.answers.problems.push(("qmp guest-stats".into(), e.to_string()));
+                }
             }
-            _ if client.is_direct() && !client.is_shared() => self.interval_was = None,
-            _ => {}
+            None if client.is_direct() && !client.is_shared() => self.interval_was = None,
+            Some(Err(_)) | None => {}
+        }
+    }
+
+    /// Takes a VM up that was only looked at, or to be let go: its interval may be another one.
+    pub(super) fn take_up(&mut self) {
+        let again = std::mem::replace(&mut self.was_looked_at, self.access.look_only);
+        let restored = self.restoring.take();
+        if let (Some(command), Some(client)) = (restored, &mut self.client) {
+            client.protocol().forget(command);
+        }
+        let (Some(device), false) = (self.device.clone(), self.access.look_only) else { return };
+        if let (Some(_), Some(interval)) = (restored, self.interval) {
+            // QEMU carries this out after that.
+            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(interval));
+            self.send(Ask::SetInterval, "qom-set", Some(set));
+        } else if again && !self.owed.contains(&Ask::Interval) {
+            self.interval = None;
+            self.owed.push(Ask::Interval);
         }
     }
 

@@ -91,6 +91,7 @@ fn vm(path: std::path::PathBuf) -> Vm {
             sockets: SocketUse::Any,
             look_only: false,
             agent: AgentUse::On,
+            agent_then: AgentUse::On,
             private_ram: false,
             window_limit_ms: 0,
             hands_off_ms: None,
@@ -370,4 +371,36 @@ fn an_order_of_an_earlier_daemon_or_connection_is_withdrawn() {
     assert!(until(&mut vm, withdrawn));
     drop(vm);
     peer.join().unwrap();
+}
+
+/// One that is not managed is reached only to have its statistics' interval put back.
+#[test]
+fn a_qemu_that_does_not_answer_is_connected_to_once_for_its_interval() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let mut vm = vm(path);
+    vm.access.managed = false;
+    // As after a connection that was lost.
+    (vm.interval_was, vm.device) = (Some(7), Some("b".into()));
+    (0..5).for_each(|_| vm.ask(Instant::now(), Stamp(0), false));
+    assert_eq!(std::iter::from_fn(|| listener.accept().ok()).count(), 1);
+    assert_eq!(vm.interval_was, Some(7));
+}
+
+#[test]
+fn a_vm_that_has_lost_its_balloon_has_no_interval_to_be_put_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, ..Like::default() }));
+    let peer = std::thread::spawn(move || qemu_like(listener, like));
+    let mut vm = vm(path);
+    (vm.agent, vm.access.agent) = (None, AgentUse::Off);
+    while tick(&mut vm).balloon.is_none() {}
+    (vm.device, vm.interval_was, vm.access.managed) = (None, Some(7), false);
+    tick(&mut vm);
+    assert_eq!((vm.interval_was, vm.client.is_none()), (None, true));
+    drop(peer.join());
 }
