@@ -184,6 +184,19 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     virsh(&["resume", "busy"]);
     wait("the resumed domain", "run", "running");
 
+    // Saved while Ebb holds a part of its memory, and restored: its size then is not Ebb's to say,
+    // since libvirt sets no balloon of a domain that it saves. `setmem` gives it all its memory.
+    daemon.squeeze("busy", Bytes::mib(400)).unwrap();
+    let file = libvirtd.dir().join("saved").display().to_string();
+    virsh(&["save", "busy", &file]);
+    let gone = |s: &Value| of(s, "busy").is_none().then_some(());
+    daemon.wait_for("the saved domain to be gone", PATIENCE, gone).unwrap();
+    virsh(&["restore", &file]);
+    wait_up(&daemon, "busy");
+    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    virsh(&["setmem", "busy", "512M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == RAM);
+
     virsh(&["reset", "busy"]);
     wait_up(&daemon, "busy");
 
@@ -196,19 +209,6 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     };
     daemon.wait_for("Ebb to see that", PATIENCE, theirs).unwrap();
     assert_eq!(size(&libvirtd, "busy"), Bytes::mib(320));
-
-    // Saved while Ebb holds a part of its memory, and restored: its size then is not Ebb's to say,
-    // since libvirt sets no balloon of a domain that it saves. `setmem` gives it all its memory.
-    virsh(&["setmem", "busy", "512M", "--live"]);
-    wait_size(&libvirtd, "busy", |b| b == RAM);
-    daemon.squeeze("busy", Bytes::mib(400)).unwrap();
-    let file = libvirtd.dir().join("saved").display().to_string();
-    virsh(&["save", "busy", &file]);
-    let gone = |s: &Value| of(s, "busy").is_none().then_some(());
-    daemon.wait_for("the saved domain to be gone", PATIENCE, gone).unwrap();
-    virsh(&["restore", &file]);
-    wait_up(&daemon, "busy");
-    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
     virsh(&["setmem", "busy", "512M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == RAM);
     virsh(&["undefine", "busy"]);
