@@ -13,6 +13,7 @@ pub mod policy;
 pub mod sample;
 pub mod state;
 pub mod table;
+pub mod text;
 pub mod tick;
 pub mod units;
 pub mod wire;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{AgentUse, Amount, Config, VmSettings, read};
 use crate::sample::VmSample;
+use crate::text::printable;
 use crate::units::Bytes;
 
 /// The namespace of the element that has them. A name and no address: nothing is fetched.
@@ -98,7 +99,7 @@ impl Overrides {
         let mut all = Overrides::default();
         for (name, value) in attributes {
             let value = value.trim();
-            let wrong = |why: String| format!("attribute {}: {why}", said(name));
+            let wrong = |why: String| format!("attribute {}: {why}", printable(name, MAX_SAID));
             match name {
                 "manage" => all.manage = Some(yes_or_no(value).map_err(wrong)?),
                 "min" => all.min = Some(amount(value).map_err(wrong)?),
@@ -203,13 +204,8 @@ impl Config {
     }
 }
 
-/// A text of others, fit for a message.
-fn said(text: &str) -> String {
-    text.chars().take(MAX_SAID).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
 fn not_allowed(value: &str, allowed: &str) -> String {
-    format!("“{}” is not allowed: {allowed}", said(value))
+    format!("“{}” is not allowed: {allowed}", printable(value, MAX_SAID))
 }
 
 fn yes_or_no(value: &str) -> Result<bool, String> {

@@ -345,7 +345,7 @@ pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
     share_out_by(candidates, missing, |_| 1.0);
 }
 
-/// The same where so much of each byte of a candidate counts.
+/// The same where of each byte of a candidate only the share `counts` counts.
 fn share_out_by(candidates: &mut [Candidate], missing: Bytes, counts: impl Fn(&Candidate) -> f64) {
     if missing < Bytes::mib(1) || candidates.is_empty() {
         return;
@@ -430,8 +430,8 @@ mod tests {
         assert_eq!(all[0].share, Bytes::mib(800), "all that there is");
     }
 
-    /// A host with so much headroom; a guest whose need grows by so much a second, and one of 1 GiB
-    /// with 800 MiB idle, of which the host holds so much. All in MiB.
+    /// A host with `headroom`; a guest whose need grows by `growth` a second, and one of 1 GiB with
+    /// 800 MiB idle, of which the host holds `held`. All in MiB.
     fn late(headroom: u64, growth: u64, held: u64, missing: u64) -> bool {
         let vm = |held: u64, rate: u64| VmModel {
             ram: Some(Bytes::gib(1)),

@@ -19,7 +19,7 @@ use crate::daemon::{intervals, ksm_note, options};
 use crate::give_back::{Left, give_back};
 use crate::state::StateFile;
 
-/// VMs that are owed nothing may take so long to be met and asked for statistics as before.
+/// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
 const INTERVALS: Duration = Duration::from_secs(3);
 
 /// Gives back all that the state file names, and tries for so long; `false` where there is no

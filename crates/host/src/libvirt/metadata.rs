@@ -1,9 +1,10 @@
 //! A domain's metadata: Ebb's element in it, and what that sets.
 //!
-//! Whoever may define the domain wrote it, and libvirt checks only that it is XML. `roxmltree`
+//! The user who defines the domain writes it, and libvirt checks only that it is XML. `roxmltree`
 //! refuses a DTD, so there are no entities to expand; length and number of nodes are bounded here.
 
 use ebb_core::config::{Metadata, NAMESPACE, Overrides};
+use ebb_core::text::printable;
 
 use super::rpc::Refused;
 use super::{calls, xdr::Malformed};
@@ -26,9 +27,11 @@ pub fn settings(xml: &str) -> Result<Overrides, String> {
     }
     let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
     let all = roxmltree::Document::parse_with_options(xml, options);
-    let all = all.map_err(|e| format!("it is no XML that Ebb reads: {}", clean(&e.to_string())))?;
+    let all = all.map_err(|e| {
+        format!("it is no XML that Ebb reads: {}", printable(&e.to_string(), MAX_NAME))
+    })?;
     let element = all.root_element();
-    let name = |n: roxmltree::Node<'_, '_>| clean(n.tag_name().name());
+    let name = |n: roxmltree::Node<'_, '_>| printable(n.tag_name().name(), MAX_NAME);
     let is_ours = element.tag_name().namespace().is_none_or(|uri| uri == NAMESPACE);
     if element.tag_name().name() != "memory" || !is_ours {
         return Err(format!("element {} is not <memory>", name(element)));
@@ -64,12 +67,8 @@ fn wrong(domain: &str, why: &str) -> String {
         "the libvirt metadata of domain “{}” is wrong: {why}; Ebb leaves the domain alone until \
          that is corrected: virsh metadata {name} --uri {NAMESPACE} shows it, and replaces all of \
          it with --key ebb --set \"<memory …/>\" --live --config",
-        clean(domain)
+        printable(domain, MAX_NAME)
     )
-}
-
-fn clean(text: &str) -> String {
-    text.chars().take(MAX_NAME).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 #[cfg(test)]

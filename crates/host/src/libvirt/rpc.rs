@@ -138,7 +138,7 @@ impl Rpc {
 fn refused(r: &mut Reader<'_>) -> Result<Refused, Malformed> {
     let (code, _domain) = (r.i32()?, r.i32()?);
     let message = r.maybe(Reader::text)?.unwrap_or_else(|| format!("libvirt error {code}"));
-    let message = message.chars().take(300).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let message = ebb_core::text::printable(&message, 300);
     Ok(Refused { code, message })
 }
 

@@ -14,7 +14,7 @@ use super::calls::{self, Domain, Event, Procedure};
 use super::metadata;
 use super::rpc::Refused;
 
-/// It is read again after so long, if no event has come.
+/// Time after which it is read again if no event has come.
 const READ_EVERY: Duration = Duration::from_secs(50);
 
 /// What the thread has read of a domain's metadata.

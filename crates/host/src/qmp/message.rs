@@ -1,6 +1,7 @@
 //! QMP messages: what QEMU's bytes say, and a command in bytes. Foreign text is cut and cleaned
 //! here, before anything shows it.
 
+use ebb_core::text::printable;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -69,7 +70,7 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     let id = match map.remove("id") {
         None => None,
         Some(id) => {
-            let bad = || BadMessage(clip(&format!("reply with id {id}"), 60));
+            let bad = || BadMessage(printable(&format!("reply with id {id}"), 60));
             Some(id.as_u64().ok_or_else(bad)?)
         }
     };
@@ -80,7 +81,7 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     if let Some(error) = map.remove("error") {
         return match (text(&error, "class"), text(&error, "desc")) {
             (Some(class), Some(desc)) => {
-                Ok(Message::Error { id, class: clip(&class, 64), desc: clip(&desc, 300) })
+                Ok(Message::Error { id, class: printable(&class, 64), desc: printable(&desc, 300) })
             }
             _ => Err(BadMessage("an error reply without class and desc".into())),
         };
@@ -92,7 +93,7 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
         let at_us = part("seconds")
             .and_then(|s| s.checked_mul(1_000_000)?.checked_add(part("microseconds")?));
         let data = map.remove("data").unwrap_or(Value::Null);
-        return Ok(Message::Event(Event { name: clip(name, 64), data, at_us }));
+        return Ok(Message::Event(Event { name: printable(name, 64), data, at_us }));
     }
     if let Some(greeting) = map.remove("QMP") {
         let version = greeting.get("version").unwrap_or(&Value::Null);
@@ -101,16 +102,10 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
             major: part("major").unwrap_or(0),
             minor: part("minor").unwrap_or(0),
             micro: part("micro").unwrap_or(0),
-            package: clip(&text(version, "package").unwrap_or_default(), 100),
+            package: printable(&text(version, "package").unwrap_or_default(), 100),
         }));
     }
     Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
-}
-
-/// Foreign text as it may be shown: so many characters, none that steers a terminal or ends a
-/// line of the journal.
-fn clip(text: &str, chars: usize) -> String {
-    text.chars().take(chars).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 pub(super) fn excerpt(bytes: &[u8]) -> String {

@@ -17,8 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::{Client, Protocol, QmpError, State, left, open_socket};
 
-/// A client that QEMU has not greeted leaves after so long. So does one that QEMU owes an answer
-/// for so long.
+/// Time limit for QEMU's greeting, and after that for the last answer. Then the client leaves.
 const MOST: Duration = Duration::from_secs(1);
 /// Why a client is not served, for people: which of the two is unknown.
 const UNSERVED: &str = "another client is served, or QEMU hangs";
