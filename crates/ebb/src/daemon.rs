@@ -204,9 +204,13 @@ impl Daemon {
         give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say, &mut note)
     }
 
-    /// Has QEMU ask the guests for statistics as often as before.
-    pub fn restore_intervals(&mut self) {
+    /// Leaves with the VMs only what is still owed: QEMU asks the guests for statistics as often as
+    /// before, and libvirt keeps no note.
+    pub fn leave(&mut self, owed: &[OwnedVm]) {
         self.host.restore_intervals();
+        if self.state.is_some() {
+            self.host.note_last(owed);
+        }
     }
 
     /// Puts KSM's knobs back, where they were taken.
@@ -267,10 +271,10 @@ impl Host for Daemon {
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
-        match &mut self.state {
-            Some(state) => state.write(owned).map_err(|e| format!("{e:#}")),
-            None => Err("no state file".into()),
-        }
+        let Some(state) = &mut self.state else { return Err("no state file".into()) };
+        state.write(owned).map_err(|e| format!("{e:#}"))?;
+        self.host.note_owed(&owned.vms);
+        Ok(())
     }
 
     fn remembers(&mut self) -> bool {

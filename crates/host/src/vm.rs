@@ -354,6 +354,7 @@ impl Vm {
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
             metadata: self.metadata().clone(),
+            noted: self.noted(),
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),

@@ -62,6 +62,10 @@ pub struct VmSample {
     /// What its manager's metadata sets for it.
     #[serde(default, skip_serializing_if = "Metadata::is_none")]
     pub metadata: Metadata,
+    /// What its balloon held without Ebb, as an Ebb noted that had it before it was saved or
+    /// migrated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub noted: Option<Bytes>,
     /// RAM the guest was given at start plus what was plugged since.
     pub ram: Option<Bytes>,
     /// What the process holds of the host's memory.

@@ -140,6 +140,11 @@ impl Ledger {
         Move::Foreign
     }
 
+    /// Whether nothing is known of the balloon yet.
+    pub(super) fn is_new(&self) -> bool {
+        self.others.is_none() && self.baseline.is_none()
+    }
+
     /// What a balloon that is seen for the first time holds by orders of an earlier daemon: as
     /// near to what it holds as those allow. The difference was ordered by others.
     fn expected(&self, now: Bytes) -> Bytes {

@@ -4,8 +4,6 @@
 
 use std::collections::BTreeMap;
 
-use ebb_core::config::NAMESPACE;
-
 use super::rpc::{QEMU, REMOTE};
 use super::xdr::{Malformed, Reader, Writer};
 
@@ -21,7 +19,9 @@ pub const OPEN: Procedure = (REMOTE, 1);
 pub const LOOK_UP: Procedure = (REMOTE, 23);
 /// Its description as XML.
 pub const DESCRIBE: Procedure = (REMOTE, 14);
-/// The part of its metadata that has a namespace.
+/// Sets the part of its metadata that has a namespace.
+pub const SET_METADATA: Procedure = (REMOTE, 264);
+/// Reads it.
 pub const METADATA: Procedure = (REMOTE, 265);
 /// Statistics of many domains.
 pub const ALL_STATS: Procedure = (REMOTE, 344);
@@ -106,10 +106,23 @@ pub fn describe(domain: &Domain) -> Vec<u8> {
     domain.args().u32(0).done()
 }
 
-/// Arguments of [`METADATA`], for Ebb's namespace and what holds while the domain runs.
-/// `VIR_DOMAIN_METADATA_ELEMENT` is 2.
-pub fn metadata(domain: &Domain) -> Vec<u8> {
-    domain.args().i32(2).some_text(NAMESPACE).u32(LIVE).done()
+/// `VIR_DOMAIN_METADATA_ELEMENT`.
+const ELEMENT: i32 = 2;
+
+/// Arguments of [`METADATA`], for a namespace and what holds while the domain runs.
+pub fn metadata(domain: &Domain, namespace: &str) -> Vec<u8> {
+    domain.args().i32(ELEMENT).some_text(namespace).u32(LIVE).done()
+}
+
+/// Arguments of [`SET_METADATA`], for a namespace, its prefix and what holds while the domain
+/// runs; `None` removes the element.
+pub fn set_metadata(domain: &Domain, (namespace, key): (&str, &str), xml: Option<&str>) -> Vec<u8> {
+    let w = domain.args().i32(ELEMENT);
+    let w = match xml {
+        Some(xml) => w.some_text(xml),
+        None => w.u32(0),
+    };
+    w.some_text(key).some_text(namespace).u32(LIVE).done()
 }
 
 /// The one text that [`DESCRIBE`], [`METADATA`] and [`MONITOR`] return.

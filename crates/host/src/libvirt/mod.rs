@@ -6,8 +6,8 @@
 //! stands in ARCHITECTURE.md.
 //!
 //! `xdr.rs` is the encoding, `rpc.rs` the protocol, `calls.rs` its procedures, `bridge.rs` QMP on
-//! one side and libvirt's calls on the other, `watch.rs` and `metadata.rs` a domain's settings, `worker.rs`
-//! the thread.
+//! one side and libvirt's calls on the other, `watch.rs` and `metadata.rs` a domain's metadata,
+//! `worker.rs` the thread.
 
 mod bridge;
 pub mod calls;
@@ -89,7 +89,7 @@ impl Libvirt {
 
     /// Which libvirt started this process: the one that wrote its pid file.
     pub fn find(&self, process: &QemuProcess) -> Option<Address> {
-        let name = process.given.as_str();
+        let name = process.own_name.as_str();
         if name.contains('/') || name.starts_with('.') {
             return None;
         }
@@ -133,6 +133,11 @@ impl Libvirt {
         let watch = Watch::default();
         self.ask(Ask::Watch(address, watch.clone()))?;
         Ok(watch)
+    }
+
+    /// Has the thread look at what is wanted of it.
+    pub fn wake(&self) {
+        self.waker.wake();
     }
 
     fn ask(&self, ask: Ask) -> std::io::Result<()> {
@@ -196,5 +201,9 @@ mod tests {
         assert_eq!(libvirt.find(&vm), None);
         fs::write(pids.join("a.pid"), "10\n").unwrap();
         assert_eq!(libvirt.find(&vm).unwrap().domain, "a");
+        // The configuration may have its socket in a section of another name.
+        let mut named = vm.clone();
+        named.call("front".into()).unwrap();
+        assert_eq!(libvirt.find(&named).unwrap().domain, "a");
     }
 }

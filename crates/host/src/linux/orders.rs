@@ -1,10 +1,12 @@
 //! What the host is told to do with VMs, carried out or handed on: sizes of balloons first, then
 //! what agents and threads beside the loop do. Merging stands in `merging.rs`.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::{Action, OffloadOrder, Outcome, PartialThpOrder, RecycleOrder, ZeroOrder};
 use ebb_core::sample::VmId;
+use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 
 use super::{LinuxHost, clients};
@@ -160,6 +162,24 @@ impl LinuxHost {
             std::thread::sleep(RESTORE_AGAIN);
         }
         self.keep_intervals();
+    }
+
+    /// Has libvirt note with its domains what is owed to them: it goes along when they are saved or
+    /// migrated.
+    pub fn note_owed(&mut self, owed: &[OwnedVm]) {
+        let others: HashMap<VmId, Option<Bytes>> = owed.iter().map(|o| (o.id, o.others)).collect();
+        for (id, vm) in &mut self.vms {
+            vm.note(others.get(id).copied().flatten());
+        }
+    }
+
+    /// The same at the end: waits until it is written, for a second at most.
+    pub fn note_last(&mut self, owed: &[OwnedVm]) {
+        self.note_owed(owed);
+        let until = Instant::now() + RESTORE;
+        while self.vms.values().any(Vm::is_note_due) && Instant::now() < until {
+            std::thread::sleep(RESTORE_AGAIN);
+        }
     }
 
     /// Leaves all shared sockets: the loop has something else to do for some seconds.

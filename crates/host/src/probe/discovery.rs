@@ -338,6 +338,7 @@ impl Scanner {
         Ok(Program::Vm(Box::new(QemuProcess {
             id,
             given: name.clone(),
+            own_name: name.clone(),
             name,
             uuid: args.uuid,
             qmp: absolute(root, pid, args.qmp)?,

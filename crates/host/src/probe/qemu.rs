@@ -68,6 +68,8 @@ pub struct QemuProcess {
     pub name: String,
     /// `-name` as typed, `pid-N` without one, or what the configuration calls it.
     pub given: String,
+    /// `-name` as typed, also where the configuration calls it otherwise.
+    pub own_name: String,
     /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
@@ -92,6 +94,7 @@ impl QemuProcess {
         QemuProcess {
             id,
             name: given.clone(),
+            own_name: given.clone(),
             given,
             uuid: None,
             qmp: QmpAddress::None { why: String::new() },

@@ -1,7 +1,7 @@
 //! `density`: how many VMs a budget holds before one of them is harmed.
 //!
-//! VMs are added `--step` at a time until one is harmed; each begins its job soon, apart from the
-//! others. Then as many are dropped, what was swapped out is read back, the jobs are spread over the
+//! VMs are added two or `--step` at a time until one is harmed; each begins its job soon, apart from
+//! the others. Then `--step` are dropped, what was swapped out is read back, the jobs are spread over the
 //! period, and after half a period the VMs have to run for one whole period without harm; where
 //! that fails, more are dropped. Where it succeeds at once, VMs are added and the same is tried
 //! with them, until it fails (not with `--quick`). Harm is 16 MiB
@@ -76,7 +76,7 @@ pub struct Density {
     /// Figures and series as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// A small budget, a short period and three arms: seven minutes
+    /// A small budget, a short period and three arms: five minutes
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
@@ -88,7 +88,7 @@ pub struct Density {
     /// What all VMs together may hold [default: 6GiB; --quick: 2GiB]
     #[arg(long)]
     budget: Option<Bytes>,
-    /// Seconds from one job of a VM to its next [default: 120; --quick: 40]
+    /// Seconds from one job of a VM to its next [default: 120; --quick: 30]
     #[arg(long)]
     period: Option<u64>,
     /// Seconds that a job keeps its memory [default: 3.7 % of the period]
@@ -100,7 +100,7 @@ pub struct Density {
     /// What jobs do
     #[arg(long, value_enum, default_value = "cycle")]
     job: Kind,
-    /// VMs that are added at a time [default: 2; --quick: 1]
+    /// VMs that are dropped at a time, and added if more than two [default: 2; --quick: 1]
     #[arg(long)]
     step: Option<u32>,
     /// No more VMs than this
@@ -197,7 +197,7 @@ impl Density {
         let or = |given: Option<u64>, quick, full| {
             given.unwrap_or(if self.quick { quick } else { full })
         };
-        let period = or(self.period, 40, 120);
+        let period = or(self.period, 30, 120);
         let hold = self.hold.unwrap_or(period as f64 * 0.037);
         let budget = or(self.budget.map(|b| b.0), Bytes::gib(2).0, Bytes::gib(6).0);
         Plan {
@@ -284,7 +284,8 @@ impl Fleet<'_> {
         self.jobs.alone = median(&first).unwrap_or_default();
         self.jobs.stagger(&self.vms)?;
         while harm.is_none() && self.vms.len() < most {
-            harm = self.add(self.plan.step, None)?;
+            // Those of a pair boot side by side.
+            harm = self.add(self.plan.step.max(2), None)?;
             if harm.is_none() {
                 harm = drive(self, Instant::now() + Duration::from_secs(1), false)?;
             }

@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::VmMemory;
+use crate::config::Metadata;
 use crate::model::{Convergence, Progress, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::VmSample;
@@ -149,6 +150,13 @@ impl VmMemory {
             (self.shrunk, self.landed) = (Some(at), false);
         }
         self.sizes.see(at, actual);
+        if self.ledger.is_new() {
+            // Whose its size is may still be told.
+            if matches!(vm.metadata, Metadata::Unread(_)) {
+                return;
+            }
+            self.ledger.others = vm.noted.map(|noted| noted.min(ram - actual));
+        }
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
         let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
