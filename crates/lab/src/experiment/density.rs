@@ -112,6 +112,10 @@ pub struct Density {
     /// With --vms: measured periods
     #[arg(long, default_value_t = 2)]
     periods: u32,
+    /// With --vms: without swap, beside tests and other such runs; for long runs whose figures are
+    /// not times
+    #[arg(long, requires = "vms")]
+    beside: bool,
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Kernel,
@@ -213,18 +217,23 @@ impl Density {
 
     fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, Outcome)> {
         let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
+        let knobs = knobs(arm);
+        if self.beside && (!knobs.is_empty() || arm == "ebb") {
+            bail!(
+                "arm {arm} merges pages of all VMs of the machine: it cannot run --beside others"
+            );
+        }
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(plan.budget),
-            swap: Some(swap),
-            knobs: knobs(arm),
-            ..ArenaConfig::default()
+            swap: Some(swap).filter(|_| !self.beside),
+            knobs,
+            beside: self.beside,
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
         write_noise(&disk, COMMON.max(plan.size))?;
         let most = self.vms.unwrap_or(self.most);
-        let name = |n: u32| format!("dense{}", n + 1);
-        let names: Vec<String> = (0..most).map(name).collect();
+        let names: Vec<String> = (0..most).map(|n| name(arm, n as usize)).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
         let daemon = arm
@@ -258,6 +267,11 @@ impl Density {
         }
         Ok((result, outcome))
     }
+}
+
+/// Arms may run side by side.
+fn name(arm: &str, n: usize) -> String {
+    format!("{arm}-{}", n + 1)
 }
 
 /// The VMs of one arm.
@@ -427,7 +441,7 @@ impl Fleet<'_> {
     }
 
     fn config(&self, image: &Image, n: usize) -> Result<VmConfig> {
-        let mut config = VmConfig::new(format!("dense{}", n + 1), self.plan.memory);
+        let mut config = VmConfig::new(name(self.arm, n), self.plan.memory);
         config.kernel = self.kernel;
         config.translations = TRANSLATIONS;
         let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);
