@@ -115,7 +115,7 @@ impl LinuxHost {
             KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
         });
         let bound = vec![None; options.sockets.len()];
-        let libvirt = Libvirt::new(options.root.clone())?;
+        let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
             trigger: None,
             notifications: None,

@@ -1,7 +1,8 @@
 //! A real libvirtd with real domains, in a mount namespace of its own. What it writes below `/etc`,
 //! `/run` and `/var` goes into the lab's directory, which is removed at the end.
 //!
-//! It runs QEMU as root or confined ([`Libvirtd::start_confined`]), without AppArmor and without
+//! It runs QEMU as root, confined ([`Libvirtd::start_confined`]) or in a pid namespace of its own
+//! ([`Libvirtd::start_contained`]), without AppArmor and without
 //! cgroups of QEMU's own. An Ebb that is to see its sockets is run by [`Libvirtd::program`].
 
 use std::fs;
@@ -31,7 +32,9 @@ for path in etc/libvirt run/libvirt var/lib/libvirt var/cache/libvirt var/log/li
 done
 for file in passwd group; do mount --bind "$0/etc/$file" "/etc/$file"; done
 hostname "$(basename "$0")"
-exec libvirtd --pid-file "$0/libvirtd.pid"
+if [ $$ != 1 ]; then exec libvirtd --pid-file "$0/libvirtd.pid"; fi
+libvirtd --pid-file "$0/libvirtd.pid" &
+wait $!
 "#;
 const LIBVIRTD: &str = "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\nunix_sock_group = \"root\"\n\
                         unix_sock_rw_perms = \"0770\"\n";
@@ -52,21 +55,27 @@ pub struct Libvirtd {
     child: Mutex<Child>,
     dir: tempfile::TempDir,
     accel: Accel,
+    contained: bool,
 }
 
 impl Libvirtd {
     /// Starts one that runs QEMU as root, and waits until it answers.
     pub fn start() -> Result<Libvirtd, LabError> {
-        Libvirtd::start_with(AS_ROOT)
+        Libvirtd::start_with(AS_ROOT, false)
+    }
+
+    /// Starts one in a pid namespace of its own, as in a container.
+    pub fn start_contained() -> Result<Libvirtd, LabError> {
+        Libvirtd::start_with(AS_ROOT, true)
     }
 
     /// Starts one that runs QEMU as the user `libvirt-qemu`, in a mount namespace of its own and
     /// in seccomp's sandbox.
     pub fn start_confined() -> Result<Libvirtd, LabError> {
-        Libvirtd::start_with(CONFINED)
+        Libvirtd::start_with(CONFINED, false)
     }
 
-    fn start_with(qemu: &str) -> Result<Libvirtd, LabError> {
+    fn start_with(qemu: &str, contained: bool) -> Result<Libvirtd, LabError> {
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
         let mode = fs::Permissions::from_mode(0o755);
@@ -98,8 +107,8 @@ impl Libvirtd {
             fs::write(&there, text + &more).map_err(LabError::file(&there))?;
         }
         let accel = Accel::detect(&Cache::from_env());
-        let child = Mutex::new(spawn(dir.path())?);
-        let libvirtd = Libvirtd { child, dir, accel };
+        let child = Mutex::new(spawn(dir.path(), contained)?);
+        let libvirtd = Libvirtd { child, dir, accel, contained };
         libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
         Ok(libvirtd)
     }
@@ -123,7 +132,7 @@ impl Libvirtd {
     pub fn kill_and_start(&self) -> Result<(), LabError> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = (child.kill(), child.wait());
-        *child = spawn(self.dir.path())?;
+        *child = spawn(self.dir.path(), self.contained)?;
         drop(child);
         self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok().then_some(()))
     }
@@ -304,12 +313,14 @@ impl Drop for Libvirtd {
     }
 }
 
-fn spawn(dir: &Path) -> Result<Child, LabError> {
+fn spawn(dir: &Path, contained: bool) -> Result<Child, LabError> {
     let log = fs::File::create(dir.join("log")).map_err(LabError::file(dir))?;
     let mut command = Command::new("setpriv");
-    command
-        .args(["--pdeathsig", "KILL", "unshare", "--mount", "--uts", "sh", "-c", START])
-        .arg(dir);
+    command.args(["--pdeathsig", "KILL", "unshare", "--mount", "--uts"]);
+    if contained {
+        command.args(["--pid", "--fork", "--kill-child=KILL", "--mount-proc"]);
+    }
+    command.args(["sh", "-c", START]).arg(dir);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     on_lasting_thread(command, false).map_err(LabError::file("unshare"))
 }
@@ -328,7 +339,7 @@ impl Domain {
         &self.name
     }
 
-    /// The process of its QEMU.
+    /// The process of its QEMU, in libvirtd's pid namespace.
     pub fn pid(&self) -> u32 {
         self.pid
     }

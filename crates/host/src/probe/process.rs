@@ -191,8 +191,9 @@ fn is_over(status: &str) -> bool {
 pub struct Credentials {
     /// `Uid`: real, effective, saved, of the file system.
     pub uids: [u32; 4],
-    /// `NSpid` has more than one: it is in a pid namespace below that of `/proc`.
-    pub contained: bool,
+    /// Its pid in its own pid namespace, if that is below the one of `/proc`: the last of several
+    /// in `NSpid`.
+    pub inner: Option<u32>,
 }
 
 /// Reads whose a process is.
@@ -202,7 +203,7 @@ pub fn read_credentials(root: &Root, pid: u32) -> Result<Option<Credentials>, Pr
 
 /// Parses it; kernels without pid namespaces have no `NSpid`.
 pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
-    let (mut uids, mut contained) = (None, false);
+    let (mut uids, mut inner) = (None, None);
     for (i, line) in text.lines().enumerate() {
         let Some((key, rest)) = line.split_once(':') else { continue };
         match key {
@@ -211,12 +212,18 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
                 let ids: Vec<u32> = ids.collect::<Result<_, _>>().unwrap_or_default();
                 uids = Some(ids.try_into().map_err(|_| ParseError::new(i + 1, line))?);
             }
-            "NSpid" => contained = rest.split_ascii_whitespace().count() > 1,
+            "NSpid" => {
+                let mut below = rest.split_ascii_whitespace().skip(1).peekable();
+                if below.peek().is_some() {
+                    let last = below.last().and_then(|pid| pid.parse().ok());
+                    inner = Some(last.ok_or_else(|| ParseError::new(i + 1, line))?);
+                }
+            }
             _ => {}
         }
     }
     let uids = uids.ok_or_else(|| ParseError::missing("Uid"))?;
-    Ok(Credentials { uids, contained })
+    Ok(Credentials { uids, inner })
 }
 
 /// `/proc/PID/smaps_rollup`: exact, but walks the whole page table.
@@ -398,10 +405,16 @@ mod tests {
     fn whose_a_process_is_and_whether_it_is_in_a_container() {
         let text = "Name:\tkvm\nUid:\t0\t1000\t2\t3\nNSpid:\t77\n";
         let own = parse_credentials(text).unwrap();
-        assert_eq!(own, Credentials { uids: [0, 1000, 2, 3], contained: false });
-        let below = parse_credentials("Uid: 1 1 1 1\nNSpid:\t77\t1\n").unwrap();
-        assert!(below.contained);
-        for text in ["", "Name: Uid: 0 0 0 0\n", "Uid:\t0\t0\t0\n", "Uid: 0 0 0 -1\n"] {
+        assert_eq!(own, Credentials { uids: [0, 1000, 2, 3], inner: None });
+        let below = parse_credentials("Uid: 1 1 1 1\nNSpid:\t77\t12\t1\n").unwrap();
+        assert_eq!(below.inner, Some(1));
+        for text in [
+            "Uid: 1 1 1 1\nNSpid: 7 x\n",
+            "",
+            "Name: Uid: 0 0 0 0\n",
+            "Uid:\t0\t0\t0\n",
+            "Uid: 0 0 0 -1\n",
+        ] {
             assert!(parse_credentials(text).is_err(), "{text}");
         }
         let me = read_credentials(&Root::default(), std::process::id()).unwrap().unwrap();

@@ -152,7 +152,7 @@ mod tests {
         };
         write("/proc/10/stat", "");
         write("/run/libvirt/libvirt-sock", "nobody listens");
-        let libvirt = Libvirt::new(root.clone()).unwrap();
+        let libvirt = Libvirt::new(root.clone(), false).unwrap();
         let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
         let (mut domain, now) = (DomainSettings::default(), Instant::now());
         domain.look(&libvirt, &process, now);

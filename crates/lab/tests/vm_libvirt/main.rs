@@ -2,6 +2,7 @@
 //! and respects what is done with `virsh` meanwhile.
 
 mod confined;
+mod contained;
 mod moves;
 
 use std::path::Path;
