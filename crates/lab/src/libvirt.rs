@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 
 use crate::guest::Tool;
-use crate::image::{Cache, Image, Kernel, with_files};
+use crate::image::{Cache, Image, Kernel, with_files, write_atomically};
 use crate::vm::{Accel, on_lasting_thread};
 use crate::{LabError, ebb, guest_stack, run};
 
@@ -106,10 +106,15 @@ impl Libvirtd {
             let more: String = line.split_inclusive('\n').filter(|l| !has(l)).collect();
             fs::write(&there, text + &more).map_err(LabError::file(&there))?;
         }
+        // Asking QEMU for its capabilities takes a new libvirtd ten seconds.
+        let known = Cache::from_env().path("libvirt-capabilities");
+        let own = dir.path().join("var/cache/libvirt/qemu/capabilities");
+        copy_files(&known, &own)?;
         let accel = Accel::detect(&Cache::from_env());
         let child = Mutex::new(spawn(dir.path(), contained)?);
         let libvirtd = Libvirtd { child, dir, accel, contained };
         libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
+        copy_files(&own, &known)?;
         Ok(libvirtd)
     }
 
@@ -311,6 +316,16 @@ impl Drop for Libvirtd {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = (child.kill(), child.wait());
     }
+}
+
+/// Copies what a directory holds, where it is there, and makes the other.
+fn copy_files(from: &Path, to: &Path) -> Result<(), LabError> {
+    fs::create_dir_all(to).map_err(LabError::file(to))?;
+    for entry in fs::read_dir(from).into_iter().flatten().flatten() {
+        let bytes = fs::read(entry.path()).map_err(LabError::file(from))?;
+        write_atomically(&to.join(entry.file_name()), &bytes, 0o600)?;
+    }
+    Ok(())
 }
 
 fn spawn(dir: &Path, contained: bool) -> Result<Child, LabError> {
