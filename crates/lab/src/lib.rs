@@ -18,6 +18,7 @@ pub mod guest;
 pub mod guest_stack;
 pub mod image;
 pub mod libvirt;
+pub mod lines;
 pub mod result;
 pub mod sampler;
 pub mod setup;
