@@ -57,7 +57,6 @@ pub struct Config {
     /// hard or critical; `None`: where there is swap.
     #[serde(default)]
     pub offload: Option<bool>,
-    /// Merging of equal pages.
     #[serde(default)]
     pub merge: MergeConfig,
     /// What holds for VMs that have no section of their own.
@@ -87,7 +86,6 @@ pub enum SocketUse {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum User {
-    /// By uid.
     Uid(u32),
     /// By name, as `/etc/passwd` has it.
     Name(String),
@@ -115,7 +113,6 @@ pub enum AgentUse {
     Off,
 }
 
-/// How far merging goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeMode {
@@ -124,18 +121,15 @@ pub enum MergeMode {
     Off,
     /// VMs' memory is scanned and what merging would bring is told.
     Report,
-    /// KSM is steered.
     On,
 }
 
 /// Merging, as the operator wants it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MergeConfig {
-    /// How far it goes.
     pub mode: MergeMode,
     /// The share group that is merged on this host; `None`: the only one there is.
     pub group: Option<String>,
-    /// Groups are merged together.
     pub across_groups: bool,
     /// Budget and least profit.
     pub settings: Settings,
@@ -166,7 +160,6 @@ impl Default for MergeConfig {
     }
 }
 
-/// Settings of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmSettings {
     /// Whether Ebb may act on it at all.
@@ -219,7 +212,6 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Nothing is asked for.
     pub fn is_empty(&self) -> bool {
         *self == Identity::default()
     }
@@ -357,7 +349,6 @@ pub fn by_uuid(uuid: &str) -> String {
 /// What is wrong with a configuration, where, and what is allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// The file.
     pub file: String,
     /// The line, counted from 1.
     pub line: Option<usize>,

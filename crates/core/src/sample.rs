@@ -37,7 +37,6 @@ pub struct Sample {
     pub at: Stamp,
     /// The same moment as milliseconds since 1970, for people.
     pub wall_ms: u64,
-    /// The host.
     pub host: HostSample,
     /// The VMs, sorted by [`VmSample::id`]; ids are unique.
     pub vms: Vec<VmSample>,

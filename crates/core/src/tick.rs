@@ -60,10 +60,8 @@ pub trait Host {
     fn wait(&mut self, next: &Next) -> Wake;
 }
 
-/// The next tick.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Next {
-    /// When.
     pub at: Stamp,
     /// The VMs that need not be asked at it, sorted: see [`Engine::next`].
     pub resting: Vec<VmId>,
@@ -76,10 +74,8 @@ impl Next {
     }
 }
 
-/// Why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// The time has come.
     Timer,
     /// Pressure rose or a VM told something: look now.
     Event,
@@ -92,7 +88,6 @@ pub enum Wake {
 pub struct Tick {
     /// Counted from the daemon's start.
     pub number: u64,
-    /// What was read.
     pub sample: Sample,
     /// What the operator asked for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -100,7 +95,6 @@ pub struct Tick {
     /// What the operator said of merging.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wishes: Vec<MergeWish>,
-    /// What was decided.
     pub plan: Plan,
     /// What became of it; empty in a dry run.
     pub outcomes: Vec<Outcome>,
@@ -142,16 +136,12 @@ fn only_gives(plan: &mut Plan) {
 /// What the operator asked for.
 type Said = (Vec<Reclaim>, Vec<MergeWish>);
 
-/// The loop's state.
 #[derive(Clone, Debug)]
 pub struct Engine {
-    /// Settings.
     pub config: Config,
-    /// What is remembered.
     pub memory: Memory,
     /// Decide, but change nothing.
     pub dry_run: bool,
-    /// Bounds on plans.
     pub limits: Limits,
     number: u64,
     written: Option<Owned>,

@@ -107,14 +107,12 @@ impl Latest {
     }
 }
 
-/// What the loop publishes.
 #[derive(Default)]
 pub struct Published {
     /// The last tick; `None` before the first.
     pub latest: Option<Arc<Latest>>,
     /// The last decisions, oldest first.
     pub decisions: VecDeque<Arc<Decision>>,
-    /// The flight recorder.
     pub recorder: Recorder,
 }
 
@@ -233,7 +231,6 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
     Ok(())
 }
 
-/// The part that asks.
 fn asking(inbox: Inbox) -> Router {
     let looker = inbox.clone();
     let look = || async move {

@@ -55,7 +55,6 @@ pub struct Inbox {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandsOffWish {
-    /// Its name.
     pub vm: String,
     /// For so long, ms; 0: no longer.
     pub ms: u64,
@@ -169,7 +168,6 @@ impl Daemon {
         })
     }
 
-    /// Where clients put requests.
     pub fn inbox(&self) -> Inbox {
         self.inbox.clone()
     }

@@ -24,9 +24,7 @@ const NEAR: Bytes = Bytes::mib(1);
 /// What could not be given back, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
-    /// What stays owed.
     pub vm: OwnedVm,
-    /// For people.
     pub why: String,
 }
 

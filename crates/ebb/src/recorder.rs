@@ -41,17 +41,14 @@ const FRAME_END: [u8; 3] = [1, 0, 0];
 const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// No line of a record is longer (10,000 VMs fit).
 const LINE_MOST: u64 = 32 << 20;
-/// The record format.
 const FORMAT: u32 = 1;
 
 /// Where a replay can start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Head {
-    /// Format number.
     pub ebb_record: u32,
     /// The version that wrote it.
     pub version: String,
-    /// The settings.
     pub config: Config,
     /// What was remembered before the next tick.
     pub memory: Memory,
@@ -72,9 +69,7 @@ impl Head {
 /// A line of a record.
 #[derive(Clone, Debug)]
 pub enum Line {
-    /// A place to start.
     Head(Box<Head>),
-    /// A tick.
     Tick(Box<Tick>),
 }
 
@@ -85,7 +80,6 @@ impl Line {
     }
 }
 
-/// The ring.
 #[derive(Default)]
 pub struct Recorder {
     closed: VecDeque<Segment>,
@@ -132,7 +126,6 @@ impl Recorder {
         self.open.as_ref().is_none_or(full)
     }
 
-    /// Starts a segment.
     pub fn head(&mut self, head: &Head) {
         // Writing to memory does not fail; if it did, that part would be missing.
         self.closed.extend(self.open.take().and_then(|o| o.close().ok()));

@@ -54,11 +54,8 @@ impl Limits {
     }
 }
 
-/// What connections come from.
 pub trait Listener {
-    /// One of them.
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-    /// Waits for the next.
     async fn next(&self) -> io::Result<Self::Stream>;
 }
 

@@ -15,7 +15,6 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 /// All that end the loop.
 pub const SIGNALS: [i32; 3] = [SIGTERM, SIGINT, SIGHUP];
 
-/// Which have come.
 #[derive(Clone, Debug)]
 pub struct Signals {
     stop: Arc<AtomicBool>,

@@ -49,31 +49,23 @@ pub struct State {
     pub wall_ms: u64,
     /// Ticks since the daemon's start.
     pub tick: u64,
-    /// The daemon.
     pub daemon: Daemon,
-    /// The host.
     pub host: Host,
-    /// The VMs.
     pub vms: Vec<Vm>,
     /// What could not be read.
     pub problems: Vec<Problem>,
 }
 
-/// The daemon itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Daemon {
-    /// Version.
     pub version: String,
-    /// Process id.
     pub pid: u32,
-    /// Seconds since its start.
     pub uptime_s: u64,
     /// It only says what it would do.
     pub dry_run: bool,
     /// CPU used since its start, seconds.
     pub cpu_s: f64,
-    /// Its own resident memory.
     pub resident: Bytes,
     /// How long the last tick took, from reading to the last outcome.
     pub tick_ms: f64,
@@ -96,7 +88,6 @@ pub struct Problem {
     /// The VM's name, where it is about one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// The VM's process.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub vm: Option<VmId>,
     /// The file, socket or command.
@@ -114,14 +105,11 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// The host.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Host {
-    /// Its state.
     #[serde(deserialize_with = "lenient")]
     pub state: Pressure,
-    /// Seconds in that state.
     pub state_s: u64,
     /// What made it, in words.
     pub why: String,
@@ -141,9 +129,7 @@ pub struct Host {
     pub free: Option<Bytes>,
     /// `MemAvailable`.
     pub available: Option<Bytes>,
-    /// Swap in use.
     pub swap_used: Option<Bytes>,
-    /// Swap there is.
     pub swap_total: Option<Bytes>,
     /// Pages swapped in a second.
     pub swap_in_rate: f64,
@@ -153,16 +139,13 @@ pub struct Host {
     pub psi_some: Option<f64>,
     /// PSI `full`, 10 s average, percent.
     pub psi_full: Option<f64>,
-    /// The VMs' cgroup.
     #[serde(deserialize_with = "lenient")]
     pub pool: Option<Pool>,
-    /// KSM.
     #[serde(deserialize_with = "lenient")]
     pub ksm: Option<Ksm>,
     /// What is done about merging; absent where it is off.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub merge: Option<Merge>,
-    /// Swap areas.
     #[serde(deserialize_with = "lenient_list")]
     pub swaps: Vec<SwapArea>,
     /// Sum of what the VMs have been promised.
@@ -181,16 +164,13 @@ pub struct Host {
     pub ladder: Vec<Rung>,
 }
 
-/// Merging.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Merge {
-    /// How far it goes.
     #[serde(deserialize_with = "lenient")]
     pub mode: MergeMode,
     /// What is done now, and why.
     pub why: String,
-    /// The scanner.
     #[serde(deserialize_with = "lenient")]
     pub scan: ScanSample,
     /// What merging would still save of the VMs that were scanned.
@@ -204,10 +184,8 @@ pub fn merge_words(why: &str) -> String {
     why.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-/// One mechanism.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rung {
-    /// Which.
     pub name: RungName,
     /// What the host lacked before it.
     #[serde(default)]
@@ -221,43 +199,33 @@ pub struct Rung {
     /// What was seen to come, a lower bound.
     #[serde(default)]
     pub came_total: Bytes,
-    /// How, or why not.
     #[serde(default)]
     pub why: String,
 }
 
-/// One VM.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Vm {
-    /// Name.
     pub name: String,
-    /// Process id.
     pub pid: u32,
     /// What Ebb can do for it: `none`, `stock`, `agent` or `guest`.
     pub tier: String,
     /// The agent inside the VMM.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentSample>,
-    /// QMP.
     #[serde(deserialize_with = "lenient")]
     pub link: Link,
-    /// QEMU's run state.
     #[serde(deserialize_with = "lenient")]
     pub run: Option<RunState>,
-    /// RAM it was given.
     pub ram: Option<Bytes>,
     /// RAM less balloon.
     pub actual: Option<Bytes>,
     /// The order under way, if any.
     pub target: Option<Bytes>,
-    /// Never asked below this.
     pub floor: Bytes,
-    /// Never given more.
     pub ceiling: Bytes,
     /// What the balloon holds of what it is owed.
     pub ballooned: Bytes,
-    /// Resident on the host.
     pub resident: Option<Bytes>,
     /// In the host's swap.
     pub swap: Option<Bytes>,
@@ -267,14 +235,12 @@ pub struct Vm {
     pub need: Option<Bytes>,
     /// How old its numbers are.
     pub stats_age_ms: Option<u64>,
-    /// Free page reporting.
     pub reporting: Option<bool>,
     /// The guest's driver may free balloon pages before its OOM killer runs.
     pub deflate_on_oom: Option<bool>,
     /// Its QMP socket, where it is shared with other programs.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub shared: Option<SharedSocket>,
-    /// Memory cgroup.
     pub cgroup: Option<String>,
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
@@ -291,7 +257,6 @@ pub struct Vm {
     /// What came back from it, by mechanism.
     #[serde(deserialize_with = "lenient")]
     pub returned: Returned,
-    /// Share group.
     pub group: String,
     /// Which of its settings come from its domain's metadata, in words; empty: none.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -318,7 +283,6 @@ pub struct Vm {
     /// Why they are not; empty where they may be, or nobody wants it.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub zeros_stay: String,
-    /// Its part in merging.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
 }

@@ -103,7 +103,6 @@ impl Agent {
         }
     }
 
-    /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
     }

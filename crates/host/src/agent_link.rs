@@ -43,13 +43,11 @@ const HELD_EVERY: Duration = Duration::from_secs(2);
 /// How far it has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Said hello.
     Hello,
     /// Introduced; RAM is to be handed over.
     Met,
     /// RAM was handed over; the answer is awaited.
     Attaching,
-    /// At work.
     Attached,
     /// Hands off while the VM migrates.
     Apart,
@@ -64,13 +62,11 @@ pub(crate) struct Terms {
     pub reports: bool,
     /// What the agent has opened to KSM before stays open.
     pub keep_open: bool,
-    /// It only looks.
     pub observe: bool,
     /// Windows longer than this, ms, have it stand aside; 0: none do.
     pub window_limit_ms: u64,
 }
 
-/// A VM's agent.
 #[derive(Debug)]
 pub(crate) struct AgentLink {
     path: PathBuf,
@@ -104,7 +100,6 @@ pub(crate) struct AgentLink {
     /// It can hash pages for a scan; and where it is asked to.
     hashes: bool,
     scanner: Option<Arc<HashLink>>,
-    /// What it was handed.
     segments: Vec<Segment>,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
     /// not known.
@@ -128,7 +123,6 @@ enum Ask {
 }
 
 impl AgentLink {
-    /// Nothing is connected yet.
     pub fn new(path: PathBuf, pid: u32) -> AgentLink {
         AgentLink {
             path,

@@ -149,7 +149,6 @@ impl LinuxHost {
         })
     }
 
-    /// The host's monotonic clock.
     pub fn now() -> Stamp {
         let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         Stamp(t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000)

@@ -113,7 +113,6 @@ impl Client {
         Ok(client)
     }
 
-    /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -128,7 +127,6 @@ impl Client {
         self.protocol.failure()
     }
 
-    /// QEMU's version, once greeted.
     pub fn version(&self) -> Option<&Version> {
         self.protocol.version()
     }

@@ -30,7 +30,6 @@ const HUGE_PAGES: &str = "stat-htlb-pgalloc";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{command}: no {field} in the answer")]
 pub struct BadAnswer {
-    /// The command.
     pub command: &'static str,
     /// What is missing or of another type.
     pub field: &'static str,

@@ -46,28 +46,14 @@ impl ParseError {
 /// A source that could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
-    /// The system refused.
     #[error("{path}: {error}{}", hint(.error))]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's answer.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     /// More than [`MAX_FILE`].
     #[error("{path}: longer than {MAX_FILE} bytes: this is not the kernel's file")]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-    },
+    TooLong { path: PathBuf },
     /// Not what the kernel documents.
     #[error("{path}: {error}: this kernel's format is unknown, please report it")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Where and what.
-        error: ParseError,
-    },
+    Parse { path: PathBuf, error: ParseError },
 }
 
 fn hint(error: &io::Error) -> &'static str {
@@ -88,7 +74,6 @@ impl ProbeError {
 /// What a read gives instead of what is there.
 #[derive(Debug)]
 pub enum Fault {
-    /// It fails.
     Error(io::Error),
     /// A file holds this, a link names it, a directory lists it line by line.
     Bytes(Vec<u8>),

@@ -16,7 +16,6 @@ use rustix::process::{Pid, getpriority_process, setpriority_process};
 /// A run of bytes in a process: page-aligned address and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Range {
-    /// First address.
     pub start: u64,
     /// Bytes.
     pub len: u64,

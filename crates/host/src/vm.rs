@@ -271,7 +271,6 @@ impl Vm {
         }
     }
 
-    /// Looks at its process.
     pub fn look(&mut self, root: &Root, keep_open: bool) -> Life {
         let (life, memory) = self.watched.look(root, keep_open);
         self.unread = memory.as_ref().err().map(ToString::to_string);

@@ -49,7 +49,6 @@ const UNREAD: &str = "what this process has open or locked cannot be read";
 /// What is new in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum New {
-    /// A character device.
     Device,
     /// A Unix socket, beside shared RAM.
     Socket,

@@ -56,7 +56,6 @@ struct Candidate {
 pub struct Live {
     /// As it was when it answered.
     pub header: Header,
-    /// Its map.
     pub layout: Layout,
     beat: u64,
     beat_at: Instant,
@@ -99,9 +98,7 @@ pub struct Tracker {
 
 /// What [`Tracker::step`] works with.
 pub struct Sight<'a> {
-    /// The VM's memory.
     pub ram: &'a Ram,
-    /// Its tripwires.
     pub guard: &'a Guard,
     /// Some of RAM may be merged, and is to stay so.
     pub gently: bool,
@@ -111,7 +108,6 @@ pub struct Sight<'a> {
 }
 
 impl Tracker {
-    /// Knows nothing yet.
     pub fn new(running: bool, firmware: Firmware, observe: bool, faults: Faults) -> Tracker {
         Tracker {
             at: At::Searching { next: None, since: None },
@@ -168,12 +164,10 @@ impl Tracker {
         }
     }
 
-    /// Challenges that were answered.
     pub fn challenges(&self) -> u64 {
         self.challenges
     }
 
-    /// For the status.
     pub fn state(&self) -> (AgentState, Option<String>) {
         let state = match &self.at {
             At::Searching { .. } => AgentState::Searching,

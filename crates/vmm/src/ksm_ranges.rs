@@ -106,7 +106,6 @@ impl Open {
         self.0.len()
     }
 
-    /// Nothing is open.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -21,7 +21,6 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 /// What a segment is made of.
 #[derive(Debug)]
 pub enum Kind {
-    /// Private anonymous memory.
     Anonymous,
     /// A shared file; where the segment begins in it.
     Shared {
@@ -39,20 +38,16 @@ pub struct Piece {
     pub gpa: u64,
     /// Bytes.
     pub size: u64,
-    /// Where we have it.
     pub hva: u64,
-    /// Of what.
     pub kind: Kind,
 }
 
 /// The part of a piece that one map page is about.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
-    /// Which piece.
     pub piece: usize,
     /// Bits of the map page, from here.
     pub first: usize,
-    /// So many.
     pub len: usize,
     /// Address of the page of bit 0, were it there.
     pub base: u64,
@@ -65,7 +60,6 @@ impl Part {
         Range { start, len: len as u64 * PAGE }
     }
 
-    /// Bit of an address.
     pub fn bit(&self, address: u64) -> usize {
         (address.wrapping_sub(self.base) / PAGE) as usize
     }
@@ -111,7 +105,6 @@ impl Ram {
         &self.pieces
     }
 
-    /// The same as ranges.
     pub fn ranges(&self) -> &[RamRange] {
         &self.ranges
     }
@@ -132,7 +125,6 @@ impl Ram {
         Some(self.pieces[at].hva + (gpa - self.pieces[at].gpa))
     }
 
-    /// Copies guest memory, once.
     pub fn read(&self, gpa: u64, to: &mut [u8]) -> Option<()> {
         let hva = self.hva(gpa, to.len() as u64)?;
         sys::copy_from(&[(hva, to.len())], to).ok()
@@ -160,7 +152,6 @@ impl Ram {
         Ok(starts)
     }
 
-    /// Copies a map page.
     pub fn bits(&self, gpa: u64) -> Option<Bits> {
         let mut bytes = [0u8; PAGE as usize];
         self.read(gpa, &mut bytes)?;

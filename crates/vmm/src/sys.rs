@@ -15,7 +15,6 @@ use libc::{c_int, c_long, c_ulong, iovec};
 /// A range of this process's addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// First address, page-aligned.
     pub start: u64,
     /// Bytes, whole pages.
     pub len: u64,
@@ -25,11 +24,9 @@ pub struct Range {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdMsg {
-    /// Kind.
     pub event: u8,
     reserved: [u8; 7],
     flags: u64,
-    /// Where.
     pub address: u64,
     more: u64,
 }
@@ -486,7 +483,6 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Private anonymous memory.
     pub fn anonymous(len: usize) -> Result<Mapping> {
         Mapping::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
     }
@@ -530,12 +526,10 @@ impl Mapping {
         mergeable(Range { start: self.address, len: self.len as u64 })
     }
 
-    /// Where it is.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// All of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: mapped, readable and writable until dropped, and `self` is held.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }

@@ -15,11 +15,9 @@ use crate::wire::{AgentState, Counters};
 /// it is not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AgentSample {
-    /// Whether it answers.
     pub link: Link,
     /// How far it has come.
     pub state: AgentState,
-    /// Why it is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
     /// The guest's module: its version and kernel series.

@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use super::{Ksm, ScanSample};
 use crate::units::Bytes;
 
-/// The host's own memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostSample {
     /// `/proc/meminfo`.
@@ -132,7 +131,6 @@ pub struct Vmstat {
 pub struct SwapArea {
     /// Path, e.g. `/dev/zram0`.
     pub path: String,
-    /// Its size.
     pub size: Bytes,
     /// What of it is used.
     pub used: Bytes,

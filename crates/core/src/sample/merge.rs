@@ -85,12 +85,10 @@ impl Ksm {
     }
 }
 
-/// The daemon's scanner.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ScanSample {
     /// Scans that were finished since the daemon's start.
     pub number: u64,
-    /// One is under way.
     pub busy: bool,
     /// When the last one ended.
     pub at: Stamp,
@@ -147,7 +145,6 @@ impl KsmStat {
     }
 }
 
-/// A VM and KSM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergeSample {
     /// Whether KSM may look at its RAM, by its mappings; `None`: not looked yet.

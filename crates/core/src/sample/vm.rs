@@ -15,7 +15,6 @@ use crate::units::Bytes;
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct VmId {
-    /// Process id.
     pub pid: u32,
     /// Field 22 of `/proc/PID/stat`.
     pub start: u64,
@@ -42,10 +41,8 @@ impl Claim {
     }
 }
 
-/// One VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmSample {
-    /// Which process.
     pub id: VmId,
     /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
     pub name: String,
@@ -225,7 +222,6 @@ pub enum Link {
     Taken(String),
     /// There is no socket that Ebb could use, or it was refused or lost.
     Down(String),
-    /// Not tried yet.
     #[default]
     Unknown,
 }
@@ -234,7 +230,6 @@ pub enum Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
-    /// vCPUs run.
     Running,
     /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
     Paused,

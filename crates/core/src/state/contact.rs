@@ -13,7 +13,6 @@ use crate::units::Stamp;
 pub const SILENT_MS: u64 = 5_000;
 /// Not asked for so long after that, doubling up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
-/// The longest pause.
 const PAUSE_MOST_MS: u64 = 3_600_000;
 
 /// How well it can be heard.

@@ -40,7 +40,6 @@ pub struct RecycleMemory {
 /// An order for whole blocks, and what became free since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Whole {
-    /// When.
     pub at: Stamp,
     /// The least that was free in the guest since then: what is free beyond it was freed later.
     pub free: Bytes,
@@ -66,9 +65,7 @@ impl Whole {
 /// A spell of recycling that is watched for what comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Batch {
-    /// When it began.
     pub at: Stamp,
-    /// Recycled in it.
     pub bytes: Bytes,
     /// The lowest residency since.
     pub low: Bytes,

@@ -15,7 +15,6 @@ use crate::units::{Bytes, Stamp};
 const LIFE_MS: u64 = 6_000;
 /// From when a guest counts its pages to when QEMU has its word.
 const GATHER_MS: u64 = 300;
-/// No more are remembered.
 const MOST: usize = 64;
 
 /// Sizes and since when, oldest first.

@@ -38,14 +38,12 @@ const FORGIVE_MS: u64 = 60_000;
 /// What is remembered of one VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmMemory {
-    /// Which.
     pub id: VmId,
     /// Its name when last seen.
     pub name: String,
     /// The QMP socket over which it was heard last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,
-    /// Whose its balloon is.
     #[serde(default)]
     pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
@@ -54,7 +52,6 @@ pub struct VmMemory {
     pub last_take: Option<Stamp>,
     /// When it was last made larger.
     pub last_give: Option<Stamp>,
-    /// Left alone until then.
     pub settle_until: Option<Stamp>,
     /// Not asked until then, because it did not follow.
     pub stuck_until: Option<Stamp>,
@@ -107,10 +104,8 @@ pub struct VmMemory {
     /// Its balloon has come to rest where the last order told it to.
     #[serde(default)]
     pub landed: bool,
-    /// What the recycler remembers.
     #[serde(default)]
     pub recycle: RecycleMemory,
-    /// What merging remembers.
     #[serde(default)]
     pub merge: VmMerge,
     /// What is remembered of freeing zero pages.

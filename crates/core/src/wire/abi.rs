@@ -19,19 +19,16 @@ pub const SEARCH_PAGES: u64 = 4096;
 /// Pages that carry the magic and are looked at; a guest may fill its memory
 /// with copies.
 pub const CANDIDATES_MAX: usize = 16;
-/// Bytes of a page.
 pub const PAGE: u64 = 4096;
 /// Pages whose bits one map page holds: 128 MiB.
 pub const MAP_PFNS: u64 = 32768;
 /// 64-bit words of a map page.
 pub const MAP_WORDS: usize = 512;
-/// Bytes of the header.
 pub const HEADER_BYTES: usize = 776;
 /// Bytes of it that never change, under the checksum.
 pub const STATIC_BYTES: usize = 128;
 /// Where [`Facts`] are in the header, and how many bytes.
 pub const FACTS_AT: u64 = 512;
-/// Bytes of the facts.
 pub const FACTS_BYTES: usize = 264;
 /// Where the challenge is in the header: the one word the host writes.
 pub const CHALLENGE_AT: u64 = 208;
@@ -47,9 +44,7 @@ pub const TICK_MS_MAX: u32 = 1000;
 /// A piece of the VM's RAM, guest-physical, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamRange {
-    /// First address.
     pub start: u64,
-    /// Length.
     pub len: u64,
 }
 
@@ -97,7 +92,6 @@ pub enum Bad {
     TooMany(&'static str),
 }
 
-/// The state word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GuestState {
@@ -109,12 +103,10 @@ pub enum GuestState {
     Quiet,
     /// Cleared for good.
     Stopped,
-    /// Not a state.
     Unknown,
 }
 
 impl GuestState {
-    /// What the word says.
     pub fn from_word(word: u32) -> GuestState {
         match word {
             1 => GuestState::Starting,
@@ -129,7 +121,6 @@ impl GuestState {
 /// A header that is whole, at the address it claims, of our version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Its guest-physical address.
     pub gpa: u64,
     /// The static part, to notice that it changed.
     pub fixed: [u8; STATIC_BYTES],
@@ -148,14 +139,12 @@ pub struct Header {
     /// A page that the kernel never writes to, because the module keeps it or firmware does;
     /// 0: none.
     pub kept_gpa: u64,
-    /// What changes.
     pub live: LivePart,
 }
 
 /// The part of the header that changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LivePart {
-    /// The state word.
     pub state: GuestState,
     /// Why it is not [`GuestState::Running`].
     pub reason: u32,
@@ -163,15 +152,12 @@ pub struct LivePart {
     pub tick_ms: u32,
     /// Sign of life.
     pub beat: u64,
-    /// Goes with it.
     pub beat_check: u64,
     /// The answer to the last challenge, 0 for none.
     pub response: u64,
     /// Of the extents; odd while they change.
     pub generation: u64,
-    /// First page of extents.
     pub extents_gpa: u64,
-    /// Pages of extents.
     pub extent_pages: u32,
 }
 
@@ -289,7 +275,6 @@ impl Header {
 pub struct MapPage {
     /// The first pfn that it is about.
     pub pfn: u64,
-    /// Where it is.
     pub gpa: u64,
 }
 
@@ -400,21 +385,15 @@ pub struct Facts {
     pub time_ns: u64,
     /// Pages of RAM.
     pub total: u64,
-    /// Free.
     pub free: u64,
     /// Available without swapping.
     pub available: u64,
     /// Page cache without buffers.
     pub cached: u64,
-    /// Buffers.
     pub buffers: u64,
-    /// Shared memory and tmpfs.
     pub shmem: u64,
-    /// Anonymous.
     pub anon: u64,
-    /// Reclaimable slab.
     pub slab_reclaimable: u64,
-    /// Free swap.
     pub swap_free: u64,
     /// Pages allocated.
     pub alloc: u64,
@@ -424,23 +403,15 @@ pub struct Facts {
     pub alloc_stall: u64,
     /// Pages looked at by direct reclaim.
     pub scan_direct: u64,
-    /// Pages reclaimed by it.
     pub steal_direct: u64,
     /// Pages looked at by kswapd.
     pub scan_kswapd: u64,
-    /// Pages reclaimed by it.
     pub steal_kswapd: u64,
-    /// Refaults, anonymous.
     pub refault_anon: u64,
-    /// Refaults, file.
     pub refault_file: u64,
-    /// OOM kills.
     pub oom_kill: u64,
-    /// Pages swapped in.
     pub swap_in: u64,
-    /// Pages swapped out.
     pub swap_out: u64,
-    /// Major faults.
     pub major_fault: u64,
     /// Direct compactions.
     pub compact_stall: u64,

@@ -60,19 +60,16 @@ struct Look {
     resident: Option<Bytes>,
     host: String,
     guest: String,
-    /// What was ordered.
     to: Option<Bytes>,
     /// The rule, or why nothing was done.
     rule: String,
     error: Option<String>,
 }
 
-/// What is told.
 #[derive(Debug, Serialize)]
 struct Moment {
     #[serde(flatten)]
     look: Look,
-    /// What became of it.
     result: Option<String>,
 }
 

@@ -32,12 +32,9 @@ pub fn record(socket: &str, output: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a replay found.
 #[derive(Debug, Default, Serialize)]
 pub struct Replay {
-    /// Ticks decided again.
     pub ticks: u64,
-    /// Actions in them.
     pub actions: u64,
     /// Ticks whose plan came out otherwise.
     pub different: Vec<Difference>,
@@ -46,18 +43,14 @@ pub struct Replay {
 /// A tick that came out otherwise.
 #[derive(Debug, Serialize)]
 pub struct Difference {
-    /// Which tick.
     pub tick: u64,
-    /// What was recorded.
     pub recorded: ebb_core::plan::Plan,
-    /// What this version decides.
     pub replayed: ebb_core::plan::Plan,
 }
 
 /// Differences kept; the rest is only counted in the exit code.
 const DIFFERENCES: usize = 100;
 
-/// Replays a file.
 pub fn replay(path: &str, json: bool) -> Result<()> {
     let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
     let found = decide_again(BufReader::new(file)).with_context(|| path.to_string())?;

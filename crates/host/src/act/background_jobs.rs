@@ -16,7 +16,6 @@ const WAITING: usize = 64;
 pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
     /// What carrying one out results in.
     type Done;
-    /// One begins.
     fn busy(&mut self);
     /// One came to its end, or could not be given.
     fn over(&mut self, done: Result<Self::Done, String>);

@@ -47,7 +47,6 @@ impl Governor {
         self.plan += 1;
     }
 
-    /// One tick.
     pub fn step(&mut self, at: Stamp, state: Pressure) -> Result<Order, KsmError> {
         let facts = self.facts(at, state)?;
         let order = govern(&facts, &self.settings, &mut self.memory);
@@ -55,7 +54,6 @@ impl Governor {
         Ok(order)
     }
 
-    /// Puts the knobs back.
     pub fn release(self) -> Result<(), KsmError> {
         self.owner.release()
     }

@@ -40,7 +40,6 @@ const SPARE: Bytes = Bytes::mib(256);
 /// Why KSM could not be set.
 #[derive(Debug, thiserror::Error)]
 pub enum KsmError {
-    /// Built without CONFIG_KSM.
     #[error("this kernel has no KSM ({DIR} is missing)")]
     None,
     /// A knob could not be read.
@@ -48,16 +47,10 @@ pub enum KsmError {
     Probe(#[from] ProbeError),
     /// A file could not be written.
     #[error("{path}: {error}")]
-    Write {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
+    Write { path: PathBuf, error: io::Error },
     /// What an earlier Ebb wrote down is not readable.
     #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
     Damaged {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         why: String,
@@ -300,7 +293,6 @@ pub(super) mod tests {
         (dir, root)
     }
 
-    /// One of them.
     pub(in crate::act) fn knob(root: &Root, knob: &str) -> String {
         root.read(format!("{DIR}/{knob}")).unwrap().unwrap().trim().to_string()
     }

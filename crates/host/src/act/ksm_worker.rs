@@ -205,7 +205,6 @@ impl KsmWorker {
         told.ranges.retain(|id, _| alive(id));
     }
 
-    /// Puts KSM's knobs back.
     pub fn release(&mut self, patience: Duration) -> Result<(), String> {
         self.sent = None;
         if self.jobs.is_none() {

@@ -35,7 +35,6 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
     Some(Range { start, len: PIECE.min(at.end() - start) })
 }
 
-/// An order.
 #[derive(Clone, Debug)]
 struct Job {
     bytes: Bytes,

@@ -34,7 +34,6 @@ pub enum MergeableError {
     /// No room to break merges, or no KSM.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// The process has ended.
     #[error("the VM's process {0} has ended")]
     Gone(u32),
     /// Nothing of its RAM can be merged.
@@ -48,12 +47,9 @@ pub enum MergeableError {
     NotSeen(String),
 }
 
-/// What was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
-    /// It was so already.
     Already,
-    /// It is now.
     Now,
     /// It is now, by asking QEMU for the opposite (9.1.0).
     Inverted,
@@ -97,7 +93,6 @@ pub struct Marks {
     pub merged: Bytes,
 }
 
-/// Reads them.
 pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
     let mut ram: Vec<(Range, Marks)> = Vec::new();

@@ -123,7 +123,6 @@ fn windows(ram: &[Range], from: u64) -> Vec<Range> {
     windows
 }
 
-/// One order at work.
 struct Look<'a> {
     pid: u32,
     pagemap: File,

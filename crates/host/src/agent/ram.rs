@@ -11,7 +11,6 @@ use crate::qmp::{self, QmpError};
 /// A stretch of guest-physical memory as `info mtree -f` prints it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatRange {
-    /// First address.
     pub start: u64,
     /// One past the last.
     pub end: u64,

@@ -42,7 +42,6 @@ impl Agent {
         }
     }
 
-    /// Who is there.
     pub fn hello(&mut self, timeout: Duration) -> Result<Hello, AgentError> {
         match self.request(Command::Hello, timeout)? {
             Answer::Hello(hello) => Ok(hello),

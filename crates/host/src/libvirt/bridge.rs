@@ -146,7 +146,6 @@ impl Bridge {
         self.over.as_deref()
     }
 
-    /// Bytes for the client.
     pub fn output(&mut self) -> &mut Vec<u8> {
         &mut self.output
     }
@@ -287,7 +286,6 @@ impl Bridge {
         }
     }
 
-    /// A call was answered.
     pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
         let why = match self.take(purpose, result, now) {
             Ok(()) => return self.settle(now),

@@ -13,7 +13,6 @@ use super::{calls, xdr::Malformed};
 pub const METADATA: &str = "libvirt metadata";
 /// Longest element that is read, bytes.
 const MAX_TEXT: usize = 16 << 10;
-/// Most nodes of it.
 const MOST_NODES: u32 = 100;
 /// `VIR_ERR_NO_DOMAIN_METADATA`.
 const NO_METADATA: i32 = 80;

@@ -35,10 +35,8 @@ pub(crate) use self::watch::Watch;
 /// Which libvirt daemon manages a domain, and the domain's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// libvirt's socket.
     socket: PathBuf,
     uri: &'static str,
-    /// The domain's name.
     domain: String,
     /// The user that libvirt's daemon runs as.
     owner: u32,

@@ -31,7 +31,6 @@ pub(crate) struct Seen {
 }
 
 impl Watch {
-    /// What is known.
     pub fn seen(&self) -> Seen {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -78,7 +77,6 @@ impl Watcher {
         (!self.busy).then(|| self.read.map_or(now, |at| at + READ_EVERY))
     }
 
-    /// That call.
     pub fn call(&mut self, now: Instant) -> (Step, Procedure, Vec<u8>) {
         self.busy = true;
         let Some(domain) = &self.domain else {

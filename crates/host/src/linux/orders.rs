@@ -20,7 +20,6 @@ const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 /// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonOrder {
-    /// Whom it concerns.
     pub vm: VmId,
     /// What the guest shall be left with.
     pub to: Bytes,
@@ -33,10 +32,7 @@ pub struct BalloonOrder {
 pub enum ActError {
     /// The process has ended; its pid may be another's by now.
     #[error("the VM's process {pid} has ended")]
-    Gone {
-        /// Its pid.
-        pid: u32,
-    },
+    Gone { pid: u32 },
     /// QMP cannot be used now.
     #[error("no QMP connection: {0}")]
     NoLink(String),
@@ -49,7 +45,6 @@ pub enum ActError {
     /// The connection ended before QEMU answered: it may have done it.
     #[error("{0} before QEMU answered: it may have done it")]
     Lost(String),
-    /// QEMU refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }

@@ -60,7 +60,6 @@ impl Manager {
         }
     }
 
-    /// Its name, for people.
     pub fn name(self) -> &'static str {
         match self {
             Manager::Proxmox => "Proxmox VE",

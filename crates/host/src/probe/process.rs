@@ -81,7 +81,6 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
 /// Whether a process is still there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// It was just seen.
     Alive,
     /// It is proven that it is not: another process has its pid, only its exit status is
     /// left, or the kernel knows no such pid.
@@ -243,7 +242,6 @@ pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, P
     root.parse(format!("/proc/{pid}/smaps_rollup"), parse_smaps_rollup)
 }
 
-/// Parses it.
 pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     let mut s = SmapsRollup::default();
     fields(text, |key, value| {

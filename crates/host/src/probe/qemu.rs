@@ -43,7 +43,6 @@ pub struct QemuArgs {
     pub uuid: Option<String>,
     /// Monitor sockets as written, perhaps relative.
     pub qmp: QmpAddress,
-    /// A virtio-balloon device.
     pub balloon: bool,
     /// A VFIO or vhost-vDPA device: guest memory is pinned.
     pub passthrough: bool,
@@ -59,10 +58,8 @@ pub struct QemuArgs {
     pub agent: Option<PathBuf>,
 }
 
-/// A running QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QemuProcess {
-    /// Which process.
     pub id: VmId,
     /// Name, unique among those found together.
     pub name: String,

@@ -5,27 +5,19 @@ use ebb_core::text::printable;
 use serde::Serialize;
 use serde_json::Value;
 
-/// One message from QEMU.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message {
-    /// The first one.
     Greeting(Version),
-    /// An asynchronous event.
     Event(Event),
-    /// A command succeeded.
     Return {
         /// The id it was sent with.
         id: Option<u64>,
-        /// What it returned.
         value: Value,
     },
-    /// A command failed.
     Error {
         /// The id it was sent with.
         id: Option<u64>,
-        /// Error class.
         class: String,
-        /// Error text.
         desc: String,
     },
 }
@@ -46,7 +38,6 @@ pub struct Version {
 /// An event, e.g. `RESET`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Name.
     pub name: String,
     /// Data; `Null` where there is none or it was longer than
     /// [`MAX_EVENT_BYTES`](super::MAX_EVENT_BYTES).

@@ -74,11 +74,9 @@ pub enum QmpError {
     /// QEMU answered with an error; the connection is fine.
     #[error("{command}: {desc} ({class})")]
     Command {
-        /// The command.
         command: String,
         /// QEMU's error class, nearly always `GenericError`.
         class: String,
-        /// QEMU's words.
         desc: String,
     },
 }
@@ -90,7 +88,6 @@ pub enum State {
     Greeting,
     /// `qmp_capabilities` is under way.
     Negotiating,
-    /// Commands are served.
     Ready,
     /// Over; [`Protocol::failure`] says why.
     Failed,
@@ -212,7 +209,6 @@ impl Protocol {
         self.failure.as_ref()
     }
 
-    /// QEMU's version, once greeted.
     pub fn version(&self) -> Option<&Version> {
         self.version.as_ref()
     }
@@ -461,7 +457,6 @@ impl Protocol {
         self.events_dropped
     }
 
-    /// Bytes for the peer.
     pub fn outgoing(&self) -> &[u8] {
         &self.outbox
     }

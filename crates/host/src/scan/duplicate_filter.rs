@@ -30,7 +30,6 @@ const WORD: usize = 32;
 pub(super) struct DuplicateFilter(Vec<AtomicU64>);
 
 impl DuplicateFilter {
-    /// For so many pages.
     pub fn new(pages: u64) -> DuplicateFilter {
         let places =
             pages.saturating_mul(PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
@@ -50,7 +49,6 @@ impl DuplicateFilter {
         fetch(self.place(tag).0);
     }
 
-    /// Notes a page.
     pub fn put(&self, tag: u32) {
         let (word, shift) = self.place(tag);
         if word.fetch_or(1 << shift, Relaxed) >> shift & 1 == 1 {
@@ -89,7 +87,6 @@ impl Marks {
         Some((&words[page as usize / 64], 1 << (page % 64)))
     }
 
-    /// Marks a page.
     pub fn set(&self, address: u64) {
         if let Some((word, bit)) = self.cell(address) {
             word.fetch_or(bit, Relaxed);

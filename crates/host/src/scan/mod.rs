@@ -57,11 +57,8 @@ const LOOK: Duration = Duration::from_millis(200);
 /// What to scan of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its process.
     pub id: VmId,
-    /// Its name.
     pub name: String,
-    /// Its share group.
     pub group: String,
     /// Its RAM in that process, disjoint and sorted.
     pub ram: Vec<Range>,
@@ -153,7 +150,6 @@ pub enum Changes {
     Look,
 }
 
-/// How to scan.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Threads; `None`: as many as there are idle cores.
@@ -162,7 +158,6 @@ pub struct Options {
     pub one_in: u32,
     /// Other pieces for each number.
     pub salt: u64,
-    /// Speed.
     pub limits: Limits,
     /// The share of a core instead, where it may change meanwhile.
     pub dial: Option<Arc<Dial>>,
@@ -203,7 +198,6 @@ impl Default for Options {
 /// What became of a VM in a scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It was scanned.
     Scanned,
     /// It ended meanwhile; nothing of it counts.
     Ended,
@@ -214,11 +208,8 @@ pub enum Fate {
 /// What was found of a VM.
 #[derive(Clone, Debug)]
 pub struct VmResult {
-    /// What was scanned.
     pub target: Target,
-    /// What became of it.
     pub fate: Fate,
-    /// Its pages.
     pub pages: Pages,
     /// What merging it would save: its part of what it shares with others.
     pub split: Split,
@@ -228,7 +219,6 @@ pub struct VmResult {
     pub blocks: Blocks,
 }
 
-/// What a scan found.
 #[derive(Clone, Debug)]
 pub struct Scan {
     /// The VMs, in the order of the targets.
@@ -245,9 +235,7 @@ pub struct Scan {
     pub cpu: Duration,
     /// Of that, for reading and hashing.
     pub cpu_reading: Duration,
-    /// Threads.
     pub threads: usize,
-    /// Memory gone through.
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
     pub by_agents: Bytes,
@@ -279,7 +267,6 @@ impl Scanner {
         self.agents = agents;
     }
 
-    /// Scans these VMs.
     pub fn scan(&mut self, targets: &[Target], options: &Options) -> Scan {
         let started = Instant::now();
         let threads = options.threads.unwrap_or_else(|| idle_cores(&self.root));

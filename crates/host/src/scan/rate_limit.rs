@@ -28,12 +28,10 @@ pub struct Limits {
 pub struct Dial(AtomicU64);
 
 impl Dial {
-    /// Set to this.
     pub fn new(cores: f64) -> Dial {
         Dial(AtomicU64::new(cores.to_bits()))
     }
 
-    /// From now on.
     pub fn set(&self, cores: f64) {
         self.0.store(cores.to_bits(), Relaxed);
     }
@@ -131,7 +129,6 @@ impl Pace {
         self.stopped.store(true, Relaxed);
     }
 
-    /// Whether it was ended.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Relaxed)
     }

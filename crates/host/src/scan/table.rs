@@ -38,12 +38,10 @@ impl Entry {
         self.0 >> PLACE_BITS
     }
 
-    /// Which VM.
     pub fn vm(self) -> usize {
         (self.0 >> PAGE_BITS) as usize & (VMS_MAX - 1)
     }
 
-    /// Which page of it.
     pub fn page(self) -> u64 {
         self.0 as u64 & ((1 << PAGE_BITS) - 1)
     }
@@ -71,7 +69,6 @@ pub struct Filler<'a> {
 }
 
 impl Table {
-    /// For one thread.
     pub fn filler(&self) -> Filler<'_> {
         Filler { table: self, open: vec![Vec::new(); SHARDS] }
     }
@@ -104,7 +101,6 @@ impl Table {
 }
 
 impl Filler<'_> {
-    /// Notes a page.
     pub fn push(&mut self, hash: u128, vm: u32, page: u64) {
         let shard = hash as usize % SHARDS;
         let block = &mut self.open[shard];

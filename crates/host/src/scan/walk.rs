@@ -52,17 +52,14 @@ impl Seen {
         shard.lock().unwrap_or_else(PoisonError::into_inner).insert(pfn)
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         let len = |s: &Mutex<HashSet<u64>>| s.lock().unwrap_or_else(PoisonError::into_inner).len();
         self.0.iter().map(len).sum()
     }
 }
 
-/// How pages are listed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listing {
-    /// PAGEMAP_SCAN.
     Scan,
     /// `/proc/PID/pagemap`, for kernels before 6.7.
     Entries,
@@ -86,7 +83,6 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// Empties both.
     pub fn clear(&mut self) {
         self.own.clear();
         self.shared.clear();
@@ -97,7 +93,6 @@ impl Runs {
         subtract(&mut self.own, holes) + subtract(&mut self.shared, holes)
     }
 
-    /// How many pages.
     pub fn pages(&self) -> u64 {
         self.own.iter().chain(&self.shared).map(|r| r.len / PAGE).sum()
     }

@@ -41,11 +41,9 @@ enum Round {
     All,
     /// Of pages of which only lines were read, those that may have a duplicate are left.
     Sift,
-    /// These are read whole.
     Whole,
 }
 
-/// One scan.
 pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
@@ -106,7 +104,6 @@ impl VmState {
     }
 }
 
-/// One thread's own.
 struct Worker<'j, 'a> {
     job: &'j Job<'a>,
     filler: Filler<'j>,
@@ -181,7 +178,6 @@ impl<'a> Job<'a> {
         size.max(self.table_bytes())
     }
 
-    /// One round.
     fn go_over(&mut self, round: Round, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {

@@ -70,7 +70,6 @@ impl Vm {
         }
     }
 
-    /// What its metadata says.
     pub fn metadata(&self) -> &Metadata {
         &self.domain.says
     }

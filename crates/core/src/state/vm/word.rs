@@ -35,9 +35,7 @@ const RATE_LIFE_MS: u64 = 5_000;
 /// sinking over a minute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Hot {
-    /// Brought up to date.
     pub at: Stamp,
-    /// So much.
     pub bytes: Bytes,
 }
 
@@ -46,9 +44,7 @@ pub struct Hot {
 pub struct Doubt {
     /// When it was last found.
     pub at: Stamp,
-    /// In so many looks.
     pub times: u32,
-    /// What.
     pub what: String,
 }
 

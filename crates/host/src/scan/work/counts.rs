@@ -66,7 +66,6 @@ impl Worker<'_, '_> {
 }
 
 impl Job<'_> {
-    /// Counts what was read.
     pub fn count(&self, threads: usize) -> Savings {
         if self.options.changes == Changes::Look {
             return Savings::new(self.targets.len());
