@@ -41,8 +41,9 @@ const MAPPED_EVERY: Duration = Duration::from_secs(60);
 const HELD_EVERY: Duration = Duration::from_secs(2);
 
 /// How far it has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
+    #[default]
     Hello,
     /// Introduced; RAM is to be handed over.
     Met,
@@ -67,7 +68,7 @@ pub(crate) struct Terms {
     pub window_limit_ms: u64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct AgentLink {
     path: PathBuf,
     pid: u32,
@@ -124,37 +125,7 @@ enum Ask {
 
 impl AgentLink {
     pub fn new(path: PathBuf, pid: u32) -> AgentLink {
-        AgentLink {
-            path,
-            pid,
-            agent: None,
-            stage: Stage::Hello,
-            down: Link::Unknown,
-            retry_at: None,
-            asked: Vec::new(),
-            waits_since: None,
-            running: None,
-            terms: Terms::default(),
-            wants_descriptor: false,
-            known_at: None,
-            objections: Vec::new(),
-            firmware: Firmware::Unknown,
-            unclear: None,
-            aside_since: None,
-            mapped: None,
-            mapped_at: None,
-            held_at: None,
-            status: None,
-            facts: None,
-            advises: false,
-            hashes: false,
-            scanner: None,
-            segments: Vec::new(),
-            told: None,
-            open: None,
-            refused: None,
-            unsettled: Some(Instant::now()),
-        }
+        AgentLink { path, pid, unsettled: Some(Instant::now()), ..AgentLink::default() }
     }
 
     /// The connection, for `poll`.

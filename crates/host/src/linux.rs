@@ -251,15 +251,12 @@ impl LinuxHost {
             psi: noted(problems, psi::MEMORY, psi::read_psi(root, psi::MEMORY)),
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
-            ksm: None,
-            scan: None,
             zeros: self.zeros.as_ref().map(|(ways, _)| *ways),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
-            pool: None,
-            vms_psi: None,
             zswap: noted(problems, "zswap", swaps::read_zswap(root).map(Some)).unwrap_or_default(),
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
             touch_us,
+            ..HostSample::default()
         }
     }
 

@@ -14,7 +14,7 @@ use libc::{c_long, c_ulong, iovec};
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 
 /// A run of bytes in a process: page-aligned address and length.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Range {
     pub start: u64,
     /// Bytes.

@@ -81,7 +81,7 @@ pub(super) enum Purpose {
 /// A call that is to be made.
 pub(super) type Call = (Purpose, Procedure, Vec<u8>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Bridge {
     name: String,
     /// Known once libvirt has told it.
@@ -113,27 +113,7 @@ impl Bridge {
     /// those that set the balloon or the period of statistics. libvirt marks such a domain as
     /// tainted.
     pub fn new(name: String, monitor: bool) -> Bridge {
-        Bridge {
-            name,
-            domain: None,
-            monitor,
-            greeted: false,
-            balloon: None,
-            described: None,
-            numbers: Numbers::new(),
-            state: None,
-            bulk: None,
-            tried: None,
-            held_up: false,
-            memory: None,
-            job: None,
-            moved: None,
-            questions: Vec::new(),
-            orders: VecDeque::new(),
-            input: Vec::new(),
-            output: Vec::new(),
-            over: None,
-        }
+        Bridge { name, monitor, ..Bridge::default() }
     }
 
     /// The domain, once libvirt has told it.

@@ -140,7 +140,7 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
 
 /// A process that is looked at again and again. Its `/proc/PID/status` is kept open, so that a
 /// look is one system call.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Watched {
     id: VmId,
     file: Option<File>,

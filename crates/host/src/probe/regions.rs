@@ -19,7 +19,7 @@ const SMAPS_MAX: u64 = 64 << 20;
 /// Without QEMU's marks only mappings of this size are taken for RAM.
 const LEAST_RAM: u64 = 64 << 20;
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Region {
     pub range: Range,
     /// Private, readable, writable, of no file.
@@ -125,14 +125,8 @@ fn header<'a>(first: &str, mut words: impl Iterator<Item = &'a str>) -> Option<R
     Some(Region {
         range: Range { start, len: end.checked_sub(start)? },
         plain: rights.starts_with("rw") && rights.ends_with('p') && inode == "0",
-        resident: Bytes::ZERO,
-        swap: Bytes::ZERO,
-        ksm: Bytes::ZERO,
-        huge: Bytes::ZERO,
-        mergeable: false,
-        dontfork: false,
-        hugetlb: false,
         shared: rights.ends_with('s'),
+        ..Region::default()
     })
 }
 
