@@ -128,7 +128,6 @@ impl Libvirtd {
         self.dir.path().join("sockets")
     }
 
-    /// The process of libvirtd.
     pub fn pid(&self) -> u32 {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).id()
     }
@@ -340,7 +339,6 @@ fn spawn(dir: &Path, contained: bool) -> Result<Child, LabError> {
     on_lasting_thread(command, false).map_err(LabError::file("unshare"))
 }
 
-/// A running domain.
 #[derive(Debug)]
 pub struct Domain {
     name: String,
@@ -349,7 +347,6 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }

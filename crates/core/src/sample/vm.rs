@@ -15,7 +15,6 @@ use crate::units::Bytes;
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct VmId {
-    /// Process id.
     pub pid: u32,
     /// Field 22 of `/proc/PID/stat`.
     pub start: u64,
@@ -42,10 +41,8 @@ impl Claim {
     }
 }
 
-/// One VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmSample {
-    /// Which process.
     pub id: VmId,
     /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
     pub name: String,
@@ -150,9 +147,7 @@ pub struct SharedSocket {
 pub struct OffloadSample {
     /// Gone to swap while orders were carried out, by the process's own counters.
     pub paged_out: Bytes,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -161,7 +156,6 @@ pub struct OffloadSample {
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZeroSample {
-    /// Memory that was looked through.
     pub read: Bytes,
     /// Zero pages in it that could be freed.
     pub chosen: Bytes,
@@ -169,9 +163,7 @@ pub struct ZeroSample {
     pub freed: Bytes,
     /// So often all of its memory was gone through.
     pub rounds: u64,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -186,9 +178,7 @@ pub struct PartialThpSample {
     pub freed: Bytes,
     /// The last order did not come to the end of RAM.
     pub more: bool,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -217,7 +207,6 @@ impl ProcessMemory {
     }
 }
 
-/// State of the QMP connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "state", content = "why")]
 pub enum Link {
@@ -229,7 +218,6 @@ pub enum Link {
     Taken(String),
     /// There is no socket that Ebb could use, or it was refused or lost.
     Down(String),
-    /// Not tried yet.
     #[default]
     Unknown,
 }
@@ -238,7 +226,6 @@ pub enum Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
-    /// vCPUs run.
     Running,
     /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
     Paused,
@@ -248,7 +235,6 @@ pub enum RunState {
     Ended,
 }
 
-/// What QMP told of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VmEvent {

@@ -29,7 +29,6 @@ const RESTART_MS: u64 = 120_000;
 /// Moves below this are no moves: sizes are told in whole MiB by most.
 const LEAST: Bytes = Bytes::mib(1);
 
-/// See the top.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     /// What the balloon holds that Ebb did not order; `None`: never seen.

@@ -27,7 +27,6 @@ use crate::state::StateFile;
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Runs until a signal.
 pub fn main(
     mut config: Config,
     dry_run: bool,

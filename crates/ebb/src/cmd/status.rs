@@ -25,7 +25,6 @@ pub fn main(socket: &str, json: bool) -> Result<bool> {
     Ok(!state.vms.is_empty())
 }
 
-/// The screen.
 pub fn text(state: &State) -> String {
     let h = &state.host;
     let mut out = format!("host {} for {} s: {}\n", h.state, h.state_s, h.why);
@@ -89,7 +88,6 @@ pub fn text(state: &State) -> String {
     out + &problems(state)
 }
 
-/// Problems shown at once.
 const PROBLEMS: usize = 10;
 
 fn problems(state: &State) -> String {

@@ -23,13 +23,11 @@ pub const DESCRIBE: Procedure = (REMOTE, 14);
 pub const SET_METADATA: Procedure = (REMOTE, 264);
 /// Reads it.
 pub const METADATA: Procedure = (REMOTE, 265);
-/// Statistics of many domains.
 pub const ALL_STATS: Procedure = (REMOTE, 344);
 /// Statistics of one domain's memory, asked of QEMU now.
 pub const MEMORY_STATS: Procedure = (REMOTE, 159);
 /// Which job libvirt has on it: it saves, migrates, dumps or backs it up.
 pub const JOB: Procedure = (REMOTE, 298);
-/// Sets its balloon.
 pub const SET_MEMORY: Procedure = (REMOTE, 204);
 /// How often QEMU asks its guest for statistics.
 pub const SET_PERIOD: Procedure = (REMOTE, 308);
@@ -56,10 +54,8 @@ const LIVE: u32 = 1;
 /// Most statistics of a domain's memory.
 const MEMORY_STATS_MAX: u32 = 64;
 
-/// A domain on the wire.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Domain {
-    /// Its name.
     pub name: String,
     /// What it keeps for life.
     pub uuid: [u8; 16],
@@ -241,11 +237,9 @@ pub enum Event {
     /// `VIR_DOMAIN_EVENT_*`: 2 started, 3 suspended, 4 resumed, 5 stopped, 6 is shutting down,
     /// 8 crashed.
     Lifecycle(i32),
-    /// It was reset.
     Reboot,
     /// Its balloon moved, to so many KiB.
     Balloon(u64),
-    /// A job ended.
     Job,
     /// The metadata in its description changed.
     Described,

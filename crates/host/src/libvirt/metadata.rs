@@ -17,7 +17,6 @@ pub const METADATA: &str = "libvirt metadata";
 pub(super) const NOTE: (&str, &str) = ("urn:ebb:balloon:1", "ebb-balloon");
 /// Longest element that is read, bytes.
 const MAX_TEXT: usize = 16 << 10;
-/// Most nodes of it.
 const MOST_NODES: u32 = 100;
 /// `VIR_ERR_NO_DOMAIN_METADATA`.
 const NO_METADATA: i32 = 80;

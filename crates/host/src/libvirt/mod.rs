@@ -41,10 +41,8 @@ const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 /// Which libvirt daemon manages a domain, and the domain's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// libvirt's socket.
     socket: PathBuf,
     uri: &'static str,
-    /// The domain's name.
     domain: String,
     /// The user that libvirt's daemon runs as; `None`: any, in a container.
     owner: Option<u32>,
@@ -68,7 +66,6 @@ impl Address {
     }
 }
 
-/// What is asked of the thread.
 #[derive(Debug)]
 enum Ask {
     Attach(Attach),

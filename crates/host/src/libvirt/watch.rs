@@ -53,7 +53,6 @@ impl Seen {
 }
 
 impl Watch {
-    /// What is known.
     pub fn seen(&self) -> Seen {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -77,7 +76,6 @@ pub(super) enum Step {
     Read,
 }
 
-/// A watch as the thread has it.
 #[derive(Debug)]
 pub(super) struct Watcher {
     name: String,
@@ -114,7 +112,6 @@ impl Watcher {
         (!self.busy).then(|| write.map_or(read, |at| at.min(read)))
     }
 
-    /// That call.
     pub fn call(&mut self, now: Instant) -> (Step, Procedure, Vec<u8>) {
         self.busy = true;
         let Some(domain) = &self.domain else {

@@ -77,7 +77,6 @@ struct Client {
     busy: bool,
 }
 
-/// One libvirt daemon.
 #[derive(Debug)]
 struct Daemon {
     address: Address,

@@ -81,7 +81,6 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
 /// Whether a process is still there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// It was just seen.
     Alive,
     /// It is proven that it is not: another process has its pid, only its exit status is
     /// left, or the kernel knows no such pid.
@@ -141,7 +140,7 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
 
 /// A process that is looked at again and again. Its `/proc/PID/status` is kept open, so that a
 /// look is one system call.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Watched {
     id: VmId,
     file: Option<File>,
@@ -231,16 +230,8 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
 pub struct SmapsRollup {
     /// `Rss`.
     pub rss: Bytes,
-    /// `Pss`: shared pages counted by their share.
-    pub pss: Bytes,
-    /// `Anonymous`.
-    pub anonymous: Bytes,
     /// `AnonHugePages`.
     pub anon_huge: Bytes,
-    /// `Swap`.
-    pub swap: Bytes,
-    /// `Locked`.
-    pub locked: Bytes,
     /// `KSM` (6.7+): pages that KSM merged, zero pages not counted.
     pub ksm: Bytes,
 }
@@ -250,17 +241,12 @@ pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, P
     root.parse(format!("/proc/{pid}/smaps_rollup"), parse_smaps_rollup)
 }
 
-/// Parses it.
 pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     let mut s = SmapsRollup::default();
     fields(text, |key, value| {
         match key {
             "Rss" => s.rss = value?,
-            "Pss" => s.pss = value?,
-            "Anonymous" => s.anonymous = value?,
             "AnonHugePages" => s.anon_huge = value?,
-            "Swap" => s.swap = value?,
-            "Locked" => s.locked = value?,
             "KSM" => s.ksm = value?,
             _ => {}
         }

@@ -121,7 +121,6 @@ pub enum Verdict {
     Trusted,
     /// It is not: why, for people.
     Refused(String),
-    /// It has ended.
     Gone,
 }
 

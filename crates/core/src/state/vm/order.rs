@@ -38,7 +38,6 @@ const LOW_SHARE: f64 = 0.12;
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same of one that has reached exactly the size of the last order.
 const LANDED_ECHO_MS: u64 = 250;
-/// Harms that are remembered.
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
 const PACE_MOST: u32 = 2;
@@ -46,16 +45,13 @@ const PACE_MOST: u32 = 2;
 /// Memory given to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gift {
-    /// When.
     pub at: Stamp,
-    /// How much.
     pub bytes: Bytes,
 }
 
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Order {
-    /// The size ordered.
     pub to: Bytes,
     /// The size when it last moved.
     pub moved_from: Bytes,
