@@ -398,6 +398,14 @@ impl Memory {
         }
     }
 
+    /// What is to be noted with each VM whose balloon is known, where these are owed something:
+    /// what it holds without Ebb.
+    pub fn notes(&self, owed: &[OwnedVm]) -> Vec<(VmId, Option<Bytes>)> {
+        let others: BTreeMap<VmId, Option<Bytes>> = owed.iter().map(|o| (o.id, o.others)).collect();
+        let known = self.vms.iter().filter(|m| !m.ledger.is_new());
+        known.map(|m| (m.id, others.get(&m.id).copied().flatten())).collect()
+    }
+
     /// The processes to which something is owed, sorted: the host tells which have ended.
     pub fn owed_ids(&self) -> Vec<VmId> {
         self.vms.iter().filter(|m| m.is_owed()).map(|m| m.id).collect()

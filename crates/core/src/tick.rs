@@ -28,6 +28,9 @@ pub trait Host {
     fn remembers(&mut self) -> bool {
         true
     }
+    /// Notes with the VMs' manager what each balloon holds without Ebb; `None`: Ebb has taken
+    /// nothing. Told each tick. Hosts whose VMs have no manager need not care.
+    fn note(&mut self, _notes: &[(VmId, Option<Bytes>)]) {}
     /// What the operator asked for since the last tick.
     fn requests(&mut self) -> Vec<Reclaim> {
         Vec::new()
@@ -175,6 +178,7 @@ impl Engine {
                 outcomes = host.apply(&plan.actions[..gives]);
             }
             let owned = self.memory.owned(&model, &plan, &outcomes);
+            host.note(&self.memory.notes(&owned.vms));
             if self.written.as_ref() != Some(&owned) || !host.remembers() {
                 match host.remember(&owned) {
                     Ok(()) => self.written = Some(owned),

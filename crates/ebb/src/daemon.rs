@@ -10,7 +10,7 @@ use ebb_core::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
-use ebb_core::units::Stamp;
+use ebb_core::units::{Bytes, Stamp};
 use ebb_host::act::ksm::Manners;
 use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
 use ebb_host::probe::trust::Trust;
@@ -200,10 +200,10 @@ impl Daemon {
 
     /// Leaves with the VMs only what is still owed: QEMU asks the guests for statistics as often as
     /// before, and libvirt keeps no note.
-    pub fn leave(&mut self, owed: &[OwnedVm]) {
+    pub fn leave(&mut self, notes: &[(VmId, Option<Bytes>)]) {
         self.host.restore_intervals();
         if self.state.is_some() {
-            self.host.note_last(owed);
+            self.host.note_last(notes);
         }
     }
 
@@ -266,9 +266,11 @@ impl Host for Daemon {
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
         let Some(state) = &mut self.state else { return Err("no state file".into()) };
-        state.write(owned).map_err(|e| format!("{e:#}"))?;
-        self.host.note_owed(&owned.vms);
-        Ok(())
+        state.write(owned).map_err(|e| format!("{e:#}"))
+    }
+
+    fn note(&mut self, notes: &[(VmId, Option<Bytes>)]) {
+        self.host.note(notes);
     }
 
     fn remembers(&mut self) -> bool {

@@ -300,7 +300,7 @@ impl Vm {
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
             metadata: self.metadata().clone(),
-            noted: self.noted(),
+            noted: self.noted().filter(|_| self.process.incoming),
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),

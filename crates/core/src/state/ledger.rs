@@ -60,6 +60,9 @@ pub struct Ledger {
     /// When somebody else last set the size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Stamp>,
+    /// When it was begun from a note: the balloon may still grow by an order of the Ebb before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) noted: Option<Stamp>,
     /// What held before somebody else seemed to shrink the balloon, and when that was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) before: Option<Before>,
@@ -107,9 +110,12 @@ impl Ledger {
         let told = others.max(self.ordered.max(self.most).unwrap_or_default());
         let boots = boots && now < told + LEAST;
         let still = was.abs_diff(now) < LEAST;
-        // One that stays short of what others ordered was told less while its guest booted.
-        let told_less = self.ordered.is_none() && now + LEAST <= others;
-        if boots || (still && !told_less) || self.is_ordered(was, now) {
+        // One that stays short of all that was ordered was told less while its guest booted.
+        let orders = [Some(others), self.ordered, self.prior];
+        let told_less = orders.into_iter().flatten().all(|told| now + LEAST <= told);
+        let arrives = now > was && self.noted.is_some_and(|noted| at.since(noted) < RESTART_MS);
+        let own = if still { !told_less } else { self.is_ordered(was, now) };
+        if boots || arrives || own {
             if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {
                 self.prior = None;
             }
@@ -137,6 +143,11 @@ impl Ledger {
             ..Ledger::default()
         };
         Move::Foreign
+    }
+
+    /// Of a VM that arrived with this note.
+    pub(super) fn noted(at: Stamp, others: Bytes) -> Ledger {
+        Ledger { others: Some(others), noted: Some(at), ..Ledger::default() }
     }
 
     /// Whether nothing is known of the balloon yet.
@@ -382,10 +393,32 @@ mod tests {
     }
 
     #[test]
+    fn a_balloon_that_still_grows_when_its_vm_arrives_leaves_the_debt() {
+        let mut l = look(true);
+        l.ledger = Ledger::noted(Stamp(0), Bytes::ZERO);
+        for actual in [400, 350, 300, 300] {
+            assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
+        }
+        l.order(512);
+        assert_eq!((l.at(512, 450), l.owed(512, 450)), (Move::Own, 62));
+        // Much later such a move is another's.
+        let mut l = look(true);
+        l.ledger = Ledger::noted(Stamp(0), Bytes::ZERO);
+        l.at(512, 400);
+        l.at += RESTART_MS;
+        assert_eq!([l.at(512, 300), l.at(512, 300)], [Move::Own, Move::Foreign]);
+    }
+
+    #[test]
     fn a_size_that_was_raised_while_a_driver_started_is_the_operators() {
-        for deflates in [false, true] {
+        for (deflates, ordered) in [(false, false), (true, false), (false, true), (true, true)] {
             let mut l = look(deflates);
             l.at(512, 159);
+            // Ebb took a part and gave it back.
+            for to in [100, 159].into_iter().filter(|_| ordered) {
+                l.order(to);
+                l.at(512, to);
+            }
             for actual in [512, 400, 320, 320] {
                 l.at += 1000;
                 let sizes = (Bytes::mib(512), Bytes::mib(actual));

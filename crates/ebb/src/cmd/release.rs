@@ -87,8 +87,9 @@ fn give_back_vms(
         host.restore_intervals();
         host.wait(Instant::now() + Duration::from_millis(100));
     }
-    let still: Vec<OwnedVm> = left.iter().map(|l| l.vm.clone()).collect();
-    host.note_last(&still);
+    let still = |vm: &OwnedVm| left.iter().find(|l| l.vm.id == vm.id).and_then(|l| l.vm.others);
+    let notes: Vec<_> = owned.vms.iter().map(|vm| (vm.id, still(vm))).collect();
+    host.note_last(&notes);
     Ok(left)
 }
 

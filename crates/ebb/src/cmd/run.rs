@@ -144,7 +144,7 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     let mut failures: Vec<String> =
         left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)).collect();
     owed.vms = left.into_iter().map(|l| l.vm).collect();
-    daemon.leave(&owed.vms);
+    daemon.leave(&engine.memory.notes(&owed.vms));
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon lets go of here.
     let mut state = daemon.into_state();

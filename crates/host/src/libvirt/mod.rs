@@ -42,6 +42,8 @@ const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     socket: PathBuf,
+    /// The same for all domains of one daemon.
+    key: PathBuf,
     uri: &'static str,
     domain: String,
     /// The user that libvirt's daemon runs as; `None`: any, in a container.
@@ -61,8 +63,16 @@ impl Address {
             return crate::qmp::connect_unix(&self.socket);
         };
         let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
-        let socket = open_inside(container, path, OFlags::PATH)?;
-        crate::qmp::connect_unix(Path::new(&format!("/proc/self/fd/{}", socket.as_raw_fd())))
+        crate::qmp::connect_unix(&fd_path(&open_inside(container, path)?))
+    }
+
+    /// Whether the pid file in its container can have been written by the daemon that the process
+    /// `peer` is: it is in QEMU's pid namespace.
+    fn is_of(&self, peer: u32) -> bool {
+        let Some(qemu) = self.container.as_ref().and_then(|c| c.parent()) else { return true };
+        let namespace = |process: &Path| std::fs::read_link(process.join("ns/pid")).ok();
+        let its = namespace(qemu);
+        its.is_some() && namespace(&qemu.with_file_name(peer.to_string())) == its
     }
 }
 
@@ -121,8 +131,8 @@ impl Libvirt {
             let file = dir.join(pids).join(format!("{name}.pid"));
             let its = pid_in(&self.root.path(&file), owner) == Some(pid);
             let socket = self.root.path(its.then(|| self.socket(dir))?);
-            let (owner, container) = (Some(owner), None);
-            Some(Address { socket, uri, domain: name.to_owned(), owner, container })
+            let (key, domain) = (socket.clone(), name.to_owned());
+            Some(Address { socket, key, uri, domain, owner: Some(owner), container: None })
         });
         here.or_else(|| self.find_inside(pid, name).filter(|_| self.containers))
     }
@@ -140,15 +150,17 @@ impl Libvirt {
         let places = [("qemu", "qemu:///system"), ("qemu/run", "qemu:///session")];
         places.into_iter().find_map(|(pids, uri)| {
             let file = dir.join(pids).join(format!("{name}.pid"));
-            let file = open_inside(&container, &file, OFlags::RDONLY | OFlags::NONBLOCK).ok()?;
-            if pid_of(&file, None) != Some(inner) {
+            if pid_of(&open_inside(&container, &file).ok()?, None) != Some(inner) {
                 return None;
             }
-            let socket = SOCKETS.map(|name| dir.join(name)).into_iter();
-            let mut socket = socket.filter(|s| open_inside(&container, s, OFlags::PATH).is_ok());
-            let socket = container.join(socket.next()?);
-            let (domain, container) = (name.to_owned(), Some(container.clone()));
-            Some(Address { socket, uri, domain, owner: None, container })
+            let mut sockets = SOCKETS.map(|name| dir.join(name)).into_iter();
+            let (path, socket) =
+                sockets.find_map(|path| Some((open_inside(&container, &path).ok()?, path)))?;
+            let stat = fstat(&path).ok()?;
+            let key = PathBuf::from(format!("{}:{}", stat.st_dev, stat.st_ino));
+            let (socket, domain) = (container.join(socket), name.to_owned());
+            let container = Some(container.clone());
+            Some(Address { socket, key, uri, domain, owner: None, container })
         })
     }
 
@@ -194,26 +206,32 @@ impl Libvirt {
 /// The pid in a pid file of this user. A user may have put anything in its place. So a link is not
 /// followed, and only a regular file that belongs to the user is read.
 fn pid_in(file: &Path, owner: u32) -> Option<u32> {
-    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
-    pid_of(&open(file, OFlags::RDONLY | flags, Mode::empty()).ok()?, Some(owner))
+    let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    pid_of(&open(file, OFlags::PATH | flags, Mode::empty()).ok()?, Some(owner))
 }
 
-fn pid_of(file: &OwnedFd, owner: Option<u32>) -> Option<u32> {
-    let stat = fstat(file).ok()?;
+/// The pid in a file, which was opened as a path only: to open a device may have an effect.
+fn pid_of(path: &OwnedFd, owner: Option<u32>) -> Option<u32> {
+    let stat = fstat(path).ok()?;
     let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
     if !is_file || owner.is_some_and(|owner| stat.st_uid != owner) {
         return None;
     }
+    let file = open(fd_path(path), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
     let mut text = [0; 16];
-    let n = rustix::io::read(file, &mut text).ok()?;
+    let n = rustix::io::read(&file, &mut text).ok()?;
     str::from_utf8(&text[..n]).ok()?.trim().parse().ok()
 }
 
-/// Opens a path below a directory; no link in it leads out of the directory.
-fn open_inside(directory: &Path, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    let root = open(directory, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-    let flags = flags | OFlags::CLOEXEC;
+/// Opens what is below a directory, as a path only; no link in it leads out of the directory.
+fn open_inside(directory: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let root = open(directory, flags, Mode::empty())?;
     openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+}
+
+fn fd_path(fd: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
 #[cfg(test)]
@@ -221,11 +239,12 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
+    use rustix::fs::{CWD, mknodat};
+
     use super::*;
 
     #[test]
     fn a_pid_file_is_a_file_of_its_owner_and_nothing_else() {
-        use rustix::fs::{CWD, FileType, Mode, mknodat};
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let me = rustix::process::getuid().as_raw();
@@ -264,6 +283,13 @@ mod tests {
         );
         found.connect().unwrap();
         listener.accept().unwrap();
+        // A process of a namespace below the container's can have any pid there.
+        symlink("pid:[2]", at("proc/10/ns/pid")).unwrap();
+        for (peer, namespace) in [(20, "pid:[2]"), (21, "pid:[3]")] {
+            fs::create_dir_all(at(&format!("proc/{peer}/ns"))).unwrap();
+            symlink(namespace, at(&format!("proc/{peer}/ns/pid"))).unwrap();
+        }
+        assert_eq!([20, 21, 22].map(|peer| found.is_of(peer)), [true, false, false]);
         assert_eq!(of(false).find(&vm), None);
         // Its pid file leads to one outside.
         fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
@@ -274,6 +300,11 @@ mod tests {
             assert_eq!(of(true).find(&vm), None, "{out:?}");
             fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
         }
+        // A device is not opened.
+        let pid_file = inside.join("qemu/run/a.pid");
+        mknodat(CWD, &pid_file, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        assert_eq!(of(true).find(&vm), None);
+        fs::remove_file(pid_file).unwrap();
         // It is another process's.
         fs::write(inside.join("qemu/run/a.pid"), "10\n").unwrap();
         assert_eq!(of(true).find(&vm), None);

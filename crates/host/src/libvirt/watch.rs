@@ -1,9 +1,10 @@
 //! Following a domain's metadata: it is read when a watch begins and after each event that it has
 //! changed. Ebb's own note in it is read at the beginning, and written where it is to be another.
 //!
-//! Reading it waits for no other call on the domain and not for its QEMU, and touches neither. So
-//! it is done for every domain of the system's libvirt, also one that is not managed, and whichever
-//! way Ebb reaches its QEMU.
+//! Writing it needs a job of libvirt's on the domain, as an order does. Reading metadata waits for
+//! no other call on the domain and not for its QEMU, and touches neither. So it is done for every
+//! domain of the system's libvirt, also one that is not managed, and whichever way Ebb reaches its
+//! QEMU.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ pub(crate) struct Seen {
     there: Option<Option<Bytes>>,
     /// The one that is to be there; `None`: whatever is.
     wanted: Option<Option<Bytes>>,
+    /// Why libvirt did not take it.
+    pub refused: Option<String>,
     /// Why the watch has ended, if it has.
     pub over: Option<String>,
 }
@@ -105,11 +108,19 @@ impl Watcher {
     /// When the next call is to be made, while none is under way.
     pub fn due(&self, now: Instant) -> Option<Instant> {
         let read = self.read.map_or(now, |at| at + READ_EVERY);
-        let write = self.watch.seen().to_write().map(|note| match (note, self.written) {
-            (Some(_), Some(at)) => at + WRITE_EVERY,
-            _ => now,
-        });
+        let write = self.write_at(now);
         (!self.busy).then(|| write.map_or(read, |at| at.min(read)))
+    }
+
+    /// When the note is to be written.
+    fn write_at(&self, now: Instant) -> Option<Instant> {
+        let seen = self.watch.seen();
+        let replaces = seen.to_write()?.is_some() && seen.there.flatten().is_some();
+        Some(match self.written {
+            Some(at) if seen.refused.is_some() => at + READ_EVERY,
+            Some(at) if replaces => at + WRITE_EVERY,
+            _ => now,
+        })
     }
 
     pub fn call(&mut self, now: Instant) -> (Step, Procedure, Vec<u8>) {
@@ -123,7 +134,7 @@ impl Watcher {
             _ if seen.there.is_none() => {
                 (Step::ReadNote, calls::METADATA, calls::metadata(domain, NOTE.0))
             }
-            Some(note) if !reads => {
+            Some(note) if self.write_at(now).is_some_and(|at| at <= now) && !reads => {
                 self.written = Some(now);
                 let xml = note.map(metadata::note);
                 let call = calls::set_metadata(domain, NOTE, xml.as_deref());
@@ -154,11 +165,11 @@ impl Watcher {
                 let noted = text.map_err(|e| odd(&e))?.and_then(|xml| metadata::noted(&xml));
                 self.watch.tell(|seen| (seen.noted, seen.there) = (noted, Some(noted)));
             }
-            // A note that libvirt refuses is given up: the size then is the operator's where the
-            // domain goes.
-            Step::Write(note) => {
-                self.watch.tell(|seen| seen.there = Some(note));
-            }
+            // One that was refused is tried again later: libvirt may have had a job on the domain.
+            Step::Write(note) => self.watch.tell(|seen| match result {
+                Ok(_) => (seen.there, seen.refused) = (Some(note), None),
+                Err(why) => seen.refused = Some(why.to_string()),
+            }),
             Step::Read => {
                 let said = metadata::of_answer(&self.name, result).map_err(|e| odd(&e))?;
                 let said = said.map_err(|e| e.to_string())?;
@@ -226,10 +237,20 @@ mod tests {
         assert_eq!(w.due(later), Some(later + WRITE_EVERY));
         watch.note(None);
         assert_eq!((w.due(later), w.call(later).0), (Some(later), Step::Write(None)));
-        // Refused: it is not tried again.
+        // Refused, and tried again later; what was refused does not hold up another for ever.
         let busy = Refused { code: 68, message: "busy".into() };
         w.answered(Step::Write(None), Err(busy)).unwrap();
-        assert!(!watch.seen().is_note_due());
+        assert!(watch.seen().is_note_due() && watch.seen().refused.is_some());
+        assert_eq!(w.due(later), Some(now + READ_EVERY));
+        let again = later + READ_EVERY;
+        assert_eq!(w.call(again).0, Step::Read);
+        w.answered(Step::Read, Err(none())).unwrap();
+        assert_eq!(w.call(again).0, Step::Write(None));
+        w.answered(Step::Write(None), Ok(Vec::new())).unwrap();
+        assert!(!watch.seen().is_note_due() && watch.seen().refused.is_none());
+        // The first one after a removal waits for nothing.
+        watch.note(Some(Bytes::mib(4)));
+        assert_eq!(w.due(again), Some(again));
         assert_eq!(watch.seen().noted, Some(Bytes::mib(1)), "as it was at the beginning");
     }
 

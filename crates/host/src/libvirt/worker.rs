@@ -99,7 +99,7 @@ pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
                     next += 1;
                     let (Ask::Attach(Attach { address, .. }) | Ask::Watch(address, _)) = &ask;
                     let new = || Daemon::new(address.clone());
-                    let daemon = daemons.entry(address.socket.clone()).or_insert_with(new);
+                    let daemon = daemons.entry(address.key.clone()).or_insert_with(new);
                     match ask {
                         Ask::Attach(ask) => daemon.attach(next, ask),
                         Ask::Watch(address, watch) => daemon.watch(next, address, watch),
@@ -203,6 +203,10 @@ impl Connection {
             e => format!("{path}: {e}"),
         })?;
         let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
+        let pid = peer.pid.as_raw_pid().cast_unsigned();
+        if !address.is_of(pid) {
+            return Err(format!("{path}: served by process {pid} of another pid namespace"));
+        }
         let peer = peer.uid.as_raw();
         // A link in a user's directory may lead to the system's socket.
         if let Some(owner) = address.owner.filter(|owner| *owner != peer) {
@@ -516,6 +520,7 @@ mod tests {
     fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
         let address = Address {
             socket: "/nonexistent".into(),
+            key: "/nonexistent".into(),
             uri: "qemu:///system",
             domain: "a".into(),
             owner: Some(0),

@@ -1,12 +1,10 @@
 //! What the host is told to do with VMs, carried out or handed on: sizes of balloons first, then
 //! what agents and threads beside the loop do. Merging stands in `merging.rs`.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::VmId;
-use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 
 use super::{LinuxHost, clients};
@@ -158,18 +156,17 @@ impl LinuxHost {
         self.keep_intervals();
     }
 
-    /// Has libvirt note with its domains what is owed to them: it goes along when they are saved or
-    /// migrated.
-    pub fn note_owed(&mut self, owed: &[OwnedVm]) {
-        let others: HashMap<VmId, Option<Bytes>> = owed.iter().map(|o| (o.id, o.others)).collect();
-        for (id, vm) in &mut self.vms {
-            vm.note(others.get(id).copied().flatten());
+    /// Has libvirt note with these domains what their balloons hold without Ebb, which goes along
+    /// when they are saved or migrated; `None`: nothing is owed to it.
+    pub fn note(&mut self, notes: &[(VmId, Option<Bytes>)]) {
+        for (id, others) in notes {
+            self.vms.get_mut(id).into_iter().for_each(|vm| vm.note(*others));
         }
     }
 
     /// The same at the end: waits until it is written, for a second at most.
-    pub fn note_last(&mut self, owed: &[OwnedVm]) {
-        self.note_owed(owed);
+    pub fn note_last(&mut self, notes: &[(VmId, Option<Bytes>)]) {
+        self.note(notes);
         let until = Instant::now() + RESTORE;
         while self.vms.values().any(Vm::is_note_due) && Instant::now() < until {
             std::thread::sleep(RESTORE_AGAIN);

@@ -225,7 +225,12 @@ impl Vm {
         // libvirt calls a domain with an agent tainted already: the agent needs an argument or a
         // variable of its own.
         let agent = self.agent.is_some() && self.access.agent_then != AgentUse::Off;
-        match libvirt.attach(address, agent) {
+        let is_systems = address.is_systems();
+        let client = libvirt.attach(address, agent);
+        if is_systems {
+            self.read_metadata();
+        }
+        match client {
             Ok(client) => self.adopt(client),
             Err(e) => self.down = Link::Down(format!("libvirt: {e}")),
         }

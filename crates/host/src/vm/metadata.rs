@@ -87,7 +87,24 @@ impl Vm {
     pub fn look_at_metadata(&mut self, counts: bool, now: Instant) {
         match self.libvirt.as_ref().filter(|_| counts) {
             Some(libvirt) => self.domain.look(libvirt, &self.process, now),
-            None => self.domain = DomainSettings::default(),
+            // Its note goes first.
+            None => {
+                if self.domain.note.is_some_and(|note| note.is_some()) {
+                    self.note(None);
+                }
+                match self.is_note_due() {
+                    true => self.domain.says = Metadata::None,
+                    false => self.domain = DomainSettings::default(),
+                }
+            }
+        }
+    }
+
+    /// Its libvirt was found: what its metadata says is read before anything is taken.
+    pub(super) fn read_metadata(&mut self) {
+        if self.domain.watch.is_none() && !self.domain.was_read {
+            self.domain.says = Metadata::Unread("libvirt has not answered yet".into());
+            self.domain.retry_at = None;
         }
     }
 
@@ -123,7 +140,13 @@ impl Vm {
             Metadata::Unread(why) if self.domain.watch.is_none() => {
                 Some(format!("it cannot be read: {why}; nothing is taken from the VM until it is"))
             }
-            _ => None,
+            _ => {
+                let why = self.domain.watch.as_ref()?.seen().refused?;
+                Some(format!(
+                    "libvirt does not take Ebb's note into it: {why}; if the domain is saved or \
+                     migrated, it keeps the size that it has then"
+                ))
+            }
         }
     }
 }

@@ -37,6 +37,21 @@ fn what_an_ebb_noted_that_had_the_vm_before_is_owed_once_the_metadata_is_read() 
     assert_eq!(of(&[Some(Some(500))]), (0, 0));
     assert_eq!(of(&[None, Some(None)]), (0, 0), "its size is the operator's");
     assert_eq!(of(&[Some(None), Some(Some(0))]), (0, 0), "and stays that");
+    // A QEMU that has not taken up the state yet tells the full size.
+    let mut memory = Memory::default();
+    let noted = Some(Bytes::ZERO);
+    for (at, actual, run) in [
+        (1_000, 1024, RunState::Migrating),
+        (2_000, 900, RunState::Running),
+        (3_000, 900, RunState::Running),
+    ] {
+        let its = VmSample { noted, run: Some(run), ..vm(actual, 500, 900) };
+        let model = tick(&mut memory, &sample(at, vec![its]));
+        let known: Vec<_> = memory.notes(&memory.owned(&model, &Plan::default(), &[]).vms);
+        let expected = if actual == 900 { vec![(memory.vms[0].id, noted)] } else { Vec::new() };
+        assert_eq!(known, expected, "nothing is noted with a VM before its balloon is known");
+    }
+    assert_eq!(memory.owed_ids().len(), 1);
 }
 
 #[test]

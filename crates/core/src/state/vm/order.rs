@@ -10,8 +10,8 @@ use super::VmMemory;
 use crate::config::Metadata;
 use crate::model::{Convergence, Progress, VmModel};
 use crate::plan::{Action, Reason};
-use crate::sample::VmSample;
-use crate::state::Move;
+use crate::sample::{RunState, VmSample};
+use crate::state::{Ledger, Move};
 use crate::units::{Bytes, Stamp};
 
 /// An order to shrink that moved nothing for so long makes the guest “stuck”.
@@ -147,11 +147,15 @@ impl VmMemory {
         }
         self.sizes.see(at, actual);
         if self.ledger.is_new() {
-            // Whose its size is may still be told.
-            if matches!(vm.metadata, Metadata::Unread(_)) {
+            // Whose its size is may still be told, and a QEMU that has not taken up the VM's state
+            // yet tells another size.
+            let arrives = vm.noted.is_some() && vm.run == Some(RunState::Migrating);
+            if arrives || matches!(vm.metadata, Metadata::Unread(_)) {
                 return;
             }
-            self.ledger.others = vm.noted.map(|noted| noted.min(ram - actual));
+            if let Some(noted) = vm.noted {
+                self.ledger = Ledger::noted(at, noted.min(ram - actual));
+            }
         }
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
