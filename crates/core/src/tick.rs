@@ -329,21 +329,6 @@ fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
         })
 }
 
-/// Runs until the host says stop or the observer does. Returns the last model.
-pub fn run(
-    engine: &mut Engine,
-    host: &mut impl Host,
-    mut observe: impl FnMut(&Engine, &Tick, &Model) -> bool,
-) -> Model {
-    loop {
-        let (tick, model) = engine.step(host);
-        let go_on = observe(engine, &tick, &model);
-        if !go_on || host.wait(&engine.next(&model)) == Wake::Stop {
-            return model;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 
-pub use self::message::{BadMessage, Event, Message, Version, parse_message};
+pub use self::message::{BadMessage, Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
 
@@ -125,10 +125,6 @@ impl Client {
     /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&QmpError> {
         self.protocol.failure()
-    }
-
-    pub fn version(&self) -> Option<&Version> {
-        self.protocol.version()
     }
 
     /// When QEMU last said anything, or when the connection was made.
@@ -270,18 +266,6 @@ impl Client {
             self.protocol.forget(id);
             Err(self.timed_out(command, timeout))
         })
-    }
-
-    /// Waits for an event of this name (or takes one that is queued), at most
-    /// `timeout` long. Other events stay queued.
-    pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<Event, QmpError> {
-        let until = Instant::now() + timeout;
-        let result = self.wait(until, |p| p.has_event(&[name]));
-        if let Some(event) = self.protocol.take_event(name) {
-            return Ok(event);
-        }
-        result?;
-        Err(self.timed_out(name, timeout))
     }
 
     /// Pumps until `done` (true), `until` (false), or failure.

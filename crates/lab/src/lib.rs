@@ -9,6 +9,7 @@
 //! experiments and `result` what they write; `tidy` holds the house rules;
 //! `standin` is a process that looks like a VM. Only developers run any of it.
 
+pub mod agent_requests;
 pub mod arena;
 pub mod baselines;
 pub mod ebb;

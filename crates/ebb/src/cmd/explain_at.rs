@@ -224,9 +224,8 @@ mod tests {
     use super::*;
     use crate::recorder::{Head, Recorder};
     use ebb_core::state::Memory;
-    use ebb_core::tick::run;
-    use ebb_sim::World;
     use ebb_sim::scenario::crowd;
+    use ebb_sim::{World, run};
 
     fn record() -> Vec<u8> {
         let mut setup = crowd(6, Bytes::gib(2), Bytes::gib(6), 1, 0);

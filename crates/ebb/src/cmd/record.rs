@@ -101,9 +101,8 @@ mod tests {
     use crate::recorder::{Head, Recorder};
     use ebb_core::config::Config;
     use ebb_core::state::Memory;
-    use ebb_core::tick::run;
     use ebb_core::units::Bytes;
-    use ebb_sim::{Setup, World, scenario};
+    use ebb_sim::{Setup, World, run, scenario};
 
     fn recorded() -> Vec<u8> {
         let crowd = scenario::crowd(12, Bytes::gib(2), Bytes::gib(12), 1, 4);

@@ -85,27 +85,20 @@ pub struct KsmOwner {
     state: PathBuf,
     saved: BTreeMap<String, String>,
     manners: Manners,
-    /// Knobs that this kernel has not.
-    missing: Vec<&'static str>,
 }
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
     pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
-        let mut owner = KsmOwner {
-            root,
-            state: state.into(),
-            saved: BTreeMap::new(),
-            manners,
-            missing: Vec::new(),
-        };
+        let saved = BTreeMap::new();
+        let mut owner = KsmOwner { root, state: state.into(), saved, manners };
         let mut found = BTreeMap::new();
         let held: &[&'static str] = if manners.hold_khugepaged { &KHUGEPAGED } else { &[] };
         for &knob in KNOBS.iter().chain(held) {
-            match owner.read(knob)? {
-                Some(value) => drop(found.insert(knob.to_string(), value)),
-                None => owner.missing.push(knob),
+            // Old kernels lack some: Ebb does without.
+            if let Some(value) = owner.read(knob)? {
+                found.insert(knob.to_string(), value);
             }
         }
         if !found.contains_key("run") {
@@ -135,11 +128,6 @@ impl KsmOwner {
             return Ok(false);
         }
         KsmOwner::take(root, state, Manners::default())?.release().map(|()| true)
-    }
-
-    /// Knobs that this kernel lacks: Ebb does without them.
-    pub fn missing(&self) -> &[&'static str] {
-        &self.missing
     }
 
     /// What `ksmd` is to do. Only knobs that differ are written.
@@ -354,7 +342,10 @@ pub(super) mod tests {
             tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
         let state = dir.path().join("ksm.json");
         let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
-        assert_eq!(owner.missing(), ["advisor_mode", "smart_scan", "use_zero_pages"]);
+        assert_eq!(
+            owner.saved.keys().collect::<Vec<_>>(),
+            ["pages_to_scan", "run", "sleep_millisecs"]
+        );
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "7", "20"]);
         owner.release().unwrap();

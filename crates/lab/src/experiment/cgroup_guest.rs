@@ -10,9 +10,10 @@ use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::qmp;
 
+use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
@@ -133,7 +134,7 @@ impl Place {
         let socket = self.socket.as_ref().context("no agent in this VM")?;
         let mut agent = Agent::connect(socket)?;
         let mut qmp = qmp::Client::connect(self.vm.qmp_path(), SOON)?;
-        let segments = agent::segments(&mut qmp, SOON)?;
+        let segments = agent_requests::segments(&mut qmp, SOON)?;
         agent.attach(
             Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() },
             None,

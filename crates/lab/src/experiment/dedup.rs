@@ -19,6 +19,7 @@
 mod arms;
 pub mod corunner;
 mod course;
+mod governor;
 mod workload;
 
 use std::path::PathBuf;

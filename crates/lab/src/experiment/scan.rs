@@ -25,7 +25,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
 use ebb_core::wire::firmware::Firmware;
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
 use ebb_host::root::Root;
@@ -35,6 +35,7 @@ use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key}
 
 use super::cgroup_guest::Memory;
 use super::trial::Trial;
+use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig};
 use crate::guest_stack;
 use crate::image::{Cache, Image};
@@ -149,7 +150,7 @@ impl Held {
         let hashes = |socket: PathBuf| -> Result<(Agent, Arc<HashLink>)> {
             let mut agent = Agent::connect(socket)?;
             let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE)?;
-            let segments = agent::segments(&mut qmp, MINUTE)?;
+            let segments = agent_requests::segments(&mut qmp, MINUTE)?;
             let attach = Attach {
                 segments: segments.clone(),
                 firmware: Firmware::Seabios,

@@ -15,9 +15,8 @@ use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Order, Settings};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
-use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::read_ksm;
+use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
@@ -26,6 +25,7 @@ use ebb_host::scan::{Found, Limits, Options, Scanner, Target};
 use serde_json::Value;
 
 use super::course::{Course, run_time};
+use super::governor::Governor;
 use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
 use crate::vm::Vm;

@@ -22,15 +22,15 @@ use anyhow::{Context, Result};
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::Settings;
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::act::ksm;
 use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::read_ksm;
+use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::root::Root;
 use ebb_host::scan::{Dial, Options, Scanner};
 
 use super::arms::{Kind, Runner, hold_knobs, targets};
 use super::course::{Course, run_time};
+use super::governor::Governor;
 use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
 use crate::result::Outcome;

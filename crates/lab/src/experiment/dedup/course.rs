@@ -7,8 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::ksmd;
-use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
+use ebb_host::probe::ksm::{ksmd, read_ksm, read_ksm_stat};
 use ebb_host::probe::process::read_run_time;
 use ebb_host::root::Root;
 
