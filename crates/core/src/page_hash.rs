@@ -70,12 +70,6 @@ impl Key {
         self.of_lines(&bytes)
     }
 
-    /// What is mixed into the hashes of a share group, so that pages of two groups
-    /// never look alike.
-    pub fn group(&self, name: &str) -> u128 {
-        xxh3_128_with_secret(name.as_bytes(), &self.secret)
-    }
-
     /// A number that follows from two others and the key.
     pub fn mix(&self, a: u64, b: u64) -> u64 {
         let mut bytes = [0; 16];
@@ -136,7 +130,6 @@ mod tests {
         let (a, b) = (key(1), key(2));
         let page = [7u8; PAGE as usize];
         assert_ne!(a.page(&page), b.page(&page));
-        assert_ne!(a.group("x"), a.group("y"));
         assert_eq!(format!("{a:?}"), "Key(secret)");
     }
 }

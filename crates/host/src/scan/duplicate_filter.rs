@@ -94,19 +94,13 @@ impl Marks {
     }
 
     /// Leaves those marked in a window that may have a duplicate; returns how many went.
-    pub fn sift(
-        &self,
-        window: Range,
-        tags: &PageHashes,
-        group: u32,
-        filter: &DuplicateFilter,
-    ) -> u64 {
+    pub fn sift(&self, window: Range, tags: &PageHashes, filter: &DuplicateFilter) -> u64 {
         let mut gone = 0;
         for run in self.runs(window) {
             for address in (run.start..run.end()).step_by(PAGE as usize) {
                 let ahead = tags.at(address + AHEAD as u64 * PAGE);
-                ahead.into_iter().for_each(|tag| filter.fetch(tag ^ group));
-                let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag ^ group));
+                ahead.into_iter().for_each(|tag| filter.fetch(tag));
+                let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag));
                 if let Some((word, bit)) = self.cell(address).filter(|_| !duplicate) {
                     word.fetch_and(!bit, Relaxed);
                     gone += 1;
@@ -165,15 +159,15 @@ mod tests {
         for (address, hash) in pages {
             tags.same(address, hash << 8);
             marks.set(address);
-            filter.put(tags.at(address).unwrap() ^ 3);
+            filter.put(tags.at(address).unwrap());
         }
         marks.set(0);
         marks.set(1 << 40);
         let page = |start| Range { start, len: PAGE };
         let two = Range { start: 2 * PAGE, len: 2 * PAGE };
         assert_eq!(marks.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
-        assert_eq!(marks.sift(page(9 * PAGE), &tags, 3, &filter), 1);
-        assert_eq!(marks.sift(all, &tags, 3, &filter), 1);
+        assert_eq!(marks.sift(page(9 * PAGE), &tags, &filter), 1);
+        assert_eq!(marks.sift(all, &tags, &filter), 1);
         assert_eq!(marks.runs(all), [page(2 * PAGE), page(1 << 30)]);
     }
 }

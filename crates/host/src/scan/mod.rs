@@ -13,8 +13,8 @@
 //!
 //! VMs live on meanwhile: one that ends is dropped from the result, one that may
 //! not be read is named with the reason, a page that changes while it is read has
-//! a hash that matches nothing. A scanner that is kept compares with its last scan
-//! and can leave out what changed since (4 bytes a page more).
+//! a hash that matches nothing. A scanner that is kept can tell what has changed since
+//! its last scan (4 bytes a page more).
 
 pub mod agents;
 mod duplicate_filter;
@@ -53,6 +53,8 @@ use crate::sys::Range;
 const THREADS_MAX: usize = 32;
 /// How often the host's pressure is looked at.
 const LOOK: Duration = Duration::from_millis(200);
+/// A scan pauses while tasks stall for memory for more than this share of time.
+const PAUSE_ABOVE: f64 = 0.1;
 
 /// What to scan of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,8 +145,6 @@ pub enum Changes {
     Ignore,
     /// Notes what they are, for later scans; all count.
     Note,
-    /// The same, and counts only pages that are as they were.
-    LeaveOut,
     /// Tells only how many have changed since that was noted; counts and notes nothing.
     /// Its pieces are of 16 KiB, and others are not even listed.
     Look,
@@ -163,16 +163,12 @@ pub struct Options {
     pub dial: Option<Arc<Dial>>,
     /// Run only when nobody else wants the CPU; with a dial, while it says gently.
     pub idle: bool,
-    /// Keep pages of different share groups apart, as merging does.
-    pub separate: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a duplicate by
     /// those. What pages are is noted by their lines then, and looked at so; nothing else
     /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
     pub filter: bool,
-    /// Pause while tasks stall for memory for more than this share of time.
-    pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
     pub listing: Option<Listing>,
 }
@@ -186,10 +182,8 @@ impl Default for Options {
             limits: Limits::default(),
             dial: None,
             idle: true,
-            separate: false,
             changes: Changes::Ignore,
             filter: false,
-            pause_above: Some(0.1),
             listing: None,
         }
     }
@@ -271,7 +265,7 @@ impl Scanner {
         let started = Instant::now();
         let threads = options.threads.unwrap_or_else(|| idle_cores(&self.root));
         let threads = threads.clamp(1, THREADS_MAX);
-        if matches!(options.changes, Changes::Note | Changes::LeaveOut) {
+        if options.changes == Changes::Note {
             let ids: Vec<VmId> = targets.iter().map(|t| t.id).collect();
             self.tags.retain(|id, _| ids.contains(id));
             for t in targets {
@@ -281,7 +275,7 @@ impl Scanner {
         }
         let pace = Pace::new(options.limits, options.dial.clone());
         let mut job = work::Job::new(self, targets, options, &pace);
-        let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
+        let watch = |done: &dyn Fn() -> bool| self.watch(&pace, done);
         let table = job.read(threads, watch);
         let cpu_reading = pace.cpu();
         let (read, by_agents, by_lines) = job.read_bytes();
@@ -305,7 +299,7 @@ impl Scanner {
     }
 
     /// Pauses and resumes the threads until they are done.
-    fn watch(&self, pace: &Pace, options: &Options, done: &dyn Fn() -> bool) {
+    fn watch(&self, pace: &Pace, done: &dyn Fn() -> bool) {
         let stalled = || {
             let psi = psi::read_psi(&self.root, psi::MEMORY).ok().flatten()?;
             Some(Duration::from_micros(psi.some.total_us))
@@ -313,13 +307,13 @@ impl Scanner {
         let (mut before, mut at) = (stalled(), Instant::now());
         while !done() {
             std::thread::park_timeout(LOOK);
-            let Some(limit) = options.pause_above.filter(|_| at.elapsed() >= LOOK) else {
+            if at.elapsed() < LOOK {
                 continue;
-            };
+            }
             let now = stalled();
             if let (Some(before), Some(now)) = (before, now) {
                 let share = now.saturating_sub(before).as_secs_f64() / at.elapsed().as_secs_f64();
-                pace.pause(share > limit);
+                pace.pause(share > PAUSE_ABOVE);
             }
             (before, at) = (now, Instant::now());
         }

@@ -63,7 +63,6 @@ pub(super) struct Job<'a> {
     pace: &'a Pace,
     vms: Vec<VmState>,
     groups: Vec<usize>,
-    masks: Vec<u128>,
     blocks: Vec<Blocks>,
     windows: Vec<Windows>,
     /// Threads so far: each begins with a VM of its own.
@@ -131,7 +130,6 @@ impl<'a> Job<'a> {
             let next = numbers.len();
             *numbers.entry(name).or_insert(next)
         };
-        let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
         let noted = options.changes != Changes::Ignore;
         let all = options.changes == Changes::Note && options.one_in == 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
@@ -155,7 +153,6 @@ impl<'a> Job<'a> {
             pace,
             vms: targets.iter().map(|_| VmState::default()).collect(),
             groups: targets.iter().map(|t| number(&t.group)).collect(),
-            masks: targets.iter().map(mask).collect(),
             blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
             windows: Vec::new(),
             threads: AtomicUsize::new(0),
@@ -265,9 +262,6 @@ impl<'j, 'a> Worker<'j, 'a> {
                 }
                 job.vms[vm].add(&pages);
                 job.read.fetch_add(pages.read, Relaxed);
-                if job.pace.is_stopped() {
-                    return;
-                }
             }
         }
     }

@@ -252,7 +252,7 @@ fn details(
     // What an arm compares with its last scan.
     let kind = match arm {
         "ebb-lines" => by_lines(1, Changes::Note),
-        _ => whole(1, Changes::LeaveOut),
+        _ => whole(1, Changes::Note),
     };
     let first = scanner.scan(targets, &kind);
     let held = (first.read.0 / PAGE) as f64;

@@ -59,7 +59,7 @@ impl Worker<'_, '_> {
     pub(super) fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
         let job = self.job;
         if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
-            let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, filter);
+            let alone = job.marks[vm].sift(window, tags, filter);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
         }
