@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE, RamRange};
+use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::{KernelParts, Segment};
 use rustix::fs::{SeekFrom, fstat, fstatfs};
 
@@ -18,7 +18,6 @@ use crate::sys::{self, Range};
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// What a segment is made of.
 #[derive(Debug)]
 pub enum Kind {
     Anonymous,
@@ -34,7 +33,6 @@ pub enum Kind {
 /// A checked piece of RAM.
 #[derive(Debug)]
 pub struct Piece {
-    /// Where the guest has it.
     pub gpa: u64,
     /// Bytes.
     pub size: u64,
@@ -65,14 +63,12 @@ impl Part {
     }
 }
 
-/// Bits of a map page.
 pub type Bits = [u64; MAP_WORDS];
 
-/// All of a VM's RAM.
 #[derive(Debug)]
 pub struct Ram {
     pieces: Vec<Piece>,
-    ranges: Vec<RamRange>,
+    ranges: Vec<Range>,
     pagemap: Option<File>,
     memory: Option<File>,
     pidfd: Option<OwnedFd>,
@@ -95,7 +91,7 @@ impl Ram {
         if !pieces.first().is_some_and(|p| p.gpa == 0 && p.size >= 16 << 20) {
             return Err("RAM does not begin at 0 with 16 MiB".into());
         }
-        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let memory = File::open("/proc/self/mem").ok();
         Ok(Ram { pieces, ranges, pagemap: pagemap(), memory, pidfd: sys::discard_all_probe() })
     }
@@ -105,7 +101,7 @@ impl Ram {
         &self.pieces
     }
 
-    pub fn ranges(&self) -> &[RamRange] {
+    pub fn ranges(&self) -> &[Range] {
         &self.ranges
     }
 
@@ -465,7 +461,7 @@ mod tests {
     fn parts_and_blocks_lie_inside() {
         let piece = |gpa, size, hva| Piece { gpa, size, hva, kind: Kind::Anonymous };
         let pieces = vec![piece(0, 0x900_0000, 0x7f00_0010_0000), piece(1 << 32, 0x10_0000, 0)];
-        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let ram = Ram { pieces, ranges, pagemap: None, memory: None, pidfd: None };
         let parts: Vec<_> = ram.parts(MAP_PFNS).collect();
         assert_eq!((parts.len(), parts[0].first, parts[0].len), (1, 0, 4096));

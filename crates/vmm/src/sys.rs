@@ -12,13 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
 use libc::{c_int, c_long, c_ulong, iovec};
 
-/// A range of this process's addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
-    pub start: u64,
-    /// Bytes, whole pages.
-    pub len: u64,
-}
+pub use ebb_core::range::Range;
 
 /// What `read` on a userfaultfd gives.
 #[repr(C)]
@@ -94,7 +88,6 @@ pub fn uffd_api(fd: &OwnedFd, features: u64) -> Result<u64> {
     Ok(api[1])
 }
 
-/// Registers a range for write-protection.
 pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
     let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
     ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
@@ -338,7 +331,6 @@ pub fn unmergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_UNMERGEABLE)
 }
 
-/// Lets KSM look at a range.
 pub fn mergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_MERGEABLE)
 }

@@ -8,11 +8,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::range::Range;
+
 /// The header's first bytes.
 pub const MAGIC: [u8; 16] = [
     0xeb, 0xb1, 0x66, 0x72, 0x65, 0x65, 0x6d, 0x61, 0x70, 0x9d, 0x1c, 0x40, 0xd3, 0x7a, 0x05, 0xf4,
 ];
-/// The version this host speaks.
 pub const VERSION: u32 = 1;
 /// Guest pages, from 0, among which the header is looked for.
 pub const SEARCH_PAGES: u64 = 4096;
@@ -41,25 +42,6 @@ pub const MAP_PAGES_MAX: u32 = 1 << 20;
 /// Longest `tick_ms` believed: twice the module's own.
 pub const TICK_MS_MAX: u32 = 1000;
 
-/// A piece of the VM's RAM, guest-physical, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RamRange {
-    pub start: u64,
-    pub len: u64,
-}
-
-impl RamRange {
-    /// Whether all of `[start, start + len)` lies inside.
-    pub fn holds(&self, start: u64, len: u64) -> bool {
-        let end = self.start.saturating_add(self.len);
-        start >= self.start && start.checked_add(len).is_some_and(|e| e <= end)
-    }
-
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        self.start < end && start < self.start.saturating_add(self.len)
-    }
-}
-
 /// Why a header, or what it points to, is not believed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Bad {
@@ -87,7 +69,6 @@ pub enum Bad {
     /// Two extents for the same pages, or one page used twice.
     #[error("overlapping {0}")]
     Overlap(&'static str),
-    /// More than the limits of the ABI.
     #[error("too many {0}")]
     TooMany(&'static str),
 }
@@ -293,7 +274,7 @@ impl Layout {
     /// `None` where it cannot. Compare the header's generation afterwards.
     pub fn collect(
         header: &Header,
-        ram: &[RamRange],
+        ram: &[Range],
         mut read: impl FnMut(u64) -> Option<[u8; PAGE as usize]>,
     ) -> Result<Layout, Bad> {
         let live = &header.live;
@@ -334,7 +315,7 @@ impl Layout {
 fn collect_page(
     page: &[u8; PAGE as usize],
     pfn_limit: u64,
-    ram: &[RamRange],
+    ram: &[Range],
     pages: &mut Vec<MapPage>,
     total: &mut u64,
 ) -> Result<(), Bad> {
@@ -373,7 +354,7 @@ fn collect_page(
 }
 
 /// Map pages that this RAM can need.
-fn sections(ram: &[RamRange]) -> u64 {
+fn sections(ram: &[Range]) -> u64 {
     ram.iter().map(|r| r.len / (MAP_PFNS * PAGE) + 2).sum()
 }
 
@@ -510,7 +491,6 @@ pub fn all_set(words: &[u64], first: usize, len: usize) -> bool {
     end <= words.len() * 64 && next_bit(words, first, end, u64::MAX) >= end
 }
 
-/// How many bits are set.
 pub fn count(words: &[u64]) -> u64 {
     words.iter().map(|w| u64::from(w.count_ones())).sum()
 }

@@ -10,10 +10,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use ebb_core::range::push;
 use ebb_core::units::PAGE;
 
 use super::page_hashes::PageHashes;
-use super::walk::push_page;
 use crate::sys::{Range, fetch};
 
 /// Places for a page, at least.
@@ -115,7 +115,7 @@ impl Marks {
         let mut runs = Vec::new();
         for address in (window.start..window.end()).step_by(PAGE as usize) {
             if self.cell(address).is_some_and(|(word, bit)| word.load(Relaxed) & bit != 0) {
-                push_page(&mut runs, address);
+                push(&mut runs, Range { start: address, len: PAGE });
             }
         }
         runs

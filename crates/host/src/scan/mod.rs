@@ -34,6 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_core::page_hash::{Key, SECRET};
+use ebb_core::range::push;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
@@ -56,7 +57,6 @@ const LOOK: Duration = Duration::from_millis(200);
 /// A scan pauses while tasks stall for memory for more than this share of time.
 const PAUSE_ABOVE: f64 = 0.1;
 
-/// What to scan of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     pub id: VmId,
@@ -68,13 +68,9 @@ pub struct Target {
     pub merged: Vec<Range>,
     /// What of it is open to KSM, likewise.
     pub open: Vec<Range>,
-    /// How much of its RAM is resident.
     pub held: Bytes,
-    /// Pieces not to read, disjoint and sorted: pages that the guest has free.
-    pub skip: Vec<Range>,
 }
 
-/// A VM as its mappings show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// To scan; `None` where nothing of it can be merged.
@@ -109,7 +105,6 @@ impl Found {
             merged: joined(&ram, merged),
             open: joined(&ram, |r| r.mergeable),
             held: sum(|r| r.resident),
-            skip: Vec::new(),
         });
         Ok(Some(Found {
             target,
@@ -128,12 +123,7 @@ impl Found {
 /// them many.
 fn joined(ram: &[&Region], of: impl Fn(&Region) -> bool) -> Vec<Range> {
     let mut all: Vec<Range> = Vec::new();
-    for r in ram.iter().filter(|r| of(r)).map(|r| r.range) {
-        match all.last_mut() {
-            Some(last) if last.end() == r.start => last.len += r.len,
-            _ => all.push(r),
-        }
-    }
+    ram.iter().filter(|r| of(r)).for_each(|r| push(&mut all, r.range));
     all
 }
 
@@ -199,7 +189,6 @@ pub enum Fate {
     Refused(String),
 }
 
-/// What was found of a VM.
 #[derive(Clone, Debug)]
 pub struct VmResult {
     pub target: Target,

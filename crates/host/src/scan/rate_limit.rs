@@ -127,7 +127,6 @@ impl Pace {
         self.bytes.load(Relaxed)
     }
 
-    /// CPU time used so far.
     pub fn cpu(&self) -> Duration {
         Duration::from_nanos(self.cpu_ns.load(Relaxed))
     }
@@ -164,7 +163,6 @@ impl Pace {
     }
 }
 
-/// CPU time of this thread.
 pub fn thread_cpu() -> Duration {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(t.tv_sec as u64, t.tv_nsec as u32)

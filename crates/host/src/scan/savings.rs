@@ -45,7 +45,6 @@ impl Split {
     }
 }
 
-/// A VM's pages in a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Pages {
     /// In memory, and holding some: the zero page and what is merged left out.
@@ -105,9 +104,7 @@ pub(super) struct Savings {
     runs: Vec<(usize, u64)>,
 }
 
-/// What counting needs to know.
 pub(super) struct Rules<'a> {
-    /// The group of each VM.
     pub groups: &'a [usize],
     /// VMs that ended: their pages do not count.
     pub ended: &'a [bool],

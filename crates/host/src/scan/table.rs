@@ -21,7 +21,6 @@ const PLACE_BITS: u32 = VM_BITS + PAGE_BITS;
 /// Most VMs of one table.
 pub const VMS_MAX: usize = 1 << VM_BITS;
 
-/// A page in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry(u128);
 
@@ -73,12 +72,10 @@ impl Table {
         Filler { table: self, open: vec![Vec::new(); SHARDS] }
     }
 
-    /// How many shards there are to take.
     pub fn shards(&self) -> usize {
         SHARDS
     }
 
-    /// Bytes that the entries take.
     pub fn bytes(&self) -> u64 {
         let size = |shard: &Mutex<Blocks>| {
             let blocks = shard.lock().unwrap_or_else(PoisonError::into_inner);

@@ -92,7 +92,6 @@ impl Holder {
             merged: Vec::new(),
             open: Vec::new(),
             held: Bytes::pages(PAGES),
-            skip: Vec::new(),
         };
         Holder { child, said, target }
     }
@@ -221,16 +220,6 @@ fn what_may_be_merged_is_read_without_pinning_and_is_the_same() {
         assert_eq!((scan.vms[0].pages.read, scan.vms[0].pages.lost), (PAGES, 0), "{listing:?}");
         assert_eq!(found(&scan.split), truth(&[(0, "a")]), "{listing:?}");
     }
-}
-
-#[test]
-fn pages_that_the_guest_has_free_are_not_read() {
-    let mut holder = Holder::start(0, "a");
-    let at = holder.target.ram[0].start;
-    holder.target.skip =
-        vec![Range { start: at, len: 10 * PAGE }, Range { start: at + 100 * PAGE, len: 5 * PAGE }];
-    let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
-    assert_eq!((scan.vms[0].pages.free, scan.vms[0].pages.read), (15, PAGES - 15));
 }
 
 #[test]
