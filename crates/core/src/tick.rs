@@ -8,10 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::{
-    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Plan, Reclaim,
-    RecycleOrder, RungName, ZeroOrder,
-};
+use crate::plan::{Action, Limits, MergePlan, MergeWish, Outcome, Plan, Reclaim, RungName};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
 use crate::state::{Memory, Owned, VmMemory};
@@ -37,17 +34,10 @@ pub trait Host {
     }
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
-    /// Hands orders to the agents inside the VMMs. They prove each page free
-    /// themselves and tell what they did in later samples, so there is nothing to
-    /// wait for. Hosts without agents need not care.
-    fn recycle(&mut self, _orders: &[RecycleOrder]) {}
-    /// Has cold memory paged out, beside the loop; later samples tell what came of
-    /// it. Hosts without swap need not care.
-    fn offload(&mut self, _orders: &[OffloadOrder]) {}
-    /// Queues a scan that frees zero pages; it runs beside the loop.
-    fn zeros(&mut self, _orders: &[ZeroOrder]) {}
-    /// Has partially mapped huge pages split, beside the loop, likewise.
-    fn partial_thp(&mut self, _orders: &[PartialThpOrder]) {}
+    /// Starts what the plan has for agents, and page-out, zero pages and partially mapped huge
+    /// pages. It runs beside the loop, and later samples tell the result. Hosts that have none of
+    /// it need not care.
+    fn start(&mut self, _plan: &Plan) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -89,16 +79,13 @@ pub struct Tick {
     /// Counted from the daemon's start.
     pub number: u64,
     pub sample: Sample,
-    /// What the operator asked for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub requests: Vec<Reclaim>,
-    /// What the operator said of merging.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wishes: Vec<MergeWish>,
     pub plan: Plan,
     /// What became of it; empty in a dry run.
     pub outcomes: Vec<Outcome>,
-    /// Whether the plan was applied.
     pub applied: bool,
     /// Why takes were struck from the plan, if they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -133,7 +120,6 @@ fn only_gives(plan: &mut Plan) {
     }
 }
 
-/// What the operator asked for.
 type Said = (Vec<Reclaim>, Vec<MergeWish>);
 
 #[derive(Clone, Debug)]
@@ -169,7 +155,6 @@ impl Engine {
         self.written = Some(owned);
     }
 
-    /// One tick on a host.
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read(&self.memory.owed_ids());
         let said = (host.requests(), host.wishes());
@@ -202,18 +187,7 @@ impl Engine {
             if plan.actions.len() > gives {
                 outcomes.extend(host.apply(&plan.actions[gives..]));
             }
-            if !plan.recycle.is_empty() {
-                host.recycle(&plan.recycle);
-            }
-            if !plan.offload.is_empty() {
-                host.offload(&plan.offload);
-            }
-            if !plan.zeros.is_empty() {
-                host.zeros(&plan.zeros);
-            }
-            if !plan.partial_thp.is_empty() {
-                host.partial_thp(&plan.partial_thp);
-            }
+            host.start(&plan);
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }
         let tick =

@@ -6,10 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::plan::{
-    Action, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Reclaim, RecycleOrder,
-    ZeroOrder,
-};
+use ebb_core::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
@@ -31,7 +28,6 @@ const KICK_AHEAD_MS: u64 = 40;
 /// Events do not make ticks follow one another faster than this.
 const LEAST_TICK_MS: u64 = 150;
 
-/// The machine, for the loop.
 pub struct Daemon {
     host: LinuxHost,
     state: Option<StateFile>,
@@ -279,20 +275,8 @@ impl Host for Daemon {
         self.host.apply(actions)
     }
 
-    fn recycle(&mut self, orders: &[RecycleOrder]) {
-        self.host.recycle(orders);
-    }
-
-    fn offload(&mut self, orders: &[OffloadOrder]) {
-        self.host.offload(orders);
-    }
-
-    fn zeros(&mut self, orders: &[ZeroOrder]) {
-        self.host.zeros(orders);
-    }
-
-    fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
-        self.host.partial_thp(orders);
+    fn start(&mut self, plan: &Plan) {
+        self.host.start(plan);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

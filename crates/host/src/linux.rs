@@ -27,7 +27,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 
 use crate::act::ksm_worker::KsmWorker;
-use crate::act::offload::Offloader;
+use crate::act::offload::{self, Offloader};
 use crate::act::partial_thp::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::bound::Bounds;
@@ -120,7 +120,7 @@ impl LinuxHost {
             trigger: None,
             notifications: None,
             notified: None,
-            offloader: Offloader::new(options.root.clone()),
+            offloader: offload::offloader(options.root.clone()),
             splitter: partial_thp::splitter(options.root.clone()),
             zeros: options
                 .zeros
