@@ -59,7 +59,6 @@ impl From<&Action> for Order {
     }
 }
 
-/// What a tick did, by VM.
 pub(super) struct Done<'a> {
     applied: bool,
     actions: HashMap<VmId, &'a Action>,
