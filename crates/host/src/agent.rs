@@ -15,12 +15,10 @@ use std::path::{Path, PathBuf};
 
 use ebb_core::wire::{Answer, Command, Lines, Outcome, Refusal, Reply, Request};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType,
-};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 pub use self::ram::{FlatRange, main_ram, parse_gpa2hva, parse_mtree};
+use crate::qmp::connect_unix;
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -32,7 +30,6 @@ const MAX_OUTBOX: usize = 256 << 10;
 /// socket's path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
-    /// No such socket, or nobody listens.
     #[error("{0}: no agent there: the VM was started without libebb_vmm.so, or has ended")]
     None(String),
     /// EACCES, EPERM.
@@ -100,7 +97,6 @@ impl Agent {
         !self.outbox.is_empty()
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&AgentError> {
         self.failure.as_ref()
     }
@@ -252,17 +248,12 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
 }
 
 fn open_socket(path: &Path) -> Result<OwnedFd, AgentError> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| io_error(path, "socket", e))?;
-    let address = SocketAddrUnix::new(path).map_err(|e| io_error(path, "address", e))?;
     let named = path.display().to_string();
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(socket),
-        Err(Errno::NOENT | Errno::CONNREFUSED) => Err(AgentError::None(named)),
-        Err(Errno::ACCESS | Errno::PERM) => Err(AgentError::Denied(named)),
-        Err(e) => Err(io_error(path, "connect", e)),
-    }
+    connect_unix(path).map_err(|e| match e {
+        Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
+        Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
+        e => io_error(path, "connect", e),
+    })
 }
 
 #[cfg(test)]

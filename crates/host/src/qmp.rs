@@ -32,8 +32,8 @@ pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
 const MOST_VISITS: usize = 32;
 
-/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`],
-/// [`Client::execute`] and [`Client::wait_event`], and those not past their timeout.
+/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`] and
+/// [`Client::execute`], and those not past their timeout.
 #[derive(Debug)]
 pub struct Client {
     path: PathBuf,
@@ -117,12 +117,10 @@ impl Client {
         &self.path
     }
 
-    /// How far the connection has come.
     pub fn state(&self) -> State {
         self.protocol.state()
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&QmpError> {
         self.protocol.failure()
     }

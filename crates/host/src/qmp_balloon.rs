@@ -269,7 +269,6 @@ mod tests {
         let event = |mib: u64| Event {
             name: "BALLOON_CHANGE".into(),
             data: json!({ "actual": mib << 20 }),
-            at_us: Default::default(),
         };
         let tells = |actual, last: Option<u64>, to: Option<u64>| {
             tells_more_than_ordered(&event(actual), last.map(Bytes::mib), to.map(Bytes::mib))

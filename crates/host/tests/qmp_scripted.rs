@@ -85,7 +85,7 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
     let answer = client.execute("balloon", Some(json!({ "value": 1 })), 5 * SECOND).unwrap();
     assert_eq!(answer, json!({ "text": "}\"{" }));
     let events = client.protocol().take_events();
-    assert_eq!((events[0].name.as_str(), events[0].at_us), ("RESET", Some(2_000_003)));
+    assert_eq!(events[0].name, "RESET");
     let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, QmpError::Timeout(..)), "{error}");
     drop(client);

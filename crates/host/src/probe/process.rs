@@ -223,16 +223,8 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
 pub struct SmapsRollup {
     /// `Rss`.
     pub rss: Bytes,
-    /// `Pss`: shared pages counted by their share.
-    pub pss: Bytes,
-    /// `Anonymous`.
-    pub anonymous: Bytes,
     /// `AnonHugePages`.
     pub anon_huge: Bytes,
-    /// `Swap`.
-    pub swap: Bytes,
-    /// `Locked`.
-    pub locked: Bytes,
     /// `KSM` (6.7+): pages that KSM merged, zero pages not counted.
     pub ksm: Bytes,
 }
@@ -247,11 +239,7 @@ pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     fields(text, |key, value| {
         match key {
             "Rss" => s.rss = value?,
-            "Pss" => s.pss = value?,
-            "Anonymous" => s.anonymous = value?,
             "AnonHugePages" => s.anon_huge = value?,
-            "Swap" => s.swap = value?,
-            "Locked" => s.locked = value?,
             "KSM" => s.ksm = value?,
             _ => {}
         }

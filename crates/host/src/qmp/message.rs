@@ -29,8 +29,6 @@ pub struct Event {
     /// Data; `Null` where there is none or it was longer than
     /// [`MAX_EVENT_BYTES`](super::MAX_EVENT_BYTES).
     pub data: Value,
-    /// QEMU's clock, microseconds since 1970, where given.
-    pub at_us: Option<u64>,
 }
 
 /// What was wrong with a message.
@@ -66,12 +64,8 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     }
     if let Some(name) = map.remove("event") {
         let name = name.as_str().ok_or_else(|| BadMessage("an event without a name".into()))?;
-        let at = map.get("timestamp");
-        let part = |key| at.and_then(|t| t.get(key)).and_then(Value::as_u64);
-        let at_us = part("seconds")
-            .and_then(|s| s.checked_mul(1_000_000)?.checked_add(part("microseconds")?));
         let data = map.remove("data").unwrap_or(Value::Null);
-        return Ok(Message::Event(Event { name: printable(name, 64), data, at_us }));
+        return Ok(Message::Event(Event { name: printable(name, 64), data }));
     }
     if map.contains_key("QMP") {
         return Ok(Message::Greeting);

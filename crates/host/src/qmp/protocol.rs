@@ -182,12 +182,10 @@ impl Protocol {
         self.early = BTreeMap::new();
     }
 
-    /// How far the connection has come.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&QmpError> {
         self.failure.as_ref()
     }
