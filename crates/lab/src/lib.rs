@@ -33,18 +33,11 @@ use std::path::PathBuf;
 /// A file could not be read or written, or a program not run.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// A file or directory.
     #[error("{path}: {source}")]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// What the kernel said.
-        source: std::io::Error,
-    },
+    File { path: PathBuf, source: std::io::Error },
     /// A program that failed, or that is not there.
     #[error("`{command}` failed: {message}")]
     Command {
-        /// The command line.
         command: String,
         /// The end of what it printed.
         message: String,

@@ -88,7 +88,6 @@ impl Libvirtd {
         self.dir.path()
     }
 
-    /// The process of libvirtd.
     pub fn pid(&self) -> u32 {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).id()
     }
@@ -246,7 +245,6 @@ fn spawn(dir: &Path) -> Result<Child, LabError> {
     on_lasting_thread(command, false).map_err(LabError::file("unshare"))
 }
 
-/// A running domain.
 #[derive(Debug)]
 pub struct Domain {
     name: String,
@@ -255,7 +253,6 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -28,14 +28,12 @@ const OPERATE: &str = "docs/operate.md";
 /// See [`OPERATE`].
 const WHAT_HAPPENS: &str = "## What happens when";
 
-/// A broken rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The file, from the root of the repository.
     pub path: String,
     /// The line, from 1.
     pub line: usize,
-    /// What is wrong.
     pub what: String,
 }
 

@@ -22,7 +22,6 @@ use crate::vm::{Backing, Vm, VmConfig};
 
 /// For what a guest does.
 pub const MINUTE: Duration = Duration::from_secs(60);
-/// For the agent's answers.
 const SOON: Duration = Duration::from_secs(15);
 /// Reporting looks again after two seconds.
 const STILL: Duration = Duration::from_secs(5);
@@ -43,10 +42,8 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// All kinds.
     pub const ALL: [Memory; 3] = [Memory::Small, Memory::Huge, Memory::Memfd];
 
-    /// For people.
     pub fn name(self) -> &'static str {
         match self {
             Memory::Small => "anonymous, 4 KiB pages",
@@ -73,7 +70,6 @@ pub fn arena() -> Result<Arena> {
 
 /// A guest, and what the host holds of it.
 pub struct Place {
-    /// The VM.
     pub vm: Vm,
     cgroup: MemoryCgroup,
     agent: Option<Agent>,
@@ -119,7 +115,6 @@ impl Place {
         Ok(self.vm.tool().sh(command, 2 * MINUTE).map_err(|e| self.vm.explain(e))?)
     }
 
-    /// Loads the module.
     pub fn insmod(&self) -> Result<()> {
         let said = self.sh("insmod /ebb.ko 2>&1; dmesg | grep ebb: | tail -n 2; lsmod")?;
         if !said.lines().any(|l| l.starts_with("ebb ")) {

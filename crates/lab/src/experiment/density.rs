@@ -41,7 +41,6 @@ use crate::result::{Outcome, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Balloon, Vm, VmConfig};
 
-/// All arms.
 pub const ARMS: [&str; 8] =
     ["plain", "ksm", "ksmtuned", "reporting", "mom", "ebb-stock", "ebb-guest", "ebb"];
 /// What each VM reads of the common disk once it has booted.
@@ -132,7 +131,6 @@ pub(super) struct Plan {
 /// What one arm came to.
 struct ArmResult {
     vms: u32,
-    /// Why not one more.
     harm: String,
     /// In the time that counts: one period at rest, or all of the fixed run.
     series: Series,

@@ -42,13 +42,11 @@ use crate::image::{Cache, Image};
 use crate::result::Outcome;
 use crate::vm::{Vm, VmConfig};
 
-/// All arms.
 pub const ARMS: [&str; 4] = ["raw", "ebb-stock", "ebb-guest", "ebb-lines"];
 const MINUTE: Duration = Duration::from_secs(60);
 /// What a guest takes beside what it holds.
 const OWN: Bytes = Bytes::mib(192);
 
-/// One pass.
 #[derive(Clone, Copy, Debug)]
 struct Pass {
     bytes: f64,
@@ -62,7 +60,6 @@ impl Pass {
     }
 }
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let _arena = Arena::enter(&ArenaConfig::default())?;
     for memory in [Memory::Small, Memory::Huge] {
