@@ -18,7 +18,6 @@ use crate::units::Bytes;
 pub use metadata::{Metadata, NAMESPACE, Overrides};
 pub use read::milliseconds;
 
-/// Everything that can be set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Config {
     /// Milliseconds between ticks while nothing is ballooned and nobody is short.
@@ -82,7 +81,6 @@ pub enum SocketUse {
     Any,
 }
 
-/// A user of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum User {
@@ -181,7 +179,6 @@ pub struct VmSettings {
     /// Whether its zero pages may be freed, where that is done.
     #[serde(default = "yes")]
     pub zeros: bool,
-    /// What its agent may do.
     #[serde(default)]
     pub agent: AgentUse,
     /// The operator's word that no other process writes to RAM that QEMU shares.
@@ -203,7 +200,6 @@ pub struct VmSettings {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Identity {
-    /// The user that it runs as.
     pub user: Option<User>,
     /// Its `-uuid`, in small letters.
     pub uuid: Option<String>,

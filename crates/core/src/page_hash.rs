@@ -18,7 +18,6 @@ pub const LINE: usize = 64;
 /// How many lines of a page stand for it at a first look.
 pub const LINES: usize = 4;
 
-/// The key of a scanner's hashes.
 #[derive(Clone)]
 pub struct Key {
     secret: [u8; SECRET],

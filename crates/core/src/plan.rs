@@ -86,7 +86,6 @@ impl fmt::Display for RungName {
     }
 }
 
-/// One mechanism's part in a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
     pub name: RungName,
@@ -134,7 +133,6 @@ pub struct PartialThpOrder {
     pub reason: String,
 }
 
-/// What is done about equal pages.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergePlan {
     /// What `ksmd` is to do; `None`: KSM is not Ebb's.
@@ -153,7 +151,6 @@ pub struct MergePlan {
     /// Cores that a scan which is under way may use from now on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan_cores: Option<f64>,
-    /// How it stands, for people.
     pub why: String,
 }
 
@@ -228,7 +225,6 @@ impl Action {
     }
 }
 
-/// Why a balloon is set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "rule")]
 pub enum Reason {

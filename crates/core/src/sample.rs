@@ -30,7 +30,6 @@ pub use self::vm::{
 };
 use crate::units::Stamp;
 
-/// Everything read in one tick.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// When reading began.
@@ -56,6 +55,5 @@ pub struct Problem {
     pub vm: Option<VmId>,
     /// The file, socket or command, e.g. `/proc/meminfo` or `qmp query-balloon`.
     pub source: String,
-    /// What is wrong and what to do.
     pub message: String,
 }

@@ -48,13 +48,11 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// When the last tick was.
     pub at: Option<Stamp>,
     pub state: Pressure,
     /// Since when it is in that state.
     pub state_since: Stamp,
     pub vmstat: Option<Vmstat>,
-    /// The VMs, sorted by id.
     pub vms: Vec<VmMemory>,
     #[serde(default)]
     pub urgency: f64,
@@ -180,7 +178,6 @@ impl OwnedVm {
 }
 
 impl Memory {
-    /// What is remembered of this VM.
     pub fn vm(&self, id: VmId) -> Option<&VmMemory> {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
     }

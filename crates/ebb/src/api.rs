@@ -52,7 +52,6 @@ const RECORDS: usize = 4;
 /// A piece of the record's lines.
 const PIECE: usize = 128 << 10;
 
-/// A tick as the loop leaves it.
 pub struct Latest {
     tick: Tick,
     model: Arc<Model>,
@@ -77,7 +76,6 @@ impl Latest {
         Latest { tick, model, memory, daemon, warnings, state, stock, metrics }
     }
 
-    /// What users see of it.
     pub fn state(&self) -> Arc<State> {
         self.state.get_or_init(|| Arc::new(self.view())).clone()
     }
@@ -109,7 +107,6 @@ impl Latest {
 
 #[derive(Default)]
 pub struct Published {
-    /// The last tick; `None` before the first.
     pub latest: Option<Arc<Latest>>,
     /// The last decisions, oldest first.
     pub decisions: VecDeque<Arc<Decision>>,
@@ -117,7 +114,6 @@ pub struct Published {
 }
 
 impl Published {
-    /// Adds decisions, drops the oldest.
     pub fn decided(&mut self, new: Vec<Decision>) {
         self.decisions.extend(new.into_iter().map(Arc::new));
         while self.decisions.len() > DECISIONS {
@@ -126,10 +122,8 @@ impl Published {
     }
 }
 
-/// Why there is no answer.
 type Refusal = (StatusCode, String);
 
-/// Shared between loop and server.
 #[derive(Clone, Default)]
 pub struct Shared(Arc<Mutex<Published>>);
 
@@ -370,7 +364,6 @@ fn record(shared: &Shared, readers: Arc<AtomicUsize>, headers: &HeaderMap) -> Re
     response
 }
 
-/// One that reads the record, counted.
 struct Reader {
     all: Arc<AtomicUsize>,
     others: usize,

@@ -26,7 +26,6 @@ pub enum Kind {
     Counter,
 }
 
-/// One number that users see.
 pub struct Field<T> {
     /// Name in metrics, without prefix and unit.
     pub key: &'static str,
@@ -38,7 +37,6 @@ pub struct Field<T> {
     pub get: fn(&T) -> Option<f64>,
 }
 
-/// What a field may be read as.
 trait Number {
     fn number(self) -> Option<f64>;
 }

@@ -67,7 +67,6 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     }
 }
 
-/// One VM on its way.
 #[derive(Debug)]
 struct Debt {
     vm: OwnedVm,

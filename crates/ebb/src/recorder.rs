@@ -47,7 +47,6 @@ const FORMAT: u32 = 1;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Head {
     pub ebb_record: u32,
-    /// The version that wrote it.
     pub version: String,
     pub config: Config,
     /// What was remembered before the next tick.
@@ -55,7 +54,6 @@ pub struct Head {
 }
 
 impl Head {
-    /// A head for this moment.
     pub fn new(config: &Config, memory: &Memory) -> Head {
         Head {
             ebb_record: FORMAT,
@@ -66,7 +64,6 @@ impl Head {
     }
 }
 
-/// A line of a record.
 #[derive(Clone, Debug)]
 pub enum Line {
     Head(Box<Head>),
@@ -84,7 +81,6 @@ impl Line {
 pub struct Recorder {
     closed: VecDeque<Segment>,
     open: Option<Open>,
-    /// When the last tick was.
     last: Option<Stamp>,
 }
 
@@ -133,7 +129,6 @@ impl Recorder {
         self.drop_oldest();
     }
 
-    /// Adds a tick, as its [`line()`].
     pub fn tick(&mut self, at: Stamp, text: &[u8]) {
         let Some(open) = &mut self.open else { return };
         if open.frame.write_all(text).is_err() {
@@ -170,7 +165,6 @@ impl Recorder {
         first.zip(self.last).map_or(0, |(first, last)| last.since(first))
     }
 
-    /// All that it holds now.
     pub fn record(&mut self) -> Record {
         let mut record = Record { frames: Vec::new(), text: self.text() };
         record.frames.extend(self.closed.iter().map(|s| s.frame.clone()));
@@ -188,7 +182,6 @@ impl Recorder {
 pub struct Record {
     /// zstd frames.
     pub frames: Vec<Arc<[u8]>>,
-    /// The length of its lines.
     pub text: u64,
 }
 
@@ -198,7 +191,6 @@ impl Record {
         Decoder::with_buffer(Frames { frames: self.frames, at: (0, 0) })
     }
 
-    /// The frames as they are.
     pub fn packed(self) -> impl Read + Send {
         Frames { frames: self.frames, at: (0, 0) }
     }
@@ -239,7 +231,6 @@ impl BufRead for Frames {
     }
 }
 
-/// Whether a record is packed.
 pub fn is_packed(record: &[u8]) -> bool {
     record.starts_with(&MAGIC)
 }
@@ -252,7 +243,6 @@ pub fn unpack<'a>(mut input: impl BufRead + 'a) -> Result<Box<dyn BufRead + 'a>>
     Ok(Box::new(BufReader::with_capacity(1 << 17, Decoder::with_buffer(input)?)))
 }
 
-/// One line of a record.
 pub fn line<T: Serialize>(value: &T) -> Vec<u8> {
     let mut text = serde_json::to_vec(value).unwrap_or_default();
     text.push(b'\n');

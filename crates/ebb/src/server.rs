@@ -182,7 +182,6 @@ impl Moved {
     }
 }
 
-/// A stream that notes when something moves.
 struct Watched<S> {
     stream: S,
     moved: Moved,

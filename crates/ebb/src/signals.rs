@@ -37,12 +37,10 @@ impl Signals {
         Ok(signals)
     }
 
-    /// The daemon is to stop.
     pub fn stops(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// The daemon is to begin anew.
     pub fn reloads(&self) -> bool {
         self.reload.load(Ordering::SeqCst)
     }
@@ -52,7 +50,6 @@ impl Signals {
         self.reload.store(false, Ordering::SeqCst);
     }
 
-    /// One of them has come.
     pub fn any(&self) -> bool {
         self.stops() || self.reloads()
     }

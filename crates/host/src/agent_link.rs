@@ -40,7 +40,6 @@ const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// What is held of the free pages costs the agent 5–10 ns a page.
 const HELD_EVERY: Duration = Duration::from_secs(2);
 
-/// How far it has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
     #[default]
@@ -79,7 +78,6 @@ pub(crate) struct AgentLink {
     asked: Vec<(Ask, u64)>,
     waits_since: Option<Instant>,
     running: Option<bool>,
-    /// What it was handed RAM on.
     terms: Terms,
     wants_descriptor: bool,
     /// When QEMU last told all that can write to the RAM, and what of it forbade the agent

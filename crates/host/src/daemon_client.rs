@@ -14,7 +14,6 @@ const MOST: u64 = 256 << 20;
 /// For each read and write; an answer takes the daemon milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why there is no good answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error(
@@ -29,7 +28,6 @@ pub enum ClientError {
     Answer { socket: PathBuf, path: String, why: String },
 }
 
-/// Whether a daemon answers there.
 pub fn is_up(socket: impl AsRef<Path>) -> bool {
     UnixStream::connect(socket).is_ok()
 }

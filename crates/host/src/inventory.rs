@@ -64,7 +64,6 @@ const BLOCK: &str = "\
     dmg bochs cloop parallels copy-on-read copy-before-write preallocate quorum nfs vvfat \
     snapshot-access backup-top";
 
-/// A question of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Look {
     Folder(usize),

@@ -21,13 +21,11 @@ pub const MAX_FILE: u64 = 1 << 20;
 /// Room for most of them, so that one look and one at the end do.
 const USUAL: usize = 8 << 10;
 
-/// What a text was not.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {message}")]
 pub struct ParseError {
     /// Line number from 1; 0 where the text as a whole is meant.
     pub line: usize,
-    /// What is wrong with it.
     pub message: String,
 }
 
@@ -43,7 +41,6 @@ impl ParseError {
     }
 }
 
-/// A source that could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
     #[error("{path}: {error}{}", hint(.error))]
@@ -195,7 +192,6 @@ impl Root {
         present(&path, read())
     }
 
-    /// What a symbolic link names.
     pub fn read_link(&self, absolute: impl AsRef<Path>) -> Result<Option<PathBuf>, ProbeError> {
         let path = self.path(absolute);
         let read = || match self.faulty(&path)? {

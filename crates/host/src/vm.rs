@@ -42,7 +42,6 @@ use crate::root::Root;
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
 
-/// A question that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
     Status,
@@ -108,7 +107,6 @@ pub(crate) struct Access {
     pub hands_off_ms: Option<u64>,
 }
 
-/// A VM and its connection.
 #[derive(Debug, Default)]
 pub(crate) struct Vm {
     pub process: QemuProcess,
@@ -133,7 +131,6 @@ pub(crate) struct Vm {
     turn: usize,
     backoff: Duration,
     retry_at: Option<Instant>,
-    /// Why there is no client.
     down: Link,
     slow_since: Option<Instant>,
     /// This connection has answered.

@@ -54,7 +54,6 @@ pub enum New {
     Socket,
 }
 
-/// What a descriptor is open on.
 enum Kind {
     Device(u64),
     Socket(u64),

@@ -43,7 +43,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// A running guest that does not beat for so long is doubted.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// A header that may live.
 #[derive(Debug)]
 struct Candidate {
     header: Header,
@@ -156,7 +155,6 @@ impl Tracker {
         }
     }
 
-    /// The map that may be used now.
     pub fn ready(&self) -> Option<&Live> {
         match &self.at {
             At::Ready(live) if !live.silent && live.state == GuestState::Running => Some(live),
@@ -187,7 +185,6 @@ impl Tracker {
         (state, why)
     }
 
-    /// What is known of the module.
     pub fn module(&self) -> Option<Module> {
         let At::Ready(live) = &self.at else { return None };
         let h = &live.header;

@@ -30,7 +30,6 @@ use crate::sys;
 /// How long an answer may take to go out before its daemon is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Who may speak with the agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Peers {
     #[default]

@@ -48,12 +48,10 @@ pub struct Overrides {
     /// Whether its zero pages may be freed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zeros: Option<bool>,
-    /// What its agent may do.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentUse>,
 }
 
-/// What a VM's metadata says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "what")]
 pub enum Metadata {

@@ -8,7 +8,6 @@ use toml::Spanned;
 use super::*;
 use crate::units::NotASize;
 
-/// Reads a configuration as a whole.
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
     let fail = |span: Option<std::ops::Range<usize>>, field: &str, message: String| ConfigError {
         file: file.to_string(),

@@ -16,7 +16,6 @@ use crate::wire::{AgentState, Counters};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AgentSample {
     pub link: Link,
-    /// How far it has come.
     pub state: AgentState,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
@@ -38,7 +37,6 @@ pub struct AgentSample {
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
-    /// How long its windows were open.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub windows: Histogram,
     /// How long writes of vCPUs waited for one, at most.

@@ -86,7 +86,6 @@ pub struct Meminfo {
     pub hugetlb: Bytes,
 }
 
-/// One line of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PsiLine {
     /// Share of wall time stalled, percent, over 10 s.
@@ -132,7 +131,6 @@ pub struct SwapArea {
     /// Path, e.g. `/dev/zram0`.
     pub path: String,
     pub size: Bytes,
-    /// What of it is used.
     pub used: Bytes,
     /// Priority, as the kernel prints it.
     pub priority: i64,

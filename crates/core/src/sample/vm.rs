@@ -143,9 +143,7 @@ pub struct SharedSocket {
 pub struct OffloadSample {
     /// Gone to swap while orders were carried out, by the process's own counters.
     pub paged_out: Bytes,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -154,7 +152,6 @@ pub struct OffloadSample {
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZeroSample {
-    /// Memory that was looked through.
     pub read: Bytes,
     /// Zero pages in it that could be freed.
     pub chosen: Bytes,
@@ -162,9 +159,7 @@ pub struct ZeroSample {
     pub freed: Bytes,
     /// So often all of its memory was gone through.
     pub rounds: u64,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -179,9 +174,7 @@ pub struct PartialThpSample {
     pub freed: Bytes,
     /// The last order did not come to the end of RAM.
     pub more: bool,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -210,7 +203,6 @@ impl ProcessMemory {
     }
 }
 
-/// State of the QMP connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "state", content = "why")]
 pub enum Link {
@@ -239,7 +231,6 @@ pub enum RunState {
     Ended,
 }
 
-/// What QMP told of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VmEvent {

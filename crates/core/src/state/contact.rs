@@ -15,7 +15,6 @@ pub const SILENT_MS: u64 = 5_000;
 const PAUSE_MS: u64 = 120_000;
 const PAUSE_MOST_MS: u64 = 3_600_000;
 
-/// How well it can be heard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reach {
     /// Its guest has spoken since it booted.
@@ -24,7 +23,6 @@ pub struct Reach {
     pub silent_ms: u64,
     /// Not asked until then, because it was not heard for a while.
     pub until: Option<Stamp>,
-    /// How often in a row.
     pub count: u32,
 }
 

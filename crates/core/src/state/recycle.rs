@@ -7,7 +7,6 @@ use crate::sample::AgentSample;
 use crate::units::{Bytes, Stamp};
 use crate::wire::AgentState;
 
-/// What the recycler remembers of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RecycleMemory {
     /// When free pages were last remembered by the agent.

@@ -22,7 +22,6 @@ const MOST: usize = 64;
 pub struct Sizes(Vec<(Stamp, Bytes)>);
 
 impl Sizes {
-    /// Takes in the size it has now.
     pub(super) fn see(&mut self, at: Stamp, actual: Bytes) {
         if self.0.last().is_none_or(|s| s.1 != actual) {
             self.0.push((at, actual));

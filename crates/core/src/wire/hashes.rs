@@ -26,7 +26,6 @@ const MAGIC: u32 = u32::from_le_bytes(*b"EbH2");
 const RANGE: usize = 16;
 const RECORD: usize = 24;
 
-/// Which pages to hash, and how.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ask {
     pub secret: [u8; SECRET],

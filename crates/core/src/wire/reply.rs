@@ -106,7 +106,6 @@ pub enum AgentState {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Status {
-    /// How far it has come.
     pub state: AgentState,
     /// Why it is there, where that is not plain.
     pub why: Option<String>,
@@ -118,7 +117,6 @@ pub struct Status {
     pub free: Option<Bytes>,
     /// Of that, still held by the host; where it was asked for.
     pub held: Option<Bytes>,
-    /// What was done since `attach`.
     pub counters: Counters,
     /// RAM is shared, and a socket was opened over which another process may be given it:
     /// nothing is given back before the daemon has looked and told [`Command::Cleared`].
@@ -132,7 +130,6 @@ pub struct Status {
     pub waits: Histogram,
 }
 
-/// The guest's module, as its header says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Module {
     pub version: String,

@@ -44,7 +44,6 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
     }
 }
 
-/// All of it, as text.
 pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(

@@ -51,7 +51,6 @@ impl Window {
     }
 }
 
-/// The VM at one tick.
 #[derive(Clone, Debug, Serialize)]
 struct Look {
     wall_ms: u64,

@@ -40,7 +40,6 @@ pub struct Replay {
     pub different: Vec<Difference>,
 }
 
-/// A tick that came out otherwise.
 #[derive(Debug, Serialize)]
 pub struct Difference {
     pub tick: u64,

@@ -37,24 +37,17 @@ const KHUGEPAGED: [&str; 2] = [
 /// What must stay free beside what breaking merges takes.
 const SPARE: Bytes = Bytes::mib(256);
 
-/// Why KSM could not be set.
 #[derive(Debug, thiserror::Error)]
 pub enum KsmError {
     #[error("this kernel has no KSM ({DIR} is missing)")]
     None,
-    /// A knob could not be read.
     #[error(transparent)]
     Probe(#[from] ProbeError),
-    /// A file could not be written.
     #[error("{path}: {error}")]
     Write { path: PathBuf, error: io::Error },
     /// What an earlier Ebb wrote down is not readable.
     #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
-    Damaged {
-        path: PathBuf,
-        /// What is wrong with it.
-        why: String,
-    },
+    Damaged { path: PathBuf, why: String },
     /// There is no room for the pages that merging saved.
     #[error(
         "breaking all merges takes {needed}, and {SPARE} must stay free, but {available} are \

@@ -91,7 +91,6 @@ impl KsmdThrottle {
         self.burst.as_ref().map(|b| if is_gentle(b.cores) { PACE } else { PAUSE })
     }
 
-    /// Looks how far `ksmd` is.
     pub fn keep(&mut self) -> Result<(), String> {
         let scans = self.scans()?;
         let Some(burst) = &mut self.burst else { return Ok(()) };

@@ -22,13 +22,10 @@ use crate::sys::Range;
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Why a VM's RAM was not marked.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeableError {
-    /// QEMU refused or did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its mappings cannot be read.
     #[error(transparent)]
     Probe(#[from] ProbeError),
     /// No room to break merges, or no KSM.
@@ -36,7 +33,6 @@ pub enum MergeableError {
     Ksm(#[from] KsmError),
     #[error("the VM's process {0} has ended")]
     Gone(u32),
-    /// Nothing of its RAM can be merged.
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
     /// QEMU said yes, and nothing changed.

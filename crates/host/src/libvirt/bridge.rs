@@ -35,7 +35,6 @@ const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
 
-/// What a question waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
     /// Whether the domain runs, from the statistics of all domains.
@@ -54,7 +53,6 @@ impl Need {
     }
 }
 
-/// A question of the client.
 #[derive(Debug)]
 struct Question {
     id: Value,
@@ -78,7 +76,6 @@ pub(super) enum Purpose {
     Period(Value, u64),
 }
 
-/// A call that is to be made.
 pub(super) type Call = (Purpose, Procedure, Vec<u8>);
 
 #[derive(Debug, Default)]
@@ -379,7 +376,6 @@ impl Bridge {
         self.numbers.retain(|name, _| name == MAXIMUM || !name.starts_with("balloon."));
     }
 
-    /// An event of this domain.
     pub fn event(&mut self, domain: &Domain, event: Event, now: Instant) {
         let known = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
         // A domain that has stopped has no id any more.

@@ -54,7 +54,6 @@ const LIVE: u32 = 1;
 /// Most statistics of a domain's memory.
 const MEMORY_STATS_MAX: u32 = 64;
 
-/// A domain on the wire.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Domain {
     pub name: String,

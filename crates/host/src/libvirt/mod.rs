@@ -49,7 +49,6 @@ impl Address {
     }
 }
 
-/// What is asked of the thread.
 #[derive(Debug)]
 enum Ask {
     Attach(Attach),

@@ -47,7 +47,6 @@ pub(super) enum Step {
     Read,
 }
 
-/// A watch as the thread has it.
 #[derive(Debug)]
 pub(super) struct Watcher {
     name: String,

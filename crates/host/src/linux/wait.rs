@@ -103,7 +103,6 @@ impl LinuxHost {
     }
 }
 
-/// What a `poll` has shown.
 #[derive(Clone, Copy, Debug, Default)]
 struct Polled {
     woken: bool,

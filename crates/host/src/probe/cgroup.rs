@@ -56,7 +56,6 @@ pub fn parse_mountinfo(text: &str) -> Result<Vec<Mount>, ParseError> {
     lines.map(|(i, l)| mount(l).ok_or_else(|| ParseError::new(i + 1, l))).collect()
 }
 
-/// Which interface a hierarchy has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     /// cgroup v1.
@@ -158,7 +157,6 @@ pub fn held_by_most(paths: &[String]) -> Vec<String> {
     most.iter().filter_map(|path| Some(path.to_str()?.to_owned())).collect()
 }
 
-/// The pool that was chosen before.
 #[derive(Clone, Copy, Debug)]
 pub struct Previous<'a> {
     pub path: &'a str,

@@ -36,7 +36,6 @@ pub struct Scan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
     pub pid: u32,
-    /// What it is called here.
     pub name: String,
     /// Why, and what to do if it is a VM.
     pub why: String,
@@ -115,7 +114,6 @@ fn refused(pid: u32, why: &str) -> String {
     format!("process {pid} behind it is not taken for a VM: {why}")
 }
 
-/// What a process turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Program {
     Vm(Box<QemuProcess>),

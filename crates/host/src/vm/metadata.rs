@@ -13,7 +13,6 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 /// A VM that is not of libvirt's is looked up again after so long: its pid file may come late.
 const LOOK_UP: Duration = Duration::from_secs(5);
 
-/// What is known of a VM's metadata.
 #[derive(Debug)]
 pub(crate) struct DomainSettings {
     watch: Option<Watch>,

@@ -133,7 +133,6 @@ struct Call<'a> {
     taken: Box<Bits>,
 }
 
-/// Which runs a pass takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     All,

@@ -42,7 +42,6 @@ pub struct Hot {
 /// A contradiction in what a guest says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Doubt {
-    /// When it was last found.
     pub at: Stamp,
     pub times: u32,
     pub what: String,

@@ -60,7 +60,6 @@ struct VmReport {
     /// Why it was not, or not all of it can be merged.
     why: Option<String>,
     pages: Pages,
-    /// What the kernel says of its merging.
     ksm: Option<VmKsm>,
 }
 
