@@ -41,9 +41,8 @@ fuzz_target!(|data: &[u8]| {
     while let Some((length, after)) = rest.split_first() {
         let (piece, after) = after.split_at((*length as usize).min(after.len()));
         rest = after;
-        match length % 4 {
-            0 => asked.extend(agent.send(Command::Status { held: false })),
-            _ => {}
+        if length % 4 == 0 {
+            asked.extend(agent.send(Command::Status { held: false }));
         }
         let _ = theirs.write_all(piece);
         agent.pump();

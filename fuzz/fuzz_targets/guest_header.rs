@@ -2,9 +2,8 @@
 //! accepted lies in RAM, each page once and no more pages than RAM can need.
 #![no_main]
 
-use ebb_core::wire::abi::{
-    self, FACTS_BYTES, Facts, HEADER_BYTES, Header, Layout, MAP_PFNS, PAGE,
-};
+use ebb_core::range::Range;
+use ebb_core::wire::abi::{self, FACTS_BYTES, Facts, HEADER_BYTES, Header, Layout, MAP_PFNS, PAGE};
 use libfuzzer_sys::fuzz_target;
 
 const GPA: u64 = 0x1_0000;

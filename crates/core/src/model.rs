@@ -37,7 +37,6 @@ use crate::units::{Bytes, Stamp};
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Pressure {
-    /// Enough for all.
     #[default]
     Clear,
     /// Below the reserve: idle memory is collected gently.
@@ -66,7 +65,6 @@ pub struct Model {
     pub at: Stamp,
     /// Since the last tick, milliseconds; 0 at the first.
     pub dt_ms: u64,
-    /// The host.
     pub host: HostModel,
     /// The VMs, in the sample's order.
     pub vms: Vec<VmModel>,

@@ -24,21 +24,13 @@ use crate::units::Bytes;
 /// What a policy says of one VM.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// Set its size.
-    Set {
-        /// To this.
-        to: Bytes,
-        /// Why.
-        reason: Reason,
-    },
-    /// Leave it: why.
+    Set { to: Bytes, reason: Reason },
     Hold(String),
 }
 
 /// What was decided, and what is to be remembered of that once it is applied.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Decided {
-    /// What to do.
     pub plan: Plan,
     /// Merging's memory; `None` where that is off.
     pub merging: Option<MergeMemory>,

@@ -151,27 +151,29 @@ impl VmSettings {
     /// ceiling of the metadata does not lower a floor of the section.
     pub fn with(&self, metadata: &Metadata, ram: Bytes) -> Cow<'_, VmSettings> {
         let Some(its) = metadata.settings() else { return Cow::Borrowed(self) };
-        fn pick<T: Clone>(own: &Option<T>, its: &Option<T>, else_: &T) -> T {
-            own.as_ref().or(its.as_ref()).unwrap_or(else_).clone()
-        }
         let own = &self.own;
-        let mut max = own.max.or(its.max).or(self.max);
+        let mut all = self.set(its).set(own);
         if let (Some(least), Some(most), None) = (own.min, its.max, own.max)
             && least.of(ram) > most.of(ram)
         {
-            max = Some(least);
+            all.max = Some(least);
         }
-        Cow::Owned(VmSettings {
-            manage: pick(&own.manage, &its.manage, &self.manage),
-            min: pick(&own.min, &its.min, &self.min),
-            max,
-            weight: pick(&own.weight, &its.weight, &self.weight),
-            group: pick(&own.group, &its.group, &self.group),
-            merge: own.merge.or(its.merge).or(self.merge),
-            zeros: pick(&own.zeros, &its.zeros, &self.zeros),
-            agent: pick(&own.agent, &its.agent, &self.agent),
+        Cow::Owned(all)
+    }
+
+    /// These settings where nothing else is set.
+    pub(super) fn set(&self, its: &Overrides) -> VmSettings {
+        VmSettings {
+            manage: its.manage.unwrap_or(self.manage),
+            min: its.min.unwrap_or(self.min),
+            max: its.max.or(self.max),
+            weight: its.weight.unwrap_or(self.weight),
+            group: its.group.clone().unwrap_or_else(|| self.group.clone()),
+            merge: its.merge.or(self.merge),
+            zeros: its.zeros.unwrap_or(self.zeros),
+            agent: its.agent.unwrap_or(self.agent),
             ..self.clone()
-        })
+        }
     }
 }
 

@@ -258,37 +258,22 @@ impl Checker<'_> {
     fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
         let identity = self.identity(at, &mut raw)?;
         let min_span = raw.min.as_ref().map(Spanned::span);
-        let weight = match raw.weight {
-            None => None,
-            Some(w) => {
-                let (span, w) = (w.span(), w.into_inner());
-                if !is_weight(w) {
-                    let message = format!("{w} is not a weight: a number from 0.001 to 1000");
-                    return Err((self.fail)(Some(span), &format!("{at}.weight"), message));
-                }
-                Some(w)
-            }
-        };
+        if let Some(w) = raw.weight.as_ref().filter(|w| !is_weight(*w.get_ref())) {
+            let message = format!("{} is not a weight: a number from 0.001 to 1000", w.get_ref());
+            return Err((self.fail)(Some(w.span()), &format!("{at}.weight"), message));
+        }
         let own = Overrides {
             manage: raw.manage,
             min: raw.min.map(|m| m.into_inner().0),
             max: raw.max.map(|m| m.into_inner().0),
-            weight,
+            weight: raw.weight.map(Spanned::into_inner),
             group: raw.group.map(Spanned::into_inner),
             merge: raw.merge,
             zeros: raw.zeros,
             agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?,
         };
-        let settings = VmSettings {
-            manage: own.manage.unwrap_or(base.manage),
-            min: own.min.unwrap_or(base.min),
-            max: own.max.or(base.max),
-            weight: own.weight.unwrap_or(base.weight),
-            group: own.group.clone().unwrap_or_else(|| base.group.clone()),
+        let mut settings = VmSettings {
             qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
-            merge: own.merge.or(base.merge),
-            zeros: own.zeros.unwrap_or(base.zeros),
-            agent: own.agent.unwrap_or(base.agent),
             private_ram: raw.private_ram.unwrap_or(base.private_ram),
             window_limit_ms: match raw.window_limit {
                 None => base.window_limit_ms,
@@ -298,8 +283,11 @@ impl Checker<'_> {
                 }
             },
             identity,
-            own: if at == DEFAULTS { Overrides::default() } else { own },
+            ..base.set(&own)
         };
+        if at != DEFAULTS {
+            settings.own = own;
+        }
         if settings.max.is_some_and(|max| settings.min.is_above(max)) {
             let message = format!(
                 "min {} is above max {}: min must not exceed max",

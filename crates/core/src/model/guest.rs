@@ -38,7 +38,6 @@ pub struct GuestModel {
     pub short_mark: Bytes,
     /// How old the numbers are, milliseconds.
     pub age_ms: u64,
-    /// How its counters move.
     pub rates: Option<GuestRates>,
     /// Need and the part of its page cache that it reads again and again.
     #[serde(default)]

@@ -13,10 +13,8 @@ use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat};
 use crate::state::Memory;
 use crate::units::Bytes;
 
-/// The host, understood.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostModel {
-    /// Its state.
     pub state: Pressure,
     /// Which bound is the tightest: `host` or the cgroup's path.
     pub bound: String,

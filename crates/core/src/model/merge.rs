@@ -9,11 +9,9 @@ use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSamp
 /// The host's part; absent where merging is off.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergeHost {
-    /// What the operator wants.
     pub config: MergeConfig,
     /// KSM; `None` where the kernel has none.
     pub ksm: Option<Ksm>,
-    /// The scanner.
     pub scan: ScanSample,
 }
 
@@ -27,7 +25,6 @@ impl MergeHost {
     }
 }
 
-/// A VM's part.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergeVm {
     /// What the configuration says of it.

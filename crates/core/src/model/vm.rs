@@ -20,14 +20,10 @@ use crate::units::Bytes;
 /// For this long it counts as a sign of distress that a guest's driver deflated its balloon.
 pub(crate) const DEFLATED_LIFE_MS: u64 = 2_000;
 
-/// One VM, understood.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmModel {
-    /// Which.
     pub id: VmId,
-    /// Its name.
     pub name: String,
-    /// Its RAM.
     pub ram: Option<Bytes>,
     /// RAM less balloon.
     pub actual: Option<Bytes>,
@@ -50,12 +46,9 @@ pub struct VmModel {
     /// Outside of the cgroup whose limit is the tightest bound.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub outside: bool,
-    /// Its weight.
     pub weight: f64,
-    /// Memory cgroup path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
-    /// Resident on the host.
     pub resident: Option<Bytes>,
     /// What of it is the VMM's own, at least.
     #[serde(default)]
@@ -77,7 +70,6 @@ pub struct VmModel {
     /// What it is in its share group by is more than its own word; or there is one group.
     #[serde(default)]
     pub group_is_proven: bool,
-    /// Its share group.
     #[serde(default)]
     pub group: String,
     /// How far its guest's word is believed.
@@ -86,7 +78,6 @@ pub struct VmModel {
     /// How far the last order has come.
     #[serde(default)]
     pub convergence: Convergence,
-    /// Its vCPUs are stopped.
     #[serde(default)]
     pub paused: bool,
     /// It is left alone at the operator's word.
@@ -108,13 +99,11 @@ pub struct VmModel {
     /// What was paged out of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<crate::sample::OffloadSample>,
-    /// Its part in merging.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeVm>,
     /// Why its pages of zeros are left where they are; empty: they need not be.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub zeros_stay: String,
-    /// What freeing them brought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
     /// What came of splitting its partially mapped huge pages; `None`: Ebb must not split them.
@@ -125,7 +114,6 @@ pub struct VmModel {
 /// How far a VM is with what it was told.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Convergence {
-    /// In a word.
     pub state: Progress,
     /// The size it was told to take, while it is not there.
     pub target: Option<Bytes>,
@@ -142,9 +130,7 @@ pub enum Progress {
     /// It has the size it was told.
     #[default]
     Settled,
-    /// On its way down.
     Shrinking,
-    /// On its way up.
     Growing,
     /// On its way, but below [`SLOW_RATE`](crate::state::SLOW_RATE).
     Slow,

@@ -35,9 +35,7 @@ const NAMED: usize = 5;
 /// What is to be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ask {
-    /// RAM of each.
     pub memory: Bytes,
-    /// How many.
     pub count: u32,
 }
 
@@ -46,13 +44,11 @@ pub struct Ask {
 pub struct Stock {
     /// Whether the host could be read.
     pub known: bool,
-    /// The host's state.
     pub state: Pressure,
     /// What there is under the tightest bound.
     pub capacity: Bytes,
     /// What of it is left.
     pub headroom: Bytes,
-    /// What the host keeps.
     pub reserve: Bytes,
     /// Promised to VMs that still start.
     pub promised: Bytes,
@@ -74,7 +70,6 @@ impl Stock {
 /// What a VM could give without harm.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spare {
-    /// Its name.
     pub name: String,
     /// Freed in the guest and still held: there in a second.
     pub free: Bytes,
@@ -88,13 +83,10 @@ pub struct Spare {
     pub price: f64,
 }
 
-/// The answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
-    /// Whether they fit.
     pub yes: bool,
-    /// In words.
     pub why: String,
     /// What they need, overhead included.
     pub need: Bytes,
@@ -110,13 +102,10 @@ pub struct Admission {
     pub worst_case: WorstCase,
 }
 
-/// At whose expense.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Gives {
-    /// Its name.
     pub name: String,
-    /// How much.
     pub bytes: Bytes,
     /// Of that, freed already.
     pub free: Bytes,
@@ -134,7 +123,6 @@ pub struct WorstCase {
     pub swap: Bytes,
     /// Whether nothing would be killed.
     pub survives: bool,
-    /// In words.
     pub why: String,
 }
 
@@ -286,7 +274,6 @@ pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
     vms.into_iter().take(NAMED).map(one).collect()
 }
 
-/// The rung in words.
 pub fn words(plan: &[LastResort]) -> String {
     match plan.first() {
         None => "nothing is refused".into(),

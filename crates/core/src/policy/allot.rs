@@ -123,7 +123,6 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     (was.max(g.soon() + margin) + hot).max(vm.floor).min(most)
 }
 
-/// One VM's part.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Part {
     /// The size that it is to have at least; what is beyond may be taken.

@@ -41,11 +41,9 @@ pub struct Wish {
     pub good: Bytes,
     /// All that it may have.
     pub all: Bytes,
-    /// Its weight.
     pub weight: f64,
 }
 
-/// What it gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Grant {
     /// The size to order now.

@@ -74,7 +74,6 @@ const HOLD_MS: (u64, u64) = (60_000, 3_600_000);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Candidates {
-    /// All of them.
     pub pages: u64,
     /// Of those, zeros.
     pub zeros: u64,
@@ -112,7 +111,6 @@ impl Candidates {
         self.saves() > Bytes::ZERO && self.saves() >= floor.share(self.cost_s())
     }
 
-    /// Adds others.
     pub fn add(&mut self, other: &Candidates) {
         self.pages = self.pages.saturating_add(other.pages);
         self.zeros = self.zeros.saturating_add(other.zeros);
@@ -120,7 +118,6 @@ impl Candidates {
     }
 }
 
-/// What the operator decided.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Settings {
@@ -153,9 +150,7 @@ impl Settings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Facts {
-    /// When.
     pub at: Stamp,
-    /// The host's state.
     pub state: Pressure,
     /// What the last plan made mergeable, as the scanner saw it.
     pub planned: Candidates,
@@ -165,7 +160,6 @@ pub struct Facts {
     pub cpu_ms: u64,
     /// Pages it looked at; `None` before Linux 6.12.
     pub scanned: Option<u64>,
-    /// Full scans.
     pub scans: u64,
     /// Pages saved: `pages_sharing` and zero pages.
     pub saved: u64,
@@ -175,7 +169,6 @@ pub struct Facts {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Memory {
-    /// The burst that runs.
     pub burst: Option<Burst>,
     /// The plan whose burst ended last.
     pub done: u64,
@@ -188,9 +181,7 @@ pub struct Memory {
 /// A burst of `ksmd`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Burst {
-    /// For this plan.
     pub plan: u64,
-    /// Facts when it began.
     pub began: Facts,
     /// Facts when it was judged last; `None`: not all was seen twice yet.
     pub judged: Option<Facts>,
@@ -222,7 +213,6 @@ impl Burst {
         facts.cpu_ms.saturating_sub(self.began.cpu_ms) as f64 / 1000.0
     }
 
-    /// Takes in a tick.
     fn look(&mut self, facts: &Facts) {
         self.least = self.least.min(facts.saved);
         let (last, each) = self.last;
@@ -242,7 +232,6 @@ impl Burst {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
-    /// Work, at this speed.
     Run {
         /// `pages_to_scan`.
         batch: u64,
@@ -255,14 +244,10 @@ pub enum Order {
         /// Until so many full scans since boot are done, then rest and look again.
         #[serde(default = "for_ever")]
         scans: u64,
-        /// Why.
         why: String,
     },
     /// Keep what is merged, and look at nothing.
-    Rest {
-        /// Why.
-        why: String,
-    },
+    Rest { why: String },
 }
 
 fn for_ever() -> u64 {
@@ -279,7 +264,6 @@ fn worth(state: Pressure) -> f64 {
     }
 }
 
-/// Decides a tick.
 pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order {
     let floor = settings.floor.share(1.0 / worth(facts.state));
     let cores = settings.share(facts.state);

@@ -38,7 +38,6 @@ const HEADROOM_S: f64 = 1.0;
 /// half a microsecond each.
 const TOUCH_US: u32 = 128;
 
-/// How each state recycles.
 struct Manner {
     /// What a guest takes back of whole blocks may cost it this share of a processor.
     loss: f64,

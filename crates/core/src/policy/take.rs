@@ -48,7 +48,6 @@ pub(super) struct Candidate {
     pub idle: Bytes,
     /// What of it is free memory.
     pub free: Bytes,
-    /// At most this now.
     pub most: Bytes,
     /// Less than this is not worth an order.
     pub least: Bytes,
@@ -65,7 +64,6 @@ pub(super) struct Candidate {
 /// What is to be collected.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Missing {
-    /// All of it.
     pub all: Bytes,
     /// The part of it for which page cache may be taken. Where it is zero, only free memory is.
     pub by_cache: Bytes,

@@ -49,7 +49,6 @@ const SCAN_RATE: f64 = 2e9;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MergeMemory {
-    /// The governor's.
     pub govern: super::Memory,
     /// When a scan was ordered last.
     pub scan: Option<Stamp>,
@@ -77,14 +76,12 @@ pub struct VmMerge {
     pub seen: Option<Seen>,
     /// It is out until then.
     pub storm_until: Option<Stamp>,
-    /// Storms so far.
     pub storms: u32,
 }
 
 /// A look at a VM's mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Seen {
-    /// When.
     pub at: Stamp,
     /// Merged, pages.
     pub merged: u64,

@@ -35,16 +35,13 @@ const BLOCK: u64 = WORDS as u64 * 64 * PAGE;
 pub struct Block {
     /// Address of its first page; a multiple of its size.
     pub start: u64,
-    /// Pages that were read.
     pub read: [u64; WORDS],
     /// Of those, with a duplicate in the group.
     pub duplicates: [u64; WORDS],
-    /// Zeros.
     pub zeros: [u64; WORDS],
 }
 
 impl Block {
-    /// How many of each.
     pub fn found(&self) -> Candidates {
         let count = |bits: &[u64; WORDS]| bits.iter().map(|w| u64::from(w.count_ones())).sum();
         Candidates {
