@@ -136,6 +136,18 @@ pub(super) struct Part {
     pub most: Option<Bytes>,
 }
 
+impl Part {
+    /// The smaller of each size.
+    pub(super) fn least(&self, other: &Part) -> Part {
+        Part {
+            keeps: self.keeps.min(other.keeps),
+            good: self.good.min(other.good),
+            soon: self.soon.min(other.soon),
+            most: self.most.into_iter().chain(other.most).min(),
+        }
+    }
+}
+
 /// What all are to have.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Allotment {
@@ -230,18 +242,18 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
     let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
-    let swap = host.limits.iter().map(|l| l.swap_left).min().unwrap_or_default();
+    let swap = host.swap_left();
     let (with_swap, without) = CACHE_PART;
     let swaps = swap >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let others = model.others();
+    let (others, lately) = (model.others(), memory.others_under(&host.bound));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
             more if more > 0.0 => least + (most - least) * more,
             less => least * (1.0 + less),
         };
-        keep_of(part) + (memory.others.peak(at, level.within_ms) - others)
+        keep_of(part) + (lately.map_or(others, |l| l.peak(at, level.within_ms)) - others)
     };
     let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.

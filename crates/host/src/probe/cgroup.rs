@@ -148,11 +148,16 @@ pub fn common_ancestor(paths: &[String]) -> Option<String> {
     Some(common.to_str()?.to_owned())
 }
 
+/// A cgroup and all above it, the innermost first.
+pub fn way_up(cgroup: &str) -> impl Iterator<Item = &Path> {
+    Path::new(cgroup).ancestors().take(MAX_DEPTH)
+}
+
 /// The cgroups that hold more than half of these, the outermost first: each holds the next.
 pub fn held_by_most(paths: &[String]) -> Vec<String> {
     let mut held: HashMap<&Path, usize> = HashMap::new();
     for path in paths {
-        for at in Path::new(path).ancestors().take(MAX_DEPTH) {
+        for at in way_up(path) {
             *held.entry(at).or_default() += 1;
         }
     }
@@ -194,7 +199,7 @@ pub fn tightest(
     cgroup: &str,
 ) -> Result<Option<(String, Bytes)>, ProbeError> {
     let mut tightest: Option<(String, Bytes)> = None;
-    for at in Path::new(cgroup).ancestors().take(MAX_DEPTH) {
+    for at in way_up(cgroup) {
         let Some(at) = at.to_str() else { continue };
         if let Some(limit) = read_limit(root, hierarchy, at)?
             && tightest.as_ref().is_none_or(|(_, t)| limit < *t)
@@ -220,6 +225,18 @@ pub fn read_limit(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Byt
     }
 }
 
+/// Whether a cgroup limits memory or swap.
+pub fn is_limited(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<bool, ProbeError> {
+    Ok(read_limit(root, h, cgroup)?.is_some() || limits_swap(root, h, cgroup)?)
+}
+
+/// Whether it limits swap. v1 has a limit of memory and swap together, which is never less than
+/// that of memory.
+fn limits_swap(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<bool, ProbeError> {
+    let (Version::V2, Some(dir)) = (h.version, h.directory(cgroup)) else { return Ok(false) };
+    Ok(root.parse(dir.join("memory.swap.max"), parse_limit)?.flatten().is_some())
+}
+
 /// Swap that a cgroup may still use by its own limit and by those above it; `None` where
 /// nothing limits it, or swap is not accounted.
 pub fn read_swap_left(
@@ -228,7 +245,7 @@ pub fn read_swap_left(
     cgroup: &str,
 ) -> Result<Option<Bytes>, ProbeError> {
     let mut least: Option<Bytes> = None;
-    for at in Path::new(cgroup).ancestors().take(MAX_DEPTH) {
+    for at in way_up(cgroup) {
         let Some(dir) = at.to_str().and_then(|at| h.directory(at)) else { continue };
         let room = |limit: &str, usage: &str| -> Result<Option<Bytes>, ProbeError> {
             let Some(limit) = root.parse(dir.join(limit), parse_limit)?.flatten() else {
@@ -262,7 +279,11 @@ pub fn parse_limit(text: &str) -> Result<Option<Bytes>, ParseError> {
 /// Reads the pool at a cgroup; `None` where it has no limit or is gone.
 pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool>, ProbeError> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
-    let Some(limit) = read_limit(root, h, cgroup)? else { return Ok(None) };
+    let limit = match read_limit(root, h, cgroup)? {
+        Some(limit) => limit,
+        None if limits_swap(root, h, cgroup)? => Pool::NO_LIMIT,
+        None => return Ok(None),
+    };
     let (usage, events) = match h.version {
         Version::V1 => ("memory.usage_in_bytes", "memory.oom_control"),
         Version::V2 => ("memory.current", "memory.events"),
@@ -272,6 +293,7 @@ pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool
     let stat = stat.unwrap_or_default();
     let mut pool = Pool {
         path: cgroup.to_owned(),
+        nodes: Vec::new(),
         limit,
         usage: Bytes(usage),
         file: stat.file,
@@ -391,6 +413,7 @@ mod tests {
         let pool = read_pool(&root, &h, &path).unwrap().unwrap();
         let expected = Pool {
             path: "/vms".into(),
+            nodes: Vec::new(),
             limit: Bytes(4096000),
             usage: Bytes(40960),
             file: Bytes(44),
