@@ -1,6 +1,7 @@
 //! One table of fields: each number that users see has its title, unit, help and metric
 //! kind here, once. It feeds the terminal's table and `/metrics`.
 
+use ebb_core::model::Limit;
 use ebb_core::plan::RungName;
 use ebb_core::sample::{Ksm, Link};
 use ebb_core::units::Bytes;
@@ -83,6 +84,18 @@ fn expected(s: &State, name: RungName) -> Option<f64> {
 fn came(s: &State, name: RungName) -> Option<f64> {
     rung(s, name).and_then(|r| bytes(r.came_total))
 }
+
+/// The numbers of each limit on memory.
+pub const LIMIT_FIELDS: &[Field<Limit>] = &[
+    field!("pressure", "", Plain, Gauge, "0 clear, 1 soft, 2 hard, 3 critical", |l| Some(
+        l.state as u8 as f64
+    )),
+    field!("capacity", "", Bytes, Gauge, "Memory under the limit", |l| bytes(l.capacity)),
+    field!("headroom", "", Bytes, Gauge, "What of it can be had without harm", |l| bytes(
+        l.headroom
+    )),
+    field!("vms", "", Plain, Gauge, "VMs below the limit", |l| Some(l.vms as f64)),
+];
 
 /// The host's numbers.
 pub const HOST_FIELDS: &[Field<State>] = &[

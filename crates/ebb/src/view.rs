@@ -12,7 +12,7 @@ mod decisions;
 mod of_tick;
 
 use ebb_core::config::MergeMode;
-use ebb_core::model::{Convergence, Pressure, Standing, Trust};
+use ebb_core::model::{Convergence, Limit, Pressure, Standing, Trust};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{
     AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool, RunState,
@@ -125,7 +125,7 @@ pub struct Host {
     pub state_s: u64,
     /// What made it, in words.
     pub why: String,
-    /// The tightest bound: `host` or a cgroup.
+    /// The tightest limit on memory: `host`, a cgroup or NUMA nodes.
     pub bound: String,
     /// Under that bound.
     pub capacity: Bytes,
@@ -156,6 +156,9 @@ pub struct Host {
     /// The VMs' cgroup.
     #[serde(deserialize_with = "lenient")]
     pub pool: Option<Pool>,
+    /// All limits that may be reached; the machine's first.
+    #[serde(deserialize_with = "lenient_list")]
+    pub limits: Vec<Limit>,
     /// KSM.
     #[serde(deserialize_with = "lenient")]
     pub ksm: Option<Ksm>,
@@ -276,6 +279,9 @@ pub struct Vm {
     pub shared: Option<SharedSocket>,
     /// Memory cgroup.
     pub cgroup: Option<String>,
+    /// Of the limits above it the one in the worst state.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bound: Option<String>,
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
     pub standing: Standing,
@@ -349,6 +355,7 @@ mod tests {
             tick.sample.problems.push(sample::Problem { vm: Some(vm), source, message });
             let mut state = State::new(&tick, &model, &engine.memory, Daemon::default());
             state.host.pool = Some(Pool::default());
+            state.vms[0].bound = Some("/a".into());
             state.host.ksm = Some(Ksm::default());
             state.host.merge = Some(Merge::default());
             state.host.warnings.push("w".into());

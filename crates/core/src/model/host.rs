@@ -82,14 +82,14 @@ pub struct HostModel {
 
 /// One limit on memory, understood.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Limit {
     /// `host`, the cgroup's path, or `node 0`.
     pub name: String,
     /// NUMA nodes; empty where it is none of theirs.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<u32>,
     /// All that there is.
-    #[serde(default)]
     pub capacity: Bytes,
     /// What can still be had without harm.
     pub headroom: Bytes,
@@ -98,31 +98,22 @@ pub struct Limit {
     /// Swap that may be used there, less a tenth, as the memory that using it frees.
     pub swap_left: Bytes,
     /// See [`HostModel::state`], and so on.
-    #[serde(default)]
     pub state: Pressure,
     /// What is missing.
-    #[serde(default)]
     pub shortage: Bytes,
     /// The state that it would be in for stalls alone.
-    #[serde(default)]
     pub stalled: Pressure,
     /// Tasks stall though it has plenty.
-    #[serde(default)]
     pub stalls_elsewhere: bool,
     /// How much tasks suffer.
-    #[serde(default)]
     pub urgency: f64,
     /// What VMs below it that have just started may still take.
-    #[serde(default)]
     pub promised: Bytes,
     /// Given lately to guests below it that have not touched it yet.
-    #[serde(default)]
     pub outstanding: Bytes,
     /// How many VMs are below it.
-    #[serde(default)]
     pub vms: usize,
     /// What made its state, for people.
-    #[serde(default)]
     pub why: String,
 }
 

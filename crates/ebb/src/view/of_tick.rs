@@ -36,7 +36,12 @@ impl State {
     pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
         let (samples, done) = (&tick.sample.vms, Done::of(tick));
         let both = model.vms.iter().zip(samples);
-        let vms: Vec<Vm> = both.map(|(m, s)| Vm::new(m, s, (tick, &done), memory)).collect();
+        let several = model.host.limits.len() > 1;
+        let one = |(m, s): (&VmModel, &VmSample)| Vm {
+            bound: model.limit_of(m).filter(|_| several).map(|l| l.name.clone()),
+            ..Vm::new(m, s, (tick, &done), memory)
+        };
+        let vms: Vec<Vm> = both.map(one).collect();
         State {
             wall_ms: tick.sample.wall_ms,
             tick: tick.number,
@@ -86,6 +91,7 @@ impl Host {
             psi_some: s.psi.map(|p| p.some.avg10),
             psi_full: s.psi.map(|p| p.full.avg10),
             pool: s.pool.clone(),
+            limits: h.limits.clone(),
             ksm: s.ksm,
             merge: Merge::new(tick, model),
             swaps: s.swaps.clone(),
@@ -140,6 +146,7 @@ impl Vm {
             deflate_on_oom: s.balloon.as_ref().and_then(|b| b.deflate_on_oom),
             shared: s.shared.clone(),
             cgroup: s.cgroup.clone(),
+            bound: None,
             standing: m.standing.clone(),
             hands_off: m.hands_off,
             distress: m.distress.clone(),
