@@ -1,7 +1,7 @@
 //! The memory cgroups of the VMs: each one's own, the pool whose limit is a bound for most of
 //! them, all others with a limit on the way up, and the deepest that holds them all, whose stalls
-//! are the VMs' own. Found with each scan, read with each sample; a read that fails leaves what was
-//! known.
+//! are the VMs' own. Beside them the NUMA nodes to which VMs are bound. Found with each scan, read
+//! with each sample; a read that fails leaves what was known.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::{Pool, Problem, Psi};
 
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
+use crate::probe::numa;
 use crate::probe::psi::parse_psi;
 use crate::root::{ProbeError, Root};
 use crate::vm::{Vm, problem};
@@ -29,6 +30,8 @@ pub(crate) struct Bounds {
     common: Option<String>,
     /// The other cgroups with a limit that a VM is below, the outermost first.
     others: Vec<String>,
+    /// The sets of NUMA nodes to which VMs are bound.
+    nodes: BTreeSet<Vec<u32>>,
     /// Pool and others as they were last read.
     last: HashMap<String, (Instant, Pool)>,
 }
@@ -67,6 +70,10 @@ impl Bounds {
         vms: impl Iterator<Item = &'a mut Vm>,
         problems: &mut Vec<Problem>,
     ) {
+        let mut vms: Vec<&mut Vm> = vms.collect();
+        if let Err(e) = self.find_nodes(root, &mut vms) {
+            problems.push(problem(None, "NUMA nodes".into(), e.to_string()));
+        }
         // One of a kind: what fails for one VM fails for all.
         let mut failed = |source: &str, e: ProbeError| {
             if problems.iter().all(|p| p.source != source) {
@@ -78,7 +85,7 @@ impl Bounds {
             Err(e) => failed("memory cgroups", e),
         }
         let Some(h) = &self.hierarchy else {
-            vms.for_each(|vm| vm.cgroup = None);
+            vms.into_iter().for_each(|vm| vm.cgroup = None);
             self.others.clear();
             return self.pool.clone_from(&self.configured);
         };
@@ -110,7 +117,27 @@ impl Bounds {
             self.others.truncate(MOST);
         }
         let Bounds { pool, others, last, .. } = self;
-        last.retain(|path, _| pool.as_ref() == Some(path) || others.contains(path));
+        last.retain(|path, (_, known)| {
+            pool.as_ref() == Some(path) || others.contains(path) || !known.nodes.is_empty()
+        });
+    }
+
+    /// An error, if there is one; a VM that it concerns is bound as it was.
+    fn find_nodes(&mut self, root: &Root, vms: &mut [&mut Vm]) -> Result<(), ProbeError> {
+        let nodes = numa::read_nodes(root)?;
+        let mut error = Ok(());
+        for vm in vms.iter_mut() {
+            match nodes.len() {
+                0 | 1 => vm.nodes.clear(),
+                _ => match numa::read_binding(root, vm.process.id.pid, &nodes) {
+                    Ok(bound) => vm.nodes = bound,
+                    Err(e) => error = Err(e),
+                },
+            }
+        }
+        let bound = vms.iter().map(|vm| &vm.nodes).filter(|nodes| !nodes.is_empty());
+        self.nodes = bound.cloned().collect();
+        error
     }
 
     /// An error, if there is one; what it concerns stays as it was.
@@ -164,14 +191,21 @@ impl Bounds {
 
     /// What is known of them now.
     pub fn sample(&mut self, root: &Root, now: Instant, problems: &mut Vec<Problem>) -> Bounded {
-        let pool = self.pool.clone().and_then(|path| self.read(root, now, &path, problems));
+        let h = self.hierarchy.clone();
+        let cgroup = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, path));
+        let pool = self.pool.clone();
+        let pool = pool.and_then(|path| self.known(now, &path, cgroup(&path), problems));
         if let (None, Some(path)) = (&pool, &self.configured) {
             let why = "no such memory cgroup, or it has no limit: only other limits count";
             problems.push(problem(None, path.clone(), why.into()));
         }
         let others = self.others.clone();
+        let others = others.iter().map(|path| (path.clone(), cgroup(path)));
+        let nodes = self.nodes.clone();
+        let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_bound(root, set)));
+        let others = others.chain(nodes);
         let others =
-            others.iter().filter_map(|path| self.read(root, now, path, problems)).collect();
+            others.filter_map(|(name, read)| self.known(now, &name, read, problems)).collect();
         let common = self.common.as_deref().filter(|common| *common != "/");
         let psi = match (common, &pool) {
             (Some(common), Some(pool)) if *common == pool.path => pool.psi,
@@ -181,14 +215,14 @@ impl Bounds {
         Bounded { pool, others, psi }
     }
 
-    fn read(
+    /// What was read, or is known of it still.
+    fn known(
         &mut self,
-        root: &Root,
         now: Instant,
         path: &str,
+        read: Result<Option<Pool>, ProbeError>,
         problems: &mut Vec<Problem>,
     ) -> Option<Pool> {
-        let read = self.hierarchy.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, path));
         match read {
             Ok(Some(pool)) => {
                 self.last.insert(path.to_owned(), (now, pool.clone()));

@@ -292,6 +292,37 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
 }
 
 #[test]
+fn nodes_that_vms_are_bound_to_are_limits() {
+    let machine = Machine::new();
+    let node = |n: u32, free: u32| {
+        let text = format!("Node {n} MemTotal: 500 kB\nNode {n} MemFree: {free} kB\n");
+        machine.write(&format!("sys/devices/system/node/node{n}/meminfo"), &text);
+    };
+    machine.write("sys/devices/system/node/has_memory", "0-1\n");
+    (node(0, 40), node(1, 400));
+    machine.write("proc/10/status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nMems_allowed_list:\t0\n");
+    machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
+    let switch = Switch::default();
+    let mut host = machine.host(switch.root(&machine));
+    let sample = host.sample();
+    let nodes = |sample: &Sample| VMS.map(|pid| vm(sample, pid).nodes.clone());
+    assert_eq!(nodes(&sample), [vec![0], vec![1], vec![]]);
+    let limits = [("node 0", 512_000, None), ("node 1", 512_000, None)];
+    assert_eq!(others(&sample), limits);
+    assert_eq!(sample.host.bounds[0].usage, Bytes::kib(460));
+    switch.set(|path| {
+        let fails = path.ends_with("numa_maps") || path.ends_with("node1/meminfo");
+        fails.then_some(Err(Errno::IO))
+    });
+    let sample = host.sample();
+    assert_eq!((nodes(&sample), others(&sample)), ([vec![0], vec![1], vec![]], limits.to_vec()));
+    switch.off();
+    machine.write("sys/devices/system/node/has_memory", "0\n");
+    let sample = host.sample();
+    assert_eq!((nodes(&sample), others(&sample)), ([vec![], vec![], vec![]], vec![]));
+}
+
+#[test]
 fn a_cgroup_that_cannot_be_read_is_what_it_was() {
     let (machine, switch) = (Machine::new(), Switch::default());
     let mut host = machine.host(switch.root(&machine));
