@@ -212,7 +212,7 @@ fn a_limit_that_holds_all_its_vms_may_take_changes_nothing() {
     };
     let alone = orders(Vec::new());
     assert!(alone.iter().any(|(plan, _)| !plan.actions.is_empty()));
-    let roomy = vec![limit("/a", 32.1, 0.0), limit("/b/1", 16.1, 0.0)];
+    let roomy = vec![limit("/a", 33.5, 0.0), limit("/b/1", 16.6, 0.0)];
     assert_eq!(orders(roomy), alone);
 }
 
@@ -226,5 +226,30 @@ fn ticks_under_several_limits_replay_to_the_same_plans() {
         let text = serde_json::to_string(&tick).unwrap();
         let (replayed, _) = again.replay(&serde_json::from_str(&text).unwrap());
         assert_eq!(replayed.plan, tick.plan);
+    }
+}
+
+/// Nearly all of both is resident, but that is their QEMUs' memory in part: 1 GiB may be reached.
+#[test]
+fn a_limit_that_guests_and_their_qemus_may_fill_counts() {
+    let guest = |resident| Guest {
+        ram: Bytes::mib(512),
+        actual: Bytes::mib(512),
+        target: Bytes::mib(512),
+        used: Bytes::mib(80),
+        wanted: Bytes::mib(80),
+        resident: Bytes::mib(resident),
+        ..Guest::new(1, 1).within("/t/a")
+    };
+    for (resident, limit_gib, names) in [
+        (465, 1.0, vec!["host", "/t/a"]),
+        (465, 2.0, vec!["host"]),
+        (20, 1.0, vec!["host", "/t/a"]),
+    ] {
+        let limits = vec![limit("/t/a", limit_gib, 0.0)];
+        let mut host = host(limits, vec![guest(resident), guest(resident)]);
+        let (_, model) = engine().step(&mut host);
+        let found: Vec<&str> = model.host.limits.iter().map(|l| l.name.as_str()).collect();
+        assert_eq!(found, names, "{resident} {limit_gib}");
     }
 }

@@ -122,6 +122,16 @@ impl Limit {
         self.headroom.fraction_of(self.reserve.max(Bytes(1)))
     }
 
+    /// Whether all that is below it is below the other one.
+    pub(crate) fn is_inside(&self, other: &Limit) -> bool {
+        match (&self.nodes[..], &other.nodes[..]) {
+            _ if other.is_host() => true,
+            ([], []) => is_in(&self.name, &other.name),
+            ([], _) | (_, []) => false,
+            (inner, outer) => inner.iter().all(|n| outer.contains(n)),
+        }
+    }
+
     /// Whether the machine itself is meant.
     pub fn is_host(&self) -> bool {
         self.name == HOST
@@ -134,6 +144,12 @@ pub(super) fn tightest<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Optio
     limits
         .into_iter()
         .min_by(|a, b| b.state.cmp(&a.state).then_with(|| a.ratio().total_cmp(&b.ratio())))
+}
+
+/// Whether a cgroup is this one, or below it.
+pub(super) fn is_in(cgroup: &str, this: &str) -> bool {
+    let rest = cgroup.strip_prefix(this.trim_end_matches('/'));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// What the machine is called among the limits.
@@ -154,7 +170,9 @@ pub fn default_reserve(capacity: Bytes) -> Bytes {
 const MARKS: [(Pressure, f64, f64); 3] =
     [(Pressure::Soft, 0.75, 1.0), (Pressure::Hard, 0.50, 0.65), (Pressure::Critical, 0.25, 0.40)];
 
-/// What a VMM itself may come to take beyond what it has.
+/// What a VMM may need beyond its guest's RAM, where more is not seen: so much and a share of RAM.
+const OVERHEAD: (Bytes, f64) = (Bytes::mib(128), 0.02);
+/// What it may come to take in any case.
 const OWN_GROWS: Bytes = Bytes::mib(16);
 
 /// Urgency sinks by this time constant, so that what it drives does not swing.
@@ -374,15 +392,18 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
 }
 
 /// What all below a limit may still take of it, at most: more need not be kept. Guests may fill
-/// their RAM; others may come to use twice what they use now. What is held beyond the limit, which
+/// their RAM, which is more than what is not resident: VMMs hold memory, too; others may come to use twice what they use now. What is held beyond the limit, which
 /// `memory.high` allows, has to go as well.
 fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
     if limit.vms == 0 {
         return Bytes(u64::MAX);
     }
     let below = || vms.iter().filter(|vm| vm.is_below(limit));
-    let guests = below().map(|vm| match (vm.ram, vm.guest_held()) {
-        (Some(ram), Some(held)) => (ram - held) + OWN_GROWS,
+    let guests = below().map(|vm| match (vm.ram, vm.resident) {
+        (Some(ram), Some(resident)) => {
+            let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
+            (ram + own - resident).max(OWN_GROWS)
+        }
         _ => limit.capacity,
     });
     let held: Bytes = below().filter_map(|vm| vm.resident).sum();

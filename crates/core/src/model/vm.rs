@@ -9,6 +9,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::guest::{Around, distress, trust};
+use super::host::is_in;
 use super::standing::{beyond_balloon, is_managed, left_alone, standing};
 use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge, zeros};
 use crate::config::{Config, LEAST_FLOOR};
@@ -186,8 +187,7 @@ impl VmModel {
         if !nodes.is_empty() {
             return !self.nodes.is_empty() && self.nodes.iter().all(|n| nodes.contains(n));
         }
-        let rest = self.cgroup.as_ref().and_then(|c| c.strip_prefix(cgroup.trim_end_matches('/')));
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        self.cgroup.as_ref().is_some_and(|own| is_in(own, cgroup))
     }
 
     /// What the host holds of its guest's memory, at most.

@@ -59,10 +59,7 @@ impl<'a> View<'a> {
     /// not. `amounts` are in the order of the limits.
     pub fn total(&self, amounts: &[Bytes]) -> Bytes {
         let limits = &self.model.host.limits;
-        let is_inside = |inner: usize, outer: usize| {
-            let (inner, outer) = (&limits[inner], &limits[outer]);
-            self.model.vms.iter().filter(|vm| vm.is_below(inner)).all(|vm| vm.is_below(outer))
-        };
+        let is_inside = |inner: usize, outer: usize| limits[inner].is_inside(&limits[outer]);
         let mut own: Vec<Bytes> = Vec::new();
         for (n, amount) in amounts.iter().enumerate() {
             let inside =
