@@ -253,3 +253,21 @@ fn a_limit_that_guests_and_their_qemus_may_fill_counts() {
         assert_eq!(found, names, "{resident} {limit_gib}");
     }
 }
+
+#[test]
+fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
+    let swap = |path: &str, left, gib| Pool { swap_left: left, ..limit(path, gib, 0.0) };
+    let none = Pool { limit: Pool::NO_LIMIT, ..swap("/t", Some(Bytes::mib(300)), 0.0) };
+    let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/b")];
+    let mut host = host(vec![none, swap("/t/a", Some(Bytes::mib(900)), 4.0)], guests);
+    let mut sample = host.read(&[]);
+    let memory = sample.host.memory.as_mut().unwrap();
+    (memory.swap_total, memory.swap_free) = (Bytes::gib(4), Bytes::gib(4));
+    let model = Model::new(&Config::default(), &sample, &Default::default());
+    let left = |name: &str| model.host.limits.iter().find(|l| l.name == name).map(|l| l.swap_left);
+    assert_eq!(left("/t/a"), Some(Bytes::mib(300)));
+    assert_eq!(left("/t"), None, "its memory has no limit");
+    assert!(left("host").unwrap() > Bytes::gib(3));
+    let vms: Vec<_> = model.vms.iter().map(|vm| vm.swap_left).collect();
+    assert_eq!(vms, [Some(Bytes::mib(300)); 2]);
+}

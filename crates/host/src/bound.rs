@@ -192,15 +192,17 @@ impl Bounds {
     /// What is known of them now.
     pub fn sample(&mut self, root: &Root, now: Instant, problems: &mut Vec<Problem>) -> Bounded {
         let h = self.hierarchy.clone();
-        let cgroup = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, path));
-        let pool = self.pool.clone();
-        let pool = pool.and_then(|path| self.known(now, &path, cgroup(&path), problems));
+        let pool = self.pool.clone().and_then(|path| {
+            let read = h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, &path));
+            self.known(now, &path, read, problems)
+        });
         if let (None, Some(path)) = (&pool, &self.configured) {
             let why = "no such memory cgroup, or it has no limit: only other limits count";
             problems.push(problem(None, path.clone(), why.into()));
         }
         let others = self.others.clone();
-        let others = others.iter().map(|path| (path.clone(), cgroup(path)));
+        let read = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_bound(root, h, path));
+        let others = others.iter().map(|path| (path.clone(), read(path)));
         let nodes = self.nodes.clone();
         let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_bound(root, set)));
         let others = others.chain(nodes);

@@ -372,13 +372,17 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         };
         bounds.push((below(limit), None));
     }
-    for p in sample.host.pool.iter().chain(&sample.host.bounds) {
+    let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
+    let swaps: Vec<(&str, Bytes)> =
+        limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
+    for p in limits() {
+        let above = swaps.iter().filter(|(path, _)| is_in(&p.path, path)).map(|(_, left)| *left);
         let limit = Limit {
             name: p.path.clone(),
             nodes: p.nodes.clone(),
             capacity: p.limit,
             headroom: ((p.limit - p.usage) + p.file.min(p.usage)).min(p.limit),
-            swap_left: swap_left.min(p.swap_left.unwrap_or(Bytes(u64::MAX))),
+            swap_left: above.fold(swap_left, Bytes::min),
             ..Limit::default()
         };
         let limit = below(limit);

@@ -184,8 +184,8 @@ pub struct Pool {
     pub anon: Bytes,
     /// Swap used by the subtree, where the kernel accounts it.
     pub swap: Option<Bytes>,
-    /// Swap that the subtree may still use by its own limit and those above it; `None`:
-    /// no limit, or not accounted.
+    /// Swap that the subtree may still use by its own limit, and of the pool by those above it;
+    /// `None`: no limit, or not accounted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub swap_left: Option<Bytes>,
     /// `oom_kill` events in the subtree.
