@@ -271,3 +271,29 @@ fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
     let vms: Vec<_> = model.vms.iter().map(|vm| vm.swap_left).collect();
     assert_eq!(vms, [Some(Bytes::mib(300)); 2]);
 }
+
+/// What a full limit does not let its VMs have, no other VM gives: the host has little left, too.
+#[test]
+fn nobody_is_squeezed_for_vms_that_an_inner_limit_holds_back() {
+    let hungry = |n: u32| Guest {
+        wanted: Bytes::gib(15),
+        ..Guest::new(16, 4).ballooned(9).within(&format!("/t/a/{n}"))
+    };
+    let beside = || Guest::new(16, 8).within("/t/b/1");
+    let mut host = Toy::new(56, 1, vec![hungry(1), hungry(2), beside(), beside()]);
+    host.limits = vec![limit("/t/a", 16.0, 0.0)];
+    let mut engine = engine();
+    engine.adopt(host.owed(), None);
+    run(&mut host, &mut engine, 60);
+    assert!(host.held(&host.limits[0]) <= host.limits[0].limit);
+    let beside: Vec<u64> = host.guests[2..].iter().map(|g| g.actual.0 >> 30).collect();
+    assert!(beside.iter().all(|gib| *gib >= 15), "{beside:?}");
+}
+
+#[test]
+fn a_limit_keeps_its_reserve_for_as_long_as_the_host_has_a_surplus() {
+    let (mut host, mut engine) = (tenants(), engine());
+    run(&mut host, &mut engine, 300);
+    let (held, limit) = (host.held(&host.limits[0]), host.limits[0].limit);
+    assert!(held < limit - Bytes::mib(600), "{held} of {limit}");
+}

@@ -299,7 +299,8 @@ fn nodes_that_vms_are_bound_to_are_limits() {
         machine.write(&format!("sys/devices/system/node/node{n}/meminfo"), &text);
     };
     machine.write("sys/devices/system/node/has_memory", "0-1\n");
-    (node(0, 40), node(1, 400));
+    node(0, 40);
+    node(1, 400);
     machine.write("proc/10/status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nMems_allowed_list:\t0\n");
     machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
     let switch = Switch::default();

@@ -387,8 +387,10 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         };
         let limit = below(limit);
         let most = may_grow(&limit, vms);
-        // One that holds all that those below it may take bounds nobody.
-        if limit.headroom < most {
+        // One that holds all that those below it may take bounds nobody. The pool is shown also
+        // where no VM is below it.
+        let counts = limit.vms > 0 || sample.host.pool.as_ref().is_some_and(|n| n.path == p.path);
+        if limit.headroom < most && counts {
             bounds.push((Limit { reserve: reserve(p.limit).min(most), ..limit }, p.psi));
         }
     }
