@@ -180,6 +180,8 @@ struct Claim<'a> {
     apart: Bytes,
     /// What it is to have in any case.
     least: Bytes,
+    /// More than this a limit inside of this one does not let it have.
+    most: Bytes,
     /// Nothing can be had of it.
     fixed: bool,
 }
@@ -188,7 +190,7 @@ impl Claim<'_> {
     /// The most that it needed within this time or will need in a moment, without a margin.
     fn needs(&self, at: Stamp, level: Level) -> Bytes {
         let peak = self.m.recent.peak(at, level.within_ms);
-        peak.max(self.g.soon()).max(self.least(level))
+        peak.max(self.g.soon()).min(self.most).max(self.least(level))
     }
 
     /// What it is to have in any case: of what it must have beyond its need the same share as
@@ -200,7 +202,7 @@ impl Claim<'_> {
 
     /// The size that it is to have.
     fn wants(&self, at: Stamp, level: Level) -> Bytes {
-        want(at, self.vm, self.g, self.m, level).max(self.least(level))
+        want(at, self.vm, self.g, self.m, level).min(self.most).max(self.least(level))
     }
 
     /// What the host will hold for it when it needs that, at the size that it has, beyond what the
@@ -225,8 +227,14 @@ impl Claim<'_> {
     }
 }
 
-/// Divides what the host has. `least`: what each VM is to have in any case.
-pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotment {
+/// Divides what the host has. `least`: what each VM is to have in any case; `most_of`: what a limit
+/// inside of this one lets it have.
+pub(super) fn allot(
+    model: &Model,
+    memory: &Memory,
+    least: &[Bytes],
+    most_of: &[Bytes],
+) -> Allotment {
     let none = VmMemory::default();
     let (at, host) = (model.at, &model.host);
     let claim = |index: usize| {
@@ -237,7 +245,8 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
         let m = memory.vm(vm.id).unwrap_or(&none);
         let apart = g.need - held;
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
-        Some(Claim { index, vm, g, m, held, apart, least: least[index], fixed })
+        let (least, most) = (least[index], most_of[index]);
+        Some(Claim { index, vm, g, m, held, apart, least, most, fixed })
     };
     let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();

@@ -36,23 +36,16 @@ impl<'a> View<'a> {
 
     /// Who is to have how much under each limit, in their order.
     pub fn allot(&mut self, memory: &Memory, least: &[Bytes]) -> Vec<Allotment> {
-        let ceilings: Vec<Bytes> = self.model.vms.iter().map(|vm| vm.ceiling).collect();
-        let mut all = Vec::new();
-        for limit in self.order.clone() {
-            let allotment = allot(self.under(limit), memory, least);
-            if self.order.len() > 1 {
-                let vms = self.model.to_mut().vms.iter_mut().zip(&allotment.parts);
-                for (vm, part) in vms.filter_map(|(vm, part)| Some((vm, part.as_ref()?))) {
-                    vm.ceiling = vm.ceiling.min(part.keeps.max(vm.floor));
-                }
+        let mut most = vec![Bytes(u64::MAX); least.len()];
+        let order = self.order.clone();
+        let one = |limit| {
+            let allotment = allot(self.under(limit), memory, least, &most);
+            for (most, part) in most.iter_mut().zip(&allotment.parts) {
+                *most = part.map_or(*most, |p| p.keeps.min(*most));
             }
-            all.push(allotment);
-        }
-        if self.order.len() > 1 {
-            let vms = self.model.to_mut().vms.iter_mut().zip(ceilings);
-            vms.for_each(|(vm, ceiling)| vm.ceiling = ceiling);
-        }
-        all
+            allotment
+        };
+        order.into_iter().map(one).collect()
     }
 
     /// Counts what several limits lack once: an outer one lacks only what those inside of it do
