@@ -8,6 +8,8 @@ CARGO ?= cargo
 BUILD := $(CARGO) build --release --quiet
 # Where what is installed was built.
 BUILT ?= target/release
+STATIC := x86_64-unknown-linux-gnu
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 SHARE = $(DESTDIR)/usr/share
 COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vendor_completions.d/ebb.fish
 # VM tests share one machine. Those of a guest's life that take minutes are left to
@@ -39,7 +41,7 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) 
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
 
-.PHONY: help setup demo demo-bursts test $(LANES) soak check bench report fuzz install deb deb-test clean
+.PHONY: help setup demo demo-bursts test $(LANES) soak check bench report fuzz install deb deb-test image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -141,6 +143,19 @@ target/.packager: Makefile
 	  echo "deb: installing $(PACKAGER)"; \
 	  $$( [ "$$(id -u)" = 0 ] || echo sudo ) apt-get install -y --no-install-recommends $(PACKAGER); }
 	@mkdir -p target && touch $@
+
+# Static, as the image holds nothing else.
+image: ## container image for Kubernetes, in target/image (buildah, as root)
+	@command -v buildah >/dev/null || { echo "image: installing buildah"; \
+	  apt-get install -y --no-install-recommends buildah; }
+	@RUSTFLAGS='-C target-feature=+crt-static' $(CARGO) build --release --quiet -p ebb \
+	  --target $(STATIC) --target-dir target/static
+	@mkdir -p target/image && strip -o target/image/ebb target/static/$(STATIC)/release/ebb
+	@buildah --storage-driver vfs build --isolation chroot --quiet --tag ebb:$(VERSION) \
+	  --file packaging/kubernetes/Containerfile target/image
+	@rm -f target/image/ebb-$(VERSION).tar
+	@buildah --storage-driver vfs push --quiet ebb:$(VERSION) docker-archive:target/image/ebb-$(VERSION).tar:ebb:$(VERSION)
+	@echo target/image/ebb-$(VERSION).tar
 
 clean: ## build products; what an interrupted lab run left
 	-@$(CARGO) lab clean

@@ -43,7 +43,6 @@ fuzz_target!(|data: &[u8]| {
         rest = after;
         match length % 4 {
             0 => asked.extend(agent.send(Command::Status { held: false })),
-            1 => asked.last().iter().for_each(|id| agent.forget(**id)),
             _ => {}
         }
         let _ = theirs.write_all(piece);

@@ -3,7 +3,7 @@
 #![no_main]
 
 use ebb_core::wire::abi::{
-    self, FACTS_BYTES, Facts, HEADER_BYTES, Header, Layout, MAP_PFNS, PAGE, RamRange,
+    self, FACTS_BYTES, Facts, HEADER_BYTES, Header, Layout, MAP_PFNS, PAGE,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -38,10 +38,10 @@ fuzz_target!(|data: &[u8]| {
     let Ok(header) = Header::parse(&bytes, GPA) else { return };
     assert!(header.order <= 10 && header.module_version.len() <= 24);
     let ram = match first >> 1 & 3 {
-        0 => vec![RamRange { start: 0, len: 64 << 20 }],
-        1 => vec![RamRange { start: 0, len: 3 << 30 }, RamRange { start: 4 << 30, len: 1 << 40 }],
-        2 => vec![RamRange { start: 0, len: 16 << 20 }, RamRange { start: 17 << 20, len: 4096 }],
-        _ => vec![RamRange { start: 0, len: u64::MAX & !0xfff }],
+        0 => vec![Range { start: 0, len: 64 << 20 }],
+        1 => vec![Range { start: 0, len: 3 << 30 }, Range { start: 4 << 30, len: 1 << 40 }],
+        2 => vec![Range { start: 0, len: 16 << 20 }, Range { start: 17 << 20, len: 4096 }],
+        _ => vec![Range { start: 0, len: u64::MAX & !0xfff }],
     };
     // Pages of extents: what is left of the input, by address.
     let rest = data.get(HEADER_BYTES..).unwrap_or_default();

@@ -15,7 +15,7 @@ fuzz_target!(|data: &[u8]| {
     let _ = qmp_balloon::parse_memory_size(&value);
     let _ = qmp_balloon::parse_find_balloon("/machine/peripheral", &value);
     for name in ["RESET", "BALLOON_CHANGE"] {
-        let event = Event { name: name.into(), data: value.clone(), at_us: None };
+        let event = Event { name: name.into(), data: value.clone() };
         let _ = qmp_balloon::parse_event(&event);
     }
     let ram = Bytes::mib(64);

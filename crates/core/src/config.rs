@@ -18,7 +18,6 @@ use crate::units::Bytes;
 pub use metadata::{Metadata, NAMESPACE, Overrides};
 pub use read::milliseconds;
 
-/// Everything that can be set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Config {
     /// Milliseconds between ticks while nothing is ballooned and nobody is short.
@@ -57,7 +56,6 @@ pub struct Config {
     /// hard or critical; `None`: where there is swap.
     #[serde(default)]
     pub offload: Option<bool>,
-    /// Merging of equal pages.
     #[serde(default)]
     pub merge: MergeConfig,
     /// What holds for VMs that have no section of their own.
@@ -83,11 +81,9 @@ pub enum SocketUse {
     Any,
 }
 
-/// A user of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum User {
-    /// By uid.
     Uid(u32),
     /// By name, as `/etc/passwd` has it.
     Name(String),
@@ -115,7 +111,6 @@ pub enum AgentUse {
     Off,
 }
 
-/// How far merging goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeMode {
@@ -124,18 +119,15 @@ pub enum MergeMode {
     Off,
     /// VMs' memory is scanned and what merging would bring is told.
     Report,
-    /// KSM is steered.
     On,
 }
 
 /// Merging, as the operator wants it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MergeConfig {
-    /// How far it goes.
     pub mode: MergeMode,
     /// The share group that is merged on this host; `None`: the only one there is.
     pub group: Option<String>,
-    /// Groups are merged together.
     pub across_groups: bool,
     /// Budget and least profit.
     pub settings: Settings,
@@ -166,7 +158,6 @@ impl Default for MergeConfig {
     }
 }
 
-/// Settings of one VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VmSettings {
     /// Whether Ebb may act on it at all.
@@ -188,7 +179,6 @@ pub struct VmSettings {
     /// Whether its zero pages may be freed, where that is done.
     #[serde(default = "yes")]
     pub zeros: bool,
-    /// What its agent may do.
     #[serde(default)]
     pub agent: AgentUse,
     /// The operator's word that no other process writes to RAM that QEMU shares.
@@ -210,7 +200,6 @@ pub struct VmSettings {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Identity {
-    /// The user that it runs as.
     pub user: Option<User>,
     /// Its `-uuid`, in small letters.
     pub uuid: Option<String>,
@@ -219,7 +208,6 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Nothing is asked for.
     pub fn is_empty(&self) -> bool {
         *self == Identity::default()
     }
@@ -357,7 +345,6 @@ pub fn by_uuid(uuid: &str) -> String {
 /// What is wrong with a configuration, where, and what is allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// The file.
     pub file: String,
     /// The line, counted from 1.
     pub line: Option<usize>,

@@ -11,7 +11,6 @@ const CLASSES: usize = 24;
 pub const QUANTILES: [(&str, f64); 4] =
     [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
 
-/// Counts of durations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram {
     /// Of the classes up to the last one that is not empty. Another's may be more.
@@ -37,12 +36,10 @@ impl Histogram {
         self.max_ns = self.max_ns.max(ns);
     }
 
-    /// How many were counted.
     pub fn count(&self) -> u64 {
         self.counts.iter().fold(0, |sum: u64, n| sum.saturating_add(*n))
     }
 
-    /// Nothing was counted.
     pub fn is_empty(&self) -> bool {
         self.count() == 0
     }

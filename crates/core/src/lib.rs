@@ -10,6 +10,7 @@ pub mod model;
 pub mod page_hash;
 pub mod plan;
 pub mod policy;
+pub mod range;
 pub mod sample;
 pub mod state;
 pub mod table;

@@ -18,7 +18,6 @@ pub const LINE: usize = 64;
 /// How many lines of a page stand for it at a first look.
 pub const LINES: usize = 4;
 
-/// The key of a scanner's hashes.
 #[derive(Clone)]
 pub struct Key {
     secret: [u8; SECRET],
@@ -68,12 +67,6 @@ impl Key {
             page.get(at..at + LINE).into_iter().for_each(|line| to.copy_from_slice(line));
         }
         self.of_lines(&bytes)
-    }
-
-    /// What is mixed into the hashes of a share group, so that pages of two groups
-    /// never look alike.
-    pub fn group(&self, name: &str) -> u128 {
-        xxh3_128_with_secret(name.as_bytes(), &self.secret)
     }
 
     /// A number that follows from two others and the key.
@@ -136,7 +129,6 @@ mod tests {
         let (a, b) = (key(1), key(2));
         let page = [7u8; PAGE as usize];
         assert_ne!(a.page(&page), b.page(&page));
-        assert_ne!(a.group("x"), a.group("y"));
         assert_eq!(format!("{a:?}"), "Key(secret)");
     }
 }

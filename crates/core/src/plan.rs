@@ -12,7 +12,6 @@ use crate::sample::VmId;
 use crate::units::Bytes;
 use crate::wire::Recycle;
 
-/// One tick's decisions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// What to do, gives before takes.
@@ -64,7 +63,6 @@ pub enum RungName {
 }
 
 impl RungName {
-    /// All, in order.
     pub const ALL: [RungName; 6] = [
         RungName::Recycle,
         RungName::Merge,
@@ -88,10 +86,8 @@ impl fmt::Display for RungName {
     }
 }
 
-/// One mechanism's part in a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// Which.
     pub name: RungName,
     /// What the host lacks before it.
     pub missing: Bytes,
@@ -104,22 +100,17 @@ pub struct Rung {
 /// Has cold memory of one VM paged out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OffloadOrder {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// At most so much.
     pub bytes: Bytes,
-    /// Why, for people.
     pub reason: String,
 }
 
 /// Scans one VM for zero pages and frees them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ZeroOrder {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// In so much of its memory, from where the last order ended.
     pub read: Bytes,
@@ -129,24 +120,19 @@ pub struct ZeroOrder {
     pub split: Option<u64>,
     /// So much may go to places in swap.
     pub swap: Bytes,
-    /// Why, for people.
     pub reason: String,
 }
 
 /// Has huge pages of one VM split of which a balloon took a part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PartialThpOrder {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// For so long at most, from where the last order ended.
     pub ms: u64,
-    /// Why, for people.
     pub reason: String,
 }
 
-/// What is done about equal pages.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergePlan {
     /// What `ksmd` is to do; `None`: KSM is not Ebb's.
@@ -165,20 +151,16 @@ pub struct MergePlan {
     /// Cores that a scan which is under way may use from now on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan_cores: Option<f64>,
-    /// How it stands, for people.
     pub why: String,
 }
 
 /// Lets KSM look at a VM's RAM, or takes it out, which breaks its merges.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MergeOrder {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// In, or out.
     pub open: bool,
-    /// Why, for people.
     pub reason: String,
 }
 
@@ -197,7 +179,6 @@ pub struct ScanOrder {
     pub threads: u32,
     /// Bytes a second that they may read.
     pub bytes_per_second: f64,
-    /// Why, for people.
     pub reason: String,
 }
 
@@ -218,9 +199,7 @@ pub struct MergeWish {
 /// What an operator could do in the worst case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LastResort {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// What the host would have of it.
     pub frees: Bytes,
@@ -228,18 +207,14 @@ pub struct LastResort {
     pub what: String,
 }
 
-/// Sets one VM's balloon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Action {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// The guest's size when this was decided.
     pub from: Bytes,
     /// The size it is to have: RAM less balloon.
     pub to: Bytes,
-    /// Why.
     pub reason: Reason,
 }
 
@@ -250,7 +225,6 @@ impl Action {
     }
 }
 
-/// Why a balloon is set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "rule")]
 pub enum Reason {
@@ -258,7 +232,6 @@ pub enum Reason {
     HostShort {
         /// The host's state, soft at least.
         state: crate::model::Pressure,
-        /// What the host lacks.
         shortage: Bytes,
         /// What guests in distress wait for.
         #[serde(default)]
@@ -270,17 +243,11 @@ pub enum Reason {
         limit: Option<String>,
     },
     /// The guest is short of memory.
-    GuestShort {
-        /// The signs.
-        signs: String,
-    },
+    GuestShort { signs: String },
     /// It has less than it needed a moment ago, and the host has it.
     Likely,
     /// It cannot be heard well: it has what it may need as far as the host has it.
-    Unseen {
-        /// Why.
-        why: String,
-    },
+    Unseen { why: String },
     /// The guest rebooted: a kernel that boots needs all it was promised.
     Rebooted,
     /// QEMU still shows the size from before a reboot; moving the balloon by one
@@ -360,34 +327,27 @@ impl Reclaim {
 /// Has one VM's agent give free pages back. It proves each page free itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RecycleOrder {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// How much and how finely; `None`: only look.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recycle: Option<Recycle>,
     /// Then remember which pages are free now, for the next time.
     pub mark: bool,
-    /// Why, for people.
     pub reason: String,
 }
 
 /// Why a VM is left as it is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Held {
-    /// Whom it concerns.
     pub vm: VmId,
-    /// Its name.
     pub name: String,
-    /// Why, for people.
     pub why: String,
 }
 
 /// What became of an [`Action`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Whom it concerned.
     pub vm: VmId,
     /// `None`: QEMU took the order (the guest follows in its own time).
     pub error: Option<String>,

@@ -30,14 +30,12 @@ pub use self::vm::{
 };
 use crate::units::Stamp;
 
-/// Everything read in one tick.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// When reading began.
     pub at: Stamp,
     /// The same moment as milliseconds since 1970, for people.
     pub wall_ms: u64,
-    /// The host.
     pub host: HostSample,
     /// The VMs, sorted by [`VmSample::id`]; ids are unique.
     pub vms: Vec<VmSample>,
@@ -57,6 +55,5 @@ pub struct Problem {
     pub vm: Option<VmId>,
     /// The file, socket or command, e.g. `/proc/meminfo` or `qmp query-balloon`.
     pub source: String,
-    /// What is wrong and what to do.
     pub message: String,
 }

@@ -46,20 +46,14 @@ use crate::units::{Bytes, Stamp};
 /// second, and only while something is reclaimed.
 const NOTIFIED_LIFE_MS: u64 = 2_000;
 
-/// All that is remembered.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// When the last tick was.
     pub at: Option<Stamp>,
-    /// The host's state then.
     pub state: Pressure,
     /// Since when it is in that state.
     pub state_since: Stamp,
-    /// The host's counters then.
     pub vmstat: Option<Vmstat>,
-    /// The VMs, sorted by id.
     pub vms: Vec<VmMemory>,
-    /// The host's urgency then.
     #[serde(default)]
     pub urgency: f64,
     /// What each rung of the ladder was expected to bring, and brought.
@@ -82,7 +76,6 @@ pub struct Memory {
     /// The last notification of cgroup v1, and the state it stands for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notified: Option<(Stamp, Pressure)>,
-    /// Merging.
     #[serde(default)]
     pub merge: MergeMemory,
 }
@@ -109,7 +102,6 @@ pub struct BoundMemory {
 /// the daemon's start. What came is a lower bound, like [`Returned`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tally {
-    /// Which.
     pub name: RungName,
     /// Sum of what plans expected.
     pub expected: Bytes,
@@ -129,7 +121,6 @@ pub struct Owned {
 }
 
 impl Owned {
-    /// Whether nothing is owed.
     pub fn is_empty(&self) -> bool {
         self.vms.is_empty() && self.marks.is_empty()
     }
@@ -138,9 +129,7 @@ impl Owned {
 /// One VM in [`Owned::marks`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnedMark {
-    /// Which process.
     pub id: VmId,
-    /// Its name, for people.
     pub name: String,
     /// Whether it was open to KSM before.
     pub open: bool,
@@ -149,9 +138,7 @@ pub struct OwnedMark {
 /// One VM in [`Owned`]: what of its balloon is Ebb's. See [`Ledger`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnedVm {
-    /// Which process.
     pub id: VmId,
-    /// Its name, for people.
     pub name: String,
     /// The QMP socket over which it was heard last: a configuration that cannot be read any
     /// more does not tell.
@@ -213,7 +200,6 @@ impl OwnedVm {
 }
 
 impl Memory {
-    /// What is remembered of this VM.
     pub fn vm(&self, id: VmId) -> Option<&VmMemory> {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
     }

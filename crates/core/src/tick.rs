@@ -8,10 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::{
-    Action, Limits, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Plan, Reclaim,
-    RecycleOrder, RungName, ZeroOrder,
-};
+use crate::plan::{Action, Limits, MergePlan, MergeWish, Outcome, Plan, Reclaim, RungName};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
 use crate::state::{Memory, Owned, VmMemory};
@@ -37,17 +34,10 @@ pub trait Host {
     }
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
-    /// Hands orders to the agents inside the VMMs. They prove each page free
-    /// themselves and tell what they did in later samples, so there is nothing to
-    /// wait for. Hosts without agents need not care.
-    fn recycle(&mut self, _orders: &[RecycleOrder]) {}
-    /// Has cold memory paged out, beside the loop; later samples tell what came of
-    /// it. Hosts without swap need not care.
-    fn offload(&mut self, _orders: &[OffloadOrder]) {}
-    /// Queues a scan that frees zero pages; it runs beside the loop.
-    fn zeros(&mut self, _orders: &[ZeroOrder]) {}
-    /// Has partially mapped huge pages split, beside the loop, likewise.
-    fn partial_thp(&mut self, _orders: &[PartialThpOrder]) {}
+    /// Starts what the plan has for agents, and page-out, zero pages and partially mapped huge
+    /// pages. It runs beside the loop, and later samples tell the result. Hosts that have none of
+    /// it need not care.
+    fn start(&mut self, _plan: &Plan) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
@@ -60,10 +50,8 @@ pub trait Host {
     fn wait(&mut self, next: &Next) -> Wake;
 }
 
-/// The next tick.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Next {
-    /// When.
     pub at: Stamp,
     /// The VMs that need not be asked at it, sorted: see [`Engine::next`].
     pub resting: Vec<VmId>,
@@ -76,10 +64,8 @@ impl Next {
     }
 }
 
-/// Why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// The time has come.
     Timer,
     /// Pressure rose or a VM told something: look now.
     Event,
@@ -92,19 +78,14 @@ pub enum Wake {
 pub struct Tick {
     /// Counted from the daemon's start.
     pub number: u64,
-    /// What was read.
     pub sample: Sample,
-    /// What the operator asked for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub requests: Vec<Reclaim>,
-    /// What the operator said of merging.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wishes: Vec<MergeWish>,
-    /// What was decided.
     pub plan: Plan,
     /// What became of it; empty in a dry run.
     pub outcomes: Vec<Outcome>,
-    /// Whether the plan was applied.
     pub applied: bool,
     /// Why takes were struck from the plan, if they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -139,19 +120,14 @@ fn only_gives(plan: &mut Plan) {
     }
 }
 
-/// What the operator asked for.
 type Said = (Vec<Reclaim>, Vec<MergeWish>);
 
-/// The loop's state.
 #[derive(Clone, Debug)]
 pub struct Engine {
-    /// Settings.
     pub config: Config,
-    /// What is remembered.
     pub memory: Memory,
     /// Decide, but change nothing.
     pub dry_run: bool,
-    /// Bounds on plans.
     pub limits: Limits,
     number: u64,
     written: Option<Owned>,
@@ -179,7 +155,6 @@ impl Engine {
         self.written = Some(owned);
     }
 
-    /// One tick on a host.
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read(&self.memory.owed_ids());
         let said = (host.requests(), host.wishes());
@@ -212,18 +187,7 @@ impl Engine {
             if plan.actions.len() > gives {
                 outcomes.extend(host.apply(&plan.actions[gives..]));
             }
-            if !plan.recycle.is_empty() {
-                host.recycle(&plan.recycle);
-            }
-            if !plan.offload.is_empty() {
-                host.offload(&plan.offload);
-            }
-            if !plan.zeros.is_empty() {
-                host.zeros(&plan.zeros);
-            }
-            if !plan.partial_thp.is_empty() {
-                host.partial_thp(&plan.partial_thp);
-            }
+            host.start(&plan);
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }
         let tick =
@@ -339,21 +303,6 @@ fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
         || vm.guest.is_some_and(|g| {
             g.available - g.short_mark > growth(vm, m).share(within_ms as f64 / 1000.0)
         })
-}
-
-/// Runs until the host says stop or the observer does. Returns the last model.
-pub fn run(
-    engine: &mut Engine,
-    host: &mut impl Host,
-    mut observe: impl FnMut(&Engine, &Tick, &Model) -> bool,
-) -> Model {
-    loop {
-        let (tick, model) = engine.step(host);
-        let go_on = observe(engine, &tick, &model);
-        if !go_on || host.wait(&engine.next(&model)) == Wake::Stop {
-            return model;
-        }
-    }
 }
 
 #[cfg(test)]

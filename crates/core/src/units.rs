@@ -55,7 +55,6 @@ impl Bytes {
         Bytes(self.0 & !((1 << 20) - 1))
     }
 
-    /// How far apart two sizes are.
     pub const fn abs_diff(self, other: Bytes) -> Bytes {
         Bytes(self.0.abs_diff(other.0))
     }

@@ -52,7 +52,6 @@ const RECORDS: usize = 4;
 /// A piece of the record's lines.
 const PIECE: usize = 128 << 10;
 
-/// A tick as the loop leaves it.
 pub struct Latest {
     tick: Tick,
     model: Arc<Model>,
@@ -77,7 +76,6 @@ impl Latest {
         Latest { tick, model, memory, daemon, warnings, state, stock, metrics }
     }
 
-    /// What users see of it.
     pub fn state(&self) -> Arc<State> {
         self.state.get_or_init(|| Arc::new(self.view())).clone()
     }
@@ -107,19 +105,15 @@ impl Latest {
     }
 }
 
-/// What the loop publishes.
 #[derive(Default)]
 pub struct Published {
-    /// The last tick; `None` before the first.
     pub latest: Option<Arc<Latest>>,
     /// The last decisions, oldest first.
     pub decisions: VecDeque<Arc<Decision>>,
-    /// The flight recorder.
     pub recorder: Recorder,
 }
 
 impl Published {
-    /// Adds decisions, drops the oldest.
     pub fn decided(&mut self, new: Vec<Decision>) {
         self.decisions.extend(new.into_iter().map(Arc::new));
         while self.decisions.len() > DECISIONS {
@@ -128,10 +122,8 @@ impl Published {
     }
 }
 
-/// Why there is no answer.
 type Refusal = (StatusCode, String);
 
-/// Shared between loop and server.
 #[derive(Clone, Default)]
 pub struct Shared(Arc<Mutex<Published>>);
 
@@ -233,7 +225,6 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
     Ok(())
 }
 
-/// The part that asks.
 fn asking(inbox: Inbox) -> Router {
     let looker = inbox.clone();
     let look = || async move {
@@ -373,7 +364,6 @@ fn record(shared: &Shared, readers: Arc<AtomicUsize>, headers: &HeaderMap) -> Re
     response
 }
 
-/// One that reads the record, counted.
 struct Reader {
     all: Arc<AtomicUsize>,
     others: usize,

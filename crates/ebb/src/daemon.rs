@@ -6,10 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, MergeMode};
-use ebb_core::plan::{
-    Action, MergePlan, MergeWish, OffloadOrder, Outcome, PartialThpOrder, Reclaim, RecycleOrder,
-    ZeroOrder,
-};
+use ebb_core::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
@@ -31,7 +28,6 @@ const KICK_AHEAD_MS: u64 = 40;
 /// Events do not make ticks follow one another faster than this.
 const LEAST_TICK_MS: u64 = 150;
 
-/// The machine, for the loop.
 pub struct Daemon {
     host: LinuxHost,
     state: Option<StateFile>,
@@ -55,7 +51,6 @@ pub struct Inbox {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandsOffWish {
-    /// Its name.
     pub vm: String,
     /// For so long, ms; 0: no longer.
     pub ms: u64,
@@ -169,7 +164,6 @@ impl Daemon {
         })
     }
 
-    /// Where clients put requests.
     pub fn inbox(&self) -> Inbox {
         self.inbox.clone()
     }
@@ -204,9 +198,13 @@ impl Daemon {
         give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say, &mut note)
     }
 
-    /// Has QEMU ask the guests for statistics as often as before.
-    pub fn restore_intervals(&mut self) {
+    /// Leaves with the VMs only what is still owed: QEMU asks the guests for statistics as often as
+    /// before, and libvirt keeps no note.
+    pub fn leave(&mut self, owed: &[OwnedVm]) {
         self.host.restore_intervals();
+        if self.state.is_some() {
+            self.host.note_last(owed);
+        }
     }
 
     /// Puts KSM's knobs back, where they were taken.
@@ -267,10 +265,10 @@ impl Host for Daemon {
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
-        match &mut self.state {
-            Some(state) => state.write(owned).map_err(|e| format!("{e:#}")),
-            None => Err("no state file".into()),
-        }
+        let Some(state) = &mut self.state else { return Err("no state file".into()) };
+        state.write(owned).map_err(|e| format!("{e:#}"))?;
+        self.host.note_owed(&owned.vms);
+        Ok(())
     }
 
     fn remembers(&mut self) -> bool {
@@ -281,20 +279,8 @@ impl Host for Daemon {
         self.host.apply(actions)
     }
 
-    fn recycle(&mut self, orders: &[RecycleOrder]) {
-        self.host.recycle(orders);
-    }
-
-    fn offload(&mut self, orders: &[OffloadOrder]) {
-        self.host.offload(orders);
-    }
-
-    fn zeros(&mut self, orders: &[ZeroOrder]) {
-        self.host.zeros(orders);
-    }
-
-    fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
-        self.host.partial_thp(orders);
+    fn start(&mut self, plan: &Plan) {
+        self.host.start(plan);
     }
 
     fn merge(&mut self, plan: &MergePlan) {

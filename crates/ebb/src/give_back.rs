@@ -24,9 +24,7 @@ const NEAR: Bytes = Bytes::mib(1);
 /// What could not be given back, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
-    /// What stays owed.
     pub vm: OwnedVm,
-    /// For people.
     pub why: String,
 }
 
@@ -69,7 +67,6 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     }
 }
 
-/// One VM on its way.
 #[derive(Debug)]
 struct Debt {
     vm: OwnedVm,

@@ -8,7 +8,6 @@ use ebb_core::sample::AgentSample;
 use crate::fields::{Field, HOST_FIELDS, Kind, LIMIT_FIELDS, Unit, VM_FIELDS};
 use crate::view::State;
 
-/// The whole page.
 pub fn render(state: &State) -> String {
     let mut out = String::with_capacity(8192);
     for f in HOST_FIELDS {

@@ -34,7 +34,6 @@ const SETTLED_MS: u64 = 10_000;
 /// A request that is not heeded is told of this often: `ebb reclaim` repeats it.
 const UNHEEDED_MS: u64 = 30_000;
 
-/// Publishes, records and logs each tick.
 pub struct Observer {
     shared: Shared,
     config: Config,

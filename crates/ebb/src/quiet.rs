@@ -19,7 +19,6 @@ struct Said {
     words: Vec<String>,
 }
 
-/// Remembers what was said.
 #[derive(Default)]
 pub struct Quiet {
     said: HashMap<(Option<VmId>, String), Said>,

@@ -41,24 +41,19 @@ const FRAME_END: [u8; 3] = [1, 0, 0];
 const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// No line of a record is longer (10,000 VMs fit).
 const LINE_MOST: u64 = 32 << 20;
-/// The record format.
 const FORMAT: u32 = 1;
 
 /// Where a replay can start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Head {
-    /// Format number.
     pub ebb_record: u32,
-    /// The version that wrote it.
     pub version: String,
-    /// The settings.
     pub config: Config,
     /// What was remembered before the next tick.
     pub memory: Memory,
 }
 
 impl Head {
-    /// A head for this moment.
     pub fn new(config: &Config, memory: &Memory) -> Head {
         Head {
             ebb_record: FORMAT,
@@ -69,12 +64,9 @@ impl Head {
     }
 }
 
-/// A line of a record.
 #[derive(Clone, Debug)]
 pub enum Line {
-    /// A place to start.
     Head(Box<Head>),
-    /// A tick.
     Tick(Box<Tick>),
 }
 
@@ -85,12 +77,10 @@ impl Line {
     }
 }
 
-/// The ring.
 #[derive(Default)]
 pub struct Recorder {
     closed: VecDeque<Segment>,
     open: Option<Open>,
-    /// When the last tick was.
     last: Option<Stamp>,
 }
 
@@ -132,7 +122,6 @@ impl Recorder {
         self.open.as_ref().is_none_or(full)
     }
 
-    /// Starts a segment.
     pub fn head(&mut self, head: &Head) {
         // Writing to memory does not fail; if it did, that part would be missing.
         self.closed.extend(self.open.take().and_then(|o| o.close().ok()));
@@ -140,7 +129,6 @@ impl Recorder {
         self.drop_oldest();
     }
 
-    /// Adds a tick, as its [`line()`].
     pub fn tick(&mut self, at: Stamp, text: &[u8]) {
         let Some(open) = &mut self.open else { return };
         if open.frame.write_all(text).is_err() {
@@ -177,7 +165,6 @@ impl Recorder {
         first.zip(self.last).map_or(0, |(first, last)| last.since(first))
     }
 
-    /// All that it holds now.
     pub fn record(&mut self) -> Record {
         let mut record = Record { frames: Vec::new(), text: self.text() };
         record.frames.extend(self.closed.iter().map(|s| s.frame.clone()));
@@ -195,7 +182,6 @@ impl Recorder {
 pub struct Record {
     /// zstd frames.
     pub frames: Vec<Arc<[u8]>>,
-    /// The length of its lines.
     pub text: u64,
 }
 
@@ -205,7 +191,6 @@ impl Record {
         Decoder::with_buffer(Frames { frames: self.frames, at: (0, 0) })
     }
 
-    /// The frames as they are.
     pub fn packed(self) -> impl Read + Send {
         Frames { frames: self.frames, at: (0, 0) }
     }
@@ -246,7 +231,6 @@ impl BufRead for Frames {
     }
 }
 
-/// Whether a record is packed.
 pub fn is_packed(record: &[u8]) -> bool {
     record.starts_with(&MAGIC)
 }
@@ -259,7 +243,6 @@ pub fn unpack<'a>(mut input: impl BufRead + 'a) -> Result<Box<dyn BufRead + 'a>>
     Ok(Box::new(BufReader::with_capacity(1 << 17, Decoder::with_buffer(input)?)))
 }
 
-/// One line of a record.
 pub fn line<T: Serialize>(value: &T) -> Vec<u8> {
     let mut text = serde_json::to_vec(value).unwrap_or_default();
     text.push(b'\n');

@@ -54,11 +54,8 @@ impl Limits {
     }
 }
 
-/// What connections come from.
 pub trait Listener {
-    /// One of them.
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-    /// Waits for the next.
     async fn next(&self) -> io::Result<Self::Stream>;
 }
 
@@ -185,7 +182,6 @@ impl Moved {
     }
 }
 
-/// A stream that notes when something moves.
 struct Watched<S> {
     stream: S,
     moved: Moved,

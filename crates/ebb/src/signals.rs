@@ -15,7 +15,6 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 /// All that end the loop.
 pub const SIGNALS: [i32; 3] = [SIGTERM, SIGINT, SIGHUP];
 
-/// Which have come.
 #[derive(Clone, Debug)]
 pub struct Signals {
     stop: Arc<AtomicBool>,
@@ -38,12 +37,10 @@ impl Signals {
         Ok(signals)
     }
 
-    /// The daemon is to stop.
     pub fn stops(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// The daemon is to begin anew.
     pub fn reloads(&self) -> bool {
         self.reload.load(Ordering::SeqCst)
     }
@@ -53,7 +50,6 @@ impl Signals {
         self.reload.store(false, Ordering::SeqCst);
     }
 
-    /// One of them has come.
     pub fn any(&self) -> bool {
         self.stops() || self.reloads()
     }

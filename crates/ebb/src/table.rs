@@ -18,7 +18,6 @@ pub fn emit(text: &str) -> Result<()> {
     emit_all(&mut text.as_bytes())
 }
 
-/// Prints all that there is to read.
 pub fn emit_all(from: &mut dyn std::io::Read) -> Result<()> {
     let mut out = std::io::stdout();
     match std::io::copy(from, &mut out).and_then(|_| out.flush()) {
@@ -27,7 +26,6 @@ pub fn emit_all(from: &mut dyn std::io::Read) -> Result<()> {
     }
 }
 
-/// Prints a value as JSON.
 pub fn emit_json<T: Serialize>(value: &T) -> Result<()> {
     emit(&(serde_json::to_string_pretty(value)? + "\n"))
 }

@@ -5,25 +5,28 @@
 //! known is passed over, and a part that this version does not understand counts as not
 //! told ([`lenient`]).
 //!
-//! This file has the fields; how a tick fills them is in `of_tick`, what is said of
-//! decisions in `decisions`.
+//! This file has the fields of host and VM, each with how a tick fills it; the rest of that is in
+//! `of_tick`, what is said of decisions in `decisions`.
 
 mod decisions;
 mod of_tick;
 
 use ebb_core::config::MergeMode;
-use ebb_core::model::{Convergence, Limit, Pressure, Standing, Trust};
+use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{
-    AgentSample, HandsOff, Ksm, Link, MergeSample, OffloadSample, PartialThpSample, Pool, RunState,
-    ScanSample, SharedSocket, SwapArea, VmId, ZeroSample,
+    AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample, PartialThpSample,
+    Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample, ZeroSample,
 };
-use ebb_core::state::Returned;
+use ebb_core::state::{Memory, Returned, VmMemory};
+use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
+use self::decisions::Done;
 pub use self::decisions::{Decision, Order, decisions, guest_words, unheeded};
+use self::of_tick::{ladder, tier};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
@@ -41,7 +44,25 @@ pub fn lenient_list<'de, D: Deserializer<'de>, T: DeserializeOwned>(
     Ok(items.into_iter().filter_map(|v| serde_json::from_value(v).ok()).collect())
 }
 
-/// Everything that is known now.
+/// A struct whose fields have beside them how they are filled.
+macro_rules! view {
+    ($name:ident($($from:ident: $of:ty),*): $(
+        $(#[$meta:meta])* $field:ident: $type:ty = $value:expr;
+    )*) => {
+        #[derive(Clone, Debug, Default, Serialize, Deserialize)]
+        #[serde(default)]
+        pub struct $name {
+            $($(#[$meta])* pub $field: $type,)*
+        }
+
+        impl $name {
+            fn new($($from: $of),*) -> $name {
+                $name { $($field: $value,)* }
+            }
+        }
+    };
+}
+
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct State {
@@ -49,31 +70,22 @@ pub struct State {
     pub wall_ms: u64,
     /// Ticks since the daemon's start.
     pub tick: u64,
-    /// The daemon.
     pub daemon: Daemon,
-    /// The host.
     pub host: Host,
-    /// The VMs.
     pub vms: Vec<Vm>,
-    /// What could not be read.
     pub problems: Vec<Problem>,
 }
 
-/// The daemon itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Daemon {
-    /// Version.
     pub version: String,
-    /// Process id.
     pub pid: u32,
-    /// Seconds since its start.
     pub uptime_s: u64,
     /// It only says what it would do.
     pub dry_run: bool,
     /// CPU used since its start, seconds.
     pub cpu_s: f64,
-    /// Its own resident memory.
     pub resident: Bytes,
     /// How long the last tick took, from reading to the last outcome.
     pub tick_ms: f64,
@@ -81,7 +93,6 @@ pub struct Daemon {
     pub orders: u64,
     /// Orders that QEMU refused or did not answer.
     pub orders_failed: u64,
-    /// The Unix socket of the interface.
     pub socket: String,
     /// How far the flight recorder reaches back, seconds.
     pub record_s: f64,
@@ -96,12 +107,10 @@ pub struct Problem {
     /// The VM's name, where it is about one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// The VM's process.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     pub vm: Option<VmId>,
     /// The file, socket or command.
     pub source: String,
-    /// What is wrong and what to do.
     pub message: String,
 }
 
@@ -114,86 +123,73 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// The host.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Host {
-    /// Its state.
+view! { Host(
+    h: &HostModel, s: &HostSample, tick: &Tick, model: &Model, memory: &Memory, vms: &[Vm]
+):
     #[serde(deserialize_with = "lenient")]
-    pub state: Pressure,
-    /// Seconds in that state.
-    pub state_s: u64,
+    state: Pressure = h.state;
+    state_s: u64 = model.at.since(memory.state_since) / 1000;
     /// What made it, in words.
-    pub why: String,
+    why: String = h.why.clone();
     /// The tightest limit on memory: `host`, a cgroup or NUMA nodes.
-    pub bound: String,
+    bound: String = h.bound.clone();
     /// Under that bound.
-    pub capacity: Bytes,
+    capacity: Bytes = h.capacity;
     /// What can still be had without harm.
-    pub headroom: Bytes,
+    headroom: Bytes = h.headroom;
     /// What the host wants to keep.
-    pub reserve: Bytes,
+    reserve: Bytes = h.reserve;
     /// What is missing to it.
-    pub shortage: Bytes,
+    shortage: Bytes = h.shortage;
     /// `MemTotal`, `MemFree`, `MemAvailable`.
-    pub total: Option<Bytes>,
+    total: Option<Bytes> = s.memory.map(|m| m.total);
     /// `MemFree`.
-    pub free: Option<Bytes>,
+    free: Option<Bytes> = s.memory.map(|m| m.free);
     /// `MemAvailable`.
-    pub available: Option<Bytes>,
-    /// Swap in use.
-    pub swap_used: Option<Bytes>,
-    /// Swap there is.
-    pub swap_total: Option<Bytes>,
-    /// Pages swapped in a second.
-    pub swap_in_rate: f64,
-    /// Pages swapped out a second.
-    pub swap_out_rate: f64,
+    available: Option<Bytes> = s.memory.map(|m| m.available);
+    swap_used: Option<Bytes> = s.memory.map(|m| m.swap_total - m.swap_free);
+    swap_total: Option<Bytes> = s.memory.map(|m| m.swap_total);
+    swap_in_rate: f64 = h.swap_in_rate;
+    swap_out_rate: f64 = h.swap_out_rate;
     /// PSI `some`, 10 s average, percent.
-    pub psi_some: Option<f64>,
+    psi_some: Option<f64> = s.psi.map(|p| p.some.avg10);
     /// PSI `full`, 10 s average, percent.
-    pub psi_full: Option<f64>,
-    /// The VMs' cgroup.
+    psi_full: Option<f64> = s.psi.map(|p| p.full.avg10);
     #[serde(deserialize_with = "lenient")]
-    pub pool: Option<Pool>,
+    pool: Option<Pool> = s.pool.clone();
     /// All limits that may be reached; the machine's first.
     #[serde(deserialize_with = "lenient_list")]
-    pub limits: Vec<Limit>,
-    /// KSM.
+    limits: Vec<Limit> = h.limits.clone();
     #[serde(deserialize_with = "lenient")]
-    pub ksm: Option<Ksm>,
+    ksm: Option<Ksm> = s.ksm;
     /// What is done about merging; absent where it is off.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub merge: Option<Merge>,
-    /// Swap areas.
+    merge: Option<Merge> = Merge::new(tick, model);
     #[serde(deserialize_with = "lenient_list")]
-    pub swaps: Vec<SwapArea>,
+    swaps: Vec<SwapArea> = s.swaps.clone();
     /// Sum of what the VMs have been promised.
-    pub promised: Bytes,
+    promised: Bytes = vms.iter().filter_map(|v| v.ram).sum();
     /// Sum of what they hold.
-    pub resident: Bytes,
+    resident: Bytes = vms.iter().filter_map(|v| v.resident).sum();
     /// How much tasks suffer, 0 to 1.
-    pub urgency: f64,
+    urgency: f64 = h.urgency;
     /// What VMs that have just started may still take.
-    pub starting: Bytes,
+    starting: Bytes = h.promised;
     /// What in the configuration cannot work out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub warnings: Vec<String>,
+    warnings: Vec<String> = h.warnings.clone();
     /// The ladder: what each mechanism is to bring, and has brought so far.
     #[serde(deserialize_with = "lenient_list")]
-    pub ladder: Vec<Rung>,
+    ladder: Vec<Rung> = ladder(tick, memory);
 }
 
-/// Merging.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Merge {
-    /// How far it goes.
     #[serde(deserialize_with = "lenient")]
     pub mode: MergeMode,
     /// What is done now, and why.
     pub why: String,
-    /// The scanner.
     #[serde(deserialize_with = "lenient")]
     pub scan: ScanSample,
     /// What merging would still save of the VMs that were scanned.
@@ -207,10 +203,8 @@ pub fn merge_words(why: &str) -> String {
     why.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-/// One mechanism.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rung {
-    /// Which.
     pub name: RungName,
     /// What the host lacked before it.
     #[serde(default)]
@@ -224,109 +218,90 @@ pub struct Rung {
     /// What was seen to come, a lower bound.
     #[serde(default)]
     pub came_total: Bytes,
-    /// How, or why not.
     #[serde(default)]
     pub why: String,
 }
 
-/// One VM.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Vm {
-    /// Name.
-    pub name: String,
-    /// Process id.
-    pub pid: u32,
+view! { Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&VmMemory>):
+    name: String = m.name.clone();
+    pid: u32 = m.id.pid;
     /// What Ebb can do for it: `none`, `stock`, `agent` or `guest`.
-    pub tier: String,
-    /// The agent inside the VMM.
+    tier: String = tier(s).into();
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub agent: Option<AgentSample>,
-    /// QMP.
+    agent: Option<AgentSample> = s.agent.clone();
     #[serde(deserialize_with = "lenient")]
-    pub link: Link,
-    /// QEMU's run state.
+    link: Link = s.link.clone();
     #[serde(deserialize_with = "lenient")]
-    pub run: Option<RunState>,
-    /// RAM it was given.
-    pub ram: Option<Bytes>,
+    run: Option<RunState> = s.run.clone();
+    ram: Option<Bytes> = m.ram;
     /// RAM less balloon.
-    pub actual: Option<Bytes>,
+    actual: Option<Bytes> = m.actual;
     /// The order under way, if any.
-    pub target: Option<Bytes>,
-    /// Never asked below this.
-    pub floor: Bytes,
-    /// Never given more.
-    pub ceiling: Bytes,
+    target: Option<Bytes> = remembered.and_then(|r| r.order).map(|o| o.to);
+    floor: Bytes = m.floor;
+    ceiling: Bytes = m.ceiling;
     /// What the balloon holds of what it is owed.
-    pub ballooned: Bytes,
-    /// Resident on the host.
-    pub resident: Option<Bytes>,
+    ballooned: Bytes = m.owed;
+    resident: Option<Bytes> = m.resident;
     /// In the host's swap.
-    pub swap: Option<Bytes>,
+    swap: Option<Bytes> = m.swap;
     /// Available in the guest, as it says.
-    pub available: Option<Bytes>,
+    available: Option<Bytes> = m.guest.map(|g| g.available);
     /// What it cannot do without.
-    pub need: Option<Bytes>,
-    /// How old its numbers are.
-    pub stats_age_ms: Option<u64>,
-    /// Free page reporting.
-    pub reporting: Option<bool>,
+    need: Option<Bytes> = m.guest.map(|g| g.need);
+    stats_age_ms: Option<u64> = s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms);
+    reporting: Option<bool> = s.balloon.as_ref().and_then(|b| b.reporting);
     /// The guest's driver may free balloon pages before its OOM killer runs.
-    pub deflate_on_oom: Option<bool>,
+    deflate_on_oom: Option<bool> = s.balloon.as_ref().and_then(|b| b.deflate_on_oom);
     /// Its QMP socket, where it is shared with other programs.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub shared: Option<SharedSocket>,
-    /// Memory cgroup.
-    pub cgroup: Option<String>,
-    /// Of the limits above it the one in the worst state.
+    shared: Option<SharedSocket> = s.shared.clone();
+    cgroup: Option<String> = s.cgroup.clone();
+    /// Of several limits above it the one in the worst state.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub bound: Option<String>,
+    bound: Option<String> = None;
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
-    pub standing: Standing,
+    standing: Standing = m.standing.clone();
     /// It is left alone at the operator's word.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub hands_off: Option<HandsOff>,
-    /// Signs that it is short.
-    pub distress: String,
+    hands_off: Option<HandsOff> = m.hands_off;
+    distress: String = m.distress.clone();
     /// What was decided last, and why.
-    pub verdict: String,
+    verdict: String = done.verdict(m.id);
     /// How often slack was doubled because recycled memory came back.
-    pub recycle_backoff: u32,
+    recycle_backoff: u32 = remembered.map_or(0, |r| r.recycle.backoff);
     /// What came back from it, by mechanism.
     #[serde(deserialize_with = "lenient")]
-    pub returned: Returned,
-    /// Share group.
-    pub group: String,
+    returned: Returned = remembered.map(|r| r.returned).unwrap_or_default();
+    group: String = m.group.clone();
     /// Which of its settings come from its domain's metadata, in words; empty: none.
     #[serde(skip_serializing_if = "String::is_empty")]
-    pub by_metadata: String,
+    by_metadata: String = m.by_metadata.clone();
     /// Need and the page cache that it reads again and again.
-    pub working_set: Option<Bytes>,
+    working_set: Option<Bytes> = m.guest.map(|g| g.working_set);
     /// What it could do without.
-    pub idle: Option<Bytes>,
+    idle: Option<Bytes> = m.guest.map(|g| g.idle);
     /// How far its guest's word is believed.
     #[serde(deserialize_with = "lenient")]
-    pub trust: Trust,
+    trust: Trust = m.trust.clone();
     /// How far it is with its last order.
     #[serde(deserialize_with = "lenient")]
-    pub convergence: Convergence,
+    convergence: Convergence = m.convergence;
     /// What was paged out of it on order.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub offload: Option<OffloadSample>,
+    offload: Option<OffloadSample> = s.offload.clone();
     /// Its huge pages that a balloon left partially mapped and that were split.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub partial_thp: Option<PartialThpSample>,
+    partial_thp: Option<PartialThpSample> = s.partial_thp.clone();
     /// Its zero pages that were freed.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub zeros: Option<ZeroSample>,
+    zeros: Option<ZeroSample> = s.zeros.clone();
     /// Why they are not; empty where they may be, or nobody wants it.
     #[serde(skip_serializing_if = "String::is_empty")]
-    pub zeros_stay: String,
-    /// Its part in merging.
+    zeros_stay: String = tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default();
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub merge: Option<MergeSample>,
+    merge: Option<MergeSample> = s.merge.clone();
 }
 
 #[cfg(test)]

@@ -1,16 +1,11 @@
 //! The daemon's end of the agent inside a VMM.
 //!
 //! [`Agent`] speaks [`wire`](ebb_core::wire) on a non-blocking Unix socket: one
-//! JSON object per line, answers in the order of the requests. Nothing blocks
-//! except [`Agent::request`], and that not past its timeout. A peer that breaks
-//! the protocol is dropped; everything that it can make us hold is bounded. Here is
-//! the transport; requests that wait are in `agent/requests.rs`.
-//!
-//! [`segments`] asks QEMU by QMP where it has the guest's RAM, which the agent
-//! has to be told.
+//! JSON object per line, answers in the order of the requests. Nothing blocks.
+//! A peer that breaks the protocol is dropped; everything that it can make us hold is
+//! bounded. Where QEMU has the guest's RAM, which the agent has to be told, is in `ram`.
 
 mod ram;
-mod requests;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IoSlice;
@@ -20,13 +15,10 @@ use std::path::{Path, PathBuf};
 
 use ebb_core::wire::{Answer, Command, Lines, Outcome, Refusal, Reply, Request};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType,
-};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-pub(crate) use self::ram::main_ram;
-pub use self::ram::{FlatRange, parse_gpa2hva, parse_mtree, segments};
+pub use self::ram::{FlatRange, main_ram, parse_gpa2hva, parse_mtree};
+use crate::qmp::connect_unix;
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -38,7 +30,6 @@ const MAX_OUTBOX: usize = 256 << 10;
 /// socket's path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
-    /// No such socket, or nobody listens.
     #[error("{0}: no agent there: the VM was started without libebb_vmm.so, or has ended")]
     None(String),
     /// EACCES, EPERM.
@@ -53,9 +44,6 @@ pub enum AgentError {
     /// Not our protocol; the connection is gone.
     #[error("{0}: not the agent's protocol: {1}; connection dropped")]
     Garbage(String, String),
-    /// No answer within so many milliseconds.
-    #[error("{0}: no answer within {1} ms")]
-    Timeout(String, u64),
     /// [`MAX_PENDING`] requests wait already.
     #[error("{0}: more than {MAX_PENDING} requests without an answer")]
     Full(String),
@@ -65,14 +53,14 @@ pub enum AgentError {
 }
 
 /// A connection to the agent of one VM.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Agent {
     path: PathBuf,
     socket: Option<OwnedFd>,
     failure: Option<AgentError>,
     next_id: u64,
-    /// Requests in order, and whether somebody still waits for the answer.
-    pending: VecDeque<(u64, bool)>,
+    /// Requests without an answer, in order.
+    pending: VecDeque<u64>,
     replies: BTreeMap<u64, Outcome>,
     lines: Lines,
     outbox: Vec<u8>,
@@ -90,22 +78,7 @@ impl Agent {
 
     /// Speaks on a socket that is connected already and does not block.
     pub fn over(socket: OwnedFd, path: PathBuf) -> Agent {
-        Agent {
-            path,
-            socket: Some(socket),
-            failure: None,
-            next_id: 1,
-            pending: VecDeque::new(),
-            replies: BTreeMap::new(),
-            lines: Lines::default(),
-            outbox: Vec::new(),
-            descriptor: None,
-        }
-    }
-
-    /// The socket's path.
-    pub fn path(&self) -> &Path {
-        &self.path
+        Agent { path, socket: Some(socket), next_id: 1, ..Agent::default() }
     }
 
     /// The process that listens (`SO_PEERCRED`): compare it with the VM's.
@@ -124,14 +97,13 @@ impl Agent {
         !self.outbox.is_empty()
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&AgentError> {
         self.failure.as_ref()
     }
 
-    /// Requests that somebody still waits for.
+    /// Requests without an answer.
     pub fn waiting(&self) -> usize {
-        self.pending.iter().filter(|p| p.1).count()
+        self.pending.len()
     }
 
     fn named(&self) -> String {
@@ -170,7 +142,7 @@ impl Agent {
         let id = self.next_id;
         self.next_id += 1;
         self.outbox.extend(Request { id, command }.line());
-        self.pending.push_back((id, true));
+        self.pending.push_back(id);
         Ok(id)
     }
 
@@ -180,12 +152,6 @@ impl Agent {
             Outcome::Ok(answer) => Some(Ok(answer)),
             Outcome::Error(refusal) => Some(Err(AgentError::Refused(self.named(), refusal))),
         }
-    }
-
-    /// Nobody waits for this answer any more.
-    pub fn forget(&mut self, id: u64) {
-        self.replies.remove(&id);
-        self.pending.iter_mut().filter(|p| p.0 == id).for_each(|p| p.1 = false);
     }
 
     /// All reading and writing that is possible without blocking.
@@ -215,10 +181,8 @@ impl Agent {
         for reply in replies.into_iter().chain(fed.err().map(Err)) {
             let error = match reply {
                 Ok(r) => match self.pending.front() {
-                    Some((id, wanted)) if *id == r.id => {
-                        if *wanted {
-                            self.replies.insert(r.id, r.outcome);
-                        }
+                    Some(id) if *id == r.id => {
+                        self.replies.insert(r.id, r.outcome);
                         self.pending.pop_front();
                         continue;
                     }
@@ -284,17 +248,12 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
 }
 
 fn open_socket(path: &Path) -> Result<OwnedFd, AgentError> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| io_error(path, "socket", e))?;
-    let address = SocketAddrUnix::new(path).map_err(|e| io_error(path, "address", e))?;
     let named = path.display().to_string();
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(socket),
-        Err(Errno::NOENT | Errno::CONNREFUSED) => Err(AgentError::None(named)),
-        Err(Errno::ACCESS | Errno::PERM) => Err(AgentError::Denied(named)),
-        Err(e) => Err(io_error(path, "connect", e)),
-    }
+    connect_unix(path).map_err(|e| match e {
+        Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
+        Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
+        e => io_error(path, "connect", e),
+    })
 }
 
 #[cfg(test)]
@@ -322,7 +281,22 @@ mod tests {
         (Agent::connect(path).unwrap(), thread)
     }
 
-    const SOON: Duration = Duration::from_secs(5);
+    fn answer(agent: &mut Agent, command: Command) -> Result<Answer, AgentError> {
+        let id = agent.send(command)?;
+        for _ in 0..5000 {
+            agent.pump();
+            if let Some(answer) = agent.take_reply(id) {
+                return answer;
+            }
+            if let Some(error) = agent.failure() {
+                return Err(error.clone());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        panic!("no answer within 5 s");
+    }
+
+    const STATUS: Command = Command::Status { held: false };
 
     #[test]
     fn answers_and_refusals_arrive() {
@@ -331,11 +305,12 @@ mod tests {
             "{\"id\":2,\"error\":{\"kind\":\"aside\",\"text\":\"vfio\"}}\n",
         ]);
         assert_eq!(agent.peer_pid(), Some(std::process::id()));
-        assert_eq!(agent.status(false, SOON).unwrap().free.unwrap().0, 8192);
-        let refused = agent.stand_down(SOON).unwrap_err();
+        let Answer::Status(status) = answer(&mut agent, STATUS).unwrap() else { panic!() };
+        assert_eq!(status.free.unwrap().0, 8192);
+        let refused = answer(&mut agent, Command::StandDown).unwrap_err();
         assert!(matches!(&refused, AgentError::Refused(_, r) if r.text == "vfio"), "{refused}");
         thread.join().unwrap();
-        assert!(matches!(agent.facts(SOON), Err(AgentError::Closed(_))));
+        assert!(matches!(answer(&mut agent, Command::Facts), Err(AgentError::Closed(_))));
     }
 
     #[test]
@@ -347,7 +322,7 @@ mod tests {
         ] {
             let answers: &'static [&'static str] = Box::leak(Box::new([bad]));
             let (mut agent, thread) = scripted(answers);
-            let error = agent.status(false, SOON).unwrap_err();
+            let error = answer(&mut agent, STATUS).unwrap_err();
             assert!(matches!(error, AgentError::Garbage(..)), "{bad}: {error}");
             thread.join().unwrap();
         }

@@ -40,16 +40,14 @@ const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// What is held of the free pages costs the agent 5–10 ns a page.
 const HELD_EVERY: Duration = Duration::from_secs(2);
 
-/// How far it has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
-    /// Said hello.
+    #[default]
     Hello,
     /// Introduced; RAM is to be handed over.
     Met,
     /// RAM was handed over; the answer is awaited.
     Attaching,
-    /// At work.
     Attached,
     /// Hands off while the VM migrates.
     Apart,
@@ -64,14 +62,12 @@ pub(crate) struct Terms {
     pub reports: bool,
     /// What the agent has opened to KSM before stays open.
     pub keep_open: bool,
-    /// It only looks.
     pub observe: bool,
     /// Windows longer than this, ms, have it stand aside; 0: none do.
     pub window_limit_ms: u64,
 }
 
-/// A VM's agent.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct AgentLink {
     path: PathBuf,
     pid: u32,
@@ -82,7 +78,6 @@ pub(crate) struct AgentLink {
     asked: Vec<(Ask, u64)>,
     waits_since: Option<Instant>,
     running: Option<bool>,
-    /// What it was handed RAM on.
     terms: Terms,
     wants_descriptor: bool,
     /// When QEMU last told all that can write to the RAM, and what of it forbade the agent
@@ -104,7 +99,6 @@ pub(crate) struct AgentLink {
     /// It can hash pages for a scan; and where it is asked to.
     hashes: bool,
     scanner: Option<Arc<HashLink>>,
-    /// What it was handed.
     segments: Vec<Segment>,
     /// What it was told to open to KSM since it was attached; `None`: what is open is
     /// not known.
@@ -128,39 +122,8 @@ enum Ask {
 }
 
 impl AgentLink {
-    /// Nothing is connected yet.
     pub fn new(path: PathBuf, pid: u32) -> AgentLink {
-        AgentLink {
-            path,
-            pid,
-            agent: None,
-            stage: Stage::Hello,
-            down: Link::Unknown,
-            retry_at: None,
-            asked: Vec::new(),
-            waits_since: None,
-            running: None,
-            terms: Terms::default(),
-            wants_descriptor: false,
-            known_at: None,
-            objections: Vec::new(),
-            firmware: Firmware::Unknown,
-            unclear: None,
-            aside_since: None,
-            mapped: None,
-            mapped_at: None,
-            held_at: None,
-            status: None,
-            facts: None,
-            advises: false,
-            hashes: false,
-            scanner: None,
-            segments: Vec::new(),
-            told: None,
-            open: None,
-            refused: None,
-            unsettled: Some(Instant::now()),
-        }
+        AgentLink { path, pid, unsettled: Some(Instant::now()), ..AgentLink::default() }
     }
 
     /// The connection, for `poll`.

@@ -4,7 +4,6 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// One look at a time.
 #[derive(Debug)]
 pub struct Beside<T>(Option<Receiver<T>>);
 

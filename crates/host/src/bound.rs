@@ -57,7 +57,6 @@ impl Bounds {
         self.hierarchy.as_ref()
     }
 
-    /// The pool's cgroup.
     pub fn pool(&self) -> Option<&str> {
         self.pool.as_deref()
     }

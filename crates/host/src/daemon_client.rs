@@ -10,47 +10,24 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-/// No answer is larger.
 const MOST: u64 = 256 << 20;
 /// For each read and write; an answer takes the daemon milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why there is no good answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
     #[error(
         "no daemon answers on {socket}: start it with `ebb run`, or name its socket with --socket: {error}"
     )]
-    NoDaemon {
-        /// Where.
-        socket: PathBuf,
-        /// What the system said.
-        error: std::io::Error,
-    },
+    NoDaemon { socket: PathBuf, error: std::io::Error },
     /// The connection broke, or the answer took too long.
     #[error("{path} on {socket}: the daemon broke its answer off, or took 10 s: {error}")]
-    CutOff {
-        /// Where.
-        socket: PathBuf,
-        /// What was asked.
-        path: String,
-        /// What the system said.
-        error: std::io::Error,
-    },
+    CutOff { socket: PathBuf, path: String, error: std::io::Error },
     /// Not what was asked for.
     #[error("{path} on {socket}: {why}")]
-    Answer {
-        /// Where.
-        socket: PathBuf,
-        /// What was asked.
-        path: String,
-        /// What it said instead.
-        why: String,
-    },
+    Answer { socket: PathBuf, path: String, why: String },
 }
 
-/// Whether a daemon answers there.
 pub fn is_up(socket: impl AsRef<Path>) -> bool {
     UnixStream::connect(socket).is_ok()
 }
@@ -73,7 +50,6 @@ pub fn post(socket: impl AsRef<Path>, path: &str, body: &str) -> Result<(), Clie
     ask(socket.as_ref(), &head, path, body).map(drop)
 }
 
-/// GETs and parses JSON.
 pub fn get_json<T: DeserializeOwned>(
     socket: impl AsRef<Path>,
     path: &str,

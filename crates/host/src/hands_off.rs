@@ -24,7 +24,6 @@ pub struct HandsOffs {
     unknown: Option<(Stamp, BTreeSet<VmId>)>,
 }
 
-/// The file's content.
 #[derive(Debug, Default, Deserialize, Serialize)]
 struct Written {
     until: Vec<(VmId, Stamp)>,

@@ -29,7 +29,6 @@ impl Intervals {
         self.was.is_empty()
     }
 
-    /// What it was.
     pub fn of(&self, vm: VmId) -> Option<u64> {
         self.was.get(&vm).copied()
     }

@@ -64,28 +64,20 @@ const BLOCK: &str = "\
     dmg bochs cloop parallels copy-on-read copy-before-write preallocate quorum nfs vvfat \
     snapshot-access backup-top";
 
-/// A question of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Look {
-    /// A folder of devices.
     Folder(usize),
-    /// Backends.
     Objects,
-    /// Network backends.
     Network,
-    /// Block drivers.
     Block,
     /// What a migration would do.
     Capabilities,
-    /// How it would.
     Parameters,
     /// A property of the machine.
     Machine(usize),
     /// The last bytes of its firmware.
     Firmware,
-    /// The memory tree.
     Tree,
-    /// Memory backends.
     Backends,
     /// In which order QEMU has its RAM.
     Order,
@@ -99,11 +91,9 @@ pub type Question = (Look, &'static str, Option<Value>);
 /// What a whole round says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
-    /// When the round began.
     pub begun: Instant,
     /// What forbids the agent to touch this VM, for people.
     pub objections: Vec<String>,
-    /// What starts the guest.
     pub firmware: Firmware,
     /// Where QEMU has its RAM.
     pub segments: Vec<Segment>,
@@ -117,7 +107,6 @@ impl Verdict {
     }
 }
 
-/// One VM's answers.
 #[derive(Debug, Default)]
 pub struct Inventory {
     begun: Option<Instant>,

@@ -27,7 +27,7 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 
 use crate::act::ksm_worker::KsmWorker;
-use crate::act::offload::Offloader;
+use crate::act::offload::{self, Offloader};
 use crate::act::partial_thp::{self, Splitter};
 use crate::act::zeros::{self, ZeroFinder};
 use crate::bound::Bounds;
@@ -115,12 +115,12 @@ impl LinuxHost {
             KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
         });
         let bound = vec![None; options.sockets.len()];
-        let libvirt = Libvirt::new(options.root.clone())?;
+        let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
             trigger: None,
             notifications: None,
             notified: None,
-            offloader: Offloader::new(options.root.clone()),
+            offloader: offload::offloader(options.root.clone()),
             splitter: partial_thp::splitter(options.root.clone()),
             zeros: options
                 .zeros
@@ -149,7 +149,6 @@ impl LinuxHost {
         })
     }
 
-    /// The host's monotonic clock.
     pub fn now() -> Stamp {
         let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         Stamp(t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000)
@@ -253,16 +252,12 @@ impl LinuxHost {
             psi: noted(problems, psi::MEMORY, psi::read_psi(root, psi::MEMORY)),
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
-            ksm: None,
-            scan: None,
             zeros: self.zeros.as_ref().map(|(ways, _)| *ways),
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
-            pool: None,
-            bounds: Vec::new(),
-            vms_psi: None,
             zswap: noted(problems, "zswap", swaps::read_zswap(root).map(Some)).unwrap_or_default(),
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
             touch_us,
+            ..HostSample::default()
         }
     }
 

@@ -58,12 +58,10 @@ impl MergeLink {
         self.error = Some(why);
     }
 
-    /// Whether an order is under way.
     pub fn is_busy(&self) -> bool {
         self.step.is_some()
     }
 
-    /// What was wrong with the last one.
     pub fn error(&self) -> Option<&String> {
         self.error.as_ref()
     }

@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 
-pub use self::message::{BadMessage, Event, Message, Version, parse_message};
+pub use self::message::{BadMessage, Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
 
@@ -32,8 +32,8 @@ pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
 const MOST_VISITS: usize = 32;
 
-/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`],
-/// [`Client::execute`] and [`Client::wait_event`], and those not past their timeout.
+/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`] and
+/// [`Client::execute`], and those not past their timeout.
 #[derive(Debug)]
 pub struct Client {
     path: PathBuf,
@@ -113,24 +113,16 @@ impl Client {
         Ok(client)
     }
 
-    /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How far the connection has come.
     pub fn state(&self) -> State {
         self.protocol.state()
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&QmpError> {
         self.protocol.failure()
-    }
-
-    /// QEMU's version, once greeted.
-    pub fn version(&self) -> Option<&Version> {
-        self.protocol.version()
     }
 
     /// When QEMU last said anything, or when the connection was made.
@@ -272,18 +264,6 @@ impl Client {
             self.protocol.forget(id);
             Err(self.timed_out(command, timeout))
         })
-    }
-
-    /// Waits for an event of this name (or takes one that is queued), at most
-    /// `timeout` long. Other events stay queued.
-    pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<Event, QmpError> {
-        let until = Instant::now() + timeout;
-        let result = self.wait(until, |p| p.has_event(&[name]));
-        if let Some(event) = self.protocol.take_event(name) {
-            return Ok(event);
-        }
-        result?;
-        Err(self.timed_out(name, timeout))
     }
 
     /// Pumps until `done` (true), `until` (false), or failure.

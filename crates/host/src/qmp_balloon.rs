@@ -30,7 +30,6 @@ const HUGE_PAGES: &str = "stat-htlb-pgalloc";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{command}: no {field} in the answer")]
 pub struct BadAnswer {
-    /// The command.
     pub command: &'static str,
     /// What is missing or of another type.
     pub field: &'static str,
@@ -270,7 +269,6 @@ mod tests {
         let event = |mib: u64| Event {
             name: "BALLOON_CHANGE".into(),
             data: json!({ "actual": mib << 20 }),
-            at_us: Default::default(),
         };
         let tells = |actual, last: Option<u64>, to: Option<u64>| {
             tells_more_than_ordered(&event(actual), last.map(Bytes::mib), to.map(Bytes::mib))

@@ -21,13 +21,11 @@ pub const MAX_FILE: u64 = 1 << 20;
 /// Room for most of them, so that one look and one at the end do.
 const USUAL: usize = 8 << 10;
 
-/// What a text was not.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {message}")]
 pub struct ParseError {
     /// Line number from 1; 0 where the text as a whole is meant.
     pub line: usize,
-    /// What is wrong with it.
     pub message: String,
 }
 
@@ -43,31 +41,16 @@ impl ParseError {
     }
 }
 
-/// A source that could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
-    /// The system refused.
     #[error("{path}: {error}{}", hint(.error))]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's answer.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     /// More than [`MAX_FILE`].
     #[error("{path}: longer than {MAX_FILE} bytes: this is not the kernel's file")]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-    },
+    TooLong { path: PathBuf },
     /// Not what the kernel documents.
     #[error("{path}: {error}: this kernel's format is unknown, please report it")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Where and what.
-        error: ParseError,
-    },
+    Parse { path: PathBuf, error: ParseError },
 }
 
 fn hint(error: &io::Error) -> &'static str {
@@ -88,7 +71,6 @@ impl ProbeError {
 /// What a read gives instead of what is there.
 #[derive(Debug)]
 pub enum Fault {
-    /// It fails.
     Error(io::Error),
     /// A file holds this, a link names it, a directory lists it line by line.
     Bytes(Vec<u8>),
@@ -229,7 +211,6 @@ impl Root {
         present(&path, read())
     }
 
-    /// What a symbolic link names.
     pub fn read_link(&self, absolute: impl AsRef<Path>) -> Result<Option<PathBuf>, ProbeError> {
         let path = self.path(absolute);
         let read = || match self.faulty(&path)? {

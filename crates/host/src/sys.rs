@@ -13,26 +13,7 @@ use std::time::{Duration, Instant};
 use libc::{c_long, c_ulong, iovec};
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 
-/// A run of bytes in a process: page-aligned address and length.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Range {
-    /// First address.
-    pub start: u64,
-    /// Bytes.
-    pub len: u64,
-}
-
-impl Range {
-    /// The address after the last.
-    pub fn end(&self) -> u64 {
-        self.start.saturating_add(self.len)
-    }
-
-    /// Whether this address is in it.
-    pub fn contains(&self, address: u64) -> bool {
-        self.start <= address && address < self.end()
-    }
-}
+pub use ebb_core::range::Range;
 
 /// Most ranges of one [`read_process`] (`UIO_MAXIOV`).
 pub const VECTOR_MAX: usize = 1024;

@@ -42,7 +42,6 @@ use crate::root::Root;
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
 
-/// A question that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
     Status,
@@ -108,8 +107,7 @@ pub(crate) struct Access {
     pub hands_off_ms: Option<u64>,
 }
 
-/// A VM and its connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Vm {
     pub process: QemuProcess,
     /// For a VM that has no socket for Ebb.
@@ -135,7 +133,6 @@ pub(crate) struct Vm {
     turn: usize,
     backoff: Duration,
     retry_at: Option<Instant>,
-    /// Why there is no client.
     down: Link,
     slow_since: Option<Instant>,
     /// This connection has answered.
@@ -210,71 +207,19 @@ pub(crate) struct Vm {
 
 impl Vm {
     pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
-        let agent = process.agent.clone();
-        let (pid, watched) = (process.id.pid, Watched::new(process.id));
+        let pid = process.id.pid;
         Vm {
-            agent: agent.map(|path| AgentLink::new(path, pid)),
-            merging: MergeLink::default(),
-            copied: None,
-            merged: None,
-            opened: false,
-            closed: None,
+            agent: process.agent.clone().map(|path| AgentLink::new(path, pid)),
+            watched: Watched::new(process.id),
             process,
-            libvirt: None,
-            domain: DomainSettings::default(),
-            cgroup: None,
-            nodes: Vec::new(),
             interval_s,
-            client: None,
-            turn: 0,
-            backoff: BACKOFF.0,
-            retry_at: None,
-            down: Link::Unknown,
-            slow_since: None,
-            ready: false,
-            looked_up: None,
-            ram: None,
-            device: None,
-            found: None,
-            reporting: None,
-            deflate_on_oom: None,
-            owed: Vec::new(),
-            looked: false,
-            actual: None,
-            ordered: None,
-            heard: Heard::default(),
-            kicked: Stamp(0),
-            to_kick: false,
-            was_kicked: false,
-            events: Vec::new(),
-            asked: Vec::new(),
-            words_new: None,
-            ran_asked: None,
-            ram_asked: false,
-            asked_at: Stamp(0),
-            answers: Answers::default(),
             access,
-            claim: Claim::Open,
-            named: false,
-            owed_at: None,
-            interval_was: None,
-            interval: None,
-            refusals: 0,
-            was_looked_at: false,
-            restoring: None,
-            orders: Vec::new(),
+            backoff: BACKOFF.0,
             loose: true,
-            done_late: None,
-            inventory: Inventory::default(),
-            verdict: None,
-            watched,
-            memory: None,
-            unread: None,
-            seen: false,
+            ..Vm::default()
         }
     }
 
-    /// Looks at its process.
     pub fn look(&mut self, root: &Root, keep_open: bool) -> Life {
         let (life, memory) = self.watched.look(root, keep_open);
         self.unread = memory.as_ref().err().map(ToString::to_string);
@@ -357,6 +302,7 @@ impl Vm {
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
             metadata: self.metadata().clone(),
+            noted: self.noted(),
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),
@@ -377,10 +323,7 @@ impl Vm {
                 left_ms,
                 done: self.agent.as_ref().is_none_or(AgentLink::has_left),
             }),
-            offload: None,
-            zeros: None,
-            partial_thp: None,
-            merge: None,
+            ..VmSample::default()
         }
     }
 

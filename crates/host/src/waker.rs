@@ -21,7 +21,6 @@ impl Waker {
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
 
-    /// It has been noticed.
     pub(crate) fn clear(&self) {
         let _ = rustix::io::read(&*self.0, &mut [0u8; 8]);
     }

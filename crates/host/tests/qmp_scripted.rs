@@ -81,13 +81,12 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
         p.hear();
     });
     let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();
-    assert_eq!(client.version().unwrap().minor, 2);
     assert_eq!(client.peer_pid(), Some(std::process::id()));
     let answer = client.execute("balloon", Some(json!({ "value": 1 })), 5 * SECOND).unwrap();
     assert_eq!(answer, json!({ "text": "}\"{" }));
-    let event = client.wait_event("RESET", SECOND).unwrap();
-    assert_eq!(event.at_us, Some(2_000_003));
-    let error = client.wait_event("STOP", Duration::from_millis(10)).unwrap_err();
+    let events = client.protocol().take_events();
+    assert_eq!(events[0].name, "RESET");
+    let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, QmpError::Timeout(..)), "{error}");
     drop(client);
     peer.thread.join().unwrap();
@@ -245,7 +244,8 @@ fn every_queue_has_its_limit() {
     for i in 0..MAX_EVENTS + 5 {
         p.feed(format!("{{\"event\": \"E{i}\"}}").as_bytes());
     }
-    assert_eq!((p.events_dropped(), p.take_events()[0].name.as_str()), (5, "E5"));
+    let events = p.take_events();
+    assert_eq!((events.len(), events[0].name.as_str()), (MAX_EVENTS, "E5"));
     for _ in 0..MAX_PENDING {
         p.send("x", None).unwrap();
     }
@@ -307,5 +307,5 @@ proptest! {
 #[test]
 fn a_greeting_without_a_version_is_still_one() {
     let greeting = parse_message(b"{\"QMP\": 5}").unwrap();
-    assert!(matches!(greeting, Message::Greeting(v) if v.major == 0));
+    assert_eq!(greeting, Message::Greeting);
 }

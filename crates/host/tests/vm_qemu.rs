@@ -111,7 +111,6 @@ fn connect(path: &Path) -> Client {
 fn vm_qmp_commands_events_and_a_second_client() {
     let vm = qemu("qmp", &[]);
     let mut client = connect(&vm.socket);
-    assert!(client.version().unwrap().major >= 5);
     assert_eq!(client.peer_pid(), Some(vm.child.id()));
     let status = client.execute("query-status", None, LONG).unwrap();
     assert_eq!(status["status"], "prelaunch");
@@ -120,7 +119,12 @@ fn vm_qmp_commands_events_and_a_second_client() {
     let second = Client::connect(&vm.socket, Duration::from_millis(100)).unwrap_err();
     assert!(second.to_string().contains("another client is served"), "{second}");
     client.execute("cont", None, LONG).unwrap();
-    client.wait_event("RESUME", LONG).unwrap();
+    let until = Instant::now() + LONG;
+    while !client.protocol().has_event(&["RESUME"]) {
+        assert!(Instant::now() < until, "no RESUME");
+        client.pump();
+        std::thread::sleep(Duration::from_millis(5));
+    }
     client.execute("query-qmp-schema", None, LONG).unwrap();
 }
 

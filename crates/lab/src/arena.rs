@@ -38,12 +38,10 @@ use crate::{LabError, run};
 pub struct Places {
     /// What stands for `/`.
     pub root: PathBuf,
-    /// Lock and journal.
     pub state: PathBuf,
 }
 
 impl Places {
-    /// This machine.
     pub fn here() -> Places {
         let run = Path::new("/run");
         let state = if rustix::process::geteuid().is_root() && run.is_dir() {
@@ -65,7 +63,6 @@ impl Places {
 pub struct ArenaConfig {
     /// Limit of the memory cgroup; `None` makes no cgroup.
     pub budget: Option<Bytes>,
-    /// A swap area.
     pub swap: Option<SwapConfig>,
     /// Knobs to set, as absolute path and value.
     pub knobs: Vec<(String, String)>,

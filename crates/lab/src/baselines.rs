@@ -32,7 +32,6 @@ pub struct Rival<'a> {
 }
 
 impl<'a> Rival<'a> {
-    /// MOM's balloon rules.
     pub fn mom(vms: &'a [Vm], cgroup: &MemoryCgroup, budget: Bytes) -> Result<Self, VmError> {
         Rival::start(Box::<Mom>::default(), vms, cgroup, budget)
     }

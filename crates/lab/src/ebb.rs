@@ -118,7 +118,6 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -138,7 +137,6 @@ impl Daemon {
         daemon_client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
     }
 
-    /// What Prometheus would read.
     pub fn metrics(&self) -> Result<String, LabError> {
         let page = daemon_client::get(self.dir.join("ebb.sock"), "/metrics").map_err(failed)?;
         Ok(String::from_utf8_lossy(&page).into_owned())
@@ -224,13 +222,11 @@ impl Daemon {
         (code, self.log())
     }
 
-    /// SIGKILL, as a crash.
     pub fn crash(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Sends it a signal.
     pub fn signal(&self, signal: Signal) {
         if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
             let _ = kill_process(pid, signal);

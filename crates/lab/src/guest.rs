@@ -26,7 +26,6 @@ const REPLIES_MAX: usize = 256;
 #[error("not a line of the guest tool: {0}")]
 pub struct BadLine(String);
 
-/// An answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reply {
     /// The number of the command.
@@ -40,18 +39,14 @@ pub struct Reply {
 pub struct Event {
     /// `ready`, `progress`, `error`, `exit`.
     pub name: String,
-    /// Which job.
     pub job: String,
-    /// The rest.
     pub fields: Fields,
 }
 
 /// A line of the tool.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Line {
-    /// An answer.
     Reply(Reply),
-    /// A job's word.
     Event(Event),
 }
 
@@ -155,22 +150,10 @@ pub fn escape(value: &str) -> String {
 /// Why a request got no good answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ToolError {
-    /// The tool said no.
     #[error("the guest tool refused `{command}`: {why}")]
-    Refused {
-        /// The command.
-        command: String,
-        /// Its words.
-        why: String,
-    },
-    /// No answer in time.
+    Refused { command: String, why: String },
     #[error("`{what}`: no answer from the guest within {after:.1?}")]
-    Timeout {
-        /// What was waited for.
-        what: String,
-        /// How long.
-        after: Duration,
-    },
+    Timeout { what: String, after: Duration },
     /// The connection is gone, so the VM is.
     #[error("the connection to the guest tool is closed")]
     Closed,
@@ -315,7 +298,6 @@ impl Tool {
         failed(&stat, &format!("wait job={job}"))
     }
 
-    /// A job's counters now.
     pub fn stat(&self, job: &str) -> Result<Fields, ToolError> {
         self.request(&format!("stat job={job}"), Duration::from_secs(20))
     }

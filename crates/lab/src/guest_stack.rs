@@ -98,13 +98,9 @@ pub fn leave_out(config: &mut VmConfig, faults: &str) -> Result<(), LabError> {
 pub struct Fleet<'a> {
     /// Their names are this and a number.
     pub name: &'a str,
-    /// How many.
     pub vms: u32,
-    /// RAM of each.
     pub memory: Bytes,
-    /// Guest kernel.
     pub kernel: Kernel,
-    /// Free page reporting.
     pub reporting: bool,
     /// With agent and module (which need no reporting, and stand aside where it is on).
     pub guest: bool,

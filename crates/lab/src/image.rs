@@ -40,7 +40,6 @@ while :; do
 done
 "#;
 
-/// A guest kernel series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Kernel {
     /// Debian 12's own.
@@ -90,12 +89,10 @@ impl Cache {
         Cache { root }
     }
 
-    /// A cache elsewhere.
     pub fn at(root: impl Into<PathBuf>) -> Cache {
         Cache { root: root.into() }
     }
 
-    /// A path in it.
     pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.root.join(name)
     }
@@ -123,16 +120,12 @@ impl Cache {
     }
 }
 
-/// What a VM boots.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// Which series.
     pub kernel: Kernel,
     /// `uname -r` of it.
     pub release: String,
-    /// The kernel.
     pub vmlinuz: PathBuf,
-    /// The initramfs.
     pub initramfs: PathBuf,
     /// The headers' build directory (`M=` goes there), where they were fetched.
     pub headers: Option<PathBuf>,

@@ -9,6 +9,7 @@
 //! experiments and `result` what they write; `tidy` holds the house rules;
 //! `standin` is a process that looks like a VM. Only developers run any of it.
 
+pub mod agent_requests;
 pub mod arena;
 pub mod baselines;
 pub mod ebb;
@@ -18,6 +19,7 @@ pub mod guest;
 pub mod guest_stack;
 pub mod image;
 pub mod libvirt;
+pub mod lines;
 pub mod result;
 pub mod sampler;
 pub mod setup;
@@ -31,18 +33,11 @@ use std::path::PathBuf;
 /// A file could not be read or written, or a program not run.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// A file or directory.
     #[error("{path}: {source}")]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// What the kernel said.
-        source: std::io::Error,
-    },
+    File { path: PathBuf, source: std::io::Error },
     /// A program that failed, or that is not there.
     #[error("`{command}` failed: {message}")]
     Command {
-        /// The command line.
         command: String,
         /// The end of what it printed.
         message: String,

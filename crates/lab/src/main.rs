@@ -73,7 +73,11 @@ enum Cmd {
     /// Put back what an earlier run left behind
     Clean,
     /// Check the house rules
-    Tidy,
+    Tidy {
+        /// Count lines of product, tools and tests instead
+        #[arg(long)]
+        lines: bool,
+    },
     /// Hold the arena until a signal (for the tests of the lab itself)
     #[command(hide = true)]
     HoldArena(HoldArgs),
@@ -184,7 +188,7 @@ fn main() -> ExitCode {
         Cmd::Density(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Clean => clean(),
-        Cmd::Tidy => run_tidy(),
+        Cmd::Tidy { lines } => run_tidy(lines),
         Cmd::HoldArena(args) => hold_arena(&args),
     };
     match result {
@@ -316,8 +320,12 @@ fn clean() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_tidy() -> Result<ExitCode> {
+fn run_tidy(lines: bool) -> Result<ExitCode> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    if lines {
+        print!("{}", tidy::count(&root)?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let findings = tidy::check_repository(&root)?;
     for finding in &findings {
         println!("{finding}");

@@ -13,7 +13,6 @@ use crate::image::write_atomically;
 use crate::vm::Accel;
 use crate::{LabError, run};
 
-/// One number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// What was tried, e.g. `plain`, `reporting`, `ebb`.
@@ -25,20 +24,14 @@ pub struct Row {
     /// `bytes`, `seconds`, `fraction`, `per_second`, `bytes_per_second`, `cycles`,
     /// `count`.
     pub unit: String,
-    /// How many runs.
     pub n: u32,
-    /// Least of them.
     pub min: f64,
-    /// Greatest of them.
     pub max: f64,
 }
 
-/// Values over time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SeriesRow {
-    /// What was tried.
     pub arm: String,
-    /// What it is of.
     pub name: String,
     /// As in [`Row::unit`].
     pub unit: String,
@@ -48,22 +41,17 @@ pub struct SeriesRow {
     pub v: Vec<f64>,
 }
 
-/// An experiment's outcome.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Its name.
     pub experiment: String,
     /// CPUs, memory and kernel of the host.
     pub machine: String,
-    /// The guests' kernels.
     pub kernel: String,
-    /// QEMU's version.
     pub qemu: String,
     /// `kvm` or `tcg`.
     pub accel: String,
     /// The commit that was tried, with `+` when there were changes.
     pub commit: String,
-    /// The numbers.
     pub results: Vec<Row>,
     /// What was seen over time, where the experiment keeps it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -135,7 +123,6 @@ impl Outcome {
         text
     }
 
-    /// Writes it as JSON.
     pub fn write(&self, path: &Path) -> Result<(), LabError> {
         if let Some(dir) = path.parent() {
             fs::create_dir_all(dir).map_err(LabError::file(dir))?;

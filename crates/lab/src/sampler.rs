@@ -39,10 +39,8 @@ impl Point {
     }
 }
 
-/// What was seen.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
-    /// The VMs' names.
     pub vms: Vec<String>,
     /// In order of time.
     pub points: Vec<Point>,
@@ -51,11 +49,8 @@ pub struct Series {
 /// A number over a series.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Stat {
-    /// How many points.
     pub n: usize,
-    /// Least.
     pub min: f64,
-    /// Greatest.
     pub max: f64,
     /// Mean, weighted by the time each point stood.
     pub mean: f64,
@@ -94,7 +89,6 @@ struct Watched {
     points: Vec<Point>,
 }
 
-/// A running sampler.
 #[derive(Debug)]
 pub struct Sampler {
     watched: Arc<Mutex<Watched>>,

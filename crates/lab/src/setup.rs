@@ -48,7 +48,6 @@ const FILES: &[(&str, &str)] = &[
 ];
 const SUITE: &str = "bookworm";
 
-/// What to set up.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Also fetch the kernels' headers, to build modules.

@@ -70,7 +70,6 @@ struct Guest {
     /// How often the guest was asked, and when it was last.
     asked: u64,
     asked_at: Option<Instant>,
-    /// What it said then.
     words: Value,
 }
 

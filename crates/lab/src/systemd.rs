@@ -173,7 +173,6 @@ impl Systemd {
         self.child.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a state.
     pub fn wait(
         &self,
         what: &str,

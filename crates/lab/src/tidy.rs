@@ -9,6 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use crate::lines::Count;
 use crate::{LabError, run};
 
 /// A file longer than this holds more than one idea.
@@ -27,14 +28,12 @@ const OPERATE: &str = "docs/operate.md";
 /// See [`OPERATE`].
 const WHAT_HAPPENS: &str = "## What happens when";
 
-/// A broken rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The file, from the root of the repository.
     pub path: String,
     /// The line, from 1.
     pub line: usize,
-    /// What is wrong.
     pub what: String,
 }
 
@@ -44,29 +43,40 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Checks every text file that git knows or would add.
-pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
+/// Every text file that git knows or would add.
+fn texts(root: &Path) -> Result<Vec<(String, String)>, LabError> {
     let listed = run(Command::new("git").arg("-C").arg(root).args([
         "ls-files",
         "--cached",
         "--others",
         "--exclude-standard",
     ]))?;
+    // Without what is deleted but not yet committed, and what is not text.
+    let read = |path: &str| Some((path.to_owned(), fs::read_to_string(root.join(path)).ok()?));
+    Ok(listed.lines().filter_map(read).collect())
+}
+
+/// Counts the repository's lines of code.
+pub fn count(root: &Path) -> Result<Count, LabError> {
+    let mut count = Count::default();
+    texts(root)?.iter().for_each(|(path, text)| count.add(path, text));
+    Ok(count)
+}
+
+/// Checks every text file that git knows or would add.
+pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
     let mut findings = Vec::new();
     let (mut table, mut code) = (String::new(), String::new());
     let mut documents = Vec::new();
-    for path in listed.lines() {
-        // What is deleted but not yet committed, and what is not text.
-        if let Ok(text) = fs::read_to_string(root.join(path)) {
-            check(path, &text, &mut findings);
-            if path.ends_with(".md") {
-                documents.push((path.to_owned(), text.clone()));
-            }
-            match path {
-                OPERATE => table = text,
-                _ if path.ends_with(".rs") => code += &text,
-                _ => {}
-            }
+    for (path, text) in texts(root)? {
+        check(&path, &text, &mut findings);
+        if path == OPERATE {
+            table.clone_from(&text);
+        }
+        if path.ends_with(".rs") {
+            code += &text;
+        } else if path.ends_with(".md") {
+            documents.push((path, text));
         }
     }
     findings.extend(tests_named(&table, &code));

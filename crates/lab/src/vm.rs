@@ -55,9 +55,7 @@ pub enum VmError {
     /// QEMU ended or the guest's kernel gave up: neither passed nor failed.
     #[error("VM {name} was lost: {why}\n--- end of its console:\n{console}")]
     Lost {
-        /// Which.
         name: String,
-        /// What is known.
         why: String,
         /// The last lines on its console.
         console: String,
@@ -65,31 +63,17 @@ pub enum VmError {
     /// The VM lives, but a state was not reached in time.
     #[error("VM {name}: {what}: not within {after:.1?}\n--- end of its console:\n{console}")]
     Timeout {
-        /// Which.
         name: String,
-        /// What was waited for.
         what: String,
-        /// How long.
         after: Duration,
         /// The last lines on its console.
         console: String,
     },
     /// The guest tool refused a command.
     #[error("VM {name}: {error}")]
-    Tool {
-        /// Which.
-        name: String,
-        /// Why.
-        error: ToolError,
-    },
-    /// A QMP command failed.
+    Tool { name: String, error: ToolError },
     #[error("VM {name}: {error}")]
-    Qmp {
-        /// Which.
-        name: String,
-        /// Why.
-        error: QmpError,
-    },
+    Qmp { name: String, error: QmpError },
     /// It could not be started.
     #[error(transparent)]
     Lab(#[from] LabError),
@@ -337,12 +321,10 @@ impl Vm {
         Ok(Bytes(said["actual"].as_u64().unwrap_or(0)))
     }
 
-    /// Stops its vCPUs.
     pub fn pause(&self) -> Result<(), VmError> {
         self.qmp("stop", None).map(drop)
     }
 
-    /// Lets its vCPUs run.
     pub fn resume(&self) -> Result<(), VmError> {
         self.qmp("cont", None).map(drop)
     }
@@ -370,12 +352,10 @@ impl Vm {
         self.child.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// QEMU's process.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -385,7 +365,6 @@ impl Vm {
         self.memory
     }
 
-    /// What runs it.
     pub fn accel(&self) -> Accel {
         self.accel
     }
@@ -400,7 +379,6 @@ impl Vm {
         self.product_socket.clone()
     }
 
-    /// Its run directory.
     pub fn run_dir(&self) -> &Path {
         &self.run_dir
     }

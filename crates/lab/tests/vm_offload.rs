@@ -3,9 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_core::plan::{OffloadOrder, Plan};
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
-use ebb_host::act::offload::Offloader;
+use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
@@ -26,11 +27,19 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     let start = read_stat(&root, vm.pid()).unwrap().unwrap().start;
     let id = VmId { pid: vm.pid(), start };
     let before = read_status(&root, id.pid).unwrap().unwrap();
-    let mut offloader = Offloader::new(root.clone());
-    offloader.order(id, Bytes::mib(64), None, None);
+    let mut host = LinuxHost::new(Options { look_only: true, ..Options::default() }).unwrap();
+    let said = |host: &mut LinuxHost| {
+        let sample = host.sample();
+        let vm = sample.vms.into_iter().find(|vm| vm.id == id).expect("the VM is found");
+        vm.offload
+    };
+    assert_eq!(said(&mut host), None);
+    let (name, bytes, reason) = ("cold".into(), Bytes::mib(64), "a test".into());
+    let order = OffloadOrder { vm: id, name, bytes, reason };
+    host.start(&Plan { offload: vec![order], ..Plan::default() });
     let until = Instant::now() + MINUTE;
     let said = loop {
-        let said = offloader.sample(id).unwrap();
+        let said = said(&mut host).unwrap();
         if !said.busy || Instant::now() > until {
             break said;
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::agent::Agent;
+use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::qmp;
+use ebb_lab::agent_requests::{self, Requests as _};
 use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig};
@@ -38,7 +39,7 @@ struct Guest {
     vm: Vm,
     agent: Agent,
     cgroup: MemoryCgroup,
-    _socket: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Guest {
@@ -79,7 +80,7 @@ impl Guest {
         let vm = Vm::start(&config).unwrap();
         let agent = Agent::connect(&socket).unwrap();
         assert_eq!(agent.peer_pid(), Some(vm.pid()));
-        let mut guest = Guest { vm, agent, cgroup, _socket: dir };
+        let mut guest = Guest { vm, agent, cgroup, dir };
         guest.insmod();
         guest
     }
@@ -95,7 +96,7 @@ impl Guest {
     /// Hands RAM over, as the daemon does.
     fn attach(&mut self) {
         let mut qmp = qmp::Client::connect(self.vm.qmp_path(), MINUTE).unwrap();
-        let segments = agent::segments(&mut qmp, MINUTE).unwrap();
+        let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
         let total: u64 = segments.iter().map(|s| s.size).sum();
         assert_eq!(Bytes(total), self.vm.memory(), "{segments:?}");
         let attach =
@@ -336,7 +337,7 @@ fn vm_resets_during_recycling_lose_nothing() {
 fn vm_a_daemon_that_goes_leaves_nothing_behind() {
     let arena = held();
     let mut guest = Guest::boot(&arena, Kernel::V6_1, Backing::Anonymous, "");
-    let path = guest.agent.path().to_path_buf();
+    let path = guest.dir.path().join("agent");
     for _ in 0..3 {
         guest.attach();
         guest.ready();

@@ -5,7 +5,7 @@
 //! feature works with, or by making the loop forget what it remembers for it.
 
 use ebb_core::config::{Amount, Config};
-use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
+use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
 use ebb_core::state::{Memory, Owned};
 use ebb_core::tick::{Engine, Host, Next, Wake};
@@ -191,12 +191,8 @@ impl Host for Faulty {
         self.world.apply(actions)
     }
 
-    fn recycle(&mut self, orders: &[RecycleOrder]) {
-        self.world.recycle(orders);
-    }
-
-    fn offload(&mut self, orders: &[OffloadOrder]) {
-        self.world.offload(orders);
+    fn start(&mut self, plan: &Plan) {
+        self.world.start(plan);
     }
 
     fn wait(&mut self, next: &Next) -> Wake {

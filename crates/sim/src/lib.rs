@@ -24,7 +24,25 @@ pub mod trace;
 pub mod world;
 pub mod worlds;
 
+use ebb_core::model::Model;
+use ebb_core::tick::{Engine, Host, Tick, Wake};
+
 pub use contestants::{CONTESTANTS, Contestant};
 pub use scenario::{SCENARIOS, Scenario};
 pub use score::Score;
 pub use world::{Setup, World};
+
+/// Runs until the host says stop or the observer does. Returns the last model.
+pub fn run(
+    engine: &mut Engine,
+    host: &mut impl Host,
+    mut observe: impl FnMut(&Engine, &Tick, &Model) -> bool,
+) -> Model {
+    loop {
+        let (tick, model) = engine.step(host);
+        let go_on = observe(engine, &tick, &model);
+        if !go_on || host.wait(&engine.next(&model)) == Wake::Stop {
+            return model;
+        }
+    }
+}

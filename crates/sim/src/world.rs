@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::config::{Amount, Config, VmSettings};
-use ebb_core::plan::{Action, OffloadOrder, Outcome, RecycleOrder};
+use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
 use ebb_core::tick::{Host, Next, Wake};
@@ -398,9 +398,9 @@ impl Host for World {
         outcomes
     }
 
-    fn recycle(&mut self, orders: &[RecycleOrder]) {
+    fn start(&mut self, plan: &Plan) {
         let started = Instant::now();
-        for order in orders {
+        for order in &plan.recycle {
             let Some(i) = self.index(order.vm) else { continue };
             let g = &mut self.guests[i];
             if let Some(job) = &order.recycle {
@@ -411,10 +411,7 @@ impl Host for World {
             }
         }
         self.outside += started.elapsed();
-    }
-
-    fn offload(&mut self, orders: &[OffloadOrder]) {
-        for order in orders {
+        for order in &plan.offload {
             if let Some(i) = self.index(order.vm) {
                 self.guests[i].paging += order.bytes;
             }

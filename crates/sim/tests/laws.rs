@@ -3,12 +3,12 @@
 use ebb_core::config::Config;
 use ebb_core::model::Pressure;
 use ebb_core::plan::Action;
-use ebb_core::tick::{Engine, Host, Wake, run};
+use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Bytes;
 use ebb_sim::demand::{Curve, Need};
 use ebb_sim::misbehaviour::Mood;
 use ebb_sim::scenario::{crowd, scenario};
-use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World};
+use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World, run};
 use proptest::prelude::*;
 
 /// Twelve guests of 2 GiB on a small host.

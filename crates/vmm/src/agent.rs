@@ -70,7 +70,6 @@ struct Attached {
     closed_at: Instant,
 }
 
-/// The agent.
 #[derive(Default)]
 pub struct Agent {
     vm: Option<Attached>,
@@ -87,7 +86,6 @@ fn refuse(kind: Refused, text: impl AsRef<str>) -> Refusal {
 }
 
 impl Agent {
-    /// Knows of no RAM.
     pub fn new(faults: Faults) -> Agent {
         Agent { faults, ..Agent::default() }
     }

@@ -49,13 +49,11 @@ const UNREAD: &str = "what this process has open or locked cannot be read";
 /// What is new in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum New {
-    /// A character device.
     Device,
     /// A Unix socket, beside shared RAM.
     Socket,
 }
 
-/// What a descriptor is open on.
 enum Kind {
     Device(u64),
     Socket(u64),

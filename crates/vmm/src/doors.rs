@@ -21,7 +21,6 @@ const FILES: [&str; 1] = ["/dev/iommu"];
 /// What such files and folders in `/dev` are called.
 const NAMES: [&str; 4] = ["vfio", "iommu", "vhost-vdpa", "infiniband"];
 
-/// The watch over them.
 #[derive(Debug)]
 pub struct Doors {
     events: OwnedFd,
@@ -41,7 +40,6 @@ impl Doors {
         Ok(doors)
     }
 
-    /// Readable when something happened.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }

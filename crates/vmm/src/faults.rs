@@ -3,7 +3,6 @@
 //! Without the cargo feature `faults` there is nothing to leave out: every
 //! question is answered with a constant `false`.
 
-/// What is left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     #[cfg(feature = "faults")]
@@ -72,7 +71,6 @@ impl Faults {
         Some(Faults { bits })
     }
 
-    /// Between reading and discarding.
     pub fn widen(self) {
         if self.wide() {
             std::thread::sleep(std::time::Duration::from_micros(300));

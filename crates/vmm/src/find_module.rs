@@ -43,7 +43,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// A running guest that does not beat for so long is doubted.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// A header that may live.
 #[derive(Debug)]
 struct Candidate {
     header: Header,
@@ -56,7 +55,6 @@ struct Candidate {
 pub struct Live {
     /// As it was when it answered.
     pub header: Header,
-    /// Its map.
     pub layout: Layout,
     beat: u64,
     beat_at: Instant,
@@ -99,9 +97,7 @@ pub struct Tracker {
 
 /// What [`Tracker::step`] works with.
 pub struct Sight<'a> {
-    /// The VM's memory.
     pub ram: &'a Ram,
-    /// Its tripwires.
     pub guard: &'a Guard,
     /// Some of RAM may be merged, and is to stay so.
     pub gently: bool,
@@ -111,7 +107,6 @@ pub struct Sight<'a> {
 }
 
 impl Tracker {
-    /// Knows nothing yet.
     pub fn new(running: bool, firmware: Firmware, observe: bool, faults: Faults) -> Tracker {
         Tracker {
             at: At::Searching { next: None, since: None },
@@ -160,7 +155,6 @@ impl Tracker {
         }
     }
 
-    /// The map that may be used now.
     pub fn ready(&self) -> Option<&Live> {
         match &self.at {
             At::Ready(live) if !live.silent && live.state == GuestState::Running => Some(live),
@@ -168,12 +162,10 @@ impl Tracker {
         }
     }
 
-    /// Challenges that were answered.
     pub fn challenges(&self) -> u64 {
         self.challenges
     }
 
-    /// For the status.
     pub fn state(&self) -> (AgentState, Option<String>) {
         let state = match &self.at {
             At::Searching { .. } => AgentState::Searching,
@@ -193,7 +185,6 @@ impl Tracker {
         (state, why)
     }
 
-    /// What is known of the module.
     pub fn module(&self) -> Option<Module> {
         let At::Ready(live) = &self.at else { return None };
         let h = &live.header;

@@ -32,7 +32,6 @@ use crate::uffd::Uffd;
 /// at most [`YIELDS`] times.
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
-/// Most tripwires.
 pub const WIRES: usize = 4;
 /// So many pages whose writers were woken are remembered. One that faults again within
 /// [`RECENT`] is still protected, so its protection is lifted.
@@ -92,7 +91,6 @@ impl Guard {
         })
     }
 
-    /// The userfaultfd.
     pub fn uffd(&self) -> &Uffd {
         &self.uffd
     }
@@ -137,7 +135,6 @@ impl Guard {
         Ok(())
     }
 
-    /// Lifts the tripwires.
     pub fn disarm(&self) {
         for wire in &self.wires {
             let page = wire.page.swap(0, SeqCst);
@@ -261,7 +258,6 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts it.
     pub fn start(guard: Arc<Guard>) -> std::io::Result<Watch> {
         let theirs = Arc::clone(&guard);
         let thread = std::thread::Builder::new().name("ebb-faults".into()).spawn(move || {

@@ -118,7 +118,6 @@ impl Drop for Hasher {
     }
 }
 
-/// What the thread works with.
 struct Served {
     map: Map,
     ram: Arc<Ram>,

@@ -18,6 +18,7 @@
 
 use std::io;
 
+use ebb_core::range;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Advise;
 use ebb_core::wire::abi::{self, PAGE};
@@ -70,21 +71,20 @@ impl Open {
         let mut want = check(ram, &named)?;
         let (from, to) = advise.within;
         let stretch = [Range { start: from, len: to.saturating_sub(from) }];
-        let rest = without(&self.0, &stretch);
+        let rest = without(self.0.clone(), &stretch);
         let before: Vec<Range> = rest.iter().filter(|r| r.start < from).copied().collect();
         want.splice(0..0, before);
         want.extend(rest.iter().filter(|r| r.start >= to));
-        let closing = without(&self.0, &want);
+        let closing = without(self.0.clone(), &want);
         has_room(closing.iter().map(|r| r.len / PAGE).sum())?;
         close(&closing)?;
-        let opening = without(&want, &self.0);
+        let opening = without(want.clone(), &self.0);
         // From here on nothing of it is recycled, whatever becomes of the advice.
         self.0 = want;
         opening.iter().try_for_each(|r| sys::mergeable(*r)).map_err(|e| e.to_string())?;
         Ok(Bytes(self.0.iter().map(|r| r.len).sum()))
     }
 
-    /// Closes all that was opened.
     pub fn close_all(self) -> Result<(), String> {
         has_room(self.0.iter().map(|r| r.len / PAGE).sum())?;
         close(&self.0)
@@ -93,7 +93,7 @@ impl Open {
     /// Closes the rest once more: somebody may have opened it again. Costs a
     /// microsecond for each stretch of it where nobody has.
     pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
-        close(&without(&anonymous(ram), &self.0))
+        close(&without(anonymous(ram), &self.0))
     }
 
     /// The same for what is never open, which is protected all the time.
@@ -101,12 +101,10 @@ impl Open {
         close(&never_open(ram))
     }
 
-    /// How many ranges are open.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Nothing is open.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -114,18 +112,14 @@ impl Open {
     /// Clears the bits of what is open.
     pub fn mask(&self, part: &Part, bits: &mut Bits) {
         let all = part.range(part.first, part.len);
-        let first = self.0.partition_point(|r| end(r) <= all.start);
-        for r in self.0[first..].iter().take_while(|r| r.start < end(&all)) {
-            let (from, to) = (r.start.max(all.start), end(r).min(end(&all)));
+        let first = self.0.partition_point(|r| r.end() <= all.start);
+        for r in self.0[first..].iter().take_while(|r| r.start < all.end()) {
+            let (from, to) = (r.start.max(all.start), r.end().min(all.end()));
             if from < to {
                 abi::fill(bits, part.bit(from), ((to - from) / PAGE) as usize, false);
             }
         }
     }
-}
-
-fn end(r: &Range) -> u64 {
-    r.start + r.len
 }
 
 /// Ranges as they were named, if they are whole pages of anonymous RAM, sorted and
@@ -135,14 +129,14 @@ fn check(ram: &Ram, want: &[(u64, u64)]) -> Result<Vec<Range>, String> {
     let mut ranges: Vec<Range> = Vec::with_capacity(want.len());
     for &(start, len) in want {
         let stop = start.checked_add(len).ok_or("no such addresses")?;
-        let within = anonymous.iter().any(|r| r.start <= start && stop <= end(r));
+        let within = anonymous.iter().any(|r| r.start <= start && stop <= r.end());
         let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
-        if !within || !whole || ranges.last().is_some_and(|r| start < end(r)) {
+        if !within || !whole || ranges.last().is_some_and(|r| start < r.end()) {
             return Err(format!("{start:#x}+{len:#x} cannot be opened to KSM"));
         }
         ranges.push(Range { start, len });
     }
-    Ok(without(&ranges, &never_open(ram)))
+    Ok(without(ranges, &never_open(ram)))
 }
 
 /// Where tripwires may be, as we have it, sorted and apart.
@@ -156,22 +150,9 @@ fn never_open(ram: &Ram) -> Vec<Range> {
 }
 
 /// What of `a` is not in `b`; both sorted and apart.
-fn without(a: &[Range], b: &[Range]) -> Vec<Range> {
-    let mut left = Vec::new();
-    for range in a {
-        let mut at = range.start;
-        let first = b.partition_point(|h| end(h) <= range.start);
-        for hole in b[first..].iter().take_while(|h| h.start < end(range)) {
-            if hole.start > at {
-                left.push(Range { start: at, len: hole.start - at });
-            }
-            at = at.max(end(hole));
-        }
-        if at < end(range) {
-            left.push(Range { start: at, len: end(range) - at });
-        }
-    }
-    left
+fn without(mut a: Vec<Range>, b: &[Range]) -> Vec<Range> {
+    range::subtract(&mut a, b);
+    a
 }
 
 /// Whether there is memory to break the merges of so many pages.
@@ -217,22 +198,5 @@ mod tests {
         assert_eq!(room(u64::MAX, stat, &mem(700_000)), Ok(()));
         assert_eq!(room(u64::MAX, "", &mem(0)), Ok(()), "nothing is merged");
         assert_eq!(room(u64::MAX, "ksm_merging_pages 0\n", ""), Ok(()));
-    }
-
-    #[test]
-    fn what_is_left_without_others_is_what_it_should_be() {
-        let ranges = |list: &[(u64, u64)]| -> Vec<Range> {
-            list.iter().map(|&(start, end)| Range { start, len: end - start }).collect()
-        };
-        let left = |a: &[(u64, u64)], b: &[(u64, u64)]| -> Vec<(u64, u64)> {
-            without(&ranges(a), &ranges(b)).iter().map(|r| (r.start, end(r))).collect()
-        };
-        assert_eq!(left(&[(0, 10)], &[]), [(0, 10)]);
-        assert_eq!(left(&[(0, 10)], &[(0, 10)]), []);
-        assert_eq!(
-            left(&[(0, 10), (20, 30)], &[(2, 4), (8, 22), (29, 40)]),
-            [(0, 2), (4, 8), (22, 29)]
-        );
-        assert_eq!(left(&[(5, 6)], &[(0, 5), (6, 9)]), [(5, 6)]);
     }
 }

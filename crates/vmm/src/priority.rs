@@ -21,7 +21,6 @@ const BURST: Duration = Duration::from_millis(3);
 pub struct RealTime(bool);
 
 impl RealTime {
-    /// From now on.
     pub fn begin() -> RealTime {
         RealTime(sys::real_time_begin())
     }

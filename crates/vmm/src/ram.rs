@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE, RamRange};
+use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::{KernelParts, Segment};
 use rustix::fs::{SeekFrom, fstat, fstatfs};
 
@@ -18,10 +18,8 @@ use crate::sys::{self, Range};
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// What a segment is made of.
 #[derive(Debug)]
 pub enum Kind {
-    /// Private anonymous memory.
     Anonymous,
     /// A shared file; where the segment begins in it.
     Shared {
@@ -35,24 +33,19 @@ pub enum Kind {
 /// A checked piece of RAM.
 #[derive(Debug)]
 pub struct Piece {
-    /// Where the guest has it.
     pub gpa: u64,
     /// Bytes.
     pub size: u64,
-    /// Where we have it.
     pub hva: u64,
-    /// Of what.
     pub kind: Kind,
 }
 
 /// The part of a piece that one map page is about.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
-    /// Which piece.
     pub piece: usize,
     /// Bits of the map page, from here.
     pub first: usize,
-    /// So many.
     pub len: usize,
     /// Address of the page of bit 0, were it there.
     pub base: u64,
@@ -65,20 +58,17 @@ impl Part {
         Range { start, len: len as u64 * PAGE }
     }
 
-    /// Bit of an address.
     pub fn bit(&self, address: u64) -> usize {
         (address.wrapping_sub(self.base) / PAGE) as usize
     }
 }
 
-/// Bits of a map page.
 pub type Bits = [u64; MAP_WORDS];
 
-/// All of a VM's RAM.
 #[derive(Debug)]
 pub struct Ram {
     pieces: Vec<Piece>,
-    ranges: Vec<RamRange>,
+    ranges: Vec<Range>,
     pagemap: Option<File>,
     memory: Option<File>,
     pidfd: Option<OwnedFd>,
@@ -101,7 +91,7 @@ impl Ram {
         if !pieces.first().is_some_and(|p| p.gpa == 0 && p.size >= 16 << 20) {
             return Err("RAM does not begin at 0 with 16 MiB".into());
         }
-        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let memory = File::open("/proc/self/mem").ok();
         Ok(Ram { pieces, ranges, pagemap: pagemap(), memory, pidfd: sys::discard_all_probe() })
     }
@@ -111,8 +101,7 @@ impl Ram {
         &self.pieces
     }
 
-    /// The same as ranges.
-    pub fn ranges(&self) -> &[RamRange] {
+    pub fn ranges(&self) -> &[Range] {
         &self.ranges
     }
 
@@ -132,7 +121,6 @@ impl Ram {
         Some(self.pieces[at].hva + (gpa - self.pieces[at].gpa))
     }
 
-    /// Copies guest memory, once.
     pub fn read(&self, gpa: u64, to: &mut [u8]) -> Option<()> {
         let hva = self.hva(gpa, to.len() as u64)?;
         sys::copy_from(&[(hva, to.len())], to).ok()
@@ -160,7 +148,6 @@ impl Ram {
         Ok(starts)
     }
 
-    /// Copies a map page.
     pub fn bits(&self, gpa: u64) -> Option<Bits> {
         let mut bytes = [0u8; PAGE as usize];
         self.read(gpa, &mut bytes)?;
@@ -474,7 +461,7 @@ mod tests {
     fn parts_and_blocks_lie_inside() {
         let piece = |gpa, size, hva| Piece { gpa, size, hva, kind: Kind::Anonymous };
         let pieces = vec![piece(0, 0x900_0000, 0x7f00_0010_0000), piece(1 << 32, 0x10_0000, 0)];
-        let ranges = pieces.iter().map(|p| RamRange { start: p.gpa, len: p.size }).collect();
+        let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let ram = Ram { pieces, ranges, pagemap: None, memory: None, pidfd: None };
         let parts: Vec<_> = ram.parts(MAP_PFNS).collect();
         assert_eq!((parts.len(), parts[0].first, parts[0].len), (1, 0, 4096));

@@ -27,7 +27,6 @@ const PROTECTED: u64 = 1 << 57;
 /// The switches of huge pages; absent where the kernel has none.
 const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Why a kernel cannot be used.
 #[derive(Debug)]
 pub enum Failed {
     /// It loses protection: never to be tried again.

@@ -30,10 +30,8 @@ use crate::sys;
 /// How long an answer may take to go out before its daemon is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Who may speak with the agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Peers {
-    /// Root.
     #[default]
     Root,
     /// Root and the VMM's own user.
@@ -178,7 +176,6 @@ impl Session {
     }
 }
 
-/// A connected daemon.
 struct Peer {
     socket: OwnedFd,
     session: Session,

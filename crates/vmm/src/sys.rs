@@ -12,24 +12,15 @@ use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
 use libc::{c_int, c_long, c_ulong, iovec};
 
-/// A range of this process's addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
-    /// First address, page-aligned.
-    pub start: u64,
-    /// Bytes, whole pages.
-    pub len: u64,
-}
+pub use ebb_core::range::Range;
 
 /// What `read` on a userfaultfd gives.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdMsg {
-    /// Kind.
     pub event: u8,
     reserved: [u8; 7],
     flags: u64,
-    /// Where.
     pub address: u64,
     more: u64,
 }
@@ -97,7 +88,6 @@ pub fn uffd_api(fd: &OwnedFd, features: u64) -> Result<u64> {
     Ok(api[1])
 }
 
-/// Registers a range for write-protection.
 pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
     let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
     ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
@@ -341,7 +331,6 @@ pub fn unmergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_UNMERGEABLE)
 }
 
-/// Lets KSM look at a range.
 pub fn mergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_MERGEABLE)
 }
@@ -486,7 +475,6 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Private anonymous memory.
     pub fn anonymous(len: usize) -> Result<Mapping> {
         Mapping::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
     }
@@ -530,12 +518,10 @@ impl Mapping {
         mergeable(Range { start: self.address, len: self.len as u64 })
     }
 
-    /// Where it is.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// All of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: mapped, readable and writable until dropped, and `self` is held.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }

@@ -5,6 +5,9 @@
 #![allow(unsafe_code)]
 
 mod common;
+#[allow(dead_code)]
+#[path = "../../lab/src/agent_requests.rs"]
+mod requests;
 #[path = "common/standin.rs"]
 mod standin;
 
@@ -24,6 +27,7 @@ use ebb_core::wire::{
     AgentState, Attach, Command, Outcome, Recycle, Refused, Reply, Request, Segment,
 };
 use ebb_host::agent::{Agent, AgentError};
+use requests::Requests as _;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use standin::{Place, Standin};
 

@@ -33,16 +33,13 @@ pub struct Overrides {
     /// As [`VmSettings::manage`], and so on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub manage: Option<bool>,
-    /// The floor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min: Option<Amount>,
-    /// The ceiling.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<Amount>,
     /// How much its idle memory is worth.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
-    /// Its share group.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Whether it is open to KSM.
@@ -51,12 +48,10 @@ pub struct Overrides {
     /// Whether its zero pages may be freed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zeros: Option<bool>,
-    /// What its agent may do.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentUse>,
 }
 
-/// What a VM's metadata says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "what")]
 pub enum Metadata {
@@ -67,17 +62,14 @@ pub enum Metadata {
     Unread(String),
     /// It is wrong: which attribute, and what to do. The VM is left alone.
     Wrong(String),
-    /// These settings.
     Says(Overrides),
 }
 
 impl Metadata {
-    /// It says nothing.
     pub fn is_none(&self) -> bool {
         *self == Metadata::None
     }
 
-    /// The settings.
     pub fn settings(&self) -> Option<&Overrides> {
         match self {
             Metadata::Says(its) => Some(its),
@@ -87,7 +79,6 @@ impl Metadata {
 }
 
 impl Overrides {
-    /// Nothing is set.
     pub fn is_empty(&self) -> bool {
         *self == Overrides::default()
     }

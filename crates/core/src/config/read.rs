@@ -8,7 +8,6 @@ use toml::Spanned;
 use super::*;
 use crate::units::NotASize;
 
-/// Reads a configuration as a whole.
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
     let fail = |span: Option<std::ops::Range<usize>>, field: &str, message: String| ConfigError {
         file: file.to_string(),
@@ -149,7 +148,6 @@ impl<'de> Deserialize<'de> for RawAmount {
     }
 }
 
-/// An amount as text.
 pub(super) fn amount(text: &str) -> Result<Amount, String> {
     let Some(share) = text.trim().strip_suffix('%') else {
         return text.parse().map(Amount::Bytes).map_err(|e: NotASize| e.to_string());
@@ -163,7 +161,6 @@ pub(super) fn amount(text: &str) -> Result<Amount, String> {
     }
 }
 
-/// Whether it is one.
 pub(super) fn is_weight(w: f64) -> bool {
     w.is_finite() && (0.001..=1000.0).contains(&w)
 }

@@ -15,11 +15,8 @@ use crate::wire::{AgentState, Counters};
 /// it is not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AgentSample {
-    /// Whether it answers.
     pub link: Link,
-    /// How far it has come.
     pub state: AgentState,
-    /// Why it is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
     /// The guest's module: its version and kernel series.
@@ -40,7 +37,6 @@ pub struct AgentSample {
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
-    /// How long its windows were open.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub windows: Histogram,
     /// How long writes of vCPUs waited for one, at most.

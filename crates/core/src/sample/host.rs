@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use super::{Ksm, ScanSample};
 use crate::units::Bytes;
 
-/// The host's own memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostSample {
     /// `/proc/meminfo`.
@@ -90,7 +89,6 @@ pub struct Meminfo {
     pub hugetlb: Bytes,
 }
 
-/// One line of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PsiLine {
     /// Share of wall time stalled, percent, over 10 s.
@@ -135,9 +133,7 @@ pub struct Vmstat {
 pub struct SwapArea {
     /// Path, e.g. `/dev/zram0`.
     pub path: String,
-    /// Its size.
     pub size: Bytes,
-    /// What of it is used.
     pub used: Bytes,
     /// Priority, as the kernel prints it.
     pub priority: i64,

@@ -85,14 +85,11 @@ impl Ksm {
     }
 }
 
-/// The daemon's scanner.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ScanSample {
     /// Scans that were finished since the daemon's start.
     pub number: u64,
-    /// One is under way.
     pub busy: bool,
-    /// When the last one ended.
     pub at: Stamp,
     /// How long it took, pauses included.
     pub seconds: f64,
@@ -141,18 +138,15 @@ pub struct KsmStat {
 }
 
 impl KsmStat {
-    /// Merged pages of either kind.
     pub fn merged(&self) -> u64 {
         self.merging_pages.unwrap_or(0).saturating_add(self.zero_pages.unwrap_or(0))
     }
 }
 
-/// A VM and KSM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MergeSample {
     /// Whether KSM may look at its RAM, by its mappings; `None`: not looked yet.
     pub open: Option<bool>,
-    /// The kernel's counters of its process.
     pub stat: KsmStat,
     /// What its mappings showed as merged, zeros not counted, and when; unlike the
     /// counters without what was broken since.

@@ -15,7 +15,6 @@ use crate::units::Bytes;
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct VmId {
-    /// Process id.
     pub pid: u32,
     /// Field 22 of `/proc/PID/stat`.
     pub start: u64,
@@ -42,10 +41,8 @@ impl Claim {
     }
 }
 
-/// One VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmSample {
-    /// Which process.
     pub id: VmId,
     /// Name (`-name`, or `pid-N`), unique among the VMs of one sample.
     pub name: String,
@@ -62,6 +59,10 @@ pub struct VmSample {
     /// What its manager's metadata sets for it.
     #[serde(default, skip_serializing_if = "Metadata::is_none")]
     pub metadata: Metadata,
+    /// What its balloon held without Ebb, as an Ebb noted that had it before it was saved or
+    /// migrated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub noted: Option<Bytes>,
     /// RAM the guest was given at start plus what was plugged since.
     pub ram: Option<Bytes>,
     /// What the process holds of the host's memory.
@@ -149,9 +150,7 @@ pub struct SharedSocket {
 pub struct OffloadSample {
     /// Gone to swap while orders were carried out, by the process's own counters.
     pub paged_out: Bytes,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -160,7 +159,6 @@ pub struct OffloadSample {
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZeroSample {
-    /// Memory that was looked through.
     pub read: Bytes,
     /// Zero pages in it that could be freed.
     pub chosen: Bytes,
@@ -168,9 +166,7 @@ pub struct ZeroSample {
     pub freed: Bytes,
     /// So often all of its memory was gone through.
     pub rounds: u64,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -185,9 +181,7 @@ pub struct PartialThpSample {
     pub freed: Bytes,
     /// The last order did not come to the end of RAM.
     pub more: bool,
-    /// An order is being carried out.
     pub busy: bool,
-    /// What was wrong with the last order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -216,7 +210,6 @@ impl ProcessMemory {
     }
 }
 
-/// State of the QMP connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "state", content = "why")]
 pub enum Link {
@@ -228,7 +221,6 @@ pub enum Link {
     Taken(String),
     /// There is no socket that Ebb could use, or it was refused or lost.
     Down(String),
-    /// Not tried yet.
     #[default]
     Unknown,
 }
@@ -237,7 +229,6 @@ pub enum Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
-    /// vCPUs run.
     Running,
     /// vCPUs are stopped (`paused`, `suspended`, `debug`, …): no guest code runs.
     Paused,
@@ -247,7 +238,6 @@ pub enum RunState {
     Ended,
 }
 
-/// What QMP told of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VmEvent {

@@ -28,7 +28,6 @@ pub struct Cold {
     pub out: Bytes,
     /// Not paged out until then, because it read back what was.
     pub back_until: Option<Stamp>,
-    /// How often in a row.
     pub count: u32,
 }
 

@@ -13,10 +13,8 @@ use crate::units::Stamp;
 pub const SILENT_MS: u64 = 5_000;
 /// Not asked for so long after that, doubling up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
-/// The longest pause.
 const PAUSE_MOST_MS: u64 = 3_600_000;
 
-/// How well it can be heard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reach {
     /// Its guest has spoken since it booted.
@@ -25,7 +23,6 @@ pub struct Reach {
     pub silent_ms: u64,
     /// Not asked until then, because it was not heard for a while.
     pub until: Option<Stamp>,
-    /// How often in a row.
     pub count: u32,
 }
 

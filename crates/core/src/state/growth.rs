@@ -12,7 +12,6 @@ use crate::units::{Bytes, Stamp};
 /// A sure need that is older says nothing of how fast it grows now.
 const SURE_LIFE_MS: u64 = 2_000;
 
-/// See the top.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
     /// When its need was last known to the byte, and how much it was.

@@ -29,7 +29,6 @@ const RESTART_MS: u64 = 120_000;
 /// Moves below this are no moves: sizes are told in whole MiB by most.
 const LEAST: Bytes = Bytes::mib(1);
 
-/// See the top.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     /// What the balloon holds that Ebb did not order; `None`: never seen.
@@ -107,14 +106,17 @@ impl Ledger {
         // A driver that boots goes no further than to what QEMU was told.
         let told = others.max(self.ordered.max(self.most).unwrap_or_default());
         let boots = boots && now < told + LEAST;
-        if boots || was.abs_diff(now) < LEAST || self.is_ordered(was, now) {
+        let still = was.abs_diff(now) < LEAST;
+        // One that stays short of what others ordered was told less while its guest booted.
+        let told_less = self.ordered.is_none() && now + LEAST <= others;
+        if boots || (still && !told_less) || self.is_ordered(was, now) {
             if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {
                 self.prior = None;
             }
             (self.seen, self.suspect) = (Some((ram, now)), false);
             return Move::Own;
         }
-        let shrank = deflates && now < was;
+        let shrank = deflates && now < was && !still;
         if !shrank && !std::mem::replace(&mut self.suspect, true) {
             return Move::Own;
         }
@@ -135,6 +137,11 @@ impl Ledger {
             ..Ledger::default()
         };
         Move::Foreign
+    }
+
+    /// Whether nothing is known of the balloon yet.
+    pub(super) fn is_new(&self) -> bool {
+        self.others.is_none() && self.baseline.is_none()
     }
 
     /// What a balloon that is seen for the first time holds by orders of an earlier daemon: as
@@ -372,6 +379,25 @@ mod tests {
         assert_eq!([boot(512, true), boot(400, true), boot(300, true)], [Move::Own; 3]);
         assert_eq!([boot(300, false), boot(300, false)], [Move::Own; 2]);
         assert_eq!(l.ledger.others, Some(Bytes::mib(212)));
+    }
+
+    #[test]
+    fn a_size_that_was_raised_while_a_driver_started_is_the_operators() {
+        for deflates in [false, true] {
+            let mut l = look(deflates);
+            l.at(512, 159);
+            for actual in [512, 400, 320, 320] {
+                l.at += 1000;
+                let sizes = (Bytes::mib(512), Bytes::mib(actual));
+                assert_eq!(l.ledger.observe(Stamp(l.at), sizes, deflates, true), Move::Own);
+            }
+            assert_eq!([l.at(512, 320), l.at(512, 320)], [Move::Own, Move::Foreign]);
+            assert_eq!(
+                (l.ledger.whole(Bytes::mib(512)), l.ledger.owes()),
+                (Some(Bytes::mib(320)), false)
+            );
+            assert_eq!(l.at(512, 320), Move::Own);
+        }
     }
 
     /// As after a crash: the next daemon has what was written down and nothing else.

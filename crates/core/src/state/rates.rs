@@ -9,7 +9,6 @@ use crate::units::Stamp;
 /// not all of it is used.
 const READAHEAD_PAGES: f64 = 8.0;
 
-/// How fast a guest's counters move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuestRates {
     /// When the later of the two statistics came.

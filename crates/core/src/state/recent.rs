@@ -17,7 +17,6 @@ const MOST: usize = 24;
 pub struct Recent(Vec<(Stamp, Bytes)>);
 
 impl Recent {
-    /// Takes in what it needs now.
     pub(crate) fn see(&mut self, at: Stamp, need: Bytes) {
         while self.0.last().is_some_and(|s| s.1 <= need) {
             self.0.pop();

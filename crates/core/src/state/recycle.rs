@@ -7,7 +7,6 @@ use crate::sample::AgentSample;
 use crate::units::{Bytes, Stamp};
 use crate::wire::AgentState;
 
-/// What the recycler remembers of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RecycleMemory {
     /// When free pages were last remembered by the agent.
@@ -40,7 +39,6 @@ pub struct RecycleMemory {
 /// An order for whole blocks, and what became free since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Whole {
-    /// When.
     pub at: Stamp,
     /// The least that was free in the guest since then: what is free beyond it was freed later.
     pub free: Bytes,
@@ -66,9 +64,7 @@ impl Whole {
 /// A spell of recycling that is watched for what comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Batch {
-    /// When it began.
     pub at: Stamp,
-    /// Recycled in it.
     pub bytes: Bytes,
     /// The lowest residency since.
     pub low: Bytes,

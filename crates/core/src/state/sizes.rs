@@ -15,7 +15,6 @@ use crate::units::{Bytes, Stamp};
 const LIFE_MS: u64 = 6_000;
 /// From when a guest counts its pages to when QEMU has its word.
 const GATHER_MS: u64 = 300;
-/// No more are remembered.
 const MOST: usize = 64;
 
 /// Sizes and since when, oldest first.
@@ -23,7 +22,6 @@ const MOST: usize = 64;
 pub struct Sizes(Vec<(Stamp, Bytes)>);
 
 impl Sizes {
-    /// Takes in the size it has now.
     pub(super) fn see(&mut self, at: Stamp, actual: Bytes) {
         if self.0.last().is_none_or(|s| s.1 != actual) {
             self.0.push((at, actual));

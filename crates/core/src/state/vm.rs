@@ -35,26 +35,19 @@ use crate::units::{Bytes, Stamp};
 /// One harm is forgotten in so long, and the hot cache that is known sinks in so long.
 const FORGIVE_MS: u64 = 60_000;
 
-/// What is remembered of one VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmMemory {
-    /// Which.
     pub id: VmId,
-    /// Its name when last seen.
     pub name: String,
     /// The QMP socket over which it was heard last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,
-    /// Whose its balloon is.
     #[serde(default)]
     pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
     pub order: Option<Order>,
-    /// When it was last made smaller.
     pub last_take: Option<Stamp>,
-    /// When it was last made larger.
     pub last_give: Option<Stamp>,
-    /// Left alone until then.
     pub settle_until: Option<Stamp>,
     /// Not asked until then, because it did not follow.
     pub stuck_until: Option<Stamp>,
@@ -91,7 +84,6 @@ pub struct VmMemory {
     /// The number of samples in a row with the same statistics and the same balloon size.
     #[serde(default)]
     pub again: u32,
-    /// The sizes it had lately.
     #[serde(default)]
     pub sizes: Sizes,
     /// What the host holds for its VMM itself, at least: what is resident beyond the
@@ -107,10 +99,8 @@ pub struct VmMemory {
     /// Its balloon has come to rest where the last order told it to.
     #[serde(default)]
     pub landed: bool,
-    /// What the recycler remembers.
     #[serde(default)]
     pub recycle: RecycleMemory,
-    /// What merging remembers.
     #[serde(default)]
     pub merge: VmMerge,
     /// What is remembered of freeing zero pages.
@@ -147,7 +137,6 @@ pub struct VmMemory {
     /// When an operator last asked for its idle memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requested: Option<Stamp>,
-    /// How well it can be heard.
     #[serde(default)]
     pub reach: Reach,
     /// Whether its balloon brings the host anything.
@@ -165,10 +154,8 @@ pub struct VmMemory {
     /// When QEMU last told its size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<Stamp>,
-    /// How fast its need grows.
     #[serde(default)]
     pub growth: Growth,
-    /// How fast its need can grow.
     #[serde(default)]
     pub fastest: Fastest,
 }

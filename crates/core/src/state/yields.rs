@@ -16,7 +16,6 @@ const PAUSE_MS: u64 = 3_600_000;
 /// What a balloon took leaves residency within this time.
 const COMES_MS: u64 = 15_000;
 
-/// See the top.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Yields {
     /// By how much the balloon has grown on order, of memory that the host held.

@@ -14,7 +14,6 @@ const LITTLE_SHARE: f64 = 1.0 / 256.0;
 /// See [`LITTLE_SHARE`].
 const LITTLE: Bytes = Bytes::mib(4);
 
-/// One VM's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ZeroMemory {
@@ -24,7 +23,6 @@ pub struct ZeroMemory {
     pub round: (u64, Bytes, Bytes),
     /// Residency fell by so much while an order was carried out.
     pub waiting: Bytes,
-    /// Left alone until then.
     pub rest_until: Option<Stamp>,
     /// Rounds in a row that brought next to nothing.
     pub lean: u32,

@@ -8,30 +8,28 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::range::Range;
+
 /// The header's first bytes.
 pub const MAGIC: [u8; 16] = [
     0xeb, 0xb1, 0x66, 0x72, 0x65, 0x65, 0x6d, 0x61, 0x70, 0x9d, 0x1c, 0x40, 0xd3, 0x7a, 0x05, 0xf4,
 ];
-/// The version this host speaks.
 pub const VERSION: u32 = 1;
 /// Guest pages, from 0, among which the header is looked for.
 pub const SEARCH_PAGES: u64 = 4096;
 /// Pages that carry the magic and are looked at; a guest may fill its memory
 /// with copies.
 pub const CANDIDATES_MAX: usize = 16;
-/// Bytes of a page.
 pub const PAGE: u64 = 4096;
 /// Pages whose bits one map page holds: 128 MiB.
 pub const MAP_PFNS: u64 = 32768;
 /// 64-bit words of a map page.
 pub const MAP_WORDS: usize = 512;
-/// Bytes of the header.
 pub const HEADER_BYTES: usize = 776;
 /// Bytes of it that never change, under the checksum.
 pub const STATIC_BYTES: usize = 128;
 /// Where [`Facts`] are in the header, and how many bytes.
 pub const FACTS_AT: u64 = 512;
-/// Bytes of the facts.
 pub const FACTS_BYTES: usize = 264;
 /// Where the challenge is in the header: the one word the host writes.
 pub const CHALLENGE_AT: u64 = 208;
@@ -43,27 +41,6 @@ pub const EXTENTS_A_PAGE: u32 = 255;
 pub const MAP_PAGES_MAX: u32 = 1 << 20;
 /// Longest `tick_ms` believed: twice the module's own.
 pub const TICK_MS_MAX: u32 = 1000;
-
-/// A piece of the VM's RAM, guest-physical, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RamRange {
-    /// First address.
-    pub start: u64,
-    /// Length.
-    pub len: u64,
-}
-
-impl RamRange {
-    /// Whether all of `[start, start + len)` lies inside.
-    pub fn holds(&self, start: u64, len: u64) -> bool {
-        let end = self.start.saturating_add(self.len);
-        start >= self.start && start.checked_add(len).is_some_and(|e| e <= end)
-    }
-
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        self.start < end && start < self.start.saturating_add(self.len)
-    }
-}
 
 /// Why a header, or what it points to, is not believed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
@@ -92,12 +69,10 @@ pub enum Bad {
     /// Two extents for the same pages, or one page used twice.
     #[error("overlapping {0}")]
     Overlap(&'static str),
-    /// More than the limits of the ABI.
     #[error("too many {0}")]
     TooMany(&'static str),
 }
 
-/// The state word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GuestState {
@@ -109,12 +84,10 @@ pub enum GuestState {
     Quiet,
     /// Cleared for good.
     Stopped,
-    /// Not a state.
     Unknown,
 }
 
 impl GuestState {
-    /// What the word says.
     pub fn from_word(word: u32) -> GuestState {
         match word {
             1 => GuestState::Starting,
@@ -129,7 +102,6 @@ impl GuestState {
 /// A header that is whole, at the address it claims, of our version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Its guest-physical address.
     pub gpa: u64,
     /// The static part, to notice that it changed.
     pub fixed: [u8; STATIC_BYTES],
@@ -148,14 +120,12 @@ pub struct Header {
     /// A page that the kernel never writes to, because the module keeps it or firmware does;
     /// 0: none.
     pub kept_gpa: u64,
-    /// What changes.
     pub live: LivePart,
 }
 
 /// The part of the header that changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LivePart {
-    /// The state word.
     pub state: GuestState,
     /// Why it is not [`GuestState::Running`].
     pub reason: u32,
@@ -163,15 +133,12 @@ pub struct LivePart {
     pub tick_ms: u32,
     /// Sign of life.
     pub beat: u64,
-    /// Goes with it.
     pub beat_check: u64,
     /// The answer to the last challenge, 0 for none.
     pub response: u64,
     /// Of the extents; odd while they change.
     pub generation: u64,
-    /// First page of extents.
     pub extents_gpa: u64,
-    /// Pages of extents.
     pub extent_pages: u32,
 }
 
@@ -289,7 +256,6 @@ impl Header {
 pub struct MapPage {
     /// The first pfn that it is about.
     pub pfn: u64,
-    /// Where it is.
     pub gpa: u64,
 }
 
@@ -308,7 +274,7 @@ impl Layout {
     /// `None` where it cannot. Compare the header's generation afterwards.
     pub fn collect(
         header: &Header,
-        ram: &[RamRange],
+        ram: &[Range],
         mut read: impl FnMut(u64) -> Option<[u8; PAGE as usize]>,
     ) -> Result<Layout, Bad> {
         let live = &header.live;
@@ -349,7 +315,7 @@ impl Layout {
 fn collect_page(
     page: &[u8; PAGE as usize],
     pfn_limit: u64,
-    ram: &[RamRange],
+    ram: &[Range],
     pages: &mut Vec<MapPage>,
     total: &mut u64,
 ) -> Result<(), Bad> {
@@ -388,7 +354,7 @@ fn collect_page(
 }
 
 /// Map pages that this RAM can need.
-fn sections(ram: &[RamRange]) -> u64 {
+fn sections(ram: &[Range]) -> u64 {
     ram.iter().map(|r| r.len / (MAP_PFNS * PAGE) + 2).sum()
 }
 
@@ -400,21 +366,15 @@ pub struct Facts {
     pub time_ns: u64,
     /// Pages of RAM.
     pub total: u64,
-    /// Free.
     pub free: u64,
     /// Available without swapping.
     pub available: u64,
     /// Page cache without buffers.
     pub cached: u64,
-    /// Buffers.
     pub buffers: u64,
-    /// Shared memory and tmpfs.
     pub shmem: u64,
-    /// Anonymous.
     pub anon: u64,
-    /// Reclaimable slab.
     pub slab_reclaimable: u64,
-    /// Free swap.
     pub swap_free: u64,
     /// Pages allocated.
     pub alloc: u64,
@@ -424,23 +384,15 @@ pub struct Facts {
     pub alloc_stall: u64,
     /// Pages looked at by direct reclaim.
     pub scan_direct: u64,
-    /// Pages reclaimed by it.
     pub steal_direct: u64,
     /// Pages looked at by kswapd.
     pub scan_kswapd: u64,
-    /// Pages reclaimed by it.
     pub steal_kswapd: u64,
-    /// Refaults, anonymous.
     pub refault_anon: u64,
-    /// Refaults, file.
     pub refault_file: u64,
-    /// OOM kills.
     pub oom_kill: u64,
-    /// Pages swapped in.
     pub swap_in: u64,
-    /// Pages swapped out.
     pub swap_out: u64,
-    /// Major faults.
     pub major_fault: u64,
     /// Direct compactions.
     pub compact_stall: u64,
@@ -539,7 +491,6 @@ pub fn all_set(words: &[u64], first: usize, len: usize) -> bool {
     end <= words.len() * 64 && next_bit(words, first, end, u64::MAX) >= end
 }
 
-/// How many bits are set.
 pub fn count(words: &[u64]) -> u64 {
     words.iter().map(|w| u64::from(w.count_ones())).sum()
 }

@@ -14,7 +14,6 @@ use super::abi::PAGE;
 /// first after it.
 pub const NEVER_OPEN: [(u64, u64); 2] = [(0, 16 * PAGE), (0x80_0000, 0x82_0000)];
 
-/// Firmware that Ebb knows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Firmware {

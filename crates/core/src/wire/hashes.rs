@@ -26,10 +26,8 @@ const MAGIC: u32 = u32::from_le_bytes(*b"EbH2");
 const RANGE: usize = 16;
 const RECORD: usize = 24;
 
-/// Which pages to hash, and how.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ask {
-    /// Of the scanner's key.
     pub secret: [u8; SECRET],
     /// Whether a few lines of each page are enough.
     pub lines: bool,
@@ -37,14 +35,12 @@ pub struct Ask {
     pub ranges: Vec<(u64, u64)>,
 }
 
-/// What came of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Told {
     /// Pages of the ranges that are in memory, the zero page not counted.
     pub held: u64,
     /// Of those, free by the guest's map, and left out.
     pub free: u64,
-    /// Processor time of it.
     pub cpu_ns: u64,
     /// Number (address by size) and hash of each page that was read, by number; 0 stands
     /// for a page of zeros, where whole pages were asked for.
@@ -55,7 +51,6 @@ impl Ask {
     /// Bytes before the ranges.
     pub const HEAD: usize = 16 + SECRET;
 
-    /// As it is sent.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(Ask::HEAD + self.ranges.len() * RANGE);
         bytes.extend(MAGIC.to_le_bytes());
@@ -107,7 +102,6 @@ impl Told {
     /// Bytes before the pages.
     pub const HEAD: usize = 32;
 
-    /// As it is sent.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(Told::HEAD + self.pages.len() * RECORD);
         bytes.extend(MAGIC.to_le_bytes());

@@ -13,32 +13,25 @@ use super::{Command, PROTOCOL, Recycle};
 use crate::histogram::Histogram;
 use crate::units::Bytes;
 
-/// What the agent answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reply {
     /// Of the request; 0 where that could not be read.
     pub id: u64,
-    /// The answer.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
 
-/// Yes or no.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::large_enum_variant, reason = "one is made, sent or read, and dropped")]
 pub enum Outcome {
-    /// It was done.
     Ok(Answer),
-    /// It was not.
     Error(Refusal),
 }
 
-/// The answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "snake_case")]
 pub enum Answer {
-    /// Nothing to say.
     Done,
     /// To [`Command::Hello`].
     Hello(Hello),
@@ -60,14 +53,12 @@ pub enum Answer {
     },
 }
 
-/// Who the agent is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// [`PROTOCOL`].
     pub protocol: u32,
     /// Of the agent.
     pub version: String,
-    /// Its process.
     pub pid: u32,
     /// What of the kernel it uses.
     pub kernel: KernelParts,
@@ -112,24 +103,20 @@ pub enum AgentState {
     Silent,
 }
 
-/// How the agent does.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Status {
-    /// How far it has come.
     pub state: AgentState,
     /// Why it is there, where that is not plain.
     pub why: Option<String>,
     /// It stands aside for something that may pass: a device that is open.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub passes: bool,
-    /// The guest's module.
     pub module: Option<Module>,
     /// Free in the guest, from its map.
     pub free: Option<Bytes>,
     /// Of that, still held by the host; where it was asked for.
     pub held: Option<Bytes>,
-    /// What was done since `attach`.
     pub counters: Counters,
     /// RAM is shared, and a socket was opened over which another process may be given it:
     /// nothing is given back before the daemon has looked and told [`Command::Cleared`].
@@ -143,10 +130,8 @@ pub struct Status {
     pub waits: Histogram,
 }
 
-/// The guest's module, as its header says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Module {
-    /// Version of the module.
     pub version: String,
     /// Kernel series, `6.12`.
     pub linux: String,
@@ -154,7 +139,6 @@ pub struct Module {
     pub gpa: u64,
     /// Smallest block it records, as an order.
     pub order: u32,
-    /// Map pages in use.
     pub map_pages: u32,
     /// A test build that may lie.
     pub faulty: bool,
@@ -164,11 +148,8 @@ pub struct Module {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Counters {
-    /// Given back.
     pub recycled: Bytes,
-    /// Runs of pages.
     pub runs: u64,
-    /// Windows of protection.
     pub batches: u64,
     /// Pages that the second reading found taken.
     pub saved_pages: u64,
@@ -176,13 +157,11 @@ pub struct Counters {
     pub dropped_batches: u64,
     /// Huge pages split on purpose.
     pub splits: u64,
-    /// Longest window, ns.
     pub window_max_ns: u64,
     /// Guest writes that had to wait and that the handler thread saw.
     pub faults: u64,
     /// Writes to a tripwire that made us drop a map.
     pub trips: u64,
-    /// Challenges that were answered.
     pub challenges: u64,
 }
 
@@ -192,13 +171,10 @@ pub struct Counters {
 pub struct Recycled {
     /// Given back; all of it was held before.
     pub bytes: Bytes,
-    /// In so many runs.
     pub runs: u64,
     /// Pages that the second reading found taken.
     pub saved_pages: u64,
-    /// Huge pages split.
     pub splits: u64,
-    /// How long it took.
     pub ns: u64,
     /// Of that, how long windows were open.
     pub window_ns: u64,
@@ -208,17 +184,13 @@ pub struct Recycled {
     pub more: bool,
 }
 
-/// Why not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{text}")]
 pub struct Refusal {
-    /// For the program.
     pub kind: Refused,
-    /// For people.
     pub text: String,
 }
 
-/// Kinds of no.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Refused {
@@ -228,7 +200,6 @@ pub enum Refused {
     NotReady,
     /// Not this VM, and why.
     Aside,
-    /// The system refused.
     System,
 }
 

@@ -13,17 +13,14 @@ use super::{Answer, BUDGET_MS_MAX, Hello, OTHERS_DISCARD, Refused, Status, hashe
 use super::{BLOCK_PAGES, BadLine, OBJECTIONS_MAX, SEGMENTS_MAX, SPANS_MAX};
 use crate::units::{Bytes, PAGE};
 
-/// What the daemon asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
     /// Comes back in the answer.
     pub id: u64,
-    /// What is asked.
     #[serde(flatten)]
     pub command: Command,
 }
 
-/// What can be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
@@ -44,10 +41,7 @@ pub enum Command {
     /// [`Recycle`]. Answer: [`Answer::Marked`].
     Mark,
     /// The VM's vCPUs run, or not. Answer: [`Answer::Done`].
-    RunState {
-        /// Whether they run.
-        running: bool,
-    },
+    RunState { running: bool },
     /// The VM was reset, loaded, migrated: nothing known holds. Answer:
     /// [`Answer::Done`].
     ResetSeen,
@@ -61,10 +55,7 @@ pub enum Command {
     /// closed or the VM is forgotten. Answer: [`Answer::Done`].
     Hashes,
     /// What [`Status::unclear`] told of is harmless. Answer: [`Answer::Done`].
-    Cleared {
-        /// As it was told.
-        generation: u64,
-    },
+    Cleared { generation: u64 },
     /// Give up all protection and forget the VM; `attach` begins anew. Answer:
     /// [`Answer::Done`].
     StandDown,
@@ -73,9 +64,7 @@ pub enum Command {
 /// A piece of the VM's RAM as QEMU has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Segment {
-    /// Guest-physical address.
     pub gpa: u64,
-    /// Bytes.
     pub size: u64,
     /// Where it is in the VMM.
     pub hva: u64,
@@ -96,7 +85,6 @@ pub struct Attach {
     pub observe: bool,
     /// Windows longer than this, ms, have the agent stand aside; 0: none do.
     pub window_limit_ms: u64,
-    /// Whether the vCPUs run.
     pub running: bool,
     /// What this agent has opened to KSM before stays open: it will be advised on.
     pub keep_open: bool,
@@ -166,7 +154,6 @@ impl Advise {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HugePages {
-    /// Leave them whole.
     #[default]
     Keep,
     /// Give back what is free of them and split them at once, so that the host

@@ -23,7 +23,6 @@ pub fn script(ebb: Command, shell: Shell) -> Result<()> {
     emit(&text(ebb, shell))
 }
 
-/// The names of VMs, one a line.
 pub fn vms(socket: &str) -> Result<()> {
     let state: Value = daemon_client::get_json(socket, "/v1/state")?;
     let vms = state["vms"].as_array().into_iter().flatten();

@@ -38,9 +38,7 @@ use crate::view::{self, State};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// As it should be.
     Good,
-    /// Worth knowing.
     Note,
     /// Something is missing: Ebb does less than it could.
     Missing,
@@ -48,16 +46,12 @@ pub enum Verdict {
     Bad,
 }
 
-/// One check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Check {
     /// `host` or the VM's name.
     pub about: String,
-    /// What was looked at.
     pub what: String,
-    /// How it came out.
     pub verdict: Verdict,
-    /// What was found.
     pub found: String,
     /// What to do; empty where there is nothing.
     pub advice: String,

@@ -10,7 +10,6 @@ use crate::daemon_client;
 use crate::table::{clock, emit, emit_json, signed};
 use crate::view::{Decision, State, Vm};
 
-/// Prints it.
 pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
     let state: State = daemon_client::get_json(socket, "/v1/state")?;
     let decisions: Vec<Decision> = daemon_client::get_json(socket, "/v1/decisions")?;
@@ -45,7 +44,6 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
     }
 }
 
-/// All of it, as text.
 pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(

@@ -51,7 +51,6 @@ impl Window {
     }
 }
 
-/// The VM at one tick.
 #[derive(Clone, Debug, Serialize)]
 struct Look {
     wall_ms: u64,
@@ -60,19 +59,16 @@ struct Look {
     resident: Option<Bytes>,
     host: String,
     guest: String,
-    /// What was ordered.
     to: Option<Bytes>,
     /// The rule, or why nothing was done.
     rule: String,
     error: Option<String>,
 }
 
-/// What is told.
 #[derive(Debug, Serialize)]
 struct Moment {
     #[serde(flatten)]
     look: Look,
-    /// What became of it.
     result: Option<String>,
 }
 
@@ -227,9 +223,8 @@ mod tests {
     use super::*;
     use crate::recorder::{Head, Recorder};
     use ebb_core::state::Memory;
-    use ebb_core::tick::run;
-    use ebb_sim::World;
     use ebb_sim::scenario::crowd;
+    use ebb_sim::{World, run};
 
     fn record() -> Vec<u8> {
         let mut setup = crowd(6, Bytes::gib(2), Bytes::gib(6), 1, 0);

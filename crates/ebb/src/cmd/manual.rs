@@ -119,6 +119,16 @@ mod tests {
     }
 
     #[test]
+    fn the_configuration_in_the_manifest_for_kubernetes_is_valid() {
+        let manifest = include_str!("../../../../packaging/kubernetes/ebb.yaml");
+        let (_, text) = manifest.split_once("ebb.toml: |\n").unwrap();
+        let text: String =
+            text.lines().take_while(|l| *l != "---").map(|l| l.trim().to_owned() + "\n").collect();
+        let config = Config::parse("ebb.yaml", &text).unwrap();
+        assert!(config.containers && config.libvirt && !config.users.is_empty());
+    }
+
+    #[test]
     fn the_page_of_the_configuration_has_every_setting_with_its_text() {
         let page = of_configuration(SETTINGS);
         let settings = all_set().lines().filter(|l| l.contains(" = ")).count();

@@ -27,7 +27,6 @@ pub use self::switch::put_back;
 use self::switch::{off_all, on, steered, switch, tell_daemon};
 use crate::daemon::trust;
 
-/// What to do about merging.
 #[derive(Subcommand)]
 pub enum What {
     /// Reads VMs' memory and tells what merging would save, and for what CPU time

@@ -30,13 +30,11 @@ struct Came {
     pool: Option<Bytes>,
     /// Recycled page by page.
     recycled: Bytes,
-    /// Ballooned.
     ballooned: Bytes,
     /// Until the last movement, seconds.
     seconds: f64,
 }
 
-/// The numbers that move.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Now {
     resident: Bytes,

@@ -32,32 +32,24 @@ pub fn record(socket: &str, output: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a replay found.
 #[derive(Debug, Default, Serialize)]
 pub struct Replay {
-    /// Ticks decided again.
     pub ticks: u64,
-    /// Actions in them.
     pub actions: u64,
     /// Ticks whose plan came out otherwise.
     pub different: Vec<Difference>,
 }
 
-/// A tick that came out otherwise.
 #[derive(Debug, Serialize)]
 pub struct Difference {
-    /// Which tick.
     pub tick: u64,
-    /// What was recorded.
     pub recorded: ebb_core::plan::Plan,
-    /// What this version decides.
     pub replayed: ebb_core::plan::Plan,
 }
 
 /// Differences kept; the rest is only counted in the exit code.
 const DIFFERENCES: usize = 100;
 
-/// Replays a file.
 pub fn replay(path: &str, json: bool) -> Result<()> {
     let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
     let found = decide_again(BufReader::new(file)).with_context(|| path.to_string())?;
@@ -108,9 +100,8 @@ mod tests {
     use crate::recorder::{Head, Recorder};
     use ebb_core::config::Config;
     use ebb_core::state::Memory;
-    use ebb_core::tick::run;
     use ebb_core::units::Bytes;
-    use ebb_sim::{Setup, World, scenario};
+    use ebb_sim::{Setup, World, run, scenario};
 
     fn recorded() -> Vec<u8> {
         let crowd = scenario::crowd(12, Bytes::gib(2), Bytes::gib(12), 1, 4);

@@ -87,6 +87,8 @@ fn give_back_vms(
         host.restore_intervals();
         host.wait(Instant::now() + Duration::from_millis(100));
     }
+    let still: Vec<OwnedVm> = left.iter().map(|l| l.vm.clone()).collect();
+    host.note_last(&still);
     Ok(left)
 }
 

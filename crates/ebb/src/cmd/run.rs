@@ -27,7 +27,6 @@ use crate::state::StateFile;
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Runs until a signal.
 pub fn main(
     mut config: Config,
     dry_run: bool,
@@ -145,7 +144,7 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     let mut failures: Vec<String> =
         left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)).collect();
     owed.vms = left.into_iter().map(|l| l.vm).collect();
-    daemon.restore_intervals();
+    daemon.leave(&owed.vms);
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon lets go of here.
     let mut state = daemon.into_state();

@@ -26,7 +26,6 @@ pub fn main(socket: &str, json: bool) -> Result<bool> {
     Ok(!state.vms.is_empty())
 }
 
-/// The screen.
 pub fn text(state: &State) -> String {
     let h = &state.host;
     let mut out = format!("host {} for {} s: {}\n", h.state, h.state_s, h.why);

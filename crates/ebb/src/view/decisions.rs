@@ -20,11 +20,9 @@ use super::of_tick::vm_of;
 pub struct Decision {
     /// When, milliseconds since 1970.
     pub wall_ms: u64,
-    /// Which tick.
     pub tick: u64,
     /// What was to be done and why.
     pub action: Order,
-    /// The reason in words.
     pub reason: String,
     /// The host as it was.
     pub host: String,
@@ -38,16 +36,13 @@ pub struct Decision {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Order {
-    /// The VM's process.
     #[serde(deserialize_with = "lenient")]
     pub vm: VmId,
-    /// Its name.
     pub name: String,
     /// The guest's size when this was decided.
     pub from: Bytes,
     /// The size it is to have: RAM less balloon.
     pub to: Bytes,
-    /// Why.
     #[serde(deserialize_with = "lenient")]
     pub reason: Option<Reason>,
 }
@@ -64,7 +59,6 @@ impl From<&Action> for Order {
     }
 }
 
-/// What a tick did, by VM.
 pub(super) struct Done<'a> {
     applied: bool,
     actions: HashMap<VmId, &'a Action>,

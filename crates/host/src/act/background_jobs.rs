@@ -16,7 +16,6 @@ const WAITING: usize = 64;
 pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
     /// What carrying one out results in.
     type Done;
-    /// One begins.
     fn busy(&mut self);
     /// One came to its end, or could not be given.
     fn over(&mut self, done: Result<Self::Done, String>);
@@ -42,7 +41,6 @@ pub(crate) struct BackgroundJobs<J, S: Told, C> {
 }
 
 impl<J: Send + 'static, S: Told, C: Default + 'static> BackgroundJobs<J, S, C> {
-    /// Nothing runs before the first order.
     pub fn new(root: Root, name: &'static str, work: Work<J, S, C>) -> BackgroundJobs<J, S, C> {
         BackgroundJobs { root, name, work, jobs: None, told: Arc::default() }
     }
@@ -67,12 +65,10 @@ impl<J: Send + 'static, S: Told, C: Default + 'static> BackgroundJobs<J, S, C> {
         }
     }
 
-    /// What is known of a VM's orders.
     pub fn sample(&self, vm: VmId) -> Option<S> {
         lock(&self.told).get(&vm).cloned()
     }
 
-    /// Forgets VMs that are gone.
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
         if self.jobs.is_some() {
             lock(&self.told).retain(|id, _| alive(id));

@@ -37,31 +37,17 @@ const KHUGEPAGED: [&str; 2] = [
 /// What must stay free beside what breaking merges takes.
 const SPARE: Bytes = Bytes::mib(256);
 
-/// Why KSM could not be set.
 #[derive(Debug, thiserror::Error)]
 pub enum KsmError {
-    /// Built without CONFIG_KSM.
     #[error("this kernel has no KSM ({DIR} is missing)")]
     None,
-    /// A knob could not be read.
     #[error(transparent)]
     Probe(#[from] ProbeError),
-    /// A file could not be written.
     #[error("{path}: {error}")]
-    Write {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
+    Write { path: PathBuf, error: io::Error },
     /// What an earlier Ebb wrote down is not readable.
     #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        why: String,
-    },
+    Damaged { path: PathBuf, why: String },
     /// There is no room for the pages that merging saved.
     #[error(
         "breaking all merges takes {needed}, and {SPARE} must stay free, but {available} are \
@@ -92,27 +78,20 @@ pub struct KsmOwner {
     state: PathBuf,
     saved: BTreeMap<String, String>,
     manners: Manners,
-    /// Knobs that this kernel has not.
-    missing: Vec<&'static str>,
 }
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
     pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
-        let mut owner = KsmOwner {
-            root,
-            state: state.into(),
-            saved: BTreeMap::new(),
-            manners,
-            missing: Vec::new(),
-        };
+        let saved = BTreeMap::new();
+        let mut owner = KsmOwner { root, state: state.into(), saved, manners };
         let mut found = BTreeMap::new();
         let held: &[&'static str] = if manners.hold_khugepaged { &KHUGEPAGED } else { &[] };
         for &knob in KNOBS.iter().chain(held) {
-            match owner.read(knob)? {
-                Some(value) => drop(found.insert(knob.to_string(), value)),
-                None => owner.missing.push(knob),
+            // Old kernels lack some: Ebb does without.
+            if let Some(value) = owner.read(knob)? {
+                found.insert(knob.to_string(), value);
             }
         }
         if !found.contains_key("run") {
@@ -142,11 +121,6 @@ impl KsmOwner {
             return Ok(false);
         }
         KsmOwner::take(root, state, Manners::default())?.release().map(|()| true)
-    }
-
-    /// Knobs that this kernel lacks: Ebb does without them.
-    pub fn missing(&self) -> &[&'static str] {
-        &self.missing
     }
 
     /// What `ksmd` is to do. Only knobs that differ are written.
@@ -300,7 +274,6 @@ pub(super) mod tests {
         (dir, root)
     }
 
-    /// One of them.
     pub(in crate::act) fn knob(root: &Root, knob: &str) -> String {
         root.read(format!("{DIR}/{knob}")).unwrap().unwrap().trim().to_string()
     }
@@ -362,7 +335,10 @@ pub(super) mod tests {
             tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
         let state = dir.path().join("ksm.json");
         let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
-        assert_eq!(owner.missing(), ["advisor_mode", "smart_scan", "use_zero_pages"]);
+        assert_eq!(
+            owner.saved.keys().collect::<Vec<_>>(),
+            ["pages_to_scan", "run", "sleep_millisecs"]
+        );
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "7", "20"]);
         owner.release().unwrap();

@@ -197,7 +197,6 @@ impl KsmWorker {
         lock(&self.told).ranges.get(&vm).cloned()
     }
 
-    /// Forgets VMs that are gone.
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
         let mut told = lock(&self.told);
         told.looks.retain(|id, _| alive(id));
@@ -205,7 +204,6 @@ impl KsmWorker {
         told.ranges.retain(|id, _| alive(id));
     }
 
-    /// Puts KSM's knobs back.
     pub fn release(&mut self, patience: Duration) -> Result<(), String> {
         self.sent = None;
         if self.jobs.is_none() {

@@ -50,12 +50,10 @@ impl KsmdThrottle {
         KsmdThrottle { root, note, manners, wake, owner: None, burst: None }
     }
 
-    /// The tree.
     pub fn root(&self) -> &Root {
         &self.root
     }
 
-    /// Does what is ordered.
     pub fn order(&mut self, order: &Order) -> Result<(), String> {
         self.burst = None;
         let Order::Run { batch, sleep_ms, cores, scans, .. } = order else {
@@ -93,7 +91,6 @@ impl KsmdThrottle {
         self.burst.as_ref().map(|b| if is_gentle(b.cores) { PACE } else { PAUSE })
     }
 
-    /// Looks how far `ksmd` is.
     pub fn keep(&mut self) -> Result<(), String> {
         let scans = self.scans()?;
         let Some(burst) = &mut self.burst else { return Ok(()) };
@@ -113,7 +110,6 @@ impl KsmdThrottle {
         }
     }
 
-    /// Puts the knobs back.
     pub fn release(&mut self) -> Result<(), String> {
         self.burst = None;
         self.owner.take().map_or(Ok(()), KsmOwner::release).map_err(|e| e.to_string())

@@ -2,7 +2,6 @@
 //! puts back what it changed. `unsafe` where a system call has no safe wrapper.
 
 mod background_jobs;
-pub mod governor;
 pub mod ksm;
 pub mod ksm_worker;
 pub mod ksmd_throttle;

@@ -35,9 +35,8 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
     Some(Range { start, len: PIECE.min(at.end() - start) })
 }
 
-/// An order.
 #[derive(Clone, Debug)]
-struct Job {
+pub(crate) struct Job {
     bytes: Bytes,
     /// `memory.reclaim` of its own cgroup, where there is one.
     reclaim: Option<PathBuf>,
@@ -57,41 +56,23 @@ impl Told for OffloadSample {
     }
 }
 
-/// Takes orders and tells what came of them.
-#[derive(Debug)]
-pub struct Offloader {
-    root: Root,
-    /// With the address where the last order ended.
-    errands: BackgroundJobs<Job, OffloadSample, u64>,
+/// Pages VMs out; kept is the address where the last order ended.
+pub(crate) type Offloader = BackgroundJobs<Job, OffloadSample, u64>;
+
+pub(crate) fn offloader(root: Root) -> Offloader {
+    BackgroundJobs::new(root, "offload", carry_out)
 }
 
-impl Offloader {
-    /// Nothing runs before the first order.
-    pub fn new(root: Root) -> Offloader {
-        let errands = BackgroundJobs::new(root.clone(), "offload", carry_out);
-        Offloader { root, errands }
-    }
-
-    /// Has so much of a VM paged out, after what was ordered before.
-    pub fn order(
-        &mut self,
-        vm: VmId,
-        bytes: Bytes,
+impl Job {
+    /// Pages so much of a VM out.
+    pub fn new(
+        root: &Root,
+        (vm, bytes): (VmId, Bytes),
         hierarchy: Option<&Hierarchy>,
         cgroup: Option<&str>,
-    ) {
-        let reclaim = hierarchy.zip(cgroup).and_then(|(h, c)| own_reclaim(&self.root, h, c, vm));
-        self.errands.order(vm, Job { bytes, reclaim });
-    }
-
-    /// What is known of a VM's orders.
-    pub fn sample(&self, vm: VmId) -> Option<OffloadSample> {
-        self.errands.sample(vm)
-    }
-
-    /// Forgets VMs that are gone.
-    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
-        self.errands.keep(alive);
+    ) -> Job {
+        let reclaim = hierarchy.zip(cgroup).and_then(|(h, c)| own_reclaim(root, h, c, vm));
+        Job { bytes, reclaim }
     }
 }
 
@@ -168,9 +149,9 @@ mod tests {
         assert!(Process::open(&root, VmId { pid: me, start }).is_ok());
         let other = Process::open(&root, VmId { pid: me, start: start + 1 });
         assert_eq!(other.err().as_deref(), Some("the process has ended"));
-        let mut offloader = Offloader::new(root);
+        let mut offloader = offloader(root.clone());
         let gone = VmId { pid: me, start: start + 1 };
-        offloader.order(gone, Bytes::mib(1), None, None);
+        offloader.order(gone, Job::new(&root, (gone, Bytes::mib(1)), None, None));
         // Its thread runs when nobody else wants to: this one must not.
         let until = Instant::now() + Duration::from_secs(60);
         let said = loop {

@@ -42,7 +42,6 @@ const FLAG_THP: u64 = 1 << 22;
 const FLAG_ZERO: u64 = 1 << 24;
 const FLAGS_NOT: u64 = FLAG_HUGETLB | FLAG_ZERO;
 
-/// What an order came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Done {
     split: u64,
@@ -72,7 +71,6 @@ impl Told for PartialThpSample {
 /// Has VMs' partially mapped huge pages split; kept is the address where the last order ended.
 pub(crate) type Splitter = BackgroundJobs<PartialThpOrder, PartialThpSample, u64>;
 
-/// Nothing runs before the first order.
 pub(crate) fn splitter(root: Root) -> Splitter {
     BackgroundJobs::new(root, "partial_thp", carry_out)
 }

@@ -22,22 +22,17 @@ use crate::sys::Range;
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Why a VM's RAM was not marked.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeableError {
-    /// QEMU refused or did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its mappings cannot be read.
     #[error(transparent)]
     Probe(#[from] ProbeError),
     /// No room to break merges, or no KSM.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// The process has ended.
     #[error("the VM's process {0} has ended")]
     Gone(u32),
-    /// Nothing of its RAM can be merged.
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
     /// QEMU said yes, and nothing changed.
@@ -48,12 +43,9 @@ pub enum MergeableError {
     NotSeen(String),
 }
 
-/// What was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
-    /// It was so already.
     Already,
-    /// It is now.
     Now,
     /// It is now, by asking QEMU for the opposite (9.1.0).
     Inverted,
@@ -97,7 +89,6 @@ pub struct Marks {
     pub merged: Bytes,
 }
 
-/// Reads them.
 pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
     let mut ram: Vec<(Range, Marks)> = Vec::new();

@@ -21,6 +21,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ZeroOrder;
+use ebb_core::range::{push, subtract};
 use ebb_core::sample::{VmId, ZeroSample, ZeroWays};
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
@@ -30,7 +31,6 @@ use super::process::{Advice, Process};
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};
 use crate::scan::Found;
-use crate::scan::walk::subtract;
 use crate::sys::{Range, VECTOR_MAX, pagemap_scan, read_process};
 
 /// A huge page; also what is copied at a time.
@@ -46,7 +46,6 @@ pub fn ways(root: &Root) -> ZeroWays {
     ZeroWays { split, pageout: zeros_are_not_written(root) }
 }
 
-/// What an order came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Done {
     read: Bytes,
@@ -78,7 +77,6 @@ impl Told for ZeroSample {
 /// Has VMs' memory gone through; kept is the address where the last order ended.
 pub(crate) type ZeroFinder = BackgroundJobs<ZeroOrder, ZeroSample, u64>;
 
-/// Nothing runs before the first order.
 pub(crate) fn finder(root: Root) -> ZeroFinder {
     BackgroundJobs::new(root, "zeros", carry_out)
 }
@@ -111,19 +109,13 @@ fn carry_out(root: &Root, vm: VmId, order: &ZeroOrder, cursor: &mut u64) -> Resu
 
 /// The rest of RAM from here on, in windows that cut no huge page.
 fn windows(ram: &[Range], from: u64) -> Vec<Range> {
-    let mut windows = Vec::new();
-    for range in ram.iter().filter(|r| r.end() > from) {
-        let mut start = range.start.max(from);
-        while start < range.end() {
-            let end = ((start / WINDOW + 1) * WINDOW).min(range.end());
-            windows.push(Range { start, len: end - start });
-            start = end;
-        }
-    }
-    windows
+    let rest = ram.iter().filter(|r| r.end() > from).flat_map(|r| {
+        let start = r.start.max(from);
+        Range { start, len: r.end() - start }.pieces(WINDOW)
+    });
+    rest.collect()
 }
 
-/// One order at work.
 struct Look<'a> {
     pid: u32,
     pagemap: File,
@@ -151,12 +143,12 @@ impl Look<'_> {
             e => format!("its pages cannot be listed: {e}"),
         })?;
         if self.order.split.is_some() {
-            for block in huge.into_iter().flat_map(cut) {
+            for block in huge.into_iter().flat_map(|run| run.pieces(HUGE)) {
                 self.piece(&[block], true, process)?;
             }
         }
         let mut piece: Vec<Range> = Vec::new();
-        for run in small.into_iter().flat_map(cut) {
+        for run in small.into_iter().flat_map(|run| run.pieces(HUGE)) {
             if self.swap < Bytes(HUGE) {
                 break;
             }
@@ -197,15 +189,6 @@ impl Look<'_> {
     }
 }
 
-fn cut(run: Range) -> impl Iterator<Item = Range> {
-    let first = (run.start / HUGE + 1) * HUGE;
-    let starts = std::iter::once(run.start).chain((first..run.end()).step_by(HUGE as usize));
-    starts.map(move |start| {
-        let end = ((start / HUGE + 1) * HUGE).min(run.end());
-        Range { start, len: end - start }
-    })
-}
-
 fn is_zero(page: &[u8]) -> bool {
     // By words of 16 bytes, which compilers turn into the widest there are; most pages
     // end it at the first.
@@ -218,12 +201,7 @@ fn choose(places: &[u64], zero: &[bool], split: Option<u64>) -> (Advice, Vec<Ran
     let zeros = places.iter().zip(zero).filter(|(_, zero)| **zero).map(|(place, _)| *place);
     let Some(least) = split else {
         let mut runs: Vec<Range> = Vec::new();
-        for start in zeros {
-            match runs.last_mut() {
-                Some(last) if last.end() == start => last.len += PAGE,
-                _ => runs.push(Range { start, len: PAGE }),
-            }
-        }
+        zeros.for_each(|start| push(&mut runs, Range { start, len: PAGE }));
         return (Advice::PageOut, runs);
     };
     // All of them, and it would not be split.
@@ -284,8 +262,10 @@ mod tests {
         assert!(all[1..].iter().all(|w| w.start % WINDOW == 0));
         assert_eq!(windows(&ram, all[0].end()), all[1..]);
         assert_eq!(windows(&ram, 10 * WINDOW), []);
-        let cuts: Vec<u64> =
-            cut(Range { start: HUGE - PAGE, len: HUGE + 2 * PAGE }).map(|r| r.len).collect();
+        let cuts: Vec<u64> = Range { start: HUGE - PAGE, len: HUGE + 2 * PAGE }
+            .pieces(HUGE)
+            .map(|r| r.len)
+            .collect();
         assert_eq!(cuts, [PAGE, HUGE, PAGE]);
     }
 

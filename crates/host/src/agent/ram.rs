@@ -1,17 +1,9 @@
 //! Where QEMU has the guest's RAM, by what its human monitor says (`info mtree`, `gpa2hva`).
 //! A QEMU that puts this in other words is provided for here.
 
-use std::time::{Duration, Instant};
-
-use ebb_core::wire::{SEGMENTS_MAX, Segment};
-use serde_json::json;
-
-use crate::qmp::{self, QmpError};
-
 /// A stretch of guest-physical memory as `info mtree -f` prints it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatRange {
-    /// First address.
     pub start: u64,
     /// One past the last.
     pub end: u64,
@@ -58,7 +50,7 @@ fn parse_flat_range(line: &str) -> Option<FlatRange> {
 
 /// Joins stretches of one region that follow each other (PAM and SMRAM cut holes
 /// below 1 MiB), and leaves out what is too small to be the VM's RAM.
-pub(crate) fn main_ram(ranges: &[FlatRange]) -> Vec<FlatRange> {
+pub fn main_ram(ranges: &[FlatRange]) -> Vec<FlatRange> {
     // The region at 0 is RAM; DIMMs and the like are large.
     let first = ranges.iter().find(|r| r.start == 0).map(|r| r.name.clone());
     let mut joined: Vec<FlatRange> = Vec::new();
@@ -86,27 +78,6 @@ pub(crate) fn main_ram(ranges: &[FlatRange]) -> Vec<FlatRange> {
 pub fn parse_gpa2hva(text: &str) -> Option<u64> {
     let (_, address) = text.trim().rsplit_once(" is 0x")?;
     u64::from_str_radix(address.trim(), 16).ok()
-}
-
-/// Where QEMU has the guest's RAM, by two commands of its human monitor, all within the
-/// timeout. For the lab; the daemon waits for nothing (`inventory`).
-pub fn segments(qmp: &mut qmp::Client, timeout: Duration) -> Result<Vec<Segment>, QmpError> {
-    let until = Instant::now() + timeout;
-    let mut ask = |line: String| -> Result<String, QmpError> {
-        let arguments = json!({ "command-line": line });
-        let left = until.saturating_duration_since(Instant::now());
-        let said = qmp.execute("human-monitor-command", Some(arguments), left)?;
-        Ok(said.as_str().unwrap_or_default().to_string())
-    };
-    let ranges = main_ram(&parse_mtree(&ask("info mtree -f".into())?));
-    let mut segments = Vec::new();
-    for r in ranges.iter().take(SEGMENTS_MAX) {
-        // Unmapped, or the address is refused: no segment; the agent says so.
-        if let Some(hva) = parse_gpa2hva(&ask(format!("gpa2hva {:#x}", r.start))?) {
-            segments.push(Segment { gpa: r.start, size: r.end - r.start, hva });
-        }
-    }
-    Ok(segments)
 }
 
 #[cfg(test)]

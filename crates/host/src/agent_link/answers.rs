@@ -109,7 +109,6 @@ impl AgentLink {
         }
     }
 
-    /// What is known of it.
     pub fn sample(&self) -> AgentSample {
         let status = self.status.clone().unwrap_or_default();
         let link = match (&self.agent, self.stage) {

@@ -35,7 +35,6 @@ const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
 
-/// What a question waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
     /// Whether the domain runs, from the statistics of all domains.
@@ -54,7 +53,6 @@ impl Need {
     }
 }
 
-/// A question of the client.
 #[derive(Debug)]
 struct Question {
     id: Value,
@@ -78,10 +76,9 @@ pub(super) enum Purpose {
     Period(Value, u64),
 }
 
-/// A call that is to be made.
 pub(super) type Call = (Purpose, Procedure, Vec<u8>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Bridge {
     name: String,
     /// Known once libvirt has told it.
@@ -113,27 +110,7 @@ impl Bridge {
     /// those that set the balloon or the period of statistics. libvirt marks such a domain as
     /// tainted.
     pub fn new(name: String, monitor: bool) -> Bridge {
-        Bridge {
-            name,
-            domain: None,
-            monitor,
-            greeted: false,
-            balloon: None,
-            described: None,
-            numbers: Numbers::new(),
-            state: None,
-            bulk: None,
-            tried: None,
-            held_up: false,
-            memory: None,
-            job: None,
-            moved: None,
-            questions: Vec::new(),
-            orders: VecDeque::new(),
-            input: Vec::new(),
-            output: Vec::new(),
-            over: None,
-        }
+        Bridge { name, monitor, ..Bridge::default() }
     }
 
     /// The domain, once libvirt has told it.
@@ -146,7 +123,6 @@ impl Bridge {
         self.over.as_deref()
     }
 
-    /// Bytes for the client.
     pub fn output(&mut self) -> &mut Vec<u8> {
         &mut self.output
     }
@@ -287,7 +263,6 @@ impl Bridge {
         }
     }
 
-    /// A call was answered.
     pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
         let why = match self.take(purpose, result, now) {
             Ok(()) => return self.settle(now),
@@ -401,7 +376,6 @@ impl Bridge {
         self.numbers.retain(|name, _| name == MAXIMUM || !name.starts_with("balloon."));
     }
 
-    /// An event of this domain.
     pub fn event(&mut self, domain: &Domain, event: Event, now: Instant) {
         let known = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
         // A domain that has stopped has no id any more.

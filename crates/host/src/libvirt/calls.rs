@@ -4,8 +4,6 @@
 
 use std::collections::BTreeMap;
 
-use ebb_core::config::NAMESPACE;
-
 use super::rpc::{QEMU, REMOTE};
 use super::xdr::{Malformed, Reader, Writer};
 
@@ -21,15 +19,15 @@ pub const OPEN: Procedure = (REMOTE, 1);
 pub const LOOK_UP: Procedure = (REMOTE, 23);
 /// Its description as XML.
 pub const DESCRIBE: Procedure = (REMOTE, 14);
-/// The part of its metadata that has a namespace.
+/// Sets the part of its metadata that has a namespace.
+pub const SET_METADATA: Procedure = (REMOTE, 264);
+/// Reads it.
 pub const METADATA: Procedure = (REMOTE, 265);
-/// Statistics of many domains.
 pub const ALL_STATS: Procedure = (REMOTE, 344);
 /// Statistics of one domain's memory, asked of QEMU now.
 pub const MEMORY_STATS: Procedure = (REMOTE, 159);
 /// Which job libvirt has on it: it saves, migrates, dumps or backs it up.
 pub const JOB: Procedure = (REMOTE, 298);
-/// Sets its balloon.
 pub const SET_MEMORY: Procedure = (REMOTE, 204);
 /// How often QEMU asks its guest for statistics.
 pub const SET_PERIOD: Procedure = (REMOTE, 308);
@@ -56,10 +54,8 @@ const LIVE: u32 = 1;
 /// Most statistics of a domain's memory.
 const MEMORY_STATS_MAX: u32 = 64;
 
-/// A domain on the wire.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Domain {
-    /// Its name.
     pub name: String,
     /// What it keeps for life.
     pub uuid: [u8; 16],
@@ -106,10 +102,23 @@ pub fn describe(domain: &Domain) -> Vec<u8> {
     domain.args().u32(0).done()
 }
 
-/// Arguments of [`METADATA`], for Ebb's namespace and what holds while the domain runs.
-/// `VIR_DOMAIN_METADATA_ELEMENT` is 2.
-pub fn metadata(domain: &Domain) -> Vec<u8> {
-    domain.args().i32(2).some_text(NAMESPACE).u32(LIVE).done()
+/// `VIR_DOMAIN_METADATA_ELEMENT`.
+const ELEMENT: i32 = 2;
+
+/// Arguments of [`METADATA`], for a namespace and what holds while the domain runs.
+pub fn metadata(domain: &Domain, namespace: &str) -> Vec<u8> {
+    domain.args().i32(ELEMENT).some_text(namespace).u32(LIVE).done()
+}
+
+/// Arguments of [`SET_METADATA`], for a namespace, its prefix and what holds while the domain
+/// runs; `None` removes the element.
+pub fn set_metadata(domain: &Domain, (namespace, key): (&str, &str), xml: Option<&str>) -> Vec<u8> {
+    let w = domain.args().i32(ELEMENT);
+    let w = match xml {
+        Some(xml) => w.some_text(xml),
+        None => w.u32(0),
+    };
+    w.some_text(key).some_text(namespace).u32(LIVE).done()
 }
 
 /// The one text that [`DESCRIBE`], [`METADATA`] and [`MONITOR`] return.
@@ -228,11 +237,9 @@ pub enum Event {
     /// `VIR_DOMAIN_EVENT_*`: 2 started, 3 suspended, 4 resumed, 5 stopped, 6 is shutting down,
     /// 8 crashed.
     Lifecycle(i32),
-    /// It was reset.
     Reboot,
     /// Its balloon moved, to so many KiB.
     Balloon(u64),
-    /// A job ended.
     Job,
     /// The metadata in its description changed.
     Described,

@@ -10,7 +10,6 @@ use crate::qmp_balloon::{DEFLATE_ON_OOM, INTERVAL, REPORTING};
 /// Most elements read of one description.
 const MOST_NODES: u32 = 50_000;
 
-/// A domain's balloon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Balloon {
     /// Its device's name in QEMU.

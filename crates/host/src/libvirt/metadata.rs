@@ -1,35 +1,40 @@
-//! A domain's metadata: Ebb's element in it, and what that sets.
+//! A domain's metadata: the element that sets something for Ebb, and the note in which Ebb says
+//! what the balloon holds without it. The note goes along when the domain is saved or migrated.
 //!
-//! The user who defines the domain writes it, and libvirt checks only that it is XML. `roxmltree`
+//! Whoever defines the domain writes metadata, and libvirt checks only that it is XML. `roxmltree`
 //! refuses a DTD, so there are no entities to expand; length and number of nodes are bounded here.
 
 use ebb_core::config::{Metadata, NAMESPACE, Overrides};
 use ebb_core::text::printable;
+use ebb_core::units::Bytes;
 
 use super::rpc::Refused;
 use super::{calls, xdr::Malformed};
 
 /// What a problem with metadata has as its source.
 pub const METADATA: &str = "libvirt metadata";
+/// Namespace and prefix of the note.
+pub(super) const NOTE: (&str, &str) = ("urn:ebb:balloon:1", "ebb-balloon");
 /// Longest element that is read, bytes.
 const MAX_TEXT: usize = 16 << 10;
-/// Most nodes of it.
 const MOST_NODES: u32 = 100;
 /// `VIR_ERR_NO_DOMAIN_METADATA`.
 const NO_METADATA: i32 = 80;
 /// Most characters of an element's name that a message repeats.
 const MAX_NAME: usize = 40;
 
-/// What the element says: `<memory min='512MiB'/>`.
-pub fn settings(xml: &str) -> Result<Overrides, String> {
+fn parse(xml: &str) -> Result<roxmltree::Document<'_>, String> {
     if xml.len() > MAX_TEXT {
         return Err(format!("it is longer than {} KiB", MAX_TEXT >> 10));
     }
     let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
     let all = roxmltree::Document::parse_with_options(xml, options);
-    let all = all.map_err(|e| {
-        format!("it is no XML that Ebb reads: {}", printable(&e.to_string(), MAX_NAME))
-    })?;
+    all.map_err(|e| format!("it is no XML that Ebb reads: {}", printable(&e.to_string(), MAX_NAME)))
+}
+
+/// What the element says: `<memory min='512MiB'/>`.
+pub fn settings(xml: &str) -> Result<Overrides, String> {
+    let all = parse(xml)?;
     let element = all.root_element();
     let name = |n: roxmltree::Node<'_, '_>| printable(n.tag_name().name(), MAX_NAME);
     let is_ours = element.tag_name().namespace().is_none_or(|uri| uri == NAMESPACE);
@@ -40,6 +45,22 @@ pub fn settings(xml: &str) -> Result<Overrides, String> {
         return Err(format!("element {} in <memory>: settings are attributes", name(inner)));
     }
     Overrides::read(element.attributes().map(|a| (a.name(), a.value())))
+}
+
+/// The note that the balloon holds this much without Ebb.
+pub(super) fn note(others: Bytes) -> String {
+    format!("<balloon unit='KiB' others='{}'/>", others.0 >> 10)
+}
+
+/// What a note says. One that cannot be read says nothing: the size is then the operator's.
+pub fn noted(xml: &str) -> Option<Bytes> {
+    let all = parse(xml).ok()?;
+    let element = all.root_element();
+    let its = |name: &str| element.attributes().find(|a| a.name() == name).map(|a| a.value());
+    if element.tag_name().name() != "balloon" || its("unit") != Some("KiB") {
+        return None;
+    }
+    its("others")?.parse::<u64>().ok()?.checked_mul(1 << 10).map(Bytes)
 }
 
 /// What libvirt's answer says of a domain; an error is libvirt's.
@@ -121,6 +142,24 @@ mod tests {
     }
 
     #[test]
+    fn a_note_says_what_was_written_and_one_of_others_nothing() {
+        for others in [Bytes::ZERO, Bytes::mib(353), Bytes::gib(1 << 20)] {
+            assert_eq!(noted(&note(others)), Some(others));
+        }
+        for xml in [
+            "",
+            "<balloon unit='KiB'/>",
+            "<balloon others='1'/>",
+            "<balloon unit='MiB' others='1'/>",
+            "<balloon unit='KiB' others='-1'/>",
+            "<balloon unit='KiB' others='18446744073709551615'/>",
+            "<memory unit='KiB' others='1'/>",
+        ] {
+            assert_eq!(noted(xml), None, "{xml}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_said_with_domain_attribute_and_command() {
         let text = |xml: &str| Ok(Writer::default().text(xml).done());
         let of = |domain, xml| match of_answer(domain, text(xml)).unwrap().unwrap() {
@@ -142,6 +181,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_is_read_or_refused_in_few_words(text in "(<(ebb:)?memory( xmlns:ebb='urn:ebb:domain:1')?)?.{0,100}/?>?") {
+            let _ = noted(&text);
             if let Err(why) = settings(&text) {
                 prop_assert!(why.len() < 800 && !why.contains('\n'), "{why}");
             }

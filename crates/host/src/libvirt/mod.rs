@@ -6,8 +6,8 @@
 //! stands in ARCHITECTURE.md.
 //!
 //! `xdr.rs` is the encoding, `rpc.rs` the protocol, `calls.rs` its procedures, `bridge.rs` QMP on
-//! one side and libvirt's calls on the other, `watch.rs` and `metadata.rs` a domain's settings, `worker.rs`
-//! the thread.
+//! one side and libvirt's calls on the other, `watch.rs` and `metadata.rs` a domain's metadata,
+//! `worker.rs` the thread.
 
 mod bridge;
 pub mod calls;
@@ -18,13 +18,16 @@ mod watch;
 mod worker;
 pub mod xdr;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
+use crate::probe::process::read_credentials;
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, Words};
 use crate::root::Root;
@@ -32,26 +35,37 @@ use crate::waker::Waker;
 
 pub(crate) use self::watch::Watch;
 
+/// The socket of QEMU's driver, and that of all drivers together.
+const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
+
 /// Which libvirt daemon manages a domain, and the domain's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// libvirt's socket.
     socket: PathBuf,
     uri: &'static str,
-    /// The domain's name.
     domain: String,
-    /// The user that libvirt's daemon runs as.
-    owner: u32,
+    /// The user that libvirt's daemon runs as; `None`: any, in a container.
+    owner: Option<u32>,
+    /// The root directory of the container that the daemon is in.
+    container: Option<PathBuf>,
 }
 
 impl Address {
     /// The daemon is the system's, not that of a user's session.
     pub fn is_systems(&self) -> bool {
-        self.owner == 0
+        self.owner == Some(0)
+    }
+
+    fn connect(&self) -> rustix::io::Result<OwnedFd> {
+        let Some(container) = &self.container else {
+            return crate::qmp::connect_unix(&self.socket);
+        };
+        let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
+        let socket = open_inside(container, path, OFlags::PATH)?;
+        crate::qmp::connect_unix(Path::new(&format!("/proc/self/fd/{}", socket.as_raw_fd())))
     }
 }
 
-/// What is asked of the thread.
 #[derive(Debug)]
 enum Ask {
     Attach(Attach),
@@ -72,24 +86,26 @@ struct Attach {
 #[derive(Clone, Debug)]
 pub(crate) struct Libvirt {
     root: Root,
+    containers: bool,
     asks: Sender<Ask>,
     waker: Waker,
 }
 
 impl Libvirt {
-    /// Starts the thread, which waits for the first VM.
-    pub fn new(root: Root) -> std::io::Result<Libvirt> {
+    /// Starts the thread, which waits for the first VM. `containers`: VMs in containers may be
+    /// reached through a libvirt in there.
+    pub fn new(root: Root, containers: bool) -> std::io::Result<Libvirt> {
         let (asks, asked) = channel();
         let waker = Waker::new()?;
         let woken = waker.clone();
         let name = std::thread::Builder::new().name("libvirt".into());
         name.spawn(move || worker::work(&asked, &woken))?;
-        Ok(Libvirt { root, asks, waker })
+        Ok(Libvirt { root, containers, asks, waker })
     }
 
     /// Which libvirt started this process: the one that wrote its pid file.
     pub fn find(&self, process: &QemuProcess) -> Option<Address> {
-        let name = process.given.as_str();
+        let name = process.own_name.as_str();
         if name.contains('/') || name.starts_with('.') {
             return None;
         }
@@ -101,18 +117,45 @@ impl Libvirt {
             (&system, "qemu", "qemu:///system", 0),
             (&session, "qemu/run", "qemu:///session", uid),
         ];
-        places.into_iter().find_map(|(dir, pids, uri, owner)| {
+        let here = places.into_iter().find_map(|(dir, pids, uri, owner)| {
             let file = dir.join(pids).join(format!("{name}.pid"));
             let its = pid_in(&self.root.path(&file), owner) == Some(pid);
-            let socket = its.then(|| self.socket(dir))?;
-            Some(Address { socket: self.root.path(socket), uri, domain: name.to_owned(), owner })
+            let socket = self.root.path(its.then(|| self.socket(dir))?);
+            let (owner, container) = (Some(owner), None);
+            Some(Address { socket, uri, domain: name.to_owned(), owner, container })
+        });
+        here.or_else(|| self.find_inside(pid, name).filter(|_| self.containers))
+    }
+
+    /// The libvirt in the container that the process is in; KubeVirt has one for each VM. What is
+    /// in there belongs to whoever runs the container, so no path in it leads out of it.
+    fn find_inside(&self, pid: u32, name: &str) -> Option<Address> {
+        let namespace = |of: &str| self.root.read_link(format!("/proc/{of}/ns/mnt")).ok()?;
+        if namespace(&pid.to_string())? == namespace("self")? {
+            return None;
+        }
+        let inner = read_credentials(&self.root, pid).ok()??.inner.unwrap_or(pid);
+        let container = self.root.path(format!("/proc/{pid}/root"));
+        let dir = Path::new("run/libvirt");
+        let places = [("qemu", "qemu:///system"), ("qemu/run", "qemu:///session")];
+        places.into_iter().find_map(|(pids, uri)| {
+            let file = dir.join(pids).join(format!("{name}.pid"));
+            let file = open_inside(&container, &file, OFlags::RDONLY | OFlags::NONBLOCK).ok()?;
+            if pid_of(&file, None) != Some(inner) {
+                return None;
+            }
+            let socket = SOCKETS.map(|name| dir.join(name)).into_iter();
+            let mut socket = socket.filter(|s| open_inside(&container, s, OFlags::PATH).is_ok());
+            let socket = container.join(socket.next()?);
+            let (domain, container) = (name.to_owned(), Some(container.clone()));
+            Some(Address { socket, uri, domain, owner: None, container })
         })
     }
 
     /// The daemon's socket: that of QEMU's driver, or of all drivers together. A daemon that does
     /// not run may have none.
     fn socket(&self, dir: &Path) -> PathBuf {
-        let [driver, all] = ["virtqemud-sock", "libvirt-sock"].map(|name| dir.join(name));
+        let [driver, all] = SOCKETS.map(|name| dir.join(name));
         let is_there = matches!(self.root.metadata(&driver), Ok(Some(_)));
         if is_there { driver } else { all }
     }
@@ -135,6 +178,11 @@ impl Libvirt {
         Ok(watch)
     }
 
+    /// Has the thread look at what is wanted of it.
+    pub fn wake(&self) {
+        self.waker.wake();
+    }
+
     fn ask(&self, ask: Ask) -> std::io::Result<()> {
         let ended = |_| std::io::Error::other("Ebb's thread for it has ended");
         self.asks.send(ask).map_err(ended)?;
@@ -146,16 +194,26 @@ impl Libvirt {
 /// The pid in a pid file of this user. A user may have put anything in its place. So a link is not
 /// followed, and only a regular file that belongs to the user is read.
 fn pid_in(file: &Path, owner: u32) -> Option<u32> {
-    use rustix::fs::{FileType, Mode, OFlags, fstat, open};
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let fd = open(file, OFlags::RDONLY | flags, Mode::empty()).ok()?;
-    let stat = fstat(&fd).ok()?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || stat.st_uid != owner {
+    pid_of(&open(file, OFlags::RDONLY | flags, Mode::empty()).ok()?, Some(owner))
+}
+
+fn pid_of(file: &OwnedFd, owner: Option<u32>) -> Option<u32> {
+    let stat = fstat(file).ok()?;
+    let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+    if !is_file || owner.is_some_and(|owner| stat.st_uid != owner) {
         return None;
     }
     let mut text = [0; 16];
-    let n = rustix::io::read(&fd, &mut text).ok()?;
+    let n = rustix::io::read(file, &mut text).ok()?;
     str::from_utf8(&text[..n]).ok()?.trim().parse().ok()
+}
+
+/// Opens a path below a directory; no link in it leads out of the directory.
+fn open_inside(directory: &Path, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let root = open(directory, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let flags = flags | OFlags::CLOEXEC;
+    openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
 }
 
 #[cfg(test)]
@@ -182,6 +240,45 @@ mod tests {
         assert_eq!(pid_in(&at("b"), me), None);
     }
 
+    #[test]
+    fn a_domain_in_a_container_is_found_there_where_that_is_allowed_and_nothing_leads_out() {
+        use ebb_core::sample::VmId;
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path);
+        for path in ["proc/10/ns", "proc/self/ns", "proc/10/root/run/libvirt/qemu/run", "out"] {
+            fs::create_dir_all(at(path)).unwrap();
+        }
+        symlink("mnt:[1]", at("proc/self/ns/mnt")).unwrap();
+        symlink("mnt:[2]", at("proc/10/ns/mnt")).unwrap();
+        fs::write(at("proc/10/status"), "Uid: 107 107 107 107\nNSpid: 10 7\n").unwrap();
+        let inside = at("proc/10/root/run/libvirt");
+        fs::write(inside.join("qemu/run/a.pid"), "7\n").unwrap();
+        let of = |containers| Libvirt::new(Root::at(dir.path()), containers).unwrap();
+        let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
+        assert_eq!(of(true).find(&vm), None, "without a socket");
+        let listener = std::os::unix::net::UnixListener::bind(inside.join(SOCKETS[0])).unwrap();
+        let found = of(true).find(&vm).unwrap();
+        assert_eq!(
+            (found.domain.as_str(), found.uri, found.is_systems()),
+            ("a", "qemu:///session", false)
+        );
+        found.connect().unwrap();
+        listener.accept().unwrap();
+        assert_eq!(of(false).find(&vm), None);
+        // Its pid file leads to one outside.
+        fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
+        fs::write(at("out/a.pid"), "7\n").unwrap();
+        for out in [at("out/a.pid"), "../../../../../../../out/a.pid".into()] {
+            symlink(&out, inside.join("qemu/run/a.pid")).unwrap();
+            assert!(out.is_relative() || fs::read(inside.join("qemu/run/a.pid")).is_ok());
+            assert_eq!(of(true).find(&vm), None, "{out:?}");
+            fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
+        }
+        // It is another process's.
+        fs::write(inside.join("qemu/run/a.pid"), "10\n").unwrap();
+        assert_eq!(of(true).find(&vm), None);
+    }
+
     /// Its settings may say that nothing is to be taken from it.
     #[test]
     fn a_domain_is_found_although_its_libvirt_does_not_run() {
@@ -191,10 +288,14 @@ mod tests {
         let pids = dir.path().join(format!("run/user/{me}/libvirt/qemu/run"));
         fs::create_dir_all(dir.path().join("proc/10")).unwrap();
         fs::create_dir_all(&pids).unwrap();
-        let libvirt = Libvirt::new(Root::at(dir.path())).unwrap();
+        let libvirt = Libvirt::new(Root::at(dir.path()), false).unwrap();
         let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
         assert_eq!(libvirt.find(&vm), None);
         fs::write(pids.join("a.pid"), "10\n").unwrap();
         assert_eq!(libvirt.find(&vm).unwrap().domain, "a");
+        // The configuration may have its socket in a section of another name.
+        let mut named = vm.clone();
+        named.call("front".into()).unwrap();
+        assert_eq!(libvirt.find(&named).unwrap().domain, "a");
     }
 }

@@ -28,14 +28,12 @@ const HEADER: usize = 28;
 /// Longest message taken, bytes: statistics of 1,000 domains are 1 MB.
 pub const MAX_MESSAGE: usize = 16 << 20;
 
-/// What libvirtd said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Heard {
     /// The answer to a call: what the procedure returns, or libvirt's error.
     Answer {
         /// Which call, as [`Rpc::call`] numbered it.
         serial: u32,
-        /// What it returns.
         result: Result<Vec<u8>, Refused>,
     },
     /// An event: its procedure and what that says.
@@ -77,7 +75,6 @@ impl Rpc {
         self.outbox.extend(body);
     }
 
-    /// Bytes for the peer.
     pub fn outgoing(&self) -> &[u8] {
         &self.outbox
     }

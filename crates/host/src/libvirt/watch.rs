@@ -1,5 +1,5 @@
 //! Following a domain's metadata: it is read when a watch begins and after each event that it has
-//! changed.
+//! changed. Ebb's own note in it is read at the beginning, and written where it is to be another.
 //!
 //! Reading it waits for no other call on the domain and not for its QEMU, and touches neither. So
 //! it is done for every domain of the system's libvirt, also one that is not managed, and whichever
@@ -8,14 +8,17 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ebb_core::config::Metadata;
+use ebb_core::config::{Metadata, NAMESPACE};
+use ebb_core::units::Bytes;
 
 use super::calls::{self, Domain, Event, Procedure};
-use super::metadata;
+use super::metadata::{self, NOTE};
 use super::rpc::Refused;
 
 /// Time after which it is read again if no event has come.
 const READ_EVERY: Duration = Duration::from_secs(50);
+/// A note that was written is replaced after so long; it is removed at once.
+const WRITE_EVERY: Duration = Duration::from_secs(5);
 
 /// What the thread has read of a domain's metadata.
 #[derive(Clone, Debug, Default)]
@@ -26,14 +29,37 @@ pub(crate) struct Watch(Arc<Mutex<Seen>>);
 pub(crate) struct Seen {
     /// What it says; `None`: not read yet.
     pub metadata: Option<Metadata>,
+    /// The note that was there at the beginning: what the balloon holds without Ebb.
+    pub noted: Option<Bytes>,
+    /// The note that is there now; `None`: not read yet.
+    there: Option<Option<Bytes>>,
+    /// The one that is to be there; `None`: whatever is.
+    wanted: Option<Option<Bytes>>,
     /// Why the watch has ended, if it has.
     pub over: Option<String>,
 }
 
+impl Seen {
+    /// The note that is still to be written, or removed.
+    pub fn to_write(&self) -> Option<Option<Bytes>> {
+        let there = self.there?;
+        self.wanted.filter(|note| *note != there)
+    }
+
+    /// Whether the note that is there may be another than is wanted.
+    pub fn is_note_due(&self) -> bool {
+        self.wanted.is_some() && self.there != self.wanted
+    }
+}
+
 impl Watch {
-    /// What is known.
     pub fn seen(&self) -> Seen {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Has this note written, or none.
+    pub fn note(&self, note: Option<Bytes>) {
+        self.tell(|seen| seen.wanted = Some(note));
     }
 
     fn tell(&self, to: impl FnOnce(&mut Seen)) {
@@ -45,10 +71,11 @@ impl Watch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     LookUp,
+    ReadNote,
+    Write(Option<Bytes>),
     Read,
 }
 
-/// A watch as the thread has it.
 #[derive(Debug)]
 pub(super) struct Watcher {
     name: String,
@@ -56,12 +83,14 @@ pub(super) struct Watcher {
     domain: Option<Domain>,
     /// When it was asked for last; `None`: it is to be.
     read: Option<Instant>,
+    /// When a note was last written.
+    written: Option<Instant>,
     busy: bool,
 }
 
 impl Watcher {
     pub fn new(name: String, watch: Watch) -> Watcher {
-        Watcher { name, watch, domain: None, read: None, busy: false }
+        Watcher { name, watch, domain: None, read: None, written: None, busy: false }
     }
 
     /// Whether anybody wants to know.
@@ -75,17 +104,36 @@ impl Watcher {
 
     /// When the next call is to be made, while none is under way.
     pub fn due(&self, now: Instant) -> Option<Instant> {
-        (!self.busy).then(|| self.read.map_or(now, |at| at + READ_EVERY))
+        let read = self.read.map_or(now, |at| at + READ_EVERY);
+        let write = self.watch.seen().to_write().map(|note| match (note, self.written) {
+            (Some(_), Some(at)) => at + WRITE_EVERY,
+            _ => now,
+        });
+        (!self.busy).then(|| write.map_or(read, |at| at.min(read)))
     }
 
-    /// That call.
     pub fn call(&mut self, now: Instant) -> (Step, Procedure, Vec<u8>) {
         self.busy = true;
         let Some(domain) = &self.domain else {
             return (Step::LookUp, calls::LOOK_UP, calls::look_up(&self.name));
         };
-        self.read = Some(now);
-        (Step::Read, calls::METADATA, calls::metadata(domain))
+        let reads = self.read.is_none_or(|at| now >= at + READ_EVERY);
+        let seen = self.watch.seen();
+        match seen.to_write() {
+            _ if seen.there.is_none() => {
+                (Step::ReadNote, calls::METADATA, calls::metadata(domain, NOTE.0))
+            }
+            Some(note) if !reads => {
+                self.written = Some(now);
+                let xml = note.map(metadata::note);
+                let call = calls::set_metadata(domain, NOTE, xml.as_deref());
+                (Step::Write(note), calls::SET_METADATA, call)
+            }
+            _ => {
+                self.read = Some(now);
+                (Step::Read, calls::METADATA, calls::metadata(domain, NAMESPACE))
+            }
+        }
     }
 
     /// It was answered. An error ends the watch.
@@ -100,6 +148,16 @@ impl Watcher {
                     return Err(format!("libvirt says that “{}” does not run", self.name));
                 }
                 self.domain = Some(domain);
+            }
+            Step::ReadNote => {
+                let text = result.ok().map(|answer| calls::text(&answer)).transpose();
+                let noted = text.map_err(|e| odd(&e))?.and_then(|xml| metadata::noted(&xml));
+                self.watch.tell(|seen| (seen.noted, seen.there) = (noted, Some(noted)));
+            }
+            // A note that libvirt refuses is given up: the size then is the operator's where the
+            // domain goes.
+            Step::Write(note) => {
+                self.watch.tell(|seen| seen.there = Some(note));
             }
             Step::Read => {
                 let said = metadata::of_answer(&self.name, result).map_err(|e| odd(&e))?;
@@ -129,6 +187,52 @@ mod tests {
     use super::super::xdr::Writer;
     use super::*;
 
+    fn none() -> Refused {
+        Refused { code: 80, message: "no metadata".into() }
+    }
+
+    /// One that has read its domain's metadata, and with it this note.
+    fn watcher(noted: Result<&str, Refused>, now: Instant) -> (Watcher, Watch) {
+        let watch = Watch::default();
+        let mut w = Watcher::new("a".into(), watch.clone());
+        let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
+        for result in [Ok(found), noted.map(|xml| Writer::default().text(xml).done()), Err(none())]
+        {
+            let (step, ..) = w.call(now);
+            w.answered(step, result).unwrap();
+        }
+        (w, watch)
+    }
+
+    #[test]
+    fn a_note_is_read_once_written_where_it_is_another_and_removed_in_the_end() {
+        let now = Instant::now();
+        let (mut w, watch) = watcher(Ok("<balloon unit='KiB' others='1024'/>"), now);
+        assert_eq!(watch.seen().noted, Some(Bytes::mib(1)));
+        assert_eq!(w.due(now), Some(now + READ_EVERY), "what is there stays");
+        let later = now + Duration::from_secs(1);
+        watch.note(Some(Bytes::mib(1)));
+        assert!(!watch.seen().is_note_due());
+        watch.note(Some(Bytes::mib(2)));
+        assert_eq!(
+            (w.due(later), w.call(later).0),
+            (Some(later), Step::Write(Some(Bytes::mib(2))))
+        );
+        assert!(watch.seen().is_note_due());
+        w.answered(Step::Write(Some(Bytes::mib(2))), Ok(Vec::new())).unwrap();
+        assert!(!watch.seen().is_note_due());
+        // Another follows later, and its end at once.
+        watch.note(Some(Bytes::mib(3)));
+        assert_eq!(w.due(later), Some(later + WRITE_EVERY));
+        watch.note(None);
+        assert_eq!((w.due(later), w.call(later).0), (Some(later), Step::Write(None)));
+        // Refused: it is not tried again.
+        let busy = Refused { code: 68, message: "busy".into() };
+        w.answered(Step::Write(None), Err(busy)).unwrap();
+        assert!(!watch.seen().is_note_due());
+        assert_eq!(watch.seen().noted, Some(Bytes::mib(1)), "as it was at the beginning");
+    }
+
     #[test]
     fn metadata_is_read_at_once_after_each_change_and_now_and_then() {
         let (watch, now) = (Watch::default(), Instant::now());
@@ -138,6 +242,8 @@ mod tests {
         assert_eq!(w.due(now), None, "one call at a time");
         let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
         w.answered(Step::LookUp, Ok(found)).unwrap();
+        assert_eq!((w.due(now), w.call(now).0), (Some(now), Step::ReadNote));
+        w.answered(Step::ReadNote, Err(none())).unwrap();
         assert_eq!((w.due(now), w.call(now).0), (Some(now), Step::Read));
         // A change while the answer is on its way.
         assert!(w.event(&domain, &Event::Described));

@@ -77,7 +77,6 @@ struct Client {
     busy: bool,
 }
 
-/// One libvirt daemon.
 #[derive(Debug)]
 struct Daemon {
     address: Address,
@@ -196,7 +195,7 @@ impl Connection {
     /// Connects to libvirt's socket and queues the first call. The error is a text for people.
     fn open(address: &Address) -> Result<Connection, String> {
         let path = address.socket.display();
-        let socket = crate::qmp::connect_unix(&address.socket).map_err(|e| match e {
+        let socket = address.connect().map_err(|e| match e {
             Errno::NOENT | Errno::CONNREFUSED => {
                 format!("{path}: libvirt does not run: start libvirtd or virtqemud")
             }
@@ -206,8 +205,7 @@ impl Connection {
         let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
         let peer = peer.uid.as_raw();
         // A link in a user's directory may lead to the system's socket.
-        if peer != address.owner {
-            let owner = address.owner;
+        if let Some(owner) = address.owner.filter(|owner| *owner != peer) {
             return Err(format!("{path}: served by a process of uid {peer}, not of uid {owner}"));
         }
         let mut new = Connection {
@@ -520,7 +518,8 @@ mod tests {
             socket: "/nonexistent".into(),
             uri: "qemu:///system",
             domain: "a".into(),
-            owner: 0,
+            owner: Some(0),
+            container: None,
         };
         let mut daemon = Daemon::new(address);
         let now = Instant::now();

@@ -13,7 +13,6 @@ const MAX_TEXT: usize = 4 << 20;
 #[error("a message ends early or has an impossible length")]
 pub struct Malformed;
 
-/// What is sent.
 #[derive(Debug, Default)]
 pub struct Writer(Vec<u8>);
 
@@ -102,7 +101,6 @@ impl<'a> Reader<'a> {
         Ok(String::from_utf8_lossy(bytes).into_owned())
     }
 
-    /// What may be absent.
     pub fn maybe<T>(
         &mut self,
         item: impl FnOnce(&mut Self) -> Result<T, Malformed>,

@@ -12,7 +12,6 @@ use crate::root::Root;
 /// What the configuration says of the host's surroundings.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where files are read from.
     pub root: Root,
     /// QMP sockets beside those on command lines, with the name of the VM.
     pub sockets: Vec<(String, PathBuf)>,
@@ -28,13 +27,11 @@ pub struct Options {
     pub psi_trigger_us: Option<(u32, u32)>,
     /// Where merging is not off.
     pub merge: Option<MergeOptions>,
-    /// Zero pages may be freed.
     pub zeros: bool,
     /// Which VMs are managed, and which sockets are Ebb's.
     pub config: Config,
     /// Nothing is set in any QEMU: for commands and dry runs that only look.
     pub look_only: bool,
-    /// Which processes are taken for VMs.
     pub trust: Trust,
     /// How often `/proc` is scanned for new VMs; at once when one vanishes.
     pub scan_every: Duration,
@@ -44,7 +41,6 @@ pub struct Options {
     pub intervals: Option<PathBuf>,
 }
 
-/// What merging needs to know.
 #[derive(Clone, Debug)]
 pub struct MergeOptions {
     /// Where what KSM's knobs were is written down.

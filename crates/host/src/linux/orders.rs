@@ -1,13 +1,16 @@
 //! What the host is told to do with VMs, carried out or handed on: sizes of balloons first, then
 //! what agents and threads beside the loop do. Merging stands in `merging.rs`.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use ebb_core::plan::{Action, OffloadOrder, Outcome, PartialThpOrder, RecycleOrder, ZeroOrder};
+use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::VmId;
+use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 
 use super::{LinuxHost, clients};
+use crate::act::offload::Job;
 use crate::probe::process::{Life, life};
 use crate::qmp::{Client, QmpError, poll_all};
 use crate::vm::Vm;
@@ -17,10 +20,8 @@ const RESTORE: Duration = Duration::from_secs(1);
 /// Between two tries of that on a shared socket.
 const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 
-/// An order to a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonOrder {
-    /// Whom it concerns.
     pub vm: VmId,
     /// What the guest shall be left with.
     pub to: Bytes,
@@ -28,15 +29,11 @@ pub struct BalloonOrder {
     pub gives: bool,
 }
 
-/// Why a balloon was not set.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ActError {
     /// The process has ended; its pid may be another's by now.
     #[error("the VM's process {pid} has ended")]
-    Gone {
-        /// Its pid.
-        pid: u32,
-    },
+    Gone { pid: u32 },
     /// QMP cannot be used now.
     #[error("no QMP connection: {0}")]
     NoLink(String),
@@ -49,7 +46,6 @@ pub enum ActError {
     /// The connection ended before QEMU answered: it may have done it.
     #[error("{0} before QEMU answered: it may have done it")]
     Lost(String),
-    /// QEMU refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
@@ -162,6 +158,24 @@ impl LinuxHost {
         self.keep_intervals();
     }
 
+    /// Has libvirt note with its domains what is owed to them: it goes along when they are saved or
+    /// migrated.
+    pub fn note_owed(&mut self, owed: &[OwnedVm]) {
+        let others: HashMap<VmId, Option<Bytes>> = owed.iter().map(|o| (o.id, o.others)).collect();
+        for (id, vm) in &mut self.vms {
+            vm.note(others.get(id).copied().flatten());
+        }
+    }
+
+    /// The same at the end: waits until it is written, for a second at most.
+    pub fn note_last(&mut self, owed: &[OwnedVm]) {
+        self.note_owed(owed);
+        let until = Instant::now() + RESTORE;
+        while self.vms.values().any(Vm::is_note_due) && Instant::now() < until {
+            std::thread::sleep(RESTORE_AGAIN);
+        }
+    }
+
     /// Leaves all shared sockets: the loop has something else to do for some seconds.
     pub fn leave_shared(&mut self) {
         clients(&mut self.vms).into_iter().for_each(Client::part);
@@ -178,33 +192,23 @@ impl LinuxHost {
         self.intervals.keep(here, |id| life(root, id) != Life::Ended);
     }
 
-    /// Hands orders to the agents; what they did shows in later samples.
-    pub fn recycle(&mut self, orders: &[RecycleOrder]) {
-        for order in orders {
+    /// Starts what runs beside the loop; later samples tell the result.
+    pub fn start(&mut self, plan: &Plan) {
+        for order in &plan.recycle {
             if let Some(agent) = self.vms.get_mut(&order.vm).and_then(|vm| vm.agent.as_mut()) {
                 agent.order(order);
             }
         }
-    }
-
-    /// Has cold memory paged out, beside the loop; later samples tell what came.
-    pub fn offload(&mut self, orders: &[OffloadOrder]) {
-        for order in orders {
+        for order in &plan.offload {
             let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
-            self.offloader.order(order.vm, order.bytes, self.bounds.hierarchy(), cgroup);
+            let (root, hierarchy) = (&self.options.root, self.bounds.hierarchy());
+            let job = Job::new(root, (order.vm, order.bytes), hierarchy, cgroup);
+            self.offloader.order(order.vm, job);
         }
-    }
-
-    /// Queues a scan that frees zero pages; it runs beside the loop.
-    pub fn zeros(&mut self, orders: &[ZeroOrder]) {
-        self.zeros
-            .iter_mut()
-            .for_each(|(_, z)| orders.iter().for_each(|o| z.order(o.vm, o.clone())));
-    }
-
-    /// Has partially mapped huge pages split, likewise.
-    pub fn partial_thp(&mut self, orders: &[PartialThpOrder]) {
-        orders.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
+        if let Some((_, finder)) = &mut self.zeros {
+            plan.zeros.iter().for_each(|o| finder.order(o.vm, o.clone()));
+        }
+        plan.partial_thp.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
     }
 
     /// Leaves a VM alone for so long; 0 ms: no longer. The error is for people.

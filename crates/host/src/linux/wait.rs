@@ -22,7 +22,6 @@ const LEAST: Duration = Duration::from_millis(1);
 /// Why [`LinuxHost::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// The time was up.
     Timer,
     /// Tasks on the host stalled for memory.
     Pressure,
@@ -104,13 +103,10 @@ impl LinuxHost {
     }
 }
 
-/// What a `poll` has shown.
 #[derive(Clone, Copy, Debug, Default)]
 struct Polled {
-    /// The waker fired.
     woken: bool,
     /// The host told of pressure.
     pressure: bool,
-    /// A QEMU said something.
     answered: bool,
 }

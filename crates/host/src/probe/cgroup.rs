@@ -28,9 +28,7 @@ pub const POOL_STAYS: Duration = Duration::from_secs(30);
 pub struct Mount {
     /// The part of the file system that is mounted.
     pub root: String,
-    /// Where.
     pub point: String,
-    /// File system type.
     pub kind: String,
     /// Options of the file system; v1 controllers are among them.
     pub options: String,
@@ -58,7 +56,6 @@ pub fn parse_mountinfo(text: &str) -> Result<Vec<Mount>, ParseError> {
     lines.map(|(i, l)| mount(l).ok_or_else(|| ParseError::new(i + 1, l))).collect()
 }
 
-/// Which interface a hierarchy has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     /// cgroup v1.
@@ -70,9 +67,7 @@ pub enum Version {
 /// The hierarchy that has the memory controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hierarchy {
-    /// Its interface.
     pub version: Version,
-    /// Where it is mounted.
     pub point: String,
     /// What part of it is mounted there; `/` for all.
     pub root: String,
@@ -167,10 +162,8 @@ pub fn held_by_most(paths: &[String]) -> Vec<String> {
     most.iter().filter_map(|path| Some(path.to_str()?.to_owned())).collect()
 }
 
-/// The pool that was chosen before.
 #[derive(Clone, Copy, Debug)]
 pub struct Previous<'a> {
-    /// Its cgroup.
     pub path: &'a str,
     /// Its limit now; `None`: it has none any more, or is gone.
     pub limit: Option<Bytes>,
@@ -336,7 +329,6 @@ pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Poo
 /// What is used of `memory.stat`, whole subtree, bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CgroupStat {
-    /// Anonymous memory.
     pub anon: Bytes,
     /// File cache that can be dropped: on the LRU lists, neither dirty nor
     /// under writeback (mlocked pages are not on these lists).

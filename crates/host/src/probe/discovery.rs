@@ -20,7 +20,6 @@ use crate::root::{ProbeError, Root};
 const MAX_REFUSED: usize = 64;
 const MAX_PROBLEMS: usize = 16;
 
-/// What a scan found.
 #[derive(Debug, Default)]
 pub struct Scan {
     /// The VMs, sorted by id: also those that could not be read this time.
@@ -36,9 +35,7 @@ pub struct Scan {
 /// A process that is called QEMU and is not taken for a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// Its pid.
     pub pid: u32,
-    /// What it is called here.
     pub name: String,
     /// Why, and what to do if it is a VM.
     pub why: String,
@@ -117,10 +114,8 @@ fn refused(pid: u32, why: &str) -> String {
     format!("process {pid} behind it is not taken for a VM: {why}")
 }
 
-/// What a process turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Program {
-    /// A VM.
     Vm(Box<QemuProcess>),
     /// It is called QEMU and not trusted.
     Refused(Refused),
@@ -338,6 +333,7 @@ impl Scanner {
         Ok(Program::Vm(Box::new(QemuProcess {
             id,
             given: name.clone(),
+            own_name: name.clone(),
             name,
             uuid: args.uuid,
             qmp: absolute(root, pid, args.qmp)?,

@@ -26,7 +26,6 @@ pub fn claim(root: &Root, config: &Config, version: Version, process: &QemuProce
     }
 }
 
-/// What it is not.
 fn differs(
     root: &Root,
     identity: &Identity,

@@ -59,7 +59,6 @@ pub fn read_full_scans(root: &Root) -> Result<Option<u64>, ProbeError> {
     number(root, "full_scans")
 }
 
-/// The kernel's thread that merges.
 pub fn ksmd(root: &Root) -> Option<u32> {
     // A kernel thread has no command line, which no process can imitate.
     let bare = |pid| root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
@@ -120,7 +119,6 @@ impl Around {
     }
 }
 
-/// What the kernel tells of each VM.
 #[derive(Debug, Default)]
 pub struct Stats {
     known: BTreeMap<VmId, Result<Option<KsmStat>, String>>,

@@ -26,7 +26,6 @@ pub enum Manager {
     Kata,
 }
 
-/// How a QMP socket may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketKind {
     /// Ebb stays connected: nobody else uses it.
@@ -60,7 +59,6 @@ impl Manager {
         }
     }
 
-    /// Its name, for people.
     pub fn name(self) -> &'static str {
         match self {
             Manager::Proxmox => "Proxmox VE",

@@ -28,7 +28,6 @@ type Inode = (String, u64);
 /// Of a VM: who else maps its RAM? The number goes with the answer.
 #[derive(Clone, Debug)]
 pub struct Question {
-    /// Whose RAM.
     pub vm: VmId,
     /// What made it unclear.
     pub generation: u64,

@@ -20,9 +20,7 @@ pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, 
     root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
 }
 
-/// A line of it.
 pub struct Mapping<'a> {
-    /// First address.
     pub start: u64,
     /// The address after the last.
     pub end: u64,

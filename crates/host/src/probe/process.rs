@@ -81,7 +81,6 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
 /// Whether a process is still there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// It was just seen.
     Alive,
     /// It is proven that it is not: another process has its pid, only its exit status is
     /// left, or the kernel knows no such pid.
@@ -141,7 +140,7 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
 
 /// A process that is looked at again and again. Its `/proc/PID/status` is kept open, so that a
 /// look is one system call.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Watched {
     id: VmId,
     file: Option<File>,
@@ -191,8 +190,9 @@ fn is_over(status: &str) -> bool {
 pub struct Credentials {
     /// `Uid`: real, effective, saved, of the file system.
     pub uids: [u32; 4],
-    /// `NSpid` has more than one: it is in a pid namespace below that of `/proc`.
-    pub contained: bool,
+    /// Its pid in its own pid namespace, if that is below the one of `/proc`: the last of several
+    /// in `NSpid`.
+    pub inner: Option<u32>,
 }
 
 /// Reads whose a process is.
@@ -202,7 +202,7 @@ pub fn read_credentials(root: &Root, pid: u32) -> Result<Option<Credentials>, Pr
 
 /// Parses it; kernels without pid namespaces have no `NSpid`.
 pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
-    let (mut uids, mut contained) = (None, false);
+    let (mut uids, mut inner) = (None, None);
     for (i, line) in text.lines().enumerate() {
         let Some((key, rest)) = line.split_once(':') else { continue };
         match key {
@@ -211,12 +211,18 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
                 let ids: Vec<u32> = ids.collect::<Result<_, _>>().unwrap_or_default();
                 uids = Some(ids.try_into().map_err(|_| ParseError::new(i + 1, line))?);
             }
-            "NSpid" => contained = rest.split_ascii_whitespace().count() > 1,
+            "NSpid" => {
+                let mut below = rest.split_ascii_whitespace().skip(1).peekable();
+                if below.peek().is_some() {
+                    let last = below.last().and_then(|pid| pid.parse().ok());
+                    inner = Some(last.ok_or_else(|| ParseError::new(i + 1, line))?);
+                }
+            }
             _ => {}
         }
     }
     let uids = uids.ok_or_else(|| ParseError::missing("Uid"))?;
-    Ok(Credentials { uids, contained })
+    Ok(Credentials { uids, inner })
 }
 
 /// `/proc/PID/smaps_rollup`: exact, but walks the whole page table.
@@ -224,16 +230,8 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
 pub struct SmapsRollup {
     /// `Rss`.
     pub rss: Bytes,
-    /// `Pss`: shared pages counted by their share.
-    pub pss: Bytes,
-    /// `Anonymous`.
-    pub anonymous: Bytes,
     /// `AnonHugePages`.
     pub anon_huge: Bytes,
-    /// `Swap`.
-    pub swap: Bytes,
-    /// `Locked`.
-    pub locked: Bytes,
     /// `KSM` (6.7+): pages that KSM merged, zero pages not counted.
     pub ksm: Bytes,
 }
@@ -243,17 +241,12 @@ pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, P
     root.parse(format!("/proc/{pid}/smaps_rollup"), parse_smaps_rollup)
 }
 
-/// Parses it.
 pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     let mut s = SmapsRollup::default();
     fields(text, |key, value| {
         match key {
             "Rss" => s.rss = value?,
-            "Pss" => s.pss = value?,
-            "Anonymous" => s.anonymous = value?,
             "AnonHugePages" => s.anon_huge = value?,
-            "Swap" => s.swap = value?,
-            "Locked" => s.locked = value?,
             "KSM" => s.ksm = value?,
             _ => {}
         }
@@ -398,10 +391,16 @@ mod tests {
     fn whose_a_process_is_and_whether_it_is_in_a_container() {
         let text = "Name:\tkvm\nUid:\t0\t1000\t2\t3\nNSpid:\t77\n";
         let own = parse_credentials(text).unwrap();
-        assert_eq!(own, Credentials { uids: [0, 1000, 2, 3], contained: false });
-        let below = parse_credentials("Uid: 1 1 1 1\nNSpid:\t77\t1\n").unwrap();
-        assert!(below.contained);
-        for text in ["", "Name: Uid: 0 0 0 0\n", "Uid:\t0\t0\t0\n", "Uid: 0 0 0 -1\n"] {
+        assert_eq!(own, Credentials { uids: [0, 1000, 2, 3], inner: None });
+        let below = parse_credentials("Uid: 1 1 1 1\nNSpid:\t77\t12\t1\n").unwrap();
+        assert_eq!(below.inner, Some(1));
+        for text in [
+            "Uid: 1 1 1 1\nNSpid: 7 x\n",
+            "",
+            "Name: Uid: 0 0 0 0\n",
+            "Uid:\t0\t0\t0\n",
+            "Uid: 0 0 0 -1\n",
+        ] {
             assert!(parse_credentials(text).is_err(), "{text}");
         }
         let me = read_credentials(&Root::default(), std::process::id()).unwrap().unwrap();

@@ -34,8 +34,14 @@ pub enum QmpAddress {
     },
 }
 
+impl Default for QmpAddress {
+    fn default() -> QmpAddress {
+        QmpAddress::None { why: String::new() }
+    }
+}
+
 /// What a QEMU command line says.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuArgs {
     /// `-name`.
     pub name: Option<String>,
@@ -43,7 +49,6 @@ pub struct QemuArgs {
     pub uuid: Option<String>,
     /// Monitor sockets as written, perhaps relative.
     pub qmp: QmpAddress,
-    /// A virtio-balloon device.
     pub balloon: bool,
     /// A VFIO or vhost-vDPA device: guest memory is pinned.
     pub passthrough: bool,
@@ -59,15 +64,15 @@ pub struct QemuArgs {
     pub agent: Option<PathBuf>,
 }
 
-/// A running QEMU.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuProcess {
-    /// Which process.
     pub id: VmId,
     /// Name, unique among those found together.
     pub name: String,
     /// `-name` as typed, `pid-N` without one, or what the configuration calls it.
     pub given: String,
+    /// `-name` as typed, also where the configuration calls it otherwise.
+    pub own_name: String,
     /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
@@ -89,19 +94,8 @@ pub struct QemuProcess {
 impl QemuProcess {
     /// One of which nothing but its name is known.
     pub fn plain(id: VmId, given: String) -> QemuProcess {
-        QemuProcess {
-            id,
-            name: given.clone(),
-            given,
-            uuid: None,
-            qmp: QmpAddress::None { why: String::new() },
-            balloon: false,
-            passthrough: false,
-            hugepages: false,
-            pinned: None,
-            incoming: false,
-            agent: None,
-        }
+        let (name, own_name) = (given.clone(), given.clone());
+        QemuProcess { id, name, given, own_name, ..QemuProcess::default() }
     }
 
     /// Whether the configuration's section of one of these names is this VM's.
@@ -131,18 +125,7 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     if !is_qemu(args.next()?) {
         return None;
     }
-    let mut found = QemuArgs {
-        name: None,
-        uuid: None,
-        qmp: QmpAddress::None { why: String::new() },
-        balloon: false,
-        passthrough: false,
-        hugetlb: false,
-        pinned: None,
-        mem_paths: Vec::new(),
-        incoming: false,
-        agent: None,
-    };
+    let mut found = QemuArgs::default();
     let mut monitors = Monitors::default();
     while let Some(arg) = args.next() {
         let Some(option) = arg.strip_prefix('-') else { continue };

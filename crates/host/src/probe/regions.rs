@@ -19,20 +19,15 @@ const SMAPS_MAX: u64 = 64 << 20;
 /// Without QEMU's marks only mappings of this size are taken for RAM.
 const LEAST_RAM: u64 = 64 << 20;
 
-/// A mapping.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Region {
-    /// Where.
     pub range: Range,
     /// Private, readable, writable, of no file.
     pub plain: bool,
-    /// In memory.
     pub resident: Bytes,
-    /// In swap.
     pub swap: Bytes,
     /// `KSM` (6.7+): merged, zero pages not counted.
     pub ksm: Bytes,
-    /// In huge pages.
     pub huge: Bytes,
     /// `mg`: KSM looks at it.
     pub mergeable: bool,
@@ -72,7 +67,6 @@ pub fn read_smaps(root: &Root, pid: u32) -> Result<Option<Vec<Region>>, ProbeErr
     Ok(Some(regions.done).filter(|r| !r.is_empty()))
 }
 
-/// Parses smaps.
 pub fn parse_smaps(text: &str) -> Result<Vec<Region>, ParseError> {
     let mut regions = Smaps::default();
     for (i, line) in text.lines().enumerate() {
@@ -131,14 +125,8 @@ fn header<'a>(first: &str, mut words: impl Iterator<Item = &'a str>) -> Option<R
     Some(Region {
         range: Range { start, len: end.checked_sub(start)? },
         plain: rights.starts_with("rw") && rights.ends_with('p') && inode == "0",
-        resident: Bytes::ZERO,
-        swap: Bytes::ZERO,
-        ksm: Bytes::ZERO,
-        huge: Bytes::ZERO,
-        mergeable: false,
-        dontfork: false,
-        hugetlb: false,
         shared: rights.ends_with('s'),
+        ..Region::default()
     })
 }
 

@@ -86,10 +86,10 @@ impl Trust {
                 return Ok(Verdict::Refused(why));
             }
             let users = |of: &str| root.read_link(format!("/proc/{of}/ns/user"));
-            let other = match whose.contained {
+            let other = match whose.inner {
                 _ if self.containers => None,
-                true => Some("pid"),
-                false => (users(&pid.to_string())? != users("self")?).then_some("user"),
+                Some(_) => Some("pid"),
+                None => (users(&pid.to_string())? != users("self")?).then_some("user"),
             };
             if let Some(kind) = other {
                 let allows = "host.containers = true allows that";
@@ -121,7 +121,6 @@ pub enum Verdict {
     Trusted,
     /// It is not: why, for people.
     Refused(String),
-    /// It has ended.
     Gone,
 }
 

@@ -14,7 +14,6 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::cgroup::{Hierarchy, Version};
 use crate::root::{ProbeError, Root};
 
-/// Notifications of one cgroup.
 #[derive(Debug)]
 pub struct PressureEvents {
     cgroup: String,
@@ -57,7 +56,6 @@ impl PressureEvents {
         Ok(Some(PressureEvents { cgroup: cgroup.to_owned(), levels, _level: level }))
     }
 
-    /// Of which cgroup.
     pub fn cgroup(&self) -> &str {
         &self.cgroup
     }

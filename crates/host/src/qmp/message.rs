@@ -5,54 +5,30 @@ use ebb_core::text::printable;
 use serde::Serialize;
 use serde_json::Value;
 
-/// One message from QEMU.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message {
-    /// The first one.
-    Greeting(Version),
-    /// An asynchronous event.
+    Greeting,
     Event(Event),
-    /// A command succeeded.
     Return {
         /// The id it was sent with.
         id: Option<u64>,
-        /// What it returned.
         value: Value,
     },
-    /// A command failed.
     Error {
         /// The id it was sent with.
         id: Option<u64>,
-        /// Error class.
         class: String,
-        /// Error text.
         desc: String,
     },
-}
-
-/// QEMU's version, from the greeting.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// E.g. 7.
-    pub major: u64,
-    /// E.g. 2.
-    pub minor: u64,
-    /// E.g. 22.
-    pub micro: u64,
-    /// The distribution's words.
-    pub package: String,
 }
 
 /// An event, e.g. `RESET`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Name.
     pub name: String,
     /// Data; `Null` where there is none or it was longer than
     /// [`MAX_EVENT_BYTES`](super::MAX_EVENT_BYTES).
     pub data: Value,
-    /// QEMU's clock, microseconds since 1970, where given.
-    pub at_us: Option<u64>,
 }
 
 /// What was wrong with a message.
@@ -88,22 +64,11 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     }
     if let Some(name) = map.remove("event") {
         let name = name.as_str().ok_or_else(|| BadMessage("an event without a name".into()))?;
-        let at = map.get("timestamp");
-        let part = |key| at.and_then(|t| t.get(key)).and_then(Value::as_u64);
-        let at_us = part("seconds")
-            .and_then(|s| s.checked_mul(1_000_000)?.checked_add(part("microseconds")?));
         let data = map.remove("data").unwrap_or(Value::Null);
-        return Ok(Message::Event(Event { name: printable(name, 64), data, at_us }));
+        return Ok(Message::Event(Event { name: printable(name, 64), data }));
     }
-    if let Some(greeting) = map.remove("QMP") {
-        let version = greeting.get("version").unwrap_or(&Value::Null);
-        let part = |key| version.get("qemu").and_then(|q| q.get(key)).and_then(Value::as_u64);
-        return Ok(Message::Greeting(Version {
-            major: part("major").unwrap_or(0),
-            minor: part("minor").unwrap_or(0),
-            micro: part("micro").unwrap_or(0),
-            package: printable(&text(version, "package").unwrap_or_default(), 100),
-        }));
+    if map.contains_key("QMP") {
+        return Ok(Message::Greeting);
     }
     Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
 }
@@ -141,14 +106,12 @@ mod tests {
         let all = [
             json!({ "error": { "class": long, "desc": long } }),
             json!({ "event": long }),
-            json!({ "QMP": { "version": { "package": long } } }),
             json!({ "id": long, "return": {} }),
         ];
         for message in all {
             let said = match parse_message(message.to_string().as_bytes()) {
                 Ok(Message::Error { class, desc, .. }) => class + &desc,
                 Ok(Message::Event(event)) => event.name,
-                Ok(Message::Greeting(version)) => version.package,
                 Ok(other) => panic!("{other:?}"),
                 Err(bad) => bad.0,
             };

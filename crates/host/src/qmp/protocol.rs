@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, VecDeque};
 use serde_json::Value;
 
 use super::cutter::{Cut, Cutter};
-use super::message::{Event, Message, Version, encode, excerpt, parse_message};
+use super::message::{Event, Message, encode, excerpt, parse_message};
 
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.
@@ -74,23 +74,21 @@ pub enum QmpError {
     /// QEMU answered with an error; the connection is fine.
     #[error("{command}: {desc} ({class})")]
     Command {
-        /// The command.
         command: String,
         /// QEMU's error class, nearly always `GenericError`.
         class: String,
-        /// QEMU's words.
         desc: String,
     },
 }
 
 /// How far a connection has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
     /// QEMU has not greeted yet.
+    #[default]
     Greeting,
     /// `qmp_capabilities` is under way.
     Negotiating,
-    /// Commands are served.
     Ready,
     /// Over; [`Protocol::failure`] says why.
     Failed,
@@ -115,12 +113,11 @@ struct Pending {
 }
 
 /// The state machine of one connection, without the connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Protocol {
     path: String,
     state: State,
     failure: Option<QmpError>,
-    version: Option<Version>,
     inbox: Vec<u8>,
     cutter: Cutter,
     outbox: Vec<u8>,
@@ -131,7 +128,6 @@ pub struct Protocol {
     replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
     reply_bytes: usize,
     events: VecDeque<Event>,
-    events_dropped: u64,
     /// Connections come and go: what is to be sent goes out in one piece.
     shared: bool,
 }
@@ -142,23 +138,7 @@ const NEGOTIATE: u64 = 0;
 impl Protocol {
     /// A connection that waits for the greeting. `path` only serves messages.
     pub fn new(path: impl Into<String>) -> Protocol {
-        Protocol {
-            path: path.into(),
-            state: State::Greeting,
-            failure: None,
-            version: None,
-            inbox: Vec::new(),
-            cutter: Cutter::default(),
-            outbox: Vec::new(),
-            early: BTreeMap::new(),
-            next_id: NEGOTIATE + 1,
-            pending: BTreeMap::new(),
-            replies: BTreeMap::new(),
-            reply_bytes: 0,
-            events: VecDeque::new(),
-            events_dropped: 0,
-            shared: false,
-        }
+        Protocol { path: path.into(), next_id: NEGOTIATE + 1, ..Protocol::default() }
     }
 
     /// One whose socket is shared: it has no connection until [`Protocol::begin`].
@@ -202,19 +182,12 @@ impl Protocol {
         self.early = BTreeMap::new();
     }
 
-    /// How far the connection has come.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<&QmpError> {
         self.failure.as_ref()
-    }
-
-    /// QEMU's version, once greeted.
-    pub fn version(&self) -> Option<&Version> {
-        self.version.as_ref()
     }
 
     /// Ends the connection; every command under way fails with `error`.
@@ -290,8 +263,7 @@ impl Protocol {
             Err(e) => return self.garbage(e.to_string()),
         };
         match (self.state, message) {
-            (State::Greeting, Message::Greeting(version)) => {
-                self.version = Some(version);
+            (State::Greeting, Message::Greeting) => {
                 self.state = State::Negotiating;
                 self.pending.insert(
                     NEGOTIATE,
@@ -304,7 +276,7 @@ impl Protocol {
                 }
             }
             (State::Greeting, _) => self.garbage("no greeting"),
-            (_, Message::Greeting(_)) => self.garbage("a second greeting"),
+            (_, Message::Greeting) => self.garbage("a second greeting"),
             (_, Message::Event(event)) => self.event(event, bytes.len()),
             (_, Message::Return { id, value }) => self.reply(id, Ok(value), bytes.len()),
             (_, Message::Error { id, class, desc }) => self.reply(id, Err((class, desc)), 0),
@@ -317,7 +289,6 @@ impl Protocol {
         }
         if self.events.len() == MAX_EVENTS {
             self.events.pop_front();
-            self.events_dropped += 1;
         }
         self.events.push_back(event);
     }
@@ -440,12 +411,6 @@ impl Protocol {
         self.events.drain(..).collect()
     }
 
-    /// The first queued event that matches, out of turn.
-    pub fn take_event(&mut self, name: &str) -> Option<Event> {
-        let at = self.events.iter().position(|e| e.name == name)?;
-        self.events.remove(at)
-    }
-
     /// Whether an event of one of these names is queued.
     pub fn has_event(&self, names: &[&str]) -> bool {
         self.events.iter().any(|e| names.contains(&e.name.as_str()))
@@ -456,12 +421,6 @@ impl Protocol {
         self.events.iter().any(is)
     }
 
-    /// How many events were dropped because nobody took them.
-    pub fn events_dropped(&self) -> u64 {
-        self.events_dropped
-    }
-
-    /// Bytes for the peer.
     pub fn outgoing(&self) -> &[u8] {
         &self.outbox
     }

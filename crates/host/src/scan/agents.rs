@@ -70,7 +70,6 @@ impl HashLink {
         &self.ram
     }
 
-    /// Why it is over, if it is.
     pub fn failure(&self) -> Option<String> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -10,10 +10,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use ebb_core::range::push;
 use ebb_core::units::PAGE;
 
 use super::page_hashes::PageHashes;
-use super::walk::push_page;
 use crate::sys::{Range, fetch};
 
 /// Places for a page, at least.
@@ -30,7 +30,6 @@ const WORD: usize = 32;
 pub(super) struct DuplicateFilter(Vec<AtomicU64>);
 
 impl DuplicateFilter {
-    /// For so many pages.
     pub fn new(pages: u64) -> DuplicateFilter {
         let places =
             pages.saturating_mul(PLACES).clamp(WORD as u64, PLACES_MAX).next_power_of_two();
@@ -50,7 +49,6 @@ impl DuplicateFilter {
         fetch(self.place(tag).0);
     }
 
-    /// Notes a page.
     pub fn put(&self, tag: u32) {
         let (word, shift) = self.place(tag);
         if word.fetch_or(1 << shift, Relaxed) >> shift & 1 == 1 {
@@ -89,7 +87,6 @@ impl Marks {
         Some((&words[page as usize / 64], 1 << (page % 64)))
     }
 
-    /// Marks a page.
     pub fn set(&self, address: u64) {
         if let Some((word, bit)) = self.cell(address) {
             word.fetch_or(bit, Relaxed);
@@ -97,19 +94,13 @@ impl Marks {
     }
 
     /// Leaves those marked in a window that may have a duplicate; returns how many went.
-    pub fn sift(
-        &self,
-        window: Range,
-        tags: &PageHashes,
-        group: u32,
-        filter: &DuplicateFilter,
-    ) -> u64 {
+    pub fn sift(&self, window: Range, tags: &PageHashes, filter: &DuplicateFilter) -> u64 {
         let mut gone = 0;
         for run in self.runs(window) {
             for address in (run.start..run.end()).step_by(PAGE as usize) {
                 let ahead = tags.at(address + AHEAD as u64 * PAGE);
-                ahead.into_iter().for_each(|tag| filter.fetch(tag ^ group));
-                let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag ^ group));
+                ahead.into_iter().for_each(|tag| filter.fetch(tag));
+                let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag));
                 if let Some((word, bit)) = self.cell(address).filter(|_| !duplicate) {
                     word.fetch_and(!bit, Relaxed);
                     gone += 1;
@@ -124,7 +115,7 @@ impl Marks {
         let mut runs = Vec::new();
         for address in (window.start..window.end()).step_by(PAGE as usize) {
             if self.cell(address).is_some_and(|(word, bit)| word.load(Relaxed) & bit != 0) {
-                push_page(&mut runs, address);
+                push(&mut runs, Range { start: address, len: PAGE });
             }
         }
         runs
@@ -168,15 +159,15 @@ mod tests {
         for (address, hash) in pages {
             tags.same(address, hash << 8);
             marks.set(address);
-            filter.put(tags.at(address).unwrap() ^ 3);
+            filter.put(tags.at(address).unwrap());
         }
         marks.set(0);
         marks.set(1 << 40);
         let page = |start| Range { start, len: PAGE };
         let two = Range { start: 2 * PAGE, len: 2 * PAGE };
         assert_eq!(marks.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
-        assert_eq!(marks.sift(page(9 * PAGE), &tags, 3, &filter), 1);
-        assert_eq!(marks.sift(all, &tags, 3, &filter), 1);
+        assert_eq!(marks.sift(page(9 * PAGE), &tags, &filter), 1);
+        assert_eq!(marks.sift(all, &tags, &filter), 1);
         assert_eq!(marks.runs(all), [page(2 * PAGE), page(1 << 30)]);
     }
 }

@@ -13,8 +13,8 @@
 //!
 //! VMs live on meanwhile: one that ends is dropped from the result, one that may
 //! not be read is named with the reason, a page that changes while it is read has
-//! a hash that matches nothing. A scanner that is kept compares with its last scan
-//! and can leave out what changed since (4 bytes a page more).
+//! a hash that matches nothing. A scanner that is kept can tell what has changed since
+//! its last scan (4 bytes a page more).
 
 pub mod agents;
 mod duplicate_filter;
@@ -34,6 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_core::page_hash::{Key, SECRET};
+use ebb_core::range::push;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 
@@ -53,15 +54,13 @@ use crate::sys::Range;
 const THREADS_MAX: usize = 32;
 /// How often the host's pressure is looked at.
 const LOOK: Duration = Duration::from_millis(200);
+/// A scan pauses while tasks stall for memory for more than this share of time.
+const PAUSE_ABOVE: f64 = 0.1;
 
-/// What to scan of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its process.
     pub id: VmId,
-    /// Its name.
     pub name: String,
-    /// Its share group.
     pub group: String,
     /// Its RAM in that process, disjoint and sorted.
     pub ram: Vec<Range>,
@@ -69,13 +68,9 @@ pub struct Target {
     pub merged: Vec<Range>,
     /// What of it is open to KSM, likewise.
     pub open: Vec<Range>,
-    /// How much of its RAM is resident.
     pub held: Bytes,
-    /// Pieces not to read, disjoint and sorted: pages that the guest has free.
-    pub skip: Vec<Range>,
 }
 
-/// A VM as its mappings show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// To scan; `None` where nothing of it can be merged.
@@ -110,7 +105,6 @@ impl Found {
             merged: joined(&ram, merged),
             open: joined(&ram, |r| r.mergeable),
             held: sum(|r| r.resident),
-            skip: Vec::new(),
         });
         Ok(Some(Found {
             target,
@@ -129,12 +123,7 @@ impl Found {
 /// them many.
 fn joined(ram: &[&Region], of: impl Fn(&Region) -> bool) -> Vec<Range> {
     let mut all: Vec<Range> = Vec::new();
-    for r in ram.iter().filter(|r| of(r)).map(|r| r.range) {
-        match all.last_mut() {
-            Some(last) if last.end() == r.start => last.len += r.len,
-            _ => all.push(r),
-        }
-    }
+    ram.iter().filter(|r| of(r)).for_each(|r| push(&mut all, r.range));
     all
 }
 
@@ -146,14 +135,11 @@ pub enum Changes {
     Ignore,
     /// Notes what they are, for later scans; all count.
     Note,
-    /// The same, and counts only pages that are as they were.
-    LeaveOut,
     /// Tells only how many have changed since that was noted; counts and notes nothing.
     /// Its pieces are of 16 KiB, and others are not even listed.
     Look,
 }
 
-/// How to scan.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Threads; `None`: as many as there are idle cores.
@@ -162,22 +148,17 @@ pub struct Options {
     pub one_in: u32,
     /// Other pieces for each number.
     pub salt: u64,
-    /// Speed.
     pub limits: Limits,
     /// The share of a core instead, where it may change meanwhile.
     pub dial: Option<Arc<Dial>>,
     /// Run only when nobody else wants the CPU; with a dial, while it says gently.
     pub idle: bool,
-    /// Keep pages of different share groups apart, as merging does.
-    pub separate: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a duplicate by
     /// those. What pages are is noted by their lines then, and looked at so; nothing else
     /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
     pub filter: bool,
-    /// Pause while tasks stall for memory for more than this share of time.
-    pub pause_above: Option<f64>,
     /// How pages are listed; `None`: the best that the kernel has.
     pub listing: Option<Listing>,
 }
@@ -191,10 +172,8 @@ impl Default for Options {
             limits: Limits::default(),
             dial: None,
             idle: true,
-            separate: false,
             changes: Changes::Ignore,
             filter: false,
-            pause_above: Some(0.1),
             listing: None,
         }
     }
@@ -203,7 +182,6 @@ impl Default for Options {
 /// What became of a VM in a scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It was scanned.
     Scanned,
     /// It ended meanwhile; nothing of it counts.
     Ended,
@@ -211,14 +189,10 @@ pub enum Fate {
     Refused(String),
 }
 
-/// What was found of a VM.
 #[derive(Clone, Debug)]
 pub struct VmResult {
-    /// What was scanned.
     pub target: Target,
-    /// What became of it.
     pub fate: Fate,
-    /// Its pages.
     pub pages: Pages,
     /// What merging it would save: its part of what it shares with others.
     pub split: Split,
@@ -228,7 +202,6 @@ pub struct VmResult {
     pub blocks: Blocks,
 }
 
-/// What a scan found.
 #[derive(Clone, Debug)]
 pub struct Scan {
     /// The VMs, in the order of the targets.
@@ -245,9 +218,7 @@ pub struct Scan {
     pub cpu: Duration,
     /// Of that, for reading and hashing.
     pub cpu_reading: Duration,
-    /// Threads.
     pub threads: usize,
-    /// Memory gone through.
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
     pub by_agents: Bytes,
@@ -279,12 +250,11 @@ impl Scanner {
         self.agents = agents;
     }
 
-    /// Scans these VMs.
     pub fn scan(&mut self, targets: &[Target], options: &Options) -> Scan {
         let started = Instant::now();
         let threads = options.threads.unwrap_or_else(|| idle_cores(&self.root));
         let threads = threads.clamp(1, THREADS_MAX);
-        if matches!(options.changes, Changes::Note | Changes::LeaveOut) {
+        if options.changes == Changes::Note {
             let ids: Vec<VmId> = targets.iter().map(|t| t.id).collect();
             self.tags.retain(|id, _| ids.contains(id));
             for t in targets {
@@ -294,7 +264,7 @@ impl Scanner {
         }
         let pace = Pace::new(options.limits, options.dial.clone());
         let mut job = work::Job::new(self, targets, options, &pace);
-        let watch = |done: &dyn Fn() -> bool| self.watch(&pace, options, done);
+        let watch = |done: &dyn Fn() -> bool| self.watch(&pace, done);
         let table = job.read(threads, watch);
         let cpu_reading = pace.cpu();
         let (read, by_agents, by_lines) = job.read_bytes();
@@ -318,7 +288,7 @@ impl Scanner {
     }
 
     /// Pauses and resumes the threads until they are done.
-    fn watch(&self, pace: &Pace, options: &Options, done: &dyn Fn() -> bool) {
+    fn watch(&self, pace: &Pace, done: &dyn Fn() -> bool) {
         let stalled = || {
             let psi = psi::read_psi(&self.root, psi::MEMORY).ok().flatten()?;
             Some(Duration::from_micros(psi.some.total_us))
@@ -326,13 +296,13 @@ impl Scanner {
         let (mut before, mut at) = (stalled(), Instant::now());
         while !done() {
             std::thread::park_timeout(LOOK);
-            let Some(limit) = options.pause_above.filter(|_| at.elapsed() >= LOOK) else {
+            if at.elapsed() < LOOK {
                 continue;
-            };
+            }
             let now = stalled();
             if let (Some(before), Some(now)) = (before, now) {
                 let share = now.saturating_sub(before).as_secs_f64() / at.elapsed().as_secs_f64();
-                pace.pause(share > limit);
+                pace.pause(share > PAUSE_ABOVE);
             }
             (before, at) = (now, Instant::now());
         }

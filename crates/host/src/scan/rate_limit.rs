@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::policy::merge::is_gentle;
 
-/// Longest sleep in one go, so that a stop or a pause is noticed.
+/// Longest sleep in one go, so that a pause and its end are noticed.
 const NAP: Duration = Duration::from_millis(100);
 
 /// Limits of a scan, all its threads together. `None`: no limit.
@@ -28,12 +28,10 @@ pub struct Limits {
 pub struct Dial(AtomicU64);
 
 impl Dial {
-    /// Set to this.
     pub fn new(cores: f64) -> Dial {
         Dial(AtomicU64::new(cores.to_bits()))
     }
 
-    /// From now on.
     pub fn set(&self, cores: f64) {
         self.0.store(cores.to_bits(), Relaxed);
     }
@@ -67,7 +65,6 @@ pub struct Pace {
     paused: AtomicBool,
     /// Since when it is paused, and how long it was before.
     pauses: Mutex<(Option<Instant>, Duration)>,
-    stopped: AtomicBool,
 }
 
 /// A time with the same limits, and what had been used when it began.
@@ -105,7 +102,6 @@ impl Pace {
             cpu_ns: AtomicU64::new(0),
             paused: AtomicBool::new(false),
             pauses: Mutex::default(),
-            stopped: AtomicBool::new(false),
         }
     }
 
@@ -126,22 +122,11 @@ impl Pace {
         pauses.1 + pauses.0.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Ends the scan: threads return at their next piece.
-    pub fn stop(&self) {
-        self.stopped.store(true, Relaxed);
-    }
-
-    /// Whether it was ended.
-    pub fn is_stopped(&self) -> bool {
-        self.stopped.load(Relaxed)
-    }
-
     /// Memory read so far, bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 
-    /// CPU time used so far.
     pub fn cpu(&self) -> Duration {
         Duration::from_nanos(self.cpu_ns.load(Relaxed))
     }
@@ -161,24 +146,23 @@ impl Pace {
         self.stretch().limits.cores.is_some_and(is_gentle)
     }
 
-    /// Notes what a thread used, and sleeps as long as it must; `false`: stop.
-    pub fn used(&self, bytes: u64, cpu: Duration) -> bool {
+    /// Notes what a thread used, and sleeps as long as it must.
+    pub fn used(&self, bytes: u64, cpu: Duration) {
         self.bytes.fetch_add(bytes, Relaxed);
         self.cpu_ns.fetch_add(cpu.as_nanos() as u64, Relaxed);
-        while self.paused.load(Relaxed) && !self.is_stopped() {
+        while self.paused.load(Relaxed) {
             std::thread::sleep(NAP);
         }
         loop {
             let sleep = self.stretch().ahead(self);
-            if sleep.is_zero() || self.is_stopped() {
-                return !self.is_stopped();
+            if sleep.is_zero() {
+                return;
             }
             std::thread::sleep(sleep.min(NAP));
         }
     }
 }
 
-/// CPU time of this thread.
 pub fn thread_cpu() -> Duration {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(t.tv_sec as u64, t.tv_nsec as u32)
@@ -223,18 +207,16 @@ mod tests {
     }
 
     #[test]
-    fn who_is_paused_goes_on_when_it_is_over_or_stopped() {
+    fn who_is_paused_goes_on_when_it_is_over() {
         let pace = Pace::new(Limits::default(), None);
         pace.pause(true);
         std::thread::scope(|s| {
             let held = s.spawn(|| pace.used(1, Duration::ZERO));
+            std::thread::sleep(NAP);
+            assert!(!held.is_finished());
             pace.pause(false);
-            assert!(held.join().unwrap());
-            pace.pause(true);
-            let held = s.spawn(|| pace.used(1, Duration::ZERO));
-            pace.stop();
-            assert!(!held.join().unwrap());
+            held.join().unwrap();
         });
-        assert_eq!(pace.bytes(), 2);
+        assert_eq!(pace.bytes(), 1);
     }
 }

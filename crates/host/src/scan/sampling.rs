@@ -24,11 +24,9 @@ const PAYS: f64 = 0.005;
 /// What a sample says of the whole; zeros left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Estimate {
-    /// At least.
     pub low: Bytes,
     /// If all pages that have duplicates have equally many.
     pub likely: Bytes,
-    /// At most.
     pub high: Bytes,
 }
 

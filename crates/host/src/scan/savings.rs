@@ -20,10 +20,8 @@ const BLOCK_SHIFT: u32 = 21;
 /// The same in bytes.
 pub const BLOCK: u64 = 1 << BLOCK_SHIFT;
 
-/// What merging would save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Split {
-    /// Pages of zeros.
     pub zero: Bytes,
     /// Duplicates within a VM.
     pub within: Bytes,
@@ -39,7 +37,6 @@ impl Split {
         self.zero + self.within + self.between
     }
 
-    /// Adds another.
     pub fn add(&mut self, other: &Split) {
         self.zero += other.zero;
         self.within += other.within;
@@ -48,7 +45,6 @@ impl Split {
     }
 }
 
-/// A VM's pages in a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Pages {
     /// In memory, and holding some: the zero page and what is merged left out.
@@ -57,7 +53,6 @@ pub struct Pages {
     pub merged: u64,
     /// Left out because the guest has them free.
     pub free: u64,
-    /// Read.
     pub read: u64,
     /// Read, and zeros.
     pub zero: u64,
@@ -80,7 +75,6 @@ pub struct Moments {
     pub pairs: f64,
 }
 
-/// One VM's part.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct VmTally {
     pub within: u64,
@@ -110,9 +104,7 @@ pub(super) struct Savings {
     runs: Vec<(usize, u64)>,
 }
 
-/// What counting needs to know.
 pub(super) struct Rules<'a> {
-    /// The group of each VM.
     pub groups: &'a [usize],
     /// VMs that ended: their pages do not count.
     pub ended: &'a [bool],
@@ -193,7 +185,6 @@ impl Savings {
         }
     }
 
-    /// Adds another thread's.
     pub fn add(&mut self, other: &Savings) {
         for (mine, theirs) in self.vms.iter_mut().zip(&other.vms) {
             mine.within += theirs.within;
@@ -229,7 +220,6 @@ impl Clone for Blocks {
 }
 
 impl Blocks {
-    /// Nothing is counted yet.
     pub(super) fn new(ram: &[Range]) -> Blocks {
         let cells = |r: &Range| {
             let n = ((r.end() - 1) >> BLOCK_SHIFT) - (r.start >> BLOCK_SHIFT) + 1;

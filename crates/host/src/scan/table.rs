@@ -21,7 +21,6 @@ const PLACE_BITS: u32 = VM_BITS + PAGE_BITS;
 /// Most VMs of one table.
 pub const VMS_MAX: usize = 1 << VM_BITS;
 
-/// A page in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry(u128);
 
@@ -38,12 +37,10 @@ impl Entry {
         self.0 >> PLACE_BITS
     }
 
-    /// Which VM.
     pub fn vm(self) -> usize {
         (self.0 >> PAGE_BITS) as usize & (VMS_MAX - 1)
     }
 
-    /// Which page of it.
     pub fn page(self) -> u64 {
         self.0 as u64 & ((1 << PAGE_BITS) - 1)
     }
@@ -71,17 +68,14 @@ pub struct Filler<'a> {
 }
 
 impl Table {
-    /// For one thread.
     pub fn filler(&self) -> Filler<'_> {
         Filler { table: self, open: vec![Vec::new(); SHARDS] }
     }
 
-    /// How many shards there are to take.
     pub fn shards(&self) -> usize {
         SHARDS
     }
 
-    /// Bytes that the entries take.
     pub fn bytes(&self) -> u64 {
         let size = |shard: &Mutex<Blocks>| {
             let blocks = shard.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,7 +98,6 @@ impl Table {
 }
 
 impl Filler<'_> {
-    /// Notes a page.
     pub fn push(&mut self, hash: u128, vm: u32, page: u64) {
         let shard = hash as usize % SHARDS;
         let block = &mut self.open[shard];

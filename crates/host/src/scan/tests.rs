@@ -92,7 +92,6 @@ impl Holder {
             merged: Vec::new(),
             open: Vec::new(),
             held: Bytes::pages(PAGES),
-            skip: Vec::new(),
         };
         Holder { child, said, target }
     }
@@ -179,15 +178,6 @@ fn a_full_scan_finds_just_what_is_there_however_pages_are_listed() {
 }
 
 #[test]
-fn groups_that_are_kept_apart_share_nothing() {
-    let holders = [Holder::start(0, "a"), Holder::start(1, "b")];
-    let options = Options { separate: true, ..Options::default() };
-    let scan = scanner().scan(&targets(&holders), &options);
-    let [zeros, within, ..] = truth(&[(0, "a"), (1, "b")]);
-    assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
-}
-
-#[test]
 fn duplicates_are_where_the_blocks_say() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let scan = scanner().scan(&targets(&holders), &Options::default());
@@ -233,22 +223,11 @@ fn what_may_be_merged_is_read_without_pinning_and_is_the_same() {
 }
 
 #[test]
-fn pages_that_the_guest_has_free_are_not_read() {
-    let mut holder = Holder::start(0, "a");
-    let at = holder.target.ram[0].start;
-    holder.target.skip =
-        vec![Range { start: at, len: 10 * PAGE }, Range { start: at + 100 * PAGE, len: 5 * PAGE }];
-    let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
-    assert_eq!((scan.vms[0].pages.free, scan.vms[0].pages.read), (15, PAGES - 15));
-}
-
-#[test]
-fn only_what_did_not_change_counts_from_the_second_scan_on() {
+fn a_scan_tells_what_has_changed_since_the_last() {
     let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let mut scanner = scanner();
-    let options = Options { changes: Changes::LeaveOut, ..Options::default() };
+    let options = Options { changes: Changes::Note, ..Options::default() };
     let first = scanner.scan(&targets(&holders), &options);
-    assert_eq!(first.split, Split::default());
     assert_eq!(first.vms[0].pages.changed, PAGES, "all of it is new");
     let second = scanner.scan(&targets(&holders), &options);
     assert_eq!(found(&second.split), truth(&[(0, "a"), (1, "a")]));
@@ -257,7 +236,6 @@ fn only_what_did_not_change_counts_from_the_second_scan_on() {
     let third = scanner.scan(&targets(&holders), &options);
     assert_eq!(third.vms[0].pages.changed, 0);
     assert_eq!(third.vms[1].pages.changed, PAGES / 4);
-    assert!(third.split.between < second.split.between);
     assert_eq!(third.kept, Bytes(2 * 4 * PAGES), "four bytes a page");
 }
 

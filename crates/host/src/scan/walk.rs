@@ -17,6 +17,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
+use ebb_core::range::{parts, push};
 use ebb_core::units::PAGE;
 use rustix::io::Errno;
 
@@ -52,17 +53,14 @@ impl Seen {
         shard.lock().unwrap_or_else(PoisonError::into_inner).insert(pfn)
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         let len = |s: &Mutex<HashSet<u64>>| s.lock().unwrap_or_else(PoisonError::into_inner).len();
         self.0.iter().map(len).sum()
     }
 }
 
-/// How pages are listed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listing {
-    /// PAGEMAP_SCAN.
     Scan,
     /// `/proc/PID/pagemap`, for kernels before 6.7.
     Entries,
@@ -75,7 +73,6 @@ pub struct Passed {
     pub merged: u64,
 }
 
-/// The pages to read of a range.
 #[derive(Debug, Default)]
 pub struct Runs {
     /// Of the process alone.
@@ -86,32 +83,16 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// Empties both.
     pub fn clear(&mut self) {
         self.own.clear();
         self.shared.clear();
     }
 
-    /// Takes pieces out of both; returns how many bytes that were.
-    pub fn subtract(&mut self, holes: &[Range]) -> u64 {
-        subtract(&mut self.own, holes) + subtract(&mut self.shared, holes)
-    }
-
-    /// How many pages.
     pub fn pages(&self) -> u64 {
         self.own.iter().chain(&self.shared).map(|r| r.len / PAGE).sum()
     }
 }
 
-/// Adds a page behind all others.
-pub(super) fn push_page(runs: &mut Vec<Range>, start: u64) {
-    match runs.last_mut() {
-        Some(last) if last.end() == start => last.len += PAGE,
-        _ => runs.push(Range { start, len: PAGE }),
-    }
-}
-
-/// Lists the pages of one process.
 #[derive(Debug)]
 pub struct Walker {
     pagemap: File,
@@ -184,16 +165,16 @@ impl Walker {
             if entry & (PRESENT | SWAPPED | FILE) != PRESENT {
                 continue;
             }
-            let start = range.start + i as u64 * PAGE;
+            let page = Range { start: range.start + i as u64 * PAGE, len: PAGE };
             let pfn = entry & PFN;
             match seen {
                 // Where frame numbers are hidden each of its mappings counts as a page.
-                Some(_) if pfn == 0 => push_page(&mut runs.shared, start),
+                Some(_) if pfn == 0 => push(&mut runs.shared, page),
                 Some(seen) if self.is_shared(entry, pfn) => match seen.first(pfn) {
-                    true => push_page(&mut runs.shared, start),
+                    true => push(&mut runs.shared, page),
                     false => passed.merged += 1,
                 },
-                _ => push_page(&mut runs.own, start),
+                _ => push(&mut runs.own, page),
             }
         }
         Ok(())
@@ -221,101 +202,4 @@ fn word(file: &File, index: u64) -> Option<u64> {
     let mut word = [0; 8];
     file.read_exact_at(&mut word, index * 8).ok()?;
     Some(u64::from_ne_bytes(word))
-}
-
-/// A run cut where `ranges` (sorted, disjoint) begin and end, and which parts are in one.
-pub fn parts(run: Range, ranges: &[Range]) -> Vec<(Range, bool)> {
-    let mut parts = Vec::new();
-    let mut start = run.start;
-    let first = ranges.partition_point(|r| r.end() <= run.start);
-    for r in ranges[first..].iter().take_while(|r| r.start < run.end()) {
-        if r.start > start {
-            parts.push((Range { start, len: r.start - start }, false));
-        }
-        let (from, end) = (start.max(r.start), r.end().min(run.end()));
-        parts.push((Range { start: from, len: end - from }, true));
-        start = end;
-    }
-    if start < run.end() {
-        parts.push((Range { start, len: run.end() - start }, false));
-    }
-    parts
-}
-
-/// Takes `holes` (sorted, disjoint) out of `runs` (sorted, disjoint); returns how
-/// many bytes that were.
-pub fn subtract(runs: &mut Vec<Range>, holes: &[Range]) -> u64 {
-    if holes.is_empty() {
-        return 0;
-    }
-    let mut left = Vec::with_capacity(runs.len());
-    let mut taken = 0;
-    for run in runs.iter() {
-        let mut start = run.start;
-        let first = holes.partition_point(|h| h.end() <= run.start);
-        for hole in holes[first..].iter().take_while(|h| h.start < run.end()) {
-            if hole.start > start {
-                left.push(Range { start, len: hole.start - start });
-            }
-            let end = hole.end().min(run.end());
-            taken += end.saturating_sub(start.max(hole.start));
-            start = start.max(end);
-        }
-        if start < run.end() {
-            left.push(Range { start, len: run.end() - start });
-        }
-    }
-    *runs = left;
-    taken
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn disjoint(lengths: &[(u64, u64)]) -> Vec<Range> {
-        let mut at = 0;
-        let next = |&(gap, len): &(u64, u64)| {
-            let start = at + gap * PAGE;
-            at = start + len * PAGE;
-            Range { start, len: len * PAGE }
-        };
-        lengths.iter().map(next).collect()
-    }
-
-    fn pages(ranges: &[Range]) -> Vec<u64> {
-        ranges.iter().flat_map(|r| (r.start..r.end()).step_by(PAGE as usize)).collect()
-    }
-
-    proptest! {
-        #[test]
-        fn what_is_left_is_what_is_in_no_hole(
-            runs in prop::collection::vec((0u64..5, 1u64..8), 0..20),
-            holes in prop::collection::vec((0u64..5, 1u64..8), 0..20),
-        ) {
-            let (mut runs, holes) = (disjoint(&runs), disjoint(&holes));
-            let (before, out) = (pages(&runs), pages(&holes));
-            let taken = subtract(&mut runs, &holes);
-            let want: Vec<u64> = before.iter().copied().filter(|p| !out.contains(p)).collect();
-            prop_assert_eq!(taken, (before.len() - want.len()) as u64 * PAGE);
-            prop_assert_eq!(pages(&runs), want);
-        }
-
-        #[test]
-        fn a_run_is_cut_into_what_is_in_a_range_and_what_is_not(
-            start in 0u64..40, len in 1u64..60,
-            ranges in prop::collection::vec((0u64..5, 1u64..8), 0..20),
-        ) {
-            let (run, ranges) = (Range { start: start * PAGE, len: len * PAGE }, disjoint(&ranges));
-            let cut = parts(run, &ranges);
-            let all: Vec<Range> = cut.iter().map(|c| c.0).collect();
-            prop_assert_eq!(pages(&all), pages(&[run]));
-            let within = pages(&ranges);
-            for (part, merged) in cut {
-                prop_assert!(pages(&[part]).iter().all(|p| within.contains(p) == merged));
-            }
-        }
-    }
 }

@@ -41,11 +41,9 @@ enum Round {
     All,
     /// Of pages of which only lines were read, those that may have a duplicate are left.
     Sift,
-    /// These are read whole.
     Whole,
 }
 
-/// One scan.
 pub(super) struct Job<'a> {
     root: &'a Root,
     key: &'a Key,
@@ -65,7 +63,6 @@ pub(super) struct Job<'a> {
     pace: &'a Pace,
     vms: Vec<VmState>,
     groups: Vec<usize>,
-    masks: Vec<u128>,
     blocks: Vec<Blocks>,
     windows: Vec<Windows>,
     /// Threads so far: each begins with a VM of its own.
@@ -106,7 +103,6 @@ impl VmState {
     }
 }
 
-/// One thread's own.
 struct Worker<'j, 'a> {
     job: &'j Job<'a>,
     filler: Filler<'j>,
@@ -134,7 +130,6 @@ impl<'a> Job<'a> {
             let next = numbers.len();
             *numbers.entry(name).or_insert(next)
         };
-        let mask = |t: &Target| if options.separate { key.group(&t.group) } else { 0 };
         let noted = options.changes != Changes::Ignore;
         let all = options.changes == Changes::Note && options.one_in == 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
@@ -158,7 +153,6 @@ impl<'a> Job<'a> {
             pace,
             vms: targets.iter().map(|_| VmState::default()).collect(),
             groups: targets.iter().map(|t| number(&t.group)).collect(),
-            masks: targets.iter().map(mask).collect(),
             blocks: targets.iter().map(|t| Blocks::new(&t.ram)).collect(),
             windows: Vec::new(),
             threads: AtomicUsize::new(0),
@@ -181,7 +175,6 @@ impl<'a> Job<'a> {
         size.max(self.table_bytes())
     }
 
-    /// One round.
     fn go_over(&mut self, round: Round, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {
@@ -269,9 +262,6 @@ impl<'j, 'a> Worker<'j, 'a> {
                 }
                 job.vms[vm].add(&pages);
                 job.read.fetch_add(pages.read, Relaxed);
-                if job.pace.is_stopped() {
-                    return;
-                }
             }
         }
     }

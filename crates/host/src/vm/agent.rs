@@ -11,7 +11,6 @@ use crate::agent_link::Terms;
 use crate::probe::mappers::Question;
 
 impl Vm {
-    /// Whether its agent is spoken to.
     pub(super) fn uses_agent(&self) -> bool {
         self.may_use_agent() && self.access.hands_off_ms.is_none()
     }

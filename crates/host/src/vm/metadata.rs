@@ -1,8 +1,10 @@
-//! The settings that libvirt keeps for a VM, in the metadata of its domain.
+//! What libvirt keeps for a VM in the metadata of its domain: settings, and Ebb's note of what its
+//! balloon holds without Ebb.
 
 use std::time::{Duration, Instant};
 
 use ebb_core::config::Metadata;
+use ebb_core::units::Bytes;
 
 use super::Vm;
 use crate::libvirt::{Libvirt, Watch};
@@ -13,7 +15,6 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 /// A VM that is not of libvirt's is looked up again after so long: its pid file may come late.
 const LOOK_UP: Duration = Duration::from_secs(5);
 
-/// What is known of a VM's metadata.
 #[derive(Debug)]
 pub(crate) struct DomainSettings {
     watch: Option<Watch>,
@@ -22,12 +23,23 @@ pub(crate) struct DomainSettings {
     says: Metadata,
     /// It was read once: that holds on while libvirt does not answer.
     was_read: bool,
+    /// The note that was there when its watch began.
+    noted: Option<Bytes>,
+    /// The note that is to be there.
+    note: Option<Option<Bytes>>,
 }
 
 impl Default for DomainSettings {
     fn default() -> DomainSettings {
-        let (says, backoff) = (Metadata::None, BACKOFF.0);
-        DomainSettings { watch: None, retry_at: None, backoff, says, was_read: false }
+        DomainSettings {
+            watch: None,
+            retry_at: None,
+            backoff: BACKOFF.0,
+            says: Metadata::None,
+            was_read: false,
+            noted: None,
+            note: None,
+        }
     }
 }
 
@@ -35,6 +47,7 @@ impl DomainSettings {
     fn look(&mut self, libvirt: &Libvirt, process: &QemuProcess, now: Instant) {
         if let Some(seen) = self.watch.as_ref().map(Watch::seen) {
             if let Some(read) = seen.metadata {
+                self.noted = seen.noted;
                 (self.says, self.backoff, self.was_read) = (read, BACKOFF.0, true);
             }
             if let Some(why) = seen.over {
@@ -58,6 +71,14 @@ impl DomainSettings {
             self.says = Metadata::Unread("libvirt has not answered yet".into());
         }
         self.watch = libvirt.watch(address).ok();
+        self.write_note(libvirt);
+    }
+
+    fn write_note(&self, libvirt: &Libvirt) {
+        if let (Some(watch), Some(note)) = (&self.watch, self.note) {
+            watch.note(note);
+            libvirt.wake();
+        }
     }
 }
 
@@ -70,9 +91,29 @@ impl Vm {
         }
     }
 
-    /// What its metadata says.
     pub fn metadata(&self) -> &Metadata {
         &self.domain.says
+    }
+
+    /// What its balloon held without Ebb, as an Ebb noted that had it before, perhaps on another
+    /// host.
+    pub(super) fn noted(&self) -> Option<Bytes> {
+        self.domain.noted
+    }
+
+    /// Has its libvirt note what its balloon holds without Ebb; `None`: Ebb has taken nothing.
+    pub fn note(&mut self, others: Option<Bytes>) {
+        if self.domain.note != Some(others)
+            && let Some(libvirt) = &self.libvirt
+        {
+            self.domain.note = Some(others);
+            self.domain.write_note(libvirt);
+        }
+    }
+
+    /// Whether that is not written yet.
+    pub fn is_note_due(&self) -> bool {
+        self.domain.watch.as_ref().is_some_and(|w| w.seen().is_note_due())
     }
 
     /// What is wrong with it, as a problem.
@@ -109,7 +150,7 @@ mod tests {
         };
         write("/proc/10/stat", "");
         write("/run/libvirt/libvirt-sock", "nobody listens");
-        let libvirt = Libvirt::new(root.clone()).unwrap();
+        let libvirt = Libvirt::new(root.clone(), false).unwrap();
         let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
         let (mut domain, now) = (DomainSettings::default(), Instant::now());
         domain.look(&libvirt, &process, now);

@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 use super::{Places, write};
 use crate::{LabError, run};
 
-/// What journals are called.
 pub(super) const JOURNAL: &str = "journal";
 
 /// What was changed, enough to undo it.

@@ -15,7 +15,6 @@ use super::{Places, read_u64, write};
 use crate::image::Cache;
 use crate::{LabError, run};
 
-/// What to swap to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwapKind {
     /// A zram device if one is to be had, else a file.
@@ -27,7 +26,6 @@ pub enum SwapKind {
 /// A swap area for the arena's time.
 #[derive(Clone, Copy, Debug)]
 pub struct SwapConfig {
-    /// Its size.
     pub size: Bytes,
     /// What it is made of.
     pub kind: SwapKind,

@@ -39,7 +39,6 @@ use crate::sampler::{Sampler, Series};
 use crate::vm::Vm;
 use crate::wall_ms;
 
-/// All arms.
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb-guest"];
 /// The host is under pressure when less than this share of the budget is left.
 /// A fixed mark, whatever a controller's own marks are.
@@ -361,7 +360,6 @@ fn ratios(arm: &[RunResult], first: &[RunResult]) -> Vec<(String, Vec<f64>)> {
     compared.map(each).collect()
 }
 
-/// What was done.
 #[derive(Default)]
 struct Done {
     sorted: u64,
@@ -372,14 +370,12 @@ struct Done {
 /// What a VM does now.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Step {
-    /// Waits for its turn.
     Waiting,
     /// The sort of this number in its turn runs, since then.
     Sorting(u32, Instant),
     Reading,
 }
 
-/// Drives the VMs' work.
 struct Work<'a> {
     plan: &'a Autoballoon,
     vms: &'a [Vm],

@@ -30,7 +30,6 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// After this many boots a line tells how far it is.
 const PROGRESS: u32 = 10;
 
-/// What a user asks.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Boots {
     /// Boots of each guest kernel
@@ -193,7 +192,6 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Boots one guest.
     fn boot(&self, number: u32, kernel: Kernel) -> Result<End> {
         let mut config = VmConfig::new(format!("boots-{number}"), Bytes::mib(256));
         config.kernel = kernel;

@@ -10,9 +10,10 @@ use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::qmp;
 
+use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
@@ -21,7 +22,6 @@ use crate::vm::{Backing, Vm, VmConfig};
 
 /// For what a guest does.
 pub const MINUTE: Duration = Duration::from_secs(60);
-/// For the agent's answers.
 const SOON: Duration = Duration::from_secs(15);
 /// Reporting looks again after two seconds.
 const STILL: Duration = Duration::from_secs(5);
@@ -42,10 +42,8 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// All kinds.
     pub const ALL: [Memory; 3] = [Memory::Small, Memory::Huge, Memory::Memfd];
 
-    /// For people.
     pub fn name(self) -> &'static str {
         match self {
             Memory::Small => "anonymous, 4 KiB pages",
@@ -72,7 +70,6 @@ pub fn arena() -> Result<Arena> {
 
 /// A guest, and what the host holds of it.
 pub struct Place {
-    /// The VM.
     pub vm: Vm,
     cgroup: MemoryCgroup,
     agent: Option<Agent>,
@@ -118,7 +115,6 @@ impl Place {
         Ok(self.vm.tool().sh(command, 2 * MINUTE).map_err(|e| self.vm.explain(e))?)
     }
 
-    /// Loads the module.
     pub fn insmod(&self) -> Result<()> {
         let said = self.sh("insmod /ebb.ko 2>&1; dmesg | grep ebb: | tail -n 2; lsmod")?;
         if !said.lines().any(|l| l.starts_with("ebb ")) {
@@ -133,7 +129,7 @@ impl Place {
         let socket = self.socket.as_ref().context("no agent in this VM")?;
         let mut agent = Agent::connect(socket)?;
         let mut qmp = qmp::Client::connect(self.vm.qmp_path(), SOON)?;
-        let segments = agent::segments(&mut qmp, SOON)?;
+        let segments = agent_requests::segments(&mut qmp, SOON)?;
         agent.attach(
             Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() },
             None,

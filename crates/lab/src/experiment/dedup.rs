@@ -19,6 +19,7 @@
 mod arms;
 pub mod corunner;
 mod course;
+mod governor;
 mod workload;
 
 use std::path::PathBuf;
@@ -45,7 +46,6 @@ const LOOK: Duration = Duration::from_millis(50);
 /// every ninth time.
 const OLD: u64 = 12;
 
-/// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Dedup {
     /// Figures as JSON
@@ -74,7 +74,6 @@ pub struct Dedup {
     pub seconds: u64,
 }
 
-/// How an arm did.
 #[derive(Debug)]
 struct Measured {
     course: Course,
@@ -88,7 +87,6 @@ struct Measured {
 }
 
 impl Dedup {
-    /// Runs, prints, writes.
     pub fn run(&self) -> Result<()> {
         let arms = chosen(&self.arms, &Kind::ALL, Kind::named, "arm")?;
         let workloads = chosen(&self.workloads, &Workload::ALL, Workload::named, "workload")?;
@@ -180,7 +178,6 @@ impl Dedup {
         Ok(measured)
     }
 
-    /// VMs at work.
     fn churn(&self, fleet: &Fleet, runner: &mut Runner<'_>) -> Result<Measured> {
         let held = Bytes::pages(Truth::of(&fleet.pids())?.frames);
         fleet.resume()?;

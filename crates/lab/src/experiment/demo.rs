@@ -23,17 +23,13 @@ use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Accel, Vm};
 
-/// All arms.
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
 /// Sizes and times of a run.
 #[derive(Clone, Debug)]
 pub struct Demo {
-    /// Arms, in this order.
     pub arms: Vec<String>,
-    /// How many VMs.
     pub vms: u32,
-    /// RAM of each.
     pub memory: Bytes,
     /// What all VMs together may hold.
     pub budget: Bytes,
@@ -47,7 +43,6 @@ pub struct Demo {
     pub period: Duration,
     /// Measured time of each arm.
     pub time: Duration,
-    /// Guest kernel.
     pub kernel: Kernel,
 }
 

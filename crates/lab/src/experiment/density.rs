@@ -1,7 +1,7 @@
 //! `density`: how many VMs a budget holds before one of them is harmed.
 //!
-//! VMs are added `--step` at a time until one is harmed; each begins its job soon, apart from the
-//! others. Then as many are dropped, what was swapped out is read back, the jobs are spread over the
+//! VMs are added two or `--step` at a time until one is harmed; each begins its job soon, apart from
+//! the others. Then `--step` are dropped, what was swapped out is read back, the jobs are spread over the
 //! period, and after half a period the VMs have to run for one whole period without harm; where
 //! that fails, more are dropped. Where it succeeds at once, VMs are added and the same is tried
 //! with them, until it fails (not with `--quick`). Harm is 16 MiB
@@ -41,7 +41,6 @@ use crate::result::{Outcome, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Balloon, Vm, VmConfig};
 
-/// All arms.
 pub const ARMS: [&str; 8] =
     ["plain", "ksm", "ksmtuned", "reporting", "mom", "ebb-stock", "ebb-guest", "ebb"];
 /// What each VM reads of the common disk once it has booted.
@@ -76,7 +75,7 @@ pub struct Density {
     /// Figures and series as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// A small budget, a short period and three arms: seven minutes
+    /// A small budget, a short period and three arms: five minutes
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
@@ -88,7 +87,7 @@ pub struct Density {
     /// What all VMs together may hold [default: 6GiB; --quick: 2GiB]
     #[arg(long)]
     budget: Option<Bytes>,
-    /// Seconds from one job of a VM to its next [default: 120; --quick: 40]
+    /// Seconds from one job of a VM to its next [default: 120; --quick: 30]
     #[arg(long)]
     period: Option<u64>,
     /// Seconds that a job keeps its memory [default: 3.7 % of the period]
@@ -100,7 +99,7 @@ pub struct Density {
     /// What jobs do
     #[arg(long, value_enum, default_value = "cycle")]
     job: Kind,
-    /// VMs that are added at a time [default: 2; --quick: 1]
+    /// VMs that are dropped at a time, and added if more than two [default: 2; --quick: 1]
     #[arg(long)]
     step: Option<u32>,
     /// No more VMs than this
@@ -112,6 +111,10 @@ pub struct Density {
     /// With --vms: measured periods
     #[arg(long, default_value_t = 2)]
     periods: u32,
+    /// With --vms: without swap, beside tests and other such runs; for long runs whose figures are
+    /// not times
+    #[arg(long, requires = "vms")]
+    beside: bool,
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]
     kernel: Kernel,
@@ -132,7 +135,6 @@ pub(super) struct Plan {
 /// What one arm came to.
 struct ArmResult {
     vms: u32,
-    /// Why not one more.
     harm: String,
     /// In the time that counts: one period at rest, or all of the fixed run.
     series: Series,
@@ -197,7 +199,7 @@ impl Density {
         let or = |given: Option<u64>, quick, full| {
             given.unwrap_or(if self.quick { quick } else { full })
         };
-        let period = or(self.period, 40, 120);
+        let period = or(self.period, 30, 120);
         let hold = self.hold.unwrap_or(period as f64 * 0.037);
         let budget = or(self.budget.map(|b| b.0), Bytes::gib(2).0, Bytes::gib(6).0);
         Plan {
@@ -213,18 +215,23 @@ impl Density {
 
     fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, Outcome)> {
         let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
+        let knobs = knobs(arm);
+        if self.beside && (!knobs.is_empty() || arm == "ebb") {
+            bail!(
+                "arm {arm} merges pages of all VMs of the machine: it cannot run --beside others"
+            );
+        }
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(plan.budget),
-            swap: Some(swap),
-            knobs: knobs(arm),
-            ..ArenaConfig::default()
+            swap: Some(swap).filter(|_| !self.beside),
+            knobs,
+            beside: self.beside,
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
         write_noise(&disk, COMMON.max(plan.size))?;
         let most = self.vms.unwrap_or(self.most);
-        let name = |n: u32| format!("dense{}", n + 1);
-        let names: Vec<String> = (0..most).map(name).collect();
+        let names: Vec<String> = (0..most).map(|n| name(arm, n as usize)).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
         let daemon = arm
@@ -260,6 +267,11 @@ impl Density {
     }
 }
 
+/// Arms may run side by side.
+fn name(arm: &str, n: usize) -> String {
+    format!("{arm}-{}", n + 1)
+}
+
 /// The VMs of one arm.
 struct Fleet<'a> {
     plan: &'a Plan,
@@ -284,7 +296,8 @@ impl Fleet<'_> {
         self.jobs.alone = median(&first).unwrap_or_default();
         self.jobs.stagger(&self.vms)?;
         while harm.is_none() && self.vms.len() < most {
-            harm = self.add(self.plan.step, None)?;
+            // Those of a pair boot side by side.
+            harm = self.add(self.plan.step.max(2), None)?;
             if harm.is_none() {
                 harm = drive(self, Instant::now() + Duration::from_secs(1), false)?;
             }
@@ -426,7 +439,7 @@ impl Fleet<'_> {
     }
 
     fn config(&self, image: &Image, n: usize) -> Result<VmConfig> {
-        let mut config = VmConfig::new(format!("dense{}", n + 1), self.plan.memory);
+        let mut config = VmConfig::new(name(self.arm, n), self.plan.memory);
         config.kernel = self.kernel;
         config.translations = TRANSLATIONS;
         let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);

@@ -22,12 +22,10 @@ use crate::ebb::Daemon;
 use crate::result::Outcome;
 use crate::vm::Balloon;
 
-/// All arms.
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "ebb-stock"];
 /// The recycler is asked once a second, so often.
 const ASKED: u32 = 10;
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     for memory in [Memory::Small, Memory::Huge] {

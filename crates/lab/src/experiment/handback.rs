@@ -27,11 +27,9 @@ use crate::result::Outcome;
 use crate::vm::{Balloon, Vm, VmConfig};
 use crate::wall_ms;
 
-/// All arms.
 pub const ARMS: [&str; 2] = ["plain", "ebb-stock"];
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Sizes of a run.
 #[derive(Clone, Debug, Args)]
 pub struct Handback {
     /// Figures as JSON

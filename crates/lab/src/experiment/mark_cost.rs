@@ -22,10 +22,8 @@ use super::trial::Trial;
 use crate::result::Outcome;
 use crate::{LabError, run as command};
 
-/// All arms.
 pub const ARMS: [&str; 2] = ["plain", "ebb-guest"];
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     if trial.wants("ebb-guest") {

@@ -30,7 +30,6 @@ pub struct Overhead {
     pub time: Duration,
     /// Bursts whose reaction is measured.
     pub bursts: u32,
-    /// Guest kernel.
     pub kernel: Kernel,
 }
 

@@ -18,14 +18,12 @@ use crate::arena::Arena;
 use crate::result::Outcome;
 use crate::vm::{Balloon, Vm};
 
-/// All arms.
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "balloon"];
 /// Guests run at a fraction of their speed under emulation; reporting waits 2 s.
 const LOOKED: Duration = Duration::from_millis(600);
 /// What an arm has to show for itself.
 const TIME: Duration = Duration::from_secs(10);
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     for memory in Memory::ALL {

@@ -32,7 +32,6 @@ use crate::guest_stack;
 use crate::result::Outcome;
 use crate::vm::Balloon;
 
-/// All arms.
 pub const ARMS: [&str; 6] = ["raw", "raw-vm", "ebb-guest", "reporting", "balloon", "virtio-mem"];
 /// What makes an agent discard and nothing else.
 const DISCARD_ONLY: &str = "no_protect+no_reread";
@@ -48,7 +47,6 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// RAM: of every other page half would lie beside another free one.
 const ISOLATED: u64 = 8;
 
-/// How free memory lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shape {
     /// Blocks of 2 MiB.
@@ -63,7 +61,6 @@ impl Shape {
     }
 }
 
-/// One timed give-back.
 #[derive(Clone, Copy, Debug)]
 struct Timed {
     bytes: u64,
@@ -81,7 +78,6 @@ impl Clock {
     }
 }
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     if ["raw", "raw-vm", "ebb-guest"].iter().any(|arm| trial.wants(arm)) {

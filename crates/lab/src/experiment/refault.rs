@@ -29,7 +29,6 @@ use crate::vm::VmConfig;
 pub const ARMS: [&str; 3] = ["plain", "module", "ebb-guest"];
 /// Of page_fault1.
 const SIZE: u64 = 128 << 20;
-/// One measurement.
 const SECONDS: u32 = 6;
 
 /// Whether the guest's loop gets huge pages.
@@ -37,12 +36,10 @@ const SECONDS: u32 = 6;
 pub enum Pages {
     /// One fault for 2 MiB.
     Huge,
-    /// One fault a page.
     Small,
 }
 
 impl Pages {
-    /// Both.
     pub const ALL: [Pages; 2] = [Pages::Huge, Pages::Small];
 
     /// What the names of metrics end with.
@@ -55,7 +52,6 @@ impl Pages {
     }
 }
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     timed(trial, &arena, outcome)?;
@@ -177,9 +173,7 @@ fn faultloop(place: &Place, pages: Pages, until: &str) -> Result<Loop> {
 /// Instructions a page, of measurements that took turns.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
-    /// Without the module.
     pub plain: Vec<f64>,
-    /// With it.
     pub module: Vec<f64>,
 }
 

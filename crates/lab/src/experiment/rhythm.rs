@@ -32,7 +32,6 @@ use crate::sampler::Sampler;
 use crate::vm::Vm;
 use crate::wall_ms;
 
-/// All arms.
 pub const ARMS: [&str; 5] = ["plain", "reporting", "mom", "ebb-stock", "ebb-guest"];
 
 /// Which guests are busy when.
@@ -297,7 +296,6 @@ fn line(r: &RunResult) -> String {
     )
 }
 
-/// Drives the VMs' jobs.
 struct Work<'a> {
     setup: &'a Setup,
     vms: &'a [Vm],

@@ -25,7 +25,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
 use ebb_core::wire::firmware::Firmware;
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
 use ebb_host::root::Root;
@@ -35,19 +35,18 @@ use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key}
 
 use super::cgroup_guest::Memory;
 use super::trial::Trial;
+use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig};
 use crate::guest_stack;
 use crate::image::{Cache, Image};
 use crate::result::Outcome;
 use crate::vm::{Vm, VmConfig};
 
-/// All arms.
 pub const ARMS: [&str; 4] = ["raw", "ebb-stock", "ebb-guest", "ebb-lines"];
 const MINUTE: Duration = Duration::from_secs(60);
 /// What a guest takes beside what it holds.
 const OWN: Bytes = Bytes::mib(192);
 
-/// One pass.
 #[derive(Clone, Copy, Debug)]
 struct Pass {
     bytes: f64,
@@ -61,7 +60,6 @@ impl Pass {
     }
 }
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let _arena = Arena::enter(&ArenaConfig::default())?;
     for memory in [Memory::Small, Memory::Huge] {
@@ -149,7 +147,7 @@ impl Held {
         let hashes = |socket: PathBuf| -> Result<(Agent, Arc<HashLink>)> {
             let mut agent = Agent::connect(socket)?;
             let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE)?;
-            let segments = agent::segments(&mut qmp, MINUTE)?;
+            let segments = agent_requests::segments(&mut qmp, MINUTE)?;
             let attach = Attach {
                 segments: segments.clone(),
                 firmware: Firmware::Seabios,
@@ -251,7 +249,7 @@ fn details(
     // What an arm compares with its last scan.
     let kind = match arm {
         "ebb-lines" => by_lines(1, Changes::Note),
-        _ => whole(1, Changes::LeaveOut),
+        _ => whole(1, Changes::Note),
     };
     let first = scanner.scan(targets, &kind);
     let held = (first.read.0 / PAGE) as f64;

@@ -52,7 +52,6 @@ pub struct Tick {
 struct Row {
     vms: u32,
     arm: String,
-    /// The daemon's program.
     of: PathBuf,
     ticks: u64,
     cpu_ms_a_tick: f64,

@@ -16,10 +16,8 @@ pub enum Kernels {
     /// Debian 12's own.
     #[value(name = "6.1")]
     V6_1,
-    /// The newer long-term series.
     #[value(name = "6.12")]
     V6_12,
-    /// One after the other.
     Both,
 }
 
@@ -55,11 +53,9 @@ pub struct Options {
 /// One experiment on one guest kernel.
 #[derive(Clone, Debug)]
 pub struct Trial {
-    /// Arms to try.
     pub arms: Vec<String>,
     /// Factor on sizes and numbers of rounds.
     pub scale: f64,
-    /// Guest kernel.
     pub kernel: Kernel,
 }
 

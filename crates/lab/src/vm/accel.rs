@@ -10,9 +10,7 @@ use crate::image::Cache;
 /// What runs the guest's code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
-    /// Hardware virtualisation.
     Kvm,
-    /// QEMU's translator.
     Tcg,
 }
 

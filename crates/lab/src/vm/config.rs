@@ -29,7 +29,6 @@ const ONE_CPU_AT_BOOT: &str = "maxcpus=1 noreplace-smp";
 /// UEFI for VMs as Debian has it: code, and the variables of a VM that never ran.
 pub(super) const UEFI: (&str, &str) =
     ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd");
-/// A VM's own variables.
 pub(super) const UEFI_VARIABLES: &str = "uefi-variables";
 
 /// What guest RAM is made of.
@@ -38,16 +37,13 @@ pub enum Backing {
     /// Private anonymous memory, QEMU's default.
     #[default]
     Anonymous,
-    /// A shared memfd.
     Memfd,
     /// A shared file, e.g. on tmpfs or hugetlbfs.
     File(PathBuf),
 }
 
-/// A virtio balloon.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Balloon {
-    /// Free page reporting.
     pub reporting: bool,
     /// Deflate when the guest runs out of memory.
     pub deflate_on_oom: bool,
@@ -58,11 +54,8 @@ pub struct Balloon {
 pub struct VmConfig {
     /// Its name for QEMU (`-name`), unique by the caller's care.
     pub name: String,
-    /// RAM.
     pub memory: Bytes,
-    /// vCPUs.
     pub cpus: u32,
-    /// Guest kernel.
     pub kernel: Kernel,
     /// Its balloon, if it has one.
     pub balloon: Option<Balloon>,
@@ -93,14 +86,12 @@ pub struct VmConfig {
     pub proxmox: Option<u32>,
     /// Words added to the guest's command line.
     pub append: String,
-    /// Further arguments for QEMU.
     pub args: Vec<String>,
     /// Environment for QEMU, e.g. `LD_PRELOAD`.
     pub env: Vec<(String, String)>,
     /// User and group that QEMU runs as from its first instruction on, as libvirt
     /// has it; the lab's own if `None`.
     pub user: Option<u32>,
-    /// Where images come from.
     pub cache: Cache,
 }
 
@@ -132,7 +123,6 @@ impl VmConfig {
         }
     }
 
-    /// QEMU's arguments.
     pub(super) fn arguments(&self, image: &Image, accel: Accel, dir: &Path) -> Vec<String> {
         let path = |name: &str| dir.join(name).display().to_string();
         let socket = |name: &str| format!("{},server=on,wait=off", path(name));

@@ -26,8 +26,9 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
-use ebb_host::agent::{self, Agent, AgentError};
+use ebb_host::agent::{Agent, AgentError};
 use ebb_host::qmp;
+use ebb_lab::agent_requests::{self, Requests as _};
 use ebb_lab::arena::Arena;
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
@@ -271,7 +272,7 @@ fn attached(vm: &Vm, socket: &Path) -> Agent {
 /// The same with the firmware that starts the guest.
 fn attached_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Agent {
     let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
-    let segments = agent::segments(&mut qmp, MINUTE).unwrap();
+    let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
     let until = Instant::now() + SOON;
     loop {
         // The agent lets one daemon in, and sees a moment later that one has gone.

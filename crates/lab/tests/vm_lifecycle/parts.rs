@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use ebb_host::probe::regions::read_smaps;
 use ebb_host::root::Root;
+use ebb_lab::agent_requests;
 use ebb_lab::ebb::Daemon;
 use serde_json::Value;
 
@@ -65,7 +66,7 @@ impl Parts {
 /// Where the other part is.
 fn other_part(guest: &Guest) -> Range<u64> {
     let mut qmp = qmp::Client::connect(guest.vm.qmp_path(), MINUTE).unwrap();
-    let parts = agent::segments(&mut qmp, MINUTE).unwrap();
+    let parts = agent_requests::segments(&mut qmp, MINUTE).unwrap();
     assert_eq!(parts.len(), 2, "{parts:?}");
     parts[1].hva..parts[1].hva + parts[1].size
 }

@@ -18,12 +18,13 @@ use ebb_core::wire::Attach;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::hashes::Ask;
 use ebb_host::act::vm_mergeable::{Marks, marks};
-use ebb_host::agent::{self, Agent};
+use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
 use ebb_host::qmp;
 use ebb_host::root::Root;
 use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
+use ebb_lab::agent_requests::{self, Requests as _};
 use ebb_lab::arena::{Arena, ArenaConfig};
 use ebb_lab::ebb::{Daemon, run};
 use ebb_lab::ground_truth::Truth;
@@ -304,7 +305,7 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
     for vm in vms {
         let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
         let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
-        let segments = agent::segments(&mut qmp, MINUTE).unwrap();
+        let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
         let attach = Attach {
             segments: segments.clone(),
             keep_open: true,

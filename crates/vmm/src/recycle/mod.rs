@@ -78,15 +78,11 @@ impl Default for Pace {
 
 /// What one call works with.
 pub struct Recycler<'a> {
-    /// The VM's memory.
     pub ram: &'a Ram,
-    /// Window and tripwire.
     pub guard: &'a Guard,
     /// As it was proven alive.
     pub header: &'a Header,
-    /// Its map.
     pub layout: &'a Layout,
-    /// The last mark.
     pub marks: &'a Marks,
     /// What is open to KSM and therefore stays.
     pub open: &'a Open,
@@ -94,7 +90,6 @@ pub struct Recycler<'a> {
     pub pace: &'a mut Pace,
     /// Since attach.
     pub counters: &'a mut Counters,
-    /// The same, of windows.
     pub windows: &'a mut Histogram,
     /// Devices that were found harmless.
     pub devices: &'a mut Devices,
@@ -118,7 +113,6 @@ const BELOW_1M: [std::ops::Range<u64>; 2] = [0x30..0x50, 0xa0..0x100];
 enum Stop {
     /// As much was taken as was asked for.
     Enough,
-    /// Time is up.
     Late,
     /// No window may be opened any more.
     Interrupted,
@@ -127,7 +121,6 @@ enum Stop {
     Doubt,
 }
 
-/// State of one call.
 struct Call<'a> {
     want: &'a Recycle,
     until: Instant,
@@ -140,7 +133,6 @@ struct Call<'a> {
     taken: Box<Bits>,
 }
 
-/// Which runs a pass takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     All,

@@ -60,14 +60,12 @@ impl Grain {
     }
 }
 
-/// A run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
     /// Which part of the batch it lies in.
     pub at: usize,
     /// First bit of the map page.
     pub first: usize,
-    /// How many pages.
     pub len: usize,
     pub grain: Grain,
 }

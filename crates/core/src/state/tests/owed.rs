@@ -2,6 +2,7 @@
 //! takes over.
 
 use super::*;
+use crate::config::Metadata;
 
 #[test]
 fn plugged_memory_moves_what_is_owed() {
@@ -12,6 +13,30 @@ fn plugged_memory_moves_what_is_owed() {
     assert_eq!(only(&model).ceiling, Bytes::mib(2048));
     let model = tick(&mut memory, &sample(3_000, vec![vm(1024, 600, 900)]));
     assert_eq!(only(&model).ceiling, Bytes::mib(1024), "and out again");
+}
+
+#[test]
+fn what_an_ebb_noted_that_had_the_vm_before_is_owed_once_the_metadata_is_read() {
+    let of = |read: &[Option<Option<u64>>]| {
+        let mut memory = Memory::default();
+        let mut model = Model::default();
+        for (i, noted) in read.iter().enumerate() {
+            let metadata = match noted {
+                None => Metadata::Unread("libvirt has not answered yet".into()),
+                Some(_) => Metadata::None,
+            };
+            let noted = noted.flatten().map(Bytes::mib);
+            let its = VmSample { metadata, noted, ..vm(900, 500, 900) };
+            model = tick(&mut memory, &sample(1_000 * (i as u64 + 1), vec![its]));
+        }
+        (only(&model).owed.0 >> 20, memory.owed_ids().len())
+    };
+    assert_eq!(of(&[None]), (0, 0));
+    assert_eq!(of(&[None, Some(Some(0)), Some(Some(0))]), (124, 1));
+    assert_eq!(of(&[Some(Some(100))]), (24, 1), "100 MiB are the operator's");
+    assert_eq!(of(&[Some(Some(500))]), (0, 0));
+    assert_eq!(of(&[None, Some(None)]), (0, 0), "its size is the operator's");
+    assert_eq!(of(&[Some(None), Some(Some(0))]), (0, 0), "and stays that");
 }
 
 #[test]

@@ -27,11 +27,9 @@ const RESETS: (u32, u64) = (3, 600_000);
 /// A VM that has just started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Start {
-    /// First seen.
     pub since: Stamp,
     /// When `resident` was looked at.
     pub at: Stamp,
-    /// Residency then.
     pub resident: Bytes,
 }
 

@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::VmMemory;
+use crate::config::Metadata;
 use crate::model::{Convergence, Progress, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::VmSample;
@@ -37,7 +38,6 @@ const LOW_SHARE: f64 = 0.12;
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same of one that has reached exactly the size of the last order.
 const LANDED_ECHO_MS: u64 = 250;
-/// Harms that are remembered.
 const HARM_MOST: u32 = 4;
 /// Steps are doubled at most so often.
 const PACE_MOST: u32 = 2;
@@ -45,16 +45,13 @@ const PACE_MOST: u32 = 2;
 /// Memory given to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gift {
-    /// When.
     pub at: Stamp,
-    /// How much.
     pub bytes: Bytes,
 }
 
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Order {
-    /// The size ordered.
     pub to: Bytes,
     /// The size when it last moved.
     pub moved_from: Bytes,
@@ -149,6 +146,13 @@ impl VmMemory {
             (self.shrunk, self.landed) = (Some(at), false);
         }
         self.sizes.see(at, actual);
+        if self.ledger.is_new() {
+            // Whose its size is may still be told.
+            if matches!(vm.metadata, Metadata::Unread(_)) {
+                return;
+            }
+            self.ledger.others = vm.noted.map(|noted| noted.min(ram - actual));
+        }
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
         let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);

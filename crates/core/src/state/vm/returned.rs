@@ -17,9 +17,7 @@ const OWN_LIFE_MS: f64 = 600_000.0;
 pub struct Seen {
     /// Balloon size (RAM less balloon).
     pub actual: Option<Bytes>,
-    /// Resident.
     pub resident: Bytes,
-    /// In swap.
     pub swap: Bytes,
     /// Recycled by the agent so far.
     #[serde(default)]

@@ -35,20 +35,15 @@ const RATE_LIFE_MS: u64 = 5_000;
 /// sinking over a minute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Hot {
-    /// Brought up to date.
     pub at: Stamp,
-    /// So much.
     pub bytes: Bytes,
 }
 
 /// A contradiction in what a guest says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Doubt {
-    /// When it was last found.
     pub at: Stamp,
-    /// In so many looks.
     pub times: u32,
-    /// What.
     pub what: String,
 }
 

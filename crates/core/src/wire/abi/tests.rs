@@ -5,8 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 const GIB: u64 = 1 << 30;
-const RAM: [RamRange; 2] =
-    [RamRange { start: 0, len: GIB }, RamRange { start: 4 * GIB, len: GIB / 2 }];
+const RAM: [Range; 2] = [Range { start: 0, len: GIB }, Range { start: 4 * GIB, len: GIB / 2 }];
 
 /// A header as the module writes it, at `gpa`.
 fn header(gpa: u64) -> [u8; HEADER_BYTES] {

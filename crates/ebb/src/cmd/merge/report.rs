@@ -25,7 +25,6 @@ struct Report {
     held: Bytes,
     /// What merging saves without crossing groups.
     saves: Bytes,
-    /// Where it comes from.
     split: Split,
     /// For what was only sampled.
     estimate: Option<Estimate>,
@@ -61,7 +60,6 @@ struct VmReport {
     /// Why it was not, or not all of it can be merged.
     why: Option<String>,
     pages: Pages,
-    /// What the kernel says of its merging.
     ksm: Option<VmKsm>,
 }
 
@@ -102,7 +100,6 @@ struct ScanReport {
     read: Bytes,
     /// Reading, hashing and counting.
     bytes_per_cpu_second: f64,
-    /// The scanner's table.
     table: Bytes,
 }
 

@@ -216,7 +216,6 @@ fn visit(path: PathBuf, pid: u32) -> Result<Client, QmpError> {
     client.execute("query-status", None, QMP).map(|_| client)
 }
 
-/// Stops KSM and breaks all merges.
 pub(super) fn off_all(config: &Config) -> Result<bool> {
     let root = Root::default();
     if steered(config)?.is_some() {

@@ -86,40 +86,35 @@ fn agents_find_what_is_there_and_where_one_fails_its_vm_is_read_from_outside() {
 fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a"), Holder::start(2, "b")];
     let all = targets(&holders);
-    for separate in [false, true] {
-        for answers in [u64::MAX, 3, 1, 0] {
-            let links = [agent(&all[0], u64::MAX, |_| ()), agent(&all[1], answers, |_| ())];
-            let mut scanner = scanner();
-            let agents = all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone()));
-            scanner.use_agents(agents.collect());
-            let (filter, changes) = (true, Changes::Note);
-            let scan =
-                scanner.scan(&all, &Options { filter, changes, separate, ..Options::default() });
-            assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));
-            assert_eq!(scan.read, Bytes::pages(3 * PAGES));
-            // Three eighths are alone, a quarter of that in no VM with an agent.
-            let alone = |vms: u64| vms * PAGES * 3 / 8;
-            let pages = scan.by_lines.0 / PAGE;
-            let least = alone(if answers == u64::MAX { 2 } else { 1 }) * 8 / 10;
-            assert!((least..=alone(2)).contains(&pages), "{answers}: {pages}");
-            let mut want = truth(&[(0, "a"), (1, "a"), (2, "b")]);
-            want[3] *= u64::from(!separate);
-            assert_eq!(found(&scan.split), want, "{answers}");
-            let blocks = |v: &VmResult| {
-                let mut sum = Candidates::default();
-                v.blocks.iter().for_each(|b| sum.add(&b.found()));
-                (sum.pages, sum.zeros, sum.duplicates)
-            };
-            let known = |v: &VmResult| (PAGES, v.pages.zero, v.duplicates);
-            assert!(scan.vms.iter().all(|v| blocks(v) == known(v)), "{answers}");
-            let zeros: u64 = scan.vms.iter().map(|v| v.pages.zero).sum();
-            assert_eq!(scan.moments.pages as u64, 3 * PAGES - zeros, "all are counted");
-            // What lines were noted by is what is looked at, from inside and outside.
-            let (changes, one_in) = (Changes::Look, 4);
-            let look =
-                scanner.scan(&all, &Options { filter, changes, one_in, ..Options::default() });
-            assert!(look.vms.iter().all(|v| v.pages.read > 0 && v.pages.changed == 0));
-        }
+    for answers in [u64::MAX, 3, 1, 0] {
+        let links = [agent(&all[0], u64::MAX, |_| ()), agent(&all[1], answers, |_| ())];
+        let mut scanner = scanner();
+        let agents = all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone()));
+        scanner.use_agents(agents.collect());
+        let (filter, changes) = (true, Changes::Note);
+        let scan = scanner.scan(&all, &Options { filter, changes, ..Options::default() });
+        assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));
+        assert_eq!(scan.read, Bytes::pages(3 * PAGES));
+        // Three eighths are alone, a quarter of that in no VM with an agent.
+        let alone = |vms: u64| vms * PAGES * 3 / 8;
+        let pages = scan.by_lines.0 / PAGE;
+        let least = alone(if answers == u64::MAX { 2 } else { 1 }) * 8 / 10;
+        assert!((least..=alone(2)).contains(&pages), "{answers}: {pages}");
+        let want = truth(&[(0, "a"), (1, "a"), (2, "b")]);
+        assert_eq!(found(&scan.split), want, "{answers}");
+        let blocks = |v: &VmResult| {
+            let mut sum = Candidates::default();
+            v.blocks.iter().for_each(|b| sum.add(&b.found()));
+            (sum.pages, sum.zeros, sum.duplicates)
+        };
+        let known = |v: &VmResult| (PAGES, v.pages.zero, v.duplicates);
+        assert!(scan.vms.iter().all(|v| blocks(v) == known(v)), "{answers}");
+        let zeros: u64 = scan.vms.iter().map(|v| v.pages.zero).sum();
+        assert_eq!(scan.moments.pages as u64, 3 * PAGES - zeros, "all are counted");
+        // What lines were noted by is what is looked at, from inside and outside.
+        let (changes, one_in) = (Changes::Look, 4);
+        let look = scanner.scan(&all, &Options { filter, changes, one_in, ..Options::default() });
+        assert!(look.vms.iter().all(|v| v.pages.read > 0 && v.pages.changed == 0));
     }
     // The second writes a quarter of its memory anew.
     let mut holders = holders;

@@ -80,7 +80,7 @@ impl Worker<'_, '_> {
             }
             for (i, &(number, hash)) in told.pages.iter().enumerate() {
                 if let (Some(filter), Some(ahead)) = (&job.filter, told.pages.get(i + AHEAD)) {
-                    filter.fetch(tag(ahead.1) ^ job.masks[vm] as u32);
+                    filter.fetch(tag(ahead.1));
                 }
                 let address = number * PAGE;
                 match self.note(vm, address, hash, shared, pages) {

@@ -36,13 +36,9 @@ impl Worker<'_, '_> {
         }
         if tags.is_some_and(|t| !t.same(address, hash)) {
             pages.changed += 1;
-            if changes == Changes::LeaveOut {
-                job.blocks[vm].read(address, false);
-                return false;
-            }
         }
         if let Some(filter) = &job.filter {
-            filter.put(tag(hash) ^ job.masks[vm] as u32);
+            filter.put(tag(hash));
         }
         // What is merged already is no page of this place alone, duplicate or not.
         if !shared {
@@ -56,7 +52,7 @@ impl Worker<'_, '_> {
     pub(super) fn keep(&mut self, vm: usize, address: u64, hash: Option<u128>, pages: &mut Pages) {
         let job = self.job;
         match hash {
-            Some(hash) => self.filler.push(hash ^ job.masks[vm], vm as u32, address / PAGE),
+            Some(hash) => self.filler.push(hash, vm as u32, address / PAGE),
             None => {
                 pages.zero += 1;
                 job.blocks[vm].read(address, true);
@@ -66,7 +62,6 @@ impl Worker<'_, '_> {
 }
 
 impl Job<'_> {
-    /// Counts what was read.
     pub fn count(&self, threads: usize) -> Savings {
         if self.options.changes == Changes::Look {
             return Savings::new(self.targets.len());

@@ -6,12 +6,10 @@ use std::io::Result;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use ebb_core::units::PAGE;
-
 use super::Worker;
 use super::windows::SAMPLE;
 use crate::scan::agents::HashLink;
-use crate::scan::walk::{Passed, Runs, Walker, subtract};
+use crate::scan::walk::{Passed, Runs, Walker};
 use crate::scan::{Changes, Pages};
 use crate::sys::Range;
 
@@ -21,8 +19,7 @@ impl Worker<'_, '_> {
         let look = job.options.changes == Changes::Look;
         if look && let Some(agent) = job.agent(vm, window) {
             // It lists pages itself, and pins none.
-            let mut pieces = job.glances(vm, window);
-            subtract(&mut pieces, &target.skip);
+            let pieces = job.glances(vm, window);
             // What it leaves out when it fails others will look at.
             return self.ask(vm, agent, &pieces, false, pages).map(drop);
         }
@@ -43,7 +40,6 @@ impl Worker<'_, '_> {
             pages.merged += merged;
         }
         pages.held += runs.pages();
-        pages.free += runs.subtract(&target.skip) / PAGE;
         if job.options.one_in > 1 && !look {
             let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
             runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
@@ -59,7 +55,7 @@ impl Worker<'_, '_> {
     pub(super) fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
         let job = self.job;
         if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
-            let alone = job.marks[vm].sift(window, tags, job.masks[vm] as u32, filter);
+            let alone = job.marks[vm].sift(window, tags, filter);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
         }

@@ -3,9 +3,10 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use ebb_core::range::parts;
+
 use super::Job;
 use crate::scan::Target;
-use crate::scan::walk::parts;
 use crate::sys::Range;
 
 /// What a thread takes at a time. Its pages are listed right before they are
@@ -37,13 +38,8 @@ impl Windows {
     pub(super) fn of(target: &Target, ranges: &[Range], size: u64) -> Windows {
         let mut all = Vec::new();
         for (range, _) in target.ram.iter().flat_map(|r| parts(*r, ranges)) {
-            let mut start = range.start;
-            while start < range.end() {
-                // Aligned, so that no block and no huge page is cut.
-                let end = ((start / size + 1) * size).min(range.end());
-                all.push(Range { start, len: end - start });
-                start = end;
-            }
+            // Aligned, so that no block and no huge page is cut.
+            all.extend(range.pieces(size));
         }
         Windows { all, next: AtomicUsize::new(0) }
     }
@@ -58,18 +54,9 @@ impl Job<'_> {
     pub(super) fn sample(&self, vm: usize, runs: &[Range], size: u64) -> Vec<Range> {
         let one_in = u64::from(self.options.one_in);
         let place = |start: u64| (start / size).wrapping_add(self.options.salt << 48);
-        let mut chosen: Vec<Range> = Vec::new();
-        for run in runs {
-            let mut start = run.start;
-            while start < run.end() {
-                let end = ((start / size + 1) * size).min(run.end());
-                if self.key.mix(vm as u64, place(start)).is_multiple_of(one_in) {
-                    chosen.push(Range { start, len: end - start });
-                }
-                start = end;
-            }
-        }
-        chosen
+        let chosen =
+            |piece: &Range| self.key.mix(vm as u64, place(piece.start)).is_multiple_of(one_in);
+        runs.iter().flat_map(|run| run.pieces(size)).filter(chosen).collect()
     }
 
     /// The pieces of a look: one of each stretch, so that all of a stretch cannot change
@@ -108,7 +95,6 @@ mod tests {
             merged: Vec::new(),
             open: Vec::new(),
             held: Bytes::ZERO,
-            skip: Vec::new(),
         };
         let windows = Windows::of(&target, &[], WINDOW);
         let all: Vec<Range> = std::iter::from_fn(|| windows.take()).collect();

@@ -18,13 +18,11 @@ pub struct Guest {
     pub deflates: bool,
     pub reports: bool,
     pub interval_s: u64,
-    /// What its programs use.
     pub need: u64,
     /// Bytes a second.
     pub speed: u64,
     /// Its driver does what it is told.
     pub follows: bool,
-    /// QEMU's run state.
     pub run: String,
     target: u64,
     held: u64,

@@ -18,7 +18,6 @@ use crate::guest::Guest;
 const EVENTS_EVERY: Duration = Duration::from_secs(1);
 /// For whoever does not read what is written to it.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Orders that are remembered.
 const ORDERS: usize = 1000;
 
 /// A command that was read and not carried out yet.
@@ -34,7 +33,6 @@ struct Client {
     unread: Vec<u8>,
 }
 
-/// See the top.
 pub struct Server {
     qmp: UnixListener,
     test: UnixListener,
@@ -108,7 +106,6 @@ impl Server {
         Some(next.saturating_duration_since(now))
     }
 
-    /// Does what is due.
     fn turn(&mut self, now: Instant) {
         self.guest.pass(now, self.faults.hang);
         if self.faults.hang {

@@ -15,9 +15,8 @@ use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Order, Settings};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
-use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::read_ksm;
+use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
@@ -26,6 +25,7 @@ use ebb_host::scan::{Found, Limits, Options, Scanner, Target};
 use serde_json::Value;
 
 use super::course::{Course, run_time};
+use super::governor::Governor;
 use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
 use crate::vm::Vm;
@@ -57,14 +57,12 @@ const STILL: (u64, u64) = (2, 10);
 /// How often Ebb scans VMs that run.
 const SCAN_EVERY: Duration = Duration::from_secs(10);
 
-/// An arm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The kernel's defaults, at the budget's speed.
     Ksm,
     /// What `ksmtuned` sets.
     KsmTuned,
-    /// The kernel's scan-time advisor.
     Advisor,
     /// `smart_scan=0`, at the budget's speed.
     KsmUnsmart,
@@ -77,7 +75,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
     pub const ALL: [Kind; 7] = [
         Kind::Ksm,
         Kind::KsmTuned,
@@ -101,7 +98,6 @@ impl Kind {
         }
     }
 
-    /// By its name.
     pub fn named(name: &str) -> Option<Kind> {
         Kind::ALL.into_iter().find(|k| k.name() == name)
     }
@@ -159,12 +155,10 @@ pub struct Runner<'a> {
     dir: tempfile::TempDir,
     /// Processor time beside `ksmd`.
     pub own: f64,
-    /// What it said last.
     pub why: String,
 }
 
 impl<'a> Runner<'a> {
-    /// Nothing is set yet.
     pub fn new(kind: Kind, cores: f64, vms: &'a [Vm]) -> Result<Runner<'a>> {
         let scanner = match kind {
             Kind::EbbStock => Some(Scanner::new(Root::default())?),
@@ -185,7 +179,6 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// The VMs' processes.
     pub fn pids(&self) -> Vec<u32> {
         self.vms.iter().map(Vm::pid).collect()
     }
@@ -367,7 +360,6 @@ fn has_advisor() -> bool {
     Runner::is_possible(Kind::Advisor)
 }
 
-/// A daemon that merges.
 #[derive(Debug)]
 struct Running {
     daemon: Daemon,

@@ -22,21 +22,20 @@ use anyhow::{Context, Result};
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::Settings;
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::{Governor, ksmd};
 use ebb_host::act::ksm;
 use ebb_host::linux::LinuxHost;
-use ebb_host::probe::ksm::read_ksm;
+use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::root::Root;
 use ebb_host::scan::{Dial, Options, Scanner};
 
 use super::arms::{Kind, Runner, hold_knobs, targets};
 use super::course::{Course, run_time};
+use super::governor::Governor;
 use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
 use crate::result::Outcome;
 use crate::vm::{Vm, VmConfig};
 
-/// All arms.
 pub const ARMS: [&str; 5] = ["plain", "ksm", "ebb-stock", "ebb-clear", "spin"];
 /// Of a core, where it is not Ebb's default.
 const SHARE: f64 = 0.2;
@@ -54,7 +53,6 @@ const MERGING: f64 = 0.4;
 /// A turn: p50, p99 in seconds, share of a core, bytes merged.
 type Turn = [f64; 4];
 
-/// Runs it.
 pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
     let arena = Arena::enter(&ArenaConfig::default())?;
     hold_knobs(&arena)?;
@@ -214,7 +212,6 @@ impl Beside<'_> {
     }
 }
 
-/// What KSM saves now.
 fn merged() -> Result<Bytes> {
     Ok(read_ksm(&Root::default())?.context("no KSM")?.saved())
 }

@@ -7,15 +7,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
-use ebb_host::act::governor::ksmd;
-use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
+use ebb_host::probe::ksm::{ksmd, read_ksm, read_ksm_stat};
 use ebb_host::probe::process::read_run_time;
 use ebb_host::root::Root;
 
 /// An arm has come to its end where it has this share of what it saves in the end.
 const ALL: f64 = 0.995;
 
-/// One look.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     /// Seconds since the arm began.
@@ -37,7 +35,6 @@ impl Course {
         self.0.first().copied().unwrap_or_default()
     }
 
-    /// The last look.
     pub fn last(&self) -> Point {
         self.0.last().copied().unwrap_or_default()
     }
@@ -82,7 +79,6 @@ impl Course {
     }
 }
 
-/// Looks at KSM.
 #[derive(Debug)]
 pub struct Meter {
     pids: Vec<u32>,

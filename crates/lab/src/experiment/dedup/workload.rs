@@ -17,7 +17,6 @@ const MINUTE: Duration = Duration::from_secs(60);
 const OWN: Bytes = Bytes::mib(176);
 const VERIFIED: Bytes = Bytes::mib(12);
 
-/// A workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workload {
     /// Guests of one kernel that have just booted.
@@ -28,7 +27,6 @@ pub enum Workload {
     Clustered,
     /// 5 %, page by page.
     Scattered,
-    /// Nothing is alike.
     Random,
     /// Freed in the guest, half of it alike, still held by the host.
     Freed,
@@ -39,7 +37,6 @@ pub enum Workload {
 }
 
 impl Workload {
-    /// All of them.
     pub const ALL: [Workload; 8] = [
         Workload::Boots,
         Workload::Mixed,
@@ -65,7 +62,6 @@ impl Workload {
         }
     }
 
-    /// By its name.
     pub fn named(name: &str) -> Option<Workload> {
         Workload::ALL.into_iter().find(|w| w.name() == name)
     }
@@ -87,7 +83,6 @@ impl Workload {
 /// Guests with a workload, and the file that some of them read.
 #[derive(Debug)]
 pub struct Fleet {
-    /// The VMs.
     pub vms: Vec<Vm>,
     workload: Workload,
     hold: Bytes,
@@ -161,17 +156,14 @@ impl Fleet {
         Ok(())
     }
 
-    /// Their processes.
     pub fn pids(&self) -> Vec<u32> {
         self.vms.iter().map(Vm::pid).collect()
     }
 
-    /// Stops all vCPUs.
     pub fn pause(&self) -> Result<()> {
         Ok(self.vms.iter().try_for_each(Vm::pause)?)
     }
 
-    /// Lets them run.
     pub fn resume(&self) -> Result<()> {
         Ok(self.vms.iter().try_for_each(Vm::resume)?)
     }
@@ -233,7 +225,6 @@ impl Fleet {
         Ok(())
     }
 
-    /// Ends that.
     pub fn calm(&self) -> Result<()> {
         for vm in &self.vms {
             vm.tool().stop("c").map_err(|e| vm.explain(e))?;

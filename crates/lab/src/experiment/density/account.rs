@@ -106,13 +106,11 @@ impl Account {
 pub(super) struct Rest {
     /// Resident guest RAM; a page that is merged counts in each VM.
     pub(super) guest: Bytes,
-    /// In huge pages.
     pub(super) huge: Bytes,
     /// Everything else of the process.
     pub(super) vmm: Bytes,
 }
 
-/// Of each VM.
 pub(super) fn rest(vms: &[Vm]) -> Result<Vec<Rest>> {
     let mut all = Vec::new();
     for vm in vms {

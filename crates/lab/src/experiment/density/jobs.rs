@@ -15,7 +15,6 @@ const VERIFY_S: u64 = 2;
 /// Consoles are looked at this often.
 const CHECK_EVERY: Duration = Duration::from_millis(500);
 
-/// A VM's job.
 struct Job {
     kind: Kind,
     /// When it begins its next period.

@@ -1,6 +1,10 @@
 //! VMs of a real libvirtd, which has their only monitor: Ebb sees them, takes and gives memory,
 //! and respects what is done with `virsh` meanwhile.
 
+mod confined;
+mod contained;
+mod moves;
+
 use std::path::Path;
 use std::time::{Duration, Instant};
 

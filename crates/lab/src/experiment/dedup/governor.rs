@@ -1,6 +1,6 @@
 //! The governor at work: facts in, policy asked, knobs set, once per tick.
 //!
-//! The policy is `ebb_core::policy::merge`; the knobs are `ksm.rs`. This file only
+//! The policy is `ebb_core::policy::merge`; the knobs are `ebb_host::act::ksm`. This file only
 //! joins them: it reads what `ksmd` did and used, and does what the policy says.
 
 use std::path::Path;
@@ -8,12 +8,10 @@ use std::path::Path;
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
-
-use super::ksm::{KsmError, KsmOwner, Manners};
-pub use crate::probe::ksm::ksmd;
-use crate::probe::ksm::read_ksm;
-use crate::probe::process::read_run_time;
-use crate::root::Root;
+use ebb_host::act::ksm::{KsmError, KsmOwner, Manners};
+use ebb_host::probe::ksm::{ksmd, read_ksm};
+use ebb_host::probe::process::read_run_time;
+use ebb_host::root::Root;
 
 /// `ksmd` under a budget.
 #[derive(Debug)]
@@ -47,7 +45,6 @@ impl Governor {
         self.plan += 1;
     }
 
-    /// One tick.
     pub fn step(&mut self, at: Stamp, state: Pressure) -> Result<Order, KsmError> {
         let facts = self.facts(at, state)?;
         let order = govern(&facts, &self.settings, &mut self.memory);
@@ -55,7 +52,6 @@ impl Governor {
         Ok(order)
     }
 
-    /// Puts the knobs back.
     pub fn release(self) -> Result<(), KsmError> {
         self.owner.release()
     }

@@ -1,0 +1,79 @@
+//! Domains that change their name, their process or their host while Ebb has memory of theirs.
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::Arena;
+use ebb_lab::ebb::Daemon;
+use ebb_lab::libvirt::Libvirtd;
+use serde_json::Value;
+
+use super::{PATIENCE, RAM, boot, of, size, start, start_with, wait_size, wait_up};
+
+const SMALL: Bytes = Bytes::mib(300);
+
+fn wait_gone(daemon: &Daemon, name: &str) {
+    let gone = |s: &Value| of(s, name).is_none().then_some(());
+    daemon.wait_for(&format!("{name} to be gone"), PATIENCE, gone).unwrap();
+}
+
+/// libvirt renames domains that do not run only.
+#[test]
+fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let _domain = boot(&libvirtd, "before");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["before", "after"]);
+    wait_up(&daemon, "before");
+    daemon.squeeze("before", SMALL).unwrap();
+    assert!(libvirtd.virsh(&["domrename", "before", "after"]).is_err(), "while it runs");
+    libvirtd.virsh(&["destroy", "before"]).unwrap();
+    wait_gone(&daemon, "before");
+    libvirtd.virsh(&["domrename", "before", "after"]).unwrap();
+    libvirtd.virsh(&["start", "after"]).unwrap();
+    wait_up(&daemon, "after");
+    assert_eq!(size(&libvirtd, "after"), RAM);
+    daemon.squeeze("after", SMALL).unwrap();
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "after", |b| b == RAM);
+}
+
+#[test]
+fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
+    let _arena = Arena::beside().unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let domain = boot(&libvirtd, "kept");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["kept"]);
+    wait_up(&daemon, "kept");
+    let seed = "size=104857600 seconds=100000 seed=5";
+    domain.tool().start("v", "verify", seed).unwrap();
+    daemon.squeeze("kept", SMALL).unwrap();
+    libvirtd.virsh(&["managedsave", "kept"]).unwrap();
+    wait_gone(&daemon, "kept");
+    libvirtd.virsh(&["start", "kept"]).unwrap();
+    wait_up(&daemon, "kept");
+    assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "kept", |b| b == RAM);
+}
+
+#[test]
+fn vm_a_domain_that_migrates_has_its_memory_on_the_other_host() {
+    let _arena = Arena::beside().unwrap();
+    let (from, to) = (Libvirtd::start().unwrap(), Libvirtd::start().unwrap());
+    let domain = boot(&from, "mover");
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let here = start(&from, dirs[0].path(), &["mover"]);
+    let there = start_with(&to, dirs[1].path(), &["mover"], "");
+    wait_up(&here, "mover");
+    domain.tool().start("v", "verify", "size=104857600 seconds=100000 seed=5").unwrap();
+    here.squeeze("mover", SMALL).unwrap();
+    let socket = to.dir().join("run/libvirt/libvirt-sock");
+    let uri = format!("qemu+unix:///system?socket={}", socket.display());
+    let address = "tcp://127.0.0.1";
+    from.virsh(&["migrate", "--live", "mover", &uri, "--migrateuri", address]).unwrap();
+    wait_up(&there, "mover");
+    assert!(here.stop());
+    assert!(there.stop());
+    wait_size(&to, "mover", |b| b == RAM);
+}
