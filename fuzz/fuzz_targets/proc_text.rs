@@ -4,14 +4,14 @@
 
 use ebb_core::units::Bytes;
 use ebb_host::probe::cgroup::{self, Version};
-use ebb_host::probe::{ksm, maps, meminfo, process, psi, regions, swaps, trust, vmstat, zfs};
+use ebb_host::probe::{ksm, maps, meminfo, numa, process, psi, regions, swaps, trust, vmstat, zfs};
 use ebb_host::root::{parse_number, unescape_octal};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
     let Some((which, rest)) = data.split_first() else { return };
     let text = String::from_utf8_lossy(rest);
-    match which % 22 {
+    match which % 23 {
         0 => drop(meminfo::parse_meminfo(&text)),
         1 => drop(vmstat::parse_vmstat(&text)),
         2 => {
@@ -48,6 +48,7 @@ fuzz_target!(|data: &[u8]| {
         20 => {
             let _ = (trust::uid_of(&text, "qemu"), trust::is_qemu(&text));
         }
+        21 => drop((numa::parse_list(&text), numa::parse_node(&text))),
         _ => {
             let paths: Vec<String> = text.lines().map(str::to_owned).collect();
             if let Some(common) = cgroup::common_ancestor(&paths) {

@@ -21,6 +21,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
+use self::host::tightest;
 pub use self::host::{HostModel, Limit, default_reserve};
 pub use self::merge::{MergeHost, MergeVm};
 pub use self::standing::Standing;
@@ -99,12 +100,51 @@ impl Model {
         };
         let mut vms: Vec<VmModel> = sample.vms.iter().map(one).collect();
         let mut host = HostModel::new(config, sample, memory, (dt_ms, &vms));
-        for vm in &mut vms {
-            vm.outside =
-                host.bound != "host" && !host.limits.iter().skip(1).any(|l| vm.is_below(l));
-        }
+        mark_outside(&host, &mut vms);
         host.warnings = warnings(&host, &vms, memory);
         Model { at: sample.at, dt_ms, host, vms }
+    }
+
+    /// Shows this limit as the host, and the VMs that are not below it as outside.
+    pub fn aim(&mut self, limit: usize) {
+        self.host.aim(limit);
+        mark_outside(&self.host, &mut self.vms);
+    }
+
+    /// The limit that counts for a VM to come: of those that most VMs are below the tightest.
+    pub fn common_limit(&self) -> usize {
+        let most = |l: &&Limit| l.is_host() || 2 * l.vms > self.vms.len();
+        let limit = tightest(self.host.limits.iter().filter(most));
+        let is_it = |l: &Limit| limit.is_some_and(|limit| limit.name == l.name);
+        self.host.limits.iter().position(is_it).unwrap_or(0)
+    }
+
+    /// The limits, those first that are inside of others; the machine's is last.
+    pub fn inner_first(&self) -> Vec<usize> {
+        let limits = &self.host.limits;
+        let mut order: Vec<usize> = (0..limits.len()).collect();
+        order.sort_by_key(|i| (limits[*i].is_host(), limits[*i].vms, std::cmp::Reverse(*i)));
+        order
+    }
+
+    /// The limit that is tightest for a VM: of those above it the one in the worst state.
+    pub fn limit_of(&self, vm: &VmModel) -> Option<&Limit> {
+        tightest(self.host.limits.iter().filter(|l| vm.is_below(l)))
+    }
+
+    /// The state of that limit.
+    pub fn state_of(&self, vm: &VmModel) -> Pressure {
+        match self.host.limits.len() {
+            0 | 1 => self.host.state,
+            _ => self.limit_of(vm).map_or(Pressure::Clear, |l| l.state),
+        }
+    }
+}
+
+fn mark_outside(host: &HostModel, vms: &mut [VmModel]) {
+    let limit = host.limits.iter().find(|l| l.name == host.bound);
+    for vm in vms {
+        vm.outside = limit.is_some_and(|l| !vm.is_below(l));
     }
 }
 
@@ -118,14 +158,6 @@ fn warnings(host: &HostModel, vms: &[VmModel], memory: &Memory) -> Vec<String> {
             host.why
         ));
     }
-    let outside: Vec<&str> = vms.iter().filter(|v| v.outside).map(|v| v.name.as_str()).collect();
-    if !outside.is_empty() {
-        warnings.push(format!(
-            "the limit of {} is the tightest, but these VMs are outside of it: {}",
-            host.bound,
-            outside.join(", ")
-        ));
-    }
     let unseen =
         |m: &&VmMemory| m.ledger.owes() && vms.binary_search_by_key(&m.id, |v| v.id).is_err();
     for m in memory.vms.iter().filter(unseen) {
@@ -134,14 +166,20 @@ fn warnings(host: &HostModel, vms: &[VmModel], memory: &Memory) -> Vec<String> {
             m.name, m.id.pid
         ));
     }
-    let managed = |v: &&VmModel| v.actual.is_some();
-    let floors: Bytes = vms.iter().filter(managed).map(|v| v.floor).sum();
-    if host.known && floors > host.capacity - host.reserve.min(host.capacity) {
-        warnings.push(format!(
-            "the floors of all VMs add up to {floors}, but {} less a reserve of {} is all there \
-             is: lower `min`, or the host will swap when they are needed",
-            host.capacity, host.reserve
-        ));
+    for limit in &host.limits {
+        let below = vms.iter().filter(|v| v.actual.is_some() && v.is_below(limit));
+        let floors: Bytes = below.map(|v| v.floor).sum();
+        if floors > limit.capacity - limit.reserve.min(limit.capacity) {
+            let (whose, who) = match limit.is_host() {
+                true => ("all VMs".to_owned(), "the host"),
+                false => (format!("the VMs below {}", limit.name), "its VMs"),
+            };
+            warnings.push(format!(
+                "the floors of {whose} add up to {floors}, but {} less a reserve of {} is all \
+                 there is: lower `min`, or {who} will swap when they are needed",
+                limit.capacity, limit.reserve
+            ));
+        }
     }
     let on = host.merge.as_ref().filter(|m| m.config.mode == crate::config::MergeMode::On);
     if let Some(pid) = on.and_then(|m| m.ksm?.ksmtuned) {

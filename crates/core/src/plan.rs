@@ -228,7 +228,7 @@ impl Action {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "rule")]
 pub enum Reason {
-    /// The host is short, or other guests wait; idle memory is taken in proportion.
+    /// The host or another limit is short, or other guests wait; idle memory is taken in proportion.
     HostShort {
         /// The host's state, soft at least.
         state: crate::model::Pressure,
@@ -238,6 +238,9 @@ pub enum Reason {
         waits: Bytes,
         /// What this guest could spare.
         idle: Bytes,
+        /// The limit that is short, where it is not the machine's.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        limit: Option<String>,
     },
     /// The guest is short of memory.
     GuestShort { signs: String },
@@ -273,9 +276,15 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Reason::HostShort { state, shortage, waits, idle } => match waits {
-                Bytes(0) => write!(f, "host {state}, short of {shortage}; guest has {idle} idle"),
-                waits => write!(f, "others are short of {waits}; guest has {idle} idle"),
+            Reason::HostShort { state, shortage, waits, idle, limit } => match (waits, limit) {
+                (Bytes(0), _) => {
+                    let limit = limit.as_deref().unwrap_or("host");
+                    write!(f, "{limit} {state}, short of {shortage}; guest has {idle} idle")
+                }
+                (waits, None) => write!(f, "others are short of {waits}; guest has {idle} idle"),
+                (waits, Some(limit)) => {
+                    write!(f, "others below {limit} are short of {waits}; guest has {idle} idle")
+                }
             },
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
             Reason::Likely => f.write_str("it has less than it needed lately, and a margin"),

@@ -8,6 +8,7 @@ pub mod admission;
 mod allot;
 pub mod balloon;
 mod give;
+mod limits;
 pub mod merge;
 pub mod offload;
 pub mod partial_thp;
@@ -15,6 +16,7 @@ pub mod recycle;
 mod take;
 pub mod zeros;
 
+use self::limits::{View, below};
 use self::merge::MergeMemory;
 use crate::model::{Model, Standing, VmModel};
 use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Rung, RungName};
@@ -43,15 +45,17 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let mut ladder = Ladder::default();
 
     let recycle = recycle::recycle(model, memory, requests);
-    let freed = recycled(model, &recycle);
+    let recycled = recycled(model, &recycle);
+    let freed: Bytes = recycled.iter().copied().sum();
 
     // Both run in the background; later samples show what they freed.
     plan.partial_thp = partial_thp::partial_thp(model, memory);
     let (orders, zeros_reason) = zeros::zeros(model, memory, requests);
     plan.zeros = orders;
 
-    let ballooned = balloon::balloon(model, memory, requests, freed);
-    let (missing, expected) = (ballooned.missing, ballooned.expected);
+    let ballooned = balloon::balloon(model, memory, requests, &recycled);
+    let missing = ballooned.missing;
+    let expected: Bytes = ballooned.expected.iter().copied().sum();
 
     // Merging goes on beside the rest and is slow: no rung below waits for it.
     let (merge, merging) = merge::merge(model, memory, missing - freed).unzip();
@@ -77,13 +81,34 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
     ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
-    let left = left - expected - arriving(model, memory);
-    let (orders, why) = offload::offload(model, memory, left);
-    let paged: Bytes = orders.iter().map(|o| o.bytes).sum();
-    plan.offload = orders;
-    ladder.rung(RungName::Offload, left, paged, why);
-    let left = left - paged;
-    plan.last_resort = admission::last_resort(model, left);
+    let mut view = View::new(model);
+    let mut paged = vec![Bytes::ZERO; model.vms.len()];
+    let (mut lefts, mut why) = (Vec::new(), String::new());
+    for (limit, missing) in view.order.clone().into_iter().zip(&ballooned.under) {
+        let model = view.under(limit);
+        let found: Bytes =
+            [&recycled, &ballooned.expected, &paged].map(|by| below(model, by)).into_iter().sum();
+        let left = *missing - found - arriving(model, memory);
+        let (orders, words) = offload::offload(model, memory, left);
+        if why.is_empty() || !orders.is_empty() {
+            why = words;
+        }
+        let mut brings = Bytes::ZERO;
+        for order in orders {
+            brings += order.bytes;
+            let at = model.vms.iter().position(|vm| vm.id == order.vm);
+            at.into_iter().for_each(|i| paged[i] += order.bytes);
+            plan.offload.push(order);
+        }
+        if plan.last_resort.is_empty() {
+            plan.last_resort = admission::last_resort(model, left - brings);
+        }
+        lefts.push((left, left - brings));
+    }
+    let paged: Bytes = paged.into_iter().sum();
+    let (before, after): (Vec<Bytes>, Vec<Bytes>) = lefts.into_iter().unzip();
+    ladder.rung(RungName::Offload, view.total(&before), paged, why);
+    let left = view.total(&after);
     ladder.rung(RungName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
     if missing > Bytes::ZERO || freed + expected + paged > Bytes::ZERO {
         plan.rungs = ladder.0;
@@ -102,25 +127,24 @@ impl Ladder {
     }
 }
 
-/// What the orders to recycle are expected to bring at once.
-fn recycled(model: &Model, orders: &[RecycleOrder]) -> Bytes {
-    let one = |o: &RecycleOrder| {
-        let job = o.recycle?;
-        let vm = model.vms.iter().find(|v| v.id == o.vm)?;
+/// What the orders to recycle are expected to bring at once of each VM.
+fn recycled(model: &Model, orders: &[RecycleOrder]) -> Vec<Bytes> {
+    let one = |vm: &VmModel| {
+        let job = orders[orders.binary_search_by_key(&vm.id, |o| o.vm).ok()?].recycle?;
         let held = vm.agent.as_ref().and_then(|a| a.held).unwrap_or_default();
         Some(job.max_bytes.map_or(held, |most| most.min(held)))
     };
-    orders.iter().filter_map(one).sum()
+    model.vms.iter().map(|vm| one(vm).unwrap_or_default()).collect()
 }
 
 fn jobs(orders: &[RecycleOrder]) -> usize {
     orders.iter().filter(|o| o.recycle.is_some()).count()
 }
 
-/// What earlier orders to shrink still bring.
+/// What earlier orders to shrink still bring under the limit shown.
 fn arriving(model: &Model, memory: &Memory) -> Bytes {
     let one = |v: &VmModel| Some(memory.vm(v.id)?.arriving(model.at, v.actual?));
-    model.vms.iter().filter_map(one).sum()
+    model.vms.iter().filter(|v| !v.outside).filter_map(one).sum()
 }
 
 fn held(vm: &VmModel, why: String) -> Held {

@@ -35,7 +35,7 @@ pub use self::sizes::Sizes;
 pub use self::vm::*;
 pub use self::yields::Yields;
 pub use self::zeros::ZeroMemory;
-use crate::model::{Model, Pressure};
+use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Rung, RungName};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
@@ -66,6 +66,10 @@ pub struct Memory {
     /// as others' for a moment.
     #[serde(default)]
     pub others_of: (String, Vec<VmId>),
+    /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
+    /// and `others` are those of one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bounds: Vec<BoundMemory>,
     /// Since when something has been missing that no rung above paging out brings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beyond_since: Option<Stamp>,
@@ -74,6 +78,24 @@ pub struct Memory {
     pub notified: Option<(Stamp, Pressure)>,
     #[serde(default)]
     pub merge: MergeMemory,
+}
+
+/// What is remembered of one limit.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BoundMemory {
+    /// Its name.
+    pub name: String,
+    /// Its state then.
+    pub state: Pressure,
+    /// How much tasks suffered there.
+    #[serde(default)]
+    pub urgency: f64,
+    /// What others than VMs used of it lately.
+    #[serde(default)]
+    pub others: Recent,
+    /// The VMs that were below it.
+    #[serde(default)]
+    pub vms: Vec<VmId>,
 }
 
 /// What a rung was expected to bring the host, and what the host saw come, since
@@ -302,6 +324,44 @@ impl Memory {
         (at.since(when) < NOTIFIED_LIFE_MS).then_some(state)
     }
 
+    /// State and urgency of a limit at the last tick.
+    pub fn judged(&self, limit: &str) -> (Pressure, f64) {
+        match self.bounds.iter().find(|b| b.name == limit) {
+            Some(b) => (b.state, b.urgency),
+            None if self.bounds.is_empty() => (self.state, self.urgency),
+            None => Default::default(),
+        }
+    }
+
+    /// What others than VMs used lately of a limit.
+    pub fn others_under(&self, limit: &str) -> Option<&Recent> {
+        match self.bounds.iter().find(|b| b.name == limit) {
+            Some(b) => Some(&b.others),
+            None => self.bounds.is_empty().then_some(&self.others),
+        }
+    }
+
+    /// Takes in the limits, and what others than VMs use of each, where it is known.
+    fn see_bounds(&mut self, model: &Model) {
+        let one = |limit: &Limit| {
+            let below = || model.vms.iter().filter(|v| v.is_below(limit));
+            let known = below().all(|v| v.resident.is_some());
+            let vms: Vec<VmId> = below().map(|v| v.id).collect();
+            let was = self.bounds.iter().find(|b| b.name == limit.name);
+            let mut others = was.map(|b| b.others.clone()).unwrap_or_default();
+            if known && was.is_some_and(|b| b.vms == vms) {
+                let held: Bytes = below().filter_map(|v| v.resident).sum();
+                others.see(model.at, (limit.capacity - limit.headroom) - held);
+            }
+            let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);
+            BoundMemory { name, state, urgency, others, vms }
+        };
+        self.bounds = match &model.host.limits[..] {
+            [] | [_] => Vec::new(),
+            limits => limits.iter().map(one).collect(),
+        };
+    }
+
     /// Takes in what others than VMs use, where it is known.
     fn see_others(&mut self, model: &Model) {
         let now = (model.host.bound.clone(), model.vms.iter().map(|v| v.id).collect());
@@ -320,6 +380,7 @@ impl Memory {
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
         (self.beyond_since, self.others) = (None, Recent::default());
+        self.bounds.clear();
         // Counters are not moments: what they have told is not to be told again.
         let MergeMemory { asked, saved, .. } = self.merge;
         self.merge = MergeMemory { asked, saved, ..MergeMemory::default() };
@@ -357,6 +418,7 @@ impl Memory {
         self.vmstat = model.host.vmstat;
         self.urgency = model.host.urgency;
         self.see_others(model);
+        self.see_bounds(model);
         let beyond = |r: &Rung| r.name == RungName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.rungs.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

@@ -268,16 +268,18 @@ impl Engine {
 }
 
 impl Engine {
-    /// Whether guests may take what the host has beyond its reserve before an ordinary tick.
+    /// Whether guests may take what a limit has beyond its reserve before an ordinary tick.
     fn fills_up(&self, model: &Model) -> bool {
         let seconds = self.config.tick_ms as f64 / 1000.0;
         let grows = |vm: &VmModel| {
             let left = vm.actual? - vm.guest_held()?;
             Some(growth(vm, self.memory.vm(vm.id)?).share(seconds).min(left))
         };
-        let host = &model.host;
-        let grown: Bytes = model.vms.iter().filter_map(grows).sum();
-        host.known && host.headroom < host.reserve + grown
+        model.host.limits.iter().any(|limit| {
+            let below = model.vms.iter().filter(|vm| vm.is_below(limit));
+            let grown: Bytes = below.filter_map(grows).sum();
+            limit.headroom < limit.reserve + grown
+        })
     }
 }
 
@@ -310,7 +312,7 @@ fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::HostModel;
+    use crate::model::{HostModel, Limit};
     use crate::plan::Reason;
     use crate::state::VmMemory;
     use crate::units::Bytes;
@@ -321,12 +323,13 @@ mod tests {
         let id = VmId { pid: 1, start: 1 };
         engine.memory.vms = vec![VmMemory { id, ..VmMemory::default() }];
         let wait = |headroom| {
-            let host = HostModel {
-                known: true,
+            let limit = Limit {
+                name: "host".into(),
                 headroom: Bytes::mib(headroom),
                 reserve: Bytes::mib(500),
-                ..HostModel::default()
+                ..Limit::default()
             };
+            let host = HostModel { limits: vec![limit], ..HostModel::default() };
             let vm = VmModel {
                 id,
                 ram: Some(Bytes::gib(10)),

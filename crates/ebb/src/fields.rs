@@ -1,7 +1,7 @@
 //! One table of fields: each number that users see has its title, unit, help and metric
 //! kind here, once. It feeds the terminal's table and `/metrics`.
 
-use ebb_core::model::Progress;
+use ebb_core::model::{Limit, Progress};
 use ebb_core::plan::RungName;
 use ebb_core::sample::Link;
 use ebb_core::units::Bytes;
@@ -87,6 +87,13 @@ macro_rules! fields {
             get: |$it| Number::number($get),
         },)*];
     };
+}
+
+fields! { LIMIT_FIELDS: Limit, l =>
+    pressure: Plain Gauge "0 clear, 1 soft, 2 hard, 3 critical" = l.state as u8;
+    capacity: Bytes Gauge "Memory under the limit" = l.capacity;
+    headroom: Bytes Gauge "What of it can be had without harm" = l.headroom;
+    vms: Plain Gauge "VMs below the limit" = l.vms;
 }
 
 fields! { HOST_FIELDS: State, s =>

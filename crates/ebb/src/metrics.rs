@@ -5,7 +5,7 @@ use std::fmt::Write;
 use ebb_core::histogram::{Histogram, QUANTILES};
 use ebb_core::sample::AgentSample;
 
-use crate::fields::{Field, HOST_FIELDS, Kind, Unit, VM_FIELDS};
+use crate::fields::{Field, HOST_FIELDS, Kind, LIMIT_FIELDS, Unit, VM_FIELDS};
 use crate::view::State;
 
 pub fn render(state: &State) -> String {
@@ -14,6 +14,14 @@ pub fn render(state: &State) -> String {
         let name = head(&mut out, f, "ebb_host_");
         if let Some(v) = (f.get)(state) {
             let _ = writeln!(out, "{name} {v}");
+        }
+    }
+    for f in LIMIT_FIELDS {
+        let name = head(&mut out, f, "ebb_limit_");
+        for limit in &state.host.limits {
+            if let Some(v) = (f.get)(limit) {
+                let _ = writeln!(out, "{name}{{limit=\"{}\"}} {v}", escape(&limit.name));
+            }
         }
     }
     for f in VM_FIELDS {

@@ -12,7 +12,7 @@ mod decisions;
 mod of_tick;
 
 use ebb_core::config::MergeMode;
-use ebb_core::model::{Convergence, HostModel, Model, Pressure, Standing, Trust, VmModel};
+use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{
     AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample, PartialThpSample,
@@ -131,7 +131,7 @@ view! { Host(
     state_s: u64 = model.at.since(memory.state_since) / 1000;
     /// What made it, in words.
     why: String = h.why.clone();
-    /// The tightest bound: `host` or a cgroup.
+    /// The tightest limit on memory: `host`, a cgroup or NUMA nodes.
     bound: String = h.bound.clone();
     /// Under that bound.
     capacity: Bytes = h.capacity;
@@ -157,6 +157,9 @@ view! { Host(
     psi_full: Option<f64> = s.psi.map(|p| p.full.avg10);
     #[serde(deserialize_with = "lenient")]
     pool: Option<Pool> = s.pool.clone();
+    /// All limits that may be reached; the machine's first.
+    #[serde(deserialize_with = "lenient_list")]
+    limits: Vec<Limit> = h.limits.clone();
     #[serde(deserialize_with = "lenient")]
     ksm: Option<Ksm> = s.ksm;
     /// What is done about merging; absent where it is off.
@@ -254,6 +257,9 @@ view! { Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: 
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     shared: Option<SharedSocket> = s.shared.clone();
     cgroup: Option<String> = s.cgroup.clone();
+    /// Of several limits above it the one in the worst state.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bound: Option<String> = None;
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
     standing: Standing = m.standing.clone();
@@ -324,6 +330,7 @@ mod tests {
             tick.sample.problems.push(sample::Problem { vm: Some(vm), source, message });
             let mut state = State::new(&tick, &model, &engine.memory, Daemon::default());
             state.host.pool = Some(Pool::default());
+            state.vms[0].bound = Some("/a".into());
             state.host.ksm = Some(Ksm::default());
             state.host.merge = Some(Merge::default());
             state.host.warnings.push("w".into());

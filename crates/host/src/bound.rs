@@ -1,19 +1,22 @@
 //! The memory cgroups of the VMs: each one's own, the pool whose limit is a bound for most of
-//! them, and the deepest that holds them all, whose stalls are the VMs' own. Found with each
-//! scan, read with each sample; a read that fails leaves what was known.
+//! them, all others with a limit on the way up, and the deepest that holds them all, whose stalls
+//! are the VMs' own. Beside them the NUMA nodes to which VMs are bound. Found with each scan, read
+//! with each sample; a read that fails leaves what was known.
 
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{Pool, Problem, Psi};
 
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
+use crate::probe::numa;
 use crate::probe::psi::parse_psi;
 use crate::root::{ProbeError, Root};
 use crate::vm::{Vm, problem};
 
-/// Most VMs named in one message.
-const NAMED: usize = 5;
+/// Most cgroups with a limit that are looked at beside the pool: each costs some ten reads a tick.
+const MOST: usize = 1000;
 
 /// See the top of this file.
 #[derive(Debug, Default)]
@@ -25,8 +28,22 @@ pub(crate) struct Bounds {
     confirmed: Option<Instant>,
     /// The deepest cgroup of all VMs.
     common: Option<String>,
-    /// The pool as it was last read.
-    last: Option<(Instant, Pool)>,
+    /// The other cgroups with a limit that a VM is below, the outermost first.
+    others: Vec<String>,
+    /// The sets of NUMA nodes to which VMs are bound.
+    nodes: BTreeSet<Vec<u32>>,
+    /// Pool and others as they were last read.
+    last: HashMap<String, (Instant, Pool)>,
+}
+
+/// What there is to know of them at one moment.
+#[derive(Debug, Default)]
+pub(crate) struct Bounded {
+    pub pool: Option<Pool>,
+    /// All others with a limit.
+    pub others: Vec<Pool>,
+    /// The pressure in the cgroup of all VMs.
+    pub psi: Option<Psi>,
 }
 
 impl Bounds {
@@ -44,7 +61,7 @@ impl Bounds {
         self.pool.as_deref()
     }
 
-    /// Finds each VM's cgroup and the pool that most share.
+    /// Finds each VM's cgroup, the pool that most share, and the others with a limit.
     pub fn find<'a>(
         &mut self,
         root: &Root,
@@ -52,6 +69,10 @@ impl Bounds {
         vms: impl Iterator<Item = &'a mut Vm>,
         problems: &mut Vec<Problem>,
     ) {
+        let mut vms: Vec<&mut Vm> = vms.collect();
+        if let Err(e) = self.find_nodes(root, &mut vms) {
+            problems.push(problem(None, "NUMA nodes".into(), e.to_string()));
+        }
         // One of a kind: what fails for one VM fails for all.
         let mut failed = |source: &str, e: ProbeError| {
             if problems.iter().all(|p| p.source != source) {
@@ -63,10 +84,11 @@ impl Bounds {
             Err(e) => failed("memory cgroups", e),
         }
         let Some(h) = &self.hierarchy else {
-            vms.for_each(|vm| vm.cgroup = None);
+            vms.into_iter().for_each(|vm| vm.cgroup = None);
+            self.others.clear();
             return self.pool.clone_from(&self.configured);
         };
-        let mut members: Vec<(String, String)> = Vec::new();
+        let mut paths: Vec<String> = Vec::new();
         for vm in vms {
             match cgroup::read_process_cgroup(root, h.version, vm.process.id.pid) {
                 Ok(Some(path)) => vm.cgroup = Some(path),
@@ -74,16 +96,69 @@ impl Bounds {
                 Ok(None) => {}
                 Err(e) => failed("/proc/PID/cgroup", e),
             }
-            members.extend(vm.cgroup.clone().map(|path| (vm.process.name.clone(), path)));
+            paths.extend(vm.cgroup.clone());
         }
-        let paths: Vec<String> = members.iter().map(|(_, path)| path.clone()).collect();
         self.common = cgroup::common_ancestor(&paths);
         if self.configured.is_none()
             && let Err(e) = self.choose(root, now, &paths)
         {
             failed("cgroup limits", e);
         }
-        problems.extend(self.outsiders(&members));
+        if let Err(e) = self.find_others(root, &paths) {
+            failed("cgroup limits", e);
+        }
+        if self.others.len() > MOST {
+            let text = format!(
+                "{} of them limit VMs, the outermost {MOST} are looked at: limit slices instead",
+                self.others.len()
+            );
+            problems.push(problem(None, "memory cgroups".into(), text));
+            self.others.truncate(MOST);
+        }
+        let Bounds { pool, others, last, .. } = self;
+        last.retain(|path, (_, known)| {
+            pool.as_ref() == Some(path) || others.contains(path) || !known.nodes.is_empty()
+        });
+    }
+
+    /// An error, if there is one; a VM that it concerns is bound as it was.
+    fn find_nodes(&mut self, root: &Root, vms: &mut [&mut Vm]) -> Result<(), ProbeError> {
+        let nodes = numa::read_nodes(root)?;
+        let mut error = Ok(());
+        for vm in vms.iter_mut() {
+            match nodes.len() {
+                0 | 1 => vm.nodes.clear(),
+                _ => match numa::read_binding(root, vm.process.id.pid, &nodes) {
+                    Ok(bound) => vm.nodes = bound,
+                    Err(e) => error = Err(e),
+                },
+            }
+        }
+        let bound = vms.iter().map(|vm| &vm.nodes).filter(|nodes| !nodes.is_empty());
+        self.nodes = bound.cloned().collect();
+        error
+    }
+
+    /// An error, if there is one; what it concerns stays as it was.
+    fn find_others(&mut self, root: &Root, paths: &[String]) -> Result<(), ProbeError> {
+        let Some(h) = &self.hierarchy else { return Ok(()) };
+        let above: BTreeSet<&Path> = paths.iter().flat_map(|p| cgroup::way_up(p)).collect();
+        let (mut found, mut error) = (Vec::new(), Ok(()));
+        for path in above.iter().filter_map(|p| p.to_str()) {
+            if self.pool.as_deref() == Some(path) {
+                continue;
+            }
+            let limited = cgroup::is_limited(root, h, path).unwrap_or_else(|e| {
+                error = Err(e);
+                self.others.iter().any(|o| o == path)
+            });
+            if limited {
+                found.push(path.to_owned());
+            }
+        }
+        found.sort_by_key(|path| Path::new(path).components().count());
+        self.others = found;
+        error
     }
 
     fn choose(&mut self, root: &Root, now: Instant, paths: &[String]) -> Result<(), ProbeError> {
@@ -113,57 +188,58 @@ impl Bounds {
         Ok(())
     }
 
-    /// VMs that the pool's limit says nothing of.
-    fn outsiders(&self, members: &[(String, String)]) -> Option<Problem> {
-        let pool = self.pool.as_deref()?;
-        let outside = |(_, path): &&(String, String)| !Path::new(path).starts_with(pool);
-        let names: Vec<&str> =
-            members.iter().filter(outside).map(|(name, _)| name.as_str()).collect();
-        let (first, rest) = names.split_at(names.len().min(NAMED));
-        let more =
-            if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
-        let text = format!("these VMs are not in it, its limit is not theirs: {}", first.join(" "));
-        (!names.is_empty()).then(|| problem(None, pool.into(), text + &more))
-    }
-
-    /// The pool, and the pressure in the cgroup of all VMs.
-    pub fn sample(
-        &mut self,
-        root: &Root,
-        now: Instant,
-        problems: &mut Vec<Problem>,
-    ) -> (Option<Pool>, Option<Psi>) {
-        let pool = self.sample_pool(root, now, problems);
+    /// What is known of them now.
+    pub fn sample(&mut self, root: &Root, now: Instant, problems: &mut Vec<Problem>) -> Bounded {
+        let h = self.hierarchy.clone();
+        let pool = self.pool.clone().and_then(|path| {
+            let read = h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, &path));
+            self.known(now, &path, read, problems)
+        });
+        if let (None, Some(path)) = (&pool, &self.configured) {
+            let why = "no such memory cgroup, or it has no limit: only other limits count";
+            problems.push(problem(None, path.clone(), why.into()));
+        }
+        let others = self.others.clone();
+        let read = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_bound(root, h, path));
+        let others = others.iter().map(|path| (path.clone(), read(path)));
+        let nodes = self.nodes.clone();
+        let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_bound(root, set)));
+        let others = others.chain(nodes);
+        let others =
+            others.filter_map(|(name, read)| self.known(now, &name, read, problems)).collect();
         let common = self.common.as_deref().filter(|common| *common != "/");
         let psi = match (common, &pool) {
             (Some(common), Some(pool)) if *common == pool.path => pool.psi,
             (Some(common), _) => self.pressure(root, common, problems),
             (None, _) => None,
         };
-        (pool, psi)
+        Bounded { pool, others, psi }
     }
 
-    fn sample_pool(
+    /// What was read, or is known of it still.
+    fn known(
         &mut self,
-        root: &Root,
         now: Instant,
+        path: &str,
+        read: Result<Option<Pool>, ProbeError>,
         problems: &mut Vec<Problem>,
     ) -> Option<Pool> {
-        let path = self.pool.as_deref()?;
-        let read = self.hierarchy.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, path));
         match read {
-            Ok(pool) => self.last = pool.map(|pool| (now, pool)),
+            Ok(Some(pool)) => {
+                self.last.insert(path.to_owned(), (now, pool.clone()));
+                Some(pool)
+            }
+            Ok(None) => {
+                self.last.remove(path);
+                None
+            }
             Err(e) => {
                 problems.push(problem(None, path.into(), e.to_string()));
-                let fresh = |at: Instant| now.saturating_duration_since(at) < READING_LASTS;
-                self.last = self.last.take().filter(|(at, p)| p.path == path && fresh(*at));
+                let (at, pool) = self.last.get(path)?;
+                let fresh = now.saturating_duration_since(*at) < READING_LASTS;
+                fresh.then(|| pool.clone())
             }
         }
-        if self.last.is_none() && self.configured.is_some() {
-            let why = "no such memory cgroup, or it has no limit: the whole host counts as pool";
-            problems.push(problem(None, path.into(), why.into()));
-        }
-        self.last.as_ref().map(|(_, pool)| pool.clone())
     }
 
     fn pressure(&self, root: &Root, cgroup: &str, problems: &mut Vec<Problem>) -> Option<Psi> {
@@ -176,5 +252,5 @@ impl Bounds {
     }
 }
 
-/// A pool that cannot be read counts as it was, so long: the host's surplus is not the pool's.
+/// A cgroup that cannot be read counts as it was, so long: the host's surplus is not the cgroup's.
 const READING_LASTS: Duration = Duration::from_secs(30);

@@ -197,7 +197,8 @@ impl LinuxHost {
         self.keep_intervals();
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
-        (host.pool, host.vms_psi) = self.bounds.sample(&self.options.root, started, &mut problems);
+        let bounded = self.bounds.sample(&self.options.root, started, &mut problems);
+        (host.pool, host.bounds, host.vms_psi) = (bounded.pool, bounded.others, bounded.psi);
         let root = &self.options.root;
         let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
         let ended = owed.iter().filter(gone).copied().collect();

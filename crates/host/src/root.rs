@@ -176,6 +176,25 @@ impl Root {
         present(&path, read())
     }
 
+    /// The first line of a file in `/proc`, as far as its first 4 KiB hold it: the rest is not
+    /// made by the kernel.
+    pub fn read_line(&self, absolute: impl AsRef<Path>) -> Result<Option<String>, ProbeError> {
+        let path = self.path(absolute);
+        let read = || -> io::Result<String> {
+            let bytes = match self.faulty(&path)? {
+                Some(bytes) => bytes,
+                None => {
+                    let mut bytes = vec![0; 4096];
+                    let n = File::open(&path)?.read_at(&mut bytes, 0)?;
+                    bytes.truncate(n);
+                    bytes
+                }
+            };
+            Ok(text(bytes).lines().next().unwrap_or_default().to_owned())
+        };
+        present(&path, read())
+    }
+
     /// The names in a directory; an error also where reading it ends early.
     pub fn read_dir(
         &self,

@@ -114,6 +114,8 @@ pub(crate) struct Vm {
     libvirt: Option<Libvirt>,
     domain: DomainSettings,
     pub cgroup: Option<String>,
+    /// The NUMA nodes that its memory is bound to; empty: it may be on all.
+    pub nodes: Vec<u32>,
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
     pub client: Option<Client>,
@@ -304,6 +306,7 @@ impl Vm {
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),
+            nodes: self.nodes.clone(),
             link: self.link(),
             socket: self.socket(),
             shared: self.shared(),

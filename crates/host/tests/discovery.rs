@@ -217,23 +217,110 @@ fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
 }
 
 #[test]
-fn one_vm_outside_leaves_the_pool_and_is_told_of() {
+fn one_vm_outside_leaves_the_pool() {
     let machine = Machine::new();
     machine.vm(13, "outside", "elsewhere");
     let mut host = machine.host(Root::at(machine.dir.path()));
     let sample = host.sample();
-    let pool = sample.host.pool.unwrap();
+    let pool = sample.host.pool.as_ref().unwrap();
     assert_eq!((pool.path.as_str(), pool.limit), ("/machine.slice", Bytes(9_000_000)));
     assert_eq!(pool.swap_left, Some(Bytes(500)));
-    let told: Vec<_> = sample.problems.iter().filter(|p| p.source == "/machine.slice").collect();
-    assert_eq!(told.len(), 1, "{:?}", sample.problems);
-    assert!(told[0].message.ends_with("its limit is not theirs: outside"), "{}", told[0].message);
+    assert_eq!(vm(&sample, 13).cgroup.as_deref(), Some("/elsewhere/13.scope"));
     // Half of the VMs are not most; but what was the bound stays for a while.
     machine.vm(14, "outside too", "elsewhere");
     machine.end(10);
     assert_eq!(host.sample().host.pool.unwrap().path, "/machine.slice");
     fs::remove_dir_all(machine.dir.path().join(SLICE)).unwrap();
     assert_eq!(host.sample().host.pool, None, "unless it is gone");
+}
+
+/// Names, limits and swap left of the limits beside the pool.
+fn others(sample: &Sample) -> Vec<(&str, u64, Option<u64>)> {
+    let of = |b: &'_ ebb_core::sample::Pool| (b.limit.0, b.swap_left.map(|s| s.0));
+    sample.host.bounds.iter().map(|b| (b.path.as_str(), of(b).0, of(b).1)).collect()
+}
+
+#[test]
+fn every_limit_on_the_way_up_from_a_vm_is_read() {
+    let machine = Machine::new();
+    let cgroup = |path: &str, files: &[(&str, &str)]| {
+        let all = [("memory.current", "70\n"), ("memory.stat", "anon 50\nactive_file 9\n")];
+        for (file, text) in all.iter().chain(files) {
+            machine.write(&format!("sys/fs/cgroup/{path}/{file}"), text);
+        }
+    };
+    machine.vm(20, "a", "tenants.slice/a.slice");
+    machine.vm(21, "b", "tenants.slice/b.slice");
+    machine.vm(22, "free", "user.slice");
+    cgroup("tenants.slice", &[("memory.max", "800\n")]);
+    cgroup("tenants.slice/a.slice", &[("memory.max", "500\n"), ("memory.high", "400\n")]);
+    cgroup("tenants.slice/b.slice", &[("memory.max", "max\n")]);
+    cgroup("tenants.slice/b.slice/21.scope", &[("memory.high", "0\n")]);
+    // The limit of nobody's cgroup, one that limits swap only, one of v1's number for none.
+    cgroup("tenants.slice/c.slice", &[("memory.max", "300\n")]);
+    cgroup("user.slice", &[("memory.swap.max", "60\n"), ("memory.swap.current", "20\n")]);
+    cgroup("user.slice/22.scope", &[("memory.max", "9223372036854771712\n")]);
+    let switch = Switch::default();
+    let mut host = machine.host(switch.root(&machine));
+    let sample = host.sample();
+    let none = ebb_core::sample::Pool::NO_LIMIT.0;
+    let all = [
+        ("/machine.slice", 9_000_000, Some(500)),
+        ("/tenants.slice", 800, None),
+        ("/user.slice", none, Some(40)),
+        ("/tenants.slice/a.slice", 400, None),
+        ("/tenants.slice/b.slice/21.scope", 0, None),
+    ];
+    assert_eq!(others(&sample), all);
+    assert_eq!(sample.host.pool, None, "no cgroup with a limit holds more than three of six");
+    let one = &sample.host.bounds[1];
+    assert_eq!((one.usage, one.anon, one.file), (Bytes(70), Bytes(50), Bytes(9)));
+    // What cannot be read is what it was; what is no number is said with its file.
+    let file = "sys/fs/cgroup/tenants.slice/memory.max";
+    machine.write(file, "lots\n");
+    let sample = host.sample();
+    assert_eq!(others(&sample), all);
+    let told = sample.problems.iter().find(|p| p.source == "/tenants.slice").unwrap();
+    assert!(told.message.contains("tenants.slice/memory.max: line 1: “lots”"), "{told:?}");
+    switch.set(|path| path.ends_with("a.slice/memory.current").then_some(Err(Errno::ACCESS)));
+    assert_eq!(others(&host.sample()), all);
+    switch.off();
+    // A limit that is taken away, or its cgroup, bounds nothing any more.
+    machine.write(file, "max\n");
+    fs::remove_dir_all(machine.dir.path().join("sys/fs/cgroup/tenants.slice/a.slice")).unwrap();
+    assert_eq!(others(&host.sample()), [all[0], all[2], all[4]]);
+}
+
+#[test]
+fn nodes_that_vms_are_bound_to_are_limits() {
+    let machine = Machine::new();
+    let node = |n: u32, free: u32| {
+        let text = format!("Node {n} MemTotal: 500 kB\nNode {n} MemFree: {free} kB\n");
+        machine.write(&format!("sys/devices/system/node/node{n}/meminfo"), &text);
+    };
+    machine.write("sys/devices/system/node/has_memory", "0-1\n");
+    node(0, 40);
+    node(1, 400);
+    machine.write("proc/10/status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nMems_allowed_list:\t0\n");
+    machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
+    let switch = Switch::default();
+    let mut host = machine.host(switch.root(&machine));
+    let sample = host.sample();
+    let nodes = |sample: &Sample| VMS.map(|pid| vm(sample, pid).nodes.clone());
+    assert_eq!(nodes(&sample), [vec![0], vec![1], vec![]]);
+    let limits = [("node 0", 512_000, None), ("node 1", 512_000, None)];
+    assert_eq!(others(&sample), limits);
+    assert_eq!(sample.host.bounds[0].usage, Bytes::kib(460));
+    switch.set(|path| {
+        let fails = path.ends_with("numa_maps") || path.ends_with("node1/meminfo");
+        fails.then_some(Err(Errno::IO))
+    });
+    let sample = host.sample();
+    assert_eq!((nodes(&sample), others(&sample)), ([vec![0], vec![1], vec![]], limits.to_vec()));
+    switch.off();
+    machine.write("sys/devices/system/node/has_memory", "0\n");
+    let sample = host.sample();
+    assert_eq!((nodes(&sample), others(&sample)), ([vec![], vec![], vec![]], vec![]));
 }
 
 #[test]

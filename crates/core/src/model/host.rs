@@ -1,5 +1,9 @@
-//! The host, understood: which limit is the tightest, what can be had under it, what is to be
-//! kept, and the state that follows.
+//! The host, understood: which limits there are on memory, what can be had under each, what is to
+//! be kept, and the state that follows.
+//!
+//! The machine is the outermost limit. Cgroups with a limit and NUMA nodes to which VMs are bound
+//! are others; each is judged by the same marks. Policies are shown one at a time
+//! ([`Model::under`](super::Model::under)); what else looks at the host sees the tightest.
 //!
 //! The marks of the states and the default reserve are set here; what tells that tasks
 //! suffer is weighed in `stall.rs`.
@@ -49,7 +53,7 @@ pub struct HostModel {
     /// Given lately to guests that have not touched it yet.
     #[serde(default)]
     pub outstanding: Bytes,
-    /// What can be had under each limit: the machine's first, then the VMs' cgroup's.
+    /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
     #[serde(default)]
     pub limits: Vec<Limit>,
     /// Tasks stall or much is swapped out although the tightest bound has plenty: another
@@ -74,18 +78,80 @@ pub struct HostModel {
     pub merge: Option<MergeHost>,
 }
 
-/// What can be had under one limit.
+/// One limit on memory, understood.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Limit {
-    /// `host`, or the cgroup's path.
+    /// `host`, the cgroup's path, or `node 0`.
     pub name: String,
+    /// NUMA nodes; empty where it is none of theirs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<u32>,
+    /// All that there is.
+    pub capacity: Bytes,
     /// What can still be had without harm.
     pub headroom: Bytes,
     /// What is to be kept.
     pub reserve: Bytes,
     /// Swap that may be used there, less a tenth, as the memory that using it frees.
     pub swap_left: Bytes,
+    /// See [`HostModel::state`], and so on.
+    pub state: Pressure,
+    /// What is missing.
+    pub shortage: Bytes,
+    /// The state that it would be in for stalls alone.
+    pub stalled: Pressure,
+    /// Tasks stall though it has plenty.
+    pub stalls_elsewhere: bool,
+    /// How much tasks suffer.
+    pub urgency: f64,
+    /// What VMs below it that have just started may still take.
+    pub promised: Bytes,
+    /// Given lately to guests below it that have not touched it yet.
+    pub outstanding: Bytes,
+    /// How many VMs are below it.
+    pub vms: usize,
+    /// What made its state, for people.
+    pub why: String,
 }
+
+impl Limit {
+    fn ratio(&self) -> f64 {
+        self.headroom.fraction_of(self.reserve.max(Bytes(1)))
+    }
+
+    /// Whether all that is below it is below the other one.
+    pub(crate) fn is_inside(&self, other: &Limit) -> bool {
+        match (&self.nodes[..], &other.nodes[..]) {
+            _ if other.is_host() => true,
+            ([], []) => is_in(&self.name, &other.name),
+            ([], _) | (_, []) => false,
+            (inner, outer) => inner.iter().all(|n| outer.contains(n)),
+        }
+    }
+
+    /// Whether the machine itself is meant.
+    pub fn is_host(&self) -> bool {
+        self.name == HOST
+    }
+}
+
+/// Of several limits the one in the worst state, of equals the tightest: what is shown where only
+/// one is.
+pub(super) fn tightest<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Option<&'a Limit> {
+    limits
+        .into_iter()
+        .min_by(|a, b| b.state.cmp(&a.state).then_with(|| a.ratio().total_cmp(&b.ratio())))
+}
+
+/// Whether a cgroup is this one, or below it.
+pub(super) fn is_in(cgroup: &str, this: &str) -> bool {
+    let rest = cgroup.strip_prefix(this.trim_end_matches('/'));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// What the machine is called among the limits.
+const HOST: &str = "host";
 
 /// What a host keeps for itself unless told otherwise: 20 % of the first 4 GiB,
 /// 8 % of the next 28, 3 % of the rest. Like ESX's sliding minFree, generous
@@ -102,31 +168,13 @@ pub fn default_reserve(capacity: Bytes) -> Bytes {
 const MARKS: [(Pressure, f64, f64); 3] =
     [(Pressure::Soft, 0.75, 1.0), (Pressure::Hard, 0.50, 0.65), (Pressure::Critical, 0.25, 0.40)];
 
+/// What a VMM may need beyond its guest's RAM, where more is not seen: so much and a share of RAM.
+const OVERHEAD: (Bytes, f64) = (Bytes::mib(128), 0.02);
+/// What it may come to take in any case.
+const OWN_GROWS: Bytes = Bytes::mib(16);
+
 /// Urgency sinks by this time constant, so that what it drives does not swing.
 const URGENCY_SINKS_MS: f64 = 15_000.0;
-
-/// One limit on memory: the machine itself, or a cgroup.
-struct Bound {
-    name: String,
-    capacity: Bytes,
-    headroom: Bytes,
-    reserve: Bytes,
-    psi: Option<Psi>,
-    /// Swap that may be used under it, where that is limited too.
-    swap_left: Option<Bytes>,
-}
-
-impl Bound {
-    fn ratio(&self) -> f64 {
-        self.headroom.fraction_of(self.reserve.max(Bytes(1)))
-    }
-
-    fn limit(&self, sample: &Sample) -> Limit {
-        let name = self.name.clone();
-        let swap_left = swap_left(&sample.host).min(self.swap_left.unwrap_or(Bytes(u64::MAX)));
-        Limit { name, headroom: self.headroom, reserve: self.reserve, swap_left }
-    }
-}
 
 impl HostModel {
     pub(super) fn new(
@@ -145,33 +193,61 @@ impl HostModel {
             swap_in_rate: rate(|v| v.swap_in_pages),
             swap_out_rate: rate(|v| v.swap_out_pages),
             vmstat: sample.host.vmstat,
-            promised: vms.iter().map(|v| v.promised).sum(),
-            outstanding: vms.iter().map(|v| v.outstanding).sum(),
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
             touch_us: sample.host.touch_us,
             ..HostModel::default()
         };
-        let bounds = bounds(config, sample);
-        let tightest = bounds.iter().min_by(|a, b| a.ratio().total_cmp(&b.ratio()));
-        let Some(bound) = tightest else {
-            host.why = "the host's memory cannot be read: nothing is taken".into();
-            return host;
+        let mut bounds = bounds(config, sample, vms);
+        let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
+        let Some((least, _)) = bounds.iter().min_by(by_ratio) else {
+            let why = "the host's memory cannot be read: nothing is taken".into();
+            let promised = vms.iter().map(|v| v.promised).sum();
+            let outstanding = vms.iter().map(|v| v.outstanding).sum();
+            return HostModel { why, promised, outstanding, ..host };
         };
+        let least = least.name.clone();
+        for (limit, psi) in &mut bounds {
+            // What the whole machine tells counts for the tightest one.
+            let tells = limit.name == least;
+            let machine = || sample.host.vms_psi.or(sample.host.psi).filter(|_| tells);
+            let stall = Stall {
+                psi: psi.or_else(machine),
+                swap_out_rate: if tells { host.swap_out_rate } else { 0.0 },
+                // A v1 cgroup has no PSI of its own.
+                notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
+            };
+            limit.judge(&stall, memory.judged(&limit.name), dt_ms);
+        }
+        host.limits = bounds.into_iter().map(|(limit, _)| limit).collect();
         host.known = true;
-        host.limits = bounds.iter().map(|b| b.limit(sample)).collect();
-        host.bound.clone_from(&bound.name);
-        (host.capacity, host.headroom, host.reserve) =
-            (bound.capacity, bound.headroom, bound.reserve);
-        let stall = Stall {
-            psi: bound.psi.or(sample.host.vms_psi).or(sample.host.psi),
-            swap_out_rate: host.swap_out_rate,
-            // A v1 cgroup has no PSI of its own.
-            notified: if bound.psi.is_none() { memory.notified_at(sample.at) } else { None },
-        };
-        host.judge(bound, &stall, memory, dt_ms);
-        host
+        let offload_room = host.offload_room;
+        let tightest = tightest(&host.limits).map(|l| l.name.clone());
+        host.aim(host.limits.iter().position(|l| Some(&l.name) == tightest.as_ref()).unwrap_or(0));
+        HostModel { offload_room, ..host }
+    }
+
+    /// The limit that is shown as the host; `None`: none is known.
+    pub fn limit(&self) -> Option<&Limit> {
+        self.limits.iter().find(|l| l.name == self.bound).or(self.limits.first())
+    }
+
+    /// Swap that may be used under the limit that is shown.
+    pub fn swap_left(&self) -> Bytes {
+        self.limit().map_or(Bytes::ZERO, |l| l.swap_left)
+    }
+
+    /// Shows this limit as the host.
+    pub(super) fn aim(&mut self, limit: usize) {
+        let Some(l) = self.limits.get(limit) else { return };
+        (self.capacity, self.headroom, self.reserve) = (l.capacity, l.headroom, l.reserve);
+        (self.state, self.stalled, self.shortage) = (l.state, l.stalled, l.shortage);
+        (self.promised, self.outstanding) = (l.promised, l.outstanding);
+        (self.urgency, self.stalls_elsewhere) = (l.urgency, l.stalls_elsewhere);
+        self.offload_room = self.offload_room.map(|_| l.swap_left);
+        self.bound.clone_from(&l.name);
+        self.why.clone_from(&l.why);
     }
 
     /// What is missing to leave a state: room to the mark it is left at. Where tasks
@@ -183,31 +259,33 @@ impl HostModel {
             false => self.reserve.share(mark) - self.headroom,
         }
     }
+}
 
-    /// State, shortage and surplus under the tightest bound.
-    fn judge(&mut self, bound: &Bound, stall: &Stall, memory: &Memory, dt_ms: u64) {
-        let ratio = bound.ratio();
-        let by_room = level_by_marks(ratio, memory.state);
+impl Limit {
+    /// State and shortage; `was`: the state and the urgency before.
+    fn judge(&mut self, stall: &Stall, was: (Pressure, f64), dt_ms: u64) {
+        let (before, urgency) = was;
+        let ratio = self.ratio();
+        let by_room = level_by_marks(ratio, before);
         let tight = ratio < 2.0;
-        let by_stall = if tight { stall.level(memory.state) } else { Pressure::Clear };
+        let by_stall = if tight { stall.level(before) } else { Pressure::Clear };
         self.stalls_elsewhere = !tight && stall.is_severe();
         // A promise is no need yet: it has idle memory collected, gently.
         let left = self.headroom - self.promised;
-        let by_promise =
-            level_by_marks(left.fraction_of(bound.reserve.max(Bytes(1))), memory.state)
-                .min(Pressure::Soft);
+        let by_promise = level_by_marks(left.fraction_of(self.reserve.max(Bytes(1))), before)
+            .min(Pressure::Soft);
         self.state = by_room.max(by_stall).max(by_promise);
         if self.stalls_elsewhere {
             self.state = self.state.max(Pressure::Soft);
         }
         self.stalled = by_stall;
-        let sunk = memory.urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
+        let sunk = urgency * (-(dt_ms as f64) / URGENCY_SINKS_MS).exp();
         self.urgency = if tight { stall.urgency() } else { 0.0 }.max(sunk);
         if self.urgency < 0.01 {
             self.urgency = 0.0;
         }
         // At most one and a half reserves.
-        let goal = bound.reserve.share(1.0 + 0.5 * self.urgency);
+        let goal = self.reserve.share(1.0 + 0.5 * self.urgency);
         let counted = if self.state == Pressure::Soft { left } else { self.headroom };
         if self.state > Pressure::Clear {
             self.shortage = goal - counted;
@@ -218,10 +296,10 @@ impl HostModel {
         };
         self.why = format!(
             "{} of {} left under {}, reserve {}{promised}{}",
-            bound.headroom,
-            bound.capacity,
-            bound.name,
-            bound.reserve,
+            self.headroom,
+            self.capacity,
+            self.name,
+            self.reserve,
             match by_stall > Pressure::Clear || self.stalls_elsewhere {
                 true => stall.words(),
                 false => String::new(),
@@ -260,38 +338,82 @@ fn swap_left(host: &HostSample) -> Bytes {
     host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum()
 }
 
-/// What limits memory here: always the machine, and the VMs' cgroup if it has a
-/// limit.
-fn bounds(config: &Config, sample: &Sample) -> Vec<Bound> {
-    let mut bounds = Vec::new();
+/// What limits memory here, and the stalls that are its own: always the machine, then the VMs'
+/// cgroup if it has a limit, then all other limits that VMs are below.
+fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Option<Psi>)> {
+    let mut bounds: Vec<(Limit, Option<Psi>)> = Vec::new();
     let reserve = |capacity: Bytes| {
         config.reserve.unwrap_or_else(|| default_reserve(capacity)).min(capacity.share(0.5))
+    };
+    let swap_left = swap_left(&sample.host);
+    let below = |limit: Limit| {
+        let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
+        Limit {
+            promised: vms.iter().map(|v| v.promised).sum(),
+            outstanding: vms.iter().map(|v| v.outstanding).sum(),
+            vms: vms.len(),
+            ..limit
+        }
     };
     if let Some(m) = &sample.host.memory {
         // Huge page pools are nobody's to use. ZFS's cache is not in MemAvailable
         // though most of it yields; half of that is counted, as it yields slowly.
         let arc = sample.host.zfs_arc.map_or(Bytes::ZERO, |a| (a.size - a.min).share(0.5));
         let capacity = m.total - m.hugetlb;
-        bounds.push(Bound {
-            name: "host".into(),
+        let limit = Limit {
+            name: HOST.into(),
             capacity,
             headroom: (m.available + arc).min(capacity),
             reserve: reserve(capacity),
-            psi: None,
-            swap_left: None,
-        });
+            swap_left,
+            ..Limit::default()
+        };
+        bounds.push((below(limit), None));
     }
-    if let Some(p) = &sample.host.pool {
-        bounds.push(Bound {
+    let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
+    let swaps: Vec<(&str, Bytes)> =
+        limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
+    for p in limits() {
+        let above = swaps.iter().filter(|(path, _)| is_in(&p.path, path)).map(|(_, left)| *left);
+        let limit = Limit {
             name: p.path.clone(),
+            nodes: p.nodes.clone(),
             capacity: p.limit,
-            headroom: ((p.limit - p.usage) + p.file).min(p.limit),
-            reserve: reserve(p.limit),
-            psi: p.psi,
-            swap_left: p.swap_left,
-        });
+            headroom: ((p.limit - p.usage) + p.file.min(p.usage)).min(p.limit),
+            swap_left: above.fold(swap_left, Bytes::min),
+            ..Limit::default()
+        };
+        let limit = below(limit);
+        let most = may_grow(&limit, vms);
+        // One that holds all that those below it may take bounds nobody. The pool is shown also
+        // where no VM is below it.
+        let counts = limit.vms > 0 || sample.host.pool.as_ref().is_some_and(|n| n.path == p.path);
+        if limit.headroom < most && counts {
+            bounds.push((Limit { reserve: reserve(p.limit).min(most), ..limit }, p.psi));
+        }
     }
     bounds
+}
+
+/// What all below a limit may still take of it, at most: more need not be kept. Guests may fill
+/// their RAM, which is more than what is not resident: VMMs hold memory, too; others may come to use twice what they use now. What is held beyond the limit, which
+/// `memory.high` allows, has to go as well.
+fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
+    if limit.vms == 0 {
+        return Bytes(u64::MAX);
+    }
+    let below = || vms.iter().filter(|vm| vm.is_below(limit));
+    let guests = below().map(|vm| match (vm.ram, vm.resident) {
+        (Some(ram), Some(resident)) => {
+            let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
+            (ram + own - resident).max(OWN_GROWS)
+        }
+        _ => limit.capacity,
+    });
+    let held: Bytes = below().filter_map(|vm| vm.resident).sum();
+    let others = (limit.capacity - limit.headroom) - held;
+    let beyond = held - limit.capacity;
+    guests.fold(others + beyond, |sum, one| (sum + one).min(limit.capacity))
 }
 
 /// The state by headroom: up at the enter mark, down only at the leave mark.

@@ -5,11 +5,11 @@
 //! for the policies is a field here.
 
 use std::fmt;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::guest::{Around, distress, trust};
+use super::host::is_in;
 use super::standing::{beyond_balloon, is_managed, left_alone, standing};
 use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge, zeros};
 use crate::config::{Config, LEAST_FLOOR};
@@ -43,12 +43,15 @@ pub struct VmModel {
     /// Which of its settings come from its manager's metadata, in words.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub by_metadata: String,
-    /// Outside of the cgroup whose limit is the tightest bound.
+    /// Not below the limit that is shown as the host.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub outside: bool,
     pub weight: f64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
+    /// The NUMA nodes that its memory is bound to; empty: it may be on all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<u32>,
     pub resident: Option<Bytes>,
     /// What of it is the VMM's own, at least.
     #[serde(default)]
@@ -78,6 +81,9 @@ pub struct VmModel {
     /// How far the last order has come.
     #[serde(default)]
     pub convergence: Convergence,
+    /// Swap that it may still use by its cgroups' limits; `None`: they have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub swap_left: Option<Bytes>,
     #[serde(default)]
     pub paused: bool,
     /// It is left alone at the operator's word.
@@ -159,8 +165,15 @@ impl fmt::Display for Progress {
 impl VmModel {
     /// Whether a limit holds for it: the machine's does for all.
     pub fn is_below(&self, limit: &Limit) -> bool {
-        limit.name == "host"
-            || self.cgroup.as_ref().is_none_or(|c| Path::new(c).starts_with(&limit.name))
+        limit.is_host() || self.is_in(&limit.name, &limit.nodes)
+    }
+
+    /// Whether it is in this cgroup or one below it, or bound to some of these nodes.
+    pub(super) fn is_in(&self, cgroup: &str, nodes: &[u32]) -> bool {
+        if !nodes.is_empty() {
+            return !self.nodes.is_empty() && self.nodes.iter().all(|n| nodes.contains(n));
+        }
+        self.cgroup.as_ref().is_some_and(|own| is_in(own, cgroup))
     }
 
     /// What the host holds of its guest's memory, at most.
@@ -200,6 +213,7 @@ impl VmModel {
             group: settings.group.clone(),
             pinned: vm.pinned.clone(),
             cgroup: vm.cgroup.clone(),
+            nodes: vm.nodes.clone(),
             paused: vm.run == Some(RunState::Paused),
             hands_off: vm.hands_off,
             offload: vm.offload.clone(),
@@ -223,6 +237,9 @@ impl VmModel {
             let around = Around { ram, actual, deflate_on_oom: safe };
             model.guest = GuestModel::new(&around, &stats, remembered, rates);
         }
+        let limits = sample.host.pool.iter().chain(&sample.host.bounds);
+        let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
+        model.swap_left = above.filter_map(|p| p.swap_left).min();
         model.trust = trust(model.guest.as_ref(), remembered);
         model.standing = standing(left_alone(settings, vm), vm, &model, remembered, sample.at);
         model.beyond_balloon = model.managed && beyond_balloon(vm, remembered, sample.at);

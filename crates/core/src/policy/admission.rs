@@ -8,6 +8,8 @@
 //! pause when a critical host finds nothing more to take. Ebb itself never pauses or
 //! ends a VM.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
 use crate::model::{Model, Pressure, Standing, VmModel};
@@ -15,7 +17,7 @@ use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
 use crate::policy::recycle::usable;
 use crate::policy::take::{base, idle, priced};
-use crate::state::{Memory, VmMemory};
+use crate::state::{Memory, Recent, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.
@@ -128,6 +130,11 @@ pub struct WorstCase {
 
 /// Boils a model down to what [`admit`] needs.
 pub fn stock(model: &Model, memory: &Memory) -> Stock {
+    let mut model = Cow::Borrowed(model);
+    if model.host.limits.len() > 1 {
+        let limit = model.common_limit();
+        model.to_mut().aim(limit);
+    }
     let host = &model.host;
     let none = VmMemory::default();
     let spare = |vm: &VmModel| spare(model.at, vm, memory.vm(vm.id).unwrap_or(&none));
@@ -138,9 +145,10 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
         headroom: host.headroom,
         reserve: host.reserve,
         promised: host.promised + host.outstanding,
-        others: memory.others.highest() - model.others(),
+        others: memory.others_under(&host.bound).map_or(Bytes::ZERO, Recent::highest)
+            - model.others(),
         swap: host.offload_room.unwrap_or_default(),
-        vms: model.vms.iter().map(spare).collect(),
+        vms: model.vms.iter().filter(|vm| !vm.outside).map(spare).collect(),
     }
 }
 
@@ -259,7 +267,9 @@ pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
     let mut vms: Vec<&VmModel> = model
         .vms
         .iter()
-        .filter(|v| !v.paused && !matches!(v.standing, Standing::Off(_) | Standing::Unknown))
+        .filter(|v| {
+            !v.outside && !v.paused && !matches!(v.standing, Standing::Off(_) | Standing::Unknown)
+        })
         .collect();
     let size = |v: &VmModel| v.resident.unwrap_or_default();
     vms.sort_by(|a, b| {

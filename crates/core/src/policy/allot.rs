@@ -135,6 +135,18 @@ pub(super) struct Part {
     pub most: Option<Bytes>,
 }
 
+impl Part {
+    /// The smaller of each size.
+    pub(super) fn least(&self, other: &Part) -> Part {
+        Part {
+            keeps: self.keeps.min(other.keeps),
+            good: self.good.min(other.good),
+            soon: self.soon.min(other.soon),
+            most: self.most.into_iter().chain(other.most).min(),
+        }
+    }
+}
+
 /// What all are to have.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Allotment {
@@ -167,6 +179,8 @@ struct Claim<'a> {
     apart: Bytes,
     /// What it is to have in any case.
     least: Bytes,
+    /// More than this a limit inside of this one does not let it have.
+    most: Bytes,
     /// Nothing can be had of it.
     fixed: bool,
 }
@@ -175,7 +189,7 @@ impl Claim<'_> {
     /// The most that it needed within this time or will need in a moment, without a margin.
     fn needs(&self, at: Stamp, level: Level) -> Bytes {
         let peak = self.m.recent.peak(at, level.within_ms);
-        peak.max(self.g.soon()).max(self.least(level))
+        peak.max(self.g.soon()).min(self.most).max(self.least(level))
     }
 
     /// What it is to have in any case: of what it must have beyond its need the same share as
@@ -187,7 +201,7 @@ impl Claim<'_> {
 
     /// The size that it is to have.
     fn wants(&self, at: Stamp, level: Level) -> Bytes {
-        want(at, self.vm, self.g, self.m, level).max(self.least(level))
+        want(at, self.vm, self.g, self.m, level).min(self.most).max(self.least(level))
     }
 
     /// What the host will hold for it when it needs that, at the size that it has, beyond what the
@@ -212,8 +226,14 @@ impl Claim<'_> {
     }
 }
 
-/// Divides what the host has. `least`: what each VM is to have in any case.
-pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotment {
+/// Divides what the host has. `least`: what each VM is to have in any case; `most_of`: what a limit
+/// inside of this one lets it have.
+pub(super) fn allot(
+    model: &Model,
+    memory: &Memory,
+    least: &[Bytes],
+    most_of: &[Bytes],
+) -> Allotment {
     let none = VmMemory::default();
     let (at, host) = (model.at, &model.host);
     let claim = |index: usize| {
@@ -224,23 +244,24 @@ pub(super) fn allot(model: &Model, memory: &Memory, least: &[Bytes]) -> Allotmen
         let m = memory.vm(vm.id).unwrap_or(&none);
         let apart = g.need - held;
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
-        Some(Claim { index, vm, g, m, held, apart, least: least[index], fixed })
+        let (least, most) = (least[index], most_of[index]);
+        Some(Claim { index, vm, g, m, held, apart, least, most, fixed })
     };
     let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
-    let swap = host.limits.iter().map(|l| l.swap_left).min().unwrap_or_default();
+    let swap = host.swap_left();
     let (with_swap, without) = CACHE_PART;
     let swaps = swap >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let others = model.others();
+    let (others, lately) = (model.others(), memory.others_under(&host.bound));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
             more if more > 0.0 => least + (most - least) * more,
             less => least * (1.0 + less),
         };
-        keep_of(part) + (memory.others.peak(at, level.within_ms) - others)
+        keep_of(part) + (lately.map_or(others, |l| l.peak(at, level.within_ms)) - others)
     };
     let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.

@@ -5,14 +5,17 @@
 //! everything else when a guest shows distress or reboots, whatever the host's state (how
 //! much at once: `give.rs`); before it asks, when it has less than it needed lately; gently
 //! when the host has more than all are to have. Taking, when it has less, is `take.rs`'s.
+//! Where there are other limits than the machine's, each is "the host" in turn (`limits.rs`): a VM
+//! gives where any limit above it is short, and is given what all of them have.
 //! Where nobody waits for memory, one who was given some is not asked for a minute, and one
 //! who was asked is not given any for the host's sake.
 
 use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
-use crate::policy::allot::{Allotment, Level, Part, allot, want, weight};
+use crate::policy::allot::{Allotment, Level, Part, want, weight};
 use crate::policy::give::{Fund, Grant, Wish, grant};
+use crate::policy::limits::{View, below, least_parts};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
     CALM_STEP, Candidate, LEAST_STEP, Missing, base, brings_nothing, busy, idle, must, outdated,
@@ -49,58 +52,88 @@ pub struct Ballooned {
     pub missing: Bytes,
     /// What of it guests in distress wait for.
     pub deferred: Bytes,
-    /// What the host will have of it.
-    pub expected: Bytes,
+    /// What the host will have of each VM.
+    pub expected: Vec<Bytes>,
+    /// What was missing under each limit, in the order of [`View`].
+    pub under: Vec<Bytes>,
 }
 
-/// Decides. `above` is what the rungs above this one are expected to bring.
-pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: Bytes) -> Ballooned {
+/// Decides. `above` is what the rungs above this one are expected to bring of each VM.
+pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[Bytes]) -> Ballooned {
     let none = VmMemory::default();
     let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
     let mut verdicts: Vec<Option<Verdict>> =
         model.vms.iter().map(|vm| own_case(model, vm, of(vm))).collect();
     let least: Vec<Bytes> = model.vms.iter().map(|vm| least(model, vm, of(vm))).collect();
-    let allot = allot(model, memory, &least);
-    let deferred = relieve(model, memory, &allot, &mut verdicts);
+    let mut view = View::new(model);
+    let allots = view.allot(memory, &least);
+    let deferred = relieve(&mut view, model, memory, &allots, &mut verdicts);
     for request in requests {
         on_request(model, memory, request, &mut verdicts);
     }
-    let host = &model.host;
-    let lacks = |shortage| if host.stalls_elsewhere { Bytes::ZERO } else { shortage };
-    // What guests are not to be asked for is still missing: rungs below may have it.
-    let missing = deferred + lacks(allot.shortage.max(host.shortage));
-    let mut done = Ballooned { deferred, missing, ..Ballooned::default() };
-    let short = deferred + lacks(allot.shortage);
-    let asked = Missing {
-        all: short - above,
-        by_cache: (deferred + lacks(allot.cache_shortage)) - above,
-        deferred,
-    };
-    grow(model, memory, (true, surplus_outside(model)), &mut verdicts);
-    if short > Bytes::ZERO {
-        done.expected = take(model, memory, (asked, &allot), &mut verdicts);
-    } else if host.known {
-        grow(model, memory, (false, surplus(model, &allot)), &mut verdicts);
+    let mut done = Ballooned { expected: vec![Bytes::ZERO; model.vms.len()], ..Default::default() };
+    let mut surplus = Vec::new();
+    // Why one is not asked under one limit: it may be under the next.
+    let mut held: Vec<Option<String>> = vec![None; model.vms.len()];
+    for (n, limit) in view.order.clone().into_iter().enumerate() {
+        let (model, allot, deferred) = (view.under(limit), &allots[n], deferred[n]);
+        let host = &model.host;
+        let lacks = |shortage| if host.stalls_elsewhere { Bytes::ZERO } else { shortage };
+        // What guests are not to be asked for is still missing: rungs below may have it.
+        done.under.push(deferred + lacks(allot.shortage.max(host.shortage)));
+        let short = deferred + lacks(allot.shortage);
+        if short == Bytes::ZERO {
+            let spare = if host.known { surplus_of(model, allot) } else { Bytes::ZERO };
+            surplus.push((limit, spare));
+            continue;
+        }
+        surplus.push((limit, Bytes::ZERO));
+        let found = below(model, above) + below(model, &done.expected);
+        let asked = Missing {
+            all: short - found,
+            by_cache: (deferred + lacks(allot.cache_shortage)) - found,
+            deferred,
+        };
+        let open: Vec<usize> = (0..verdicts.len()).filter(|i| verdicts[*i].is_none()).collect();
+        let brings = take(model, memory, (asked, allot), &mut verdicts);
+        done.expected.iter_mut().zip(brings).for_each(|(all, one)| *all += one);
+        for i in open {
+            if let Some(Verdict::Hold(why)) = verdicts[i].take_if(|v| matches!(v, Verdict::Hold(_)))
+                && !model.vms[i].outside
+            {
+                held[i].get_or_insert(why);
+            }
+        }
     }
+    for (verdict, why) in verdicts.iter_mut().zip(held) {
+        *verdict = verdict.take().or(why.map(Verdict::Hold));
+    }
+    grow(model, memory, &surplus, &mut verdicts);
+    done.deferred = view.total(&deferred);
+    done.missing = view.total(&done.under);
     done.verdicts = verdicts
         .into_iter()
         .zip(&model.vms)
-        .map(|(v, vm)| v.unwrap_or_else(|| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allot))))
+        .map(|(v, vm)| {
+            v.unwrap_or_else(|| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allots)))
+        })
         .collect();
     done
 }
 
-fn nothing_to_do(model: &Model, vm: &VmModel, m: &VmMemory, allot: &Allotment) -> String {
+fn nothing_to_do(model: &Model, vm: &VmModel, m: &VmMemory, allots: &[Allotment]) -> String {
     if vm.standing != Standing::Ready {
         return vm.standing.why().to_string();
     }
-    match (model.host.state, vm.owed) {
-        (Pressure::Clear, Bytes(0)) => "host is clear, nothing is owed to it".into(),
-        (Pressure::Clear, owed) => format!("host is clear, {owed} of it are ballooned"),
+    let name = model.limit_of(vm).map_or("host", |l| l.name.as_str());
+    match (model.state_of(vm), vm.owed) {
+        (Pressure::Clear, Bytes(0)) => format!("{name} is clear, nothing is owed to it"),
+        (Pressure::Clear, owed) => format!("{name} is clear, {owed} of it are ballooned"),
         (state, owed) => brings_nothing(model, vm, m).unwrap_or_else(|| {
-            let seconds = allot.within_ms.div_ceil(1000);
+            let within_ms = allots.iter().map(|a| a.within_ms).min().unwrap_or_default();
+            let seconds = within_ms.div_ceil(1000);
             format!(
-                "host is {state}, {owed} of it are ballooned; it keeps what it needed in the \
+                "{name} is {state}, {owed} of it are ballooned; it keeps what it needed in the \
                  last {seconds} s"
             )
         }),
@@ -240,43 +273,47 @@ fn is_low(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> boo
     vm.standing == Standing::Ready && !m.ledger.suspect && m.reboot.is_none() && from + step < good
 }
 
-/// Grants what guests need; returns what they have to wait for.
+/// Grants what guests need, as far as each limit above them has it; returns what they have to wait
+/// for under each.
 fn relieve(
+    view: &mut View<'_>,
     model: &Model,
     memory: &Memory,
-    allot: &Allotment,
+    allots: &[Allotment],
     verdicts: &mut [Option<Verdict>],
-) -> Bytes {
+) -> Vec<Bytes> {
     let none = VmMemory::default();
     let of = |i: &usize| memory.vm(model.vms[*i].id).unwrap_or(&none);
+    let parts = least_parts(allots);
     let poor = (0..model.vms.len()).filter(|i| {
         let vm = &model.vms[*i];
         verdicts[*i].is_none()
-            && (is_poor(vm, of(i)) || is_low(model, vm, of(i), allot.parts[*i].as_ref()))
+            && (is_poor(vm, of(i)) || is_low(model, vm, of(i), parts[*i].as_ref()))
     });
-    let (inside, outside): (Vec<usize>, Vec<usize>) = poor.partition(|i| !model.vms[*i].outside);
-    let spoken_for = spoken_for(model);
-    let mut deferred = Bytes::ZERO;
-    let mut given = Bytes::ZERO;
-    for some in [inside, outside] {
-        let Some(first) = some.first() else { continue };
-        let mut fund = Fund::of(&model.host, &model.vms[*first]);
-        fund.spoken_for = spoken_for + given;
-        fund.outstanding += given;
-        fund.keep = allot.keep_by_cache;
-        let wishes: Vec<Wish> = some
-            .iter()
-            .map(|i| wish(model, &model.vms[*i], of(i), allot.parts[*i].as_ref()))
-            .collect();
-        for ((i, w), g) in some.iter().zip(&wishes).zip(grant(&fund, &wishes)) {
-            let vm = &model.vms[*i];
-            given += g.to - w.from;
-            // Others can only free what is under their own limit.
-            if !vm.outside {
-                deferred += g.deferred;
-            }
-            verdicts[*i] = Some(granted(vm, of(i), w, g));
+    let poor: Vec<usize> = poor.collect();
+    let wish = |i: &usize| wish(model, &model.vms[*i], of(i), parts[*i].as_ref());
+    let wishes: Vec<Wish> = poor.iter().map(wish).collect();
+    let mut left = wishes.clone();
+    let mut deferred = Vec::new();
+    for (limit, allot) in view.order.clone().into_iter().zip(allots) {
+        let model = view.under(limit);
+        let inside = |n: &usize| !model.vms[poor[*n]].outside;
+        let inside: Vec<usize> = (0..poor.len()).filter(inside).collect();
+        let asked: Vec<Wish> = inside.iter().map(|n| left[*n]).collect();
+        let fund = Fund {
+            spoken_for: spoken_for(model),
+            keep: allot.keep_by_cache,
+            ..Fund::of(&model.host)
+        };
+        let grants = grant(&fund, &asked);
+        deferred.push(grants.iter().map(|g| g.deferred).sum());
+        for (n, g) in inside.into_iter().zip(grants) {
+            left[n] = left[n].up_to(g.to);
         }
+    }
+    for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
+        let g = Grant { to: left.all, deferred: wish.well - left.all };
+        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, g));
     }
     deferred
 }
@@ -288,7 +325,7 @@ fn spoken_for(model: &Model) -> Bytes {
         (Some(g), Some(held)) => vm.outstanding.min(g.soon() - held),
         _ => vm.outstanding,
     };
-    model.vms.iter().map(of).sum()
+    model.vms.iter().filter(|vm| !vm.outside).map(of).sum()
 }
 
 fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
@@ -412,30 +449,29 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
 }
 
 /// What the host can give back.
-fn surplus(model: &Model, allot: &Allotment) -> Bytes {
+fn surplus_of(model: &Model, allot: &Allotment) -> Bytes {
     let host = &model.host;
     let kept = allot.keep.share(1.25) + allot.growth + host.outstanding;
     if allot.contended { Bytes::ZERO } else { host.headroom - kept }
 }
 
-/// What the machine can give back to VMs outside of the cgroup that is the tightest bound.
-fn surplus_outside(model: &Model) -> Bytes {
-    let host = &model.host;
-    let machine = host.limits.first().filter(|_| host.limits.len() > 1);
-    machine.map_or(Bytes::ZERO, |l| l.headroom - l.reserve.share(1.25) - host.outstanding)
-}
-
-/// Gives back what there is to spare to the VMs outside of the tightest bound, or to those in
-/// it: first to those that are tight, then where the price of memory is lowest.
+/// Gives back what there is to spare under all limits above a VM: first to those that are tight,
+/// then where the price of memory is lowest.
 fn grow(
     model: &Model,
     memory: &Memory,
-    (outside, surplus): (bool, Bytes),
+    surplus: &[(usize, Bytes)],
     verdicts: &mut [Option<Verdict>],
 ) {
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
-    let mut left = surplus.min(surplus.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
-    let open = |i: &usize| verdicts[*i].is_none() && model.vms[*i].outside == outside;
+    let gift = |s: &Bytes| (*s).min(s.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
+    let mut left: Vec<Bytes> = surplus.iter().map(|(_, s)| gift(s)).collect();
+    if !model.host.known {
+        return;
+    }
+    let limits = &model.host.limits;
+    let is_above = |n: usize, vm: &VmModel| limits.get(surplus[n].0).is_none_or(|l| vm.is_below(l));
+    let open = |i: &usize| verdicts[*i].is_none();
     let tight = |vm: &VmModel| vm.guest.is_some_and(|g| g.available < g.buffer);
     // As memory is taken where the price is highest, it is given where it is lowest.
     let price = |vm: &VmModel| match (vm.guest.as_ref(), vm.actual) {
@@ -461,7 +497,9 @@ fn grow(
         if room == Bytes::ZERO {
             continue;
         }
-        if left < LEAST_STEP {
+        let above = || (0..left.len()).filter(|n| is_above(*n, vm));
+        let least = above().map(|n| left[n]).min().unwrap_or_default();
+        if least < LEAST_STEP {
             verdicts[i] = Some(Verdict::Hold(format!(
                 "{} ballooned; the host gives back slowly, others first",
                 vm.owed
@@ -482,8 +520,11 @@ fn grow(
             )));
             continue;
         }
-        let gift = room.min(left);
-        left = left - gift;
+        let gift = room.min(least);
+        let surplus = above().map(|n| surplus[n].1).min().unwrap_or_default();
+        for n in above().collect::<Vec<_>>() {
+            left[n] = left[n] - gift;
+        }
         let to = round_up(actual + gift).min(vm.whole).min(vm.ceiling);
         verdicts[i] = Some(Verdict::Set { to, reason: Reason::HostClear { surplus } });
     }

@@ -14,7 +14,7 @@
 //! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
 //! most, where others want some too.
 
-use crate::model::{HostModel, Pressure, VmModel};
+use crate::model::{HostModel, Pressure};
 use crate::units::Bytes;
 
 /// What share of the reserve comfort does not touch: the mark of critical.
@@ -42,6 +42,17 @@ pub struct Wish {
     /// All that it may have.
     pub all: Bytes,
     pub weight: f64,
+}
+
+impl Wish {
+    /// The same as far as a size.
+    pub fn up_to(self, most: Bytes) -> Wish {
+        let Wish { from, weight, .. } = self;
+        let [bare, urgent, well, comfort, good, all] =
+            [self.bare, self.urgent, self.well, self.comfort, self.good, self.all]
+                .map(|size| size.min(most));
+        Wish { from, bare, urgent, well, comfort, good, all, weight }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -72,14 +83,13 @@ pub struct Fund {
 }
 
 impl Fund {
-    /// What there is for this VM and all others under the same limits.
-    pub fn of(host: &HostModel, vm: &VmModel) -> Fund {
-        let limits = || host.limits.iter().filter(|l| vm.is_below(l));
-        let tightest = limits().min_by_key(|l| (l.headroom, l.reserve));
+    /// What there is for the VMs below the limit that is shown as the host.
+    pub fn of(host: &HostModel) -> Fund {
+        let limit = host.limit();
         Fund {
-            headroom: tightest.map(|l| l.headroom),
-            swap_left: limits().map(|l| l.swap_left).min().unwrap_or_default(),
-            reserve: tightest.map_or(host.reserve, |l| l.reserve),
+            headroom: limit.map(|l| l.headroom),
+            swap_left: host.swap_left(),
+            reserve: limit.map_or(host.reserve, |l| l.reserve),
             outstanding: host.outstanding,
             spoken_for: host.outstanding,
             keep: Bytes::ZERO,

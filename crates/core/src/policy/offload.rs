@@ -65,7 +65,7 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
         .filter_map(|vm| {
             let m = memory.vm(vm.id)?;
             let quiet_ms = coldness(model, vm, m)?;
-            Some((quiet_ms, vm, spare(vm)))
+            Some((quiet_ms, vm, spare(vm).min(vm.swap_left.unwrap_or(room))))
         })
         .collect();
     cold.sort_by_key(|(quiet, vm, _)| (u64::MAX - quiet, vm.id));
@@ -97,6 +97,7 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     let paused = vm.paused;
     let reachable = vm.standing == Standing::Ready || vm.beyond_balloon || paused;
     if !vm.managed
+        || vm.outside
         || vm.hands_off.is_some()
         || !reachable
         || vm.pinned.is_some()

@@ -73,7 +73,6 @@ fn manner(state: Pressure) -> Manner {
 
 /// What to ask of which agent; VMs without a usable map are left out.
 pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<RecycleOrder> {
-    let manner = manner(model.host.state);
     let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
     let mut of = |vm: &VmModel| {
         let agent = usable(vm)?;
@@ -87,7 +86,7 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
             return on_request(vm, agent, &mut asked[i]);
         }
         let remembered = memory.vm(vm.id).map(|m| m.recycle).unwrap_or_default();
-        one(model, vm, agent, &remembered, &manner)
+        one(model, vm, agent, &remembered, &manner(model.state_of(vm)))
     };
     model.vms.iter().filter_map(&mut of).collect()
 }
@@ -150,7 +149,7 @@ fn one(
         marked,
     };
     if manner.period_ms == 0 {
-        let why = format!("host {}: all of {held} at once", model.host.state);
+        let why = format!("host {}: all of {held} at once", model.state_of(vm));
         return (want >= LEAST).then(|| order(Some(job(false)), false, why)).flatten();
     }
     let half = manner.period_ms / 2;

@@ -72,13 +72,13 @@ pub(super) struct Missing {
 }
 
 /// Collects what is missing from those that have more than they are to keep; what the host can
-/// expect of it.
+/// expect of each.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
     (missing, allot): (Missing, &Allotment),
     verdicts: &mut [Option<Verdict>],
-) -> Bytes {
+) -> Vec<Bytes> {
     let deferred = missing.deferred;
     let state = model.host.state.max(Pressure::Soft);
     let none = VmMemory::default();
@@ -86,6 +86,7 @@ pub(super) fn take(
     let arriving: Bytes = model
         .vms
         .iter()
+        .filter(|v| !v.outside)
         .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
         .sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
@@ -121,7 +122,7 @@ pub(super) fn take(
     for c in candidates {
         asked[c.index].take(&c);
     }
-    let mut expected = Bytes::ZERO;
+    let mut expected = vec![Bytes::ZERO; model.vms.len()];
     for (index, a) in asked.into_iter().enumerate() {
         if verdicts[index].is_some() {
             continue;
@@ -130,9 +131,11 @@ pub(super) fn take(
         verdicts[index] = Some(if a.share < Bytes::mib(1) || to >= a.base {
             Verdict::Hold(a.why)
         } else {
-            expected += a.yields;
+            expected[index] = a.yields;
             let shortage = model.host.shortage.max(missing.all);
-            let reason = Reason::HostShort { state, shortage, waits: deferred, idle: a.idle };
+            let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
+            let (waits, idle) = (deferred, a.idle);
+            let reason = Reason::HostShort { state, shortage, waits, idle, limit };
             Verdict::Set { to, reason }
         });
     }

@@ -95,6 +95,9 @@ fn held(vm: &VmModel) -> Bytes {
 fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a VmModel> {
     let found = |vm: &VmModel| vm.merge.as_ref().and_then(|m| m.sample.found).map(|f| f.zeros);
     let due = |vm: &&&VmModel| {
+        if model.state_of(vm) < Pressure::Soft {
+            return false;
+        }
         let rest = memory.vm(vm.id).and_then(|m| m.zeros.rest_until);
         let none = found(vm).is_some_and(|pages| pages < LEAST.0 / PAGE / 8);
         rest.is_none_or(|until| until <= model.at) && !none

@@ -34,6 +34,9 @@ pub struct HostSample {
     /// The memory cgroup with a limit that all managed VMs share, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
+    /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are bound.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bounds: Vec<Pool>,
     /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file
     /// (v2) and is not the whole machine; limited or not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -157,12 +160,16 @@ pub struct ZfsArc {
     pub min: Bytes,
 }
 
-/// A memory cgroup with a limit, v1 or v2.
+/// A memory cgroup with a limit, v1 or v2; or NUMA nodes that VMs are bound to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Pool {
-    /// Its path below the cgroup mount, e.g. `/machine.slice`.
+    /// Its path below the cgroup mount, e.g. `/machine.slice`; or `node 0`, `nodes 0-1`.
     pub path: String,
-    /// `memory.max`, `memory.high` or `memory.limit_in_bytes` (the tightest on the way up).
+    /// The nodes; empty for a cgroup.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<u32>,
+    /// `memory.max`, `memory.high` (the smaller) or `memory.limit_in_bytes`; [`Pool::NO_LIMIT`]
+    /// where only swap is limited.
     pub limit: Bytes,
     /// `memory.current` or `memory.usage_in_bytes`.
     pub usage: Bytes,
@@ -173,14 +180,19 @@ pub struct Pool {
     pub anon: Bytes,
     /// Swap used by the subtree, where the kernel accounts it.
     pub swap: Option<Bytes>,
-    /// Swap that the subtree may still use by its own limit and those above it; `None`:
-    /// no limit, or not accounted.
+    /// Swap that the subtree may still use by its own limit, and of the pool by those above it;
+    /// `None`: no limit, or not accounted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub swap_left: Option<Bytes>,
     /// `oom_kill` events in the subtree.
     pub oom_kills: Option<u64>,
     /// `memory.pressure` of a v2 cgroup.
     pub psi: Option<Psi>,
+}
+
+impl Pool {
+    /// The limit of a cgroup that limits swap only.
+    pub const NO_LIMIT: Bytes = Bytes(1 << 62);
 }
 
 /// How this kernel lets go of pages of zeros of a process without merging them.

@@ -70,6 +70,9 @@ pub struct VmSample {
     /// Memory cgroup path, e.g. `/machine.slice/vm1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
+    /// The NUMA nodes that its memory is bound to; empty: it may be on all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<u32>,
     /// Whether QMP can be used.
     pub link: Link,
     /// The QMP socket over which it was heard.

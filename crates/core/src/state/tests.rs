@@ -74,7 +74,8 @@ fn act(memory: &mut Memory, sample: &Sample, order: Option<(u64, u64, Reason)>) 
 }
 
 fn short(state: Pressure) -> Reason {
-    Reason::HostShort { state, shortage: Bytes::ZERO, waits: Bytes::ZERO, idle: Bytes::ZERO }
+    let none = Bytes::ZERO;
+    Reason::HostShort { state, shortage: none, waits: none, idle: none, limit: None }
 }
 
 fn only(model: &Model) -> &VmModel {

@@ -3,10 +3,12 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::path::Path;
+
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{
-    BalloonSample, GuestStats, HostSample, Link, Meminfo, ProcessMemory, RunState, Sample, VmId,
-    VmSample,
+    BalloonSample, GuestStats, HostSample, Link, Meminfo, Pool, ProcessMemory, RunState, Sample,
+    VmId, VmSample,
 };
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
@@ -27,6 +29,8 @@ pub struct Guest {
     pub touch: u64,
     /// Orders to it fail.
     pub fails: bool,
+    pub cgroup: Option<String>,
+    pub nodes: Vec<u32>,
 }
 
 impl Guest {
@@ -43,7 +47,14 @@ impl Guest {
             speed: 1 << 30,
             touch: 4 << 30,
             fails: false,
+            cgroup: None,
+            nodes: Vec::new(),
         }
+    }
+
+    /// The same in this cgroup.
+    pub fn within(self, cgroup: &str) -> Guest {
+        Guest { cgroup: Some(cgroup.into()), ..self }
     }
 
     /// The same with a balloon that holds so many GiB.
@@ -73,6 +84,8 @@ pub struct Toy {
     /// What others than the guests use.
     pub others: Bytes,
     pub guests: Vec<Guest>,
+    /// Other limits than the machine's; what is held there is counted.
+    pub limits: Vec<Pool>,
     pub now: u64,
     /// Looking takes so long, ms.
     pub look_ms: u64,
@@ -82,11 +95,21 @@ pub struct Toy {
 impl Toy {
     pub fn new(total: u64, others: u64, guests: Vec<Guest>) -> Toy {
         let (total, others) = (Bytes::gib(total), Bytes::gib(others));
-        Toy { total, others, guests, now: 1_000_000, look_ms: 0, until: u64::MAX }
+        let limits = Vec::new();
+        Toy { total, others, guests, limits, now: 1_000_000, look_ms: 0, until: u64::MAX }
     }
 
     pub fn available(&self) -> Bytes {
         self.total - self.others - self.guests.iter().map(|g| g.resident).sum()
+    }
+
+    /// What the guests below a limit hold.
+    pub fn held(&self, limit: &Pool) -> Bytes {
+        let below = |g: &&Guest| match &limit.nodes[..] {
+            [] => g.cgroup.as_ref().is_some_and(|c| Path::new(c).starts_with(&limit.path)),
+            nodes => !g.nodes.is_empty() && g.nodes.iter().all(|n| nodes.contains(n)),
+        };
+        self.guests.iter().filter(below).map(|g| g.resident).sum()
     }
 
     /// What an earlier daemon had taken: every guest is owed its RAM.
@@ -118,6 +141,8 @@ impl Toy {
             id: id(i),
             name: format!("vm{i}"),
             ram: Some(g.ram),
+            cgroup: g.cgroup.clone(),
+            nodes: g.nodes.clone(),
             process: Some(ProcessMemory { anon: g.resident, ..ProcessMemory::default() }),
             link: Link::Up,
             run: Some(RunState::Running),
@@ -149,7 +174,15 @@ impl Host for Toy {
         let sample = Sample {
             at: Stamp(self.now),
             wall_ms: self.now,
-            host: HostSample { memory: Some(memory), ..HostSample::default() },
+            host: HostSample {
+                memory: Some(memory),
+                bounds: self
+                    .limits
+                    .iter()
+                    .map(|l| Pool { usage: l.usage + self.held(l), ..l.clone() })
+                    .collect(),
+                ..HostSample::default()
+            },
             vms: (0..self.guests.len()).map(|i| self.vm(i)).collect(),
             ended: Vec::new(),
             problems: Vec::new(),

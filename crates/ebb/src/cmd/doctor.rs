@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ebb_core::config::Config;
-use ebb_core::model::Model;
+use ebb_core::model::{Limit, Model};
 use ebb_core::sample::{HostSample, Problem, Sample, VmSample};
 use ebb_core::state::Memory;
 use ebb_host::libvirt::metadata::METADATA;
@@ -23,7 +23,9 @@ use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::root::Root;
 use serde::Serialize;
 
-use self::host::{controllers, host_checks, khugepaged_checks, neighbours, zeros_check};
+use self::host::{
+    controllers, host_checks, khugepaged_checks, limit_checks, neighbours, zeros_check,
+};
 use self::vm::{backing_check, vm_checks};
 
 use crate::advice;
@@ -76,7 +78,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
-    let (sample, warnings) = if daemon_client::is_up(&config.socket) {
+    let (sample, warnings, limits) = if daemon_client::is_up(&config.socket) {
         checks.push(check(
             "host",
             "daemon",
@@ -85,15 +87,16 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
             "",
         ));
         let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
-        (sample_of(&state, &root, &scan.found)?, state.host.warnings)
+        (sample_of(&state, &root, &scan.found)?, state.host.warnings, state.host.limits)
     } else {
         let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
         let sample = look(config)?;
-        let warnings = warnings(config, &sample);
-        (sample, warnings)
+        let (warnings, limits) = warnings(config, &sample);
+        (sample, warnings, limits)
     };
     checks.extend(host_checks(&sample.host));
+    checks.extend(limit_checks(&limits));
     checks.extend(warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
     checks.extend(controllers(&root));
     checks.extend(neighbours(config, &root));
@@ -135,8 +138,8 @@ fn look(config: &Config) -> Result<Sample> {
     Ok(host.sample())
 }
 
-/// What a daemon would warn of.
-fn warnings(config: &Config, sample: &Sample) -> Vec<String> {
+/// What a daemon would warn of, and the limits that it would see.
+fn warnings(config: &Config, sample: &Sample) -> (Vec<String>, Vec<Limit>) {
     let mut memory = Memory::default();
     memory.observe(sample);
     let host = Model::new(config, sample, &memory).host;
@@ -144,7 +147,7 @@ fn warnings(config: &Config, sample: &Sample) -> Vec<String> {
     let unmet = config.vms.keys().filter(|name| !met.contains(*name));
     let unmet = advice::unmet_sections(config, unmet.map(String::as_str));
     let own = advice::cut_reserve(config, &host).into_iter().chain(unmet);
-    own.chain(host.warnings).collect()
+    (own.chain(host.warnings).collect(), host.limits)
 }
 
 /// What the daemon knows, in the form of a sample: only what the checks need.
@@ -266,7 +269,7 @@ mod tests {
         };
         let host = HostSample { memory: Some(memory), ..HostSample::default() };
         let vms = vec![ballooned(true, None)];
-        let said = warnings(&config, &Sample { host, vms, ..Sample::default() });
+        let (said, _) = warnings(&config, &Sample { host, vms, ..Sample::default() });
         assert_eq!(said.len(), 2, "{said:?}");
         assert!(
             said[0].starts_with("host.reserve = 9 GiB is more than half of 10 GiB"),

@@ -1,9 +1,10 @@
 //! `ebb status`: host and VMs on one screen.
 
 use anyhow::Result;
-use ebb_core::model::Progress;
+use ebb_core::model::{Limit, Progress};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{Link, RunState};
+use ebb_core::units::Bytes;
 
 use serde_json::Value;
 
@@ -38,6 +39,7 @@ pub fn text(state: &State) -> String {
         h.resident,
         h.promised
     );
+    out += &limits(&h.limits);
     if let Some(k) = h.ksm.filter(|k| k.saved_now().0 > 0 || h.merge.is_some()) {
         let profit = k.profit_now().map_or(String::new(), |p| format!(", {} profit", signed(p)));
         let merge = h.merge.as_ref().map_or(String::new(), |m| format!("; {}", m.why));
@@ -73,7 +75,7 @@ pub fn text(state: &State) -> String {
             let mut row = vec![vm.name.clone(), vm.tier.clone()];
             row.extend(fields.iter().map(|f| match (f.unit, (f.get)(vm)) {
                 (_, None) => "-".into(),
-                (Unit::Bytes, Some(v)) => ebb_core::units::Bytes(v as u64).to_string(),
+                (Unit::Bytes, Some(v)) => Bytes(v as u64).to_string(),
                 (_, Some(v)) => v.to_string(),
             }));
             row.push(state_words(vm));
@@ -88,6 +90,33 @@ pub fn text(state: &State) -> String {
     out + &problems(state)
 }
 
+/// Limits shown at once.
+const LIMITS: usize = 5;
+
+/// Where there are others than the machine's: each with its state, the worst first.
+fn limits(limits: &[Limit]) -> String {
+    if limits.len() < 2 {
+        return String::new();
+    }
+    let mut worst: Vec<&Limit> = limits.iter().collect();
+    worst.sort_by_key(|l| std::cmp::Reverse(l.state));
+    let line = |l: &&Limit| {
+        let vms = if l.vms == 1 { "1 VM".to_owned() } else { format!("{} VMs", l.vms) };
+        let (name, state) = (&l.name, l.state);
+        let lacks = match l.shortage {
+            Bytes(0) => String::new(),
+            lacks => format!(", lacks {lacks}"),
+        };
+        format!("     limit {name}, {vms}: {state}, {} of {} left{lacks}\n", l.headroom, l.capacity)
+    };
+    let more = match worst.len().saturating_sub(LIMITS) {
+        0 => String::new(),
+        n => format!("     and {n} more limits (`ebb status --json`)\n"),
+    };
+    worst.iter().take(LIMITS).map(line).collect::<String>() + &more
+}
+
+/// Problems shown at once.
 const PROBLEMS: usize = 10;
 
 fn problems(state: &State) -> String {
@@ -130,7 +159,7 @@ pub fn progress(vm: &Vm) -> Option<String> {
     let to = c.target.map_or(String::new(), |t| format!(" to {t}"));
     let speed = match (c.target, c.eta_ms) {
         (Some(_), Some(ms)) => {
-            let rate = ebb_core::units::Bytes(c.rate as u64);
+            let rate = Bytes(c.rate as u64);
             format!(" at {rate}/s, {:.0} s left", (ms as f64 / 1000.0).ceil())
         }
         _ => String::new(),
@@ -141,8 +170,8 @@ pub fn progress(vm: &Vm) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::model::Pressure;
     use ebb_core::sample::Ksm;
-    use ebb_core::units::Bytes;
 
     #[test]
     fn problems_are_shown_with_their_vms_and_the_rest_is_counted() {
@@ -167,6 +196,28 @@ mod tests {
             text(&state(12))
                 .ends_with("vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n")
         );
+    }
+
+    #[test]
+    fn limits_are_shown_the_worst_first_where_there_are_several() {
+        let limit = |name: &str, state, lacks, vms| Limit {
+            name: name.into(),
+            state,
+            headroom: Bytes::mib(100),
+            capacity: Bytes::gib(1),
+            shortage: Bytes::mib(lacks),
+            vms,
+            ..Limit::default()
+        };
+        let mut state = State::default();
+        state.host.limits = vec![limit("host", Pressure::Clear, 0, 3)];
+        assert!(!text(&state).contains("limit"), "{}", text(&state));
+        state.host.limits.push(limit("/t/a", Pressure::Hard, 40, 1));
+        let lines = "     limit /t/a, 1 VM: hard, 100 MiB of 1 GiB left, lacks 40 MiB\n     \
+                     limit host, 3 VMs: clear, 100 MiB of 1 GiB left\n";
+        assert!(text(&state).contains(lines), "{}", text(&state));
+        state.host.limits.extend(vec![limit("/b", Pressure::Clear, 0, 1); 5]);
+        assert!(text(&state).contains("     and 2 more limits (`ebb status --json`)\n"));
     }
 
     #[test]

@@ -33,7 +33,11 @@ impl State {
     /// The view of a tick. `daemon` is filled by the caller.
     pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
         let (samples, done) = (&tick.sample.vms, Done::of(tick));
-        let vm = |(m, s): (&VmModel, &VmSample)| Vm::new(m, s, tick, &done, memory.vm(m.id));
+        let several = model.host.limits.len() > 1;
+        let vm = |(m, s): (&VmModel, &VmSample)| Vm {
+            bound: model.limit_of(m).filter(|_| several).map(|l| l.name.clone()),
+            ..Vm::new(m, s, tick, &done, memory.vm(m.id))
+        };
         let vms: Vec<Vm> = model.vms.iter().zip(samples).map(vm).collect();
         State {
             wall_ms: tick.sample.wall_ms,

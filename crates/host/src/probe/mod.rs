@@ -9,6 +9,7 @@ pub mod managers;
 pub mod mappers;
 pub mod maps;
 pub mod meminfo;
+pub mod numa;
 pub mod process;
 pub mod psi;
 pub mod qemu;

@@ -61,6 +61,26 @@ impl MemoryCgroup {
         Ok(cgroup)
     }
 
+    /// One below it, with a limit of its own; it goes when the arena is left.
+    pub fn child(&self, name: &str, budget: Bytes) -> Result<MemoryCgroup, LabError> {
+        if self.version == 2 {
+            write(&self.dir.join("cgroup.subtree_control"), "+memory")?;
+        }
+        let dir = self.dir.join(name);
+        fs::create_dir(&dir).map_err(LabError::file(&dir))?;
+        let cgroup = MemoryCgroup { dir, version: self.version };
+        cgroup.resize(budget)?;
+        Ok(cgroup)
+    }
+
+    /// Processes that the kernel has killed in it for want of memory.
+    pub fn oom_kills(&self) -> u64 {
+        let file = if self.version == 1 { "memory.oom_control" } else { "memory.events" };
+        let text = fs::read_to_string(self.dir.join(file)).unwrap_or_default();
+        let kills = text.lines().find_map(|l| l.strip_prefix("oom_kill "));
+        kills.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    }
+
     /// Sets its limit; what does not fit into a smaller one is swapped out.
     pub fn resize(&self, budget: Bytes) -> Result<(), LabError> {
         let limit = if self.version == 1 { "memory.limit_in_bytes" } else { "memory.max" };

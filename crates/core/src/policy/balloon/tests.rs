@@ -33,7 +33,7 @@ fn host(state: Pressure, shortage: u64, surplus: u64) -> HostModel {
 fn limited(host: HostModel, headroom: u64, reserve: u64) -> HostModel {
     let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
     let name = "host".to_string();
-    let limit = Limit { name, headroom, reserve, swap_left: Bytes::gib(1) };
+    let limit = Limit { name, headroom, reserve, swap_left: Bytes::gib(1), ..Limit::default() };
     HostModel { headroom, reserve, limits: vec![limit], ..host }
 }
 
@@ -70,7 +70,7 @@ fn vm(pid: u32, actual: u64, available: u64) -> VmModel {
 fn decide(host: HostModel, vms: Vec<VmModel>, remembered: Vec<VmMemory>) -> Vec<Verdict> {
     let model = Model { at: NOW, dt_ms: 1000, host, vms };
     let memory = Memory { vms: remembered, ..Memory::default() };
-    balloon(&model, &memory, &[], Bytes::ZERO).verdicts
+    balloon(&model, &memory, &[], &[]).verdicts
 }
 
 fn remembered(pid: u32) -> VmMemory {

@@ -3,7 +3,10 @@
 //!
 //! A check of something on the host is added here; it looks and changes nothing.
 
+use std::cmp::Reverse;
+
 use ebb_core::config::{Config, MergeMode};
+use ebb_core::model::{Limit, Pressure};
 use ebb_core::sample::HostSample;
 use ebb_core::units::Bytes;
 use ebb_host::act::zeros;
@@ -123,9 +126,7 @@ pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
             format!("{} of {} used in {}", p.usage, p.limit, p.path),
             "",
         ),
-        None => {
-            add("VMs' cgroup", Verdict::Note, "no common limit: the whole host counts".into(), "")
-        }
+        None => add("VMs' cgroup", Verdict::Note, "no limit that most VMs are under".into(), ""),
     }
     if let Some(arc) = host.zfs_arc {
         add(
@@ -136,6 +137,27 @@ pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
         );
     }
     checks
+}
+
+/// Limits named, the worst first.
+const LIMITS: usize = 10;
+
+/// The limits that bound VMs, beside the machine itself.
+pub(super) fn limit_checks(limits: &[Limit]) -> Vec<Check> {
+    let mut worst: Vec<&Limit> = limits.iter().filter(|l| !l.is_host()).collect();
+    worst.sort_by_key(|l| Reverse(l.state));
+    let one = |l: &&Limit| {
+        let found = format!(
+            "{} is {}: {} of {} left for {} VMs",
+            l.name, l.state, l.headroom, l.capacity, l.vms
+        );
+        let (verdict, advice) = match l.state {
+            Pressure::Clear => (Verdict::Good, ""),
+            _ => (Verdict::Note, "these VMs give memory first; raise the limit if it is too low"),
+        };
+        check("host", "limit", verdict, found, advice)
+    };
+    worst.iter().take(LIMITS).map(one).collect()
 }
 
 /// What the kernel's maker of huge pages undoes. Ebb changes it only where it is told to

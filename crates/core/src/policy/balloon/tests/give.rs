@@ -68,7 +68,7 @@ fn what_headroom_does_not_cover_waits_until_others_have_freed_it() {
         let h = limited(host(Pressure::Clear, 0, 0), headroom, 400);
         let model =
             Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
-        balloon(&model, &Memory::default(), &[], Bytes::ZERO)
+        balloon(&model, &Memory::default(), &[], &[])
     };
     let none = at(0);
     assert_eq!(size(&none.verdicts[0]), Some(464), "kept from harm at once, by swap");
@@ -196,14 +196,20 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
         name: name.into(),
         headroom: Bytes::mib(headroom),
         reserve: Bytes::mib(reserve),
-        swap_left: Bytes::ZERO,
+        ..Limit::default()
     };
     let ask = |machine| {
+        let pool = Limit {
+            state: Pressure::Soft,
+            shortage: Bytes::mib(400),
+            vms: 1,
+            ..limit("/pool", 600, 1_000)
+        };
         let full = HostModel {
             bound: "/pool".into(),
             headroom: Bytes::mib(600),
             reserve: Bytes::mib(1000),
-            limits: vec![limit("host", machine, 2_000), limit("/pool", 600, 1_000)],
+            limits: vec![limit("host", machine, 2_000), pool],
             ..host(Pressure::Soft, 400, 0)
         };
         let one = VmModel { outside: true, cgroup: Some("/other".into()), ..vm(1, 400, 300) };

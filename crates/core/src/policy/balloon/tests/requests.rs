@@ -8,7 +8,7 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
         let host = host(Pressure::Clear, 0, 0);
         let model =
             Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624), vm(2, 1024, 224)] };
-        let verdicts = balloon(&model, &Memory::default(), &[request], Bytes::ZERO).verdicts;
+        let verdicts = balloon(&model, &Memory::default(), &[request], &[]).verdicts;
         (size(&verdicts[0]), size(&verdicts[1]))
     };
     assert_eq!(ask(Reclaim::default()), (Some(480), Some(880)), "need and a full buffer stay");
@@ -24,7 +24,7 @@ fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
     let host = host(Pressure::Clear, 0, 2000);
     let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
     let memory = Memory { vms: vec![m], ..Memory::default() };
-    let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+    let done = balloon(&model, &memory, &[Reclaim::default()], &[]);
     assert_eq!(size(&done.verdicts[0]), Some(400 + 80), "its need and its buffer stay");
 }
 
@@ -55,6 +55,6 @@ fn a_request_takes_nothing_by_old_words() {
     let mut one = vm(1, 1024, 624);
     one.guest.as_mut().unwrap().age_ms = 4_000;
     let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
-    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], &[]).verdicts;
     assert_eq!(size(&v[0]), None);
 }

@@ -10,7 +10,7 @@ fn who_brings_nothing_is_not_asked() {
     assert_eq!((size(&v[0]), size(&v[1])), (None, Some(624)), "nothing is expected of it");
     assert_eq!(v[0], Verdict::Hold("ballooning it frees nothing: a VFIO device pins it".into()));
     let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vms() };
-    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], Bytes::ZERO).verdicts;
+    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], &[]).verdicts;
     assert!(size(&v[0]).is_none() && size(&v[1]).is_some(), "nor by the operator");
     let yields = Yields { barren_until: Some(NOW.plus(120_000)), ..Yields::default() };
     let m = VmMemory { yields, ..remembered(1) };
@@ -32,7 +32,7 @@ fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved()
         let host = host(Pressure::Clear, 0, 2048);
         let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
         let memory = Memory { vms: vec![m], ..Memory::default() };
-        let done = balloon(&model, &memory, &[Reclaim::default()], Bytes::ZERO);
+        let done = balloon(&model, &memory, &[Reclaim::default()], &[]);
         size(&done.verdicts[0]).unwrap()
     };
     assert!(reclaim(0) < 600 && reclaim(300) == 700, "{} {}", reclaim(0), reclaim(300));
@@ -230,7 +230,7 @@ fn what_others_than_vms_used_lately_counts_as_a_guests_peak_does() {
         let host = HostModel { capacity: Bytes::mib(500 + 700 + 100), ..host };
         let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
         let memory = Memory { vms: vec![m], others: needed(peak, 60_000), ..Memory::default() };
-        taken(&balloon(&model, &memory, &[], Bytes::ZERO).verdicts, 0)
+        taken(&balloon(&model, &memory, &[], &[]).verdicts, 0)
     };
     assert_eq!(ask(100), 0);
     assert!(ask(500) > 0, "400 more than now");
@@ -279,7 +279,7 @@ fn rungs_above_are_waited_for() {
             host: host(Pressure::Critical, 200, 0),
             vms: vec![vm(1, 1024, 900)],
         };
-        taken(&balloon(&model, &Memory::default(), &[], Bytes::mib(above)).verdicts, 0)
+        taken(&balloon(&model, &Memory::default(), &[], &[Bytes::mib(above)]).verdicts, 0)
     };
     assert_eq!((v(0), v(150), v(300)), (200, 50, 0));
 }

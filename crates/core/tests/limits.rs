@@ -1,0 +1,323 @@
+//! Several limits on memory at once: cgroups in cgroups, and NUMA nodes.
+
+mod common;
+
+use common::{Guest, Toy};
+use ebb_core::config::Config;
+use ebb_core::model::{Model, Pressure};
+use ebb_core::sample::Pool;
+use ebb_core::tick::{Engine, Host, Tick, Wake};
+use ebb_core::units::Bytes;
+
+const GIB: u64 = 1 << 30;
+
+fn limit(path: &str, limit_gib: f64, others_gib: f64) -> Pool {
+    let bytes = |gib: f64| Bytes((gib * GIB as f64) as u64);
+    Pool { path: path.into(), limit: bytes(limit_gib), usage: bytes(others_gib), ..Pool::default() }
+}
+
+/// A host of 64 GiB, of which 4 are others', and these limits.
+fn host(limits: Vec<Pool>, guests: Vec<Guest>) -> Toy {
+    Toy { limits, ..Toy::new(64, 4, guests) }
+}
+
+/// Runs so long; all ticks, and the last model. No guest is left with less than it uses, and
+/// orders keep the law of floors.
+fn run(host: &mut Toy, engine: &mut Engine, seconds: u64) -> (Vec<Tick>, Model) {
+    let end = host.now + seconds * 1000;
+    let mut ticks = Vec::new();
+    loop {
+        let (tick, model) = engine.step(host);
+        ticks.push(tick);
+        if host.wait(&engine.next(&model)) == Wake::Stop || host.now >= end {
+            return (ticks, model);
+        }
+    }
+}
+
+fn engine() -> Engine {
+    Engine::new(Config::default(), false)
+}
+
+fn balloons(host: &Toy) -> Vec<f64> {
+    host.guests.iter().map(|g| (g.ram - g.actual).0 as f64 / GIB as f64).collect()
+}
+
+/// A tenant with 7 GiB for two VMs of 4 GiB that use one each; another with enough; one beside.
+fn tenants() -> Toy {
+    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
+    host(
+        vec![limit("/t/a", 7.0, 0.0), limit("/t/b", 20.0, 0.0)],
+        vec![guest("/t/a/1"), guest("/t/a/2"), guest("/t/b/1"), guest("/t/b/2"), guest("/c")],
+    )
+}
+
+#[test]
+fn only_vms_below_the_limit_that_is_short_give() {
+    let (mut host, mut engine) = (tenants(), engine());
+    let (ticks, model) = run(&mut host, &mut engine, 30);
+    let [a1, a2, b1, b2, c] = balloons(&host)[..] else { panic!() };
+    assert!(a1 + a2 > 1.5 && (a1 > 0.5 || a2 > 0.5), "1 and a reserve: {a1} {a2}");
+    assert_eq!((b1, b2, c), (0.0, 0.0, 0.0));
+    let held = host.held(&host.limits[0]);
+    assert!(held < Bytes::mib(6500), "{held}");
+    let words = |t: &Tick| t.plan.actions.first().map(|a| a.reason.to_string());
+    let first = ticks.iter().find_map(words).unwrap();
+    assert!(first.starts_with("/t/a critical, short of "), "{first}");
+    assert_eq!(
+        model.host.limits.iter().map(|l| l.name.as_str()).collect::<Vec<_>>(),
+        ["host", "/t/a"]
+    );
+    assert_eq!(model.host.limits[0].state, Pressure::Clear);
+}
+
+#[test]
+fn the_inner_of_two_limits_has_only_its_own_give_and_the_outer_all() {
+    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
+    let guests = || vec![guest("/m/a/1"), guest("/m/a/2"), guest("/m/b/1"), guest("/x")];
+    for (outer, inner, gives) in [
+        (40.0, 7.0, [true, true, false, false]),
+        (11.0, 30.0, [true, true, true, false]),
+        (11.0, 7.0, [true, true, true, false]),
+    ] {
+        let limits = vec![limit("/m", outer, 0.0), limit("/m/a", inner, 0.0)];
+        let mut host = host(limits, guests());
+        run(&mut host, &mut engine(), 60);
+        let gave = balloons(&host);
+        for limit in &host.limits {
+            let (held, kept) = (host.held(limit), limit.limit.share(0.92));
+            assert!(held <= kept, "{} of {} under {}: {gave:?}", held, limit.limit, limit.path);
+        }
+        let given: Vec<bool> = gave.iter().map(|g| *g > 0.0).collect();
+        let all = gives.iter().zip(&given).all(|(may, gave)| *may || !gave);
+        assert!(all && given[0] | given[1], "{outer} {inner}: {gave:?}");
+        // What the inner one had its VMs give counts for the outer: nobody gives twice.
+        assert!(gave.iter().sum::<f64>() < 3.5, "{gave:?}");
+    }
+}
+
+#[test]
+fn a_vm_is_brought_below_its_own_limit_and_keeps_what_it_uses() {
+    let guests = vec![Guest::new(4, 2).within("/v/1.scope"), Guest::new(4, 1).within("/v/2.scope")];
+    let mut host = host(vec![limit("/v/1.scope", 3.0, 0.0)], guests);
+    let mut engine = engine();
+    let (_, model) = engine.step(&mut host);
+    // Although more than the limit is held, which nobody may take any more.
+    assert!(model.host.limits[1].shortage > Bytes::mib(500), "{:?}", model.host.limits[1]);
+    run(&mut host, &mut engine, 10);
+    let [one, two] = &host.guests[..] else { panic!() };
+    assert!(one.actual < Bytes::gib(3) && one.actual >= Bytes::gib(2), "{}", one.actual);
+    assert_eq!((one.used, two.actual), (Bytes::gib(2), Bytes::gib(4)));
+}
+
+#[test]
+fn what_was_taken_for_a_limit_comes_back_when_it_vanishes() {
+    let (mut host, mut engine) = (tenants(), engine());
+    run(&mut host, &mut engine, 30);
+    host.limits.clear();
+    let (_, model) = run(&mut host, &mut engine, 240);
+    assert_eq!(balloons(&host), [0.0; 5]);
+    assert_eq!((model.host.bound.as_str(), engine.memory.bounds.len()), ("host", 0));
+}
+
+/// Host and tenant have nothing in common but the guests: 40 GiB of the host are free.
+#[test]
+fn a_guest_is_given_what_its_limit_has_and_the_rest_when_others_below_it_have_freed_it() {
+    let poor = Guest { wanted: Bytes::gib(4), ..Guest::new(4, 2).ballooned(2).within("/t/a/1") };
+    let idle = Guest { speed: 256 << 20, ..Guest::new(4, 1).within("/t/a/2") };
+    let beside = Guest::new(4, 1).within("/t/b/1");
+    let mut host = host(vec![limit("/t/a", 6.5, 0.0)], vec![poor, idle, beside]);
+    let mut engine = engine();
+    engine.adopt(host.owed(), None);
+    let mut most = Bytes::ZERO;
+    let end = host.now + 20_000;
+    while host.now < end {
+        let (_, model) = engine.step(&mut host);
+        host.wait(&engine.next(&model));
+        most = most.max(host.held(&host.limits[0]));
+    }
+    assert!(most <= host.limits[0].limit, "{most}: a group beyond its limit is killed in");
+    let [one, two, three] = &host.guests[..] else { panic!() };
+    assert!(one.used > Bytes::mib(3800), "{}", one.used);
+    assert!(two.actual < Bytes::gib(3) && two.used == Bytes::gib(1));
+    assert_eq!(three.actual, Bytes::gib(4));
+}
+
+#[test]
+fn a_short_host_asks_those_below_a_clear_limit_too() {
+    let guest = |cgroup: &str| Guest::new(16, 4).within(cgroup);
+    let mut host =
+        Toy::new(64, 4, vec![guest("/a/1"), guest("/a/2"), guest("/b/1"), guest("/b/2")]);
+    host.limits = vec![limit("/a", 31.0, 0.0)];
+    run(&mut host, &mut engine(), 60);
+    assert!(balloons(&host).iter().all(|b| *b > 0.0), "{:?}", balloons(&host));
+}
+
+#[test]
+fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
+    let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
+    let node =
+        |name: &str, nodes: &[u32], gib| Pool { nodes: nodes.into(), ..limit(name, gib, 1.0) };
+    let limits = vec![node("node 0", &[0], 8.0), node("nodes 0-1", &[0, 1], 40.0)];
+    let mut host = host(limits, vec![on(&[0]), on(&[0]), on(&[0, 1]), on(&[])]);
+    let (_, model) = run(&mut host, &mut engine(), 30);
+    let [a, b, c, d] = balloons(&host)[..] else { panic!() };
+    assert!(a + b > 1.0 && c == 0.0 && d == 0.0, "{a} {b} {c} {d}");
+    assert!(
+        model.vms[0].is_below(&model.host.limits[1])
+            && !model.vms[3].is_below(&model.host.limits[1])
+    );
+}
+
+#[test]
+fn odd_limits_harm_nobody() {
+    for (bytes, usage) in [
+        (0, 0),
+        (0, u64::MAX >> 1),
+        (4096, 12 * GIB),
+        (u64::MAX, u64::MAX),
+        (9_223_372_036_854_771_712, GIB),
+        (Pool::NO_LIMIT.0, u64::MAX),
+    ] {
+        let odd = Pool {
+            path: "/t/a".into(),
+            limit: Bytes(bytes),
+            usage: Bytes(usage),
+            file: Bytes(usage),
+            swap_left: Some(Bytes(bytes)),
+            ..Pool::default()
+        };
+        let mut host = tenants();
+        host.limits = vec![odd];
+        let end = host.now + 10_000;
+        let mut engine = engine();
+        while host.now < end {
+            let (tick, model) = engine.step(&mut host);
+            let _ = (tick, host.wait(&engine.next(&model)));
+        }
+        let gave = balloons(&host);
+        assert_eq!(gave[2..], [0.0; 3], "{bytes} {usage}: {gave:?}");
+        assert!(host.guests.iter().all(|g| g.used == Bytes::gib(1)), "{bytes} {usage}");
+    }
+}
+
+#[test]
+fn a_limit_that_holds_all_its_vms_may_take_changes_nothing() {
+    let orders = |limits: Vec<Pool>| {
+        let guest = |used, cgroup: &str| Guest::new(16, used).within(cgroup);
+        let mut host = Toy::new(
+            64,
+            4,
+            vec![guest(4, "/a/1"), guest(9, "/a/2"), guest(12, "/b/1"), guest(2, "/b/2")],
+        );
+        host.limits = limits;
+        let (ticks, _) = run(&mut host, &mut engine(), 60);
+        ticks.into_iter().map(|t| (t.plan, t.outcomes)).collect::<Vec<_>>()
+    };
+    let alone = orders(Vec::new());
+    assert!(alone.iter().any(|(plan, _)| !plan.actions.is_empty()));
+    let roomy = vec![limit("/a", 33.5, 0.0), limit("/b/1", 16.6, 0.0)];
+    assert_eq!(orders(roomy), alone);
+}
+
+#[test]
+fn ticks_under_several_limits_replay_to_the_same_plans() {
+    let (mut host, mut first) = (tenants(), engine());
+    host.limits.push(limit("/t", 11.0, 0.0));
+    let mut again = first.clone();
+    let (ticks, _) = run(&mut host, &mut first, 20);
+    for tick in ticks {
+        let text = serde_json::to_string(&tick).unwrap();
+        let (replayed, _) = again.replay(&serde_json::from_str(&text).unwrap());
+        assert_eq!(replayed.plan, tick.plan);
+    }
+}
+
+/// Nearly all of both is resident, but that is their QEMUs' memory in part: 1 GiB may be reached.
+#[test]
+fn a_limit_that_guests_and_their_qemus_may_fill_counts() {
+    let guest = |resident| Guest {
+        ram: Bytes::mib(512),
+        actual: Bytes::mib(512),
+        target: Bytes::mib(512),
+        used: Bytes::mib(80),
+        wanted: Bytes::mib(80),
+        resident: Bytes::mib(resident),
+        ..Guest::new(1, 1).within("/t/a")
+    };
+    for (resident, limit_gib, names) in [
+        (465, 1.0, vec!["host", "/t/a"]),
+        (465, 2.0, vec!["host"]),
+        (20, 1.0, vec!["host", "/t/a"]),
+    ] {
+        let limits = vec![limit("/t/a", limit_gib, 0.0)];
+        let mut host = host(limits, vec![guest(resident), guest(resident)]);
+        let (_, model) = engine().step(&mut host);
+        let found: Vec<&str> = model.host.limits.iter().map(|l| l.name.as_str()).collect();
+        assert_eq!(found, names, "{resident} {limit_gib}");
+    }
+}
+
+#[test]
+fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
+    let swap = |path: &str, left, gib| Pool { swap_left: left, ..limit(path, gib, 0.0) };
+    let none = Pool { limit: Pool::NO_LIMIT, ..swap("/t", Some(Bytes::mib(300)), 0.0) };
+    let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/b")];
+    let mut host = host(vec![none, swap("/t/a", Some(Bytes::mib(900)), 4.0)], guests);
+    let mut sample = host.read(&[]);
+    let memory = sample.host.memory.as_mut().unwrap();
+    (memory.swap_total, memory.swap_free) = (Bytes::gib(4), Bytes::gib(4));
+    let model = Model::new(&Config::default(), &sample, &Default::default());
+    let left = |name: &str| model.host.limits.iter().find(|l| l.name == name).map(|l| l.swap_left);
+    assert_eq!(left("/t/a"), Some(Bytes::mib(300)));
+    assert_eq!(left("/t"), None, "its memory has no limit");
+    assert!(left("host").unwrap() > Bytes::gib(3));
+    let vms: Vec<_> = model.vms.iter().map(|vm| vm.swap_left).collect();
+    assert_eq!(vms, [Some(Bytes::mib(300)); 2]);
+}
+
+/// Two used 15 GiB each a minute ago; now they have freed it and may use 16 together.
+#[test]
+fn nobody_is_squeezed_for_what_an_inner_limit_does_not_let_others_have() {
+    let guest = |used, cgroup: &str| Guest::new(16, used).within(cgroup);
+    let guests = vec![guest(15, "/t/a/1"), guest(15, "/t/a/2"), guest(8, "/b/1"), guest(8, "/b/2")];
+    let mut host = Toy::new(200, 1, guests);
+    let mut engine = engine();
+    run(&mut host, &mut engine, 20);
+    for guest in &mut host.guests[..2] {
+        let used = Bytes::gib(4);
+        (guest.used, guest.wanted, guest.resident) = (used, used, used);
+    }
+    host.limits = vec![limit("/t/a", 16.0, 0.0)];
+    host.total = Bytes::gib(52);
+    run(&mut host, &mut engine, 20);
+    assert_eq!(balloons(&host)[2..], [0.0; 2], "{:?}", balloons(&host));
+    assert!(host.held(&host.limits[0]) <= host.limits[0].limit);
+}
+
+#[test]
+fn what_an_inner_limit_brings_the_outer_one_does_not_ask_others_for() {
+    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
+    let guests = vec![guest("/m/a/1"), guest("/m/a/2"), guest("/m/b/1")];
+    let mut host = host(vec![limit("/m", 12.3, 0.0), limit("/m/a", 7.0, 0.0)], guests);
+    let (tick, model) = engine().step(&mut host);
+    let short = |l: &&ebb_core::model::Limit| l.shortage > Bytes::mib(200);
+    assert_eq!(model.host.limits.iter().filter(short).count(), 2, "{:?}", model.host.limits);
+    let mut asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
+    asked.sort_unstable();
+    assert_eq!(asked, [1, 2], "{:?}", tick.plan.actions);
+}
+
+#[test]
+fn a_host_with_a_surplus_gives_back_no_more_than_the_limit_has() {
+    let (mut host, mut engine) = (tenants(), engine());
+    run(&mut host, &mut engine, 30);
+    host.limits[0].limit = Bytes::mib(7800);
+    for _ in 0..250 {
+        run(&mut host, &mut engine, 1);
+        // They touch what they are given.
+        host.guests.iter_mut().for_each(|g| g.resident = g.actual);
+        let held = host.held(&host.limits[0]);
+        assert!(held < Bytes::mib(7000), "{held} of {}", host.limits[0].limit);
+    }
+}
