@@ -78,7 +78,7 @@ impl VmMemory {
     /// What the guest says of itself, as far as its numbers allow each other.
     pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let heard = self.heard(at, vm)?;
-        let available = bounded(vm, &heard).or(heard.available);
+        let available = bounded(vm, &heard, self.sizes.most()).or(heard.available);
         Some(GuestStats { available, ..heard })
     }
 
