@@ -153,7 +153,7 @@ impl VmMemory {
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
         let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
         let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
-        if moved != Move::Own || self.ledger.suspect {
+        if moved == Move::Foreign || self.ledger.suspect {
             self.strayed = Some(at);
         }
         match moved {
@@ -170,7 +170,7 @@ impl VmMemory {
                     Some(said.available? > low + grown)
                 });
                 match enough {
-                    Some(true) => self.ledger.foreign = Some(at),
+                    Some(true) => (self.ledger.foreign, self.strayed) = (Some(at), Some(at)),
                     _ => self.deflated_on_oom = Some(at),
                 }
             }
