@@ -145,13 +145,19 @@ const LEAST_NEED: f64 = 0.01;
 /// Sources that are read one after the other differ by what moved meanwhile.
 const SLACK_SHARE: f64 = 0.10;
 
-/// Available memory is free memory, cache and slabs, and slabs are a small part.
-/// Where a guest claims more, so much of it is believed as its other numbers allow,
-/// so that an absurd claim does not keep it from being asked.
-pub(crate) fn bounded(vm: &VmSample, stats: &GuestStats) -> Option<Bytes> {
-    let ram = vm.ram.or(vm.balloon.as_ref().map(|b| b.actual))?;
-    let parts = stats.free? + stats.caches?;
-    (stats.available? > parts + ram.share(0.25) + slack(ram)).then_some(parts)
+/// Whether a guest claims more available memory than can be: by its free memory and its cache, as
+/// slabs are a small part of the rest, or by the most that its VM had when it may have spoken.
+pub(crate) fn claims_too_much(vm: &VmSample, stats: &GuestStats, most: Option<Bytes>) -> bool {
+    let Some(ram) = vm.ram.or(vm.balloon.as_ref().map(|b| b.actual)) else { return false };
+    let parts = free_and_cache(stats).map_or(ram, |parts| parts + ram.share(0.25) + slack(ram));
+    let possible = parts.min(most.unwrap_or(ram) - ram.share(LEAST_NEED));
+    stats.available.is_some_and(|claim| claim > possible)
+}
+
+/// What of its claim is believed where it claims too much: it neither keeps the guest from being
+/// asked, nor hides what it uses.
+pub(crate) fn free_and_cache(stats: &GuestStats) -> Option<Bytes> {
+    Some((stats.free? + stats.caches?).min(stats.available?))
 }
 
 fn slack(ram: Bytes) -> Bytes {
@@ -341,11 +347,15 @@ mod tests {
         let says = |free, caches, available| {
             let (free, caches) = (Some(Bytes::mib(free)), Some(Bytes::mib(caches)));
             let s = GuestStats { free, caches, ..stats(available) };
-            bounded(&sample(s), &s)
+            let too_much = claims_too_much(&sample(s), &s, Some(Bytes::mib(1000)));
+            too_much.then(|| free_and_cache(&s).unwrap())
         };
         assert_eq!(says(100, 100, 540), None, "the rest may be slabs");
         assert_eq!(says(100, 100, 1024), Some(Bytes::mib(200)));
-        assert_eq!(bounded(&sample(stats(1024)), &stats(1024)), None, "nothing to compare with");
+        assert_eq!(says(600, 100, 980), None);
+        assert_eq!(says(600, 100, 995), Some(Bytes::mib(700)), "no kernel can do with 5 MiB");
+        assert_eq!(says(900, 100, 995), Some(Bytes::mib(995)), "never more than it claims");
+        assert_eq!(free_and_cache(&stats(1024)), None, "nothing to compare with");
     }
 
     #[test]

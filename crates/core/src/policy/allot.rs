@@ -117,7 +117,8 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let cached = g.cache.max(m.cached.highest());
     let usual = cached.min(vm.ram.unwrap_or_default().share(CACHE_SHARE));
     let hot = (g.working_set - g.need).max(usual);
-    let hot = hot.share((within_ms as f64 / HOT_MS as f64).min(1.0));
+    // Weight says how long a need is remembered. What is read again is needed now.
+    let hot = hot.share((level.within_ms as f64 / HOT_MS as f64).min(1.0));
     // One above its ceiling is brought to it no faster than its guest can do without.
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     (was.max(g.soon() + margin) + hot).max(vm.floor).min(most)
@@ -302,4 +303,22 @@ pub(super) fn allot(
     let cache_shortage = lacks(keep_by_cache + growth);
     let within_ms = level.within_ms;
     Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_cache_counts_alike_whatever_the_weight() {
+        let want = |weight| {
+            let gib = Bytes::gib(1);
+            let vm = VmModel { ram: Some(gib), ceiling: gib, weight, ..VmModel::default() };
+            let (need, cache) = (Bytes::mib(300), Bytes::mib(200));
+            let g = GuestModel { need, working_set: need, cache, ..GuestModel::default() };
+            let level = Level { within_ms: HOT_MS / 2, ..Level::NOW };
+            super::want(Stamp(0), &vm, &g, &VmMemory::default(), level).0 >> 20
+        };
+        assert_eq!([want(0.5), want(1.0), want(4.0)], [400; 3]);
+    }
 }

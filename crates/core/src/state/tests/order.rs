@@ -138,3 +138,19 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
     assert!(inflates(&[(1024, 824), (1000, 924)], 924), "told to stop before");
     assert!(inflates(&[(1024, 824), (1000, 924), (980, 900)], 900), "and then to go on");
 }
+
+/// Its balloon is 16 MiB smaller than before, and nobody told Ebb.
+#[test]
+fn a_guest_that_grows_fast_may_have_deflated_its_balloon_though_its_last_word_says_it_has_enough() {
+    let left_alone = |grew: u64| {
+        let mut memory = Memory::default();
+        tick(&mut memory, &sample(1_000, vec![vm(900, 200 + grew, 900)]));
+        tick(&mut memory, &sample(2_000, vec![vm(900, 200, 900)]));
+        let mut moved = vm(916, 200, 916);
+        moved.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 500;
+        tick(&mut memory, &sample(2_500, vec![moved]));
+        memory.vms[0].ledger.left_ms(Stamp(2_500)).is_some()
+    };
+    assert!(left_alone(10), "somebody raised its size");
+    assert!(!left_alone(300), "150 of 200 MiB may have been used up in half a second");
+}

@@ -162,3 +162,19 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     assert_eq!(look(2_000, 9, true), "4 allocation stalls a second, by its module's facts");
     assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
 }
+
+/// Its balloon is 20 MiB smaller at each look, and nobody told Ebb.
+#[test]
+fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(500, 30, 900)]));
+    tick(&mut memory, &sample(1_100, vec![vm(500, 20, 900)]));
+    for i in 1..5 {
+        let model =
+            tick(&mut memory, &sample(1_100 + 100 * i, vec![vm(500 + 20 * i, 20 - i, 900)]));
+        assert!(memory.vms[0].ledger.foreign.is_none());
+        assert!(!model.vms[0].distress.is_empty());
+    }
+    let rate = memory.vms[0].rates.unwrap().need / f64::from(1 << 20);
+    assert!(rate > 50.0, "as fast as before at least: {rate}");
+}

@@ -161,20 +161,25 @@ impl VmMemory {
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
         let deflates = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
         let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
-        if moved != Move::Own || self.ledger.suspect {
+        if moved == Move::Foreign || self.ledger.suspect {
             self.strayed = Some(at);
         }
         match moved {
             Move::Own if plugged => self.order = None,
             Move::Own => {}
             Move::Foreign => self.order = None,
-            // A guest that has enough did not do that: somebody raised its size.
+            // A guest that has enough, however fast it has grown since it said so, did not do that:
+            // somebody raised its size.
             Move::Shrank => {
                 self.order = None;
                 let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
-                match self.words(at, vm).and_then(|s| s.available).is_some_and(|a| a > low) {
-                    true => self.ledger.foreign = Some(at),
-                    false => self.deflated_on_oom = Some(at),
+                let enough = self.words(at, vm).and_then(|said| {
+                    let grown = self.fastest.rate(at).share(said.age_ms as f64 / 1000.0);
+                    Some(said.available? > low + grown)
+                });
+                match enough {
+                    Some(true) => (self.ledger.foreign, self.strayed) = (Some(at), Some(at)),
+                    _ => self.deflated_on_oom = Some(at),
                 }
             }
         }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{FORGIVE_MS, VmMemory};
 use crate::model::STALE_MS;
-use crate::model::guest::{bounded, implausible};
+use crate::model::guest::{claims_too_much, free_and_cache, implausible};
 use crate::sample::{AgentSample, GuestStats, Link, RunState, VmSample};
 use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
@@ -70,11 +70,19 @@ impl VmMemory {
         };
     }
 
-    /// What the guest says of itself, as far as its numbers allow each other.
+    /// What the guest says of itself, as far as its numbers allow each other. One that was caught
+    /// at a contradiction lately is believed no more than that while its size moves, either.
     pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let heard = self.heard(at, vm)?;
-        let available = bounded(vm, &heard).or(heard.available);
-        Some(GuestStats { available, ..heard })
+        let doubted = self.doubt.as_ref().is_some_and(|d| at.since(d.at) < DOUBT_MS);
+        let cut = doubted || self.claims_too_much(at, vm, &heard);
+        let believed = free_and_cache(&heard).filter(|_| cut).or(heard.available);
+        Some(GuestStats { available: believed, ..heard })
+    }
+
+    fn claims_too_much(&self, at: Stamp, vm: &VmSample, heard: &GuestStats) -> bool {
+        let said = Stamp(at.0.saturating_sub(heard.age_ms));
+        claims_too_much(vm, heard, self.sizes.of_word(said).map(|(_, most)| most))
     }
 
     /// From the source that is fresher: the module's facts while they move, else the
@@ -121,7 +129,8 @@ impl VmMemory {
 
     /// The doubt that remains where a claim was cut down to what can be.
     fn put_right(&self, at: Stamp, vm: &VmSample, words: &GuestStats) -> Option<Doubt> {
-        let claim = self.heard(at, vm)?.available.filter(|c| Some(*c) != words.available)?;
+        let heard = self.heard(at, vm).filter(|heard| self.claims_too_much(at, vm, heard))?;
+        let claim = heard.available.filter(|c| Some(*c) != words.available)?;
         let (free, caches) = (words.free?, words.caches?);
         let what = format!("{claim} available, but {free} free and {caches} of cache");
         Some(Doubt { at, times: 1, what })
