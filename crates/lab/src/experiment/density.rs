@@ -18,6 +18,7 @@
 
 mod account;
 mod jobs;
+mod picture;
 mod rivals;
 
 use std::path::{Path, PathBuf};
@@ -29,6 +30,7 @@ use ebb_core::units::Bytes;
 
 use self::account::{Account, Rest};
 use self::jobs::Jobs;
+use self::picture::picture;
 use self::rivals::{Ksmtuned, knobs};
 use super::autoballoon::warn_of_others;
 use super::demo::write_noise;
@@ -231,7 +233,7 @@ impl Density {
         let disk = dir.path().join("disk");
         write_noise(&disk, COMMON.max(plan.size))?;
         let most = self.vms.unwrap_or(self.most);
-        let names: Vec<String> = (0..most).map(|n| name(arm, n as usize)).collect();
+        let names: Vec<String> = (0..most).map(|n| format!("{arm}-{}", n + 1)).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
         let daemon = arm
@@ -265,11 +267,6 @@ impl Density {
         }
         Ok((result, outcome))
     }
-}
-
-/// Arms may run side by side.
-fn name(arm: &str, n: usize) -> String {
-    format!("{arm}-{}", n + 1)
 }
 
 /// The VMs of one arm.
@@ -439,7 +436,7 @@ impl Fleet<'_> {
     }
 
     fn config(&self, image: &Image, n: usize) -> Result<VmConfig> {
-        let mut config = VmConfig::new(name(self.arm, n), self.plan.memory);
+        let mut config = VmConfig::new(format!("{}-{}", self.arm, n + 1), self.plan.memory);
         config.kernel = self.kernel;
         config.translations = TRANSLATIONS;
         let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);
@@ -506,20 +503,6 @@ fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<S
         std::thread::sleep(Duration::from_millis(25));
     }
     Ok(None)
-}
-
-/// A bar for each arm, one block a VM where that fits 60 columns, and what it is of the first.
-fn picture(counts: &[(&str, u32)]) -> String {
-    let most = counts.iter().map(|c| c.1).max().unwrap_or(1);
-    let each = most.div_ceil(60).max(1);
-    let bar = |n: u32| "█".repeat(n.div_ceil(each) as usize);
-    let first = counts.first().map_or(1, |c| c.1.max(1));
-    let of = |n: u32| format!("{:.1} times {}", f64::from(n) / f64::from(first), counts[0].0);
-    let line = |(i, (arm, n)): (usize, &(&str, u32))| {
-        let times = if i == 0 { String::new() } else { format!("  {}", of(*n)) };
-        format!("  {arm:<10} {} {n}{times}\n", bar(*n))
-    };
-    counts.iter().enumerate().map(line).collect()
 }
 
 fn held(series: &Series) -> crate::sampler::Stat {
@@ -590,21 +573,5 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     for (n, name) in r.series.vms.iter().enumerate() {
         let of = |p: &crate::sampler::Point| p.resident.get(n).map_or(0.0, |r| r.0 as f64);
         series(name, r.series.points.iter().map(of).collect());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::picture;
-
-    #[test]
-    fn the_picture_has_a_block_for_each_vm_as_far_as_that_fits() {
-        assert_eq!(
-            picture(&[("plain", 3), ("ebb", 12)]),
-            "  plain      ███ 3\n  ebb        ████████████ 12  4.0 times plain\n"
-        );
-        let wide = picture(&[("ebb", 96)]);
-        assert_eq!(wide.matches('█').count(), 48, "{wide}");
-        assert_eq!(picture(&[]), "");
     }
 }
