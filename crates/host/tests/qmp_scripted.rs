@@ -78,6 +78,7 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
         p.say("{\"event\": \"RESET\", \"timestamp\": {\"seconds\": 2, \"microseconds\": 3}}\n{\n");
         std::thread::sleep(Duration::from_millis(20));
         p.say("  \"return\": {\"text\": \"}\\\"{\"},\n  \"id\": 1\n}\n");
+        assert!(p.hear().contains("stop"));
         p.hear();
     });
     let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();

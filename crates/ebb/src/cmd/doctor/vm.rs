@@ -79,7 +79,9 @@ pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Che
         );
     }
     if vm.link == Link::Up {
-        balloon_checks(vm, &mut add);
+        // It answers without a socket for Ebb.
+        let by_libvirt = process.filter(|p| matches!(p.qmp, QmpAddress::None { .. }));
+        balloon_checks(vm, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
     }
     checks
 }
@@ -158,7 +160,12 @@ pub(super) fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
     Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
 }
 
-fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+/// `domain`: the name of libvirt's domain that it is.
+fn balloon_checks(
+    vm: &VmSample,
+    domain: Option<&str>,
+    add: &mut impl FnMut(&str, Verdict, &str, &str),
+) {
     let Some(b) = &vm.balloon else {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
              <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>; \
@@ -168,13 +175,7 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
     };
     match &vm.agent {
         Some(a) => agent_check(a, add),
-        None => add(
-            "tier",
-            Verdict::Good,
-            "stock: balloon both ways",
-            "with the agent in QEMU (-plugin file=/usr/lib/ebb/libebb_vmm.so,socket=PATH, and without \
-             free-page-reporting=on) and ebb.ko in the guest freed pages return one by one",
-        ),
+        None => add("tier", Verdict::Good, "stock: balloon both ways", &agent_advice(domain)),
     }
     reporting_check(b.reporting, vm.agent.as_ref(), add);
     if b.deflate_on_oom == Some(false) {
@@ -194,6 +195,31 @@ fn balloon_checks(vm: &VmSample, add: &mut impl FnMut(&str, Verdict, &str, &str)
         }
         Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
     }
+}
+
+/// How a VM gets the agent.
+fn agent_advice(domain: Option<&str>) -> String {
+    let file = "file=/usr/lib/ebb/libebb_vmm.so";
+    let (how, reporting) = match domain {
+        None => (format!("-plugin {file},socket=PATH"), "free-page-reporting=on"),
+        Some(name) => {
+            let name = if name.chars().all(is_plain) { name } else { "NAME" };
+            let xml = format!(
+                "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, \
+                 and before </domain> <qemu:commandline><qemu:arg value='-plugin'/>\
+                 <qemu:arg value='{file},socket=/run/ebb-vms/{name}.agent'/></qemu:commandline>"
+            );
+            (xml, "freePageReporting='on'")
+        }
+    };
+    format!(
+        "with the agent in QEMU ({how}, and without {reporting}) and ebb.ko in the guest freed \
+         pages return one by one"
+    )
+}
+
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-_.+".contains(c)
 }
 
 /// Free page reporting, which the agent's plug-in takes the place of: on anonymous RAM it
@@ -247,6 +273,20 @@ mod tests {
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+    }
+
+    #[test]
+    fn a_domain_of_libvirts_gets_the_agent_by_xml_that_can_be_pasted() {
+        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
+        let advice = |name: &str| -> String {
+            let process = QemuProcess::plain(id, name.into());
+            let checks = vm_checks(&ballooned(true, None), Some(&process));
+            checks.into_iter().find(|c| c.what == "tier").unwrap().advice
+        };
+        let xml =
+            "<qemu:arg value='file=/usr/lib/ebb/libebb_vmm.so,socket=/run/ebb-vms/web1.agent'/>";
+        assert!(advice("web1").contains(xml), "{}", advice("web1"));
+        assert!(advice("a'/><x>").contains("/run/ebb-vms/NAME.agent"));
     }
 
     #[test]
