@@ -16,6 +16,7 @@ mod standing;
 mod vm;
 mod zeros;
 
+use std::cmp::Reverse;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -113,7 +114,8 @@ impl Model {
 
     /// The limit that counts for a VM to come: of those that most VMs are below the tightest.
     pub fn common_limit(&self) -> usize {
-        let most = |l: &&Limit| l.is_host() || 2 * l.vms > self.vms.len();
+        // One without VMs is the pool that the configuration names.
+        let most = |l: &&Limit| l.is_host() || l.vms == 0 || 2 * l.vms > self.vms.len();
         let limit = tightest(self.host.limits.iter().filter(most));
         let is_it = |l: &Limit| limit.is_some_and(|limit| limit.name == l.name);
         self.host.limits.iter().position(is_it).unwrap_or(0)
@@ -123,7 +125,11 @@ impl Model {
     pub fn inner_first(&self) -> Vec<usize> {
         let limits = &self.host.limits;
         let mut order: Vec<usize> = (0..limits.len()).collect();
-        order.sort_by_key(|i| (limits[*i].is_host(), limits[*i].vms, std::cmp::Reverse(*i)));
+        let depth = |l: &Limit| l.name.matches('/').count();
+        order.sort_by_key(|i| {
+            let l = &limits[*i];
+            (l.is_host(), !l.nodes.is_empty(), Reverse(depth(l)), l.vms, Reverse(*i))
+        });
         order
     }
 

@@ -120,6 +120,11 @@ impl Limit {
         self.headroom.fraction_of(self.reserve.max(Bytes(1)))
     }
 
+    /// Whether stalls can be for want of what it limits.
+    fn is_tight(&self) -> bool {
+        self.ratio() < 2.0
+    }
+
     /// Whether all that is below it is below the other one.
     pub(crate) fn is_inside(&self, other: &Limit) -> bool {
         match (&self.nodes[..], &other.nodes[..]) {
@@ -200,17 +205,30 @@ impl HostModel {
             ..HostModel::default()
         };
         let mut bounds = bounds(config, sample, vms);
+        // VMs without a binding take memory of a node again that those bound to it give.
+        let unbound = vms.iter().any(|vm| vm.nodes.is_empty());
+        let only_caps = |limit: &Limit| !limit.nodes.is_empty() && unbound;
         let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
-        let Some((least, _)) = bounds.iter().min_by(by_ratio) else {
+        let decided = bounds.iter().filter(|(limit, _)| !only_caps(limit));
+        let Some((least, _)) = decided.min_by(by_ratio) else {
             let why = "the host's memory cannot be read: nothing is taken".into();
             let promised = vms.iter().map(|v| v.promised).sum();
             let outstanding = vms.iter().map(|v| v.outstanding).sum();
             return HostModel { why, promised, outstanding, ..host };
         };
         let least = least.name.clone();
+        let machine_is_tight = bounds.iter().any(|(l, _)| l.is_host() && l.is_tight());
         for (limit, psi) in &mut bounds {
-            // What the whole machine tells counts for the tightest one.
-            let tells = limit.name == least;
+            if only_caps(limit) {
+                continue;
+            }
+            // What the whole machine tells counts for the machine where that is tight, and for the
+            // tightest one where it has no stalls of its own or the machine has room.
+            let is_least = limit.name == least;
+            let tells = match limit.is_host() {
+                true => is_least || machine_is_tight,
+                false => is_least && (psi.is_none() || !machine_is_tight),
+            };
             let machine = || sample.host.vms_psi.or(sample.host.psi).filter(|_| tells);
             let stall = Stall {
                 psi: psi.or_else(machine),
@@ -267,7 +285,7 @@ impl Limit {
         let (before, urgency) = was;
         let ratio = self.ratio();
         let by_room = level_by_marks(ratio, before);
-        let tight = ratio < 2.0;
+        let tight = self.is_tight();
         let by_stall = if tight { stall.level(before) } else { Pressure::Clear };
         self.stalls_elsewhere = !tight && stall.is_severe();
         // A promise is no need yet: it has idle memory collected, gently.
@@ -348,10 +366,18 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     let swap_left = swap_left(&sample.host);
     let below = |limit: Limit| {
         let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
+        // Swap that no VM may use helps none.
+        let swap: Option<Bytes> = vms.iter().map(|v| v.swap_left).sum();
+        let swap = swap.filter(|_| !vms.is_empty()).unwrap_or(limit.swap_left);
         Limit {
-            promised: vms.iter().map(|v| v.promised).sum(),
+            // What one was promised that is alone below a cgroup's limit, only it can take.
+            promised: match vms.as_slice() {
+                [_] if !limit.is_host() => Bytes::ZERO,
+                vms => vms.iter().map(|v| v.promised).sum(),
+            },
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
             vms: vms.len(),
+            swap_left: limit.swap_left.min(swap),
             ..limit
         }
     };

@@ -131,7 +131,7 @@ impl Ledger {
             self.others = Some(others.min(now));
             return Move::Shrank;
         }
-        if let Some(ordered) = self.ordered.filter(|_| now < was) {
+        if let Some(ordered) = self.ordered.filter(|_| now < was || still) {
             self.before = Some(Before { at, others, ordered });
         }
         let before = self.before;

@@ -271,7 +271,14 @@ fn attached(vm: &Vm, socket: &Path) -> Agent {
 
 /// The same with the firmware that starts the guest.
 fn attached_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Agent {
-    let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
+    let until = Instant::now() + MINUTE;
+    // On a busy machine QEMU may greet late.
+    let mut qmp = loop {
+        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
+            Err(qmp::QmpError::Taken(..)) if Instant::now() < until => {}
+            connected => break connected.unwrap(),
+        }
+    };
     let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
     let until = Instant::now() + SOON;
     loop {

@@ -34,6 +34,8 @@ const GIFT_LIFE_MS: u64 = 10_000;
 pub const HARM_MS: u64 = 10_000;
 /// A guest with less available than this share of RAM may have deflated its balloon itself.
 const LOW_SHARE: f64 = 0.12;
+/// Statistics come at least this often.
+const WORD_MS: u64 = 2_000;
 /// A balloon that grew so long ago has been dealt with by QEMU.
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same of one that has reached exactly the size of the last order.
@@ -174,7 +176,9 @@ impl VmMemory {
                 self.order = None;
                 let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
                 let enough = self.words(at, vm).and_then(|said| {
-                    let grown = self.fastest.rate(at).share(said.age_ms as f64 / 1000.0);
+                    // A word that is older tells nothing of the moves since then.
+                    let age_ms = said.age_ms.min(WORD_MS);
+                    let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
                     Some(said.available? > low + grown)
                 });
                 match enough {

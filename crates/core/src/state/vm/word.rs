@@ -45,6 +45,9 @@ pub struct Doubt {
     pub at: Stamp,
     pub times: u32,
     pub what: String,
+    /// It claimed more available memory than can be.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub claim: bool,
 }
 
 impl VmMemory {
@@ -70,11 +73,11 @@ impl VmMemory {
         };
     }
 
-    /// What the guest says of itself, as far as its numbers allow each other. One that was caught
-    /// at a contradiction lately is believed no more than that while its size moves, either.
+    /// What the guest says of itself, as far as its numbers allow each other. One that claimed too
+    /// much lately is believed no more than that while its size moves, either.
     pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let heard = self.heard(at, vm)?;
-        let doubted = self.doubt.as_ref().is_some_and(|d| at.since(d.at) < DOUBT_MS);
+        let doubted = self.doubt.as_ref().is_some_and(|d| d.claim && at.since(d.at) < DOUBT_MS);
         let cut = doubted || self.claims_too_much(at, vm, &heard);
         let believed = free_and_cache(&heard).filter(|_| cut).or(heard.available);
         Some(GuestStats { available: believed, ..heard })
@@ -118,7 +121,7 @@ impl VmMemory {
                     (d.at, d.what) = (at, what);
                 }
             }
-            (Some(what), None) => self.doubt = Some(Doubt { at, times: 1, what }),
+            (Some(what), None) => self.doubt = Some(Doubt { at, times: 1, what, claim: false }),
             (None, Some(d)) if d.times > 1 && at.since(d.at) < DOUBT_MS => {}
             (None, before) => {
                 let before = before.filter(|d| d.times == 1 && at.since(d.at) < DOUBT_MS).cloned();
@@ -133,7 +136,7 @@ impl VmMemory {
         let claim = heard.available.filter(|c| Some(*c) != words.available)?;
         let (free, caches) = (words.free?, words.caches?);
         let what = format!("{claim} available, but {free} free and {caches} of cache");
-        Some(Doubt { at, times: 1, what })
+        Some(Doubt { at, times: 1, what, claim: true })
     }
 
     pub(super) fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
