@@ -169,6 +169,20 @@ fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
     );
 }
 
+/// Both are full; the guests need little.
+#[test]
+fn a_node_that_unbound_vms_use_too_is_no_shortage_of_those_bound_to_it() {
+    let node = || Pool { nodes: [0].into(), ..limit("node 0", 8.0, 7.9) };
+    let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
+    for (other, clear) in [(on(&[]), true), (on(&[0]), false)] {
+        let mut host = host(vec![node()], vec![on(&[0]), other]);
+        let sample = host.read(&[]);
+        let model = Model::new(&Config::default(), &sample, &Default::default());
+        let state = model.host.limits.iter().find(|l| l.name == "node 0").map(|l| l.state);
+        assert_eq!(state == Some(Pressure::Clear), clear, "{state:?}");
+    }
+}
+
 #[test]
 fn odd_limits_harm_nobody() {
     for (bytes, usage) in [

@@ -392,6 +392,22 @@ mod tests {
         assert_eq!(l.ledger.others, Some(Bytes::mib(212)));
     }
 
+    /// Its guest lacks memory for a while.
+    #[test]
+    fn a_driver_that_pauses_on_its_way_to_what_was_ordered_leaves_the_debt() {
+        let mut l = look(false);
+        l.at(512, 300);
+        l.order(230);
+        l.at(512, 230);
+        for actual in [512, 350] {
+            l.at += 1000;
+            let sizes = (Bytes::mib(512), Bytes::mib(actual));
+            assert_eq!(l.ledger.observe(Stamp(l.at), sizes, false, true), Move::Own);
+        }
+        assert_eq!([l.at(512, 350), l.at(512, 350)], [Move::Own, Move::Foreign]);
+        assert_eq!((l.at(512, 230), l.owed(512, 230)), (Move::Own, 70));
+    }
+
     #[test]
     fn a_balloon_that_still_grows_when_its_vm_arrives_leaves_the_debt() {
         let mut l = look(true);
