@@ -401,11 +401,11 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
     for reset in [false, true] {
         // Less is missing than elsewhere: a quarter of the reserve is kept back from a guest that
         // boots, and what is left then must be more than it was taken.
-        let arena = arena(Some(TIGHT + Bytes::mib(128)));
+        let arena = arena(Some(TIGHT + Bytes::mib(64)));
         let mut vm = start_holding("boot", Kernel::V6_1, &arena);
         let dir = tempfile::tempdir().unwrap();
         let daemon = Daemon::start(dir.path(), &["boot"], "reserve = \"320MiB\"").unwrap();
-        wait_taken(&daemon, "boot", Bytes::mib(420));
+        wait_taken(&daemon, "boot", Bytes::mib(470));
         if reset {
             vm.reset().unwrap();
         } else {
