@@ -77,7 +77,7 @@ pub struct Density {
     /// Figures and series as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// A small budget, a short period and three arms: five minutes
+    /// A small budget, a short period and three arms: seven minutes
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
@@ -89,7 +89,7 @@ pub struct Density {
     /// What all VMs together may hold [default: 6GiB; --quick: 2GiB]
     #[arg(long)]
     budget: Option<Bytes>,
-    /// Seconds from one job of a VM to its next [default: 120; --quick: 30]
+    /// Seconds from one job of a VM to its next [default: 120; --quick: 40]
     #[arg(long)]
     period: Option<u64>,
     /// Seconds that a job keeps its memory [default: 3.7 % of the period]
@@ -201,7 +201,7 @@ impl Density {
         let or = |given: Option<u64>, quick, full| {
             given.unwrap_or(if self.quick { quick } else { full })
         };
-        let period = or(self.period, 30, 120);
+        let period = or(self.period, 40, 120);
         let hold = self.hold.unwrap_or(period as f64 * 0.037);
         let budget = or(self.budget.map(|b| b.0), Bytes::gib(2).0, Bytes::gib(6).0);
         Plan {
