@@ -26,6 +26,8 @@ use crate::units::{Bytes, Stamp};
 pub const FOREIGN_MS: u64 = 600_000;
 /// A driver that starts anew is back at its target within this.
 const RESTART_MS: u64 = 120_000;
+/// A balloon that grew when its VM arrived is there within this.
+const ARRIVES_MS: u64 = 10_000;
 /// Moves below this are no moves: sizes are told in whole MiB by most.
 const LEAST: Bytes = Bytes::mib(1);
 
@@ -113,7 +115,10 @@ impl Ledger {
         // One that stays short of all that was ordered was told less while its guest booted.
         let orders = [Some(others), self.ordered, self.prior];
         let told_less = orders.into_iter().flatten().all(|told| now + LEAST <= told);
-        let arrives = now > was && self.noted.is_some_and(|noted| at.since(noted) < RESTART_MS);
+        let arrives = now > was && self.noted.is_some_and(|noted| at.since(noted) < ARRIVES_MS);
+        if now + LEAST <= was {
+            self.noted = None;
+        }
         let own = if still { !told_less } else { self.is_ordered(was, now) };
         if boots || arrives || own {
             if self.ordered.is_some_and(|to| to.abs_diff(now) + LEAST <= to.abs_diff(was)) {

@@ -15,6 +15,12 @@ fn wait_gone(daemon: &Daemon, name: &str) {
     daemon.wait_for(&format!("{name} to be gone"), PATIENCE, gone).unwrap();
 }
 
+/// Ebb has read what the Ebb before noted.
+fn wait_owed(daemon: &Daemon, name: &str) {
+    let owed = |s: &Value| (of(s, name)?["ballooned"].as_u64()? > 0).then_some(());
+    daemon.wait_for(&format!("what {name} is owed"), PATIENCE, owed).unwrap();
+}
+
 /// libvirt renames domains that do not run only.
 #[test]
 fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
@@ -53,6 +59,7 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
     libvirtd.virsh(&["start", "kept"]).unwrap();
     wait_up(&daemon, "kept");
     assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    wait_owed(&daemon, "kept");
     assert!(daemon.stop());
     wait_size(&libvirtd, "kept", |b| b == RAM);
 }
@@ -72,7 +79,7 @@ fn vm_a_domain_that_migrates_has_its_memory_on_the_other_host() {
     let uri = format!("qemu+unix:///system?socket={}", socket.display());
     let address = "tcp://127.0.0.1";
     from.virsh(&["migrate", "--live", "mover", &uri, "--migrateuri", address]).unwrap();
-    wait_up(&there, "mover");
+    wait_owed(&there, "mover");
     assert!(here.stop());
     assert!(there.stop());
     wait_size(&to, "mover", |b| b == RAM);
