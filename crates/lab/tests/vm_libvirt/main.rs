@@ -201,8 +201,13 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     virsh(&["setmem", "busy", "512M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == RAM);
 
+    let whole = |s: &Value| (of(s, "busy")?["actual"].as_u64()? == RAM.0).then_some(());
+    daemon.wait_for("Ebb to see that size", PATIENCE, whole).unwrap();
+
     virsh(&["reset", "busy"]);
-    wait_up(&daemon, "busy");
+    let settled = |s: &Value| (of(s, "busy")?["standing"]["is"] == "ready").then_some(());
+    std::thread::sleep(Duration::from_secs(3));
+    daemon.wait_for("the guest that was reset", PATIENCE, settled).unwrap();
 
     // A size that an operator sets is the operator's.
     virsh(&["setmem", "busy", "320M", "--live"]);
