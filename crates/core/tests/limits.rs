@@ -21,8 +21,7 @@ fn host(limits: Vec<Pool>, guests: Vec<Guest>) -> Toy {
     Toy { limits, ..Toy::new(64, 4, guests) }
 }
 
-/// Runs so long; all ticks, and the last model. No guest is left with less than it uses, and
-/// orders keep the law of floors.
+/// Runs for so many seconds: all ticks, and the last model.
 fn run(host: &mut Toy, engine: &mut Engine, seconds: u64) -> (Vec<Tick>, Model) {
     let end = host.now + seconds * 1000;
     let mut ticks = Vec::new();

@@ -209,15 +209,12 @@ impl Libvirtd {
         more: (&str, &str),
         image: Image,
     ) -> Result<Domain, LabError> {
-        let file = self.define(name, memory, more, &image)?;
+        self.define(name, memory, more, &image)?;
         self.virsh(&["start", name])?;
-        let socket = self.dir.path().join(format!("{name}.sock"));
         let pids = self.dir.path().join(format!("run/libvirt/qemu/{name}.pid"));
         let pid = fs::read_to_string(&pids).map_err(LabError::file(&pids))?;
         let pid = pid.trim().parse().map_err(|_| LabError::Missing(format!("pid of {name}")))?;
-        let socket = UnixStream::connect(&socket).map_err(LabError::file(&socket))?;
-        let tool = Tool::new(socket, self.accel.patience()).map_err(LabError::file(&file))?;
-        let domain = Domain { name: name.to_owned(), pid, tool };
+        let domain = Domain { name: name.to_owned(), pid, tool: self.tool(name)? };
         let console = self.dir.path().join(format!("{name}.console"));
         let ready = |_: &Libvirtd| {
             let text = fs::read(&console).unwrap_or_default();
@@ -225,6 +222,13 @@ impl Libvirtd {
         };
         self.wait(&format!("the guest of {name}"), ready)?;
         Ok(domain)
+    }
+
+    /// The lab's tool in a guest, by way of the QEMU that has its domain now.
+    pub fn tool(&self, name: &str) -> Result<Tool, LabError> {
+        let path = self.dir.path().join(format!("{name}.sock"));
+        let socket = UnixStream::connect(&path).map_err(LabError::file(&path))?;
+        Tool::new(socket, self.accel.patience()).map_err(LabError::file(&path))
     }
 
     /// Starts a domain that does not run yet: its vCPU stands still.
@@ -240,13 +244,12 @@ impl Libvirtd {
         memory: Bytes,
         more: (&str, &str),
         image: &Image,
-    ) -> Result<PathBuf, LabError> {
+    ) -> Result<(), LabError> {
         let socket = self.dir.path().join(format!("{name}.sock"));
         let xml = self.description(name, memory, more, image, &socket);
         let file = self.dir.path().join(format!("{name}.xml"));
         fs::write(&file, xml).map_err(LabError::file(&file))?;
-        self.virsh(&["define", &file.display().to_string()])?;
-        Ok(file)
+        self.virsh(&["define", &file.display().to_string()]).map(drop)
     }
 
     fn description(

@@ -111,6 +111,9 @@ pub struct Limit {
     pub outstanding: Bytes,
     /// How many VMs are below it.
     pub vms: usize,
+    /// It only bounds what VMs are given: others would take what its VMs give.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub only_caps: bool,
     /// What made its state, for people.
     pub why: String,
 }
@@ -146,6 +149,7 @@ impl Limit {
 pub(super) fn tightest<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Option<&'a Limit> {
     limits
         .into_iter()
+        .filter(|l| !l.only_caps)
         .min_by(|a, b| b.state.cmp(&a.state).then_with(|| a.ratio().total_cmp(&b.ratio())))
 }
 
@@ -173,7 +177,7 @@ pub fn default_reserve(capacity: Bytes) -> Bytes {
 const MARKS: [(Pressure, f64, f64); 3] =
     [(Pressure::Soft, 0.75, 1.0), (Pressure::Hard, 0.50, 0.65), (Pressure::Critical, 0.25, 0.40)];
 
-/// What a VMM may need beyond its guest's RAM, where more is not seen: so much and a share of RAM.
+/// What a VMM may need beyond its guest's RAM, where more is not seen: bytes, and a share of RAM.
 const OVERHEAD: (Bytes, f64) = (Bytes::mib(128), 0.02);
 /// What it may come to take in any case.
 const OWN_GROWS: Bytes = Bytes::mib(16);
@@ -205,11 +209,8 @@ impl HostModel {
             ..HostModel::default()
         };
         let mut bounds = bounds(config, sample, vms);
-        // VMs without a binding take memory of a node again that those bound to it give.
-        let unbound = vms.iter().any(|vm| vm.nodes.is_empty());
-        let only_caps = |limit: &Limit| !limit.nodes.is_empty() && unbound;
         let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
-        let decided = bounds.iter().filter(|(limit, _)| !only_caps(limit));
+        let decided = bounds.iter().filter(|(limit, _)| !limit.only_caps);
         let Some((least, _)) = decided.min_by(by_ratio) else {
             let why = "the host's memory cannot be read: nothing is taken".into();
             let promised = vms.iter().map(|v| v.promised).sum();
@@ -218,10 +219,7 @@ impl HostModel {
         };
         let least = least.name.clone();
         let machine_is_tight = bounds.iter().any(|(l, _)| l.is_host() && l.is_tight());
-        for (limit, psi) in &mut bounds {
-            if only_caps(limit) {
-                continue;
-            }
+        for (limit, psi) in bounds.iter_mut().filter(|(limit, _)| !limit.only_caps) {
             // What the whole machine tells counts for the machine where that is tight, and for the
             // tightest one where it has no stalls of its own or the machine has room.
             let is_least = limit.name == least;
@@ -396,6 +394,8 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         };
         bounds.push((below(limit), None));
     }
+    // VMs without a binding would take memory of a node that those bound to it give.
+    let unbound = vms.iter().any(|vm| vm.nodes.is_empty());
     let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
     let swaps: Vec<(&str, Bytes)> =
         limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
@@ -404,6 +404,7 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         let limit = Limit {
             name: p.path.clone(),
             nodes: p.nodes.clone(),
+            only_caps: !p.nodes.is_empty() && unbound,
             capacity: p.limit,
             headroom: ((p.limit - p.usage) + p.file.min(p.usage)).min(p.limit),
             swap_left: above.fold(swap_left, Bytes::min),
@@ -422,8 +423,8 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
 }
 
 /// What all below a limit may still take of it, at most: more need not be kept. Guests may fill
-/// their RAM, which is more than what is not resident: VMMs hold memory, too; others may come to use twice what they use now. What is held beyond the limit, which
-/// `memory.high` allows, has to go as well.
+/// their RAM, and their VMMs hold memory, too. Others may come to use twice what they use now. What
+/// is held beyond the limit, which `memory.high` allows, has to go as well.
 fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
     if limit.vms == 0 {
         return Bytes(u64::MAX);

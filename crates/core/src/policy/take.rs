@@ -116,11 +116,12 @@ pub(super) fn take(
     let late = is_late(model, memory, missing.all);
     let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
     share_out_by(&mut candidates, collected - arriving, counts);
+    let shares: Vec<Bytes> = candidates.iter().map(|c| c.share).collect();
     if !urgent {
         lump(&mut candidates);
     }
-    for c in candidates {
-        asked[c.index].take(&c);
+    for (c, share) in candidates.iter().zip(shares) {
+        asked[c.index].take(c, share);
     }
     let mut expected = vec![Bytes::ZERO; model.vms.len()];
     for (index, a) in asked.into_iter().enumerate() {
@@ -176,9 +177,14 @@ struct Asked {
 }
 
 impl Asked {
-    fn take(&mut self, c: &Candidate) {
+    /// `share` is what it was to give before small shares were made few large ones.
+    fn take(&mut self, c: &Candidate, share: Bytes) {
         if c.share < Bytes::mib(1) {
-            self.why = format!("{} idle, but others cover what the host lacks", c.idle);
+            let why = match share < Bytes::mib(1) {
+                true => "others, or what was ordered before, cover what the host lacks",
+                false => "so far too little is to be taken of it for an order",
+            };
+            self.why = format!("{} idle, but {why}", c.idle);
             return;
         }
         (self.base, self.idle, self.share) = (c.base, c.idle, c.share);

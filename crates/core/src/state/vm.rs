@@ -90,7 +90,7 @@ pub struct VmMemory {
     /// guest's size cannot be the guest's. Forgotten over ten minutes.
     #[serde(default)]
     pub own: Bytes,
-    /// When its balloon last moved by somebody else's order.
+    /// When its balloon last moved by another's order than Ebb's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strayed: Option<Stamp>,
     /// When its balloon was last seen to grow, whoever ordered that.

@@ -5,7 +5,7 @@
 //! refuses a DTD, so there are no entities to expand; length and number of nodes are bounded here.
 
 use ebb_core::config::{Metadata, NAMESPACE, Overrides};
-use ebb_core::text::printable;
+use ebb_core::text::{in_command, printable};
 use ebb_core::units::Bytes;
 
 use super::rpc::Refused;
@@ -82,8 +82,7 @@ pub(super) fn of_answer(
 
 /// What is said of wrong metadata.
 fn wrong(domain: &str, why: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.+".contains(c);
-    let name = if domain.chars().all(plain) && !domain.starts_with('-') { domain } else { "NAME" };
+    let name = in_command(domain);
     format!(
         "the libvirt metadata of domain “{}” is wrong: {why}; Ebb leaves the domain alone until \
          that is corrected: virsh metadata {name} --uri {NAMESPACE} shows it, and replaces all of \

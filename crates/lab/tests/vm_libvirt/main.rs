@@ -15,6 +15,7 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -34,6 +35,15 @@ fn start(libvirtd: &Libvirtd, dir: &Path, names: &[&str]) -> Daemon {
 fn start_with(libvirtd: &Libvirtd, dir: &Path, names: &[&str], config: &str) -> Daemon {
     Daemon::configure(dir, names, config).unwrap();
     Daemon::start_program(&libvirtd.program().unwrap(), dir, &[]).unwrap()
+}
+
+/// A domain, and an Ebb that has heard from its guest.
+fn watched(libvirtd: &Libvirtd, name: &str) -> (Domain, TempDir, Daemon) {
+    let domain = boot(libvirtd, name);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(libvirtd, dir.path(), &[name]);
+    wait_up(&daemon, name);
+    (domain, dir, daemon)
 }
 
 fn of<'a>(state: &'a Value, name: &str) -> Option<&'a Value> {
@@ -156,10 +166,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
 fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
     let _arena = Arena::beside().unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let _domain = boot(&libvirtd, "owed");
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = start(&libvirtd, dir.path(), &["owed"]);
-    wait_up(&daemon, "owed");
+    let (_domain, _dir, daemon) = watched(&libvirtd, "owed");
     daemon.squeeze("owed", Bytes::mib(300)).unwrap();
     let config = daemon.config().display().to_string();
     daemon.crash();
@@ -173,10 +180,7 @@ fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
 fn vm_what_virsh_does_meanwhile_is_respected() {
     let _arena = Arena::beside().unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let domain = boot(&libvirtd, "busy");
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = start(&libvirtd, dir.path(), &["busy"]);
-    wait_up(&daemon, "busy");
+    let (domain, _dir, daemon) = watched(&libvirtd, "busy");
     let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
     let wait = |what: &str, key: &str, value: &str| {
         let is = |s: &Value| (of(s, "busy")?[key] == value).then_some(());

@@ -139,7 +139,7 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
     assert!(inflates(&[(1024, 824), (1000, 924), (980, 900)], 900), "and then to go on");
 }
 
-/// Its balloon is 16 MiB smaller than before, and nobody told Ebb.
+/// Its balloon is 16 MiB smaller than before, by no order of Ebb.
 #[test]
 fn a_guest_that_grows_fast_may_have_deflated_its_balloon_though_its_last_word_says_it_has_enough() {
     let left_alone = |grew: u64| {

@@ -163,7 +163,7 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
 }
 
-/// Its balloon is 20 MiB smaller at each look, and nobody told Ebb.
+/// Its balloon is 20 MiB smaller at each look, by no order of Ebb.
 #[test]
 fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {
     let mut memory = Memory::default();

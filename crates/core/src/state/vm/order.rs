@@ -171,7 +171,7 @@ impl VmMemory {
             Move::Own => {}
             Move::Foreign => self.order = None,
             // A guest that has enough, however fast it has grown since it said so, did not do that:
-            // somebody raised its size.
+            // an operator raised its size.
             Move::Shrank => {
                 self.order = None;
                 let low = ram.share(LOW_SHARE).max(Bytes::mib(32));

@@ -4,6 +4,7 @@
 //! A check of something in a VM is added here; it looks and changes nothing.
 
 use ebb_core::sample::{AgentSample, Link, SharedSocket, VmSample};
+use ebb_core::text::in_command;
 use ebb_core::wire::AgentState;
 use ebb_host::probe::managers::proxmox_id;
 use ebb_host::probe::process::read_smaps_rollup;
@@ -203,7 +204,7 @@ fn agent_advice(domain: Option<&str>) -> String {
     let (how, reporting) = match domain {
         None => (format!("-plugin {file},socket=PATH"), "free-page-reporting=on"),
         Some(name) => {
-            let name = if name.chars().all(is_plain) { name } else { "NAME" };
+            let name = in_command(name);
             let xml = format!(
                 "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, \
                  and before </domain> <qemu:commandline><qemu:arg value='-plugin'/>\
@@ -216,10 +217,6 @@ fn agent_advice(domain: Option<&str>) -> String {
         "with the agent in QEMU ({how}, and without {reporting}) and ebb.ko in the guest freed \
          pages return one by one"
     )
-}
-
-fn is_plain(c: char) -> bool {
-    c.is_ascii_alphanumeric() || "-_.+".contains(c)
 }
 
 /// Free page reporting, which the agent's plug-in takes the place of: on anonymous RAM it
