@@ -101,11 +101,6 @@ impl Agent {
         self.failure.as_ref()
     }
 
-    /// Requests without an answer.
-    pub fn waiting(&self) -> usize {
-        self.pending.len()
-    }
-
     fn named(&self) -> String {
         self.path.display().to_string()
     }

@@ -17,6 +17,9 @@ use ebb_host::root::{Fault, Faults, Root};
 use proptest::prelude::*;
 use rustix::io::Errno;
 
+/// Every process that is called QEMU: the fixture's files belong to the user of the tests.
+const ANYTHING: Trust = Trust { users: None, programs: None, containers: true };
+
 /// A machine with three VMs in a slice with a limit.
 struct Machine {
     dir: tempfile::TempDir,
@@ -77,7 +80,7 @@ impl Machine {
     fn host(&self, root: Root) -> LinuxHost {
         LinuxHost::new(Options {
             root,
-            trust: Trust::anything(),
+            trust: ANYTHING,
             scan_every: Duration::ZERO,
             psi_trigger_us: None,
             ..Options::default()
@@ -207,10 +210,10 @@ fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
     machine.write("proc/12/cmdline", &format!("kvm\0-name\0x\0-uuid\0{uuid}\0"));
     machine.vm(11, "vm10", "machine.slice");
     let only = Some(vec!["vm10".into(), format!("uuid:{}", uuid.to_lowercase())]);
-    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
+    let (root, trust) = (Root::at(machine.dir.path()), ANYTHING);
     let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
     assert_eq!(pids(&host.sample()), VMS, "both of one name");
-    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
+    let (root, trust) = (Root::at(machine.dir.path()), ANYTHING);
     let only = Some(vec!["another".into()]);
     let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
     assert_eq!(pids(&host.sample_owed(&[id(12)])), [12], "or such as are owed something");

@@ -265,16 +265,6 @@ impl HostModel {
         self.bound.clone_from(&l.name);
         self.why.clone_from(&l.why);
     }
-
-    /// What is missing to leave a state: room to the mark it is left at. Where tasks
-    /// stall, so much does not cure it.
-    pub fn lacks(&self, state: Pressure) -> Bytes {
-        let mark = MARKS.iter().find(|m| m.0 == state).map_or(0.0, |m| m.2);
-        match self.stalled >= state {
-            true => self.shortage,
-            false => self.reserve.share(mark) - self.headroom,
-        }
-    }
 }
 
 impl Limit {
