@@ -9,6 +9,7 @@ use std::io::{self, BufRead, BufReader, Read};
 
 use ebb_core::units::Bytes;
 
+use super::maps::{Mapping, parse_line};
 use super::meminfo::parse_kib;
 use crate::root::{ParseError, ProbeError, Root, is_absent};
 use crate::sys::Range;
@@ -69,7 +70,7 @@ fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(),
     let mut words = line.split_ascii_whitespace();
     let Some(first) = words.next() else { return Ok(()) };
     let Some(key) = first.strip_suffix(':') else {
-        regions.push(header(first, words).ok_or_else(bad)?);
+        regions.push(header(line).ok_or_else(bad)?);
         return Ok(());
     };
     let region = regions.last_mut().ok_or_else(bad)?;
@@ -97,16 +98,12 @@ fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(),
 }
 
 /// `7f00-7f10 rw-p 00000000 00:00 0   [name]`
-fn header<'a>(first: &str, mut words: impl Iterator<Item = &'a str>) -> Option<Region> {
-    let (start, end) = first.split_once('-')?;
-    let hex = |t| u64::from_str_radix(t, 16).ok();
-    let (start, end) = (hex(start)?, hex(end)?);
-    let rights = words.next()?;
-    let inode = words.nth(2)?;
+fn header(line: &str) -> Option<Region> {
+    let Mapping { start, end, permissions, inode, .. } = parse_line(line)?;
     Some(Region {
         range: Range { start, len: end.checked_sub(start)? },
-        plain: rights.starts_with("rw") && rights.ends_with('p') && inode == "0",
-        shared: rights.ends_with('s'),
+        plain: permissions.starts_with("rw") && permissions.ends_with('p') && inode == 0,
+        shared: permissions.ends_with('s'),
         ..Region::default()
     })
 }
