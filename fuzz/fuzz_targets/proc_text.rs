@@ -32,7 +32,7 @@ fuzz_target!(|data: &[u8]| {
         13 => drop((cgroup::parse_limit(&text), cgroup::parse_oom_kills(&text))),
         14 => drop(ksm::parse_ksm_stat(&text)),
         15 => {
-            if let Ok(regions) = regions::parse_smaps(&text) {
+            if let Ok(Ok(regions)) = regions::parse_smaps(rest) {
                 assert!(regions::guest_ram(&regions).len() <= regions.len());
                 let _ = regions::unmergeable(&regions);
             }

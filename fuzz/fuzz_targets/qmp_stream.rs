@@ -1,8 +1,8 @@
 //! Any bytes from a QMP peer, in any pieces, between commands: no panic, no
-//! growth past the limits, one answer per command at most.
+//! growth past the limits (debug assertions in `feed`), one answer per command at most.
 #![no_main]
 
-use ebb_host::qmp::{MAX_EVENTS, MAX_MESSAGE, MAX_PENDING, MAX_REPLY_BYTES, Protocol, State};
+use ebb_host::qmp::{MAX_EVENTS, Protocol, State};
 use libfuzzer_sys::fuzz_target;
 
 const START: &[u8] = b"{\"QMP\": {\"version\": {}}} {\"return\": {}, \"id\": 0}\n";
@@ -26,8 +26,6 @@ fuzz_target!(|data: &[u8]| {
             _ => {}
         }
         protocol.feed(piece);
-        assert!(protocol.held_bytes() <= MAX_MESSAGE + MAX_REPLY_BYTES);
-        assert!(protocol.unanswered() <= MAX_PENDING + 1);
         if protocol.state() == State::Failed {
             assert!(protocol.failure().is_some() && protocol.send("y", None).is_err());
         }

@@ -19,8 +19,9 @@ pub use metadata::{Metadata, NAMESPACE, Overrides};
 pub use read::milliseconds;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Config {
-    /// Milliseconds between ticks while nothing is ballooned and nobody is short.
+    /// Milliseconds between ticks while nothing is ballooned and the host is clear.
     pub tick_ms: u64,
     /// Milliseconds between ticks while anything is ballooned or the host is short.
     pub fast_tick_ms: u64,
@@ -38,25 +39,18 @@ pub struct Config {
     /// QMP sockets are left to others.
     pub listed_only: bool,
     /// Which QMP sockets are connected to.
-    #[serde(default)]
     pub sockets: SocketUse,
     /// VMs without such a socket are reached through libvirt, where that manages them.
-    #[serde(default = "yes")]
     pub libvirt: bool,
     /// Users whose QEMU processes are VMs, beside those that are always.
-    #[serde(default)]
     pub users: Vec<User>,
     /// QEMU programs in other places than packages put them; absolute paths.
-    #[serde(default)]
     pub programs: Vec<String>,
     /// QEMU processes in other pid namespaces are VMs too.
-    #[serde(default)]
     pub containers: bool,
     /// Whether cold memory may be paged out to the host's swap when the host is
     /// hard or critical; `None`: where there is swap.
-    #[serde(default)]
     pub offload: Option<bool>,
-    #[serde(default)]
     pub merge: MergeConfig,
     /// What holds for VMs that have no section of their own.
     pub defaults: VmSettings,
@@ -124,6 +118,7 @@ pub enum MergeMode {
 
 /// Merging, as the operator wants it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MergeConfig {
     pub mode: MergeMode,
     /// The share group that is merged on this host; `None`: the only one there is.
@@ -136,10 +131,8 @@ pub struct MergeConfig {
     /// The speed of `ksmd` is left to the kernel's advisor.
     pub advisor: bool,
     /// khugepaged is kept from undoing merges while KSM is steered.
-    #[serde(default)]
     pub hold_khugepaged: bool,
     /// Zero pages of VMs that are not merged may be freed.
-    #[serde(default)]
     pub zeros: bool,
 }
 
@@ -159,6 +152,7 @@ impl Default for MergeConfig {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct VmSettings {
     /// Whether Ebb may act on it at all.
     pub manage: bool,
@@ -174,24 +168,17 @@ pub struct VmSettings {
     /// QMP socket, where it cannot be found from the process's command line.
     pub qmp: Option<String>,
     /// Whether it is open to KSM; `None`: as QEMU was started.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<bool>,
     /// Whether its zero pages may be freed, where that is done.
-    #[serde(default = "yes")]
     pub zeros: bool,
-    #[serde(default)]
     pub agent: AgentUse,
     /// The operator's word that no other process writes to RAM that QEMU shares.
-    #[serde(default)]
     pub private_ram: bool,
     /// A window of protection that took longer has the agent stand aside, ms.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window_limit_ms: Option<u64>,
     /// What a VM must be beside its name to have this section.
-    #[serde(default, skip_serializing_if = "Identity::is_empty")]
     pub identity: Identity,
     /// What the VM's own section sets: a manager's metadata does not override it.
-    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub own: Overrides,
 }
 
@@ -208,18 +195,10 @@ pub struct Identity {
 }
 
 impl Identity {
-    pub fn is_empty(&self) -> bool {
-        *self == Identity::default()
-    }
-
     /// Something is asked for that the VM itself cannot change.
     pub fn is_proof(&self) -> bool {
         self.user.is_some() || self.cgroup.is_some()
     }
-}
-
-fn yes() -> bool {
-    true
 }
 
 /// A size, or a share of the VM's RAM.
@@ -314,7 +293,7 @@ impl Config {
     /// good as a name: its QEMU's word.
     pub fn section(&self, name: &str, uuid: Option<&str>) -> Option<&VmSettings> {
         let by_uuid = uuid.and_then(|uuid| self.vms.get(&by_uuid(uuid)));
-        // Nobody gets it by calling itself so.
+        // A `-name` of this form gets no section by uuid.
         by_uuid.or_else(|| self.vms.get(name).filter(|_| !name.starts_with(BY_UUID)))
     }
 
@@ -428,7 +407,11 @@ mod tests {
             cgroup: Some("/t/a".into()),
         };
         assert_eq!(identity("a"), a);
-        assert!(identity("d").is_empty() && !identity("b").is_proof() && identity("c").is_proof());
+        assert!(
+            identity("d") == Identity::default()
+                && !identity("b").is_proof()
+                && identity("c").is_proof()
+        );
         assert!(!c.has_one_group() && Config::default().has_one_group());
         assert_eq!(c.programs, ["/opt/q/qemu-system-x86_64"]);
     }

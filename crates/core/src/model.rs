@@ -61,7 +61,7 @@ impl fmt::Display for Pressure {
 }
 
 /// Everything the policies decide on.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Model {
     /// When the sample was taken.
     pub at: Stamp,

@@ -42,11 +42,12 @@ use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
 
-/// What cgroup v1 notified counts for so long: it comes at most a few times a
+/// How long a notification of cgroup v1 counts: it comes at most a few times a
 /// second, and only while something is reclaimed.
 const NOTIFIED_LIFE_MS: u64 = 2_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Memory {
     pub at: Option<Stamp>,
     pub state: Pressure,
@@ -54,47 +55,37 @@ pub struct Memory {
     pub state_since: Stamp,
     pub vmstat: Option<Vmstat>,
     pub vms: Vec<VmMemory>,
-    #[serde(default)]
     pub urgency: f64,
     /// What each rung of the ladder was expected to bring, and brought.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<Tally>,
     /// What others than VMs used lately.
-    #[serde(default)]
     pub others: Recent,
     /// The bound and the VMs at the last tick: where another one comes, what it holds may count
     /// as others' for a moment.
-    #[serde(default)]
     pub others_of: (String, Vec<VmId>),
     /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
     /// and `others` are those of one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bounds: Vec<BoundMemory>,
     /// Since when something has been missing that no rung above paging out brings.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beyond_since: Option<Stamp>,
     /// The last notification of cgroup v1, and the state it stands for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notified: Option<(Stamp, Pressure)>,
-    #[serde(default)]
     pub merge: MergeMemory,
 }
 
 /// What is remembered of one limit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct BoundMemory {
     /// Its name.
     pub name: String,
     /// Its state then.
     pub state: Pressure,
     /// How much tasks suffered there.
-    #[serde(default)]
     pub urgency: f64,
     /// What others than VMs used of it lately.
-    #[serde(default)]
     pub others: Recent,
     /// The VMs that were below it.
-    #[serde(default)]
     pub vms: Vec<VmId>,
 }
 

@@ -77,7 +77,7 @@ pub enum Wake {
 }
 
 /// One tick, whole: what a record holds.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tick {
     /// Counted from the daemon's start.
     pub number: u64,
@@ -95,12 +95,12 @@ pub struct Tick {
     pub forbidden: Option<String>,
 }
 
-/// With many VMs fast ticks are so much apart for each of them, milliseconds: to ask one takes
-/// some 0.07 ms of processor time.
+/// With many VMs the time between fast ticks, milliseconds a VM: to ask one takes some
+/// 0.07 ms of processor time.
 const FAST_MS_A_VM: f64 = 2.5;
-/// VMs that rest are asked so much apart, for each VM that there is, milliseconds.
+/// The time between questions to VMs that rest, milliseconds for each VM that there is.
 const REST_MS_A_VM: f64 = 10.0;
-/// Any guest may grow by so much of its RAM in a second.
+/// The share of its RAM by which any guest may grow in a second.
 const LEAST_GROWTH: f64 = 0.05;
 
 /// A look that took longer than this is too old to take anything by: guests may

@@ -5,7 +5,7 @@
 //! local user may ask and a browser may be tricked into asking, there is `/metrics` alone,
 //! and only for those who call it by a name of this machine's own.
 //!
-//! The tick loop publishes what it has, as it is; the view of it is made when somebody
+//! The tick loop publishes what it has, as it is; the view of it is made when a client
 //! asks, once a tick at most. The two share one lock that is held only to clone
 //! pointers, so that no client can slow a tick.
 
@@ -25,9 +25,8 @@ use axum::body::{Body, Bytes};
 use axum::extract::DefaultBodyLimit;
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use ebb_core::model::Model;
-use ebb_core::plan::{MergeWish, Reclaim};
 use ebb_core::policy::admission::{self, Ask, Stock, admit};
 use ebb_core::state::Memory;
 use ebb_core::tick::Tick;
@@ -38,8 +37,9 @@ use hyper::body::{Frame, SizeHint};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use serde::de::DeserializeOwned;
 
-use crate::daemon::{HandsOffWish, Inbox};
+use crate::daemon::Inbox;
 use crate::metrics;
 use crate::recorder::{Record, Recorder};
 use crate::server;
@@ -146,7 +146,7 @@ pub struct Listeners {
     tcp: Option<std::net::TcpListener>,
 }
 
-/// Binds them. A socket file that nobody listens on is replaced.
+/// Binds them. A socket file without a listener is replaced.
 pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
     let path = Path::new(socket);
     if let Some(dir) = path.parent() {
@@ -169,8 +169,8 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
 }
 
 /// Listens on a Unix socket that only root and its group may connect to. A file that is there
-/// already is replaced where it is a socket that is proven to be nobody's: that no connection is
-/// taken now proves nothing.
+/// already is replaced where it is a socket that is proven to have no listener: that no
+/// connection is taken now proves nothing.
 fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
     let shown = path.display();
     let address = SocketAddrUnix::new(path).with_context(|| format!("{shown} is no name"))?;
@@ -231,36 +231,29 @@ fn asking(inbox: Inbox) -> Router {
         looker.wake();
         (StatusCode::ACCEPTED, "{}")
     };
-    let (wisher, leaver) = (inbox.clone(), inbox.clone());
-    let hands_off = |body: Bytes| async move {
-        let send = |w: HandsOffWish| leaver.hands_off(w);
-        taken("a word on a VM to be left alone", serde_json::from_slice(&body), send)
-    };
-    let reclaim = |body: Bytes| async move {
-        taken("a reclaim request", serde_json::from_slice(&body), |r: Reclaim| inbox.send(r))
-    };
-    let merge = |body: Bytes| async move {
-        taken("a word on merging", serde_json::from_slice(&body), |w: MergeWish| wisher.wish(w))
-    };
+    let hands_off = posted("a word on a VM to be left alone", &inbox, |i| &i.hands);
     Router::new()
         .route("/v1/look", post(look))
-        .route("/v1/reclaim", post(reclaim))
-        .route("/v1/merge", post(merge))
-        .route("/v1/hands-off", post(hands_off))
+        .route("/v1/reclaim", posted("a reclaim request", &inbox, |i| &i.requests))
+        .route("/v1/merge", posted("a word on merging", &inbox, |i| &i.wishes))
+        .route("/v1/hands-off", hands_off)
         .layer(DefaultBodyLimit::max(4096))
 }
 
-/// Hands over what a client sent, and tells what came of it.
-fn taken<T>(
-    what: &str,
-    read: serde_json::Result<T>,
-    send: impl FnOnce(T) -> bool,
-) -> (StatusCode, String) {
-    match read.map(send) {
-        Err(e) => (StatusCode::BAD_REQUEST, format!("not {what}: {e}\n")),
-        Ok(true) => (StatusCode::ACCEPTED, "{}".into()),
-        Ok(false) => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".into()),
-    }
+/// Hands over what a client sends, and answers whether it was taken.
+fn posted<T: DeserializeOwned + Send + 'static>(
+    what: &'static str,
+    inbox: &Inbox,
+    list: fn(&Inbox) -> &Mutex<Vec<T>>,
+) -> MethodRouter {
+    let inbox = inbox.clone();
+    post(move |body: Bytes| async move {
+        match serde_json::from_slice(&body).map(|wish| inbox.put(list(&inbox), wish)) {
+            Err(e) => (StatusCode::BAD_REQUEST, format!("not {what}: {e}\n")),
+            Ok(true) => (StatusCode::ACCEPTED, "{}".into()),
+            Ok(false) => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".into()),
+        }
+    })
 }
 
 fn router(shared: Shared) -> Router {
@@ -326,7 +319,7 @@ fn metrics_page(latest: Arc<Latest>) -> Response {
     text("text/plain; version=0.0.4", latest.metrics())
 }
 
-/// The last plan; with `?memory=4GiB&count=3`, whether so many VMs more fit.
+/// The last plan; with `?memory=4GiB&count=3`, whether three more VMs of 4 GiB fit.
 fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
     let latest = shared.latest()?;
     let Some(query) = uri.query().filter(|q| !q.is_empty()) else {

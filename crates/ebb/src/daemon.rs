@@ -11,8 +11,7 @@ use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
-use ebb_host::act::ksm::Manners;
-use ebb_host::linux::{LinuxHost, MergeOptions, Options, Wake as HostWake};
+use ebb_host::linux::{LinuxHost, Options, Wake as HostWake};
 use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
@@ -23,7 +22,7 @@ use crate::give_back::{Left, give_back};
 use crate::signals::{self, Signals};
 use crate::state::StateFile;
 
-/// Guests are asked for fresh numbers so long before a fast tick reads them.
+/// How long before a fast tick guests are asked for fresh numbers.
 const KICK_AHEAD_MS: u64 = 40;
 /// Events do not make ticks follow one another faster than this.
 const LEAST_TICK_MS: u64 = 150;
@@ -41,9 +40,9 @@ pub struct Daemon {
 /// What clients ask of the loop; a word in it wakes the loop.
 #[derive(Clone)]
 pub struct Inbox {
-    requests: Arc<Mutex<Vec<Reclaim>>>,
-    wishes: Arc<Mutex<Vec<MergeWish>>>,
-    hands: Arc<Mutex<Vec<HandsOffWish>>>,
+    pub requests: Arc<Mutex<Vec<Reclaim>>>,
+    pub wishes: Arc<Mutex<Vec<MergeWish>>>,
+    pub hands: Arc<Mutex<Vec<HandsOffWish>>>,
     waker: Waker,
 }
 
@@ -52,7 +51,7 @@ pub struct Inbox {
 #[serde(deny_unknown_fields)]
 pub struct HandsOffWish {
     pub vm: String,
-    /// For so long, ms; 0: no longer.
+    /// How long, ms; 0: no longer.
     pub ms: u64,
 }
 
@@ -65,22 +64,8 @@ impl Inbox {
         self.waker.wake();
     }
 
-    /// Hands a request to the loop; `false` where too many wait.
-    pub fn send(&self, request: Reclaim) -> bool {
-        self.put(&self.requests, request)
-    }
-
-    /// The same with a word on merging.
-    pub fn wish(&self, wish: MergeWish) -> bool {
-        self.put(&self.wishes, wish)
-    }
-
-    /// The same with a VM that is to be left alone.
-    pub fn hands_off(&self, wish: HandsOffWish) -> bool {
-        self.put(&self.hands, wish)
-    }
-
-    fn put<T>(&self, list: &Mutex<Vec<T>>, item: T) -> bool {
+    /// Hands a wish to the loop; `false` where too many wait.
+    pub fn put<T>(&self, list: &Mutex<Vec<T>>, item: T) -> bool {
         let mut list = list.lock().unwrap_or_else(|e| e.into_inner());
         if list.len() >= REQUESTS {
             return false;
@@ -98,21 +83,9 @@ fn taken<T>(list: &Mutex<Vec<T>>) -> Vec<T> {
 
 /// What to look at, from the configuration.
 pub fn options(config: &Config) -> Options {
-    let sockets =
-        config.vms.iter().filter_map(|(name, vm)| Some((name.clone(), vm.qmp.clone()?.into())));
+    let merges = config.merge.mode != MergeMode::Off;
     Options {
-        sockets: sockets.collect(),
-        pool: config.pool.clone(),
-        only: config.listed_only.then(|| config.vms.keys().cloned().collect()),
-        merge: (config.merge.mode != MergeMode::Off).then(|| MergeOptions {
-            note: ksm_note(&config.state_file),
-            manners: Manners {
-                keep_advisor: config.merge.advisor,
-                hold_khugepaged: config.merge.hold_khugepaged,
-            },
-            steer: config.merge.mode == MergeMode::On,
-        }),
-        zeros: config.merge.zeros,
+        ksm_note: merges.then(|| ksm_note(&config.state_file)),
         config: config.clone(),
         trust: trust(config),
         ..Options::default()

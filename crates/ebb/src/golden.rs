@@ -64,9 +64,10 @@ fn what_users_read_of_one_host_stays_as_it_is() {
     is("metrics.txt", &metrics::render(&state));
     is("status.txt", &status::text(&state));
     let explained = state.vms.iter().map(|vm| {
-        let own: Vec<&Decision> = decisions.iter().filter(|d| d.action.name == vm.name).collect();
+        let mut own = decisions.clone();
+        own.retain(|d| d.action.name == vm.name);
         explain::text(&state, vm, &own)
     });
     is("explain.txt", &explained.collect::<Vec<_>>().join("\n"));
-    is("doctor.txt", &doctor::of_sample(&sample));
+    is("doctor.txt", &doctor::of_sample(sample));
 }

@@ -76,7 +76,7 @@ impl StateFile {
         if !self.is_locked() {
             self.lock = lock(&self.path)?;
         }
-        durable::replace(&self.path, &serde_json::to_vec_pretty(owned)?)
+        durable::replace(&self.path, owned)
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
 }

@@ -2,13 +2,14 @@
 
 use std::io::Write;
 
-use anyhow::Result;
-use serde::Serialize;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 pub use ebb_core::table::table;
 use ebb_core::units::Bytes;
 
-/// Nobody reads our output any more (`ebb status | head`): not an error.
+/// The reader of our output has gone (`ebb status | head`): not an error.
 #[derive(Debug, thiserror::Error)]
 #[error("nobody reads the output")]
 pub struct NobodyReads;
@@ -28,6 +29,20 @@ pub fn emit_all(from: &mut dyn std::io::Read) -> Result<()> {
 
 pub fn emit_json<T: Serialize>(value: &T) -> Result<()> {
     emit(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// Prints a value as JSON, or the text that is made of it.
+pub fn emit_as<T: Serialize>(
+    json: bool,
+    value: &T,
+    text: impl FnOnce() -> Result<String>,
+) -> Result<()> {
+    if json { emit_json(value) } else { emit(&text()?) }
+}
+
+/// What the daemon told, as this version knows it. As JSON it is printed as it was told.
+pub fn known<'a, T: Deserialize<'a>>(told: &'a Value) -> Result<T> {
+    T::deserialize(told).context("the daemon's version may be too far from this one's")
 }
 
 /// A size, or `-`.

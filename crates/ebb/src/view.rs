@@ -13,10 +13,11 @@ mod of_tick;
 
 use ebb_core::config::MergeMode;
 use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::RungName;
+use ebb_core::plan::{Plan, RungName};
 use ebb_core::sample::{
-    AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample, PartialThpSample,
-    Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample, ZeroSample,
+    self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample,
+    PartialThpSample, Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample,
+    ZeroSample,
 };
 use ebb_core::state::{Memory, Returned, VmMemory};
 use ebb_core::tick::Tick;
@@ -26,7 +27,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use self::decisions::Done;
 pub use self::decisions::{Decision, Order, decisions, guest_words, unheeded};
-use self::of_tick::{ladder, tier};
+use self::of_tick::{planned, tally, tier};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
@@ -46,22 +47,22 @@ pub fn lenient_list<'de, D: Deserializer<'de>, T: DeserializeOwned>(
 
 /// A struct whose fields have beside them how they are filled.
 macro_rules! view {
-    ($name:ident($($from:ident: $of:ty),*): $(
+    ($(#[$attribute:meta])* $name:ident($($from:ident: $of:ty),*): $(
         $(#[$meta:meta])* $field:ident: $type:ty = $value:expr;
     )*) => {
-        #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-        #[serde(default)]
+        $(#[$attribute])*
         pub struct $name {
             $($(#[$meta])* pub $field: $type,)*
         }
 
         impl $name {
-            fn new($($from: $of),*) -> $name {
+            pub fn new($($from: $of),*) -> $name {
                 $name { $($field: $value,)* }
             }
         }
     };
 }
+pub(crate) use view;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -100,18 +101,19 @@ pub struct Daemon {
     pub record: Bytes,
 }
 
+view! {
 /// A source that could not be read or believed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Problem {
+Problem(p: &sample::Problem, model: &Model):
     /// The VM's name, where it is about one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
+    name: Option<String> = p.vm.and_then(|id| Some(model.vm(id)?.name.clone()));
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    pub vm: Option<VmId>,
+    vm: Option<VmId> = p.vm;
     /// The file, socket or command.
-    pub source: String,
-    pub message: String,
+    source: String = p.source.clone();
+    message: String = p.message.clone();
 }
 
 impl std::fmt::Display for Problem {
@@ -123,7 +125,10 @@ impl std::fmt::Display for Problem {
     }
 }
 
-view! { Host(
+view! {
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+Host(
     h: &HostModel, s: &HostSample, tick: &Tick, model: &Model, memory: &Memory, vms: &[Vm]
 ):
     #[serde(deserialize_with = "lenient")]
@@ -180,7 +185,7 @@ view! { Host(
     warnings: Vec<String> = h.warnings.clone();
     /// The ladder: what each mechanism is to bring, and has brought so far.
     #[serde(deserialize_with = "lenient_list")]
-    ladder: Vec<Rung> = ladder(tick, memory);
+    ladder: Vec<Rung> = RungName::ALL.map(|rung| Rung::new(rung, &tick.plan, memory)).into();
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -203,26 +208,30 @@ pub fn merge_words(why: &str) -> String {
     why.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
+view! {
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Rung {
-    pub name: RungName,
+Rung(rung: RungName, plan: &Plan, memory: &Memory):
+    name: RungName = rung;
     /// What the host lacked before it.
     #[serde(default)]
-    pub missing: Bytes,
+    missing: Bytes = planned(plan, rung).map(|r| r.missing).unwrap_or_default();
     /// What the last plan's orders are expected to bring.
     #[serde(default)]
-    pub expected: Bytes,
+    expected: Bytes = planned(plan, rung).map(|r| r.expected).unwrap_or_default();
     /// What all plans so far were expected to bring.
     #[serde(default)]
-    pub expected_total: Bytes,
+    expected_total: Bytes = tally(memory, rung).map(|t| t.expected).unwrap_or_default();
     /// What was seen to come, a lower bound.
     #[serde(default)]
-    pub came_total: Bytes,
+    came_total: Bytes = tally(memory, rung).map(|t| t.came).unwrap_or_default();
     #[serde(default)]
-    pub why: String,
+    why: String = planned(plan, rung).map(|r| r.why.clone()).unwrap_or_default();
 }
 
-view! { Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&VmMemory>):
+view! {
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&VmMemory>):
     name: String = m.name.clone();
     pid: u32 = m.id.pid;
     /// What Ebb can do for it: `none`, `stock`, `agent` or `guest`.

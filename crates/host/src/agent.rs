@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 
 use ebb_core::wire::{Answer, Command, Lines, Outcome, Refusal, Reply, Request};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 pub use self::ram::{FlatRange, main_ram, parse_gpa2hva, parse_mtree};
-use crate::qmp::connect_unix;
+use crate::sockets;
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -83,8 +83,7 @@ impl Agent {
 
     /// The process that listens (`SO_PEERCRED`): compare it with the VM's.
     pub fn peer_pid(&self) -> Option<u32> {
-        let cred = rustix::net::sockopt::socket_peercred(self.socket.as_ref()?).ok()?;
-        u32::try_from(rustix::process::Pid::as_raw(Some(cred.pid))).ok().filter(|pid| *pid > 0)
+        sockets::peer_pid(self.socket.as_ref()?)
     }
 
     /// For `poll`; `None` after a failure.
@@ -99,11 +98,6 @@ impl Agent {
 
     pub fn failure(&self) -> Option<&AgentError> {
         self.failure.as_ref()
-    }
-
-    /// Requests without an answer.
-    pub fn waiting(&self) -> usize {
-        self.pending.len()
     }
 
     fn named(&self) -> String {
@@ -161,17 +155,15 @@ impl Agent {
     }
 
     fn read_some(&mut self) {
-        let mut buffer = [0u8; 4096];
-        // Bounded: each line answers a request, of which there are few.
-        while let Some(socket) = &self.socket {
-            match rustix::net::recv(socket, &mut buffer[..], RecvFlags::empty()) {
-                Ok((0, _)) => return self.fail(AgentError::Closed(self.named())),
-                Ok((n, _)) => self.feed(&buffer[..n]),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(Errno::CONNRESET) => return self.fail(AgentError::Closed(self.named())),
-                Err(e) => return self.fail(io_error(&self.path, "recv", e)),
+        let Some(socket) = &self.socket else { return };
+        match sockets::receive(socket) {
+            Ok((bytes, there)) => {
+                self.feed(&bytes);
+                if !there {
+                    self.fail(AgentError::Closed(self.named()));
+                }
             }
+            Err(e) => self.fail(io_error(&self.path, "recv", e)),
         }
     }
 
@@ -249,7 +241,7 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
 
 fn open_socket(path: &Path) -> Result<OwnedFd, AgentError> {
     let named = path.display().to_string();
-    connect_unix(path).map_err(|e| match e {
+    sockets::connect(path).map_err(|e| match e {
         Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
         Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
         e => io_error(path, "connect", e),

@@ -4,15 +4,17 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Replaces this file by these bytes, on disk when it returns. Its folder is made where
+use serde::Serialize;
+
+/// Replaces this file by a value as JSON, on disk when it returns. Its folder is made where
 /// there is none. On an error the file is as it was.
-pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub fn replace<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     if let Some(dir) = path.parent() {
         fs::create_dir_all(dir)?;
     }
     let new = path.with_extension("new");
     let mut file = File::create(&new)?;
-    file.write_all(bytes)?;
+    file.write_all(&serde_json::to_vec_pretty(value)?)?;
     file.sync_all()?;
     fs::rename(&new, path)
 }

@@ -102,8 +102,7 @@ impl HandsOffs {
         let Some(path) = &self.file else { return Ok(()) };
         let until = self.until.iter().map(|(vm, at)| (*vm, *at)).collect();
         let written = Written { until, unknown: self.unknown.clone() };
-        let text = serde_json::to_vec(&written).map_err(|e| e.to_string())?;
-        durable::replace(path, &text).map_err(|e| format!("{}: {e}", path.display()))
+        durable::replace(path, &written).map_err(|e| format!("{}: {e}", path.display()))
     }
 }
 

@@ -51,9 +51,7 @@ impl Intervals {
         let written = match &self.file {
             None => Ok(()),
             Some(file) if all.is_empty() => std::fs::remove_file(file),
-            Some(file) => serde_json::to_vec(&all)
-                .map_err(std::io::Error::other)
-                .and_then(|text| durable::replace(file, &text)),
+            Some(file) => durable::replace(file, &all),
         };
         let is_gone = |e: &std::io::Error| e.kind() == std::io::ErrorKind::NotFound;
         // What was not written is tried again at the next tick.

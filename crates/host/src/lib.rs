@@ -24,6 +24,7 @@ pub mod qmp;
 pub mod qmp_balloon;
 pub mod root;
 pub mod scan;
+mod sockets;
 pub mod sys;
 mod vm;
 pub mod waker;

@@ -20,12 +20,13 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::{AgentUse, Metadata};
+use ebb_core::config::{AgentUse, MergeConfig, Metadata};
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 
+use crate::act::ksm::Manners;
 use crate::act::ksm_worker::KsmWorker;
 use crate::act::offload::{self, Offloader};
 use crate::act::partial_thp::{self, Splitter};
@@ -49,11 +50,11 @@ use crate::sys;
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
 
-pub use self::options::{MergeOptions, Options};
+pub use self::options::Options;
 pub use self::orders::{ActError, BalloonOrder};
 pub use self::wait::Wake;
 
-/// Of so many VMs the files in `/proc` are kept open; where there are more, descriptors are for
+/// Up to this many VMs, their files in `/proc` are kept open; with more, descriptors are for
 /// their sockets.
 const KEPT_OPEN: usize = 1000;
 
@@ -70,7 +71,7 @@ pub struct LinuxHost {
     /// Why it is not known which VMs were to be left alone.
     unread: Option<String>,
     /// Which VM each configured socket turned out to be.
-    bound: Vec<Option<VmId>>,
+    bound: BTreeMap<String, VmId>,
     /// The VMs that Ebb owes something.
     owed: HashSet<VmId>,
     /// The VMs that need not be asked in the next sample.
@@ -111,10 +112,12 @@ impl LinuxHost {
         let (hands_off, unread) = HandsOffs::load(options.hands_off.clone(), LinuxHost::now());
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
-        let merger = options.merge.as_ref().map(|m| {
-            KsmWorker::new(options.root.clone(), m.note.clone(), m.manners, waker.clone())
-        });
-        let bound = vec![None; options.sockets.len()];
+        let MergeConfig { advisor, hold_khugepaged, zeros, .. } = options.config.merge;
+        let manners = Manners { keep_advisor: advisor, hold_khugepaged };
+        let merger = options
+            .ksm_note
+            .as_ref()
+            .map(|note| KsmWorker::new(options.root.clone(), note.clone(), manners, waker.clone()));
         let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
             trigger: None,
@@ -122,9 +125,7 @@ impl LinuxHost {
             notified: None,
             offloader: offload::offloader(options.root.clone()),
             splitter: partial_thp::splitter(options.root.clone()),
-            zeros: options
-                .zeros
-                .then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
+            zeros: zeros.then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
             merger,
             mappers: Search::default(),
             ksm_around: ksm::Around::default(),
@@ -133,13 +134,13 @@ impl LinuxHost {
             touch: None,
             scanner: Scanner::new(options.trust.clone()),
             libvirt,
-            bounds: Bounds::new(options.pool.clone()),
+            bounds: Bounds::new(options.config.pool.clone()),
             intervals: Intervals::load(options.intervals.clone()),
             options,
             vms: BTreeMap::new(),
             hands_off,
             unread,
-            bound,
+            bound: BTreeMap::new(),
             owed: HashSet::new(),
             resting: HashSet::new(),
             owed_at: BTreeMap::new(),
@@ -220,7 +221,7 @@ impl LinuxHost {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
                 ..access(&self.options, &self.owed, &vm.process, (&vm.claim, vm.metadata()))
             };
-            vm.named = self.bound.contains(&Some(*id));
+            vm.named = self.bound.values().any(|bound| bound == id);
             vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
         }
     }

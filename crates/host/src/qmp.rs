@@ -18,15 +18,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 
 pub use self::message::{BadMessage, Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
+use crate::sockets;
 
-/// Most bytes one [`Client::pump`] reads, so that a flood does not keep it.
-const MAX_PUMP: usize = 4 << 20;
 /// QEMU greets at once; silence this long means that it does not serve us.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
@@ -133,10 +131,7 @@ impl Client {
     /// The process that opened the listening socket (`SO_PEERCRED`); `None`
     /// when not connected.
     pub fn peer_pid(&self) -> Option<u32> {
-        let socket = self.socket.as_ref()?;
-        let cred = rustix::net::sockopt::socket_peercred(socket).ok()?;
-        // 0 stands for a process of another pid namespace.
-        u32::try_from(rustix::process::Pid::as_raw(Some(cred.pid))).ok().filter(|pid| *pid > 0)
+        sockets::peer_pid(self.socket.as_ref()?)
     }
 
     /// Ends a connection that another process serves than this one.
@@ -179,7 +174,7 @@ impl Client {
     }
 
     /// All reading and writing that is possible without blocking, up to
-    /// `MAX_PUMP` (4 MiB) read.
+    /// 4 MiB read.
     pub fn pump(&mut self) {
         self.read_some();
         self.flush();
@@ -204,25 +199,17 @@ impl Client {
 
     fn read_some(&mut self) {
         let Some(socket) = &self.socket else { return };
-        let mut buffer = [0u8; 16 << 10];
-        let mut total = 0;
-        while total < MAX_PUMP && self.protocol.state() != State::Failed {
-            match rustix::net::recv(socket, &mut buffer[..], RecvFlags::empty()) {
-                Ok((0, _)) => return self.closed(),
-                Ok((n, _)) => {
-                    total += n;
+        match sockets::receive(socket) {
+            Ok((bytes, there)) => {
+                if !bytes.is_empty() {
                     self.heard = Instant::now();
-                    self.protocol.feed(&buffer[..n]);
-                    // There was no more; what comes later `poll` tells.
-                    if n < buffer.len() {
-                        return;
-                    }
+                    self.protocol.feed(&bytes);
                 }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(Errno::CONNRESET) => return self.closed(),
-                Err(e) => return self.protocol.fail(io_error(&self.path, "recv", e)),
+                if !there {
+                    self.closed();
+                }
             }
+            Err(e) => self.protocol.fail(io_error(&self.path, "recv", e)),
         }
     }
 
@@ -238,14 +225,10 @@ impl Client {
 
     fn write_some(&mut self) {
         let Some(socket) = &self.socket else { return };
-        while !self.protocol.outgoing().is_empty() {
-            match rustix::net::send(socket, self.protocol.outgoing(), SendFlags::NOSIGNAL) {
-                Ok(n) => self.protocol.written(n),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(Errno::PIPE | Errno::CONNRESET) => return self.closed(),
-                Err(e) => return self.protocol.fail(io_error(&self.path, "send", e)),
-            }
+        match sockets::send(socket, self.protocol.outgoing()) {
+            Ok(n) => self.protocol.written(n),
+            Err(Errno::PIPE | Errno::CONNRESET) => self.closed(),
+            Err(e) => self.protocol.fail(io_error(&self.path, "send", e)),
         }
     }
 
@@ -377,35 +360,11 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {
 /// A non-blocking connect; Unix sockets connect at once or not at all.
 fn open_socket(path: &Path) -> Result<OwnedFd, QmpError> {
     let named = path.display().to_string();
-    connect_unix(path).map_err(|e| match e {
+    sockets::connect(path).map_err(|e| match e {
         Errno::NOENT => QmpError::NoSocket(named),
         Errno::CONNREFUSED => QmpError::Refused(named),
         Errno::ACCESS | Errno::PERM => QmpError::Denied(named),
         Errno::AGAIN => QmpError::Taken(named, "the queue of waiting clients is full".into()),
         e => io_error(path, "connect", e),
     })
-}
-
-/// The same with the system's error.
-pub(crate) fn connect_unix(path: &Path) -> rustix::io::Result<OwnedFd> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match SocketAddrUnix::new(path) {
-        Err(Errno::NAMETOOLONG) => connect_long(&socket, path)?,
-        Err(e) => return Err(e),
-        Ok(address) => rustix::net::connect(&socket, &address)?,
-    }
-    Ok(socket)
-}
-
-/// Socket addresses hold 108 bytes; a longer path goes through its directory.
-fn connect_long(socket: &OwnedFd, path: &Path) -> rustix::io::Result<()> {
-    use rustix::fs::{Mode, OFlags};
-    use std::os::fd::AsRawFd;
-    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(Errno::NAMETOOLONG);
-    };
-    let dir = rustix::fs::open(dir, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-    let short = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(name);
-    rustix::net::connect(socket, &SocketAddrUnix::new(short)?)
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ebb_core::config::Config;
 use ebb_core::sample::{Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
@@ -16,6 +17,9 @@ use ebb_host::probe::trust::Trust;
 use ebb_host::root::{Fault, Faults, Root};
 use proptest::prelude::*;
 use rustix::io::Errno;
+
+/// Every process that is called QEMU: the fixture's files belong to the user of the tests.
+const ANYTHING: Trust = Trust { users: None, programs: None, containers: true };
 
 /// A machine with three VMs in a slice with a limit.
 struct Machine {
@@ -77,7 +81,7 @@ impl Machine {
     fn host(&self, root: Root) -> LinuxHost {
         LinuxHost::new(Options {
             root,
-            trust: Trust::anything(),
+            trust: ANYTHING,
             scan_every: Duration::ZERO,
             psi_trigger_us: None,
             ..Options::default()
@@ -206,14 +210,16 @@ fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
     let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
     machine.write("proc/12/cmdline", &format!("kvm\0-name\0x\0-uuid\0{uuid}\0"));
     machine.vm(11, "vm10", "machine.slice");
-    let only = Some(vec!["vm10".into(), format!("uuid:{}", uuid.to_lowercase())]);
-    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
-    let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
+    let host = |sections: &str| {
+        let text = format!("[host]\nvms = \"listed\"\n{sections}");
+        let config = Config::parse("f", &text).unwrap();
+        let (root, trust) = (Root::at(machine.dir.path()), ANYTHING);
+        LinuxHost::new(Options { root, trust, config, ..Options::default() }).unwrap()
+    };
+    let mut other = host("[vm.another]\n");
+    let mut host = host(&format!("[vm.vm10]\n[vm.\"uuid:{}\"]\n", uuid.to_lowercase()));
     assert_eq!(pids(&host.sample()), VMS, "both of one name");
-    let (root, trust) = (Root::at(machine.dir.path()), Trust::anything());
-    let only = Some(vec!["another".into()]);
-    let mut host = LinuxHost::new(Options { root, trust, only, ..Options::default() }).unwrap();
-    assert_eq!(pids(&host.sample_owed(&[id(12)])), [12], "or such as are owed something");
+    assert_eq!(pids(&other.sample_owed(&[id(12)])), [12], "or such as are owed something");
 }
 
 #[test]

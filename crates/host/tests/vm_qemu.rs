@@ -237,9 +237,9 @@ fn vm_a_stopped_qemu_is_slow_and_costs_one_deadline() {
 #[test]
 fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     let vm = qemu("configured", &["-qmp", "unix:ebb.sock,server=on,wait=off"]);
-    let sockets =
-        vec![("mine".to_owned(), vm.socket.clone()), ("no".into(), "/nonexistent".into())];
-    let mut host = LinuxHost::new(Options { sockets, ..vm.options() }).unwrap();
+    let text = format!("[vm.mine]\nqmp = {:?}\n[vm.no]\nqmp = \"/nonexistent\"\n", vm.socket);
+    let config = Config::parse("f", &text).unwrap();
+    let mut host = LinuxHost::new(Options { config, ..vm.options() }).unwrap();
     let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
     assert_eq!(v.name, "mine");
     let sample: Sample = host.sample();

@@ -4,8 +4,8 @@
 //! page than for the hashing. In here our own page tables lead there: pages that are in
 //! memory are copied 128 KiB at a time and hashed, or, at a first look, just four lines of
 //! each ([`Key::lines`]), which costs a fifth. A thread of its own, as nice as `ksmd`
-//! (from `SCHED_IDLE` it could not come back; who asks gives way where nobody is to
-//! notice), on a socket that the daemon handed over; when that is closed the thread ends.
+//! (from `SCHED_IDLE` it could not come back; the daemon paces its questions where VMs
+//! must not notice), on a socket that the daemon handed over; when that is closed the thread ends.
 //!
 //! It only looks. What is absent, in swap or of zeros by the page table is passed over
 //! (`PAGEMAP_SCAN`), and so is what the guest's map calls free: that is the recycler's.
@@ -15,8 +15,9 @@
 //! work it waits, ten milliseconds a piece at most; what it reads nevertheless is not in
 //! the way, since reading neither waits for write-protection nor lifts it.
 
-use std::io::Result;
+use std::io::{Read, Result, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -26,7 +27,7 @@ use ebb_core::wire::abi::{MAP_PFNS, MapPage, PAGE};
 use ebb_core::wire::hashes::{Ask, Told};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
+use rustix::net::{AddressFamily, Shutdown, SocketType, sockopt};
 
 use crate::faults::Faults;
 use crate::ram::{Bits, Ram};
@@ -39,7 +40,7 @@ const PIECE: u64 = 128 << 10;
 const PIECE_LINES: u64 = (VECTOR_MAX / LINES) as u64 * PAGE;
 /// The buffer is one huge page, where the kernel has one: see [`sys::copy_as_is`].
 const BUFFER: usize = 2 << 20;
-/// Without a question for so long the buffer is given back.
+/// After this time without a question the buffer is given back.
 const IDLE: Duration = Duration::from_secs(1);
 /// A question that has begun must come to its end in this time, and an answer be taken.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -80,7 +81,7 @@ impl Hasher {
         let map = Map::default();
         let served = Served { map: Arc::clone(&map), ram, recycling, faults, buffer: None };
         let spawn = || -> Result<OwnedFd> {
-            let theirs = socket.try_clone()?;
+            let theirs = UnixStream::from(socket.try_clone()?);
             std::thread::Builder::new().name("ebb-hash".into()).spawn(move || {
                 sys::block_signals();
                 // Refused, it is a thread like others.
@@ -132,19 +133,17 @@ impl Served {
     }
 
     /// Until the socket ends, or something comes that is no question.
-    fn serve(mut self, socket: &OwnedFd) {
+    fn serve(mut self, mut socket: &UnixStream) -> Option<()> {
+        socket.set_nonblocking(false).ok()?;
+        socket.set_read_timeout(Some(PATIENCE)).ok()?;
+        socket.set_write_timeout(Some(PATIENCE)).ok()?;
         loop {
-            if !wait(socket, PollFlags::IN, Some(IDLE)) {
+            if !wait(socket, Some(IDLE)) {
                 self.buffer = None;
-                if !wait(socket, PollFlags::IN, None) {
-                    return;
-                }
+                wait(socket, None).then_some(())?;
             }
-            let Some(ask) = receive(socket) else { return };
-            let Some(told) = self.answer(&ask) else { return };
-            if !send(socket, &told.encode()) {
-                return;
-            }
+            let told = self.answer(&receive(socket)?)?;
+            socket.write_all(&told.encode()).ok()?;
         }
     }
 
@@ -288,49 +287,22 @@ fn pieces(runs: Vec<Range>, most: u64) -> Vec<Vec<Range>> {
     pieces
 }
 
-fn wait(socket: &OwnedFd, what: PollFlags, patience: Option<Duration>) -> bool {
-    let patience = patience.and_then(|p| Timespec::try_from(p).ok());
+/// Whether something comes in this time; `None`: however long that takes.
+fn wait(socket: &UnixStream, time: Option<Duration>) -> bool {
+    let time = time.and_then(|t| Timespec::try_from(t).ok());
     loop {
-        let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), what)];
-        match poll(&mut fds, patience.as_ref()) {
+        let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
+        match poll(&mut fds, time.as_ref()) {
             Err(Errno::INTR) => {}
             done => return done.is_ok_and(|n| n > 0),
         }
     }
 }
 
-fn receive(socket: &OwnedFd) -> Option<Ask> {
+fn receive(mut socket: &UnixStream) -> Option<Ask> {
     let mut head = [0; Ask::HEAD];
-    fill(socket, &mut head)?;
+    socket.read_exact(&mut head).ok()?;
     let mut rest = vec![0; Ask::rest(&head)?];
-    fill(socket, &mut rest)?;
+    socket.read_exact(&mut rest).ok()?;
     Ask::parse(&head, &rest)
-}
-
-fn fill(socket: &OwnedFd, mut to: &mut [u8]) -> Option<()> {
-    while !to.is_empty() {
-        if !wait(socket, PollFlags::IN, Some(PATIENCE)) {
-            return None;
-        }
-        match rustix::net::recv(socket, &mut *to, RecvFlags::DONTWAIT) {
-            Ok((0, _)) => return None,
-            Ok((n, _)) => to = &mut to[n..],
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(_) => return None,
-        }
-    }
-    Some(())
-}
-
-fn send(socket: &OwnedFd, mut bytes: &[u8]) -> bool {
-    while !bytes.is_empty() {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        match rustix::net::send(socket, bytes, flags) {
-            Ok(n) => bytes = &bytes[n..],
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) if wait(socket, PollFlags::OUT, Some(PATIENCE)) => {}
-            Err(_) => return false,
-        }
-    }
-    true
 }

@@ -112,7 +112,7 @@ fn in_qemu() -> bool {
 
 /// Starts the server; a failure is told and otherwise ignored.
 fn start(path: &Path, peers: Peers, faults: &str) {
-    let Some(faults) = parse_faults(faults) else {
+    let Some(faults) = Faults::parse(faults) else {
         return eprintln!("ebb agent: this build knows no faults `{faults}`");
     };
     match (Server::start(path, peers, faults), SERVER.lock()) {
@@ -120,16 +120,6 @@ fn start(path: &Path, peers: Peers, faults: &str) {
         (Err(e), _) => complain(&path.display().to_string(), &e),
         (_, Err(_)) => {}
     }
-}
-
-#[cfg(feature = "faults")]
-fn parse_faults(text: &str) -> Option<Faults> {
-    Faults::parse(text)
-}
-
-#[cfg(not(feature = "faults"))]
-fn parse_faults(text: &str) -> Option<Faults> {
-    text.is_empty().then(Faults::default)
 }
 
 /// QEMU's entry point. 0: loaded. Only a missing `socket=` or a wrong `peer=` is an error,

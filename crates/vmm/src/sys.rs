@@ -513,11 +513,6 @@ impl Mapping {
         advise(Range { start: self.address, len: self.len as u64 }, advice)
     }
 
-    /// Opens it to KSM, as QEMU does with all RAM by default.
-    pub fn mergeable(&self) -> Result<()> {
-        mergeable(Range { start: self.address, len: self.len as u64 })
-    }
-
     pub fn address(&self) -> u64 {
         self.address
     }

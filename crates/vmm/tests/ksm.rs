@@ -37,14 +37,14 @@ fn open_among(guest: &Guest, first: u64, pages: u64) -> bool {
 fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
     for memory in [Memory::Small, Memory::Huge] {
         let guest = Guest::new(32, memory);
-        if guest.memory.mergeable().is_err() {
+        if guest.mergeable().is_err() {
             eprintln!("skipped: this kernel has no KSM");
             return;
         }
         assert!(open(&guest), "as QEMU opens it");
         let (mut agent, beats) = attached(&guest, Faults::default());
         assert!(!open(&guest));
-        guest.memory.mergeable().unwrap();
+        guest.mergeable().unwrap();
         assert!(open(&guest), "somebody opened it again");
         let until = Instant::now() + Duration::from_secs(20);
         while open(&guest) && Instant::now() < until {
@@ -62,7 +62,7 @@ fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
 #[test]
 fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
     let guest = Guest::new(32, Memory::Small);
-    if guest.memory.mergeable().is_err() {
+    if guest.mergeable().is_err() {
         eprintln!("skipped: this kernel has no KSM");
         return;
     }
@@ -108,7 +108,7 @@ fn left(agent: &mut Agent, guest: &Guest, first: u64, pages: u64) -> u64 {
 fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
     for memory in [Memory::Small, Memory::Huge] {
         let guest = Guest::new(32, memory);
-        if guest.memory.mergeable().is_err() {
+        if guest.mergeable().is_err() {
             eprintln!("skipped: this kernel has no KSM");
             return;
         }
@@ -119,7 +119,7 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
         assert!(open(&guest));
         assert_eq!(left(&mut agent, &guest, 1024, 4096), 520);
         // It stays open, and the rest closed, when the agent looks again.
-        guest.memory.mergeable().unwrap();
+        guest.mergeable().unwrap();
         std::thread::sleep(Duration::from_millis(1100));
         agent.step();
         assert!(open(&guest));
@@ -157,7 +157,7 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
 #[test]
 fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
     let guest = Guest::new(32, Memory::Small);
-    if guest.memory.mergeable().is_err() {
+    if guest.mergeable().is_err() {
         return eprintln!("skipped: this kernel has no KSM");
     }
     let (mut agent, beats) = attached(&guest, Faults::default());
@@ -165,7 +165,7 @@ fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
     let spans: Vec<(u64, u64)> = (0..200).map(|n| (1024 + 8 * n, 4)).collect();
     // All but those where UEFI's first pages are.
     assert_eq!(advise(&mut agent, &guest, &spans).unwrap(), (800 - 16) << 12);
-    guest.memory.mergeable().unwrap();
+    guest.mergeable().unwrap();
     std::thread::sleep(Duration::from_millis(1100));
     agent.step();
     assert!(!open_among(&guest, 0, 1), "the tripwire");
@@ -180,7 +180,7 @@ fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
 #[test]
 fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_merge() {
     let guest = Guest::new(32, Memory::Small);
-    if guest.memory.mergeable().is_err() {
+    if guest.mergeable().is_err() {
         eprintln!("skipped: this kernel has no KSM");
         return;
     }
@@ -211,7 +211,7 @@ fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_
 #[test]
 fn without_keeping_them_apart_what_is_open_is_recycled() {
     let guest = Guest::new(32, Memory::Small);
-    if guest.memory.mergeable().is_err() {
+    if guest.mergeable().is_err() {
         return;
     }
     let (mut agent, beats) = attached(&guest, Faults::parse("no_apart").unwrap());

@@ -31,24 +31,16 @@ const MAX_SAID: usize = 40;
 #[serde(default)]
 pub struct Overrides {
     /// As [`VmSettings::manage`], and so on.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub manage: Option<bool>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub min: Option<Amount>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<Amount>,
     /// How much its idle memory is worth.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Whether it is open to KSM.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub merge: Option<bool>,
     /// Whether its zero pages may be freed.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub zeros: Option<bool>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentUse>,
 }
 

@@ -21,14 +21,13 @@ pub const STALE_MS: u64 = 5_000;
 pub const FRESH_MS: u64 = 2_500;
 
 /// A guest's own numbers, put in relation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GuestModel {
     /// What it could use without harm to itself (`MemAvailable`).
     pub available: Bytes,
     /// What it cannot do without: size less available.
     pub need: Bytes,
     /// The most that it needed in the last half hour, as far as Ebb has seen it.
-    #[serde(default)]
     pub highest: Bytes,
     /// What is left to it beyond its need when it is asked gently.
     pub buffer: Bytes,
@@ -40,16 +39,12 @@ pub struct GuestModel {
     pub age_ms: u64,
     pub rates: Option<GuestRates>,
     /// Need and the part of its page cache that it reads again and again.
-    #[serde(default)]
     pub working_set: Bytes,
     /// Page cache, where it tells.
-    #[serde(default)]
     pub cache: Bytes,
     /// Size less working set.
-    #[serde(default)]
     pub idle: Bytes,
     /// The numbers are those of the module in the guest, not of the balloon.
-    #[serde(default)]
     pub by_module: bool,
 }
 
@@ -125,8 +120,8 @@ impl GuestModel {
     }
 }
 
-/// A guest's growing need is looked ahead for so long: statistics are late by up to
-/// one tick, and giving back takes one more.
+/// How far a growing need is extrapolated, seconds: statistics are late by up to one
+/// tick, and giving back takes one more.
 pub(crate) const AHEAD_S: f64 = 1.5;
 
 impl GuestModel {
@@ -200,7 +195,7 @@ pub(crate) fn implausible(
     None
 }
 
-/// Contradicted so often in a row, a guest is not asked any more.
+/// After this many contradictions in a row a guest is not asked any more.
 const DOUBTS: u32 = 2;
 
 /// How far this guest is believed now.

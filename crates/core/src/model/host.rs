@@ -17,7 +17,7 @@ use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat};
 use crate::state::Memory;
 use crate::units::Bytes;
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
     pub state: Pressure,
     /// Which bound is the tightest: `host` or the cgroup's path.
@@ -41,40 +41,29 @@ pub struct HostModel {
     /// Whether the host's memory could be read at all.
     pub known: bool,
     /// The state that it would be in for stalls alone.
-    #[serde(default)]
     pub stalled: Pressure,
     /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's
     /// notifications; rises at once, sinks over 15 s. It scales goal and steps.
-    #[serde(default)]
     pub urgency: f64,
     /// What VMs that have just started may still take of what they were promised.
-    #[serde(default)]
     pub promised: Bytes,
     /// Given lately to guests that have not touched it yet.
-    #[serde(default)]
     pub outstanding: Bytes,
     /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
-    #[serde(default)]
     pub limits: Vec<Limit>,
     /// Tasks stall or much is swapped out although the tightest bound has plenty: another
     /// limit is full, one that is not known here.
-    #[serde(default)]
     pub stalls_elsewhere: bool,
     /// The same as far as paging out may use it; `None`: there is none, or paging
     /// out is switched off.
-    #[serde(default)]
     pub offload_room: Option<Bytes>,
     /// What it takes to touch a MiB of new memory, microseconds; `None`: not measured.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub touch_us: Option<u32>,
     /// What in the configuration cannot work out, for people.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// How zero pages can be freed; `None` where that is not wanted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroWays>,
     /// What merging is decided on; absent where it is off.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeHost>,
 }
 
@@ -265,16 +254,6 @@ impl HostModel {
         self.bound.clone_from(&l.name);
         self.why.clone_from(&l.why);
     }
-
-    /// What is missing to leave a state: room to the mark it is left at. Where tasks
-    /// stall, so much does not cure it.
-    pub fn lacks(&self, state: Pressure) -> Bytes {
-        let mark = MARKS.iter().find(|m| m.0 == state).map_or(0.0, |m| m.2);
-        match self.stalled >= state {
-            true => self.shortage,
-            false => self.reserve.share(mark) - self.headroom,
-        }
-    }
 }
 
 impl Limit {
@@ -380,7 +359,7 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         }
     };
     if let Some(m) = &sample.host.memory {
-        // Huge page pools are nobody's to use. ZFS's cache is not in MemAvailable
+        // Pages of huge page pools cannot be allocated otherwise. ZFS's cache is not in MemAvailable
         // though most of it yields; half of that is counted, as it yields slowly.
         let arc = sample.host.zfs_arc.map_or(Bytes::ZERO, |a| (a.size - a.min).share(0.5));
         let capacity = m.total - m.hugetlb;
@@ -412,8 +391,8 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         };
         let limit = below(limit);
         let most = may_grow(&limit, vms);
-        // One that holds all that those below it may take bounds nobody. The pool is shown also
-        // where no VM is below it.
+        // A limit that holds all that its VMs may take bounds none of them. The pool is shown
+        // also where no VM is below it.
         let counts = limit.vms > 0 || sample.host.pool.as_ref().is_some_and(|n| n.path == p.path);
         if limit.headroom < most && counts {
             bounds.push((Limit { reserve: reserve(p.limit).min(most), ..limit }, p.psi));

@@ -1,13 +1,11 @@
 //! What merging is decided on: the operator's wish, KSM's counters, each VM's part.
 
-use serde::{Deserialize, Serialize};
-
 use super::standing::{is_managed, left_alone, unread};
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
 /// The host's part; absent where merging is off.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct MergeHost {
     pub config: MergeConfig,
     /// KSM; `None` where the kernel has none.
@@ -25,7 +23,7 @@ impl MergeHost {
     }
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct MergeVm {
     /// What the configuration says of it.
     pub wanted: Option<bool>,

@@ -20,7 +20,7 @@ use crate::units::Bytes;
 /// For this long it counts as a sign of distress that a guest's driver deflated its balloon.
 pub(crate) const DEFLATED_LIFE_MS: u64 = 2_000;
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct VmModel {
     pub id: VmId,
     pub name: String,
@@ -32,34 +32,25 @@ pub struct VmModel {
     /// Never given more than this: `max`, else its RAM.
     pub ceiling: Bytes,
     /// The size that it has without Ebb.
-    #[serde(default)]
     pub whole: Bytes,
     /// What Ebb has taken from it and not given back yet.
-    #[serde(default)]
     pub owed: Bytes,
     /// Whether Ebb may act on it at all (`manage`).
-    #[serde(default)]
     pub managed: bool,
     /// Which of its settings come from its manager's metadata, in words.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub by_metadata: String,
     /// Not below the limit that is shown as the host.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub outside: bool,
     pub weight: f64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<u32>,
     pub resident: Option<Bytes>,
     /// What of it is the VMM's own, at least.
-    #[serde(default)]
     pub own: Bytes,
     /// In the host's swap.
     pub swap: Option<Bytes>,
     /// The agent inside the VMM.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentSample>,
     /// What the guest says, if it can be believed.
     pub guest: Option<GuestModel>,
@@ -68,52 +59,35 @@ pub struct VmModel {
     /// Signs that the guest is short, for people; empty when it is not.
     pub distress: String,
     /// Why it should have what it may need although it shows no need, for people.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unseen: String,
     /// What it is in its share group by is more than its own word; or there is one group.
-    #[serde(default)]
     pub group_is_proven: bool,
-    #[serde(default)]
     pub group: String,
     /// How far its guest's word is believed.
-    #[serde(default)]
     pub trust: Trust,
     /// How far the last order has come.
-    #[serde(default)]
     pub convergence: Convergence,
     /// Swap that it may still use by its cgroups' limits; `None`: they have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub swap_left: Option<Bytes>,
-    #[serde(default)]
     pub paused: bool,
     /// It is left alone at the operator's word.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hands_off: Option<HandsOff>,
     /// It has just started: what it may still take of what it was promised.
-    #[serde(default)]
     pub promised: Bytes,
     /// Given to it lately and not touched yet.
-    #[serde(default)]
     pub outstanding: Bytes,
     /// Its balloon can bring nothing: there is none, no driver in the guest, or it does
     /// not follow. It runs and answers.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub beyond_balloon: bool,
     /// Why it cannot be paged out.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
     /// What was paged out of it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<crate::sample::OffloadSample>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeVm>,
     /// Why its pages of zeros are left where they are; empty: they need not be.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub zeros_stay: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<crate::sample::ZeroSample>,
     /// What came of splitting its partially mapped huge pages; `None`: Ebb must not split them.
-    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
     pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 

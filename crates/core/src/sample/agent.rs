@@ -14,6 +14,7 @@ use crate::wire::{AgentState, Counters};
 /// come from a map that the guest writes: exact where it is honest, bounded where
 /// it is not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct AgentSample {
     pub link: Link,
     pub state: AgentState,
@@ -33,7 +34,6 @@ pub struct AgentSample {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
     /// It still works on an order to recycle.
-    #[serde(default)]
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
@@ -49,7 +49,6 @@ pub struct AgentSample {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub observes: bool,
     /// It can open ranges to KSM that it does not recycle.
-    #[serde(default)]
     pub advises: bool,
     /// So much is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -10,6 +10,7 @@ use crate::units::{Bytes, Stamp};
 
 /// `/sys/kernel/mm/ksm`, whole host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Ksm {
     /// `run`: 0 stopped, 1 running, 2 unmerging.
     pub run: u64,
@@ -34,10 +35,8 @@ pub struct Ksm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_skipped: Option<u64>,
     /// `stable_node_chains`: contents with more copies than one page may have.
-    #[serde(default)]
     pub chains: u64,
     /// `stable_node_dups`: pages kept because of that.
-    #[serde(default)]
     pub chain_pages: u64,
     /// CPU time of `ksmd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,8 +57,8 @@ impl Ksm {
         Bytes::pages(self.pages_sharing.saturating_add(self.zero_pages.unwrap_or(0)))
     }
 
-    /// What it saves the processes that there are, at least: of so many places at most so
-    /// many as there are merged pages save nothing. Exact where no process has ended since
+    /// What it saves the processes that there are, at least: of the places where merged pages
+    /// are mapped, at most one for each page saves nothing. Exact where no process has ended since
     /// `ksmd` came by. Without [`Ksm::mapped`] the counters count while `ksmd` runs.
     pub fn saved_now(&self) -> Bytes {
         let sharing = match self.mapped {
@@ -86,6 +85,7 @@ impl Ksm {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ScanSample {
     /// Scans that were finished since the daemon's start.
     pub number: u64,
@@ -98,20 +98,16 @@ pub struct ScanSample {
     /// Memory that the last one went through.
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
-    #[serde(default)]
     pub by_agents: Bytes,
     /// Of that, no more than a few lines of each page: they have no duplicate by those.
-    #[serde(default)]
     pub by_lines: Bytes,
     /// Its table at its largest.
     pub table: Bytes,
     /// It read one piece in so many.
     pub one_in: u32,
     /// Looks at a few pages, to see whether they are as the last scan saw them.
-    #[serde(default)]
     pub looks: u64,
     /// Of those, since the last scan.
-    #[serde(default)]
     pub looks_since: u32,
     /// What has changed since the last scan, as the last look estimates it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

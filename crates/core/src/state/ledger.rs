@@ -6,12 +6,12 @@
 //! holds beyond that, at any moment, however far an order has come.
 //!
 //! A balloon that moves towards Ebb's last order moves by that order. Any other move is
-//! somebody else's: then its new size is the operator's, and nothing is owed. One exception:
+//! another's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
 //! an order to grow, so there the VM is still owed the memory.
 //!
 //! A driver that starts anew lets go of the balloon and then takes up QEMU's last target.
-//! Where nobody told of the reset, that looks like orders of somebody else. When the
+//! Where no event told of the reset, that looks like orders of another. When the
 //! balloon is back at Ebb's last order soon after, it was no order: the debt holds again.
 //!
 //! A daemon that dies leaves what others ordered, its last order, and the most that the balloon
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
 
-/// After the operator or another tool has set a VM's size, it is left alone for so long.
+/// How long a VM is left alone after the operator or another tool has set its size.
 pub const FOREIGN_MS: u64 = 600_000;
 /// A driver that starts anew is back at its target within this.
 const RESTART_MS: u64 = 120_000;
@@ -32,41 +32,31 @@ const ARRIVES_MS: u64 = 10_000;
 const LEAST: Bytes = Bytes::mib(1);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Ledger {
     /// What the balloon holds that Ebb did not order; `None`: never seen.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub others: Option<Bytes>,
     /// What QEMU was last told by Ebb that the balloon shall hold.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<Bytes>,
     /// The order before that, until the balloon has turned from it: it may go on a while.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) prior: Option<Bytes>,
     /// The most that it may come to hold by orders of Ebb's before that, until it is seen where
     /// the last one sent it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) most: Option<Bytes>,
     /// QEMU may not have the last order: its answer was lost.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) unsure: bool,
     /// The size that an older version of Ebb wrote down as owed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Bytes>,
     /// RAM and what the balloon held when it was last looked at.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seen: Option<(Bytes, Bytes)>,
     /// A move that Ebb did not order was seen once. It counts when it is still there at the
     /// next look: RAM and size are two answers of QEMU, and memory may be plugged between.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspect: bool,
-    /// When somebody else last set the size.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// When another than Ebb last set the size.
     pub foreign: Option<Stamp>,
     /// When it was begun from a note: the balloon may still grow by an order of the Ebb before.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) noted: Option<Stamp>,
-    /// What held before somebody else seemed to shrink the balloon, and when that was.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// What held before another seemed to shrink the balloon, and when that was.
     pub(super) before: Option<Before>,
 }
 
@@ -82,9 +72,9 @@ pub(super) struct Before {
 pub enum Move {
     /// Nothing, or what Ebb ordered.
     Own,
-    /// Somebody else set the size.
+    /// Another than Ebb set the size.
     Foreign,
-    /// The balloon shrank without an order: by the guest itself, or by somebody else.
+    /// The balloon shrank without an order: by the guest itself, or by another.
     Shrank,
 }
 
@@ -233,7 +223,7 @@ impl Ledger {
             || self.seen.map_or(self.others.is_some(), |(_, b)| more(b))
     }
 
-    /// How much longer it is left alone because somebody else has set its size.
+    /// How much longer it is left alone because another than Ebb has set its size.
     pub fn left_ms(&self, at: Stamp) -> Option<u64> {
         let left = self.foreign.map(|t| FOREIGN_MS.saturating_sub(at.since(t)));
         left.filter(|left| *left > 0)

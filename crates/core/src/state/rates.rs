@@ -10,6 +10,7 @@ use crate::units::Stamp;
 const READAHEAD_PAGES: f64 = 8.0;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct GuestRates {
     /// When the later of the two statistics came.
     pub at: Stamp,
@@ -23,11 +24,7 @@ pub struct GuestRates {
     pub oom_kills: u64,
     /// Pages a second that were dropped and read again; where only major faults
     /// are known, eight pages for each (readahead brings 32 KiB or more).
-    #[serde(default)]
     pub refaults: f64,
-    /// Pages a second looked at by direct reclaim.
-    #[serde(default)]
-    pub direct_reclaim: f64,
     /// Change of its need (size less available), bytes a second: see [`Growth`](super::Growth).
     /// Unlike the change of available memory this is not moved by the balloon itself.
     pub need: f64,
@@ -61,7 +58,6 @@ impl GuestRates {
                 (Some(_), Some(_)) => rate(was.refaults, now.refaults),
                 _ => page_ins(was.major_faults, now.major_faults) * READAHEAD_PAGES,
             },
-            direct_reclaim: rate(was.direct_reclaim, now.direct_reclaim),
             // What is free falls by every read of a file.
             need: if was.available.and(now.available).is_some() { need } else { 0.0 },
         })

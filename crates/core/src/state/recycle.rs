@@ -8,12 +8,13 @@ use crate::units::{Bytes, Stamp};
 use crate::wire::AgentState;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct RecycleMemory {
     /// When free pages were last remembered by the agent.
     pub marked: Option<Stamp>,
-    /// The guest allocates so many bytes a second, averaged over two seconds: a
-    /// quarter of what pages must have been free, so that one burst that is over
-    /// does not hold back what it freed.
+    /// Bytes a second that the guest allocates, averaged over two seconds: a quarter of
+    /// how long pages must have been free, so that a burst that is over does not hold
+    /// back what it freed.
     pub alloc_rate: f64,
     /// Its allocations and the recycled bytes a tick ago.
     pub was: Option<(Stamp, Bytes, Bytes)>,
@@ -22,17 +23,13 @@ pub struct RecycleMemory {
     /// What was recycled since `since`, and what residency was after it.
     pub batch: Option<Batch>,
     /// The last order for whole blocks.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<Whole>,
     /// Recycled, and not taken back yet.
-    #[serde(default)]
     pub away: Bytes,
     /// Bytes a second that the guest takes back of what was recycled, averaged over
     /// `BACK_S`.
-    #[serde(default)]
     pub back_rate: f64,
     /// What was resident a tick ago.
-    #[serde(default)]
     pub resident: Bytes,
 }
 
@@ -47,8 +44,8 @@ pub struct Whole {
 }
 
 impl Whole {
-    /// An order to take so much (`None`: all) of what was freed since the one before. What it
-    /// leaves counts as freed later.
+    /// An order to take at most `most` (`None`: all) of what was freed since the one before.
+    /// What it leaves counts as freed later.
     pub fn ordered(was: Option<Whole>, at: Stamp, free: Bytes, most: Option<Bytes>) -> Whole {
         let freed = Whole::freed(was, free);
         let left = most.map_or(Bytes::ZERO, |most| freed - most);

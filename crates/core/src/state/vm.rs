@@ -32,17 +32,16 @@ use crate::policy::merge::VmMerge;
 use crate::sample::{GuestStats, VmEvent, VmId, VmSample};
 use crate::units::{Bytes, Stamp};
 
-/// One harm is forgotten in so long, and the hot cache that is known sinks in so long.
+/// One harm is forgotten in this time, and the known hot cache decays over it.
 const FORGIVE_MS: u64 = 60_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct VmMemory {
     pub id: VmId,
     pub name: String,
     /// The QMP socket over which it was heard last.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,
-    #[serde(default)]
     pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
     pub order: Option<Order>,
@@ -55,16 +54,13 @@ pub struct VmMemory {
     pub stuck_count: u32,
     /// When its balloon last shrank without an order: the guest was out of memory
     /// and its driver deflated it (`deflate-on-oom`).
-    #[serde(default, alias = "helped_itself", skip_serializing_if = "Option::is_none")]
+    #[serde(alias = "helped_itself")]
     pub deflated_on_oom: Option<Stamp>,
     /// It rebooted while it was ballooned and is not where its new kernel may start yet.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reboot: Option<Reboot>,
     /// Resets, each within ten minutes of the one before, and when the last was.
-    #[serde(default)]
     pub resets: u32,
     /// See `resets`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_at: Option<Stamp>,
     /// Its last statistics that differed from those before, when they came, and
     /// the size that goes with them.
@@ -72,91 +68,63 @@ pub struct VmMemory {
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
     /// What the guest needed lately: its working set by how long ago it was so large.
-    #[serde(default)]
     pub recent: Recent,
     /// The page cache that it had lately, likewise.
-    #[serde(default)]
     pub cached: Recent,
     /// What its guest may need beyond [`VmMemory::need`]: its balloon moved while it spoke, so
     /// its size at that moment is not known.
-    #[serde(default)]
     pub unsure: Bytes,
     /// The number of samples in a row with the same statistics and the same balloon size.
-    #[serde(default)]
     pub again: u32,
-    #[serde(default)]
     pub sizes: Sizes,
     /// What the host holds for its VMM itself, at least: what is resident beyond the
     /// guest's size cannot be the guest's. Forgotten over ten minutes.
-    #[serde(default)]
     pub own: Bytes,
     /// When its balloon last moved by another's order than Ebb's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strayed: Option<Stamp>,
     /// When its balloon was last seen to grow, whoever ordered that.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shrunk: Option<Stamp>,
     /// Its balloon has come to rest where the last order told it to.
-    #[serde(default)]
     pub landed: bool,
-    #[serde(default)]
     pub recycle: RecycleMemory,
-    #[serde(default)]
     pub merge: VmMerge,
     /// What is remembered of freeing zero pages.
-    #[serde(default)]
     pub zeros: ZeroMemory,
     /// What the balloon had taken when partially mapped huge pages were last ordered to be split.
-    #[serde(default, alias = "torn")]
+    #[serde(alias = "torn")]
     pub partial_thp: Bytes,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
     pub returned: Returned,
     /// It has just started and still takes what it was promised.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<Start>,
     /// The facts of the guest's module, and when they last changed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<(Stamp, u64)>,
     /// Cache that it reads again and again.
-    #[serde(default)]
     pub hot: Hot,
     /// What in its word contradicts what is known.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub doubt: Option<Doubt>,
     /// How often lately it was short soon after it had been asked, and when.
-    #[serde(default)]
     pub harm: u32,
     /// See `harm`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub harm_at: Option<Stamp>,
     /// What was given last: it may be touched any moment.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gift: Option<Gift>,
     /// When an operator last asked for its idle memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requested: Option<Stamp>,
-    #[serde(default)]
     pub reach: Reach,
     /// Whether its balloon brings the host anything.
-    #[serde(default)]
     pub yields: Yields,
     /// Since when it is quiet.
-    #[serde(default)]
     pub cold: Cold,
     /// How fast it follows, bytes a second, averaged over two seconds.
-    #[serde(default)]
     pub rate: f64,
-    /// How often in a row it followed at once: its steps are doubled so often.
-    #[serde(default)]
+    /// How often in a row it followed at once: each time doubles its steps.
     pub pace: u32,
     /// When QEMU last told its size.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<Stamp>,
-    #[serde(default)]
     pub growth: Growth,
-    #[serde(default)]
     pub fastest: Fastest,
 }
 

@@ -17,6 +17,7 @@ const PAUSE_MS: u64 = 3_600_000;
 const COMES_MS: u64 = 15_000;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Yields {
     /// By how much the balloon has grown on order, of memory that the host held.
     pub expected: Bytes,
@@ -25,13 +26,12 @@ pub struct Yields {
     /// When the balloon last grew.
     pub grew: Option<Stamp>,
     /// It is not asked until then.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub barren_until: Option<Stamp>,
 }
 
 impl Yields {
-    /// The balloon grew by so much (of memory that the host held), and residency fell by
-    /// so much.
+    /// The balloon grew by `grew` (of memory that the host held), and residency fell by
+    /// `fell`.
     pub(super) fn observe(&mut self, at: Stamp, ram: Bytes, grew: Bytes, fell: Bytes) {
         if self.barren_until.is_some_and(|t| t <= at) {
             *self = Yields::default();

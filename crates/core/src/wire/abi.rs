@@ -358,84 +358,61 @@ fn sections(ram: &[Range]) -> u64 {
     ram.iter().map(|r| r.len / (MAP_PFNS * PAGE) + 2).sum()
 }
 
-/// What the guest says of itself; sizes in pages, counters since boot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Facts {
-    /// Boot time clock when they were taken, ns.
-    pub time_ns: u64,
-    /// Pages of RAM.
-    pub total: u64,
-    pub free: u64,
-    /// Available without swapping.
-    pub available: u64,
-    /// Page cache without buffers.
-    pub cached: u64,
-    pub buffers: u64,
-    pub shmem: u64,
-    pub anon: u64,
-    pub slab_reclaimable: u64,
-    pub swap_free: u64,
-    /// Pages allocated.
-    pub alloc: u64,
-    /// Pages freed.
-    pub freed: u64,
-    /// Tasks that went into direct reclaim.
-    pub alloc_stall: u64,
-    /// Pages looked at by direct reclaim.
-    pub scan_direct: u64,
-    pub steal_direct: u64,
-    /// Pages looked at by kswapd.
-    pub scan_kswapd: u64,
-    pub steal_kswapd: u64,
-    pub refault_anon: u64,
-    pub refault_file: u64,
-    pub oom_kill: u64,
-    pub swap_in: u64,
-    pub swap_out: u64,
-    pub major_fault: u64,
-    /// Direct compactions.
-    pub compact_stall: u64,
+/// Makes the struct, and how it is read: each field with its place in the block.
+macro_rules! facts {
+    ($($(#[$meta:meta])* $place:literal $name:ident;)*) => {
+        /// What the guest says of itself; sizes in pages, counters since boot.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(default)]
+        pub struct Facts {
+            $($(#[$meta])* pub $name: u64,)*
+        }
+
+        impl Facts {
+            /// From a copy of the block and its sequence number read again after it.
+            /// `None` while the guest writes. Fields that an older module does not fill
+            /// read as zero.
+            pub fn parse(bytes: &[u8; FACTS_BYTES], seq_after: u32) -> Option<Facts> {
+                let seq = u32_at(bytes, 0);
+                if seq != seq_after || seq % 2 == 1 {
+                    return None;
+                }
+                let fields = u32_at(bytes, 4) as usize;
+                let f = |i: usize| if i < fields { u64_at(bytes, 8 + 8 * i) } else { 0 };
+                Some(Facts { $($name: f($place),)* })
+            }
+        }
+    };
 }
 
-impl Facts {
-    /// From a copy of the block and its sequence number read again after it.
-    /// `None` while the guest writes. Fields that an older module does not fill
-    /// read as zero.
-    pub fn parse(bytes: &[u8; FACTS_BYTES], seq_after: u32) -> Option<Facts> {
-        let seq = u32_at(bytes, 0);
-        if seq != seq_after || seq % 2 == 1 {
-            return None;
-        }
-        let fields = u32_at(bytes, 4) as usize;
-        let f = |i: usize| if i < fields { u64_at(bytes, 8 + 8 * i) } else { 0 };
-        Some(Facts {
-            time_ns: f(0),
-            total: f(1),
-            free: f(2),
-            available: f(3),
-            cached: f(4),
-            buffers: f(5),
-            shmem: f(6),
-            anon: f(7),
-            slab_reclaimable: f(8),
-            swap_free: f(9),
-            alloc: f(10),
-            freed: f(11),
-            alloc_stall: f(12),
-            scan_direct: f(13),
-            steal_direct: f(14),
-            scan_kswapd: f(15),
-            steal_kswapd: f(16),
-            refault_anon: f(17),
-            refault_file: f(18),
-            oom_kill: f(19),
-            swap_in: f(20),
-            swap_out: f(21),
-            major_fault: f(22),
-            compact_stall: f(23),
-        })
-    }
+facts! {
+    /// Boot time clock when they were taken, ns.
+    0 time_ns;
+    /// Pages of RAM.
+    1 total;
+    2 free;
+    /// Available without swapping.
+    3 available;
+    /// Page cache without buffers.
+    4 cached;
+    5 buffers;
+    6 shmem;
+    7 anon;
+    9 swap_free;
+    /// Pages allocated.
+    10 alloc;
+    /// Pages freed.
+    11 freed;
+    /// Tasks that went into direct reclaim.
+    12 alloc_stall;
+    /// Pages looked at by direct reclaim.
+    13 scan_direct;
+    17 refault_anon;
+    18 refault_file;
+    19 oom_kill;
+    20 swap_in;
+    21 swap_out;
+    22 major_fault;
 }
 
 /// Runs of set bits, as `(first, length)`, of words in the map's order.

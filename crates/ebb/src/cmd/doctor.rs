@@ -14,13 +14,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ebb_core::config::Config;
-use ebb_core::model::{Limit, Model};
-use ebb_core::sample::{HostSample, Problem, Sample, VmSample};
+use ebb_core::model::Model;
+use ebb_core::sample::Sample;
 use ebb_core::state::Memory;
+use ebb_core::tick::Tick;
 use ebb_host::libvirt::metadata::METADATA;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::discovery::discover;
-use ebb_host::probe::qemu::QemuProcess;
+use ebb_host::probe::zfs::read_arcstats;
 use ebb_host::root::Root;
 use serde::Serialize;
 
@@ -34,7 +35,7 @@ use self::vm::{backing_check, vm_checks};
 use crate::advice;
 use crate::daemon::{options, trust};
 use crate::daemon_client;
-use crate::table::{emit, emit_json};
+use crate::table::emit_as;
 use crate::view::{self, State};
 
 /// How a check came out. Ordered: the worst decides the exit code.
@@ -93,11 +94,7 @@ pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bo
         done.extend(all_checks(config)?);
         checks = done;
     }
-    if json {
-        emit_json(&checks)?;
-    } else {
-        emit(&text(&checks))?;
-    }
+    emit_as(json, &checks, || Ok(text(&checks)))?;
     Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
 }
 
@@ -105,32 +102,25 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
-    let (sample, warnings, limits) = if daemon_client::is_up(&config.socket) {
-        checks.push(check(
-            "host",
-            "daemon",
-            Verdict::Good,
-            format!("answers on {}", config.socket),
-            "",
-        ));
-        let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
-        (sample_of(&state, &root, &scan.found)?, state.host.warnings, state.host.limits)
+    let state: State = if daemon_client::is_up(&config.socket) {
+        let found = format!("answers on {}", config.socket);
+        checks.push(check("host", "daemon", Verdict::Good, found, ""));
+        daemon_client::get_json(&config.socket, "/v1/state")?
     } else {
         let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
-        let sample = look(config)?;
-        let (warnings, limits) = warnings(config, &sample);
-        (sample, warnings, limits)
+        state_of(config, look(config)?)
     };
-    checks.extend(host_checks(&sample.host));
-    checks.extend(limit_checks(&limits));
-    checks.extend(warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
+    let host = &state.host;
+    checks.extend(host_checks(host, read_arcstats(&root).ok().flatten()));
+    checks.extend(limit_checks(&host.limits));
+    checks.extend(host.warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
     checks.extend(controllers(&root));
     checks.extend(neighbours(config, &root));
     checks.extend(guard_checks(&root));
-    checks.extend(khugepaged_checks(&sample.host, config, &root));
+    checks.extend(khugepaged_checks(host, config, &root));
     checks.extend(zeros_check(config, &root));
-    if sample.vms.is_empty() {
+    if state.vms.is_empty() {
         let advice = "start a VM with a QMP socket: -qmp unix:/run/NAME.qmp,server=on,wait=off";
         checks.push(check("host", "VMs", Verdict::Missing, "no QEMU process was found", advice));
     }
@@ -138,16 +128,14 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         let found = format!("process {} is not taken for a VM", r.pid);
         check(&r.name, "trust", Verdict::Note, found, &r.why)
     }));
-    for vm in &sample.vms {
-        checks.extend(vm_checks(vm, scan.found.iter().find(|p| p.id == vm.id)));
+    for vm in &state.vms {
+        checks.extend(vm_checks(vm, scan.found.iter().find(|p| p.id.pid == vm.pid)));
         checks.extend(backing_check(vm, &root));
     }
-    for p in &sample.problems {
-        let about =
-            p.vm.and_then(|id| sample.vms.iter().find(|v| v.id == id)).map_or("host", |v| &v.name);
+    for p in &state.problems {
         let is_settings = p.source == METADATA;
         let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
-        checks.push(check(about, &p.source, verdict, &p.message, ""));
+        checks.push(check(p.name.as_deref().unwrap_or("host"), &p.source, verdict, &p.message, ""));
     }
     Ok(checks)
 }
@@ -161,63 +149,28 @@ fn look(config: &Config) -> Result<Sample> {
     Ok(host.sample())
 }
 
-/// What a daemon would warn of, and the limits that it would see.
-fn warnings(config: &Config, sample: &Sample) -> (Vec<String>, Vec<Limit>) {
+/// What a daemon would tell of a first look.
+fn state_of(config: &Config, sample: Sample) -> State {
     let mut memory = Memory::default();
-    memory.observe(sample);
-    let host = Model::new(config, sample, &memory).host;
+    memory.observe(&sample);
+    let model = Model::new(config, &sample, &memory);
     let met: BTreeSet<String> = sample.vms.iter().flat_map(advice::sections).collect();
     let unmet = config.vms.keys().filter(|name| !met.contains(*name));
     let unmet = advice::unmet_sections(config, unmet.map(String::as_str));
-    let own = advice::cut_reserve(config, &host).into_iter().chain(unmet);
-    (own.chain(host.warnings).collect(), host.limits)
-}
-
-/// What the daemon knows, in the form of a sample: only what the checks need.
-fn sample_of(state: &State, root: &Root, found: &[QemuProcess]) -> Result<Sample> {
-    let mut host = LinuxHost::new(ebb_host::linux::Options {
-        root: root.clone(),
-        only: Some(Vec::new()),
-        ..Default::default()
-    })?;
-    let own = host.sample();
-    let vms = state.vms.iter().map(|v| VmSample {
-        id: found.iter().find(|p| p.id.pid == v.pid).map(|p| p.id).unwrap_or_default(),
-        name: v.name.clone(),
-        link: v.link.clone(),
-        shared: v.shared.clone(),
-        ram: v.ram,
-        run: v.run.clone(),
-        agent: v.agent.clone(),
-        balloon: v.actual.map(|actual| ebb_core::sample::BalloonSample {
-            actual,
-            age_ms: 0,
-            reporting: v.reporting,
-            deflate_on_oom: v.deflate_on_oom,
-            guest: v
-                .stats_age_ms
-                .map(|age_ms| ebb_core::sample::GuestStats { age_ms, ..Default::default() }),
-        }),
-        ..VmSample::default()
-    });
-    let pool = state.host.pool.clone();
-    Ok(Sample {
-        vms: vms.collect(),
-        host: HostSample { pool, ..own.host },
-        problems: state.problems.iter().map(plain).collect(),
-        ..own
-    })
-}
-
-fn plain(p: &view::Problem) -> Problem {
-    Problem { vm: p.vm, source: p.source.clone(), message: p.message.clone() }
+    let own = advice::cut_reserve(config, &model.host).into_iter().chain(unmet);
+    let tick = Tick { sample, ..Tick::default() };
+    let mut state = State::new(&tick, &model, &memory, view::Daemon::default());
+    state.host.warnings.splice(0..0, own);
+    state
 }
 
 /// What is said of a sample alone.
 #[cfg(test)]
-pub fn of_sample(sample: &Sample) -> String {
-    let mut checks = host_checks(&sample.host);
-    checks.extend(sample.vms.iter().flat_map(|vm| vm_checks(vm, None)));
+pub fn of_sample(sample: Sample) -> String {
+    let zfs = sample.host.zfs_arc;
+    let state = state_of(&Config::default(), sample);
+    let mut checks = host_checks(&state.host, zfs);
+    checks.extend(state.vms.iter().flat_map(|vm| vm_checks(vm, None)));
     text(&checks)
 }
 
@@ -245,13 +198,14 @@ fn text(checks: &[Check]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use ebb_core::sample::{AgentSample, BalloonSample, Link};
+    use ebb_core::sample::{AgentSample, HostSample, Link, VmSample};
     use ebb_core::units::Bytes;
     use ebb_core::wire::AgentState;
 
     use super::*;
+    use crate::view::Vm;
 
-    pub(super) fn said(vm: &VmSample) -> String {
+    pub(super) fn said(vm: &Vm) -> String {
         vm_checks(vm, None)
             .iter()
             .map(|c| format!("{}: {}: {}\n", c.what, c.found, c.advice))
@@ -259,24 +213,16 @@ mod tests {
     }
 
     /// A VM whose balloon has this.
-    pub(super) fn ballooned(reporting: bool, agent: Option<AgentState>) -> VmSample {
+    pub(super) fn ballooned(reporting: bool, agent: Option<AgentState>) -> Vm {
         let reporting = Some(reporting);
         let agent = agent.map(|state| AgentSample { link: Link::Up, state, ..Default::default() });
-        let balloon = Some(BalloonSample { reporting, ..BalloonSample::default() });
-        VmSample { name: "a".into(), link: Link::Up, agent, balloon, ..VmSample::default() }
+        let actual = Some(Bytes::gib(1));
+        Vm { name: "a".into(), link: Link::Up, agent, actual, reporting, ..Vm::default() }
     }
 
     #[test]
-    fn that_deflate_on_oom_is_off_is_said_with_a_daemon_as_well() {
-        let vm = |told| view::Vm {
-            name: "a".into(),
-            link: Link::Up,
-            actual: Some(Bytes::gib(1)),
-            deflate_on_oom: told,
-            ..view::Vm::default()
-        };
-        let state = |told| State { vms: vec![vm(told)], ..State::default() };
-        let text = |told| said(&sample_of(&state(told), &Root::default(), &[]).unwrap().vms[0]);
+    fn that_deflate_on_oom_is_off_is_said() {
+        let text = |deflate_on_oom| said(&Vm { deflate_on_oom, ..ballooned(true, None) });
         assert!(text(Some(false)).contains("deflate-on-oom: off"), "{}", text(Some(false)));
         assert!(!text(Some(true)).contains("deflate-on-oom: off"));
         assert!(!text(None).contains("deflate-on-oom: off"), "not known is not off");
@@ -292,8 +238,8 @@ mod tests {
             ..Default::default()
         };
         let host = HostSample { memory: Some(memory), ..HostSample::default() };
-        let vms = vec![ballooned(true, None)];
-        let (said, _) = warnings(&config, &Sample { host, vms, ..Sample::default() });
+        let vms = vec![VmSample { name: "a".into(), link: Link::Up, ..VmSample::default() }];
+        let said = state_of(&config, Sample { host, vms, ..Sample::default() }).host.warnings;
         assert_eq!(said.len(), 2, "{said:?}");
         assert!(
             said[0].starts_with("host.reserve = 9 GiB is more than half of 10 GiB"),

@@ -7,29 +7,21 @@ use serde_json::{Value, json};
 
 use crate::cmd::status::progress;
 use crate::daemon_client;
-use crate::table::{clock, emit, emit_json, signed};
+use crate::table::{clock, emit_as, known, signed};
 use crate::view::{Decision, State, Vm};
 
 pub fn main(socket: &str, name: &str, last: usize, json: bool) -> Result<()> {
-    let state: State = daemon_client::get_json(socket, "/v1/state")?;
-    let decisions: Vec<Decision> = daemon_client::get_json(socket, "/v1/decisions")?;
+    let all: Value = daemon_client::get_json(socket, "/v1/state")?;
+    let mut decisions: Vec<Value> = daemon_client::get_json(socket, "/v1/decisions")?;
+    let state: State = known(&all)?;
     let vm = find(&state, name)?;
-    let own: Vec<&Decision> = decisions.iter().filter(|d| d.action.name == vm.name).collect();
-    let own = own[own.len().saturating_sub(last)..].to_vec();
-    if json {
-        return emit_json(&as_told(socket, name, last)?);
-    }
-    emit(&text(&state, vm, &own))
-}
-
-/// What the daemon tells of one VM, which may be of a newer version.
-fn as_told(socket: &str, name: &str, last: usize) -> Result<Value> {
-    let state: Value = daemon_client::get_json(socket, "/v1/state")?;
-    let mut own: Vec<Value> = daemon_client::get_json(socket, "/v1/decisions")?;
-    own.retain(|d| d["action"]["name"] == name);
-    let own = own.split_off(own.len().saturating_sub(last));
-    let vm = state["vms"].as_array().and_then(|vms| vms.iter().find(|v| v["name"] == name));
-    Ok(json!({ "vm": vm, "host": state["host"], "decisions": own }))
+    decisions.retain(|d| d["action"]["name"] == name);
+    let own = decisions.split_off(decisions.len().saturating_sub(last));
+    let its = all["vms"].as_array().and_then(|vms| vms.iter().find(|v| v["name"] == name));
+    emit_as(json, &json!({ "vm": its, "host": all["host"], "decisions": own }), || {
+        let own = own.iter().map(known).collect::<Result<Vec<Decision>>>()?;
+        Ok(text(&state, vm, &own))
+    })
 }
 
 /// The VM of this name; an error lists those there are.
@@ -44,7 +36,7 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
     }
 }
 
-pub fn text(state: &State, vm: &Vm, decisions: &[&Decision]) -> String {
+pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
     let mut out = format!(
         "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \

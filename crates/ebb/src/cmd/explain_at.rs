@@ -14,10 +14,10 @@ use serde::Serialize;
 
 use crate::daemon_client;
 use crate::recorder;
-use crate::table::{clock, emit, emit_json, size};
+use crate::table::{clock, emit_as, size};
 use crate::view::{self, Decision};
 
-/// The result of an order is looked at so long after it.
+/// How long after an order its result is looked for.
 const RESULT_MS: u64 = 30_000;
 /// Milliseconds of a day.
 const DAY_MS: u64 = 86_400_000;
@@ -88,13 +88,10 @@ pub fn main(socket: &str, name: &str, at: &str, record: Option<&str>, json: bool
         let own = decisions.into_iter().filter(|d| d.action.name == name);
         told = own.filter(|d| window.holds(d.wall_ms)).map(from_list).collect();
     }
-    if json {
-        emit_json(&told)?;
-    } else if told.is_empty() {
-        emit(&nothing(name, at, &looks))?;
-    } else {
-        emit(&told.iter().map(text).collect::<String>())?;
-    }
+    emit_as(json, &told, || match told.is_empty() {
+        true => Ok(nothing(name, at, &looks)),
+        false => Ok(told.iter().map(text).collect()),
+    })?;
     Ok(!told.is_empty())
 }
 

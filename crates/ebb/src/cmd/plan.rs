@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::daemon_client;
-use crate::table::{emit, emit_json, table};
+use crate::table::{emit_as, known, table};
 use crate::view::{Order, Rung, State, lenient, lenient_list};
 
 /// The daemon's plan, as far as it is told here.
@@ -34,24 +34,17 @@ struct Told {
 /// `true` where they fit (or nothing was asked).
 pub fn main(socket: &str, memory: Option<Bytes>, count: u32, json: bool) -> Result<bool> {
     let Some(memory) = memory else {
-        if json {
-            emit_json(&daemon_client::get_json::<Value>(socket, "/v1/plan")?)?;
-        } else {
-            let plan: Told = daemon_client::get_json(socket, "/v1/plan")?;
+        let told: Value = daemon_client::get_json(socket, "/v1/plan")?;
+        let text = || {
             let state: State = daemon_client::get_json(socket, "/v1/state")?;
-            emit(&ladder(&plan, &state.host.ladder))?;
-        }
-        return Ok(true);
+            Ok(ladder(&known(&told)?, &state.host.ladder))
+        };
+        return emit_as(json, &told, text).map(|()| true);
     };
     let path = format!("/v1/plan?memory={}&count={count}", memory.0);
-    if json {
-        let answer: Value = daemon_client::get_json(socket, &path)?;
-        emit_json(&answer)?;
-        return Ok(answer["yes"] == true);
-    }
-    let answer: Admission = daemon_client::get_json(socket, &path)?;
-    emit(&text(&answer))?;
-    Ok(answer.yes)
+    let told: Value = daemon_client::get_json(socket, &path)?;
+    emit_as(json, &told, || Ok(text(&known(&told)?)))?;
+    Ok(told["yes"] == true)
 }
 
 fn text(a: &Admission) -> String {

@@ -9,10 +9,10 @@ use serde::Serialize;
 
 use crate::cmd::explain;
 use crate::daemon_client;
-use crate::table::{emit, emit_json};
+use crate::table::emit_as;
 use crate::view::State;
 
-/// Nothing moved for so long: it is over.
+/// It is over when nothing has moved in this time.
 const QUIET: Duration = Duration::from_millis(2500);
 /// A wish for everything is said again this often, at first.
 const AGAIN: Duration = Duration::from_millis(300);
@@ -76,11 +76,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     let before = Now::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
-    if json {
-        emit_json(&came)?;
-    } else {
-        emit(&text(&came))?;
-    }
+    emit_as(json, &came, || Ok(text(&came)))?;
     Ok(came.recycled + came.ballooned > Bytes::ZERO)
 }
 

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::daemon_client;
 use crate::recorder;
-use crate::table::{emit, emit_all, emit_json};
+use crate::table::{emit_all, emit_as};
 
 /// Writes what the flight recorder holds to a file, or to standard output (`-`): lines of
 /// JSON, and packed where the file's name ends in `.zst`.
@@ -53,11 +53,7 @@ const DIFFERENCES: usize = 100;
 pub fn replay(path: &str, json: bool) -> Result<()> {
     let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
     let found = decide_again(BufReader::new(file)).with_context(|| path.to_string())?;
-    if json {
-        emit_json(&found)?;
-    } else {
-        emit(&text(&found))?;
-    }
+    emit_as(json, &found, || Ok(text(&found)))?;
     if found.different.is_empty() { Ok(()) } else { bail!("this version decides otherwise") }
 }
 

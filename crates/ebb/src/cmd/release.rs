@@ -65,9 +65,8 @@ fn give_back_vms(
         return Ok(Vec::new());
     }
     let wanted = Options {
-        only: None,
-        merge: None,
-        zeros: false,
+        ksm_note: None,
+        config: Config { listed_only: false, ..config.clone() },
         psi_trigger_us: None,
         // Guests are asked no more often for this, and as often as before in the end.
         look_only: true,

@@ -10,20 +10,14 @@ use serde_json::Value;
 
 use crate::daemon_client;
 use crate::fields::{Unit, VM_FIELDS};
-use crate::table::{emit, emit_json, signed, size, table};
+use crate::table::{emit_as, known, signed, size, table};
 use crate::view::{State, Vm};
 
 /// Prints it; `true` where there are VMs.
 pub fn main(socket: &str, json: bool) -> Result<bool> {
-    if json {
-        // As the daemon tells it, which may be of a newer version.
-        let state: Value = daemon_client::get_json(socket, "/v1/state")?;
-        emit_json(&state)?;
-        return Ok(state["vms"].as_array().is_some_and(|vms| !vms.is_empty()));
-    }
-    let state: State = daemon_client::get_json(socket, "/v1/state")?;
-    emit(&text(&state))?;
-    Ok(!state.vms.is_empty())
+    let told: Value = daemon_client::get_json(socket, "/v1/state")?;
+    emit_as(json, &told, || Ok(text(&known(&told)?)))?;
+    Ok(told["vms"].as_array().is_some_and(|vms| !vms.is_empty()))
 }
 
 pub fn text(state: &State) -> String {

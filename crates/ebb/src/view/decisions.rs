@@ -11,55 +11,48 @@ use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::lenient;
-use super::of_tick::vm_of;
+use super::{lenient, view};
 
+view! {
 /// A decision, as `/v1/decisions` and `explain` tell it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Decision {
+Decision(at: &Tick, a: &Action, model: &Model, done: &Done<'_>):
     /// When, milliseconds since 1970.
-    pub wall_ms: u64,
-    pub tick: u64,
+    wall_ms: u64 = at.sample.wall_ms;
+    tick: u64 = at.number;
     /// What was to be done and why.
-    pub action: Order,
-    pub reason: String,
+    action: Order = Order::new(a);
+    reason: String = a.reason.to_string();
     /// The host as it was.
-    pub host: String,
+    host: String = format!("{}: {}", model.host.state, model.host.why);
     /// The guest as it was.
-    pub guest: String,
+    guest: String = model.vm(a.vm).map(guest_words).unwrap_or_default();
     /// `None`: QEMU took the order. In a dry run: `dry run`.
-    pub error: Option<String>,
+    error: Option<String> = match done.outcomes.get(&a.vm) {
+        Some(o) => o.error.clone(),
+        None if !at.applied => Some("dry run".into()),
+        None => Some("no outcome".into()),
+    };
 }
 
+view! {
 /// An [`Action`], as clients read it: its rule may be one that they do not know yet.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Order {
+Order(a: &Action):
     #[serde(deserialize_with = "lenient")]
-    pub vm: VmId,
-    pub name: String,
+    vm: VmId = a.vm;
+    name: String = a.name.clone();
     /// The guest's size when this was decided.
-    pub from: Bytes,
+    from: Bytes = a.from;
     /// The size it is to have: RAM less balloon.
-    pub to: Bytes,
+    to: Bytes = a.to;
     #[serde(deserialize_with = "lenient")]
-    pub reason: Option<Reason>,
+    reason: Option<Reason> = Some(a.reason.clone());
 }
 
-impl From<&Action> for Order {
-    fn from(a: &Action) -> Order {
-        Order {
-            vm: a.vm,
-            name: a.name.clone(),
-            from: a.from,
-            to: a.to,
-            reason: Some(a.reason.clone()),
-        }
-    }
-}
-
-pub(super) struct Done<'a> {
+pub struct Done<'a> {
     applied: bool,
     actions: HashMap<VmId, &'a Action>,
     outcomes: HashMap<VmId, &'a Outcome>,
@@ -97,21 +90,7 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
         return Vec::new();
     }
     let done = Done::of(tick);
-    let host = format!("{}: {}", model.host.state, model.host.why);
-    let decision = |a: &Action| Decision {
-        wall_ms: tick.sample.wall_ms,
-        tick: tick.number,
-        reason: a.reason.to_string(),
-        host: host.clone(),
-        guest: vm_of(model, a.vm).map(guest_words).unwrap_or_default(),
-        action: a.into(),
-        error: match done.outcomes.get(&a.vm) {
-            Some(o) => o.error.clone(),
-            None if !tick.applied => Some("dry run".into()),
-            None => Some("no outcome".into()),
-        },
-    };
-    tick.plan.actions.iter().map(decision).collect()
+    tick.plan.actions.iter().map(|a| Decision::new(tick, a, model, &done)).collect()
 }
 
 /// VMs that the operator asked for their memory by name and that were not asked, and why.

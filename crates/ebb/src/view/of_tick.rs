@@ -2,32 +2,15 @@
 //! a line beside the field (`view.rs`) does not tell.
 
 use ebb_core::model::{Model, VmModel};
-use ebb_core::plan::RungName;
+use ebb_core::plan::{Plan, Rung, RungName};
 use ebb_core::policy::merge::Candidates;
-use ebb_core::sample::{self, Link, VmId, VmSample};
-use ebb_core::state::Memory;
+use ebb_core::sample::{Link, VmSample};
+use ebb_core::state::{Memory, Tally};
 use ebb_core::tick::Tick;
 use ebb_core::wire::AgentState;
 
 use super::decisions::Done;
-use super::{Daemon, Host, Merge, Problem, Rung, State, Vm};
-
-impl Problem {
-    /// With the name that its VM has among those of the model.
-    pub fn new(p: &sample::Problem, model: &Model) -> Problem {
-        Problem {
-            name: p.vm.and_then(|id| Some(vm_of(model, id)?.name.clone())),
-            vm: p.vm,
-            source: p.source.clone(),
-            message: p.message.clone(),
-        }
-    }
-}
-
-/// The VM of the model; the sample's order is by id.
-pub(super) fn vm_of(model: &Model, id: VmId) -> Option<&VmModel> {
-    model.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &model.vms[i])
-}
+use super::{Daemon, Host, Merge, Problem, State, Vm};
 
 impl State {
     /// The view of a tick. `daemon` is filled by the caller.
@@ -66,20 +49,12 @@ impl Merge {
     }
 }
 
-pub(super) fn ladder(tick: &Tick, memory: &Memory) -> Vec<Rung> {
-    let one = |name| {
-        let rung = tick.plan.rungs.iter().find(|r| r.name == name);
-        let tally = memory.ladder.iter().find(|t| t.name == name);
-        Rung {
-            name,
-            missing: rung.map(|r| r.missing).unwrap_or_default(),
-            expected: rung.map(|r| r.expected).unwrap_or_default(),
-            expected_total: tally.map(|t| t.expected).unwrap_or_default(),
-            came_total: tally.map(|t| t.came).unwrap_or_default(),
-            why: rung.map(|r| r.why.clone()).unwrap_or_default(),
-        }
-    };
-    RungName::ALL.map(one).to_vec()
+pub(super) fn planned(plan: &Plan, name: RungName) -> Option<&Rung> {
+    plan.rungs.iter().find(|r| r.name == name)
+}
+
+pub(super) fn tally(memory: &Memory, name: RungName) -> Option<&Tally> {
+    memory.ladder.iter().find(|t| t.name == name)
 }
 
 /// The highest tier that works for a VM now.

@@ -205,9 +205,7 @@ impl KsmOwner {
 
     /// On disk before anything is changed.
     fn write_down(&self, found: &BTreeMap<String, String>) -> Result<(), KsmError> {
-        serde_json::to_vec_pretty(found)
-            .map_err(io::Error::from)
-            .and_then(|text| durable::replace(&self.state, &text))
+        durable::replace(&self.state, found)
             .map_err(|error| KsmError::Write { path: self.state.clone(), error })
     }
 }

@@ -280,14 +280,7 @@ impl Bridge {
     ) -> Result<(), String> {
         let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
         match purpose {
-            Purpose::LookUp => {
-                let found = result.map_err(|e| e.to_string())?;
-                let domain = calls::looked_up(&found).map_err(|e| odd(&e))?;
-                if domain.id < 0 {
-                    return Err(format!("libvirt says that “{}” does not run", self.name));
-                }
-                self.domain = Some(domain);
-            }
+            Purpose::LookUp => self.domain = Some(calls::running(&self.name, result)?),
             Purpose::Describe => {
                 let xml = result.map_err(|e| e.to_string())?;
                 let xml = calls::text(&xml).map_err(|e| odd(&e))?;

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::rpc::{QEMU, REMOTE};
+use super::rpc::{QEMU, REMOTE, Refused};
 use super::xdr::{Malformed, Reader, Writer};
 
 /// What libvirt tells of a domain in numbers, by the names that [`ALL_STATS`] has for them.
@@ -95,6 +95,15 @@ pub fn look_up(name: &str) -> Vec<u8> {
 /// The result of [`LOOK_UP`].
 pub fn looked_up(result: &[u8]) -> Result<Domain, Malformed> {
     Domain::read(&mut Reader(result))
+}
+
+/// The domain of an answer to [`LOOK_UP`], if it runs.
+pub(super) fn running(name: &str, result: Result<Vec<u8>, Refused>) -> Result<Domain, String> {
+    let found = result.map_err(|e| e.to_string())?;
+    match looked_up(&found).map_err(|e| format!("libvirt's answer: {e}"))? {
+        domain if domain.id >= 0 => Ok(domain),
+        _ => Err(format!("libvirt says that “{name}” does not run")),
+    }
 }
 
 /// Arguments of [`DESCRIBE`].

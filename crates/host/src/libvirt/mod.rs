@@ -60,10 +60,10 @@ impl Address {
 
     fn connect(&self) -> rustix::io::Result<OwnedFd> {
         let Some(container) = &self.container else {
-            return crate::qmp::connect_unix(&self.socket);
+            return crate::sockets::connect(&self.socket);
         };
         let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
-        crate::qmp::connect_unix(&fd_path(&open_inside(container, path)?))
+        crate::sockets::connect(&fd_path(&open_inside(container, path)?))
     }
 
     /// Whether the pid file in its container can have been written by the daemon that the process

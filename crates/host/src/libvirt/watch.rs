@@ -152,14 +152,7 @@ impl Watcher {
         self.busy = false;
         let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
         match step {
-            Step::LookUp => {
-                let found = result.map_err(|e| e.to_string())?;
-                let domain = calls::looked_up(&found).map_err(|e| odd(&e))?;
-                if domain.id < 0 {
-                    return Err(format!("libvirt says that “{}” does not run", self.name));
-                }
-                self.domain = Some(domain);
-            }
+            Step::LookUp => self.domain = Some(calls::running(&self.name, result)?),
             Step::ReadNote => {
                 let text = result.ok().map(|answer| calls::text(&answer)).transpose();
                 let noted = text.map_err(|e| odd(&e))?.and_then(|xml| metadata::noted(&xml));

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::bridge::{Bridge, Purpose};
 use super::calls::{self, Domain, Procedure};
@@ -21,6 +20,7 @@ use super::rpc::{Heard, Refused, Rpc};
 use super::watch::{Step, Watch, Watcher};
 use super::{Address, Ask, Attach};
 use crate::qmp::Words;
+use crate::sockets;
 use crate::waker::Waker;
 
 /// Calls under way on one connection; libvirt's own limit is 5.
@@ -31,19 +31,17 @@ const CONNECTIONS: usize = 4;
 const FOR_ORDERS: usize = CONNECTIONS + 1;
 /// Most bytes that wait until a peer takes them.
 const MAX_OUTPUT: usize = 1 << 20;
-/// Orders of a client that has left are still carried out for so long.
+/// How long orders of a client that has left are still carried out.
 const LAST_WISHES: Duration = Duration::from_secs(5);
-/// After the first question of a tick the others are awaited for so long; one call serves them all.
+/// How long, after the first question of a tick, the others are awaited; one call serves all.
 const GATHER: Duration = Duration::from_millis(2);
-/// If no connection is free, the call is made so much later.
+/// If no connection is free, the call is made this much later.
 const AGAIN: Duration = Duration::from_millis(20);
-/// Statistics of all domains that have not come after so long are asked for anew: a QEMU has hung
+/// Statistics of all domains that have not come in this time are asked for anew: a QEMU has hung
 /// during the call, and libvirt passes it over in the next one.
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
-/// Ebb disconnects after so long without a domain. A libvirt daemon without clients may then end.
+/// Ebb disconnects after this time without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
-/// Most bytes read from one peer in a turn.
-const MAX_READ: usize = 4 << 20;
 
 /// What a call of a connection is for.
 #[derive(Debug)]
@@ -152,33 +150,9 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
     daemons.values().map(of).collect()
 }
 
-/// Writes what can be written without waiting; false: the peer is gone.
-fn write(socket: &OwnedFd, bytes: &[u8]) -> (usize, bool) {
-    let mut done = 0;
-    while done < bytes.len() {
-        match send(socket, &bytes[done..], SendFlags::NOSIGNAL) {
-            Ok(n) => done += n,
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => break,
-            Err(_) => return (done, false),
-        }
-    }
-    (done, true)
-}
-
-/// Reads what is there; `None`: the peer is gone.
-fn read(socket: &OwnedFd) -> Option<Vec<u8>> {
-    let (mut all, mut buffer) = (Vec::new(), [0u8; 16 << 10]);
-    while all.len() < MAX_READ {
-        match recv(socket, &mut buffer[..], RecvFlags::empty()) {
-            Ok((0, _)) => return if all.is_empty() { None } else { Some(all) },
-            Ok((n, _)) => all.extend_from_slice(&buffer[..n]),
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => break,
-            Err(_) => return None,
-        }
-    }
-    Some(all)
+/// What has come; `None`: the peer is gone.
+fn received(socket: &OwnedFd) -> Option<Vec<u8>> {
+    sockets::receive(socket).ok().filter(|(all, there)| *there || !all.is_empty()).map(|r| r.0)
 }
 
 impl Client {
@@ -376,9 +350,8 @@ impl Daemon {
     fn flush(&mut self) {
         let mut lost = false;
         for c in &mut self.connections {
-            let (n, there) = write(&c.socket, c.rpc.outgoing());
-            c.rpc.written(n);
-            lost |= !there || c.rpc.outgoing().len() > MAX_OUTPUT;
+            let sent = sockets::send(&c.socket, c.rpc.outgoing()).map(|n| c.rpc.written(n));
+            lost |= sent.is_err() || c.rpc.outgoing().len() > MAX_OUTPUT;
         }
         if lost {
             return self.lose(ENDED);
@@ -386,9 +359,9 @@ impl Daemon {
         self.clients.retain(|_, c| {
             let there = match &c.end {
                 Ok(end) => {
-                    let (n, there) = write(end, c.bridge.output());
-                    c.bridge.output().drain(..n);
-                    there && c.bridge.output().len() <= MAX_OUTPUT
+                    let sent = sockets::send(end, c.bridge.output());
+                    let sent = sent.map(|n| drop(c.bridge.output().drain(..n)));
+                    sent.is_ok() && c.bridge.output().len() <= MAX_OUTPUT
                 }
                 Err(left) => {
                     c.bridge.output().clear();
@@ -407,7 +380,7 @@ impl Daemon {
         let (connections, clients) = ready.split_at(self.connections.len().min(ready.len()));
         let there = self.clients.values_mut().filter(|c| c.end.is_ok());
         for (client, _) in there.zip(clients).filter(|(_, r)| **r) {
-            match client.end.as_ref().ok().and_then(read) {
+            match client.end.as_ref().ok().and_then(received) {
                 Some(bytes) => client.bridge.feed(&bytes, now),
                 None => client.end = Err(now),
             }
@@ -417,7 +390,7 @@ impl Daemon {
             if !connections.get(i).is_some_and(|r| *r) {
                 continue;
             }
-            let Some(bytes) = read(&c.socket) else { return self.lose(ENDED) };
+            let Some(bytes) = received(&c.socket) else { return self.lose(ENDED) };
             match c.rpc.feed(&bytes) {
                 Ok(heard) => all.extend(heard.into_iter().map(|h| (i, h))),
                 Err(e) => return self.lose(&format!("libvirt: {e}; connection dropped")),

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_core::config::MergeMode;
 use ebb_core::plan::MergePlan;
 use ebb_core::sample::{HostSample, MergeSample, Problem, VmSample};
 use ebb_core::units::Bytes;
@@ -77,7 +78,7 @@ impl LinuxHost {
         problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
         let copied = host.vmstat.and_then(|v| v.cow_ksm);
         let working = host.ksm.as_ref().is_some_and(|k| k.run != 0);
-        let steer = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        let steer = self.options.config.merge.mode == MergeMode::On;
         for sample in vms.iter_mut() {
             let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
                 continue;

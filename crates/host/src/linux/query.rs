@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_core::config::MergeMode;
 use ebb_core::units::Stamp;
 use rustix::event::{PollFd, PollFlags};
 
@@ -38,7 +39,7 @@ impl LinuxHost {
     /// The agents answer in microseconds, unless they are at work. One that was just
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
-        let keep_open = self.options.merge.as_ref().is_some_and(|m| m.steer);
+        let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
         let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
         let waker = self.waker.clone();
         let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());

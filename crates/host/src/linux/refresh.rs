@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use ebb_core::config::Metadata;
+use ebb_core::config::{Metadata, VmSettings};
 use ebb_core::sample::{Claim, Problem, VmId};
 
 use super::{KEPT_OPEN, LinuxHost, access, noted};
@@ -46,13 +46,14 @@ impl LinuxHost {
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);
         self.bind_sockets(&mut problems);
-        let bound: HashSet<VmId> = self.bound.iter().copied().flatten().collect();
+        let bound: HashSet<VmId> = self.bound.values().copied().collect();
         let gone: HashSet<VmId> = scan.gone.into_iter().collect();
         self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
         for process in scan.found {
             let (id, interval_s) = (process.id, self.options.stats_interval_s);
-            let listed = self.options.only.as_ref().is_none_or(|only| process.is_one_of(only));
-            if listed || self.owed.contains(&id) {
+            let config = &self.options.config;
+            let has_section = config.section(&process.given, process.uuid.as_deref()).is_some();
+            if has_section || !config.listed_only || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
                 let was = self.intervals.of(id);
                 let libvirt = &self.libvirt;
@@ -69,25 +70,24 @@ impl LinuxHost {
 
     /// Configured sockets tell by their peer which process they are.
     fn bind_sockets(&mut self, problems: &mut Vec<Problem>) {
-        for i in 0..self.bound.len() {
-            if self.bound[i].is_some_and(|id| self.vms.contains_key(&id)) {
+        let named = |(name, vm): (&String, &VmSettings)| {
+            Some((name.clone(), PathBuf::from(vm.qmp.as_ref()?), vm.manage))
+        };
+        let named: Vec<_> = self.options.config.vms.iter().filter_map(named).collect();
+        for (name, path, managed) in named {
+            if self.bound.get(&name).is_some_and(|id| self.vms.contains_key(id)) {
                 continue;
             }
-            let (name, path) = self.options.sockets[i].clone();
-            let section = self.options.config.vms.get(&name);
             // One that is owed something is reached where it was before.
             let owed = |id: &VmId| self.owed_at.get(id).is_none_or(|at| *at == path);
-            if section.is_some_and(|s| !s.manage) && !self.owed.iter().any(owed) {
+            if !managed && !self.owed.iter().any(owed) {
                 continue;
             }
-            let source = path.display().to_string();
-            self.bound[i] = match self.bind(name, path) {
-                Ok(id) => Some(id),
-                Err(why) => {
-                    problems.push(problem(None, source, why));
-                    None
-                }
-            };
+            self.bound.remove(&name);
+            match self.bind(name.clone(), path.clone()) {
+                Ok(id) => drop(self.bound.insert(name, id)),
+                Err(why) => problems.push(problem(None, path.display().to_string(), why)),
+            }
         }
     }
 

@@ -3,16 +3,21 @@
 mod shared;
 
 use super::*;
-use crate::act::ksm::Manners;
 use crate::probe::trust::Trust;
 use crate::root::Root;
+use ebb_core::config::Config;
 use ebb_core::plan::{MergeOrder, MergePlan};
 use ebb_core::sample::Link;
 use ebb_core::units::Bytes;
 use std::os::unix::net::UnixListener;
 
+fn configured(text: &str) -> Options {
+    Options { config: Config::parse("f", text).unwrap(), ..Options::default() }
+}
+
 fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
-    let (root, trust) = (Root::at(dir), Trust::anything());
+    let trust = Trust { users: None, programs: None, containers: true };
+    let root = Root::at(dir);
     LinuxHost::new(Options { root, trust, ..options }).unwrap()
 }
 
@@ -20,7 +25,7 @@ fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
 fn an_empty_machine_is_a_sample_of_unknowns() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("proc")).unwrap();
-    let mut host = host(dir.path(), Options { pool: Some("/x".into()), ..Options::default() });
+    let mut host = host(dir.path(), configured("[host]\ncgroup = \"/x\"\n"));
     let sample = host.sample();
     assert_eq!((sample.host, sample.vms), (HostSample::default(), vec![]));
     let sources: Vec<&str> = sample.problems.iter().map(|p| p.source.as_str()).collect();
@@ -158,14 +163,9 @@ fn the_socket_of_a_vm_that_is_not_managed_is_let_be_also_while_another_is_owed_s
     std::fs::write(proc.join("cmdline"), "kvm\0-name\0a\0").unwrap();
     std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
     let text = format!("[vm.other]\nmanage = false\nqmp = {socket:?}\n");
-    let options = || Options {
-        config: ebb_core::config::Config::parse("f", &text).unwrap(),
-        sockets: vec![("other".into(), socket.clone())],
-        ..Options::default()
-    };
     let owed = VmId { pid: 10, start: 7 };
     for (at, connects) in [(&its, false), (&socket, true)] {
-        let mut host = host(dir.path(), options());
+        let mut host = host(dir.path(), configured(&text));
         host.reach_at([(owed, at.clone())]);
         host.sample_owed(&[owed]);
         assert_eq!(other.accept().is_ok(), connects, "{}", at.display());
@@ -184,12 +184,9 @@ fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
         let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
         std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
     };
-    let merge = MergeOptions {
-        note: dir.path().join("ksm.json"),
-        manners: Manners::default(),
-        steer: true,
-    };
-    let mut host = host(dir.path(), Options { merge: Some(merge), ..Options::default() });
+    let ksm_note = Some(dir.path().join("ksm.json"));
+    let options = Options { ksm_note, ..configured("[merge]\nmode = \"on\"\n") };
+    let mut host = host(dir.path(), options);
     meminfo(600_000);
     let unread = ksm::Stats::default().merged(VmId { pid: 10, start: 7 });
     assert!(unread.unwrap_err().contains("not read yet"), "not known is not none");

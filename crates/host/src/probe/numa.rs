@@ -7,9 +7,9 @@
 
 use ebb_core::sample::Pool;
 use ebb_core::units::Bytes;
-use serde_json::Value;
 
 use super::meminfo::parse_kib;
+use super::qemu::Options;
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const NODES: &str = "/sys/devices/system/node";
@@ -140,35 +140,18 @@ fn by_backends(line: &str) -> Option<Vec<u32>> {
     let objects = args.windows(2).filter(|w| matches!(w[0], "-object" | "--object")).map(|w| w[1]);
     let mut all = Vec::new();
     for object in objects {
-        let (kind, policy, nodes) = backend(object);
-        if kind.starts_with("memory-backend-") {
-            all.extend(nodes.filter(|n| policy == "bind" && !n.is_empty())?);
+        let object = Options::parse(object, "qom-type");
+        if object.get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-")) {
+            let lists = object.all("host-nodes");
+            let nodes: Vec<u32> =
+                lists.iter().flat_map(|l| parse_list(l).unwrap_or_default()).collect();
+            let binds = object.get("policy").as_deref() == Some("bind") && !nodes.is_empty();
+            all.extend(binds.then_some(nodes)?);
         }
     }
     all.sort_unstable();
     all.dedup();
     (!all.is_empty()).then_some(all)
-}
-
-/// Type, policy and `host-nodes` of an object.
-fn backend(text: &str) -> (String, String, Option<Vec<u32>>) {
-    if text.starts_with('{') {
-        let json: Value = serde_json::from_str(text).unwrap_or_default();
-        let word = |key: &str| json[key].as_str().unwrap_or_default().to_owned();
-        let node = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
-        let nodes = json["host-nodes"].as_array().map(|l| l.iter().filter_map(node).collect());
-        return (word("qom-type"), word("policy"), nodes);
-    }
-    let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
-    let (mut policy, mut nodes) = (String::new(), Vec::new());
-    for (key, value) in rest.split(',').filter_map(|p| p.split_once('=')) {
-        match key {
-            "policy" => policy = value.to_owned(),
-            "host-nodes" => nodes.extend(parse_list(value).unwrap_or_default()),
-            _ => {}
-        }
-    }
-    (kind.trim_start_matches("qom-type=").to_owned(), policy, Some(nodes))
 }
 
 #[cfg(test)]
@@ -275,7 +258,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_is_safe(text in ".{0,200}") {
-            let _ = (parse_list(&text), parse_node(&text), by_policy(&text), backend(&text));
+            let _ = (parse_list(&text), parse_node(&text), by_policy(&text));
             let _ = by_backends(&format!("kvm\0-object\0{text}"));
         }
     }

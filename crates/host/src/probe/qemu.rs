@@ -98,13 +98,6 @@ impl QemuProcess {
         QemuProcess { id, name, given, own_name, ..QemuProcess::default() }
     }
 
-    /// Whether the configuration's section of one of these names is this VM's.
-    pub fn is_one_of(&self, sections: &[String]) -> bool {
-        let by_uuid = self.uuid.as_deref().map(by_uuid);
-        let by_name = Some(&self.given).filter(|name| !name.starts_with(BY_UUID));
-        sections.iter().any(|s| Some(s) == by_name || Some(s) == by_uuid.as_ref())
-    }
-
     /// Names it as the configuration does that has its socket; one that has it by uuid
     /// must mean this VM.
     pub fn call(&mut self, section: String) -> Result<(), String> {
@@ -140,7 +133,7 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     Some(found)
 }
 
-/// Foreign text as it may be shown: so many characters, none that steers a terminal.
+/// Foreign text as it may be shown: at most `most` characters, none that steers a terminal.
 fn shown(text: &str, most: usize) -> String {
     text.chars().take(most).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
@@ -253,14 +246,14 @@ impl QemuArgs {
 
 /// `key=value,flag,…` or a JSON object, as QEMU takes either.
 #[derive(Debug)]
-enum Options {
+pub(super) enum Options {
     Pairs(Vec<(String, Option<String>)>),
     Json(Value),
 }
 
 impl Options {
     /// `implied` is the key of a first part that has none.
-    fn parse(text: &str, implied: &str) -> Options {
+    pub(super) fn parse(text: &str, implied: &str) -> Options {
         if text.starts_with('{') {
             return Options::Json(serde_json::from_str(text).unwrap_or(Value::Null));
         }
@@ -277,7 +270,7 @@ impl Options {
     }
 
     /// The last value of a key; in JSON at any depth.
-    fn get(&self, key: &str) -> Option<String> {
+    pub(super) fn get(&self, key: &str) -> Option<String> {
         match self {
             Options::Pairs(pairs) => {
                 pairs.iter().rev().find(|(k, _)| k == key).and_then(|(_, v)| v.clone())
@@ -288,6 +281,19 @@ impl Options {
                 Value::Number(n) => Some(n.to_string()),
                 _ => None,
             },
+        }
+    }
+
+    /// Each value of a key that may be there several times, or holds a list.
+    pub(super) fn all(&self, key: &str) -> Vec<String> {
+        match self {
+            Options::Pairs(pairs) => {
+                let its = pairs.iter().filter(|(k, _)| k == key);
+                its.filter_map(|(_, v)| v.clone()).collect()
+            }
+            Options::Json(value) => {
+                value[key].as_array().into_iter().flatten().map(Value::to_string).collect()
+            }
         }
     }
 
@@ -520,13 +526,9 @@ mod tests {
             uuid: uuid.map(str::to_owned),
             ..QemuProcess::plain(VmId::default(), name.into())
         };
-        for (mut vm, by_uuid, by_name) in [
-            (vm("a", Some(uuid)), true, true),
-            (vm("a", None), false, true),
-            (vm(&section, None), false, false),
-        ] {
-            assert_eq!(vm.is_one_of(std::slice::from_ref(&section)), by_uuid, "{vm:?}");
-            assert_eq!(vm.is_one_of(&["a".into()]), by_name, "{vm:?}");
+        for (mut vm, by_uuid) in
+            [(vm("a", Some(uuid)), true), (vm("a", None), false), (vm(&section, None), false)]
+        {
             assert_eq!(vm.call(section.clone()).is_ok(), by_uuid, "{vm:?}");
             vm.call("b".into()).unwrap();
             assert_eq!((vm.name.as_str(), vm.given.as_str()), ("b", "b"));

@@ -5,10 +5,11 @@
 //! once per VM and scan, never every tick.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 
 use ebb_core::units::Bytes;
 
+use super::maps::{Mapping, parse_line};
 use super::meminfo::parse_kib;
 use crate::root::{ParseError, ProbeError, Root, is_absent};
 use crate::sys::Range;
@@ -42,90 +43,67 @@ pub struct Region {
 /// Reads `/proc/PID/smaps`; `None` where the process has ended.
 pub fn read_smaps(root: &Root, pid: u32) -> Result<Option<Vec<Region>>, ProbeError> {
     let path = root.path(format!("/proc/{pid}/smaps"));
-    let io = |error| ProbeError::Io { path: path.clone(), error };
-    let file = match File::open(&path) {
-        Ok(file) => file,
-        Err(e) if is_absent(&e) => return Ok(None),
-        Err(e) => return Err(io(e)),
-    };
-    let mut regions = Smaps::default();
-    let mut lines = BufReader::with_capacity(64 << 10, file.take(SMAPS_MAX)).split(b'\n');
-    let mut number = 0;
-    loop {
-        let line = match lines.next() {
-            None => break,
-            Some(Err(e)) if is_absent(&e) => return Ok(None),
-            Some(line) => line.map_err(io)?,
-        };
-        number += 1;
-        let text = String::from_utf8_lossy(&line);
-        regions
-            .line(number, &text)
-            .map_err(|error| ProbeError::Parse { path: path.clone(), error })?;
+    let parse = |file: File| parse_smaps(BufReader::with_capacity(64 << 10, file.take(SMAPS_MAX)));
+    match File::open(&path).and_then(parse) {
+        // A process without memory of its own is one that has ended.
+        Ok(Ok(regions)) => Ok(Some(regions).filter(|r| !r.is_empty())),
+        Ok(Err(error)) => Err(ProbeError::Parse { path, error }),
+        Err(e) if is_absent(&e) => Ok(None),
+        Err(error) => Err(ProbeError::Io { path, error }),
     }
-    // A process without memory of its own is one that has ended.
-    Ok(Some(regions.done).filter(|r| !r.is_empty()))
 }
 
-pub fn parse_smaps(text: &str) -> Result<Vec<Region>, ParseError> {
-    let mut regions = Smaps::default();
-    for (i, line) in text.lines().enumerate() {
-        regions.line(i + 1, line)?;
-    }
-    Ok(regions.done)
-}
-
-#[derive(Default)]
-struct Smaps {
-    done: Vec<Region>,
-}
-
-impl Smaps {
-    /// A header, `Key:  12 kB`, or `VmFlags: rd wr`; unknown keys are passed over.
-    fn line(&mut self, number: usize, line: &str) -> Result<(), ParseError> {
-        let bad = || ParseError::new(number, line.chars().take(80).collect::<String>());
-        let mut words = line.split_ascii_whitespace();
-        let Some(first) = words.next() else { return Ok(()) };
-        let Some(key) = first.strip_suffix(':') else {
-            self.done.push(header(first, words).ok_or_else(bad)?);
-            return Ok(());
-        };
-        let region = self.done.last_mut().ok_or_else(bad)?;
-        if key == "VmFlags" {
-            for flag in words {
-                match flag {
-                    "mg" => region.mergeable = true,
-                    "dc" => region.dontfork = true,
-                    "ht" => region.hugetlb = true,
-                    "sh" => region.shared = true,
-                    _ => {}
-                }
-            }
-            return Ok(());
+/// The mappings in a text. The outer error is that of reading it.
+pub fn parse_smaps(text: impl BufRead) -> io::Result<Result<Vec<Region>, ParseError>> {
+    let mut regions = Vec::new();
+    for (i, line) in text.split(b'\n').enumerate() {
+        if let Err(error) = take_line(&mut regions, i + 1, &String::from_utf8_lossy(&line?)) {
+            return Ok(Err(error));
         }
-        let field = match key {
-            "Rss" => &mut region.resident,
-            "Swap" => &mut region.swap,
-            "KSM" => &mut region.ksm,
-            "AnonHugePages" => &mut region.huge,
-            _ => return Ok(()),
-        };
-        *field = line.split_once(':').and_then(|(_, value)| parse_kib(value)).ok_or_else(bad)?;
-        Ok(())
     }
+    Ok(Ok(regions))
+}
+
+/// A header, `Key:  12 kB`, or `VmFlags: rd wr`; unknown keys are passed over.
+fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(), ParseError> {
+    let bad = || ParseError::new(number, line.chars().take(80).collect::<String>());
+    let mut words = line.split_ascii_whitespace();
+    let Some(first) = words.next() else { return Ok(()) };
+    let Some(key) = first.strip_suffix(':') else {
+        regions.push(header(line).ok_or_else(bad)?);
+        return Ok(());
+    };
+    let region = regions.last_mut().ok_or_else(bad)?;
+    if key == "VmFlags" {
+        for flag in words {
+            match flag {
+                "mg" => region.mergeable = true,
+                "dc" => region.dontfork = true,
+                "ht" => region.hugetlb = true,
+                "sh" => region.shared = true,
+                _ => {}
+            }
+        }
+        return Ok(());
+    }
+    let field = match key {
+        "Rss" => &mut region.resident,
+        "Swap" => &mut region.swap,
+        "KSM" => &mut region.ksm,
+        "AnonHugePages" => &mut region.huge,
+        _ => return Ok(()),
+    };
+    *field = line.split_once(':').and_then(|(_, value)| parse_kib(value)).ok_or_else(bad)?;
+    Ok(())
 }
 
 /// `7f00-7f10 rw-p 00000000 00:00 0   [name]`
-fn header<'a>(first: &str, mut words: impl Iterator<Item = &'a str>) -> Option<Region> {
-    let (start, end) = first.split_once('-')?;
-    let hex = |t| u64::from_str_radix(t, 16).ok();
-    let (start, end) = (hex(start)?, hex(end)?);
-    let rights = words.next()?;
-    let inode = words.nth(2)?;
+fn header(line: &str) -> Option<Region> {
+    let Mapping { start, end, permissions, inode, .. } = parse_line(line)?;
     Some(Region {
         range: Range { start, len: end.checked_sub(start)? },
-        plain: rights.starts_with("rw") && rights.ends_with('p') && inode == "0",
-        shared: rights.ends_with('s'),
+        plain: permissions.starts_with("rw") && permissions.ends_with('p') && inode == 0,
+        shared: permissions.ends_with('s'),
         ..Region::default()
     })
 }
@@ -179,7 +157,7 @@ VmFlags: rd ex mr mw me sd
 
     #[test]
     fn ram_is_what_qemu_marked_else_what_is_large() {
-        let regions = parse_smaps(SMAPS).unwrap();
+        let regions = parse_smaps(SMAPS.as_bytes()).unwrap().unwrap();
         assert_eq!(regions.len(), 4);
         let ram = guest_ram(&regions);
         assert_eq!(ram.len(), 1);
@@ -200,7 +178,7 @@ VmFlags: rd ex mr mw me sd
             ("7f00-7f10 rw-p 0 0 0\nRss: many\n", 2),
             ("7f00-zz rw-p 0 0 0\n", 1),
         ] {
-            assert_eq!(parse_smaps(text).unwrap_err().line, line, "{text}");
+            assert_eq!(parse_smaps(text.as_bytes()).unwrap().unwrap_err().line, line, "{text}");
         }
     }
 }

@@ -251,6 +251,7 @@ impl Protocol {
             return self.too_long();
         }
         self.inbox.extend_from_slice(&bytes[start..]);
+        debug_assert!(self.reply_bytes <= MAX_REPLY_BYTES && self.pending.len() <= MAX_PENDING + 1);
     }
 
     fn too_long(&mut self) {
@@ -401,11 +402,6 @@ impl Protocol {
         self.pending.values().filter(|p| !p.forgotten && !p.late).count()
     }
 
-    /// Commands without an answer, forgotten ones included.
-    pub fn unanswered(&self) -> usize {
-        self.pending.len()
-    }
-
     /// The events since the last call, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.drain(..).collect()
@@ -429,10 +425,29 @@ impl Protocol {
     pub fn written(&mut self, n: usize) {
         self.outbox.drain(..n.min(self.outbox.len()));
     }
+}
 
-    /// Bytes held for the peer's unfinished message and untaken replies; the
-    /// property tests check that it stays within the limits.
-    pub fn held_bytes(&self) -> usize {
-        self.inbox.len() + self.reply_bytes
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_any_pieces_stay_within_the_limits(
+            pieces in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 0..20),
+            greeted in any::<bool>(),
+        ) {
+            let mut p = Protocol::new("test");
+            if greeted {
+                p.feed(b"{\"QMP\": {}} {\"return\": {}, \"id\": 0}");
+                prop_assert_eq!(p.state(), State::Ready);
+            }
+            for piece in &pieces {
+                p.feed(piece);
+                prop_assert!(p.inbox.len() + p.reply_bytes <= MAX_MESSAGE + MAX_REPLY_BYTES);
+            }
+            let _ = parse_message(&pieces.concat());
+        }
     }
 }

@@ -264,8 +264,7 @@ impl Driven {
     fn new(config: &Config, switch: &Switch, file: PathBuf) -> Driven {
         let options = || Options {
             root: root(switch),
-            only: Some(config.vms.keys().cloned().collect()),
-            config: config.clone(),
+            config: Config { listed_only: true, ..config.clone() },
             trust: Trust { programs: Some(config.programs.clone()), ..Trust::default() },
             psi_trigger_us: None,
             scan_every: Duration::from_millis(100),

@@ -14,7 +14,7 @@ use ebb_core::wire::abi::{self, MAP_PFNS, PAGE};
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Answer, Attach, Command, Recycle, Recycled, Refusal, Segment, Status};
 use ebb_vmm::agent::Agent;
-use ebb_vmm::sys::Mapping;
+use ebb_vmm::sys::{self, Mapping, Range};
 
 pub const HEADER: u64 = 0x1_0000;
 pub const EXTENTS: u64 = 0x1_1000;
@@ -78,6 +78,11 @@ impl Guest {
         };
         guest.write_header();
         Arc::new(guest)
+    }
+
+    /// Opens all of it to KSM, as QEMU does by default.
+    pub fn mergeable(&self) -> std::io::Result<()> {
+        sys::mergeable(Range { start: self.memory.address(), len: self.pages * PAGE })
     }
 
     pub fn word(&self, gpa: u64) -> &AtomicU64 {

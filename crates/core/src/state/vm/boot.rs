@@ -9,8 +9,8 @@ use crate::sample::VmSample;
 use crate::state::{Growth, Recent, Sizes};
 use crate::units::{Bytes, Stamp};
 
-/// After a reset or first sight a guest is left alone for so long: its numbers
-/// are those of a booting kernel.
+/// How long a guest is left alone after a reset or first sight: its numbers are those
+/// of a booting kernel.
 pub const SETTLE_MS: u64 = 20_000;
 /// A VM that has run for less than this has just started.
 const YOUNG_MS: u64 = 60_000;
@@ -37,15 +37,14 @@ pub struct Start {
 /// reset until the new driver writes it, and a driver that is where it is told to
 /// be writes nothing: so once the guest speaks it is moved by one MiB and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Reboot {
     /// When the reset was heard of, seconds since 1970: older statistics are the
     /// old kernel's.
     pub wall_s: u64,
     /// The moment of the old kernel's last statistics, by the same clock.
-    #[serde(default)]
     pub updated_s: u64,
     /// The size that it was given for its new kernel, and when.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<Bytes>,
     /// See `to`.
     pub given: Option<Stamp>,

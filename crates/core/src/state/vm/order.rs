@@ -14,21 +14,21 @@ use crate::sample::{RunState, VmSample};
 use crate::state::{Ledger, Move};
 use crate::units::{Bytes, Stamp};
 
-/// An order to shrink that moved nothing for so long makes the guest “stuck”.
+/// An order to shrink that moved nothing in this time makes the guest “stuck”.
 pub const STUCK_AFTER_MS: u64 = 10_000;
 /// A stuck guest is asked again after this, doubling up to [`STUCK_MOST_MS`].
 pub const STUCK_FIRST_MS: u64 = 30_000;
 /// The longest pause for a guest that never follows.
 pub const STUCK_MOST_MS: u64 = 600_000;
-/// An order that moved nothing for so long is shown as stuck, and what is left of
+/// An order that moved nothing in this time is shown as stuck, and what is left of
 /// it is asked of others.
 pub const STILL_MS: u64 = 5_000;
 /// Slower than this a guest is “slow”, bytes a second.
 pub const SLOW_RATE: f64 = (32 << 20) as f64;
-/// A tick that is later than this counts as so long where a guest is waited for:
-/// it was not looked at meanwhile.
+/// The longest time that one tick adds where a guest is waited for: in a later tick it
+/// was not looked at meanwhile.
 pub(in crate::state) const LOOK_MS: u64 = 2_000;
-/// What has been given and not touched counts as gone for so long.
+/// How long what was given and is not touched counts as gone.
 const GIFT_LIFE_MS: u64 = 10_000;
 /// A guest that is short so soon after it was asked was asked too much.
 pub const HARM_MS: u64 = 10_000;
@@ -36,12 +36,12 @@ pub const HARM_MS: u64 = 10_000;
 const LOW_SHARE: f64 = 0.12;
 /// Statistics come at least this often.
 const WORD_MS: u64 = 2_000;
-/// A balloon that grew so long ago has been dealt with by QEMU.
+/// What a balloon took longer ago than this, QEMU has dealt with.
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same of one that has reached exactly the size of the last order.
 const LANDED_ECHO_MS: u64 = 250;
 const HARM_MOST: u32 = 4;
-/// Steps are doubled at most so often.
+/// How often steps are doubled at most.
 const PACE_MOST: u32 = 2;
 
 /// Memory given to a guest.
@@ -53,6 +53,7 @@ pub struct Gift {
 
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Order {
     pub to: Bytes,
     /// The size when it last moved.
@@ -60,14 +61,11 @@ pub struct Order {
     /// When it last moved (or was given).
     pub moved_at: Stamp,
     /// For so long, as far as it was looked at, it has not moved, milliseconds.
-    #[serde(default)]
     pub still_ms: u64,
     /// When the first of the orders in this direction was given.
-    #[serde(default)]
     pub since: Stamp,
     /// It replaced an order to a smaller size that was still under way. The guest may still
     /// follow that one for a moment.
-    #[serde(default)]
     pub cuts_short: bool,
 }
 

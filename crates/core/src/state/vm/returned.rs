@@ -14,13 +14,13 @@ const OWN_LIFE_MS: f64 = 600_000.0;
 
 /// Size and residency at a tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Seen {
     /// Balloon size (RAM less balloon).
     pub actual: Option<Bytes>,
     pub resident: Bytes,
     pub swap: Bytes,
     /// Recycled by the agent so far.
-    #[serde(default)]
     pub recycled: Bytes,
 }
 
@@ -28,16 +28,15 @@ pub struct Seen {
 /// the same tick hides a release. The host's own free memory is the proof, these
 /// only divide it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Returned {
     /// The balloon was inflated meanwhile.
     pub balloon: Bytes,
     /// Went to swap.
     pub swap: Bytes,
     /// Zero pages that were freed on order.
-    #[serde(default)]
     pub zeros: Bytes,
     /// The agent recycled it, page by page, as it counts itself.
-    #[serde(default)]
     pub recycled: Bytes,
     /// Neither, and the guest has free page reporting.
     pub reporting: Bytes,

@@ -14,11 +14,11 @@ use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
 use crate::wire::AgentState;
 
-/// A contradiction that has not come again for so long is over.
+/// A contradiction is over when it has not come again in this time.
 const DOUBT_MS: u64 = 10_000;
-/// What a guest reads again in so many seconds belongs to its working set.
+/// What a guest reads again within these seconds belongs to its working set.
 const HOT_S: f64 = 10.0;
-/// Facts that stand still for so long are those of a guest that does not run.
+/// Facts that stand still longer than this are those of a guest that does not run.
 const FACTS_LIFE_MS: u64 = 3_000;
 /// So long after a balloon moved by surprise its guest's word may be from before.
 const STRAY_MS: u64 = 3_000;
@@ -41,12 +41,12 @@ pub struct Hot {
 
 /// A contradiction in what a guest says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Doubt {
     pub at: Stamp,
     pub times: u32,
     pub what: String,
     /// It claimed more available memory than can be.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub claim: bool,
 }
 

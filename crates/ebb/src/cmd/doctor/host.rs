@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::model::{Limit, Pressure};
-use ebb_core::sample::HostSample;
+use ebb_core::sample::ZfsArc;
 use ebb_core::units::Bytes;
 use ebb_host::act::zeros;
 use ebb_host::probe::process;
@@ -15,6 +15,7 @@ use ebb_host::root::Root;
 
 use super::fix::Fix;
 use super::{Check, Verdict, check};
+use crate::view::Host;
 
 /// A program that sets balloons, too: name of its process, of the program, what to do.
 type Controller = (&'static str, &'static str, &'static str);
@@ -109,14 +110,14 @@ const TMPFILES: [&str; 2] = ["/etc/tmpfiles.d/ebb.conf", "/usr/lib/tmpfiles.d/eb
 /// anew when the domain starts.
 const LOCAL_RULES: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
-pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
+pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, verdict, found: String, advice: &str| {
         checks.push(check("host", what, verdict, found, advice));
     };
-    match &host.memory {
-        Some(m) => {
-            add("memory", Verdict::Good, format!("{} available of {}", m.available, m.total), "")
+    match host.available.zip(host.total) {
+        Some((available, total)) => {
+            add("memory", Verdict::Good, format!("{available} available of {total}"), "")
         }
         None => add(
             "memory",
@@ -125,7 +126,7 @@ pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
             "run as root, with /proc mounted",
         ),
     }
-    match &host.psi {
+    match host.psi_some {
         Some(_) => add("pressure (PSI)", Verdict::Good, "there".into(), ""),
         None => add(
             "pressure (PSI)",
@@ -167,13 +168,9 @@ pub(super) fn host_checks(host: &HostSample) -> Vec<Check> {
         ),
         None => add("VMs' cgroup", Verdict::Note, "no limit that most VMs are under".into(), ""),
     }
-    if let Some(arc) = host.zfs_arc {
-        add(
-            "ZFS cache",
-            Verdict::Note,
-            format!("{}, half of it counts as available", arc.size),
-            "",
-        );
+    if let Some(arc) = zfs {
+        let found = format!("{}, half of it counts as available", arc.size);
+        add("ZFS cache", Verdict::Note, found, "");
     }
     checks
 }
@@ -201,7 +198,7 @@ pub(super) fn limit_checks(limits: &[Limit]) -> Vec<Check> {
 
 /// What the kernel's maker of huge pages undoes. Ebb changes it only where it is told to
 /// (`merge.hold_khugepaged`): fewer huge pages make guests slower.
-pub(super) fn khugepaged_checks(host: &HostSample, config: &Config, root: &Root) -> Vec<Check> {
+pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Vec<Check> {
     const DIR: &str = "/sys/kernel/mm/transparent_hugepage";
     let read = |file: &str| root.read(format!("{DIR}/{file}")).ok().flatten();
     let number = |file: &str| read(&format!("khugepaged/{file}"))?.trim().parse::<u64>().ok();
@@ -338,7 +335,7 @@ mod tests {
         };
         let said = |text: &str| -> Vec<String> {
             let config = Config::parse("f", text).unwrap();
-            let checks = khugepaged_checks(&HostSample::default(), &config, &root);
+            let checks = khugepaged_checks(&Host::default(), &config, &root);
             checks.into_iter().map(|c| format!("{}: {}", c.found, c.advice)).collect()
         };
         assert_eq!(said(""), [""; 0], "no huge pages in this kernel");

@@ -3,7 +3,7 @@
 //!
 //! A check of something in a VM is added here; it looks and changes nothing.
 
-use ebb_core::sample::{AgentSample, Link, SharedSocket, VmSample};
+use ebb_core::sample::{AgentSample, Link, SharedSocket};
 use ebb_core::text::in_command;
 use ebb_core::wire::AgentState;
 use ebb_host::probe::managers::proxmox_id;
@@ -12,11 +12,12 @@ use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::root::Root;
 
 use super::{Check, Verdict, check};
+use crate::view::Vm;
 
 /// How the reason begins where a VM is reached through libvirt.
 const BY_LIBVIRT: &str = "libvirt domain ";
 
-pub(super) fn vm_checks(vm: &VmSample, process: Option<&QemuProcess>) -> Vec<Check> {
+pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, verdict, found: &str, advice: &str| {
         checks.push(check(&vm.name, what, verdict, found, advice));
@@ -154,45 +155,40 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
 /// Huge pages behind guest RAM: what is partly given back still counts as
 /// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
 /// too dear for every tick.
-pub(super) fn backing_check(vm: &VmSample, root: &Root) -> Option<Check> {
-    let maps = read_smaps_rollup(root, vm.id.pid).ok()??;
+pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
+    let maps = read_smaps_rollup(root, vm.pid).ok()??;
     let found = format!("{} resident, {} of it in huge pages", maps.rss, maps.anon_huge);
     let merged = if maps.ksm.0 > 0 { format!(", {} merged", maps.ksm) } else { String::new() };
     Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
 }
 
 /// `domain`: the name of libvirt's domain that it is.
-fn balloon_checks(
-    vm: &VmSample,
-    domain: Option<&str>,
-    add: &mut impl FnMut(&str, Verdict, &str, &str),
-) {
-    let Some(b) = &vm.balloon else {
+fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+    if vm.actual.is_none() {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
              <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>; \
              a domain of libvirt with virtio-mem needs a QMP socket for Ebb";
-        add("tier", Verdict::Missing, "none: no virtio balloon", advice);
-        return;
-    };
+        return add("tier", Verdict::Missing, "none: no virtio balloon", advice);
+    }
     match &vm.agent {
         Some(a) => agent_check(a, add),
         None => add("tier", Verdict::Good, "stock: balloon both ways", &agent_advice(domain)),
     }
-    reporting_check(b.reporting, vm.agent.as_ref(), add);
-    if b.deflate_on_oom == Some(false) {
+    reporting_check(vm.reporting, vm.agent.as_ref(), add);
+    if vm.deflate_on_oom == Some(false) {
         let advice = "with deflate-on-oom=on (libvirt: autodeflate='on') on the balloon the driver of a guest that runs out of \
                       memory deflates it at once, so Ebb can take three times as much of its idle memory";
         add("deflate-on-oom", Verdict::Missing, "off", advice);
     }
-    match &b.guest {
+    match vm.stats_age_ms {
         None => add(
             "guest statistics",
             Verdict::Missing,
             "none",
             "the guest needs its virtio_balloon driver; a guest without numbers is never shrunk",
         ),
-        Some(g) if g.age_ms > ebb_core::model::STALE_MS => {
-            add("guest statistics", Verdict::Missing, &format!("{} s old", g.age_ms / 1000), "");
+        Some(age_ms) if age_ms > ebb_core::model::STALE_MS => {
+            add("guest statistics", Verdict::Missing, &format!("{} s old", age_ms / 1000), "");
         }
         Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
     }
@@ -247,12 +243,12 @@ fn reporting_check(
 
 #[cfg(test)]
 mod tests {
-    use ebb_core::sample::BalloonSample;
+    use ebb_core::units::Bytes;
 
     use super::*;
     use crate::cmd::doctor::tests::{ballooned, said};
 
-    fn worst(vm: &VmSample) -> (Verdict, String) {
+    fn worst(vm: &Vm) -> (Verdict, String) {
         let checks = vm_checks(vm, None);
         let worst = checks.iter().max_by_key(|c| c.verdict).unwrap();
         (worst.verdict, format!("{}: {}", worst.what, worst.advice))
@@ -260,13 +256,13 @@ mod tests {
 
     #[test]
     fn what_is_in_the_way_is_said_with_what_to_do() {
-        let mut vm = VmSample { name: "a".into(), ..VmSample::default() };
+        let mut vm = Vm { name: "a".into(), ..Vm::default() };
         vm.link = Link::Taken("held by another client".into());
         let (verdict, text) = worst(&vm);
         assert!(verdict == Verdict::Bad && text.contains("second -qmp"), "{text}");
         vm.link = Link::Up;
         assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
-        vm.balloon = Some(BalloonSample { reporting: Some(false), ..BalloonSample::default() });
+        (vm.actual, vm.reporting) = (Some(Bytes::gib(1)), Some(false));
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
@@ -290,7 +286,7 @@ mod tests {
     fn a_socket_that_is_shared_is_named_with_its_manager_and_its_command() {
         let id = ebb_core::sample::VmId { pid: 7, start: 9 };
         let mut process = QemuProcess::plain(id, "web1".into());
-        let said = |vm: &VmSample, process: &QemuProcess| -> String {
+        let said = |vm: &Vm, process: &QemuProcess| -> String {
             let line = |c: Check| format!("{}: {}: {}\n", c.what, c.found, c.advice);
             vm_checks(vm, Some(process)).into_iter().map(line).collect()
         };

@@ -7,100 +7,108 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::policy::merge::{Candidates, Settings};
-use ebb_core::sample::Ksm;
+use ebb_core::sample::{Ksm, KsmStat};
 use ebb_core::units::Bytes;
 use ebb_host::probe::ksm::read_ksm;
 use ebb_host::root::Root;
 use ebb_host::scan::sampling::{Estimate, Sampling, survey};
-use ebb_host::scan::{Fate, Found, Options, Pages, Scanner, Split, Target, VmResult};
+use ebb_host::scan::{Fate, Found, Options, Pages, Scan, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
 use super::{Known, look};
-use crate::table::{emit, emit_json, signed, table};
+use crate::table::{emit, emit_as, signed, table};
+use crate::view::view;
 
+view! {
 /// Everything that `ebb merge report --json` says. Sizes are bytes.
 #[derive(Debug, Serialize)]
-struct Report {
+Report(survey: &Sampling, all: Vec<VmReport>, now: Option<Ksm>):
     /// Resident memory of the VMs that KSM could merge.
-    held: Bytes,
+    held: Bytes = all.iter().map(|v| v.held).sum();
     /// What merging saves without crossing groups.
-    saves: Bytes,
-    split: Split,
+    saves: Bytes = survey.scan.split.allowed();
+    split: Split = survey.scan.split;
     /// For what was only sampled.
-    estimate: Option<Estimate>,
-    groups: Vec<GroupReport>,
-    vms: Vec<VmReport>,
-    cost: Cost,
-    scan: ScanReport,
+    estimate: Option<Estimate> = survey.estimate;
+    groups: Vec<GroupReport> = groups(&all);
+    vms: Vec<VmReport> = all;
+    cost: Cost = cost(&survey.scan.vms);
+    scan: ScanReport = ScanReport::new(&survey.scan);
     /// The host's counters; absent where KSM is not built in.
-    ksm: Option<Ksm>,
+    ksm: Option<Ksm> = now;
 }
 
+view! {
 #[derive(Debug, Serialize)]
-struct GroupReport {
-    name: String,
-    vms: usize,
-    saves: Bytes,
-    split: Split,
+GroupReport(its: &str, count: usize, all: Split):
+    name: String = its.into();
+    vms: usize = count;
+    saves: Bytes = all.allowed();
+    split: Split = all;
 }
 
+view! {
 #[derive(Debug, Serialize)]
-struct VmReport {
-    name: String,
-    pid: u32,
-    group: String,
+VmReport(k: &Known, vm: Option<&VmResult>, how: &'static str, not: Option<String>):
+    name: String = k.process.name.clone();
+    pid: u32 = k.process.id.pid;
+    group: String = k.group.clone();
     /// Resident memory that KSM could merge.
-    held: Bytes,
+    held: Bytes = held(k, vm.filter(|_| how == "whole"));
     /// Of that, marked for KSM.
-    mergeable: Bytes,
-    saves: Bytes,
-    split: Split,
+    mergeable: Bytes = k.found.as_ref().map_or(Bytes::ZERO, |f| f.mergeable);
+    saves: Bytes = vm.map(|vm| vm.split.allowed()).unwrap_or_default();
+    split: Split = vm.map(|vm| vm.split).unwrap_or_default();
     /// `whole`, `sample` or `not`.
-    read: &'static str,
+    read: &'static str = how;
     /// Why it was not, or not all of it can be merged.
-    why: Option<String>,
-    pages: Pages,
-    ksm: Option<VmKsm>,
+    why: Option<String> = not;
+    pages: Pages = vm.map(|vm| vm.pages).unwrap_or_default();
+    ksm: Option<VmKsm> = k.stat.filter(|s| s.merging_pages.is_some()).map(VmKsm::new);
 }
 
+view! {
 #[derive(Debug, Serialize)]
-struct VmKsm {
+VmKsm(stat: KsmStat):
     /// Mapped pages that are merged.
-    merged: Bytes,
+    merged: Bytes = Bytes::pages(stat.merging_pages.unwrap_or(0));
     /// Pages of zeros that were replaced.
-    zero: Bytes,
+    zero: Bytes = Bytes::pages(stat.zero_pages.unwrap_or(0));
     /// Saved less KSM's own, signed.
-    profit: Option<i64>,
+    profit: Option<i64> = stat.profit;
 }
 
+view! {
 /// CPU seconds of `ksmd`, by cost per page as measured on another machine.
 #[derive(Debug, Serialize)]
-struct Cost {
+Cost(every: &Candidates, paying: &Candidates):
     /// If all memory that was read were given to KSM.
-    all: f64,
+    all: f64 = every.cost_s();
     /// Each further scan of it.
-    all_again: f64,
+    all_again: f64 = every.again_s();
     /// If only those 2 MiB blocks were that pay.
-    steered: f64,
+    steered: f64 = paying.cost_s();
     /// Each further scan of them.
-    steered_again: f64,
+    steered_again: f64 = paying.again_s();
     /// Their share of what was read.
-    steered_share: f64,
+    steered_share: f64 = share(paying.pages, every.pages);
     /// The share of all that can be merged that lies in them.
-    steered_finds: f64,
+    steered_finds: f64
+        = share(paying.zeros + paying.duplicates, every.zeros + every.duplicates);
 }
 
+view! {
 #[derive(Debug, Serialize)]
-struct ScanReport {
-    seconds: f64,
+ScanReport(scan: &Scan):
+    seconds: f64 = scan.time.as_secs_f64();
     /// Of that, pauses because the host was short of memory.
-    paused_seconds: f64,
-    cpu_seconds: f64,
-    threads: usize,
-    read: Bytes,
+    paused_seconds: f64 = scan.paused.as_secs_f64();
+    cpu_seconds: f64 = scan.cpu.as_secs_f64();
+    threads: usize = scan.threads;
+    read: Bytes = scan.read;
     /// Reading, hashing and counting.
-    bytes_per_cpu_second: f64,
-    table: Bytes,
+    bytes_per_cpu_second: f64 = scan.read.0 as f64 / scan.cpu.as_secs_f64().max(1e-9);
+    table: Bytes = scan.table;
 }
 
 pub(super) fn report(
@@ -122,11 +130,7 @@ pub(super) fn report(
     let held = known.iter().filter_map(|k| Some(k.found.as_ref()?.held())).sum();
     let survey = survey(&mut scanner, &targets, held, full, options);
     let report = tell(&known, &survey, read_ksm(&root)?);
-    if json {
-        emit_json(&report)?;
-    } else {
-        emit(&text(&report))?;
-    }
+    emit_as(json, &report, || Ok(text(&report)))?;
     Ok(true)
 }
 
@@ -136,62 +140,25 @@ fn tell(known: &[Known], survey: &Sampling, ksm: Option<Ksm>) -> Report {
         let i = scan.vms.iter().position(|v| v.target.id == k.process.id)?;
         Some((&scan.vms[i], survey.whole[i]))
     };
-    let vms: Vec<VmReport> = known.iter().map(|k| vm_report(k, scanned(k))).collect();
-    Report {
-        held: vms.iter().map(|v| v.held).sum(),
-        saves: scan.split.allowed(),
-        split: scan.split,
-        estimate: survey.estimate,
-        groups: groups(&vms),
-        cost: cost(&scan.vms),
-        scan: ScanReport {
-            seconds: scan.time.as_secs_f64(),
-            paused_seconds: scan.paused.as_secs_f64(),
-            cpu_seconds: scan.cpu.as_secs_f64(),
-            threads: scan.threads,
-            read: scan.read,
-            bytes_per_cpu_second: scan.read.0 as f64 / scan.cpu.as_secs_f64().max(1e-9),
-            table: scan.table,
-        },
-        ksm,
-        vms,
-    }
+    let vms = known.iter().map(|k| vm_report(k, scanned(k))).collect();
+    Report::new(survey, vms, ksm)
 }
 
 fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
-    let found = k.found.as_ref();
-    let mut why = k.why.clone();
-    let mut read = "not";
-    if let Some((vm, whole)) = scanned {
-        read = if whole { "whole" } else { "sample" };
-        match &vm.fate {
-            Fate::Scanned => {}
-            Fate::Ended => (read, why) = ("not", Some("it has ended".into())),
-            Fate::Refused(reason) => (read, why) = ("not", Some(reason.clone())),
-        }
-    }
-    let split = scanned.map(|(vm, _)| vm.split).unwrap_or_default();
-    // VMs live on: what the scan saw goes with what it found.
-    let seen = scanned.filter(|_| read == "whole").map(|(vm, _)| vm.pages.held + vm.pages.merged);
-    let held = seen.map(Bytes::pages).or(found.map(Found::held));
-    let ksm = k.stat.filter(|s| s.merging_pages.is_some()).map(|s| VmKsm {
-        merged: Bytes::pages(s.merging_pages.unwrap_or(0)),
-        zero: Bytes::pages(s.zero_pages.unwrap_or(0)),
-        profit: s.profit,
-    });
-    VmReport {
-        name: k.process.name.clone(),
-        pid: k.process.id.pid,
-        group: k.group.clone(),
-        held: held.unwrap_or_default(),
-        mergeable: found.map_or(Bytes::ZERO, |f| f.mergeable),
-        saves: split.allowed(),
-        split,
-        read,
-        why,
-        pages: scanned.map(|(vm, _)| vm.pages).unwrap_or_default(),
-        ksm,
-    }
+    let Some((vm, whole)) = scanned else { return VmReport::new(k, None, "not", k.why.clone()) };
+    let (read, why) = match &vm.fate {
+        Fate::Scanned if whole => ("whole", k.why.clone()),
+        Fate::Scanned => ("sample", k.why.clone()),
+        Fate::Ended => ("not", Some("it has ended".into())),
+        Fate::Refused(reason) => ("not", Some(reason.clone())),
+    };
+    VmReport::new(k, Some(vm), read, why)
+}
+
+/// VMs live on: what a whole scan saw goes with what it found.
+fn held(k: &Known, whole: Option<&VmResult>) -> Bytes {
+    let seen = whole.map(|vm| Bytes::pages(vm.pages.held + vm.pages.merged));
+    seen.or(k.found.as_ref().map(Found::held)).unwrap_or_default()
 }
 
 fn groups(vms: &[VmReport]) -> Vec<GroupReport> {
@@ -201,13 +168,7 @@ fn groups(vms: &[VmReport]) -> Vec<GroupReport> {
         *count += 1;
         split.add(&vm.split);
     }
-    let report = |(name, (vms, split)): (&str, (usize, Split))| GroupReport {
-        name: name.into(),
-        vms,
-        saves: split.allowed(),
-        split,
-    };
-    groups.into_iter().map(report).collect()
+    groups.into_iter().map(|(name, (vms, split))| GroupReport::new(name, vms, split)).collect()
 }
 
 fn cost(vms: &[VmResult]) -> Cost {
@@ -220,15 +181,11 @@ fn cost(vms: &[VmResult]) -> Cost {
             steered.add(&here);
         }
     }
-    let share = |a: u64, b: u64| if b == 0 { 0.0 } else { a as f64 / b as f64 };
-    Cost {
-        all: all.cost_s(),
-        all_again: all.again_s(),
-        steered: steered.cost_s(),
-        steered_again: steered.again_s(),
-        steered_share: share(steered.pages, all.pages),
-        steered_finds: share(steered.zeros + steered.duplicates, all.zeros + all.duplicates),
-    }
+    Cost::new(&all, &steered)
+}
+
+fn share(a: u64, b: u64) -> f64 {
+    if b == 0 { 0.0 } else { a as f64 / b as f64 }
 }
 
 fn text(r: &Report) -> String {

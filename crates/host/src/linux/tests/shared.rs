@@ -181,11 +181,8 @@ fn a_named_socket_whose_manager_is_served_has_one_client_of_ebbs_in_its_queue() 
     std::fs::create_dir_all(dir.path().join("proc")).unwrap();
     let manager = UnixStream::connect(&socket).unwrap();
     let served = listener.accept().unwrap();
-    let options = Options {
-        sockets: vec![("a".into(), socket.clone())],
-        scan_every: Duration::ZERO,
-        ..Options::default()
-    };
+    let text = format!("[vm.a]\nqmp = {socket:?}\n");
+    let options = Options { scan_every: Duration::ZERO, ..configured(&text) };
     let mut host = host(dir.path(), options);
     let said: Vec<Sample> = (0..4).map(|_| host.sample()).collect();
     let problems = &said[3].problems;

@@ -8,6 +8,11 @@ use rustix::io::Errno;
 use super::*;
 use crate::root::Fault;
 
+/// Every process that is called QEMU: a fixture's files belong to the user of the tests.
+fn anything() -> Trust {
+    Trust { users: None, programs: None, containers: true }
+}
+
 #[test]
 fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
     let dir = tempfile::tempdir().unwrap();
@@ -33,7 +38,7 @@ fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
     }
     put("/proc/14/cmdline".into(), line("/d").as_bytes());
     std::os::unix::fs::symlink("/srv", root.path("/proc/11/cwd")).unwrap();
-    let found = discover(&root, &Trust::anything()).unwrap().found;
+    let found = discover(&root, &anything()).unwrap().found;
     assert_eq!(found.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a-10", "a"]);
     assert_eq!(found[0].id, VmId { pid: 10, start: 500 });
     assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
@@ -52,7 +57,7 @@ fn of_what_is_no_vm_only_the_name_is_read_again_but_now_and_then() {
         std::fs::write(proc.join("stat"), stat).unwrap();
         std::fs::write(proc.join("cmdline"), line).unwrap();
     };
-    let mut scanner = Scanner::new(Trust::anything());
+    let mut scanner = Scanner::new(anything());
     let mut found = || scanner.scan(&root, &none()).unwrap().found.len();
     become_("sh", 5, "sh\0");
     assert_eq!(found(), 0);
@@ -70,7 +75,7 @@ fn a_scanner_reads_a_command_line_again_only_when_the_program_changed() {
     let dir = tempfile::tempdir().unwrap();
     let root = Root::at(dir.path());
     std::fs::create_dir_all(root.path("/proc/10")).unwrap();
-    let mut scanner = Scanner::new(Trust::anything());
+    let mut scanner = Scanner::new(anything());
     let mut scan = |comm: &str, start: u64, line: &str| {
         let stat = format!("10 ({comm}) S{} {start} 0", " 0".repeat(18));
         std::fs::write(root.path("/proc/10/stat"), stat).unwrap();
@@ -162,7 +167,7 @@ fn a_vm_is_gone_only_where_that_was_seen() {
         let fixture = Fixture::new();
         fixture.vm(10, 5, "a");
         fixture.vm(11, 5, "b");
-        let mut scanner = Scanner::new(Trust::anything());
+        let mut scanner = Scanner::new(anything());
         assert_eq!(ids(&scanner.scan(&fixture.root(), &none()).unwrap().found), [10, 11]);
         happens(&fixture);
         let scan = scanner.scan(&fixture.root(), &none()).unwrap();
@@ -177,7 +182,7 @@ fn a_vm_is_gone_only_where_that_was_seen() {
 fn a_vm_that_is_not_listed_or_not_read_stays() {
     let fixture = Fixture::new();
     fixture.vm(10, 5, "a");
-    let mut scanner = Scanner::new(Trust::anything());
+    let mut scanner = Scanner::new(anything());
     assert_eq!(scanner.scan(&fixture.root(), &none()).unwrap().found.len(), 1);
     let failing = |what: &'static str, errno: Errno| {
         fixture.root().with_faults(Arc::new(move |path: &Path| {
@@ -208,7 +213,7 @@ fn a_vm_whose_first_read_fails_is_found_whole_by_the_next_scan() {
     fixture.write(10, "environ", "LD_PRELOAD=/x/libebb_vmm.so\0EBB_AGENT_SOCKET=/s\0");
     std::os::unix::fs::symlink("/srv", fixture.dir.path().join("proc/10/cwd")).unwrap();
     for file in ["stat", "cmdline", "environ", "cwd", "ns/mnt"] {
-        let mut scanner = Scanner::new(Trust::anything());
+        let mut scanner = Scanner::new(anything());
         let failing = fixture.root().with_faults(Arc::new(move |path: &Path| {
             let fails = path == Path::new("/proc/10").join(file);
             fails.then(|| Fault::Error(Errno::NOMEM.into()))
@@ -286,7 +291,7 @@ fn of_vms_of_one_name_the_oldest_has_it_and_then_the_next() {
     fixture.vm(10, 50, "a");
     fixture.vm(11, 40, "a");
     fixture.vm(12, 60, "a-10");
-    let mut scanner = Scanner::new(Trust::anything());
+    let mut scanner = Scanner::new(anything());
     let mut names = || {
         let found = scanner.scan(&fixture.root(), &none()).unwrap().found;
         found.into_iter().map(|p| (p.id.pid, p.name, p.given)).collect::<Vec<_>>()
@@ -323,7 +328,7 @@ fn two_thousand_vms_are_found_and_each_has_a_name_of_its_own() {
         ["", "proc", pid, file] => file_of(pid, file),
         _ => None,
     });
-    let mut scanner = Scanner::new(Trust::anything());
+    let mut scanner = Scanner::new(anything());
     for _ in 0..2 {
         let scan = scanner.scan(&root, &none()).unwrap();
         let names: HashSet<&str> = scan.found.iter().map(|p| p.name.as_str()).collect();
@@ -343,7 +348,7 @@ proptest! {
             "/proc" => Some(b"10\n".to_vec()),
             path => file_of("10", path.strip_prefix("/proc/10/")?),
         };
-        let mut scanner = Scanner::new(Trust::anything());
+        let mut scanner = Scanner::new(anything());
         scanner.scan(&answering(machine), &none()).unwrap();
         let file = ["/proc", "/proc/10/stat", "/proc/10/comm", "/proc/10/cmdline", "/etc/passwd"];
         let root = answering(move |path| {

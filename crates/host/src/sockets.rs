@@ -1,0 +1,75 @@
+//! Unix stream sockets that never block: how QEMUs, agents and libvirt are reached, read and
+//! written to.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::{Errno, Result};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Most bytes of one [`receive`], so that a flood does not keep the caller.
+const MAX_READ: usize = 4 << 20;
+
+/// Unix sockets connect at once or not at all.
+pub(crate) fn connect(path: &Path) -> Result<OwnedFd> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match SocketAddrUnix::new(path) {
+        Err(Errno::NAMETOOLONG) => connect_long(&socket, path)?,
+        Err(e) => return Err(e),
+        Ok(address) => rustix::net::connect(&socket, &address)?,
+    }
+    Ok(socket)
+}
+
+/// Socket addresses hold 108 bytes; a longer path goes through its directory.
+fn connect_long(socket: &OwnedFd, path: &Path) -> Result<()> {
+    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(Errno::NAMETOOLONG);
+    };
+    let dir = rustix::fs::open(dir, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let short = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(name);
+    rustix::net::connect(socket, &SocketAddrUnix::new(short)?)
+}
+
+/// The process that listens (`SO_PEERCRED`); `None`: of another pid namespace.
+pub(crate) fn peer_pid(socket: &OwnedFd) -> Option<u32> {
+    let cred = rustix::net::sockopt::socket_peercred(socket).ok()?;
+    u32::try_from(rustix::process::Pid::as_raw(Some(cred.pid))).ok().filter(|pid| *pid > 0)
+}
+
+/// What has come, and whether the peer is still there.
+pub(crate) fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, bool)> {
+    let (mut all, mut buffer) = (Vec::new(), [0u8; 16 << 10]);
+    while all.len() < MAX_READ {
+        match rustix::net::recv(socket, &mut buffer[..], RecvFlags::empty()) {
+            Ok((0, _)) | Err(Errno::CONNRESET) => return Ok((all, false)),
+            Ok((n, _)) => {
+                all.extend_from_slice(&buffer[..n]);
+                // There was no more; what comes later `poll` tells.
+                if n < buffer.len() {
+                    break;
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok((all, true))
+}
+
+/// Writes what the socket takes now, and tells how much that is.
+pub(crate) fn send(socket: &OwnedFd, bytes: &[u8]) -> Result<usize> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match rustix::net::send(socket, &bytes[done..], SendFlags::NOSIGNAL) {
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(done)
+}
