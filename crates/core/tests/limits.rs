@@ -358,3 +358,24 @@ fn a_host_with_a_surplus_gives_back_no_more_than_the_limit_has() {
         assert!(held < Bytes::mib(7000), "{held} of {}", host.limits[0].limit);
     }
 }
+
+/// A little of what is missing may be page cache: too little for an order.
+#[test]
+fn free_memory_is_taken_for_all_that_is_missing() {
+    let mib = Bytes::mib;
+    let guest = Guest {
+        ram: mib(512),
+        actual: mib(512),
+        target: mib(512),
+        used: mib(81),
+        wanted: mib(81),
+        resident: mib(441),
+        ..Guest::new(1, 1).within("/p/1")
+    };
+    let pool = Pool { path: "/p".into(), limit: mib(576), ..Pool::default() };
+    let mut host = host(vec![pool], vec![guest]);
+    let config = Config::parse("f", "[host]\nreserve = \"320MiB\"\n").unwrap();
+    let (_, model) = run(&mut host, &mut Engine::new(config, false), 30);
+    let limit = &model.host.limits[1];
+    assert!(limit.shortage < mib(8), "{limit:?}");
+}

@@ -259,6 +259,9 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// What it cannot do without.
     need: Option<Bytes> = m.guest.map(|g| g.need);
     stats_age_ms: Option<u64> = s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms);
+    /// Its guest is Windows, by its statistics.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    windows: bool = s.balloon.as_ref().and_then(|b| b.guest).is_some_and(|g| g.is_windows);
     reporting: Option<bool> = s.balloon.as_ref().and_then(|b| b.reporting);
     /// The guest's driver may free balloon pages before its OOM killer runs.
     deflate_on_oom: Option<bool> = s.balloon.as_ref().and_then(|b| b.deflate_on_oom);

@@ -25,6 +25,8 @@ use crate::sockets;
 pub const MAX_PENDING: usize = 32;
 /// Bytes not yet written.
 const MAX_OUTBOX: usize = 256 << 10;
+/// Bytes that are parsed at once.
+const MAX_FEED: usize = 4 << 10;
 
 /// What can go wrong, each with what to do about it. The first field is the
 /// socket's path.
@@ -158,7 +160,13 @@ impl Agent {
         let Some(socket) = &self.socket else { return };
         match sockets::receive(socket) {
             Ok((bytes, there)) => {
-                self.feed(&bytes);
+                // In pieces: what follows a bad answer is not parsed.
+                for part in bytes.chunks(MAX_FEED) {
+                    self.feed(part);
+                    if self.failure.is_some() {
+                        return;
+                    }
+                }
                 if !there {
                     self.fail(AgentError::Closed(self.named()));
                 }

@@ -150,12 +150,23 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
         oom_kills: field("stat-oom-kill"),
         alloc_stalls: field("stat-alloc-stall"),
         direct_reclaim: field("stat-direct-reclaim"),
-        // Linux tells of huge pages (4.17), Windows does not.
-        counts_reads: stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none(),
+        is_windows: false,
         refaults: None,
     };
+    // Linux tells of huge pages (4.17), virtio-win's service did not before 2020.
+    let old = stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none();
+    s.is_windows = old || has_windows_sum(&s);
     drop_absurd(&mut s, ram, &mut problems);
     (Some(s), problems)
+}
+
+/// virtio-win's service tells as available, to the byte, what is free and half of the file cache
+/// (`Balloon/app/memstat.cpp`). Linux subtracts watermarks from its sum.
+fn has_windows_sum(s: &GuestStats) -> bool {
+    let (Some(free), Some(caches), Some(available)) = (s.free, s.caches, s.available) else {
+        return false;
+    };
+    caches > Bytes::ZERO && available == free + Bytes(caches.0 / 2)
 }
 
 /// Takes out what contradicts the VM's size or the guest's own total.
@@ -299,14 +310,20 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_tells_nothing_of_huge_pages_counts_reads_of_files() {
+    fn a_windows_guest_is_known_by_its_statistics() {
         let reads = |stats: Value| {
             let said = json!({ "last-update": 5, "stats": stats });
-            parse_guest_stats(&said, None).0.unwrap().counts_reads
+            parse_guest_stats(&said, None).0.unwrap().is_windows
         };
         assert!(reads(json!({ "stat-free-memory": 1, "stat-htlb-pgalloc": u64::MAX })));
         assert!(!reads(json!({ "stat-free-memory": 1, "stat-htlb-pgalloc": 0 })));
         assert!(!reads(json!({ "stat-free-memory": 1 })), "a QEMU that does not ask for it");
+        let sum = |available: u64| {
+            let (free, caches) = (4_294_967_296u64, 734_003_200u64);
+            reads(json!({ "stat-free-memory": free, "stat-disk-caches": caches,
+                "stat-available-memory": available, "stat-htlb-pgalloc": 0 }))
+        };
+        assert!(sum(4_661_968_896) && !sum(4_661_968_896 - 4096) && !sum(4_294_967_296));
     }
 
     #[test]

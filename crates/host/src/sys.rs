@@ -199,3 +199,17 @@ pub fn hold_signals(signals: &[i32], hold: bool) -> Result<()> {
     };
     if error == 0 { Ok(()) } else { Err(Error::from_raw_os_error(error)) }
 }
+
+/// Takes a lease on a file: who opens it then waits for its end.
+#[cfg(test)]
+pub(crate) fn lease(file: &std::fs::File) -> std::io::Result<()> {
+    const F_SETSIG: i32 = 10;
+    // The lease's own signal would end the process.
+    for (what, value) in [(F_SETSIG, libc::SIGWINCH), (libc::F_SETLEASE, libc::F_WRLCK)] {
+        // SAFETY: both use no memory; the lease ends with the file.
+        if unsafe { libc::fcntl(file.as_raw_fd(), what, value) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}

@@ -426,14 +426,14 @@ mod tests {
 
     #[test]
     fn reads_of_files_that_a_guest_counts_as_page_ins_are_none() {
-        let at = |faults, counts_reads| GuestStats {
+        let at = |faults, is_windows| GuestStats {
             major_faults: Some(faults),
             swap_in: Some(Bytes::mib(faults)),
-            counts_reads,
+            is_windows,
             ..stats(100)
         };
-        let rates = |counts_reads| {
-            let (was, now) = (at(0, counts_reads), at(500, counts_reads));
+        let rates = |is_windows| {
+            let (was, now) = (at(0, is_windows), at(500, is_windows));
             let mut memory = crate::state::Memory::default();
             for (ms, s) in [(1000, was), (2000, now)] {
                 let sample = crate::sample::Sample {
@@ -448,6 +448,13 @@ mod tests {
         };
         assert_eq!(rates(false), (500.0, true, 4000.0));
         assert_eq!(rates(true), (0.0, false, 0.0), "Windows");
+        let windows = GuestStats { is_windows: true, ..stats(100) };
+        let balloon = |guest| BalloonSample {
+            deflate_on_oom: Some(true),
+            guest: Some(guest),
+            ..BalloonSample::default()
+        };
+        assert!(balloon(stats(100)).deflates_on_oom() && !balloon(windows).deflates_on_oom());
     }
 
     #[test]

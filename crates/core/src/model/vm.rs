@@ -207,8 +207,8 @@ impl VmModel {
         });
         if let (Some(actual), Some(stats)) = (actual, stats) {
             let rates = remembered.and_then(|m| m.rates_at(sample.at));
-            let safe = vm.balloon.as_ref().and_then(|b| b.deflate_on_oom) == Some(true);
-            let around = Around { ram, actual, deflate_on_oom: safe };
+            let deflate_on_oom = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
+            let around = Around { ram, actual, deflate_on_oom };
             model.guest = GuestModel::new(&around, &stats, remembered, rates);
         }
         let limits = sample.host.pool.iter().chain(&sample.host.bounds);

@@ -65,7 +65,8 @@ pub(super) struct Candidate {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Missing {
     pub all: Bytes,
-    /// The part of it for which page cache may be taken. Where it is zero, only free memory is.
+    /// The part of it for which page cache may be taken, first. Where that is not worth an order,
+    /// only free memory is taken.
     pub by_cache: Bytes,
     /// What of it guests wait for.
     pub deferred: Bytes,
@@ -108,20 +109,21 @@ pub(super) fn take(
             Err(why) => asked[index].why = why,
         }
     }
-    let collected = match missing.by_cache {
-        Bytes(0) => {
-            candidates.iter_mut().for_each(|c| c.most = c.most.min(c.free));
-            missing.all
-        }
-        by_cache => by_cache,
-    };
     // Where there is no time for a second order, what the host does not hold does not count.
     let late = is_late(model, memory, missing.all);
     let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
-    share_out_by(&mut candidates, collected - arriving, counts);
-    let shares: Vec<Bytes> = candidates.iter().map(|c| c.share).collect();
-    if !urgent {
-        lump(&mut candidates);
+    let mut shares = Vec::new();
+    for part in [missing.by_cache, missing.all] {
+        share_out_by(&mut candidates, part - arriving, counts);
+        shares = candidates.iter().map(|c| c.share).collect();
+        if !urgent {
+            lump(&mut candidates);
+        }
+        if candidates.iter().any(|c| c.share > Bytes::ZERO) {
+            break;
+        }
+        // Nothing is to be had, or too little for an order: then free memory for all of it.
+        candidates.iter_mut().for_each(|c| c.most = c.most.min(c.free));
     }
     for (c, share) in candidates.iter().zip(shares) {
         asked[c.index].take(c, share);
@@ -139,7 +141,13 @@ pub(super) fn take(
             expected[index] = a.yields;
             let shortage = model.host.shortage.max(missing.all);
             let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
-            let (waits, idle) = (deferred, a.idle);
+            // Those that wait below an inner limit still do.
+            let (waits, idle) = match &verdicts[index] {
+                Some(Verdict::Set { reason: Reason::HostShort { waits, idle, .. }, .. }) => {
+                    (deferred.max(*waits), a.idle.max(*idle))
+                }
+                _ => (deferred, a.idle),
+            };
             let reason = Reason::HostShort { state, shortage, waits, idle, limit };
             Verdict::Set { to, reason }
         });
@@ -246,12 +254,15 @@ fn candidate(
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
-    let step = step(vm, m, model, pace) - (before - base);
+    let given = before - base;
+    let step = step(vm, m, model, pace) - given;
     if !urgent && busy(m, actual, step.min(idle)) {
         return Err(format!("it is still shrinking to {base}"));
     }
-    let most = step.min(idle);
-    Ok(priced(vm, g, index, (base, idle, most)))
+    // What an inner limit takes is of the same: it has brought its part, and lowered the price.
+    let c = priced(vm, g, index, (before, idle + given, step.min(idle)));
+    let price = c.price - given.0 as f64 / c.slope;
+    Ok(Candidate { base, idle, free: c.free - given, price, ..c })
 }
 
 /// Why its numbers are too old to take anything by, for people: the guest may have touched

@@ -24,6 +24,13 @@ pub struct BalloonSample {
     pub guest: Option<GuestStats>,
 }
 
+impl BalloonSample {
+    /// Whether the guest's driver deflates its balloon before the guest runs out of memory.
+    pub fn deflates_on_oom(&self) -> bool {
+        self.deflate_on_oom == Some(true) && !self.guest.is_some_and(|g| g.is_windows)
+    }
+}
+
 /// The guest's own statistics: hints from a party that is not trusted and may be
 /// late. QEMU's “unset” (all ones) is `None`. Counters are since guest boot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,10 +64,11 @@ pub struct GuestStats {
     /// `stat-direct-reclaim`, pages (QEMU 9.2+, guest 6.12+).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_reclaim: Option<u64>,
-    /// Its page-ins count every read of a file: Windows tells the rates of its memory manager,
-    /// which are no sign of a shortage (virtio-win, `Balloon/app/memstat.cpp`).
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub counts_reads: bool,
+    /// It is Windows with virtio-win's service. Its page-ins count every read of a file, so they
+    /// are no sign of a shortage (`Balloon/app/memstat.cpp`), and its driver deflates no balloon on
+    /// its own.
+    #[serde(default, alias = "counts_reads", skip_serializing_if = "std::ops::Not::not")]
+    pub is_windows: bool,
     /// Pages that were reclaimed and soon read again; only tier guest tells
     /// (`workingset_refault_anon` + `_file`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -116,7 +124,7 @@ impl GuestStats {
             oom_kills: Some(f.oom_kill),
             alloc_stalls: Some(f.alloc_stall),
             direct_reclaim: Some(f.scan_direct),
-            counts_reads: false,
+            is_windows: false,
             refaults: Some(f.refault_anon.saturating_add(f.refault_file)),
         }
     }

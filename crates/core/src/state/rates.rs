@@ -47,7 +47,7 @@ impl GuestRates {
         };
         let rate = |b, n| grown(b, n) as f64 / seconds;
         // Where reads of files count as page-ins, those say nothing of memory.
-        let page_ins = |b, n| if now.counts_reads { 0.0 } else { rate(b, n) };
+        let page_ins = |b, n| if now.is_windows { 0.0 } else { rate(b, n) };
         Some(GuestRates {
             at,
             major_faults: page_ins(was.major_faults, now.major_faults),

@@ -19,7 +19,7 @@ pub(super) const NOTE: (&str, &str) = ("urn:ebb:balloon:1", "ebb-balloon");
 const MAX_TEXT: usize = 16 << 10;
 const MOST_NODES: u32 = 100;
 /// `VIR_ERR_NO_DOMAIN_METADATA`.
-const NO_METADATA: i32 = 80;
+pub(super) const NO_METADATA: i32 = 80;
 /// Most characters of an element's name that a message repeats.
 const MAX_NAME: usize = 40;
 

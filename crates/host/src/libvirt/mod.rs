@@ -63,7 +63,12 @@ impl Address {
             return crate::sockets::connect(&self.socket);
         };
         let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
-        crate::sockets::connect(&fd_path(&open_inside(container, path)?))
+        let path = open_inside(container, path)?;
+        // The process may have ended, and its number may be another's by now.
+        if inode(&path)? != self.key {
+            return Err(Errno::STALE);
+        }
+        crate::sockets::connect(&fd_path(&path))
     }
 
     /// Whether the pid file in its container can have been written by the daemon that the process
@@ -156,8 +161,7 @@ impl Libvirt {
             let mut sockets = SOCKETS.map(|name| dir.join(name)).into_iter();
             let (path, socket) =
                 sockets.find_map(|path| Some((open_inside(&container, &path).ok()?, path)))?;
-            let stat = fstat(&path).ok()?;
-            let key = PathBuf::from(format!("{}:{}", stat.st_dev, stat.st_ino));
+            let key = inode(&path).ok()?;
             let (socket, domain) = (container.join(socket), name.to_owned());
             let container = Some(container.clone());
             Some(Address { socket, key, uri, domain, owner: None, container })
@@ -217,7 +221,9 @@ fn pid_of(path: &OwnedFd, owner: Option<u32>) -> Option<u32> {
     if !is_file || owner.is_some_and(|owner| stat.st_uid != owner) {
         return None;
     }
-    let file = open(fd_path(path), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
+    // Its owner may hold a lease on it, which a waiting open waits for.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = open(fd_path(path), flags, Mode::empty()).ok()?;
     let mut text = [0; 16];
     let n = rustix::io::read(&file, &mut text).ok()?;
     str::from_utf8(&text[..n]).ok()?.trim().parse().ok()
@@ -228,6 +234,12 @@ fn open_inside(directory: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let root = open(directory, flags, Mode::empty())?;
     openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+}
+
+/// Which file it is, in words.
+fn inode(file: &OwnedFd) -> rustix::io::Result<PathBuf> {
+    let stat = fstat(file)?;
+    Ok(PathBuf::from(format!("{}:{}", stat.st_dev, stat.st_ino)))
 }
 
 fn fd_path(fd: &OwnedFd) -> PathBuf {
@@ -255,6 +267,11 @@ mod tests {
         assert_eq!(pid_in(&at("link"), me), None);
         mknodat(CWD, at("fifo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
         assert_eq!(pid_in(&at("fifo"), me), None, "and does not wait");
+        // Who holds a lease on it makes others wait.
+        let leased = fs::File::open(at("a")).unwrap();
+        crate::sys::lease(&leased).unwrap();
+        assert_eq!(pid_in(&at("a"), me), None, "and does not wait");
+        drop(leased);
         fs::write(at("b"), "4711".repeat(1000)).unwrap();
         assert_eq!(pid_in(&at("b"), me), None);
     }
@@ -283,6 +300,9 @@ mod tests {
         );
         found.connect().unwrap();
         listener.accept().unwrap();
+        // The number is another process's by now, with a libvirt of its own.
+        let other = Address { key: "1:1".into(), ..found.clone() };
+        assert_eq!(other.connect().err(), Some(Errno::STALE));
         // A process of a namespace below the container's can have any pid there.
         symlink("pid:[2]", at("proc/10/ns/pid")).unwrap();
         for (peer, namespace) in [(20, "pid:[2]"), (21, "pid:[3]")] {

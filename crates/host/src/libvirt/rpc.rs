@@ -27,6 +27,8 @@ const MESSAGE: u32 = 2;
 const HEADER: usize = 28;
 /// Longest message taken, bytes: statistics of 1,000 domains are 1 MB.
 pub const MAX_MESSAGE: usize = 16 << 20;
+/// The same of a daemon in a container, which has a VM or a few.
+const MAX_OF_CONTAINER: usize = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Heard {
@@ -57,9 +59,16 @@ pub struct Rpc {
     outbox: Vec<u8>,
     serial: u32,
     pending: BTreeMap<u32, (u32, u32)>,
+    /// The peer is in a container.
+    contained: bool,
 }
 
 impl Rpc {
+    /// `contained`: with a daemon in a container, which may be hostile.
+    pub fn new(contained: bool) -> Rpc {
+        Rpc { contained, ..Rpc::default() }
+    }
+
     /// Queues a call and returns its number.
     pub fn call(&mut self, program: u32, procedure: u32, arguments: &[u8]) -> u32 {
         self.serial = self.serial.wrapping_add(1);
@@ -90,8 +99,9 @@ impl Rpc {
         self.inbox.extend_from_slice(bytes);
         let mut heard = Vec::new();
         let mut at = 0;
+        let most = if self.contained { MAX_OF_CONTAINER } else { MAX_MESSAGE };
         while let Some(length) = Reader(&self.inbox[at..]).u32().ok().map(|n| n as usize) {
-            if !(HEADER..=MAX_MESSAGE).contains(&length) {
+            if !(HEADER..=most).contains(&length) {
                 return Err(Malformed);
             }
             let Some(message) = self.inbox.get(at + 4..at + length).map(<[u8]>::to_vec) else {
@@ -175,6 +185,9 @@ mod tests {
         for length in [0, 27, u32::MAX] {
             assert_eq!(Rpc::default().feed(&length.to_be_bytes()), Err(Malformed));
         }
+        let long = (MAX_OF_CONTAINER as u32 + 1).to_be_bytes();
+        assert_eq!(Rpc::new(false).feed(&long), Ok(vec![]));
+        assert_eq!(Rpc::new(true).feed(&long), Err(Malformed), "of a container");
     }
 
     #[test]

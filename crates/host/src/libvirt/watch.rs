@@ -154,8 +154,11 @@ impl Watcher {
         match step {
             Step::LookUp => self.domain = Some(calls::running(&self.name, result)?),
             Step::ReadNote => {
-                let text = result.ok().map(|answer| calls::text(&answer)).transpose();
-                let noted = text.map_err(|e| odd(&e))?.and_then(|xml| metadata::noted(&xml));
+                let noted = match result {
+                    Ok(answer) => metadata::noted(&calls::text(&answer).map_err(|e| odd(&e))?),
+                    Err(e) if e.code == metadata::NO_METADATA => None,
+                    Err(e) => return Err(e.to_string()),
+                };
                 self.watch.tell(|seen| (seen.noted, seen.there) = (noted, Some(noted)));
             }
             // One that was refused is tried again later: libvirt may have had a job on the domain.
@@ -245,6 +248,19 @@ mod tests {
         watch.note(Some(Bytes::mib(4)));
         assert_eq!(w.due(again), Some(again));
         assert_eq!(watch.seen().noted, Some(Bytes::mib(1)), "as it was at the beginning");
+    }
+
+    #[test]
+    fn a_note_that_cannot_be_read_is_not_taken_for_none() {
+        let (watch, now) = (Watch::default(), Instant::now());
+        let mut w = Watcher::new("a".into(), watch.clone());
+        w.call(now);
+        let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
+        w.answered(Step::LookUp, Ok(found)).unwrap();
+        assert_eq!(w.call(now).0, Step::ReadNote);
+        let other = Refused { code: 1, message: "internal error".into() };
+        assert!(w.answered(Step::ReadNote, Err(other)).is_err(), "the watch ends");
+        assert_eq!(watch.seen().there, None);
     }
 
     #[test]

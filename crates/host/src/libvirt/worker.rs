@@ -98,6 +98,10 @@ pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
                     let (Ask::Attach(Attach { address, .. }) | Ask::Watch(address, _)) = &ask;
                     let new = || Daemon::new(address.clone());
                     let daemon = daemons.entry(address.key.clone()).or_insert_with(new);
+                    if daemon.connections.is_empty() {
+                        // The process that leads to it may be another's by now.
+                        daemon.address = address.clone();
+                    }
                     match ask {
                         Ask::Attach(ask) => daemon.attach(next, ask),
                         Ask::Watch(address, watch) => daemon.watch(next, address, watch),
@@ -188,7 +192,7 @@ impl Connection {
         }
         let mut new = Connection {
             socket,
-            rpc: Rpc::default(),
+            rpc: Rpc::new(address.container.is_some()),
             calls: BTreeMap::new(),
             open: false,
             tells: false,

@@ -52,6 +52,12 @@ pub fn running(root: &Root, name: &str) -> Option<u32> {
     processes(root).ok()?.find(|pid| is_named(root, *pid, name) || script(*pid) == Some(true))
 }
 
+/// Whether root runs it, and not in a container with processes of its own.
+pub fn is_hosts_own(root: &Root, pid: u32) -> bool {
+    let whose = read_credentials(root, pid);
+    matches!(whose, Ok(Some(c)) if c.inner.is_none() && c.uids.iter().all(|uid| *uid == 0))
+}
+
 /// Reads `/proc/PID/stat`.
 pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
     root.parse(format!("/proc/{pid}/stat"), parse_stat)

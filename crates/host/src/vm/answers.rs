@@ -176,5 +176,5 @@ impl Vm {
 fn is_of_another_boot(was: &GuestStats, is: &GuestStats) -> bool {
     let minor = was.minor_faults.zip(is.minor_faults).is_some_and(|(was, is)| is < was);
     let major = was.major_faults.zip(is.major_faults).is_none_or(|(was, is)| is <= was);
-    minor && major && !was.counts_reads && !is.counts_reads
+    minor && major && !was.is_windows && !is.is_windows
 }

@@ -46,7 +46,7 @@ pub(super) fn fix(checks: &[Check], root: &Root, dry_run: bool) -> Vec<Check> {
         }
     }
     if fixes.is_empty() {
-        return vec![said((Verdict::Note, "nothing of what was found can be mended by it".into()))];
+        return vec![said((Verdict::Note, "no finding has a safe fix".into()))];
     }
     let one = |fix: Fix| match dry_run {
         true => (Verdict::Note, format!("not done: {fix}")),

@@ -58,7 +58,9 @@ pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
         let found =
             format!("ksmtuned sets KSM as well (process {pid}); Ebb sets it back each time");
         let check = check("host", "another program", Verdict::Missing, found, &stop.to_string());
-        checks.push(Check { fix: Some(stop), ..check });
+        // One of a container's, or of a user's, is not the host's service.
+        let fix = process::is_hosts_own(root, pid).then_some(stop);
+        checks.push(Check { fix, ..check });
     }
     if let Some(pid) = process::running(root, "cockpit-bridge") {
         let found = format!(
@@ -81,7 +83,12 @@ pub(super) fn guard_checks(root: &Root) -> Vec<Check> {
     let exists = |path: &str| root.metadata(path).is_ok_and(|m| m.is_some());
     let reads = |path: &str| root.read(path).ok().flatten();
     let has_group = reads("/etc/group").is_some_and(|t| t.lines().any(|l| l.starts_with(GROUP)));
-    if has_group && TMPFILES.iter().any(|f| exists(f)) && !exists("/run/ebb-vms") {
+    // The operator's file comes first, and may name another directory.
+    let wants = TMPFILES
+        .iter()
+        .find_map(|f| reads(f))
+        .is_some_and(|t| t.lines().any(|l| !l.starts_with('#') && l.contains(" /run/ebb-vms ")));
+    if has_group && wants && !exists("/run/ebb-vms") {
         let found = "/run/ebb-vms is missing: libvirt's QEMUs can make no sockets for Ebb";
         add("sockets", found, Fix::Run(&["systemd-tmpfiles", "--create", "ebb.conf"]));
     }
@@ -91,8 +98,11 @@ pub(super) fn guard_checks(root: &Root) -> Vec<Check> {
         && let Some(rules) = reads("/etc/apparmor.d/abstractions/libvirt-qemu")
     {
         let more = reads(LOCAL_RULES).unwrap_or_default();
-        let includes =
-            |l: &str| !l.starts_with("# ") && l.contains("<abstractions/libvirt-qemu.d>");
+        // "#include" is no comment.
+        let includes = |l: &str| {
+            l.strip_prefix('#').unwrap_or(l).starts_with("include")
+                && l.contains("<abstractions/libvirt-qemu.d>")
+        };
         if !rules.lines().chain(more.lines()).any(|l| includes(l.trim())) {
             let found = "libvirt's QEMUs may use neither the agent nor /run/ebb-vms; rules for \
                          that are installed, but not read";
@@ -309,7 +319,11 @@ mod tests {
         write("/usr/lib/tmpfiles.d/ebb.conf", "d- /run/ebb-vms 0770 root libvirt-qemu -\n");
         write("/etc/apparmor.d/abstractions/libvirt-qemu.d/ebb", "/run/ebb-vms/* rw,\n");
         assert_eq!(said(), ["sockets: systemd-tmpfiles --create ebb.conf"]);
+        write("/etc/tmpfiles.d/ebb.conf", "d- /srv/ebb-vms 0770 root kvm -\n");
+        assert_eq!(said(), [""; 0], "the operator has another directory");
+        std::fs::remove_file(root.path("/etc/tmpfiles.d/ebb.conf")).unwrap();
         write("/sys/module/apparmor/parameters/enabled", "Y\n");
+        write(LOCAL_RULES, "##include <abstractions/libvirt-qemu.d>\n");
         assert!(said()[1].starts_with("AppArmor: add to /etc/apparmor.d/local"), "{:?}", said());
         std::fs::create_dir_all(root.path("/run/ebb-vms")).unwrap();
         let found = guard_checks(&root);
