@@ -135,6 +135,7 @@ deb: target/.packager ## packages for Debian 12: ebb (host) and ebb-guest-dkms (
 
 deb-test: target/.setup deb ## the packages installed, upgraded, removed and purged in a clean Debian 12 (root)
 	@debian/tests/clean-root lifecycle
+	@debian/tests/clean-root libvirt
 	@debian/tests/clean-root guest-dkms
 
 PACKAGER := debhelper dh-dkms lintian debootstrap

@@ -96,6 +96,30 @@ fn the_inner_of_two_limits_has_only_its_own_give_and_the_outer_all() {
 }
 
 #[test]
+fn what_an_inner_limit_asks_for_gently_does_not_keep_an_outer_one_from_asking_for_more() {
+    let first = |inner: Option<Pool>| {
+        let limits = inner.into_iter().chain([limit("/m", 4.04, 0.0)]).collect();
+        let mut host = host(limits, vec![Guest::new(4, 1).within("/m/a/1")]);
+        let mut engine = engine();
+        for _ in 0..20 {
+            let (tick, model) = engine.step(&mut host);
+            let limits = &model.host.limits;
+            let state = |name: &str| limits.iter().find(|l| l.name == name).map(|l| l.state);
+            if let Some(action) = tick.plan.actions.first() {
+                return (action.clone(), state("/m/a"), state("/m"));
+            }
+            host.wait(&engine.next(&model));
+        }
+        panic!("no order");
+    };
+    let (alone, _, outer) = first(None);
+    let (both, inner, _) = first(Some(limit("/m/a", 4.13, 0.0)));
+    assert_eq!((outer, inner), (Some(Pressure::Critical), Some(Pressure::Soft)));
+    assert!(both.to.abs_diff(alone.to) < Bytes::mib(2), "{} and {}", both.to, alone.to);
+    assert!(both.reason.to_string().starts_with("/m critical"), "{}", both.reason);
+}
+
+#[test]
 fn a_vm_is_brought_below_its_own_limit_and_keeps_what_it_uses() {
     let guests = vec![Guest::new(4, 2).within("/v/1.scope"), Guest::new(4, 1).within("/v/2.scope")];
     let mut host = host(vec![limit("/v/1.scope", 3.0, 0.0)], guests);

@@ -109,6 +109,12 @@ enum Command {
         /// The same as JSON
         #[arg(long)]
         json: bool,
+        /// First makes those changes of the host that are safe. No VM is changed
+        #[arg(long)]
+        fix: bool,
+        /// With --fix: tells only what would be changed
+        #[arg(long, requires = "fix")]
+        dry_run: bool,
     },
     /// Has idle memory given back now, and tells what came of it
     Reclaim {
@@ -242,7 +248,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
             cmd::explain::main(&socket, &vm, last, json).map(|()| true)
         }
         Command::Plan { memory, count, json } => cmd::plan::main(&socket, memory, count, json),
-        Command::Doctor { json } => cmd::doctor::main(&config, json),
+        Command::Doctor { json, fix, dry_run } => cmd::doctor::main(&config, json, fix, dry_run),
         Command::Reclaim { vm, all: _, bytes, json } => {
             cmd::reclaim::main(&socket, Reclaim { vm, bytes }, json)
         }

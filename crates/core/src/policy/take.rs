@@ -72,7 +72,7 @@ pub(super) struct Missing {
 }
 
 /// Collects what is missing from those that have more than they are to keep; what the host can
-/// expect of each.
+/// expect of each. One that an inner limit asks already may be asked for more.
 pub(super) fn take(
     model: &Model,
     memory: &Memory,
@@ -98,11 +98,14 @@ pub(super) fn take(
     let mut asked: Vec<Asked> = vec![Asked::default(); model.vms.len()];
     let mut candidates = Vec::new();
     for (index, vm) in model.vms.iter().enumerate() {
-        if verdicts[index].is_none() {
-            match candidate(model, vm, of(vm), index, (pace, urgent, allot)) {
-                Ok(c) => candidates.push(c),
-                Err(why) => asked[index].why = why,
-            }
+        let given = match &verdicts[index] {
+            None => None,
+            Some(Verdict::Set { to, reason: Reason::HostShort { .. } }) => Some(*to),
+            Some(_) => continue,
+        };
+        match candidate(model, vm, of(vm), (index, given), (pace, urgent, allot)) {
+            Ok(c) => candidates.push(c),
+            Err(why) => asked[index].why = why,
         }
     }
     let collected = match missing.by_cache {
@@ -125,11 +128,12 @@ pub(super) fn take(
     }
     let mut expected = vec![Bytes::ZERO; model.vms.len()];
     for (index, a) in asked.into_iter().enumerate() {
-        if verdicts[index].is_some() {
+        let to = round_up(a.base - a.share);
+        let asks = a.share >= Bytes::mib(1) && to < a.base;
+        if !asks && verdicts[index].is_some() {
             continue;
         }
-        let to = round_up(a.base - a.share);
-        verdicts[index] = Some(if a.share < Bytes::mib(1) || to >= a.base {
+        verdicts[index] = Some(if !asks {
             Verdict::Hold(a.why)
         } else {
             expected[index] = a.yields;
@@ -192,12 +196,13 @@ impl Asked {
     }
 }
 
-/// What it could be asked for, or why it is not asked.
+/// What it could be asked for, or why it is not asked. `given` is the size that an inner limit
+/// orders in this tick.
 fn candidate(
     model: &Model,
     vm: &VmModel,
     m: &VmMemory,
-    index: usize,
+    (index, given): (usize, Option<Bytes>),
     (pace, urgent, allot): (f64, bool, &Allotment),
 ) -> Result<Candidate, String> {
     if vm.standing != Standing::Ready {
@@ -226,7 +231,8 @@ fn candidate(
             return Err(format!("{held} that it has freed are recycled first"));
         }
     }
-    let base = base(m, actual);
+    let before = base(m, actual);
+    let base = given.unwrap_or(before);
     if base <= vm.floor {
         return Err(format!("it is at its floor of {}", vm.floor));
     }
@@ -240,7 +246,7 @@ fn candidate(
     if idle < Bytes::mib(4) {
         return Err(format!("{} available, nothing of it idle", g.available));
     }
-    let step = step(vm, m, model, pace);
+    let step = step(vm, m, model, pace) - (before - base);
     if !urgent && busy(m, actual, step.min(idle)) {
         return Err(format!("it is still shrinking to {base}"));
     }

@@ -3,8 +3,9 @@
 //! Asks the daemon if one answers (it holds the QMP sockets), else looks itself.
 //!
 //! This file has what a check is, where its facts come from and how it is printed; the
-//! checks are in `host` and `vm`.
+//! checks are in `host` and `vm`, and what can be done about them by itself in `fix`.
 
+mod fix;
 mod host;
 mod vm;
 
@@ -24,8 +25,10 @@ use ebb_host::probe::zfs::read_arcstats;
 use ebb_host::root::Root;
 use serde::Serialize;
 
+use self::fix::{Fix, fix};
 use self::host::{
-    controllers, host_checks, khugepaged_checks, limit_checks, neighbours, zeros_check,
+    controllers, guard_checks, host_checks, khugepaged_checks, limit_checks, neighbours,
+    zeros_check,
 };
 use self::vm::{backing_check, vm_checks};
 
@@ -56,6 +59,9 @@ pub struct Check {
     pub found: String,
     /// What to do; empty where there is nothing.
     pub advice: String,
+    /// What `--fix` does about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fix: Option<Fix>,
 }
 
 fn check(
@@ -71,11 +77,28 @@ fn check(
         verdict,
         found: found.into(),
         advice: advice.into(),
+        fix: None,
     }
 }
 
-/// Prints the checks; `true` where nothing is [`Verdict::Bad`].
-pub fn main(config: &Config, json: bool) -> Result<bool> {
+/// Prints the checks; `true` where nothing is [`Verdict::Bad`]. With `mend` it first does what is
+/// safe about what it finds, or with `dry_run` says only what.
+pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bool> {
+    let mut checks = all_checks(config)?;
+    if mend {
+        anyhow::ensure!(
+            dry_run || rustix::process::geteuid().is_root(),
+            "doctor --fix changes the host: run it as root"
+        );
+        let mut done = fix(&checks, &Root::default(), dry_run);
+        done.extend(all_checks(config)?);
+        checks = done;
+    }
+    emit_as(json, &checks, || Ok(text(&checks)))?;
+    Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
+}
+
+fn all_checks(config: &Config) -> Result<Vec<Check>> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
@@ -94,6 +117,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
     checks.extend(host.warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
     checks.extend(controllers(&root));
     checks.extend(neighbours(config, &root));
+    checks.extend(guard_checks(&root));
     checks.extend(khugepaged_checks(host, config, &root));
     checks.extend(zeros_check(config, &root));
     if state.vms.is_empty() {
@@ -113,8 +137,7 @@ pub fn main(config: &Config, json: bool) -> Result<bool> {
         let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
         checks.push(check(p.name.as_deref().unwrap_or("host"), &p.source, verdict, &p.message, ""));
     }
-    emit_as(json, &checks, || Ok(text(&checks)))?;
-    Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
+    Ok(checks)
 }
 
 /// A look of our own: twice, so that connections are made and heard. Nothing is set.
@@ -166,7 +189,8 @@ fn text(checks: &[Check]) -> String {
         };
         out += &format!("  {mark}  {}: {}\n", c.what, c.found);
         if !c.advice.is_empty() {
-            out += &format!("        → {}\n", c.advice);
+            let fix = if c.fix.is_some() { " (`ebb doctor --fix` does this)" } else { "" };
+            out += &format!("        → {}{fix}\n", c.advice);
         }
     }
     out

@@ -1,5 +1,7 @@
 //! Domains that change their name, their process or their host while Ebb has memory of theirs.
 
+use std::fs;
+
 use ebb_core::units::Bytes;
 use ebb_lab::arena::Arena;
 use ebb_lab::ebb::Daemon;
@@ -89,10 +91,17 @@ fn vm_a_domain_that_migrates_has_its_memory_on_the_other_host() {
     let socket = to.dir().join("run/libvirt/libvirt-sock");
     let uri = format!("qemu+unix:///system?socket={}", socket.display());
     let address = "tcp://127.0.0.1";
-    from.virsh(&["migrate", "--live", "mover", &uri, "--migrateuri", address]).unwrap();
+    // The source removes its own socket when it ends.
+    let xml = from.virsh(&["dumpxml", "--migratable", "mover"]).unwrap();
+    let dir = |of: &Libvirtd| of.dir().display().to_string();
+    let file = from.dir().join("moved.xml");
+    fs::write(&file, xml.replace(&dir(&from), &dir(&to))).unwrap();
+    let file = file.display().to_string();
+    let how = ["migrate", "--live", "mover", &uri, "--migrateuri", address, "--xml", &file];
+    from.virsh(&how).unwrap();
     wait_owed(&there, "mover");
     assert!(here.stop());
     assert!(there.stop());
     wait_size(&to, "mover", |b| b == RAM);
-    check_data(&from, "mover");
+    check_data(&to, "mover");
 }

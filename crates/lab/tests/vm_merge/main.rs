@@ -236,7 +236,7 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     };
     let number = |v: &Value| v.as_u64().unwrap_or(0);
     daemon
-        .wait_for("merged ranges", MINUTE, |state| {
+        .wait_for("merged ranges", 3 * MINUTE, |state| {
             all(state, &|v| number(&v["agent"]["open"]) > 0)?;
             merged(state).iter().all(|pages| *pages > 6000).then_some(())
         })

@@ -13,6 +13,7 @@ use ebb_host::act::zeros;
 use ebb_host::probe::process;
 use ebb_host::root::Root;
 
+use super::fix::Fix;
 use super::{Check, Verdict, check};
 use crate::view::Host;
 
@@ -50,15 +51,14 @@ pub(super) fn controllers(root: &Root) -> Vec<Check> {
 /// Programs that set something else that Ebb sets: whether that matters goes by the configuration.
 pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
     let mut checks = Vec::new();
-    let mut add = |verdict, found: String, advice: &str| {
-        checks.push(check("host", "another program", verdict, found, advice));
-    };
+    let stop = Fix::Run(&["systemctl", "disable", "--now", "ksmtuned"]);
     if config.merge.mode == MergeMode::On
         && let Some(pid) = process::running(root, "ksmtuned")
     {
         let found =
             format!("ksmtuned sets KSM as well (process {pid}); Ebb sets it back each time");
-        add(Verdict::Missing, found, "systemctl disable --now ksmtuned");
+        let check = check("host", "another program", Verdict::Missing, found, &stop.to_string());
+        checks.push(Check { fix: Some(stop), ..check });
     }
     if let Some(pid) = process::running(root, "cockpit-bridge") {
         let found = format!(
@@ -66,10 +66,49 @@ pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
              (process {pid})"
         );
         let advice = "virsh dommemstat DOMAIN --period 2 --live, when statistics are old";
-        add(Verdict::Note, found, advice);
+        checks.push(check("host", "another program", Verdict::Note, found, advice));
     }
     checks
 }
+
+/// What guards libvirt's QEMUs lets them do for Ebb: make sockets, and have the agent in them.
+pub(super) fn guard_checks(root: &Root) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut add = |what: &str, found: &str, fix: Fix| {
+        let check = check("host", what, Verdict::Missing, found, &fix.to_string());
+        checks.push(Check { fix: Some(fix), ..check });
+    };
+    let exists = |path: &str| root.metadata(path).is_ok_and(|m| m.is_some());
+    let reads = |path: &str| root.read(path).ok().flatten();
+    let has_group = reads("/etc/group").is_some_and(|t| t.lines().any(|l| l.starts_with(GROUP)));
+    if has_group && TMPFILES.iter().any(|f| exists(f)) && !exists("/run/ebb-vms") {
+        let found = "/run/ebb-vms is missing: libvirt's QEMUs can make no sockets for Ebb";
+        add("sockets", found, Fix::Run(&["systemd-tmpfiles", "--create", "ebb.conf"]));
+    }
+    let is_on = reads("/sys/module/apparmor/parameters/enabled").is_some_and(|t| t.trim() == "Y");
+    if is_on
+        && exists("/etc/apparmor.d/abstractions/libvirt-qemu.d/ebb")
+        && let Some(rules) = reads("/etc/apparmor.d/abstractions/libvirt-qemu")
+    {
+        let more = reads(LOCAL_RULES).unwrap_or_default();
+        let includes =
+            |l: &str| !l.starts_with("# ") && l.contains("<abstractions/libvirt-qemu.d>");
+        if !rules.lines().chain(more.lines()).any(|l| includes(l.trim())) {
+            let found = "libvirt's QEMUs may use neither the agent nor /run/ebb-vms; rules for \
+                         that are installed, but not read";
+            let line = "include if exists <abstractions/libvirt-qemu.d>";
+            add("AppArmor", found, Fix::Line { file: LOCAL_RULES, line });
+        }
+    }
+    checks
+}
+
+/// The group of libvirt's QEMUs, as a line of /etc/group begins.
+const GROUP: &str = "libvirt-qemu:";
+const TMPFILES: [&str; 2] = ["/etc/tmpfiles.d/ebb.conf", "/usr/lib/tmpfiles.d/ebb.conf"];
+/// What Debian's profile of libvirt's QEMUs reads of the operator's. A domain's profile is made
+/// anew when the domain starts.
+const LOCAL_RULES: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
     let mut checks = Vec::new();
@@ -250,6 +289,39 @@ mod tests {
         let (off, on) = (said(""), said("[merge]\nmode = \"on\"\n"));
         assert!(off.len() == 1 && off[0].contains("--period 2 --live"), "{off:?}");
         assert!(on.len() == 2 && on[0].contains("disable --now ksmtuned"), "{on:?}");
+    }
+
+    #[test]
+    fn what_keeps_qemu_from_sockets_and_agent_is_named_with_what_mends_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let write = |file: &str, text: &str| {
+            let path = root.path(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let said = || -> Vec<String> {
+            guard_checks(&root).into_iter().map(|c| c.what + ": " + &c.advice).collect()
+        };
+        write("/etc/group", "kvm:x:104:\nlibvirt-qemu:x:64055:\n");
+        write("/etc/apparmor.d/abstractions/libvirt-qemu", "  /dev/kvm rw,\n");
+        assert_eq!(said(), [""; 0], "nothing of Ebb's is installed");
+        write("/usr/lib/tmpfiles.d/ebb.conf", "d- /run/ebb-vms 0770 root libvirt-qemu -\n");
+        write("/etc/apparmor.d/abstractions/libvirt-qemu.d/ebb", "/run/ebb-vms/* rw,\n");
+        assert_eq!(said(), ["sockets: systemd-tmpfiles --create ebb.conf"]);
+        write("/sys/module/apparmor/parameters/enabled", "Y\n");
+        assert!(said()[1].starts_with("AppArmor: add to /etc/apparmor.d/local"), "{:?}", said());
+        std::fs::create_dir_all(root.path("/run/ebb-vms")).unwrap();
+        let found = guard_checks(&root);
+        assert_eq!(found.len(), 1);
+        super::super::fix::fix(&found, &root, false);
+        assert_eq!(said(), [""; 0], "the line is there now");
+        std::fs::remove_file(root.path(LOCAL_RULES)).unwrap();
+        write(
+            "/etc/apparmor.d/abstractions/libvirt-qemu",
+            "  include if exists <abstractions/libvirt-qemu.d>\n",
+        );
+        assert_eq!(said(), [""; 0], "newer profiles read them by themselves");
     }
 
     #[test]
