@@ -51,12 +51,7 @@ pub enum Pressure {
 
 impl fmt::Display for Pressure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Pressure::Clear => "clear",
-            Pressure::Soft => "soft",
-            Pressure::Hard => "hard",
-            Pressure::Critical => "critical",
-        })
+        self.serialize(f)
     }
 }
 

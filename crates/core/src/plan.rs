@@ -75,14 +75,7 @@ impl RungName {
 
 impl fmt::Display for RungName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            RungName::Recycle => "recycle",
-            RungName::Merge => "merge",
-            RungName::Zeros => "zeros",
-            RungName::Balloon => "balloon",
-            RungName::Offload => "offload",
-            RungName::Protect => "protect",
-        })
+        self.serialize(f)
     }
 }
 
@@ -102,7 +95,7 @@ pub struct Rung {
 pub struct OffloadOrder {
     pub vm: VmId,
     pub name: String,
-    /// At most so much.
+    /// The most that is paged out.
     pub bytes: Bytes,
     pub reason: String,
 }
@@ -112,23 +105,23 @@ pub struct OffloadOrder {
 pub struct ZeroOrder {
     pub vm: VmId,
     pub name: String,
-    /// In so much of its memory, from where the last order ended.
+    /// How much of its memory is looked at, from where the last order ended.
     pub read: Bytes,
-    /// For so long at most.
+    /// The longest that this may take, milliseconds.
     pub ms: u64,
-    /// A huge page is split where so many of its 512 pages are zeros.
+    /// A huge page is split if at least this many of its 512 pages are zeros.
     pub split: Option<u64>,
-    /// So much may go to places in swap.
+    /// The most that may be written to swap.
     pub swap: Bytes,
     pub reason: String,
 }
 
-/// Has huge pages of one VM split of which a balloon took a part.
+/// Splits those huge pages of one VM of which a balloon took a part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PartialThpOrder {
     pub vm: VmId,
     pub name: String,
-    /// For so long at most, from where the last order ended.
+    /// The longest that this may take, milliseconds. It begins where the last order ended.
     pub ms: u64,
     pub reason: String,
 }
@@ -141,7 +134,7 @@ pub struct MergePlan {
     /// VMs to open to KSM, or to close.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vms: Vec<MergeOrder>,
-    /// VMs whose agents open the ranges to KSM that the last scan found worth it; all
+    /// VMs whose agents open to KSM the ranges that the last scan found worth it. All
     /// other agents close theirs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranged: Vec<VmId>,
@@ -351,7 +344,7 @@ pub struct Outcome {
     pub vm: VmId,
     /// `None`: QEMU took the order (the guest follows in its own time).
     pub error: Option<String>,
-    /// QEMU was told and has not answered yet: it may still take the order.
+    /// QEMU has the order and has not answered yet: it may still take it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unanswered: bool,
 }

@@ -29,7 +29,7 @@ pub trait Host {
         true
     }
     /// Notes with the VMs' manager what each balloon holds without Ebb; `None`: Ebb has taken
-    /// nothing. Told each tick. Hosts whose VMs have no manager need not care.
+    /// nothing. Called each tick. A host whose VMs have no manager ignores it.
     fn note(&mut self, _notes: &[(VmId, Option<Bytes>)]) {}
     /// What the operator asked for since the last tick.
     fn requests(&mut self) -> Vec<Reclaim> {
@@ -238,9 +238,9 @@ impl Engine {
         Tick { number: self.number, sample, requests, wishes, plan, outcomes, applied, forbidden }
     }
 
-    /// When the next tick is due, sooner while anything is ballooned or short, and who need not be
-    /// asked at it: VMs of which nothing moves, that cannot be short before they are asked again,
-    /// and that were asked within an ordinary tick.
+    /// When the next tick is due (sooner while anything is ballooned or short), and which VMs need
+    /// not be asked in it: those that were asked within an ordinary tick, do not change, and cannot
+    /// be short before they are asked again.
     pub fn next(&self, model: &Model) -> Next {
         let busy = model.host.state > Pressure::Clear
             || model.vms.iter().any(|v| {

@@ -194,22 +194,6 @@ enum Command {
     },
 }
 
-impl Command {
-    /// Whether a program reads what comes, errors too.
-    fn wants_json(&self) -> bool {
-        match self {
-            Command::Status { json }
-            | Command::Explain { json, .. }
-            | Command::Plan { json, .. }
-            | Command::Doctor { json, .. }
-            | Command::Reclaim { json, .. }
-            | Command::Merge { what: cmd::merge::What::Report { json, .. } }
-            | Command::Replay { json, .. } => *json,
-            _ => false,
-        }
-    }
-}
-
 fn duration(text: &str) -> Result<Duration, String> {
     match milliseconds(text) {
         Some(ms) if (1000.0..=MOST_MS as f64).contains(&ms) => Ok(Duration::from_millis(ms as u64)),
@@ -220,7 +204,8 @@ fn duration(text: &str) -> Result<Duration, String> {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     raise_file_limit();
-    let json = cli.command.wants_json();
+    // a program reads what comes, errors too
+    let json = std::env::args_os().any(|a| a == "--json");
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),

@@ -10,28 +10,9 @@ use crate::view::State;
 
 pub fn render(state: &State) -> String {
     let mut out = String::with_capacity(8192);
-    for f in HOST_FIELDS {
-        let name = head(&mut out, f, "ebb_host_");
-        if let Some(v) = (f.get)(state) {
-            let _ = writeln!(out, "{name} {v}");
-        }
-    }
-    for f in LIMIT_FIELDS {
-        let name = head(&mut out, f, "ebb_limit_");
-        for limit in &state.host.limits {
-            if let Some(v) = (f.get)(limit) {
-                let _ = writeln!(out, "{name}{{limit=\"{}\"}} {v}", escape(&limit.name));
-            }
-        }
-    }
-    for f in VM_FIELDS {
-        let name = head(&mut out, f, "ebb_vm_");
-        for vm in &state.vms {
-            if let Some(v) = (f.get)(vm) {
-                let _ = writeln!(out, "{name}{{vm=\"{}\"}} {v}", escape(&vm.name));
-            }
-        }
-    }
+    family(&mut out, HOST_FIELDS, "ebb_host_", std::slice::from_ref(state), |_| String::new());
+    family(&mut out, LIMIT_FIELDS, "ebb_limit_", &state.host.limits, |l| label("limit", &l.name));
+    family(&mut out, VM_FIELDS, "ebb_vm_", &state.vms, |vm| label("vm", &vm.name));
     histogram(&mut out, "agent_window", "How long windows of protection were open", state, |a| {
         &a.windows
     });
@@ -43,6 +24,27 @@ pub fn render(state: &State) -> String {
         |a| &a.waits,
     );
     out
+}
+
+fn family<T>(
+    out: &mut String,
+    fields: &[Field<T>],
+    prefix: &str,
+    items: &[T],
+    labels: impl Fn(&T) -> String,
+) {
+    for f in fields {
+        let name = head(out, f, prefix);
+        for item in items {
+            if let Some(v) = (f.get)(item) {
+                let _ = writeln!(out, "{name}{} {v}", labels(item));
+            }
+        }
+    }
+}
+
+fn label(key: &str, name: &str) -> String {
+    format!("{{{key}=\"{}\"}}", escape(name))
 }
 
 /// A histogram of each agent, whose sum is the least that it can be, and its quantiles.

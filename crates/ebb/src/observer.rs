@@ -1,7 +1,7 @@
 //! After each tick: publish, record, log.
 //!
-//! A tick must cost little where nobody reads. What is published is what the tick left
-//! behind, moved and not copied; the log says what is new, and the record is packed.
+//! A tick must cost little when no client reads. What a tick leaves is published without a
+//! copy; the log says what is new, and the record is packed.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,11 +27,10 @@ use crate::quiet::Quiet;
 use crate::recorder::{self, Head};
 use crate::view::{self, Decision, Problem};
 
-/// VMs that are not seen so long after the start are said to be missing: until then they
-/// may not have been found yet.
+/// VMs that are not found within this time after the start are said to be missing.
 const SETTLED_MS: u64 = 10_000;
 
-/// A request that is not heeded is told of this often: `ebb reclaim` repeats it.
+/// A request that is not heeded is logged this often: `ebb reclaim` repeats it.
 const UNHEEDED_MS: u64 = 30_000;
 
 pub struct Observer {
@@ -50,14 +49,20 @@ pub struct Observer {
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
     quiet: Quiet,
-    said_state: Pressure,
-    said_vms: usize,
-    said_warnings: Vec<String>,
-    said_last_resort: Vec<LastResort>,
-    said_forbidden: Option<String>,
-    said_merging: String,
-    /// Whose owner was told last that a request is not heeded, and when.
-    said_unheeded: BTreeMap<VmId, Stamp>,
+    said: Said,
+}
+
+/// What the log said last.
+#[derive(Default)]
+struct Said {
+    state: Pressure,
+    vms: Option<usize>,
+    warnings: Vec<String>,
+    last_resort: Vec<LastResort>,
+    forbidden: Option<String>,
+    merging: String,
+    /// VMs whose owner's request is not heeded, and when that was said.
+    unheeded: BTreeMap<VmId, Stamp>,
 }
 
 impl Observer {
@@ -89,13 +94,7 @@ impl Observer {
             orders_failed: 0,
             first: None,
             quiet: Quiet::default(),
-            said_state: Pressure::Clear,
-            said_vms: usize::MAX,
-            said_warnings: Vec::new(),
-            said_last_resort: Vec::new(),
-            said_forbidden: None,
-            said_merging: String::new(),
-            said_unheeded: BTreeMap::new(),
+            said: Said::default(),
         })
     }
 
@@ -183,9 +182,9 @@ impl Observer {
         }
         let merging = tick.plan.merge.as_ref();
         let words = merging.map(|m| view::merge_words(&m.why)).unwrap_or_default();
-        if words != self.said_merging {
+        if words != self.said.merging {
             merging.iter().for_each(|m| say(&format!("merging: {}{not}", m.why)));
-            self.said_merging = words;
+            self.said.merging = words;
         }
         for o in tick.plan.zeros.iter().filter(|_| self.dry_run || self.verbose) {
             say(&format!("{}: look for zeros in {}: {}{not}", o.name, o.read, o.reason));
@@ -196,41 +195,41 @@ impl Observer {
         for o in &tick.plan.offload {
             say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));
         }
-        if tick.plan.last_resort != self.said_last_resort {
+        if tick.plan.last_resort != self.said.last_resort {
             for l in &tick.plan.last_resort {
                 say(&format!("last resort, never done by Ebb: {}: {}", l.name, l.what));
             }
-            self.said_last_resort.clone_from(&tick.plan.last_resort);
+            self.said.last_resort.clone_from(&tick.plan.last_resort);
         }
         if let Some(why) =
-            tick.forbidden.as_ref().filter(|w| Some(*w) != self.said_forbidden.as_ref())
+            tick.forbidden.as_ref().filter(|w| Some(*w) != self.said.forbidden.as_ref())
         {
             say(&format!("nothing is taken: {why}"));
         }
-        self.said_forbidden.clone_from(&tick.forbidden);
+        self.said.forbidden.clone_from(&tick.forbidden);
     }
 
     /// One line for each thing that is new: state, decisions, problems, VMs.
     fn log(&mut self, tick: &Tick, model: &Model, warnings: &[String], decisions: &[Decision]) {
-        if model.vms.len() != self.said_vms {
+        if self.said.vms != Some(model.vms.len()) {
             let names: Vec<&str> = model.vms.iter().map(|v| v.name.as_str()).take(20).collect();
             say(&format!("{} VMs: {}", model.vms.len(), names.join(" ")));
-            self.said_vms = model.vms.len();
+            self.said.vms = Some(model.vms.len());
         }
         let host = &model.host;
-        if host.state != self.said_state || self.verbose {
+        if host.state != self.said.state || self.verbose {
             say(&format!("host {}: {}", host.state, host.why));
-            self.said_state = host.state;
+            self.said.state = host.state;
         }
         let all: Vec<String> = host.warnings.iter().chain(warnings).cloned().collect();
-        for w in all.iter().filter(|w| !self.said_warnings.contains(w)) {
+        for w in all.iter().filter(|w| !self.said.warnings.contains(w)) {
             say(&format!("warning: {w}"));
         }
-        self.said_warnings = all;
+        self.said.warnings = all;
         for p in self.quiet.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
         }
-        let (at, said) = (tick.sample.at, &mut self.said_unheeded);
+        let (at, said) = (tick.sample.at, &mut self.said.unheeded);
         said.retain(|_, told| at.since(*told) < UNHEEDED_MS);
         for (vm, why) in view::unheeded(tick, model) {
             if let Entry::Vacant(new) = said.entry(vm) {

@@ -40,7 +40,7 @@ pub fn emit_as<T: Serialize>(
     if json { emit_json(value) } else { emit(&text()?) }
 }
 
-/// What the daemon told, as this version knows it. As JSON it is printed as it was told.
+/// An answer of the daemon, as far as this version knows its fields. As JSON it is printed whole.
 pub fn known<'a, T: Deserialize<'a>>(told: &'a Value) -> Result<T> {
     T::deserialize(told).context("the daemon's version may be too far from this one's")
 }

@@ -62,8 +62,8 @@ impl HandsOffs {
         }
     }
 
-    /// Leaves a VM alone for so long from `now` on; 0 ms: no longer. Of several words the one
-    /// that lasts longest holds: each is somebody's who relies on it.
+    /// Leaves a VM alone for `ms` from `now` on; 0: no longer. Of several requests the one that
+    /// lasts longest counts: each may come from another user who relies on it.
     pub fn set(&mut self, vm: VmId, now: Stamp, ms: u64) -> Result<(), String> {
         let before = (self.until.clone(), self.unknown.clone());
         match ms {

@@ -100,8 +100,8 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// Whether nothing forbids the agent to work but discards by others: of those it is the judge
-    /// itself, as beside shared RAM, or preloaded, it works.
+    /// Whether the only objection is that others discard memory. The agent decides on that one
+    /// itself: with shared RAM, or preloaded, it can work all the same.
     pub fn leaves_it_to_the_agent(&self) -> bool {
         self.objections.iter().all(|o| o == OTHERS_DISCARD)
     }

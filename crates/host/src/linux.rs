@@ -178,7 +178,7 @@ impl LinuxHost {
     }
 
     /// The same where Ebb owes something to these processes: they are looked at whatever the
-    /// configuration says of them, and those that are proven to have ended are told.
+    /// configuration says of them. The sample names those that have certainly ended.
     pub fn sample_owed(&mut self, owed: &[VmId]) -> Sample {
         let (at, started) = (LinuxHost::now(), Instant::now());
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -250,7 +250,7 @@ impl LinuxHost {
         let root = &self.options.root;
         HostSample {
             memory: noted(problems, "/proc/meminfo", meminfo::read_meminfo(root)),
-            psi: noted(problems, psi::MEMORY, psi::read_psi(root, psi::MEMORY)),
+            psi: noted(problems, psi::MEMORY, root.parse(psi::MEMORY, psi::parse_psi)),
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
             zeros: self.zeros.as_ref().map(|(ways, _)| *ways),

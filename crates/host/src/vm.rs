@@ -242,10 +242,8 @@ impl Vm {
         Vm { libvirt: Some(libvirt.clone()), ..self }
     }
 
-    /// Connects where it is time to, and queues this tick's questions: what QEMU has said was
-    /// read right before. What has not
-    /// answered those of the tick before is slow, and not asked again until it has. Nor is one
-    /// that `rests`.
+    /// Connects if it is time to, and queues this tick's questions. A VM that has not answered
+    /// those of an earlier tick is not asked again until it has; nor is one that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
         if self.leaves() {
             return;

@@ -91,11 +91,11 @@ pub struct VmModel {
     pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 
-/// How far a VM is with what it was told.
+/// How far a VM has followed its last order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Convergence {
     pub state: Progress,
-    /// The size it was told to take, while it is not there.
+    /// The size that was ordered, until it has it.
     pub target: Option<Bytes>,
     /// How fast it moves, bytes a second, averaged over two seconds.
     pub rate: f64,
@@ -107,7 +107,7 @@ pub struct Convergence {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
-    /// It has the size it was told.
+    /// It has the size that was ordered.
     #[default]
     Settled,
     Shrinking,
@@ -124,15 +124,7 @@ pub enum Progress {
 
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Progress::Settled => "settled",
-            Progress::Shrinking => "shrinking",
-            Progress::Growing => "growing",
-            Progress::Slow => "slow",
-            Progress::Stuck => "stuck",
-            Progress::Lying => "lying",
-            Progress::Rebooting => "rebooting",
-        })
+        self.serialize(f)
     }
 }
 

@@ -28,7 +28,7 @@ pub const FOREIGN_MS: u64 = 600_000;
 const RESTART_MS: u64 = 120_000;
 /// A balloon that grew when its VM arrived is there within this.
 const ARRIVES_MS: u64 = 10_000;
-/// Moves below this are no moves: sizes are told in whole MiB by most.
+/// Smaller moves are none: most drivers tell their size in whole MiB.
 const LEAST: Bytes = Bytes::mib(1);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,11 +98,11 @@ impl Ledger {
         let first = (ram, self.expected(now));
         let (_, was) = *self.seen.get_or_insert(first);
         self.arrive(was, now);
-        // A driver that boots goes no further than to what QEMU was told.
+        // A driver that boots goes no further than QEMU's last order.
         let told = others.max(self.ordered.max(self.most).unwrap_or_default());
         let boots = boots && now < told + LEAST;
         let still = was.abs_diff(now) < LEAST;
-        // One that stays short of all that was ordered was told less while its guest booted.
+        // One that stays short of every order was ordered less by others while its guest booted.
         let orders = [Some(others), self.ordered, self.prior];
         let told_less = orders.into_iter().flatten().all(|told| now + LEAST <= told);
         let arrives = now > was && self.noted.is_some_and(|noted| at.since(noted) < ARRIVES_MS);
@@ -187,7 +187,7 @@ impl Ledger {
         })
     }
 
-    /// Takes in that QEMU was told this size, or, where it has not answered, may have been.
+    /// Takes in that QEMU has the order for this size, or may have it if it did not answer.
     pub fn order(&mut self, ram: Bytes, to: Bytes, answered: bool) {
         let to = ram - to;
         let held = self.seen.map(|(_, held)| held);

@@ -12,7 +12,7 @@ use crate::daemon_client;
 use crate::table::{emit_as, known, table};
 use crate::view::{Order, Rung, State, lenient, lenient_list};
 
-/// The daemon's plan, as far as it is told here.
+/// What of the daemon's plan is printed here.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Told {

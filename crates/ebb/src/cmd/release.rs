@@ -22,8 +22,8 @@ use crate::state::StateFile;
 /// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
 const INTERVALS: Duration = Duration::from_secs(3);
 
-/// Gives back all that the state file names, and tries for so long; `false` where there is no
-/// such file.
+/// Gives back all that the state file names, and tries until `patience` is over; `false` if there
+/// is no such file.
 pub fn main(config: &Config, patience: Duration) -> Result<bool> {
     let path = &config.state_file;
     if !Path::new(path).try_exists().with_context(|| format!("cannot look for {path}"))? {

@@ -3,9 +3,9 @@
 //!
 //! `run` is written only between batches of `ksmd`, so a write waits as long as a
 //! batch takes; orders keep batches short. `run=2` breaks every merge there is. It
-//! needs the memory that merging saved, and the kernel offers whoever writes it to
-//! the OOM killer first: a child process does, and only after a look at what is
-//! free. Knobs that this kernel lacks are passed over and named. Sources: Linux
+//! needs the memory that merging saved, and the OOM killer takes the process that
+//! writes it first: so a child process writes it, and only if enough memory is free.
+//! Knobs that this kernel lacks are passed over and named. Sources: Linux
 //! `mm/ksm.c`, `Documentation/admin-guide/mm/ksm.rst`.
 
 use std::collections::BTreeMap;
@@ -226,7 +226,7 @@ pub fn saved(ksm: &Ksm) -> Bytes {
     ksm.saved()
 }
 
-/// Whether so much can be broken out of merges; an error that says what is short.
+/// Whether merges that save `needed` can be broken; the error says what is missing.
 pub fn has_room(root: &Root, needed: Bytes) -> Result<(), KsmError> {
     let available = read_meminfo(root)?.map(|m| m.available).unwrap_or_default();
     match available >= needed + SPARE {

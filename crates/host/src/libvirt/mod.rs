@@ -142,8 +142,8 @@ impl Libvirt {
         here.or_else(|| self.find_inside(pid, name).filter(|_| self.containers))
     }
 
-    /// The libvirt in the container that the process is in; KubeVirt has one for each VM. What is
-    /// in there belongs to whoever runs the container, so no path in it leads out of it.
+    /// The libvirt in the container that the process is in; KubeVirt has one for each VM. The
+    /// files in there are the container's: no path among them is followed out of it.
     fn find_inside(&self, pid: u32, name: &str) -> Option<Address> {
         let namespace = |of: &str| self.root.read_link(format!("/proc/{of}/ns/mnt")).ok()?;
         if namespace(&pid.to_string())? == namespace("self")? {

@@ -13,12 +13,7 @@ use crate::root::{ParseError, ProbeError, Root};
 /// The host's memory pressure file.
 pub const MEMORY: &str = "/proc/pressure/memory";
 
-/// Reads a pressure file; `None` without PSI in the kernel or with `psi=0`.
-pub fn read_psi(root: &Root, path: &str) -> Result<Option<Psi>, ProbeError> {
-    root.parse(path, parse_psi)
-}
-
-/// Parses it: `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, then `full …`.
+/// Reads its text: `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, then `full …`.
 pub fn parse_psi(text: &str) -> Result<Psi, ParseError> {
     let (mut psi, mut seen) = (Psi::default(), false);
     for (i, line) in text.lines().enumerate() {
@@ -108,7 +103,7 @@ mod tests {
     fn without_psi_there_is_neither_value_nor_trigger() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        assert!(read_psi(&root, MEMORY).unwrap().is_none());
+        assert!(root.parse(MEMORY, parse_psi).unwrap().is_none());
         assert!(PsiTrigger::open(&root, MEMORY, 100_000, 1_000_000).unwrap().is_none());
     }
 

@@ -290,7 +290,7 @@ impl Scanner {
     /// Pauses and resumes the threads until they are done.
     fn watch(&self, pace: &Pace, done: &dyn Fn() -> bool) {
         let stalled = || {
-            let psi = psi::read_psi(&self.root, psi::MEMORY).ok().flatten()?;
+            let psi = self.root.parse(psi::MEMORY, psi::parse_psi).ok().flatten()?;
             Some(Duration::from_micros(psi.some.total_us))
         };
         let (mut before, mut at) = (stalled(), Instant::now());

@@ -21,7 +21,7 @@ const START_LOOK_MS: u64 = 10_000;
 const SETTLED_GROWTH: f64 = 0.02;
 /// See [`START_LOOK_MS`].
 const START_MOST_MS: u64 = 180_000;
-/// A guest that resets so often in so long is given no more than it had.
+/// A guest that resets this often within this time, milliseconds, is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
 
 /// A VM that has just started.
@@ -34,8 +34,8 @@ pub struct Start {
 }
 
 /// How far a reboot is dealt with. QEMU goes on showing the size from before a
-/// reset until the new driver writes it, and a driver that is where it is told to
-/// be writes nothing: so once the guest speaks it is moved by one MiB and back.
+/// reset until the new driver writes it, and a driver whose size is already the ordered
+/// one writes nothing: so once the guest speaks it is moved by one MiB and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Reboot {

@@ -1,8 +1,8 @@
 //! Orders to a balloon and gifts: whether the guest follows, how fast, whether it was asked too
 //! much, and whose moves its balloon makes.
 //!
-//! When a guest counts as slow, stuck or harmed is set here. Whose a balloon's size is says the
-//! ledger (`state/ledger.rs`).
+//! Here is decided when a guest counts as slow, stuck or harmed. Who ordered a balloon's size,
+//! Ebb or others, is decided in `state/ledger.rs`.
 
 use serde::{Deserialize, Serialize};
 
@@ -60,7 +60,7 @@ pub struct Order {
     pub moved_from: Bytes,
     /// When it last moved (or was given).
     pub moved_at: Stamp,
-    /// For so long, as far as it was looked at, it has not moved, milliseconds.
+    /// How long it has not moved while it was looked at, milliseconds.
     pub still_ms: u64,
     /// When the first of the orders in this direction was given.
     pub since: Stamp,

@@ -20,10 +20,10 @@ const DOUBT_MS: u64 = 10_000;
 const HOT_S: f64 = 10.0;
 /// Facts that stand still longer than this are those of a guest that does not run.
 const FACTS_LIFE_MS: u64 = 3_000;
-/// So long after a balloon moved by surprise its guest's word may be from before.
+/// For this time after a balloon moved unexpectedly the guest's statistics may be from before.
 const STRAY_MS: u64 = 3_000;
-/// The same numbers are the same answer unless they are so much younger: QEMU tells
-/// their moment in whole seconds, and a look takes some time.
+/// The same numbers are a new answer only if they are younger by this: QEMU gives their
+/// time in whole seconds, and asking takes some time.
 const AGAIN_MS: u64 = 100;
 /// After this many samples with the same statistics and the same balloon size, the statistics are
 /// taken to be of that size.
