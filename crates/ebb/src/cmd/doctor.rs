@@ -121,8 +121,11 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     checks.extend(khugepaged_checks(host, config, &root));
     checks.extend(zeros_check(config, &root));
     if state.vms.is_empty() {
-        let advice = "start a VM with a QMP socket: -qmp unix:/run/NAME.qmp,server=on,wait=off";
-        checks.push(check("host", "VMs", Verdict::Missing, "no QEMU process was found", advice));
+        let advice = "start one: domains of libvirt need no socket, others -qmp \
+                      unix:/run/NAME-ebb.qmp,server=on,wait=off; or see `trust` below, or add a \
+                      [vm.NAME] section where host.vms = \"listed\"";
+        let found = "none that Ebb may manage was found";
+        checks.push(check("host", "VMs", Verdict::Missing, found, advice));
     }
     checks.extend(scan.refused.iter().map(|r| {
         let found = format!("process {} is not taken for a VM", r.pid);

@@ -46,7 +46,7 @@ pub enum QmpError {
     /// QEMU serves one client at a time and this is not it; what was seen.
     #[error(
         "{0}: QEMU serves one client per QMP socket and does not serve us: {1}; \
-         give Ebb a socket of its own (a further -qmp unix:PATH,server=on,wait=off)"
+         give Ebb a socket of its own (a second -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off)"
     )]
     Taken(String, String),
     /// Any other system call that failed, and the system's words.

@@ -30,7 +30,8 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
             "QMP",
             Verdict::Bad,
             why,
-            "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp option",
+            "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp \
+             unix:/run/NAME-ebb.qmp,server=on,wait=off",
         ),
         Link::Down(why) if why.starts_with(BY_LIBVIRT) => {
             add(
@@ -50,7 +51,7 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
              -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off",
         ),
         Link::Down(why) => {
-            add("QMP", Verdict::Bad, why, "without QMP nothing can be done for this VM")
+            add("QMP", Verdict::Bad, why, "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start")
         }
     }
     if let Some(shared) = &vm.shared {
@@ -177,7 +178,7 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
     reporting_check(vm.reporting, vm.agent.as_ref(), add);
     if vm.deflate_on_oom == Some(false) {
         let advice = "with deflate-on-oom=on (libvirt: autodeflate='on') on the balloon the driver of a guest that runs out of \
-                      memory deflates it at once, so Ebb can take three times as much of its idle memory";
+                      memory deflates it at once, so Ebb keeps 12 % of its RAM as a buffer instead of 25 %";
         add("deflate-on-oom", Verdict::Missing, "off", advice);
     }
     match vm.stats_age_ms {
