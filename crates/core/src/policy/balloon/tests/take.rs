@@ -165,6 +165,21 @@ fn page_cache_is_taken_before_growing_guests_use_up_the_hosts_memory() {
 }
 
 #[test]
+fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
+    let asked = |available| {
+        let mut starves = vm(1, 400, available);
+        starves.distress = format!("{available} MiB available");
+        let mut lives = vm(2, 600, 150);
+        lives.distress = "it reads again what it had dropped".into();
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        host.limits[0].swap_left = Bytes::ZERO;
+        size(&decide(host, vec![starves, lives], vec![])[1])
+    };
+    assert!(asked(5).is_some_and(|to| (450..600).contains(&to)), "{:?}", asked(5));
+    assert_eq!(asked(30), Some(600), "the first has what it lives by");
+}
+
+#[test]
 fn cache_that_nobody_was_seen_to_read_again_is_not_all_idle() {
     let ask = |cache| {
         let mut one = vm(1, 1024, 900);
