@@ -226,7 +226,7 @@ pub enum Reason {
         /// The host's state, soft at least.
         state: crate::model::Pressure,
         shortage: Bytes,
-        /// What guests in distress wait for.
+        /// What guests wait for, or will in a moment.
         #[serde(default)]
         waits: Bytes,
         /// What this guest could spare.

@@ -289,7 +289,8 @@ fn growth(vm: &VmModel, m: &VmMemory) -> Bytes {
     seen.max(vm.ram.unwrap_or_default().share(LEAST_GROWTH))
 }
 
-/// Whether nothing of a VM moves, and its guest cannot be short within this time.
+/// Whether nothing of a VM moves, and its guest cannot be short within this time, by a word that
+/// may be old already.
 fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
     // Agents are told what else QEMU has before each of their orders.
     let moves = vm.agent.is_some()
@@ -305,14 +306,15 @@ fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
     // One that has all it may have cannot be given more.
     vm.owed == Bytes::ZERO
         || vm.guest.is_some_and(|g| {
-            g.available - g.short_mark > growth(vm, m).share(within_ms as f64 / 1000.0)
+            let since_ms = g.age_ms + within_ms;
+            g.available - g.short_mark > growth(vm, m).share(since_ms as f64 / 1000.0)
         })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{HostModel, Limit};
+    use crate::model::{GuestModel, HostModel, Limit};
     use crate::plan::Reason;
     use crate::state::VmMemory;
     use crate::units::Bytes;
@@ -358,6 +360,23 @@ mod tests {
         assert_eq!(engine.next(&model).resting, [id]);
         engine.memory.beyond_since = Some(Stamp(900));
         assert_eq!(engine.next(&model).resting, []);
+    }
+
+    #[test]
+    fn one_whose_word_is_old_may_be_short_already() {
+        let rests = |age_ms| {
+            let (available, short_mark) = (Bytes::mib(200), Bytes::mib(40));
+            let g = GuestModel { available, short_mark, age_ms, ..GuestModel::default() };
+            let vm = VmModel {
+                ram: Some(Bytes::gib(1)),
+                owed: Bytes::mib(100),
+                guest: Some(g),
+                ..VmModel::default()
+            };
+            is_at_rest(&vm, &VmMemory::default(), 1_000)
+        };
+        // A twentieth of its RAM a second.
+        assert!(rests(0) && rests(2_000) && !rests(2_500));
     }
 
     #[test]

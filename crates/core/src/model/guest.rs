@@ -128,7 +128,12 @@ impl GuestModel {
     /// What it will need in a moment, at the rate its need grows. It is expected to stop where
     /// it stopped before, if it has not passed that.
     pub fn soon(&self) -> Bytes {
-        let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * AHEAD_S) as u64);
+        self.after(AHEAD_S)
+    }
+
+    /// The same after so many seconds.
+    pub(crate) fn after(&self, seconds: f64) -> Bytes {
+        let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * seconds) as u64);
         let soon = self.need + grown;
         if self.highest > self.need { soon.min(self.highest) } else { soon }
     }

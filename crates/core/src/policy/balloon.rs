@@ -311,7 +311,18 @@ fn relieve(
             left[n] = left[n].up_to(g.to);
         }
     }
+    // Where one does not get what it lives by, one that lives and has its part may be asked.
+    let starves = wishes.iter().zip(&left).any(|(wish, left)| left.all < wish.bare);
+    let has_part = |i: usize, wish: &Wish| {
+        let (vm, m) = (&model.vms[i], of(&i));
+        let most = parts[i].and_then(|p| p.most);
+        let lives = m.reboot.is_none() && vm.unseen.is_empty();
+        lives && !Distress::of(model, vm, m).short && most.is_some_and(|most| wish.from > most)
+    };
     for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
+        if starves && left.all <= wish.from && has_part(*i, wish) {
+            continue;
+        }
         let g = Grant { to: left.all, deferred: wish.well - left.all };
         verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, g));
     }

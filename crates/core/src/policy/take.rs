@@ -91,6 +91,8 @@ pub(super) fn take(
         .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
         .sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
+    let lacks = will_lack(model, memory, missing.all);
+    let late = lacks > Bytes::ZERO;
     let pace = match state {
         _ if urgent => STEPS.0,
         Pressure::Hard => STEPS.1,
@@ -104,16 +106,17 @@ pub(super) fn take(
             Some(Verdict::Set { to, reason: Reason::HostShort { .. } }) => Some(*to),
             Some(_) => continue,
         };
-        match candidate(model, vm, of(vm), (index, given), (pace, urgent, allot)) {
+        match candidate(model, vm, of(vm), (index, given), (pace, urgent, late, allot)) {
             Ok(c) => candidates.push(c),
             Err(why) => asked[index].why = why,
         }
     }
+    // Page cache is read again sooner than the host's swap.
+    let by_cache = if late { missing.all } else { missing.by_cache };
     // Where there is no time for a second order, what the host does not hold does not count.
-    let late = is_late(model, memory, missing.all);
     let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
     let mut shares = Vec::new();
-    for part in [missing.by_cache, missing.all] {
+    for part in [by_cache, missing.all] {
         share_out_by(&mut candidates, part - arriving, counts);
         shares = candidates.iter().map(|c| c.share).collect();
         if !urgent {
@@ -141,12 +144,13 @@ pub(super) fn take(
             expected[index] = a.yields;
             let shortage = model.host.shortage.max(missing.all);
             let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
+            let waits = deferred.max(lacks.min(missing.all));
             // Those that wait below an inner limit still do.
             let (waits, idle) = match &verdicts[index] {
-                Some(Verdict::Set { reason: Reason::HostShort { waits, idle, .. }, .. }) => {
-                    (deferred.max(*waits), a.idle.max(*idle))
-                }
-                _ => (deferred, a.idle),
+                Some(Verdict::Set {
+                    reason: Reason::HostShort { waits: inner, idle, .. }, ..
+                }) => (waits.max(*inner), a.idle.max(*idle)),
+                _ => (waits, a.idle),
             };
             let reason = Reason::HostShort { state, shortage, waits, idle, limit };
             Verdict::Set { to, reason }
@@ -155,25 +159,33 @@ pub(super) fn take(
     expected
 }
 
-/// Whether the guests' growth uses up what the host has before balloons have brought what is
-/// missing, at the pace at which they follow and by what the host holds of what they take. Any
-/// guest's word is [`AHEAD_S`] late.
-fn is_late(model: &Model, memory: &Memory, missing: Bytes) -> bool {
-    let (mut growth, mut speed, mut idle, mut held) = (0.0, 0.0, Bytes::ZERO, Bytes::ZERO);
-    for vm in model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none()) {
+/// What guests will lack before balloons have brought what is missing, at the pace at which they
+/// follow and by what the host holds of what they take: what they grow by in that time beyond what
+/// the host has and holds for them. Any guest's word is [`AHEAD_S`] late.
+fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
+    let (mut speed, mut idle, mut held) = (0.0, Bytes::ZERO, Bytes::ZERO);
+    let vms = || model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none());
+    for vm in vms().filter(|vm| vm.standing == Standing::Ready && vm.distress.is_empty()) {
         let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { continue };
-        growth += g.rates.map_or(0.0, |r| r.need.max(0.0));
-        if vm.standing == Standing::Ready && vm.distress.is_empty() {
-            let pace = memory.vm(vm.id).map_or(1.0, pace);
-            speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
-            let spare = actual - g.working_set;
-            idle += spare;
-            held += vm.guest_held().map_or(spare, |h| (h - g.working_set).min(spare));
-        }
+        let pace = memory.vm(vm.id).map_or(1.0, pace);
+        speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
+        let spare = actual - g.working_set;
+        idle += spare;
+        held += vm.guest_held().map_or(spare, |h| (h - g.working_set).min(spare));
     }
     let brings = speed * held.fraction_of(idle.max(Bytes(1)));
     let takes_s = AHEAD_S + missing.0 as f64 / brings.max(1.0);
-    missing > Bytes::ZERO && (model.host.headroom.0 as f64) < growth * takes_s
+    let uses = |vm: &VmModel| {
+        let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { return Bytes::ZERO };
+        // While it has free memory it keeps its page cache and grows beside it.
+        let needs = g.after(takes_s);
+        let stays = if needs > g.need { g.cache.min(g.available) } else { Bytes::ZERO };
+        (needs + stays).min(actual) - vm.guest_held().unwrap_or(actual)
+    };
+    match missing {
+        Bytes(0) => Bytes::ZERO,
+        _ => vms().map(uses).sum::<Bytes>() - model.host.headroom,
+    }
 }
 
 /// What one VM is asked for.
@@ -211,7 +223,7 @@ fn candidate(
     vm: &VmModel,
     m: &VmMemory,
     (index, given): (usize, Option<Bytes>),
-    (pace, urgent, allot): (f64, bool, &Allotment),
+    (pace, urgent, late, allot): (f64, bool, bool, &Allotment),
 ) -> Result<Candidate, String> {
     if vm.standing != Standing::Ready {
         return Err(vm.standing.why().to_string());
@@ -225,9 +237,9 @@ fn candidate(
     if let Some(why) = outdated(g) {
         return Err(why);
     }
-    // No guest waits for memory: the order is not turned around for the host's reserve.
+    // No guest waits for memory, or will: the order is not turned around for the host's reserve.
     let takes_no_cache = allot.cache_shortage == Bytes::ZERO;
-    let calm = !urgent && (model.host.state <= Pressure::Soft || takes_no_cache);
+    let calm = !urgent && !late && (model.host.state <= Pressure::Soft || takes_no_cache);
     let left = m.last_give.and_then(|t| CALM_MS.checked_sub(model.at.since(t)));
     if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
@@ -454,16 +466,19 @@ mod tests {
         assert_eq!(all[0].share, Bytes::mib(800), "all that there is");
     }
 
-    /// A host with `headroom`; a guest whose need grows by `growth` a second, and one of 1 GiB with
-    /// 800 MiB idle, of which the host holds `held`. All in MiB.
-    fn late(headroom: u64, growth: u64, held: u64, missing: u64) -> bool {
-        let vm = |held: u64, rate: u64| VmModel {
+    /// A host with `headroom`; a guest whose need grows by `growth` a second, who needed `highest`
+    /// before, and of whose size of 1000 MiB the host holds `own`; and one of 1 GiB with 800 MiB
+    /// idle, of which the host holds `held`. All in MiB.
+    fn lacks((headroom, missing): (u64, u64), grower: (u64, u64, u64), held: u64) -> u64 {
+        let vm = |held: u64, rate: u64, highest: u64| VmModel {
             ram: Some(Bytes::gib(1)),
             actual: Some(Bytes::mib(1000)),
             resident: Some(Bytes::mib(held)),
             standing: Standing::Ready,
             guest: Some(GuestModel {
+                need: Bytes::mib(200),
                 working_set: Bytes::mib(200),
+                highest: Bytes::mib(highest),
                 rates: Some(crate::state::GuestRates {
                     need: (rate << 20) as f64,
                     ..Default::default()
@@ -472,21 +487,31 @@ mod tests {
             }),
             ..VmModel::default()
         };
-        let grows = VmModel { distress: "it grows".into(), ..vm(1000, growth) };
-        let vms = vec![grows, vm(200 + held, 0)];
+        let (growth, highest, own) = grower;
+        let grows = VmModel { distress: "it grows".into(), ..vm(own, growth, highest) };
+        let vms = vec![grows, vm(200 + held, 0, 0)];
         let mut model = Model { vms, ..Model::default() };
         model.host.headroom = Bytes::mib(headroom);
-        is_late(&model, &Memory::default(), Bytes::mib(missing))
+        will_lack(&model, &Memory::default(), Bytes::mib(missing)).0 >> 20
     }
 
     #[test]
-    fn it_is_late_where_growth_is_faster_than_balloons() {
+    fn guests_lack_memory_where_they_grow_faster_than_balloons() {
+        let grower = (200, 0, 200);
         // 102 MiB a second where the host holds all of it: 1.5 s, and 1 s for 102 MiB.
-        assert!(!late(600, 200, 800, 100) && late(400, 200, 800, 100));
+        assert_eq!(lacks((600, 100), grower, 800), 0);
+        assert_eq!(lacks((400, 100), grower, 800), 95);
         // Of a quarter of it 100 MiB take four times as long.
-        assert!(late(600, 200, 200, 100) && !late(1200, 200, 200, 100));
-        assert!(!late(400, 0, 800, 100), "nobody grows");
-        assert!(!late(100, 200, 800, 0), "nothing is missing");
+        assert!(lacks((600, 100), grower, 200) > 0);
+        assert_eq!(lacks((1200, 100), grower, 200), 0);
+        assert_eq!(lacks((400, 100), (0, 0, 200), 800), 0, "nobody grows");
+        assert_eq!(lacks((100, 0), grower, 800), 0, "nothing is missing");
+    }
+
+    #[test]
+    fn growth_into_what_the_host_holds_or_beyond_what_was_needed_before_is_none() {
+        assert_eq!(lacks((100, 100), (200, 0, 600), 800), 0, "400 MiB of it are held and free");
+        assert_eq!(lacks((50, 100), (200, 300, 200), 800), 50, "it stops where it stopped before");
     }
 
     #[test]

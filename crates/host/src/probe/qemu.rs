@@ -396,7 +396,9 @@ impl Monitors {
             return QmpAddress::Paths(self.paths);
         }
         let why = self.refused.first().cloned().unwrap_or("it was started without QMP".into());
-        QmpAddress::None { why: format!("{why}; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off") }
+        QmpAddress::None {
+            why: format!("{why}; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off"),
+        }
     }
 }
 

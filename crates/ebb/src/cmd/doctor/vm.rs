@@ -50,9 +50,12 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
              for Ebb in <qemu:commandline>: \
              -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off",
         ),
-        Link::Down(why) => {
-            add("QMP", Verdict::Bad, why, "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start")
-        }
+        Link::Down(why) => add(
+            "QMP",
+            Verdict::Bad,
+            why,
+            "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start",
+        ),
     }
     if let Some(shared) = &vm.shared {
         let found = shared_words(shared);

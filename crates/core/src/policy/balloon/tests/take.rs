@@ -1,6 +1,7 @@
 //! Who is asked for how much on a short host, and what every guest keeps.
 
 use super::*;
+use crate::state::GuestRates;
 
 #[test]
 fn who_brings_nothing_is_not_asked() {
@@ -128,6 +129,54 @@ fn free_memory_is_taken_before_guests_that_keep_their_cache_grow_to_their_peaks(
     };
     assert_eq!(ask(200), 0, "more than the reserve is there");
     assert_eq!(ask(500), 36, "1536 are kept, 600 come to be touched");
+}
+
+/// An idle guest with so much page cache, and one whose need grows into its free memory, which the
+/// host does not hold, by so many MiB a second.
+fn beside_one_that_grows(cache: u64, rate: u64, last_give: Option<Stamp>) -> Vec<Verdict> {
+    let mut idle = vm(1, 1024, 900);
+    idle.guest.as_mut().unwrap().cache = Bytes::mib(cache);
+    let mut grows = VmModel { resident: Some(Bytes::mib(300)), ..vm(2, 1024, 800) };
+    let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
+    grows.guest.as_mut().unwrap().rates = Some(rates);
+    let host = limited(host(Pressure::Clear, 0, 0), 500, 400);
+    let host = HostModel { limits: Vec::new(), ..host };
+    decide(host, vec![idle, grows], vec![VmMemory { last_give, ..remembered(1) }])
+}
+
+#[test]
+fn one_that_was_given_memory_is_asked_before_growing_guests_use_up_the_hosts() {
+    let asked = |rate| beside_one_that_grows(0, rate, Some(Stamp(NOW.0 - 20_000)));
+    assert_eq!(taken(&asked(50), 0), 0, "left alone for a minute");
+    let v = asked(600);
+    assert!(taken(&v, 0) > 0, "500 MiB are gone in a second: {v:?}");
+    let waits = |v: &Verdict| match v {
+        Verdict::Set { reason: Reason::HostShort { waits, .. }, .. } => *waits,
+        _ => Bytes::ZERO,
+    };
+    assert!(waits(&v[0]) > Bytes::mib(200), "the other will be short of it: {v:?}");
+}
+
+#[test]
+fn page_cache_is_taken_before_growing_guests_use_up_the_hosts_memory() {
+    let asked = |rate| taken(&beside_one_that_grows(850, rate, None), 0);
+    assert_eq!(asked(50), 0);
+    assert!(asked(600) > 0);
+}
+
+#[test]
+fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
+    let asked = |available| {
+        let mut starves = vm(1, 400, available);
+        starves.distress = format!("{available} MiB available");
+        let mut lives = vm(2, 600, 150);
+        lives.distress = "it reads again what it had dropped".into();
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        host.limits[0].swap_left = Bytes::ZERO;
+        size(&decide(host, vec![starves, lives], vec![])[1])
+    };
+    assert!(asked(5).is_some_and(|to| (450..600).contains(&to)), "{:?}", asked(5));
+    assert_eq!(asked(30), Some(600), "the first has what it lives by");
 }
 
 #[test]
