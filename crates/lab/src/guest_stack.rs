@@ -11,8 +11,12 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::arena::Arena;
 use crate::image::{Cache, Image, Kernel};
+use crate::libvirt::{Domain, Libvirtd};
 use crate::vm::{Balloon, Vm, VmConfig, VmError};
 use crate::{LabError, run};
+
+const LOAD: &str =
+    "insmod /ebb.ko 2>&1 && grep -q ^ebb /proc/modules || { dmesg | tail -n 5; false; }";
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -50,8 +54,7 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
 /// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
 /// guest said.
 pub fn load(vm: &Vm) -> Result<(), VmError> {
-    let load = "insmod /ebb.ko 2>&1 && grep -q ^ebb /proc/modules || { dmesg | tail -n 5; false; }";
-    vm.tool().sh(load, Duration::from_secs(60)).map(drop).map_err(|e| vm.explain(e))
+    vm.tool().sh(LOAD, Duration::from_secs(60)).map(drop).map_err(|e| vm.explain(e))
 }
 
 /// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.
@@ -134,5 +137,27 @@ impl Fleet<'_> {
             }
         }
         Ok(vms)
+    }
+
+    /// Boots them as domains of this libvirtd, one after the other; their kernel is 6.1.
+    pub fn boot_domains(&self, libvirtd: &Libvirtd) -> Result<Vec<Domain>, LabError> {
+        let reporting = if self.reporting { "on" } else { "off" };
+        let devices = format!(
+            "<memballoon model='virtio' autodeflate='on' freePageReporting='{reporting}'/>\
+             <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
+             <source file='{}'/><target dev='vda' bus='virtio'/><readonly/></disk>",
+            self.disk.display()
+        );
+        let names = (1..=self.vms).map(|n| format!("{}{n}", self.name));
+        let boot = |name: String| {
+            if !self.guest {
+                return libvirtd.boot(&name, self.memory, &devices, "");
+            }
+            let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
+            let loaded = domain.tool().sh(LOAD, Duration::from_secs(60));
+            loaded.map_err(|e| LabError::Missing(format!("the module in {name}: {e}")))?;
+            Ok(domain)
+        };
+        names.map(boot).collect()
     }
 }

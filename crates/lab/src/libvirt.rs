@@ -1,9 +1,8 @@
 //! A real libvirtd with real domains, in a mount namespace of its own. What it writes below `/etc`,
 //! `/run` and `/var` goes into the lab's directory, which is removed at the end.
 //!
-//! It runs QEMU as root, confined ([`Libvirtd::start_confined`]) or in a pid namespace of its own
-//! ([`Libvirtd::start_contained`]), without AppArmor and without
-//! cgroups of QEMU's own. An Ebb that is to see its sockets is run by [`Libvirtd::program`].
+//! It runs as [`Kind`] says, without AppArmor and without cgroups of QEMU's own. An Ebb that is to
+//! see its sockets is run by [`Libvirtd::program`].
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -22,17 +21,18 @@ use crate::vm::{Accel, on_lasting_thread};
 use crate::{LabError, ebb, guest_stack, run};
 
 /// Mounts, then becomes libvirtd on a host of its own name: libvirt migrates between hosts only.
-/// The argument: the lab's directory.
+/// The arguments: the lab's directory, and what runs libvirtd as another user, if it is to be one.
 const START: &str = r#"
 set -eu
 mount --make-rprivate /
-for path in etc/libvirt run/libvirt var/lib/libvirt var/cache/libvirt var/log/libvirt; do
+for path in etc/libvirt run/libvirt run/user var/lib/libvirt var/cache/libvirt var/log/libvirt; do
   mkdir -p "$0/$path" "/$path"
   mount --bind "$0/$path" "/$path"
 done
 for file in passwd group; do mount --bind "$0/etc/$file" "/etc/$file"; done
 hostname "$(basename "$0")"
-if [ $$ != 1 ]; then exec libvirtd --pid-file "$0/libvirtd.pid"; fi
+if [ $# != 0 ]; then mkdir -p "$0/run/user/64056"; chown -R 64056:64056 "$0"; fi
+if [ $$ != 1 ]; then exec "$@" libvirtd --pid-file "$0/libvirtd.pid"; fi
 libvirtd --pid-file "$0/libvirtd.pid" &
 wait $!
 "#;
@@ -45,9 +45,26 @@ const AS_ROOT: &str = "user = \"root\"\ngroup = \"root\"\nnamespaces = [ ]\n";
 const CONFINED: &str = "user = \"libvirt-qemu\"\ngroup = \"libvirt-qemu\"\n\
                         namespaces = [ \"mount\" ]\nseccomp_sandbox = 1\n";
 const QEMU_GROUP: u32 = 64055;
+/// The user of a session, also in [`START`].
+pub const USER: u32 = 64056;
 /// A new libvirtd first asks QEMU for its capabilities, which takes long.
 const PATIENCE: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(50);
+const EMULATOR: &str = "/usr/bin/qemu-system-x86_64";
+
+/// How libvirtd runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It runs QEMU as root.
+    Root,
+    /// In a pid namespace of its own, as in a container.
+    Contained,
+    /// It runs QEMU as the user `libvirt-qemu`, in a mount namespace of its own and in seccomp's
+    /// sandbox.
+    Confined,
+    /// As the session of [`USER`].
+    Session,
+}
 
 /// A running libvirtd. Dropping it ends it and all its domains.
 #[derive(Debug)]
@@ -55,27 +72,22 @@ pub struct Libvirtd {
     child: Mutex<Child>,
     dir: tempfile::TempDir,
     accel: Accel,
-    contained: bool,
+    kind: Kind,
+    emulator: PathBuf,
 }
 
 impl Libvirtd {
     /// Starts one that runs QEMU as root, and waits until it answers.
     pub fn start() -> Result<Libvirtd, LabError> {
-        Libvirtd::start_with(AS_ROOT, false)
+        Libvirtd::start_as(Kind::Root)
     }
 
-    /// Starts one in a pid namespace of its own, as in a container.
-    pub fn start_contained() -> Result<Libvirtd, LabError> {
-        Libvirtd::start_with(AS_ROOT, true)
-    }
-
-    /// Starts one that runs QEMU as the user `libvirt-qemu`, in a mount namespace of its own and
-    /// in seccomp's sandbox.
-    pub fn start_confined() -> Result<Libvirtd, LabError> {
-        Libvirtd::start_with(CONFINED, false)
-    }
-
-    fn start_with(qemu: &str, contained: bool) -> Result<Libvirtd, LabError> {
+    pub fn start_as(kind: Kind) -> Result<Libvirtd, LabError> {
+        let qemu = match kind {
+            Kind::Root | Kind::Contained => AS_ROOT,
+            Kind::Confined => CONFINED,
+            Kind::Session => "",
+        };
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
         let mode = fs::Permissions::from_mode(0o755);
@@ -96,8 +108,12 @@ impl Libvirtd {
             fs::write(etc.join(name), text).map_err(LabError::file(&etc))?;
         }
         for (name, line) in [
-            ("passwd", "libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin\n"),
-            ("group", "libvirt-qemu:x:64055:\nlibvirt:x:64054:\nkvm:x:64053:\n"),
+            (
+                "passwd",
+                "libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin\n\
+                 ebb-lab:x:64056:64056::/:/usr/sbin/nologin\n",
+            ),
+            ("group", "libvirt-qemu:x:64055:\nlibvirt:x:64054:\nkvm:x:64053:\nebb-lab:x:64056:\n"),
         ] {
             let here = Path::new("/etc").join(name);
             let text = fs::read_to_string(&here).map_err(LabError::file(&here))?;
@@ -111,8 +127,9 @@ impl Libvirtd {
         let own = dir.path().join("var/cache/libvirt/qemu/capabilities");
         copy_files(&known, &own)?;
         let accel = Accel::detect(&Cache::from_env());
-        let child = Mutex::new(spawn(dir.path(), contained)?);
-        let libvirtd = Libvirtd { child, dir, accel, contained };
+        let child = Mutex::new(spawn(dir.path(), kind)?);
+        let emulator = EMULATOR.into();
+        let libvirtd = Libvirtd { child, dir, accel, kind, emulator };
         libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
         copy_files(&own, &known)?;
         Ok(libvirtd)
@@ -136,7 +153,7 @@ impl Libvirtd {
     pub fn kill_and_start(&self) -> Result<(), LabError> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = (child.kill(), child.wait());
-        *child = spawn(self.dir.path(), self.contained)?;
+        *child = spawn(self.dir.path(), self.kind)?;
         drop(child);
         self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok().then_some(()))
     }
@@ -145,19 +162,42 @@ impl Libvirtd {
     pub fn virsh(&self, args: &[&str]) -> Result<String, LabError> {
         let pid = self.pid().to_string();
         let mut command = Command::new("nsenter");
-        command.args(["-m", "-t", &pid, "virsh", "-c", "qemu:///system"]).args(args);
+        command.args(["-m", "-t", &pid]);
+        let uri = match self.kind {
+            Kind::Session => "qemu:///session",
+            _ => "qemu:///system",
+        };
+        command.args(as_user(self.dir(), self.kind)).args(["virsh", "-c", uri]).args(args);
         run(&mut command)
     }
 
     /// An executable that is `ebb` where this libvirtd's sockets are.
     pub fn program(&self) -> Result<PathBuf, LabError> {
-        let path = self.dir.path().join("ebb");
         let (pid, binary) = (self.pid(), ebb::binary()?);
-        let text = format!("#!/bin/sh\nexec nsenter -m -t {pid} {} \"$@\"\n", binary.display());
-        fs::write(&path, text).map_err(LabError::file(&path))?;
+        self.script("ebb", &format!("exec nsenter -m -t {pid} {} \"$@\"", binary.display()))
+    }
+
+    /// Domains that are started from now on run in this cgroup, from their first page on.
+    pub fn use_cgroup(&mut self, dir: &Path) -> Result<(), LabError> {
+        let procs = dir.join("cgroup.procs");
+        let line = format!("echo $$ > {} && exec {EMULATOR} \"$@\"", procs.display());
+        self.emulator = self.script("emulator", &line)?;
+        Ok(())
+    }
+
+    fn script(&self, name: &str, line: &str) -> Result<PathBuf, LabError> {
+        let path = self.dir.path().join(name);
+        fs::write(&path, format!("#!/bin/sh\n{line}\n")).map_err(LabError::file(&path))?;
         let mode = fs::Permissions::from_mode(0o755);
         fs::set_permissions(&path, mode).map_err(LabError::file(&path))?;
         Ok(path)
+    }
+
+    /// The size of a domain's balloon as libvirt has QEMU tell it.
+    pub fn balloon(&self, name: &str) -> Result<Bytes, LabError> {
+        let text = self.virsh(&["dommemstat", name])?;
+        let kib = text.lines().find_map(|l| l.strip_prefix("actual ")?.trim().parse().ok());
+        kib.map(Bytes::kib).ok_or_else(|| LabError::Missing(format!("size of {name}: {text}")))
     }
 
     /// Starts a domain with this much RAM and a virtio balloon, and waits for its guest. `more`
@@ -169,8 +209,21 @@ impl Libvirtd {
         balloon: &str,
         more: &str,
     ) -> Result<Domain, LabError> {
-        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
-        self.boot_image(name, memory, (balloon, more), image)
+        let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        if self.kind == Kind::Session {
+            self.open(&mut image, name)?;
+        }
+        self.boot_image(name, memory, (balloon, more), &image)
+    }
+
+    /// Copies this domain's image to where each user may read it.
+    fn open(&self, image: &mut Image, name: &str) -> Result<(), LabError> {
+        for (file, end) in [(&mut image.vmlinuz, "vmlinuz"), (&mut image.initramfs, "initramfs")] {
+            let to = self.dir.path().join(format!("{name}.{end}"));
+            copy_for_all(file, &to)?;
+            *file = to;
+        }
+        Ok(())
     }
 
     /// The same for tier guest: Ebb's agent in QEMU, as its description loads a plug-in, and the
@@ -183,15 +236,15 @@ impl Libvirtd {
     ) -> Result<Domain, LabError> {
         let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
         let files = [("ebb.ko".into(), guest_stack::module(&image, false)?)];
-        let [agent, initramfs, vmlinuz] =
-            ["libebb_vmm.so", "initramfs", "vmlinuz"].map(|name| self.dir.path().join(name));
+        let agent = self.dir.path().join("libebb_vmm.so");
+        let initramfs = self.dir.path().join(format!("{name}.with-module"));
         with_files(&image.initramfs, &files, &initramfs)?;
-        for (from, to) in [(&guest_stack::plugin()?, &agent), (&image.vmlinuz, &vmlinuz)] {
-            fs::copy(from, to).map_err(LabError::file(to))?;
-            let mode = fs::Permissions::from_mode(0o644);
-            fs::set_permissions(to, mode).map_err(LabError::file(to))?;
+        image.initramfs = initramfs;
+        self.open(&mut image, name)?;
+        // Another domain may have it loaded.
+        if !agent.exists() {
+            copy_for_all(&guest_stack::plugin()?, &agent)?;
         }
-        (image.initramfs, image.vmlinuz) = (initramfs, vmlinuz);
         let socket = self.sockets().join(format!("{name}.agent"));
         let more = format!(
             "<qemu:commandline><qemu:arg value='-plugin'/>\
@@ -199,7 +252,7 @@ impl Libvirtd {
             agent.display(),
             socket.display()
         );
-        self.boot_image(name, memory, (balloon, &more), image)
+        self.boot_image(name, memory, (balloon, &more), &image)
     }
 
     fn boot_image(
@@ -207,11 +260,15 @@ impl Libvirtd {
         name: &str,
         memory: Bytes,
         more: (&str, &str),
-        image: Image,
+        image: &Image,
     ) -> Result<Domain, LabError> {
-        self.define(name, memory, more, &image)?;
+        self.define(name, memory, more, image)?;
         self.virsh(&["start", name])?;
-        let pids = self.dir.path().join(format!("run/libvirt/qemu/{name}.pid"));
+        let pids = match self.kind {
+            Kind::Session => format!("run/user/{USER}/libvirt/qemu/run"),
+            _ => "run/libvirt/qemu".into(),
+        };
+        let pids = self.dir.path().join(pids).join(format!("{name}.pid"));
         let pid = fs::read_to_string(&pids).map_err(LabError::file(&pids))?;
         let pid = pid.trim().parse().map_err(|_| LabError::Missing(format!("pid of {name}")))?;
         let domain = Domain { name: name.to_owned(), pid, tool: self.tool(name)? };
@@ -275,14 +332,14 @@ impl Libvirtd {
         let (vmlinuz, initrd) = (image.vmlinuz.display(), image.initramfs.display());
         let (kib, socket) = (memory.0 >> 10, socket.display());
         let console = self.dir.path().join(format!("{name}.console"));
-        let console = console.display();
+        let (console, emulator) = (console.display(), self.emulator.display());
         format!(
             "<domain type='{kind}' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
              <name>{name}</name><memory unit='KiB'>{kib}</memory><vcpu>1</vcpu>\
              <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{vmlinuz}</kernel>\
              <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 no_timer_check \
              nowatchdog nokaslr</cmdline></os><features><acpi/>{tcg}</features>{cpu}\
-             <devices><emulator>/usr/bin/qemu-system-x86_64</emulator>\
+             <devices><emulator>{emulator}</emulator>\
              <serial type='file'><source path='{console}'/><target port='0'/></serial>\
              <channel type='unix'><source mode='bind' path='{socket}'/>\
              <target type='virtio' name='ebb.tool'/></channel>{balloon}</devices>{more}</domain>"
@@ -330,14 +387,34 @@ fn copy_files(from: &Path, to: &Path) -> Result<(), LabError> {
     Ok(())
 }
 
-fn spawn(dir: &Path, contained: bool) -> Result<Child, LabError> {
+fn copy_for_all(from: &Path, to: &Path) -> Result<(), LabError> {
+    fs::copy(from, to).map_err(LabError::file(to))?;
+    fs::set_permissions(to, fs::Permissions::from_mode(0o644)).map_err(LabError::file(to))
+}
+
+/// What runs a program as the user that this libvirtd is of, with the directories that libvirt
+/// uses of a user's; nothing: as root.
+fn as_user(dir: &Path, kind: Kind) -> Vec<String> {
+    if kind != Kind::Session {
+        return Vec::new();
+    }
+    let d = dir.display();
+    let words = format!(
+        "setpriv --pdeathsig KILL --reuid {USER} --regid {USER} --clear-groups env HOME={d} \
+         XDG_RUNTIME_DIR=/run/user/{USER} XDG_CONFIG_HOME={d}/etc XDG_CACHE_HOME={d}/var/cache \
+         LIBVIRT_AUTOSTART=0"
+    );
+    words.split(' ').map(String::from).collect()
+}
+
+fn spawn(dir: &Path, kind: Kind) -> Result<Child, LabError> {
     let log = fs::File::create(dir.join("log")).map_err(LabError::file(dir))?;
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "unshare", "--mount", "--uts"]);
-    if contained {
+    if kind == Kind::Contained {
         command.args(["--pid", "--fork", "--kill-child=KILL", "--mount-proc"]);
     }
-    command.args(["sh", "-c", START]).arg(dir);
+    command.args(["sh", "-c", START]).arg(dir).args(as_user(dir, kind));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     on_lasting_thread(command, false).map_err(LabError::file("unshare"))
 }

@@ -126,6 +126,9 @@ struct DemoArgs {
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 72)]
     seconds: u64,
+    /// The VMs are domains of a libvirtd
+    #[arg(long, conflicts_with = "kernel")]
+    libvirt: bool,
 }
 
 #[derive(Args)]
@@ -295,7 +298,8 @@ fn smoke_one(kernel: Kernel) -> Result<()> {
 
 fn demo(args: DemoArgs) -> Result<ExitCode> {
     let time = Duration::from_secs(args.seconds);
-    let demo = Demo { arms: args.arms, kernel: args.kernel, time, ..Demo::default() };
+    let DemoArgs { arms, kernel, libvirt, .. } = args;
+    let demo = Demo { arms, kernel, time, libvirt, ..Demo::default() };
     demo.run(args.json.as_deref())?;
     Ok(ExitCode::SUCCESS)
 }

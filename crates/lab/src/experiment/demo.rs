@@ -5,7 +5,10 @@
 //! the guests keep (freed pages, page cache) does not. A host that gets nothing
 //! back must swap. Arms: `plain` (no reporting, no Ebb), `reporting` (QEMU's free
 //! page reporting alone), `ebb-stock` (reporting, and Ebb with nothing in VM or
-//! VMM), `ebb` (all tiers: agent in QEMU and module in the guest as well).
+//! VMM), `ebb` (all tiers: agent in QEMU and module in the guest as well). The VMs are the lab's
+//! own, with a QMP socket for Ebb, or domains of a libvirtd.
+
+mod guests;
 
 use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
@@ -18,10 +21,11 @@ use serde_json::Value;
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::guest_stack::Fleet;
-use crate::image::Kernel;
+use crate::image::{Cache, Image, Kernel};
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::vm::{Accel, Vm};
+use crate::vm::Accel;
+use guests::{Guest, Guests};
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
@@ -44,6 +48,8 @@ pub struct Demo {
     /// Measured time of each arm.
     pub time: Duration,
     pub kernel: Kernel,
+    /// The VMs are domains of a libvirtd.
+    pub libvirt: bool,
 }
 
 impl Default for Demo {
@@ -59,6 +65,7 @@ impl Default for Demo {
             period: Duration::from_secs(24),
             time: Duration::from_secs(72),
             kernel: Kernel::V6_1,
+            libvirt: false,
         }
     }
 }
@@ -75,31 +82,30 @@ struct ArmResult {
     /// The longest a guest needed to allocate and touch its burst, seconds.
     slowest: f64,
     last_state: Option<Value>,
-    accel: Accel,
-    kernel: String,
 }
 
 impl Demo {
     /// Runs every arm, prints, writes `json`.
     pub fn run(&self, json: Option<&Path>) -> Result<()> {
+        let cache = Cache::from_env();
+        let kernel = Image::get(&cache, self.kernel)?.release;
+        let mut outcome = Outcome::new("demo", &kernel, Accel::detect(&cache));
+        let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
-            "{} VMs of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
+            "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
             self.vms, self.memory, self.budget, self.base, self.burst, self.cache
         );
-        let mut outcome = None;
         let mut results = Vec::new();
         for arm in &self.arms {
             if !ARMS.contains(&arm.as_str()) {
                 bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
             }
             let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
-            let outcome =
-                outcome.get_or_insert_with(|| Outcome::new("demo", &result.kernel, result.accel));
-            self.add(outcome, arm, &result);
+            self.add(&mut outcome, arm, &result);
             results.push((arm.clone(), result));
         }
         self.summary(&results);
-        if let (Some(path), Some(outcome)) = (json, outcome) {
+        if let Some(path) = json {
             outcome.write(path)?;
             println!("figures: {}", path.display());
         }
@@ -117,13 +123,12 @@ impl Demo {
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
         write_noise(&disk, self.cache)?;
-        let vms = self.boot(&arena, arm, &disk, dir.path())?;
-        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
-        let daemon =
-            arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
+        let guests = Guests::boot(&self.fleet(arm, &disk, dir.path()), &arena, self.libvirt)?;
+        let daemon = arm.starts_with("ebb").then(|| guests.daemon(dir.path())).transpose()?;
         let sampler = Sampler::start(10, arena.cgroup().cloned());
+        let vms = guests.all();
         for vm in &vms {
-            sampler.watch(vm.name(), vm.pid());
+            sampler.watch(vm.name, vm.pid);
         }
         let mut watch = Watch::new(self, &vms);
         watch.run(&sampler, daemon.as_ref())?;
@@ -131,13 +136,13 @@ impl Demo {
         let mut result = watch.finish(sampler.stop(), self.burst);
         result.last_state = last_state;
         if let Some(daemon) = daemon {
-            self.stop(daemon, &vms)?;
+            self.stop(daemon, &guests)?;
         }
         Ok(result)
     }
 
-    fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
-        let fleet = Fleet {
+    fn fleet<'a>(&self, arm: &str, disk: &'a Path, dir: &'a Path) -> Fleet<'a> {
+        Fleet {
             name: "demo",
             vms: self.vms,
             memory: self.memory,
@@ -146,20 +151,15 @@ impl Demo {
             guest: arm == "ebb",
             disk,
             dir,
-        };
-        Ok(fleet.boot(arena)?)
+        }
     }
 
     /// Stops Ebb as a user would and checks that every guest is whole again.
-    fn stop(&self, daemon: Daemon, vms: &[Vm]) -> Result<()> {
+    fn stop(&self, daemon: Daemon, guests: &Guests) -> Result<()> {
         if !daemon.stop() {
             bail!("ebb did not end well");
         }
-        for vm in vms {
-            vm.wait_for("its memory back", Duration::from_secs(30), |vm| {
-                vm.balloon().is_ok_and(|b| b == vm.memory()).then_some(())
-            })?;
-        }
+        guests.wait_whole(self.memory)?;
         println!("ebb stopped; every VM has its {} again", self.memory);
         Ok(())
     }
@@ -245,7 +245,7 @@ fn p95(values: &[f64]) -> f64 {
 /// Drives the workload and remembers when what was freed.
 struct Watch<'a> {
     demo: &'a Demo,
-    vms: &'a [Vm],
+    vms: &'a [Guest<'a>],
     /// VM and moment of each free.
     frees: Vec<(usize, Duration)>,
     bursts: u64,
@@ -255,7 +255,7 @@ struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    fn new(demo: &'a Demo, vms: &'a [Vm]) -> Watch<'a> {
+    fn new(demo: &'a Demo, vms: &'a [Guest<'a>]) -> Watch<'a> {
         Watch { demo, vms, frees: Vec::new(), bursts: 0, slowest: 0.0, reads: Vec::new() }
     }
 
@@ -291,24 +291,21 @@ impl<'a> Watch<'a> {
             d.period.as_millis(),
             d.period.as_millis() / 4
         );
-        let vm = &self.vms[n];
-        vm.tool().start("burst", "cycle", &arguments).map_err(|e| vm.explain(e))?;
-        Ok(())
+        self.vms[n].start("burst", "cycle", &arguments)
     }
 
     /// Reads the file: as a backup or a log scan does, and the guest keeps it.
     fn read_file(&self, n: usize) -> Result<()> {
         let vm = &self.vms[n];
         let arguments = format!("size={}", self.demo.cache.0);
-        let _ = vm.tool().stop("read");
-        vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
-        Ok(())
+        let _ = vm.tool.stop("read");
+        vm.start("read", "read", &arguments)
     }
 
     fn hear(&mut self, sampler: &Sampler) -> Result<()> {
         for (n, vm) in self.vms.iter().enumerate() {
             vm.check()?;
-            for event in vm.tool().take_events().iter().filter(|e| e.job == "burst") {
+            for event in vm.tool.take_events().iter().filter(|e| e.job == "burst") {
                 match event.name.as_str() {
                     "progress" => {
                         self.reads.push((n, Instant::now() + self.demo.period / 4));
@@ -317,7 +314,7 @@ impl<'a> Watch<'a> {
                         let seconds = event.fields.f64("touch_ns") / 1e9;
                         self.slowest = self.slowest.max(seconds);
                     }
-                    "exit" => bail!("{} lost its workload: {:?}", vm.name(), event),
+                    "exit" => bail!("{} lost its workload: {:?}", vm.name, event),
                     _ => {}
                 }
             }
@@ -329,7 +326,7 @@ impl<'a> Watch<'a> {
         let series = sampler.series();
         let Some(p) = series.points.last() else { return };
         if at.is_zero() {
-            let names: String = self.vms.iter().map(|v| format!("  {:<17}", v.name())).collect();
+            let names: String = self.vms.iter().map(|v| format!("  {:<17}", v.name)).collect();
             println!(
                 "{:>6}{:<29}{:<14}{names}{}",
                 "",
@@ -348,7 +345,7 @@ impl<'a> Watch<'a> {
         );
         for (n, r) in p.resident.iter().enumerate() {
             let size = state.as_ref().and_then(|s| {
-                let name = self.vms[n].name();
+                let name = self.vms[n].name;
                 s["vms"].as_array()?.iter().find(|v| v["name"] == name)?["actual"].as_u64()
             });
             line += &match size {
@@ -395,8 +392,6 @@ impl<'a> Watch<'a> {
             bursts: self.bursts,
             slowest: self.slowest,
             last_state: None,
-            accel: self.vms[0].accel(),
-            kernel: self.vms[0].release().to_string(),
         }
     }
 }

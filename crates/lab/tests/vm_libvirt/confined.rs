@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use ebb_lab::arena::Arena;
-use ebb_lab::libvirt::Libvirtd;
+use ebb_lab::libvirt::{Kind, Libvirtd};
 use serde_json::Value;
 
 use super::{BALLOON, HOG, PATIENCE, RAM, of, start, wait_size};
@@ -14,7 +14,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 #[test]
 fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     let _arena = Arena::beside().unwrap();
-    let libvirtd = Libvirtd::start_confined().unwrap();
+    let libvirtd = Libvirtd::start_as(Kind::Confined).unwrap();
     let domain = libvirtd.boot_with_agent("confined", RAM, BALLOON).unwrap();
     let status = std::fs::read_to_string(format!("/proc/{}/status", domain.pid())).unwrap();
     let has = |line: &str| status.lines().any(|l| l == line);

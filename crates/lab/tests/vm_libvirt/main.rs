@@ -4,6 +4,7 @@
 mod confined;
 mod contained;
 mod moves;
+mod session;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -60,9 +61,7 @@ fn wait_up(daemon: &Daemon, name: &str) {
 
 /// Its balloon's size as libvirt has QEMU tell it.
 fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
-    let text = libvirtd.virsh(&["dommemstat", name]).unwrap();
-    let kib = text.lines().find_map(|l| l.strip_prefix("actual ")).unwrap_or_default();
-    Bytes(kib.trim().parse::<u64>().unwrap() << 10)
+    libvirtd.balloon(name).unwrap()
 }
 
 fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {

@@ -1,0 +1,100 @@
+//! The demo's VMs: of the lab itself, or domains of a libvirtd.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail};
+use ebb_core::units::Bytes;
+
+use crate::arena::Arena;
+use crate::ebb::Daemon;
+use crate::guest::Tool;
+use crate::guest_stack::Fleet;
+use crate::libvirt::{Domain, Libvirtd};
+use crate::vm::Vm;
+
+pub(super) enum Guests {
+    Vms(Vec<Vm>),
+    Domains(Libvirtd, Vec<Domain>),
+}
+
+impl Guests {
+    pub fn boot(fleet: &Fleet<'_>, arena: &Arena, libvirt: bool) -> Result<Guests> {
+        if !libvirt {
+            return Ok(Guests::Vms(fleet.boot(arena)?));
+        }
+        let mut libvirtd = Libvirtd::start()?;
+        if let Some(cgroup) = arena.cgroup() {
+            libvirtd.use_cgroup(&cgroup.dir)?;
+        }
+        let domains = fleet.boot_domains(&libvirtd)?;
+        Ok(Guests::Domains(libvirtd, domains))
+    }
+
+    pub fn all(&self) -> Vec<Guest<'_>> {
+        match self {
+            Guests::Vms(vms) => vms.iter().map(Guest::of_vm).collect(),
+            Guests::Domains(_, domains) => domains.iter().map(Guest::of_domain).collect(),
+        }
+    }
+
+    /// Starts an Ebb that manages them.
+    pub fn daemon(&self, dir: &Path) -> Result<Daemon> {
+        let names: Vec<&str> = self.all().iter().map(|g| g.name).collect();
+        Daemon::configure(dir, &names, "")?;
+        Ok(match self {
+            Guests::Vms(_) => Daemon::start_again(dir, &[])?,
+            Guests::Domains(libvirtd, _) => Daemon::start_program(&libvirtd.program()?, dir, &[])?,
+        })
+    }
+
+    /// Waits until each has all its memory.
+    pub fn wait_whole(&self, memory: Bytes) -> Result<()> {
+        let minute = Duration::from_secs(60);
+        match self {
+            Guests::Vms(vms) => vms.iter().try_for_each(|vm| {
+                let is = |vm: &Vm| vm.balloon().is_ok_and(|b| b == memory).then_some(());
+                Ok(vm.wait_for("its memory back", minute, is)?)
+            }),
+            Guests::Domains(libvirtd, domains) => domains.iter().try_for_each(|d| {
+                let is =
+                    |l: &Libvirtd| l.balloon(d.name()).is_ok_and(|b| b == memory).then_some(());
+                Ok(libvirtd.wait(&format!("all the memory of {}", d.name()), is)?)
+            }),
+        }
+    }
+}
+
+pub(super) struct Guest<'a> {
+    pub name: &'a str,
+    pub pid: u32,
+    pub tool: &'a Tool,
+    vm: Option<&'a Vm>,
+}
+
+impl<'a> Guest<'a> {
+    fn of_vm(vm: &'a Vm) -> Guest<'a> {
+        Guest { name: vm.name(), pid: vm.pid(), tool: vm.tool(), vm: Some(vm) }
+    }
+
+    fn of_domain(domain: &'a Domain) -> Guest<'a> {
+        Guest { name: domain.name(), pid: domain.pid(), tool: domain.tool(), vm: None }
+    }
+
+    /// Whether it is there.
+    pub fn check(&self) -> Result<()> {
+        match self.vm {
+            Some(vm) => Ok(vm.check()?),
+            None if Path::new("/proc").join(self.pid.to_string()).exists() => Ok(()),
+            None => bail!("domain {} has ended", self.name),
+        }
+    }
+
+    /// Starts a job of its tool.
+    pub fn start(&self, job: &str, kind: &str, arguments: &str) -> Result<()> {
+        self.tool.start(job, kind, arguments).map_err(|e| match self.vm {
+            Some(vm) => vm.explain(e).into(),
+            None => anyhow!("domain {}: {e}", self.name),
+        })
+    }
+}
