@@ -111,7 +111,7 @@ pub(super) fn take(
             Err(why) => asked[index].why = why,
         }
     }
-    // Page cache is read again sooner than the host's swap.
+    // To read page cache again takes less time than the host's swap.
     let by_cache = if late { missing.all } else { missing.by_cache };
     // Where there is no time for a second order, what the host does not hold does not count.
     let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
@@ -206,7 +206,7 @@ impl Asked {
         if c.share < Bytes::mib(1) {
             let why = match share < Bytes::mib(1) {
                 true => "others, or what was ordered before, cover what the host lacks",
-                false => "so far too little is to be taken of it for an order",
+                false => "what is to be taken of it is too little for an order",
             };
             self.why = format!("{} idle, but {why}", c.idle);
             return;
