@@ -30,9 +30,10 @@ use ebb_core::units::{Bytes, Stamp};
 use self::connection::BACKOFF;
 use self::metadata::DomainSettings;
 use crate::agent_link::AgentLink;
+use crate::beside::Beside;
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
-use crate::libvirt::Libvirt;
 use crate::libvirt::metadata::METADATA;
+use crate::libvirt::{Address, Libvirt};
 use crate::merge_link::MergeLink;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
@@ -112,6 +113,8 @@ pub(crate) struct Vm {
     pub process: QemuProcess,
     /// For a VM that has no socket for Ebb.
     libvirt: Option<Libvirt>,
+    /// Under way: which libvirt in its container started it.
+    inside: Beside<Option<Address>>,
     domain: DomainSettings,
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.

@@ -22,11 +22,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
+use crate::beside::Beside;
 use crate::probe::process::read_credentials;
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, Words};
@@ -35,6 +37,8 @@ use crate::waker::Waker;
 
 pub(crate) use self::watch::Watch;
 
+/// How long a look into a container is awaited.
+const PATIENCE: Duration = Duration::from_millis(50);
 /// The socket of QEMU's driver, and that of all drivers together.
 const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 
@@ -118,13 +122,25 @@ impl Libvirt {
         Ok(Libvirt { root, containers, asks, waker })
     }
 
-    /// Which libvirt started this process: the one that wrote its pid file.
-    pub fn find(&self, process: &QemuProcess) -> Option<Address> {
-        let name = process.own_name.as_str();
-        if name.contains('/') || name.starts_with('.') {
-            return None;
-        }
-        let pid = process.id.pid;
+    /// Which libvirt started this process: the one that wrote its pid file. What a container has
+    /// mounted may keep a look at it waiting: that look is `inside`, for each process its own.
+    pub fn find(
+        &self,
+        process: &QemuProcess,
+        inside: &mut Beside<Option<Address>>,
+    ) -> Option<Address> {
+        self.find_here(process).or_else(|| {
+            if !self.containers {
+                return None;
+            }
+            let (libvirt, process) = (self.clone(), process.clone());
+            inside.look(move || libvirt.find_inside(&process), PATIENCE).flatten()
+        })
+    }
+
+    /// The same where it is not in a container.
+    pub fn find_here(&self, process: &QemuProcess) -> Option<Address> {
+        let (pid, name) = (process.id.pid, file_name(process)?);
         let uid = self.root.metadata(format!("/proc/{pid}")).ok()??.uid();
         let session = PathBuf::from(format!("/run/user/{uid}/libvirt"));
         let system = PathBuf::from("/run/libvirt");
@@ -132,19 +148,19 @@ impl Libvirt {
             (&system, "qemu", "qemu:///system", 0),
             (&session, "qemu/run", "qemu:///session", uid),
         ];
-        let here = places.into_iter().find_map(|(dir, pids, uri, owner)| {
+        places.into_iter().find_map(|(dir, pids, uri, owner)| {
             let file = dir.join(pids).join(format!("{name}.pid"));
             let its = pid_in(&self.root.path(&file), owner) == Some(pid);
             let socket = self.root.path(its.then(|| self.socket(dir))?);
             let (key, domain) = (socket.clone(), name.to_owned());
             Some(Address { socket, key, uri, domain, owner: Some(owner), container: None })
-        });
-        here.or_else(|| self.find_inside(pid, name).filter(|_| self.containers))
+        })
     }
 
     /// The libvirt in the container that the process is in; KubeVirt has one for each VM. The
     /// files in there are the container's: no path among them is followed out of it.
-    fn find_inside(&self, pid: u32, name: &str) -> Option<Address> {
+    fn find_inside(&self, process: &QemuProcess) -> Option<Address> {
+        let (pid, name) = (process.id.pid, file_name(process)?);
         let namespace = |of: &str| self.root.read_link(format!("/proc/{of}/ns/mnt")).ok()?;
         if namespace(&pid.to_string())? == namespace("self")? {
             return None;
@@ -236,6 +252,12 @@ fn open_inside(directory: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
     openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
 }
 
+/// The name of a domain, where that can be part of a file's name.
+fn file_name(process: &QemuProcess) -> Option<&str> {
+    let name = process.own_name.as_str();
+    (!name.contains('/') && !name.starts_with('.')).then_some(name)
+}
+
 /// Which file it is, in words.
 fn inode(file: &OwnedFd) -> rustix::io::Result<PathBuf> {
     let stat = fstat(file)?;
@@ -291,9 +313,9 @@ mod tests {
         fs::write(inside.join("qemu/run/a.pid"), "7\n").unwrap();
         let of = |containers| Libvirt::new(Root::at(dir.path()), containers).unwrap();
         let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
-        assert_eq!(of(true).find(&vm), None, "without a socket");
+        assert_eq!(of(true).find_inside(&vm), None, "without a socket");
         let listener = std::os::unix::net::UnixListener::bind(inside.join(SOCKETS[0])).unwrap();
-        let found = of(true).find(&vm).unwrap();
+        let found = of(true).find_inside(&vm).unwrap();
         assert_eq!(
             (found.domain.as_str(), found.uri, found.is_systems()),
             ("a", "qemu:///session", false)
@@ -310,24 +332,24 @@ mod tests {
             symlink(namespace, at(&format!("proc/{peer}/ns/pid"))).unwrap();
         }
         assert_eq!([20, 21, 22].map(|peer| found.is_of(peer)), [true, false, false]);
-        assert_eq!(of(false).find(&vm), None);
+        assert_eq!(of(false).find(&vm, &mut Beside::default()), None);
         // Its pid file leads to one outside.
         fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
         fs::write(at("out/a.pid"), "7\n").unwrap();
         for out in [at("out/a.pid"), "../../../../../../../out/a.pid".into()] {
             symlink(&out, inside.join("qemu/run/a.pid")).unwrap();
             assert!(out.is_relative() || fs::read(inside.join("qemu/run/a.pid")).is_ok());
-            assert_eq!(of(true).find(&vm), None, "{out:?}");
+            assert_eq!(of(true).find_inside(&vm), None, "{out:?}");
             fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
         }
         // A device is not opened.
         let pid_file = inside.join("qemu/run/a.pid");
         mknodat(CWD, &pid_file, FileType::Fifo, Mode::RUSR, 0).unwrap();
-        assert_eq!(of(true).find(&vm), None);
+        assert_eq!(of(true).find_inside(&vm), None);
         fs::remove_file(pid_file).unwrap();
         // It is another process's.
         fs::write(inside.join("qemu/run/a.pid"), "10\n").unwrap();
-        assert_eq!(of(true).find(&vm), None);
+        assert_eq!(of(true).find_inside(&vm), None);
     }
 
     /// Its settings may say that nothing is to be taken from it.
@@ -341,12 +363,12 @@ mod tests {
         fs::create_dir_all(&pids).unwrap();
         let libvirt = Libvirt::new(Root::at(dir.path()), false).unwrap();
         let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
-        assert_eq!(libvirt.find(&vm), None);
+        assert_eq!(libvirt.find_here(&vm), None);
         fs::write(pids.join("a.pid"), "10\n").unwrap();
-        assert_eq!(libvirt.find(&vm).unwrap().domain, "a");
+        assert_eq!(libvirt.find_here(&vm).unwrap().domain, "a");
         // The configuration may have its socket in a section of another name.
         let mut named = vm.clone();
         named.call("front".into()).unwrap();
-        assert_eq!(libvirt.find(&named).unwrap().domain, "a");
+        assert_eq!(libvirt.find_here(&named).unwrap().domain, "a");
     }
 }

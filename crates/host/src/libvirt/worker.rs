@@ -18,7 +18,8 @@ use super::bridge::{Bridge, Purpose};
 use super::calls::{self, Domain, Procedure};
 use super::rpc::{Heard, Refused, Rpc};
 use super::watch::{Step, Watch, Watcher};
-use super::{Address, Ask, Attach};
+use super::{Address, Ask, Attach, PATIENCE};
+use crate::beside::Beside;
 use crate::qmp::Words;
 use crate::sockets;
 use crate::waker::Waker;
@@ -42,6 +43,8 @@ const AGAIN: Duration = Duration::from_millis(20);
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
 /// Ebb disconnects after this time without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
+
+type Connected = rustix::io::Result<OwnedFd>;
 
 /// What a call of a connection is for.
 #[derive(Debug)]
@@ -84,6 +87,7 @@ struct Daemon {
     bulk: Option<Instant>,
     gather: Option<Instant>,
     idle_since: Option<Instant>,
+    inside: Beside<Connected>,
 }
 
 /// Serves until no [`super::Libvirt`] is left that could attach a VM.
@@ -171,9 +175,18 @@ impl Client {
 
 impl Connection {
     /// Connects to libvirt's socket and queues the first call. The error is a text for people.
-    fn open(address: &Address) -> Result<Connection, String> {
+    /// What a container has mounted may keep the look at its socket waiting: that is `inside`.
+    fn open(address: &Address, inside: &mut Beside<Connected>) -> Result<Connection, String> {
         let path = address.socket.display();
-        let socket = address.connect().map_err(|e| match e {
+        let socket = match &address.container {
+            None => address.connect(),
+            Some(_) => {
+                let address = address.clone();
+                let found = inside.look(move || address.connect(), PATIENCE);
+                found.unwrap_or(Err(Errno::TIMEDOUT))
+            }
+        };
+        let socket = socket.map_err(|e| match e {
             Errno::NOENT | Errno::CONNREFUSED => {
                 format!("{path}: libvirt does not run: start libvirtd or virtqemud")
             }
@@ -221,6 +234,7 @@ impl Daemon {
             bulk: None,
             gather: None,
             idle_since: None,
+            inside: Beside::default(),
         }
     }
 
@@ -275,7 +289,7 @@ impl Daemon {
 
     /// Opens one more connection. If that fails and there is no other, all clients are told why.
     fn connect(&mut self) {
-        match Connection::open(&self.address) {
+        match Connection::open(&self.address, &mut self.inside) {
             Ok(connection) => self.connections.push(connection),
             Err(why) if self.connections.is_empty() => self.lose(&why),
             Err(_) => {}

@@ -217,7 +217,8 @@ impl Vm {
     /// `why`: it has no socket for Ebb.
     fn connect_by_manager(&mut self, why: String) {
         let libvirt = self.libvirt.as_ref().filter(|_| self.access.libvirt);
-        let Some((libvirt, address)) = libvirt.and_then(|l| Some((l, l.find(&self.process)?)))
+        let Some((libvirt, address)) =
+            libvirt.and_then(|l| Some((l, l.find(&self.process, &mut self.inside)?)))
         else {
             (self.down, self.retry_at) = (Link::Down(why), Some(Instant::now() + BACKOFF.0));
             return;

@@ -63,7 +63,7 @@ impl DomainSettings {
             return;
         }
         // The user of a session is not the host's operator.
-        let Some(address) = libvirt.find(process).filter(|a| a.is_systems()) else {
+        let Some(address) = libvirt.find_here(process).filter(|a| a.is_systems()) else {
             self.retry_at = Some(now + LOOK_UP);
             return;
         };
