@@ -21,7 +21,7 @@ fn host(limits: Vec<Pool>, guests: Vec<Guest>) -> Toy {
     Toy { limits, ..Toy::new(64, 4, guests) }
 }
 
-/// Runs for so many seconds: all ticks, and the last model.
+/// All ticks of this many seconds, and the last model.
 fn run(host: &mut Toy, engine: &mut Engine, seconds: u64) -> (Vec<Tick>, Model) {
     let end = host.now + seconds * 1000;
     let mut ticks = Vec::new();

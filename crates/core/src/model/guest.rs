@@ -131,7 +131,7 @@ impl GuestModel {
         self.after(AHEAD_S)
     }
 
-    /// The same after so many seconds.
+    /// The same, this many seconds from now.
     pub(crate) fn after(&self, seconds: f64) -> Bytes {
         let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * seconds) as u64);
         let soon = self.need + grown;

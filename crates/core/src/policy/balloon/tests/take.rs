@@ -131,8 +131,8 @@ fn free_memory_is_taken_before_guests_that_keep_their_cache_grow_to_their_peaks(
     assert_eq!(ask(500), 36, "1536 are kept, 600 come to be touched");
 }
 
-/// An idle guest with so much page cache, and one whose need grows into its free memory, which the
-/// host does not hold, by so many MiB a second.
+/// An idle guest with `cache` MiB of page cache, and one whose need grows by `rate` MiB a second into
+/// its free memory, which the host does not hold.
 fn beside_one_that_grows(cache: u64, rate: u64, last_give: Option<Stamp>) -> Vec<Verdict> {
     let mut idle = vm(1, 1024, 900);
     idle.guest.as_mut().unwrap().cache = Bytes::mib(cache);
