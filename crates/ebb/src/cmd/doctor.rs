@@ -81,8 +81,8 @@ fn check(
     }
 }
 
-/// Prints the checks; `true` where nothing is [`Verdict::Bad`]. With `mend` it first does what is
-/// safe about what it finds, or with `dry_run` says only what.
+/// Prints the checks; `true` where nothing is [`Verdict::Bad`]. With `mend` it first makes the safe
+/// changes that they name; with `dry_run`, too, it only names them.
 pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bool> {
     let mut checks = all_checks(config)?;
     if mend {
@@ -90,9 +90,11 @@ pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bo
             dry_run || rustix::process::geteuid().is_root(),
             "doctor --fix changes the host: run it as root"
         );
-        let mut done = fix(&checks, &Root::default(), dry_run);
-        done.extend(all_checks(config)?);
-        checks = done;
+        let done = fix(&checks, &Root::default(), dry_run);
+        if !dry_run {
+            checks = all_checks(config)?;
+        }
+        checks.splice(0..0, done);
     }
     emit_as(json, &checks, || Ok(text(&checks)))?;
     Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
