@@ -23,10 +23,8 @@ const SAFETY_NEAR: usize = 6;
 const BUILD_FILES: &[&str] =
     &["Makefile", "Kbuild", "Cargo.toml", "config.toml", "build.rs", "dkms.conf", "Dockerfile"];
 
-/// The document whose table says what Ebb does, and its heading.
-const OPERATE: &str = "docs/operate.md";
-/// See [`OPERATE`].
-const WHAT_HAPPENS: &str = "## What happens when";
+/// The document whose tables say what Ebb does when something fails.
+const FAILURES: &str = "docs/failures.md";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
@@ -66,12 +64,12 @@ pub fn count(root: &Path) -> Result<Count, LabError> {
 /// Checks every text file that git knows or would add.
 pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
     let mut findings = Vec::new();
-    let (mut table, mut code) = (String::new(), String::new());
+    let (mut tables, mut code) = (String::new(), String::new());
     let mut documents = Vec::new();
     for (path, text) in texts(root)? {
         check(&path, &text, &mut findings);
-        if path == OPERATE {
-            table.clone_from(&text);
+        if path == FAILURES {
+            tables.clone_from(&text);
         }
         if path.ends_with(".rs") {
             code += &text;
@@ -79,7 +77,7 @@ pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
             documents.push((path, text));
         }
     }
-    findings.extend(tests_named(&table, &code));
+    findings.extend(tests_named(&tables, &code));
     documents.iter().for_each(|(path, text)| findings.extend(tests_meant(path, text, &code)));
     Ok(findings)
 }
@@ -103,18 +101,17 @@ fn tests_meant(path: &str, text: &str, code: &str) -> Vec<Finding> {
     findings
 }
 
-/// The table of [`OPERATE`] names a test in the last cell of each of its lines.
-fn tests_named(table: &str, code: &str) -> Vec<Finding> {
-    let lines = table.lines().enumerate().skip_while(|(_, l)| *l != WHAT_HAPPENS).skip(1);
-    let rows = lines.take_while(|(_, l)| !l.starts_with("## ")).filter(|(_, l)| l.starts_with('|'));
+/// The tables of [`FAILURES`] name a test in the last cell of each line.
+fn tests_named(tables: &str, code: &str) -> Vec<Finding> {
+    let head = |l: &str| l.starts_with("|---") || l.starts_with("| what |");
+    let rows = tables.lines().enumerate().filter(|(_, l)| l.starts_with('|') && !head(l));
     let mut findings = Vec::new();
-    // Behind the head and the line below it.
-    for (i, row) in rows.skip(2) {
+    for (i, row) in rows {
         let cell = row.trim_end_matches('|').rsplit('|').next().unwrap_or_default();
         let mut names = cell.split(',').map(|n| n.trim().trim_matches('`'));
         if let Some(name) = names.find(|n| !code.contains(&format!("fn {n}("))) {
             let what = format!("there is no test {name}");
-            findings.push(Finding { path: OPERATE.into(), line: i + 1, what });
+            findings.push(Finding { path: FAILURES.into(), line: i + 1, what });
         }
     }
     findings
@@ -236,11 +233,9 @@ mod tests {
     }
 
     #[test]
-    fn each_line_of_what_happens_when_names_a_test_that_is_there() {
+    fn each_line_of_what_happens_when_something_fails_names_a_test_that_is_there() {
         let table = |cell: &str| {
-            format!(
-                "# x\n\n{WHAT_HAPPENS}\n\n| a | b | c |\n|---|---|---|\n| a | b | {cell} |\n## y\n| z |\n"
-            )
+            format!("# x\n\n| what | b | c |\n|---|---|---|\n| a | b | {cell} |\n## y\n")
         };
         let found = |cell: &str| tests_named(&table(cell), "fn one() {}\nfn two() {}\n").len();
         assert_eq!((found("`one`"), found("`one`, `two`")), (0, 0));
