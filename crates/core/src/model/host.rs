@@ -287,7 +287,7 @@ impl Limit {
         }
         let promised = match self.promised {
             Bytes(0) => String::new(),
-            p => format!(", {p} promised to VMs that have just started"),
+            p => format!(", {p} set aside for VMs that have just started"),
         };
         self.why = format!(
             "{} of {} left under {}, reserve {}{promised}{}",

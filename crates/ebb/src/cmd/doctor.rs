@@ -30,7 +30,7 @@ use self::host::{
     controllers, guard_checks, host_checks, khugepaged_checks, limit_checks, neighbours,
     zeros_check,
 };
-use self::vm::{backing_check, vm_checks};
+use self::vm::{backing_check, proxmox_check, vm_checks};
 
 use crate::advice;
 use crate::daemon::{options, trust};
@@ -134,7 +134,9 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         check(&r.name, "trust", Verdict::Note, found, &r.why)
     }));
     for vm in &state.vms {
-        checks.extend(vm_checks(vm, scan.found.iter().find(|p| p.id.pid == vm.pid)));
+        let process = scan.found.iter().find(|p| p.id.pid == vm.pid);
+        checks.extend(vm_checks(vm, process));
+        checks.extend(proxmox_check(vm, process, &root));
         checks.extend(backing_check(vm, &root));
     }
     for p in &state.problems {

@@ -119,13 +119,18 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_in_the_manifest_for_kubernetes_is_valid() {
-        let manifest = include_str!("../../../../packaging/kubernetes/ebb.yaml");
-        let (_, text) = manifest.split_once("ebb.toml: |\n").unwrap();
-        let text: String =
-            text.lines().take_while(|l| *l != "---").map(|l| l.trim().to_owned() + "\n").collect();
-        let config = Config::parse("ebb.yaml", &text).unwrap();
-        assert!(config.containers && config.libvirt && !config.users.is_empty());
+    fn the_configuration_in_the_manifests_for_kubernetes_is_valid() {
+        let config = |manifest: &str| {
+            let (_, text) = manifest.split_once("ebb.toml: |\n").unwrap();
+            let lines = text.lines().take_while(|l| *l != "---").map(|l| l.trim().to_owned() + "\n");
+            Config::parse("ebb.yaml", &lines.collect::<String>()).unwrap()
+        };
+        let run = config(include_str!("../../../../packaging/kubernetes/ebb.yaml"));
+        assert!(run.containers && run.libvirt && !run.users.is_empty());
+        // What one has taken the other reaches.
+        let release = config(include_str!("../../../../packaging/kubernetes/release.yaml"));
+        let reach = |c: &Config| (c.containers, c.libvirt, c.users.clone(), c.state_file.clone());
+        assert_eq!(reach(&run), reach(&release));
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub fn text(state: &State) -> String {
     let h = &state.host;
     let mut out = format!("host {} for {} s: {}\n", h.state, h.state_s, h.why);
     out += &format!(
-        "     free {}, available {} of {}; swap {} of {}; VMs hold {} of {} promised\n",
+        "     free {}, available {} of {}; swap {} of {}; VMs hold {} of {} of RAM\n",
         size(h.free),
         size(h.available),
         size(h.total),

@@ -13,6 +13,8 @@ use std::path::{Component, Path, PathBuf};
 
 use ebb_core::config::SocketUse;
 
+use crate::root::Root;
+
 /// A program that starts VMs and controls them over a QMP socket at a path that it chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Manager {
@@ -95,6 +97,22 @@ pub fn proxmox_id(path: &Path) -> Option<String> {
     Some(path.file_stem()?.to_str()?.to_owned())
 }
 
+/// Where Proxmox VE keeps the configuration of this host's VMs.
+pub const PROXMOX_CONFIGS: &str = "/etc/pve/qemu-server";
+
+/// Whether Proxmox' `pvestatd` sets the balloon of the VM with this number: its configuration has
+/// a `balloon` above 0, and `shares` that are not 0. `None` where it cannot be read.
+///
+/// Sources: qemu-server `PVE/QemuServer.pm` (`vmstatus`), pve-manager `PVE/AutoBalloon.pm`.
+pub fn proxmox_sets_balloon(root: &Root, id: &str) -> Option<bool> {
+    let text = root.read(format!("{PROXMOX_CONFIGS}/{id}.conf")).ok()??;
+    // Sections of snapshots follow.
+    let lines = || text.lines().take_while(|line| !line.starts_with('['));
+    let value = |key: &str| lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
+    let is_zero = |value: &str| value.trim().parse() == Ok(0.0);
+    Some(value("balloon").is_some_and(|b| !is_zero(b)) && !value("shares").is_some_and(is_zero))
+}
+
 /// Whether the file's name says that it is for Ebb.
 fn is_ebbs(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("ebb"))
@@ -126,6 +144,23 @@ pub(crate) fn bound_as(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn proxmox_sets_balloons_of_vms_with_balloon_and_shares() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        assert_eq!(proxmox_sets_balloon(&root, "100"), None);
+        std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
+        let mut sets = |text: &str| {
+            std::fs::write(root.path("/etc/pve/qemu-server/100.conf"), text).unwrap();
+            proxmox_sets_balloon(&root, "100").unwrap()
+        };
+        assert!(sets("balloon: 1024\nmemory: 4096\n"));
+        assert!(sets("balloon: 1024\nshares: 500\n"));
+        assert!(!sets("balloon: 1024\nshares: 0\n"));
+        assert!(!sets("balloon: 0\nmemory: 4096\n"));
+        assert!(!sets("memory: 4096\n\n[before]\nballoon: 1024\n"));
+    }
 
     #[test]
     fn a_manager_is_known_by_the_path_of_its_socket() {

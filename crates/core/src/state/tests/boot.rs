@@ -8,7 +8,7 @@ fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
     tick(&mut memory, &sample(1_000, vec![]));
     let model = tick(&mut memory, &sample(2_000, vec![vm(1024, 600, 300)]));
     assert_eq!((only(&model).promised, model.host.promised), (Bytes::mib(724), Bytes::mib(724)));
-    assert!(model.host.why.contains("724 MiB promised"), "{}", model.host.why);
+    assert!(model.host.why.contains("724 MiB set aside"), "{}", model.host.why);
     // It still grows after ten seconds; ten more without growth, and it has settled.
     for (at, resident, promised) in [(12_000, 600, 424), (17_000, 600, 424), (22_000, 605, 0)] {
         let model = tick(&mut memory, &sample(at, vec![vm(1024, 400, resident)]));

@@ -10,6 +10,7 @@ use ebb_core::model::{Limit, Pressure};
 use ebb_core::sample::ZfsArc;
 use ebb_core::units::Bytes;
 use ebb_host::act::zeros;
+use ebb_host::probe::managers::PROXMOX_CONFIGS;
 use ebb_host::probe::process;
 use ebb_host::root::Root;
 
@@ -42,6 +43,10 @@ const CONTROLLERS: [Controller; 3] = [
 pub(super) fn controllers(root: &Root) -> Vec<Check> {
     let found = CONTROLLERS.iter().filter_map(|(name, what, advice)| {
         let pid = process::running(root, name)?;
+        // Which VMs it sets is said of each.
+        if *name == "pvestatd" && root.read_dir(PROXMOX_CONFIGS).is_ok_and(|d| d.is_some()) {
+            return None;
+        }
         let found = format!("{what} (process {pid})");
         Some(check("host", "another controller", Verdict::Missing, found, advice))
     });
@@ -137,7 +142,7 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
         ),
     }
     match host.psi_some {
-        Some(_) => add("pressure (PSI)", Verdict::Good, "there".into(), ""),
+        Some(_) => add("pressure (PSI)", Verdict::Good, "available".into(), ""),
         None => add(
             "pressure (PSI)",
             Verdict::Missing,

@@ -6,7 +6,7 @@
 use ebb_core::sample::{AgentSample, Link, SharedSocket};
 use ebb_core::text::in_command;
 use ebb_core::wire::AgentState;
-use ebb_host::probe::managers::proxmox_id;
+use ebb_host::probe::managers::{proxmox_id, proxmox_sets_balloon};
 use ebb_host::probe::process::read_smaps_rollup;
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::root::Root;
@@ -61,14 +61,6 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         let found = shared_words(shared);
         add("QMP socket", Verdict::Note, &found, &own_socket(process));
     }
-    if let Some(id) = process.and_then(proxmox_id_of) {
-        let found = "Proxmox's pvestatd sets its balloon as well, if the VM has `balloon` below \
-                     `memory` and shares";
-        let advice = format!(
-            "qm set {id} --shares 0 (not --balloon 0, which removes the balloon at the next start)"
-        );
-        add("Proxmox VE", Verdict::Note, found, &advice);
-    }
     if process.is_some_and(|p| p.passthrough) {
         let advice = "ballooning has no effect: a passed-through device pins all guest memory";
         add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
@@ -90,6 +82,23 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         balloon_checks(vm, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
     }
     checks
+}
+
+/// Whether Proxmox sets the VM's balloon, too.
+pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
+    let id = process.and_then(proxmox_id_of)?;
+    let (verdict, found) = match proxmox_sets_balloon(root, &id) {
+        Some(false) => return None,
+        Some(true) => (Verdict::Missing, "Proxmox's pvestatd sets its balloon as well"),
+        None => (
+            Verdict::Note,
+            "Proxmox's pvestatd sets its balloon as well, if the VM has `balloon` and `shares`",
+        ),
+    };
+    let advice = format!(
+        "qm set {id} --shares 0 (not --balloon 0, which removes the balloon at the next start)"
+    );
+    Some(check(&vm.name, "Proxmox VE", verdict, found, &advice))
 }
 
 /// What a shared socket means.
@@ -312,8 +321,29 @@ mod tests {
         assert!(!text.contains("qm set"), "{text}");
         process.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
         let text = said(&vm, &process);
-        assert!(text.contains("qm set 104 --shares 0 (not --balloon 0"), "{text}");
+        assert!(!text.contains("pvestatd"), "{text}");
         assert!(text.contains("qm set 104 --args '-qmp unix:/run/104-ebb.qmp,"), "{text}");
+    }
+
+    #[test]
+    fn that_proxmox_sets_a_balloon_too_is_said_until_its_shares_are_0() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
+        let mut process = QemuProcess::plain(id, "web1".into());
+        let vm = ballooned(true, None);
+        let said = |process: &QemuProcess| proxmox_check(&vm, Some(process), &root);
+        assert!(said(&process).is_none());
+        process.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
+        assert_eq!(said(&process).unwrap().verdict, Verdict::Note);
+        std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
+        let conf = root.path("/etc/pve/qemu-server/104.conf");
+        std::fs::write(&conf, "balloon: 512\n").unwrap();
+        let told = said(&process).unwrap();
+        assert_eq!(told.verdict, Verdict::Missing);
+        assert!(told.advice.starts_with("qm set 104 --shares 0 (not --balloon 0"));
+        std::fs::write(&conf, "balloon: 512\nshares: 0\n").unwrap();
+        assert!(said(&process).is_none());
     }
 
     #[test]
