@@ -8,6 +8,8 @@
 //! The marks of the states and the default reserve are set here; what tells that tasks
 //! suffer is weighed in `stall.rs`.
 
+use std::cmp::Reverse;
+
 use serde::{Deserialize, Serialize};
 
 use super::stall::Stall;
@@ -341,11 +343,14 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         config.reserve.unwrap_or_else(|| default_reserve(capacity)).min(capacity.share(0.5))
     };
     let swap_left = swap_left(&sample.host);
+    let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
+    let swaps: Vec<(&str, Bytes)> =
+        limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
     let below = |limit: Limit| {
         let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
         // Swap that no VM may use helps none.
-        let swap: Option<Bytes> = vms.iter().map(|v| v.swap_left).sum();
-        let swap = swap.filter(|_| !vms.is_empty()).unwrap_or(limit.swap_left);
+        let swap = swap_together(&vms, &swaps).filter(|_| !vms.is_empty());
+        let swap = swap.unwrap_or(limit.swap_left);
         Limit {
             // What one was promised that is alone below a cgroup's limit, only it can take.
             promised: match vms.as_slice() {
@@ -375,9 +380,6 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     }
     // VMs without a binding would take memory of a node that those bound to it give.
     let unbound = vms.iter().any(|vm| vm.nodes.is_empty());
-    let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
-    let swaps: Vec<(&str, Bytes)> =
-        limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
     for p in limits() {
         let above = swaps.iter().filter(|(path, _)| is_in(&p.path, path)).map(|(_, left)| *left);
         let limit = Limit {
@@ -399,6 +401,25 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         }
     }
     bounds
+}
+
+/// What of swap VMs may use together by the limits of their cgroups, each counted once; `None`: one
+/// of them is below no such limit.
+fn swap_together(vms: &[&VmModel], limits: &[(&str, Bytes)]) -> Option<Bytes> {
+    let own = |vm: &&VmModel| (vm.cgroup.clone().unwrap_or_default(), None);
+    // Cgroups, none inside another, and what those in it may use.
+    let mut parts: Vec<(String, Option<Bytes>)> = vms.iter().map(own).collect();
+    let mut inner_first = limits.to_vec();
+    inner_first.sort_by_key(|(path, _)| Reverse(path.len()));
+    for (path, left) in inner_first {
+        let (inside, outside): (Vec<_>, _) = parts.into_iter().partition(|(at, _)| is_in(at, path));
+        parts = outside;
+        if !inside.is_empty() {
+            let sum: Option<Bytes> = inside.into_iter().map(|(_, may)| may).sum();
+            parts.push((path.to_owned(), Some(sum.unwrap_or(left).min(left))));
+        }
+    }
+    parts.into_iter().map(|(_, may)| may).sum()
 }
 
 /// What all below a limit may still take of it, at most: more need not be kept. Guests may fill

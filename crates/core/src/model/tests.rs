@@ -155,6 +155,37 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
 }
 
 #[test]
+fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
+    let in_cgroup = |(pid, cgroup): (u32, &&str)| VmSample {
+        id: crate::sample::VmId { pid, start: 1 },
+        ram: Some(Bytes::gib(4)),
+        cgroup: Some((*cgroup).into()),
+        ..VmSample::default()
+    };
+    let left = |cgroups: &[&str]| {
+        let mut s = host_sample(5000);
+        let memory = s.host.memory.as_mut().unwrap();
+        (memory.swap_total, memory.swap_free) = (Bytes::gib(100), Bytes::gib(100));
+        let limit = |(path, gib): (&str, u64)| Pool {
+            path: path.into(),
+            limit: Bytes::gib(4),
+            swap_left: Some(Bytes::gib(gib)),
+            ..Pool::default()
+        };
+        s.host.bounds = [("/a", 3), ("/a/in", 1), ("/b", 2)].map(limit).to_vec();
+        s.vms = (1..).zip(cgroups).map(in_cgroup).collect();
+        let host = Model::new(&Config::default(), &s, &Memory::default()).host;
+        host.limits[0].swap_left.0 / Bytes::gib(1).0
+    };
+    assert_eq!(left(&["/a/1"]), 3);
+    assert_eq!(left(&["/a/1", "/a/2", "/a/3"]), 3);
+    assert_eq!(left(&["/a/in/1", "/a/in/2"]), 1);
+    assert_eq!(left(&["/a/in/1", "/a/2"]), 3);
+    assert_eq!(left(&["/a/in/1", "/a/2", "/b/3"]), 5);
+    assert_eq!(left(&["/a/1", "/free"]), 90);
+}
+
+#[test]
 fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
     use crate::policy::{Decided, decide};
     let vm = |pid: u32, cgroup: &str, available: u64| VmSample {

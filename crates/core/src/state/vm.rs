@@ -20,7 +20,8 @@ use serde::{Deserialize, Serialize};
 pub use self::boot::{Reboot, SETTLE_MS, Start};
 pub(super) use self::order::LOOK_MS;
 pub use self::order::{
-    Gift, HARM_MS, Order, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS, STUCK_MOST_MS,
+    Gift, HARM_MS, Order, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
+    STUCK_MOST_MS,
 };
 pub use self::returned::{Returned, Seen};
 pub use self::word::{Doubt, Hot};
@@ -56,6 +57,8 @@ pub struct VmMemory {
     /// and its driver deflated it (`deflate-on-oom`).
     #[serde(alias = "helped_itself")]
     pub deflated_on_oom: Option<Stamp>,
+    /// Its balloon shrank without an order, and its guest had seemed to have enough.
+    pub raised: Option<Raised>,
     /// It rebooted while it was ballooned and is not where its new kernel may start yet.
     pub reboot: Option<Reboot>,
     /// Resets, each within ten minutes of the one before, and when the last was.

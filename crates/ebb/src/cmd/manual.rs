@@ -122,7 +122,8 @@ mod tests {
     fn the_configuration_in_the_manifests_for_kubernetes_is_valid() {
         let config = |manifest: &str| {
             let (_, text) = manifest.split_once("ebb.toml: |\n").unwrap();
-            let lines = text.lines().take_while(|l| *l != "---").map(|l| l.trim().to_owned() + "\n");
+            let lines =
+                text.lines().take_while(|l| *l != "---").map(|l| l.trim().to_owned() + "\n");
             Config::parse("ebb.yaml", &lines.collect::<String>()).unwrap()
         };
         let run = config(include_str!("../../../../packaging/kubernetes/ebb.yaml"));

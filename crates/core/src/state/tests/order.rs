@@ -139,6 +139,28 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
     assert!(inflates(&[(1024, 824), (1000, 924), (980, 900)], 900), "and then to go on");
 }
 
+#[test]
+fn who_raised_a_size_is_told_by_what_its_guest_has_left_at_the_next_word() {
+    let left_alone = |left: u64| {
+        let mut memory = Memory::default();
+        let said = |size: u64, free: u64, age_ms: u64| {
+            let mut vm = vm(size, free, size);
+            vm.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+            vm
+        };
+        tick(&mut memory, &sample(1_000, vec![said(900, 300, 0)]));
+        for (at, size) in [(2_000, 950), (2_100, 1000)] {
+            tick(&mut memory, &sample(at, vec![said(size, 300, at - 1_000)]));
+            assert!(memory.vms[0].ledger.left_ms(Stamp(at)).is_some(), "it seemed to have enough");
+        }
+        tick(&mut memory, &sample(3_000, vec![said(1000, left, 500)]));
+        memory.vms[0].ledger.left_ms(Stamp(3_000)).is_some()
+    };
+    assert!(left_alone(400), "an operator raised its size");
+    assert!(!left_alone(5), "it was out of memory at 900 MiB");
+    assert!(!left_alone(110), "it would have been out of memory at 900 MiB");
+}
+
 /// Its balloon is 16 MiB smaller than before, by no order of Ebb.
 #[test]
 fn a_guest_that_grows_fast_may_have_deflated_its_balloon_though_its_last_word_says_it_has_enough() {

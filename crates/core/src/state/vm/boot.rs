@@ -70,7 +70,7 @@ impl VmMemory {
         self.again = 0;
         (self.rates, self.growth) = (None, Growth::default());
         self.order = None;
-        self.deflated_on_oom = None;
+        (self.deflated_on_oom, self.raised) = (None, None);
         (self.recent, self.cached) = (Recent::default(), Recent::default());
         self.stuck_until = None;
         self.stuck_count = 0;

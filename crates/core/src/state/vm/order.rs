@@ -51,6 +51,15 @@ pub struct Gift {
     pub bytes: Bytes,
 }
 
+/// A size that another than Ebb has raised, as it seems, until the guest says what it had left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Raised {
+    /// When it last moved.
+    pub at: Stamp,
+    /// The size before.
+    pub from: Bytes,
+}
+
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -142,7 +151,8 @@ impl VmMemory {
     /// Whose moves its balloon makes.
     pub(super) fn follow_balloon(&mut self, at: Stamp, vm: &VmSample, actual: Option<Bytes>) {
         let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
-        if self.seen.and_then(|s| s.actual).is_some_and(|was| actual < was) {
+        let was = self.seen.and_then(|s| s.actual);
+        if was.is_some_and(|was| actual < was) {
             (self.shrunk, self.landed) = (Some(at), false);
         }
         self.sizes.see(at, actual);
@@ -164,26 +174,48 @@ impl VmMemory {
         if moved == Move::Foreign || self.ledger.suspect {
             self.strayed = Some(at);
         }
+        let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
+        let said = self.words(at, vm);
         match moved {
             Move::Own if plugged => self.order = None,
             Move::Own => {}
-            Move::Foreign => self.order = None,
+            Move::Foreign => (self.order, self.raised) = (None, None),
             // A guest that has enough, however fast it has grown since it said so, did not do that:
             // an operator raised its size.
             Move::Shrank => {
                 self.order = None;
-                let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
-                let enough = self.words(at, vm).and_then(|said| {
+                let enough = said.and_then(|said| {
                     // A word that is older tells nothing of the moves since then.
                     let age_ms = said.age_ms.min(WORD_MS);
                     let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
                     Some(said.available? > low + grown)
                 });
-                match enough {
-                    Some(true) => (self.ledger.foreign, self.strayed) = (Some(at), Some(at)),
-                    _ => self.deflated_on_oom = Some(at),
+                if enough == Some(true) {
+                    let from = self.raised.map_or(was.unwrap_or(actual), |r| r.from);
+                    self.raised = Some(Raised { at, from });
+                    (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
+                } else {
+                    self.has_deflated(at);
                 }
             }
+        }
+        // Its next word tells whether it would have been out of memory at the size before: then
+        // it has deflated its balloon itself.
+        if let Some(raised) = self.raised
+            && let Some(said) = said.filter(|s| at.since(raised.at) > s.age_ms)
+        {
+            if said.available.is_some_and(|left| left <= low + (actual - raised.from)) {
+                self.has_deflated(at);
+            }
+            self.raised = None;
+        }
+    }
+
+    /// Its guest was out of memory and deflated its balloon itself: no operator did.
+    fn has_deflated(&mut self, at: Stamp) {
+        self.deflated_on_oom = Some(at);
+        if self.raised.take().is_some() {
+            self.ledger.foreign = None;
         }
     }
 
