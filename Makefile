@@ -119,9 +119,10 @@ install: ## binary, agent, units, manual, completions and documents below $(DEST
 	$(CARGO) build --release -p ebb -p ebb-vmm
 	install -D -m 0755 $(BUILT)/ebb $(DESTDIR)/usr/sbin/ebb
 	install -D -m 0755 $(BUILT)/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
-	install -d $(SHARE)/doc/ebb $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
+	install -d $(SHARE)/doc/ebb/docs $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system packaging/*.service
-	install -m 0644 -t $(SHARE)/doc/ebb README.md SECURITY.md packaging/ebb.toml docs/*.md
+	install -m 0644 -t $(SHARE)/doc/ebb README.md SECURITY.md CHANGELOG.md ARCHITECTURE.md CONTRIBUTING.md packaging/ebb.toml
+	install -m 0644 -t $(SHARE)/doc/ebb/docs docs/*.md
 	$(BUILT)/ebb man $(SHARE)/man
 	gzip -9nf $(SHARE)/man/man5/ebb.toml.5 $(SHARE)/man/man8/ebb.8 $(SHARE)/man/man8/ebb-*.8	# as packages have them
 	for s in bash zsh fish; do $(BUILT)/ebb completions $$s > \

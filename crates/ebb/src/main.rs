@@ -165,7 +165,7 @@ enum Command {
     },
     /// Gives back what a daemon that is gone had taken
     ///
-    /// Goes by the state file alone, also where the configuration is not valid. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is
+    /// What is owed is in the state file; which processes are VMs, in the configuration, or the defaults where that is not valid. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is
     /// left, with its reason.
     Release {
         /// The state file [default: the configuration's, else /run/ebb/state.json]

@@ -34,7 +34,9 @@ const END: &str = r"
 .SH SEE ALSO
 .BR ebb (8),
 .BR ebb\-check (8),
-/usr/share/doc/ebb/operate.md
+/usr/share/doc/ebb/docs/operate.md,
+/usr/share/doc/ebb/docs/managers.md,
+/usr/share/doc/ebb/docs/failures.md
 ";
 
 /// A page for `ebb` and one for each command (`man8/ebb.8`, `man8/ebb-run.8`, ...), and `man5/ebb.toml.5`.
@@ -141,11 +143,11 @@ mod tests {
         assert_eq!(page.matches("\n.TP\n.B ").count(), settings, "{page}");
         assert_eq!(page.matches("\n.SS [").count(), 5, "{page}");
         assert!(page.contains("\n.B tick = \\(dq1s\\(dq\n100ms to 60s\n"), "{page}");
+        assert!(page.contains(
+            "oneadmin, incus and lxd; the program must be a file that only root can change\n"
+        ));
         assert!(
-            page.contains("incus and lxd; the program must be a file that only root can change\n")
-        );
-        assert!(
-            page.contains("\n.B listen = \\(dq127.0.0.1:9177\\(dq\n/metrics on loopback"),
+            page.contains("\n.B listen = \\(dq127.0.0.1:9177\\(dq\nexample: /metrics on loopback"),
             "{page}"
         );
         assert!(!page.lines().any(|l| l.starts_with('#')), "{page}");
