@@ -98,6 +98,8 @@ pub(super) struct Bridge {
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
     moved: Option<Instant>,
+    /// QEMU was told to ask its guest every second.
+    is_quick: bool,
     questions: Vec<Question>,
     orders: VecDeque<Call>,
     input: Vec<u8>,
@@ -200,16 +202,21 @@ impl Bridge {
                 return self.orders.push_back((Purpose::Order(id), calls::SET_MEMORY, args));
             }
             "qom-set" if text("property") == INTERVAL => {
-                if on_the_spot && !self.monitor {
-                    return self.done(&id, json!({}));
-                }
-                if on_the_spot {
+                if on_the_spot && self.monitor {
                     return self.pass(id, all);
                 }
                 let (seconds, domain) = (interval(&all), self.domain.as_ref());
-                let Some((seconds, domain)) = seconds.zip(domain) else {
+                let Some((mut seconds, domain)) = seconds.zip(domain) else {
                     return self.refused(&id, "no interval");
                 };
+                let is_slow = self.balloon.as_ref().is_some_and(|b| b.period > QUICK);
+                if on_the_spot && (seconds == 0 || self.is_quick || !is_slow) {
+                    return self.done(&id, json!({}));
+                }
+                if on_the_spot {
+                    seconds = QUICK;
+                }
+                self.is_quick = on_the_spot;
                 let args = calls::set_period(domain, i32::try_from(seconds).unwrap_or(i32::MAX));
                 let call = (Purpose::Period(id, seconds), calls::SET_PERIOD, args);
                 return self.orders.push_back(call);
@@ -524,11 +531,13 @@ impl Bridge {
 
 /// The size that a domain may have at most: its RAM.
 const MAXIMUM: &str = "balloon.maximum";
+/// The shortest period of statistics, seconds.
+const QUICK: u64 = 1;
 /// libvirt tells this only if it could ask QEMU.
 const ASKED_QEMU: &str = "balloon.rss";
 
 /// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write its own
-/// files for each of the two calls. So nothing is done: QEMU asks the guest every second or two.
+/// files for each of the two calls. So QEMU is told once to ask every [`QUICK`] seconds.
 fn asks_on_the_spot(one: &Value, next: &Value) -> bool {
     interval(one) == Some(0) && interval(next).is_some_and(|s| s > 0)
 }

@@ -117,12 +117,21 @@ fn the_first_size_is_asked_of_qemu() {
 }
 
 #[test]
-fn to_ask_a_guest_on_the_spot_sets_no_interval() {
+fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
     let now = Instant::now();
     let mut b = greeted(false, now);
-    tell(&mut b, &[set_interval(1, 0), set_interval(2, 2)], now);
-    assert!(!b.has_call());
-    assert_eq!(said(&mut b).len(), 2);
+    let set = |b: &mut Bridge, commands: &[Value]| -> Option<Vec<u8>> {
+        tell(b, commands, now);
+        let (purpose, procedure, arguments) = b.next_call(now)?;
+        assert_eq!(procedure, calls::SET_PERIOD);
+        b.answered(purpose, Ok(Vec::new()), now);
+        Some(arguments)
+    };
+    let period = |seconds| Some(calls::set_period(&domain(), seconds));
+    assert_eq!(set(&mut b, &[set_interval(0, 2)]), period(2));
+    assert_eq!(set(&mut b, &[set_interval(1, 0), set_interval(2, 2)]), period(1));
+    assert_eq!(set(&mut b, &[set_interval(3, 0), set_interval(4, 2)]), None, "it does already");
+    assert_eq!(said(&mut b).len(), 5);
     tell(&mut b, &[set_interval(3, 0)], now);
     let (purpose, procedure, _) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::SET_PERIOD, "as it was before Ebb");
