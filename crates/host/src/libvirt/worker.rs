@@ -505,7 +505,79 @@ const ENDED: &str = "libvirt closed the connection: it restarts, or has ended";
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::io::Read;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::path::Path;
+    use std::sync::mpsc::channel;
+
+    use super::super::{inode, open_inside};
     use super::*;
+
+    /// Two processes of one container lead to its libvirt; the first ends, and another container's
+    /// process gets its number.
+    #[test]
+    fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path);
+        let me = std::process::id().to_string();
+        for process in ["10", "11", me.as_str()] {
+            fs::create_dir_all(at(process).join("ns")).unwrap();
+            symlink("pid:[2]", at(process).join("ns/pid")).unwrap();
+        }
+        let [its, others] = ["its", "others"].map(|pod| {
+            fs::create_dir(at(pod)).unwrap();
+            let listener = UnixListener::bind(at(pod).join("libvirt-sock")).unwrap();
+            listener.set_nonblocking(true).unwrap();
+            listener
+        });
+        symlink(at("others"), at("10/root")).unwrap();
+        symlink(at("its"), at("11/root")).unwrap();
+        let key = inode(&open_inside(&at("its"), Path::new("libvirt-sock")).unwrap()).unwrap();
+        let address = |process: &str| Address {
+            socket: at(process).join("root/libvirt-sock"),
+            key: key.clone(),
+            uri: "qemu:///system",
+            domain: "a".into(),
+            owner: None,
+            container: Some(at(process).join("root")),
+        };
+        let (asks, asked) = channel();
+        let waker = Waker::new().unwrap();
+        let woken = waker.clone();
+        let thread = std::thread::spawn(move || work(&asked, &woken));
+        let attach = |process: &str| {
+            let (ours, end) = UnixStream::pair().unwrap();
+            end.set_nonblocking(true).unwrap();
+            ours.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+            let words = Words::default();
+            let ask = Attach {
+                address: address(process),
+                end: end.into(),
+                words: words.clone(),
+                monitor: false,
+            };
+            asks.send(Ask::Attach(ask)).unwrap();
+            waker.wake();
+            (ours, words)
+        };
+        let (mut ours, _) = attach("10");
+        assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
+        let (_ours, _) = attach("11");
+        let until = Instant::now() + Duration::from_secs(10);
+        let accepted = loop {
+            match its.accept() {
+                Ok(there) => break there,
+                Err(_) => assert!(Instant::now() < until, "its libvirt is not asked"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(others.accept().is_err(), "another's libvirt is not spoken to");
+        drop((accepted, asks));
+        waker.wake();
+        thread.join().unwrap();
+    }
 
     #[test]
     fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
