@@ -375,6 +375,15 @@ mod tests {
     }
 
     #[test]
+    fn of_listed_vms_only_those_with_a_section_are_managed() {
+        let config = Config::parse("f", "[host]\nvms = \"listed\"\n[vm.a]\n").unwrap();
+        let its = Metadata::Says(Overrides { manage: Some(true), ..Overrides::default() });
+        let managed = |name| config.settings(name, None).with(&its, Bytes::ZERO).manage;
+        assert!(managed("a") && !managed("b"));
+        assert!(config.settings("a", None).manage && !config.settings("b", None).manage);
+    }
+
+    #[test]
     fn a_section_by_uuid_counts_more_than_one_by_name() {
         let uuid = "11111111-2222-3333-4444-55555555AAAA";
         let text = format!("[vm.a]\nweight = 2\n[vm.\"uuid:{uuid}\"]\nweight = 3\n");

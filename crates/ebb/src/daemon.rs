@@ -20,7 +20,7 @@ use crate::anew;
 use crate::cmd::run::say;
 use crate::give_back::{Left, give_back};
 use crate::signals::{self, Signals};
-use crate::state::StateFile;
+use crate::state::{HANDS_OFF, INTERVALS, KSM_NOTE, StateFile};
 
 /// How long before a fast tick guests are asked for fresh numbers.
 const KICK_AHEAD_MS: u64 = 40;
@@ -100,19 +100,19 @@ pub fn trust(config: &Config) -> Trust {
 
 /// Where what KSM's knobs were is written down: beside the state file.
 pub fn ksm_note(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name("ksm.json")
+    Path::new(state_file).with_file_name(KSM_NOTE)
 }
 
 /// Where it is written down how often guests were asked for statistics: beside the state file.
 pub fn intervals(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name("intervals.json")
+    Path::new(state_file).with_file_name(INTERVALS)
 }
 
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>, signals: Signals) -> Result<Daemon> {
         let beside = |file: PathBuf| state.is_some().then_some(file);
-        let hands_off = Path::new(&config.state_file).with_file_name("hands-off.json");
+        let hands_off = Path::new(&config.state_file).with_file_name(HANDS_OFF);
         let options = Options {
             look_only: state.is_none(),
             hands_off: beside(hands_off),

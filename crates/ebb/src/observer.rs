@@ -59,7 +59,6 @@ struct Said {
     vms: Option<usize>,
     warnings: Vec<String>,
     last_resort: Vec<LastResort>,
-    forbidden: Option<String>,
     merging: String,
     /// VMs whose owner's request is not heeded, and when that was said.
     unheeded: BTreeMap<VmId, Stamp>,
@@ -140,7 +139,7 @@ impl Observer {
         }
     }
 
-    /// What in the configuration has no effect here.
+    /// What in the configuration has no effect here, and what keeps Ebb from taking.
     fn warnings(&mut self, tick: &Tick, model: &Model) -> Vec<String> {
         if !self.unmet.is_empty() {
             for name in tick.sample.vms.iter().flat_map(advice::sections) {
@@ -150,7 +149,12 @@ impl Observer {
         let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
         let reserve = advice::cut_reserve(&self.config, &model.host);
-        reserve.into_iter().chain(advice::unmet_sections(&self.config, unmet)).collect()
+        let forbidden = tick.forbidden.iter().map(|why| format!("nothing is taken: {why}"));
+        reserve
+            .into_iter()
+            .chain(advice::unmet_sections(&self.config, unmet))
+            .chain(forbidden)
+            .collect()
     }
 
     fn write(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {
@@ -201,12 +205,6 @@ impl Observer {
             }
             self.said.last_resort.clone_from(&tick.plan.last_resort);
         }
-        if let Some(why) =
-            tick.forbidden.as_ref().filter(|w| Some(*w) != self.said.forbidden.as_ref())
-        {
-            say(&format!("nothing is taken: {why}"));
-        }
-        self.said.forbidden.clone_from(&tick.forbidden);
     }
 
     /// One line for each thing that is new: state, decisions, problems, VMs.

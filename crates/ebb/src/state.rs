@@ -17,6 +17,11 @@ use rustix::fs::{FlockOperation, flock};
 /// No state file is larger; a larger one is not ours.
 const MOST: u64 = 16 << 20;
 
+/// What the daemon keeps beside its state file, see `daemon.rs`.
+pub const KSM_NOTE: &str = "ksm.json";
+pub const INTERVALS: &str = "intervals.json";
+pub const HANDS_OFF: &str = "hands-off.json";
+
 /// The open state file, locked while this lives.
 pub struct StateFile {
     path: PathBuf,
@@ -29,6 +34,30 @@ impl StateFile {
         let path = PathBuf::from(path);
         let lock = lock(&path)?;
         Ok(StateFile { path, lock })
+    }
+
+    /// Takes everything from `old`, which this process has used so far, to `new`. Where that
+    /// fails, all is still at `old`.
+    pub fn moved(old: &str, new: &str) -> Result<StateFile> {
+        let (from, mut to) = (StateFile::open(old)?, StateFile::open(new)?);
+        if to.find()?.is_some_and(|owed| !owed.is_empty()) {
+            bail!(
+                "{new} says what another daemon owes: `ebb release --state {new}` gives it to the \
+                 VMs"
+            );
+        }
+        let files = [KSM_NOTE, INTERVALS, HANDS_OFF];
+        let beside =
+            files.map(|name| (from.path.with_file_name(name), to.path.with_file_name(name)));
+        let beside = beside.iter().filter(|(from, to)| from != to && from.exists());
+        for (from, to) in beside.clone() {
+            fs::copy(from, to).with_context(|| format!("cannot write {}", to.display()))?;
+        }
+        to.write(&from.read()?)?;
+        for file in beside.map(|(from, _)| from).chain([&from.path]) {
+            let _ = fs::remove_file(file);
+        }
+        Ok(to)
     }
 
     /// Whether file and lock are still where they were left. An operator may have emptied the

@@ -165,6 +165,8 @@ pub(crate) struct Vm {
     asked: Vec<(Ask, u64)>,
     /// When its guest's last words were seen that were new.
     words_new: Option<Instant>,
+    /// When the interval was last asked for because statistics were late.
+    interval_asked: Option<Instant>,
     /// When it was last asked how it runs.
     ran_asked: Option<Instant>,
     /// It was asked for its RAM in this tick.
@@ -303,7 +305,7 @@ impl Vm {
             uuid: self.process.uuid.clone(),
             claim: self.claim.clone(),
             metadata: self.metadata().clone(),
-            noted: self.noted().filter(|_| self.process.incoming),
+            noted: self.noted(),
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),

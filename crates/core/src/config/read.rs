@@ -226,11 +226,16 @@ impl Checker<'_> {
             let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
             return Err((self.fail)(None, "daemon.fast_tick", message));
         }
-        let defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
+        let mut defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
         let mut vms = BTreeMap::new();
         for (name, section) in raw.vm {
             let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &defaults)?;
             vms.insert(self.vm_name(name, &vms)?, settings);
+        }
+        let listed_only = self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false);
+        if listed_only {
+            // One without a section that is still owed something is given that and let go.
+            (defaults.manage, defaults.own.manage) = (false, Some(false));
         }
         Ok(Config {
             tick_ms,
@@ -242,7 +247,7 @@ impl Checker<'_> {
                 .unwrap_or(base.state_file),
             reserve: raw.host.reserve,
             pool: self.path("host.cgroup", raw.host.cgroup)?,
-            listed_only: self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false),
+            listed_only,
             sockets: self.one_of("host.sockets", raw.host.sockets, SOCKETS)?.unwrap_or_default(),
             libvirt: raw.host.libvirt.unwrap_or(base.libvirt),
             users: self.users(raw.host.users.unwrap_or_default())?,

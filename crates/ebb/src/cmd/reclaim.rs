@@ -128,7 +128,7 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
 
 fn text(c: &Came) -> String {
     if c.recycled + c.ballooned == Bytes::ZERO {
-        return "nothing was idle: `ebb explain VM` says why\n".into();
+        return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
     }
     let pool = c.pool.map_or(String::new(), |p| format!(", cgroup usage fell by {p}"));
     format!(

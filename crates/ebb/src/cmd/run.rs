@@ -34,13 +34,10 @@ pub fn main(
     verbose: bool,
 ) -> Result<()> {
     anew::begin();
-    if let Some(file) = anew::state_file_in_use().filter(|f| *f != config.state_file) {
-        let wanted = std::mem::replace(&mut config.state_file, file);
-        let used = &config.state_file;
-        say(&format!("daemon.state_file is {wanted} from the next start on; in use is {used}"));
-    }
+    let used = anew::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
+    let remembered = if dry_run { None } else { anew::handed_over(&used) };
     let signals = Signals::note()?;
-    let mut state = if dry_run { None } else { Some(StateFile::open(&config.state_file)?) };
+    let mut state = if dry_run { None } else { Some(open_state(&used, &mut config)?) };
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
     if let Some(state) = &mut state {
@@ -50,7 +47,6 @@ pub fn main(
     daemon.wake_on_signals()?;
     daemon.reach_at(&owned);
     let mut engine = Engine::new(config.clone(), dry_run);
-    let remembered = if dry_run { None } else { anew::handed_over(&config.state_file) };
     match &remembered {
         Some(_) => say("begun anew: what was remembered is taken over"),
         None if !owned.vms.is_empty() => {
@@ -94,6 +90,25 @@ pub fn main(
     let result = if dry_run { Ok(()) } else { stop(&engine, daemon, &model) };
     let _ = std::fs::remove_file(&config.socket);
     result.and(anew)
+}
+
+/// The state file of the configuration. If this process has used another one so far, everything in
+/// that moves along; where it cannot, that one stays in use.
+fn open_state(used: &str, config: &mut Config) -> Result<StateFile> {
+    if *used == config.state_file {
+        return StateFile::open(used);
+    }
+    match StateFile::moved(used, &config.state_file) {
+        Ok(state) => {
+            say(&format!("what VMs are owed is in {} now, no more in {used}", config.state_file));
+            Ok(state)
+        }
+        Err(e) => {
+            say(&format!("{used} stays in use, and not daemon.state_file: {e:#}"));
+            config.state_file = used.into();
+            StateFile::open(used)
+        }
+    }
 }
 
 /// Returns only where that failed, or another signal came that stops it.

@@ -104,7 +104,11 @@ pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     };
     let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
     let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
-    vms.map(|vm| (vm.id, done.verdict(vm.id))).collect()
+    let why = |id| match (&tick.forbidden, done.verdict(id)) {
+        (Some(why), verdict) if verdict.is_empty() => format!("nothing is taken: {why}"),
+        (_, verdict) => verdict,
+    };
+    vms.map(|vm| (vm.id, why(vm.id))).collect()
 }
 
 /// A guest as it was, for people.

@@ -45,6 +45,8 @@ enum Need {
     Memory,
     Job,
     Description,
+    /// A description that is not older than the question.
+    DescriptionNow,
 }
 
 impl Need {
@@ -138,7 +140,13 @@ impl Bridge {
     pub fn has_call(&self) -> bool {
         !self.greeted
             || !self.orders.is_empty()
-            || !self.held_up && self.questions.iter().any(|q| !q.need.is_bulk())
+            || !self.held_up
+                && (self.is_to_describe() || self.questions.iter().any(|q| !q.need.is_bulk()))
+    }
+
+    /// Whether a question waits for a new description.
+    fn is_to_describe(&self) -> bool {
+        self.described.is_none() && !self.questions.is_empty()
     }
 
     /// Whether a command waits that changes something or that QEMU itself is to carry out.
@@ -228,6 +236,7 @@ impl Bridge {
             "query-balloon" => live,
             "qom-get" if text("property") == STATS => live,
             "query-migrate" => Need::Job,
+            "qom-get" if text("property") == INTERVAL => Need::DescriptionNow,
             "qom-list" | "qom-get" => Need::Description,
             _ => return self.refused(&id, "libvirt is not asked this"),
         };
@@ -260,6 +269,9 @@ impl Bridge {
         // What holds the domain up would hold up this call as well.
         if self.held_up {
             return None;
+        }
+        if self.is_to_describe() {
+            return describe();
         }
         match self.questions.iter().map(|q| q.need).find(|n| !n.is_bulk())? {
             Need::Memory => {
@@ -364,7 +376,12 @@ impl Bridge {
             (false, true) => !name.starts_with("balloon.") || name == MAXIMUM,
             (false, false) => true,
         };
+        let had = self.numbers.get(MAXIMUM).copied();
         self.numbers.extend(numbers.into_iter().filter(|(name, _)| fresh(name)));
+        // Memory was plugged: of which kind, only the description tells.
+        if had.is_some() && self.numbers.get(MAXIMUM).copied() != had {
+            self.described = None;
+        }
         if !self.held_up {
             self.bulk = Some(asked);
         }
@@ -427,9 +444,10 @@ impl Bridge {
             let since = |at: Option<Instant>| at.is_some_and(|at| at + TOGETHER >= q.at);
             let known = match q.need {
                 Need::State => since(self.state),
-                Need::Bulk => since(self.bulk),
+                Need::Bulk => since(self.bulk) && self.described.is_some(),
                 Need::Memory => since(self.memory),
                 Need::Job => self.job.is_some_and(|(at, _)| now - at < JOB_EVERY),
+                Need::DescriptionNow => since(self.described),
                 Need::Description => self.described.is_some_and(|at| now - at < DESCRIBED_FOR),
             };
             match known {
@@ -463,6 +481,7 @@ impl Bridge {
                 Ok(if busy { json!({ "status": "active" }) } else { json!({}) })
             }
             "query-memory-size-summary" => Ok(json!({ "base-memory": size(MAXIMUM)? })),
+            "query-balloon" if self.balloon.is_none() => Err(NO_BALLOON.into()),
             "query-balloon" => Ok(json!({ "actual": size("balloon.current")? })),
             "qom-list" => {
                 let there =
@@ -529,6 +548,8 @@ impl Bridge {
     }
 }
 
+/// What is answered where there is no balloon that libvirt can set.
+const NO_BALLOON: &str = "it has no balloon, or virtio-mem, beside which libvirt sets none";
 /// The size that a domain may have at most: its RAM.
 const MAXIMUM: &str = "balloon.maximum";
 /// The shortest period of statistics, seconds.

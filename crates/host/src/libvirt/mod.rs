@@ -255,7 +255,7 @@ fn open_inside(directory: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
 /// The name of a domain, where that can be part of a file's name.
 fn file_name(process: &QemuProcess) -> Option<&str> {
     let name = process.own_name.as_str();
-    (!name.contains('/') && !name.starts_with('.')).then_some(name)
+    (!name.contains('/')).then_some(name)
 }
 
 /// Which file it is, in words.

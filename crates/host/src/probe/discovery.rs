@@ -310,7 +310,8 @@ impl Scanner {
 
     fn program(&mut self, root: &Root, id: VmId, line: &[u8]) -> Result<Program, ProbeError> {
         let pid = id.pid;
-        let Some(args) = parse_cmdline(line) else { return Ok(Program::Other) };
+        let args = parse_cmdline(line).filter(|args| !args.is_probe);
+        let Some(args) = args else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
         if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
             let mounts = read_mounts(root)?.unwrap_or_default();
@@ -341,7 +342,6 @@ impl Scanner {
             passthrough: args.passthrough,
             hugepages,
             pinned: args.pinned,
-            incoming: args.incoming,
             agent,
         })))
     }

@@ -151,7 +151,7 @@ mod tests {
         let root = Root::at(dir.path());
         assert_eq!(proxmox_sets_balloon(&root, "100"), None);
         std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
-        let mut sets = |text: &str| {
+        let sets = |text: &str| {
             std::fs::write(root.path("/etc/pve/qemu-server/100.conf"), text).unwrap();
             proxmox_sets_balloon(&root, "100").unwrap()
         };

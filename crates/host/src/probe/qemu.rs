@@ -58,8 +58,8 @@ pub struct QemuArgs {
     pub pinned: Option<String>,
     /// Files that RAM lives in.
     pub mem_paths: Vec<String>,
-    /// `-incoming`: started to receive a migration.
-    pub incoming: bool,
+    /// `-machine none`: a program asks this QEMU what it can do, and there is no VM.
+    pub is_probe: bool,
     /// Socket of Ebb's agent: `-plugin file=…libebb_vmm.so,socket=PATH`.
     pub agent: Option<PathBuf>,
 }
@@ -85,8 +85,6 @@ pub struct QemuProcess {
     pub hugepages: bool,
     /// Why else guest memory stays where it is: encrypted or locked.
     pub pinned: Option<String>,
-    /// Started to receive a migration.
-    pub incoming: bool,
     /// Socket of Ebb's agent inside it, absolute.
     pub agent: Option<PathBuf>,
 }
@@ -150,7 +148,7 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
 }
 
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 19] = [
+const OPTIONS: [&str; 18] = [
     "name",
     "uuid",
     "qmp",
@@ -162,7 +160,6 @@ const OPTIONS: [&str; 19] = [
     "netdev",
     "blockdev",
     "mem-path",
-    "incoming",
     "balloon",
     "plugin",
     "machine",
@@ -204,6 +201,7 @@ impl QemuArgs {
             "blockdev" => self.vdpa(value, "driver"),
             "machine" | "M" => {
                 let options = Options::parse(value, "type");
+                self.is_probe |= options.get("type").is_some_and(|t| t == "none");
                 let key = ["confidential-guest-support", "memory-encryption"];
                 if let Some(key) = key.iter().find(|key| options.get(key).is_some()) {
                     let why = format!("guest memory is encrypted ({key})");
@@ -221,7 +219,6 @@ impl QemuArgs {
                 }
             }
             "mem-path" => self.mem_paths.push(value.to_owned()),
-            "incoming" => self.incoming = true,
             "plugin" => {
                 let options = Options::parse(value, "file");
                 let file = options.get("file").unwrap_or_default();
@@ -480,11 +477,10 @@ mod tests {
             "vhost-vdpa,id=n",
             "-object",
             "memory-backend-memfd,id=r,hugetlb=on,size=1G",
-            "-incoming",
-            "defer",
         ]);
         assert_eq!((a.name.as_deref(), a.uuid.as_deref()), (Some("web,1"), Some("u-1")));
-        assert!(a.balloon && a.passthrough && a.hugetlb && a.incoming);
+        assert!(a.balloon && a.passthrough && a.hugetlb && !a.is_probe);
+        assert!(args(&["-S", "-machine", "none,accel=kvm:tcg"]).is_probe);
         let b = args(&["-name", "x", "-device", "vfio-pci,host=1", "-mem-path", "/huge/1"]);
         assert_eq!((b.name.as_deref(), b.balloon, b.passthrough), (Some("x"), false, true));
         assert_eq!(b.mem_paths, ["/huge/1"]);

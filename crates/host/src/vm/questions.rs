@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_core::sample::RunState;
 use serde_json::Value;
 
 use super::{Ask, Vm};
@@ -14,6 +15,11 @@ pub(super) const RARELY: Duration = Duration::from_millis(900);
 /// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
 /// looked for from so long before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
+/// Statistics that are so many intervals late may come no more: another program has set the
+/// interval.
+const LATE: u32 = 3;
+/// While they are late the interval is asked for this often.
+const LATE_EVERY: Duration = Duration::from_secs(10);
 /// The event that a balloon has moved.
 pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
 /// Devices and RAM size are looked up this often without any event.
@@ -63,6 +69,7 @@ impl Vm {
             }
         }
         if self.ready {
+            self.check_interval(now);
             self.ask_balloon();
         }
         let shared = self.is_shared();
@@ -90,6 +97,18 @@ impl Vm {
     fn has_news(&mut self) -> bool {
         let client = self.client.as_mut();
         client.is_some_and(|c| c.protocol().any_event(|e| e.name != BALLOON_CHANGE))
+    }
+
+    /// Where a running guest's statistics are late, QEMU is asked how often it asks for them.
+    fn check_interval(&mut self, now: Instant) {
+        let Some((interval, heard)) = self.interval.zip(self.words_new) else { return };
+        let is_late = now - heard > LATE * Duration::from_secs(interval);
+        let is_due = self.interval_asked.is_none_or(|at| now - at >= LATE_EVERY);
+        let runs = self.answers.run == Some(RunState::Running);
+        if is_late && is_due && runs && !self.owed.contains(&Ask::Interval) {
+            self.interval_asked = Some(now);
+            self.owed.push(Ask::Interval);
+        }
     }
 
     pub(super) fn ask_balloon(&mut self) {

@@ -293,11 +293,13 @@ fn a_vm_that_cannot_be_reached_stays_owed_until_it_can() {
     watch.end();
 }
 
-/// A reload that changes where it is.
+/// A reload that changes where it is, a crash after that, and a reload that changes it back.
 #[test]
-fn a_state_file_is_used_until_the_daemon_stops_whatever_the_configuration_says() {
-    let Some((place, vm, watch, daemon)) = squeezed("moved", false) else { return };
+fn what_is_owed_moves_with_the_state_file_when_ebb_is_reloaded() {
+    let Some((place, vm, mut watch, daemon)) = squeezed("moved", false) else { return };
     let before = vm.truth().orders.len();
+    // It looks at the file at its first place.
+    watch.end();
     place.reconfigure("/state.json", "/other/state.json");
     for count in 1..=2 {
         daemon.reload();
@@ -307,8 +309,24 @@ fn a_state_file_is_used_until_the_daemon_stops_whatever_the_configuration_says()
     wait_answer(&daemon);
     wait_ticks(&daemon, 5);
     assert_eq!((vm.truth().size, vm.truth().orders.len()), (vm.least, before), "{}", daemon.log());
-    watch.check();
-    assert!(daemon.log().contains("other/state.json from the next start on"), "{}", daemon.log());
-    end_whole(&place, daemon, watch, &[&vm]);
-    assert!(!place.file("other").exists());
+    let moved = !place.file("state.json").exists() && place.file("other/state.json").exists();
+    assert!(moved, "{}", daemon.log());
+    daemon.crash();
+    let daemon = place.daemon_again();
+    wait_link(&daemon, &vm);
+    assert!(daemon.log().contains("owned again"), "{}", daemon.log());
+    // One that says what another daemon owes is not overwritten.
+    let other = fs::read(place.file("other/state.json")).unwrap();
+    fs::write(place.file("state.json"), &other).unwrap();
+    place.reconfigure("/other/state.json", "/state.json");
+    daemon.reload();
+    wait_until(|| daemon.log().contains("other/state.json stays in use"), || daemon.log());
+    fs::remove_file(place.file("state.json")).unwrap();
+    daemon.reload();
+    wait_until(|| place.file("state.json").exists(), || daemon.log());
+    wait_answer(&daemon);
+    assert!(!place.file("other/state.json").exists());
+    let (code, log) = daemon.end();
+    assert_eq!((code, vm.truth().size), (Some(0), RAM), "{log}");
+    assert_eq!(place.owned(), Default::default());
 }
