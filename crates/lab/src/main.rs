@@ -9,18 +9,16 @@ use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
-use ebb_lab::experiment::boots::Boots;
 use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::density::Density;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::experiment::rhythm::Rhythm;
-use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use ebb_lab::{setup, standin, tidy};
+use ebb_lab::{setup, tidy};
 
 /// Real VMs for Ebb's tests and experiments.
 #[derive(Parser)]
@@ -36,10 +34,6 @@ enum Cmd {
     Setup(SetupArgs),
     /// Boot VMs and keep them until Ctrl-C
     Boot(BootArgs),
-    /// Boot guests again and again and count how many become ready
-    Boots(Boots),
-    /// Boot every kernel and try what the lab relies on
-    Smoke,
     /// VMs on a host that is too small for them, without and with Ebb
     Demo(DemoArgs),
     /// What merging finds and costs, against every page read one by one
@@ -50,8 +44,6 @@ enum Cmd {
     Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
     Overhead(OverheadArgs),
-    /// What a tick of the daemon costs with many VMs (stand-ins)
-    Tick(Tick),
     /// How fast freed memory comes back, against raw discards and stock QEMU
     Recycle(trial::Options),
     /// What the host still holds of memory that was freed in small pieces
@@ -159,26 +151,14 @@ struct HoldArgs {
 }
 
 fn main() -> ExitCode {
-    if let Some(options) = standin::asked_for(&std::env::args().collect::<Vec<_>>()) {
-        return if standin::serve(&options).is_ok() {
-            ExitCode::SUCCESS
-        } else {
-            ExitCode::from(2)
-        };
-    }
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
-        Cmd::Boots(args) => {
-            args.run().map(|all| if all { ExitCode::SUCCESS } else { ExitCode::from(1) })
-        }
-        Cmd::Smoke => smoke(),
         Cmd::Demo(args) => demo(args),
         Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
         Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
         Cmd::Overhead(args) => overhead(&args),
-        Cmd::Tick(args) => args.run().map(|()| ExitCode::SUCCESS),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {
             tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))
@@ -243,57 +223,6 @@ fn boot(args: &BootArgs) -> Result<ExitCode> {
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     signals.forever().next();
     Ok(ExitCode::SUCCESS)
-}
-
-fn smoke() -> Result<ExitCode> {
-    println!("{:8} {:28} {:>10}", "kernel", "what", "");
-    for kernel in Kernel::ALL {
-        smoke_one(kernel).with_context(|| format!("guest kernel {kernel}"))?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn smoke_one(kernel: Kernel) -> Result<()> {
-    let row = |what: &str, value: String| println!("{:8} {what:28} {value:>10}", kernel.series());
-    let minute = Duration::from_secs(60);
-    let mut config = VmConfig::new(format!("smoke-{kernel}"), Bytes::mib(512));
-    config.kernel = kernel;
-    config.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
-    let vm = Vm::start(&config)?;
-    row("accelerator", vm.accel().name().into());
-    row("boot", format!("{:.1?}", vm.boot_time));
-    row("resident after boot", vm.resident().to_string());
-
-    let begun = Instant::now();
-    vm.request("ping", minute)?;
-    row("ping", format!("{:.1?}", begun.elapsed()));
-
-    let tool = vm.tool();
-    tool.start("v", "verify", "size=134217728 seconds=5").map_err(|e| vm.explain(e))?;
-    let stat = tool.wait_end("v", minute).map_err(|e| vm.explain(e))?;
-    row("verify: pages checked", stat.u64("checks").to_string());
-    if stat.u64("errors") != 0 {
-        bail!("verify found {} errors: {:?}", stat.u64("errors"), stat.0);
-    }
-    for (what, target) in [("balloon down to 256 MiB", 256), ("balloon up to 512 MiB", 512)] {
-        let begun = Instant::now();
-        vm.set_balloon(Bytes::mib(target))?;
-        vm.wait_for(what, minute, |vm| {
-            vm.balloon().is_ok_and(|b| b == Bytes::mib(target)).then_some(())
-        })?;
-        row(what, format!("{:.1?}", begun.elapsed()));
-    }
-    let fill = tool.start_ready("h", "hold", "size=268435456", minute);
-    let fill = fill.map_err(|e| vm.explain(e))?;
-    row("fill 256 MiB", format!("{:.1?}", Duration::from_nanos(fill.u64("last_ns"))));
-    let before = vm.resident();
-    tool.stop("h").map_err(|e| vm.explain(e))?;
-    let begun = Instant::now();
-    let goal = before - Bytes::mib(200);
-    vm.wait_for("free page reporting", minute, |vm| (vm.resident() < goal).then_some(()))?;
-    row("200 MiB freed came back", format!("{:.1?}", begun.elapsed()));
-    row("resident at the end", vm.resident().to_string());
-    Ok(())
 }
 
 fn demo(args: DemoArgs) -> Result<ExitCode> {

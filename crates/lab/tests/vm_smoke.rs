@@ -16,7 +16,6 @@ use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
 use ebb_lab::image::Kernel;
 use ebb_lab::sampler::Sampler;
 use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
-use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
@@ -75,20 +74,6 @@ fn vm_translated_guests_have_every_default_cpu_flag_but_cx16() {
     }
 }
 
-/// `cargo lab boots` with two boots: its exit code, what it printed, its figures.
-fn boots(args: &[&str]) -> (Option<i32>, String, Value) {
-    let figures = tempfile::NamedTempFile::new().unwrap();
-    let out = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
-        .args(["boots", "--count", "1", "--json"])
-        .arg(figures.path())
-        .args(args)
-        .output()
-        .unwrap();
-    let read = serde_json::from_slice(&fs::read(figures.path()).unwrap_or_default());
-    let text = String::from_utf8_lossy(&out.stdout).into_owned();
-    (out.status.code(), text, read.unwrap_or(Value::Null))
-}
-
 #[test]
 fn vm_every_vcpu_runs_when_the_tool_is_ready() {
     let _arena = held();
@@ -101,30 +86,6 @@ fn vm_every_vcpu_runs_when_the_tool_is_ready() {
         vm.reset().unwrap();
         vm.wait_ready().unwrap();
         assert_eq!(online(&vm), "0-2\n", "after a reset");
-    }
-}
-
-#[test]
-fn vm_boots_counts_every_guest_and_tells_all_of_a_lost_one() {
-    let _arena = held();
-    let count = |figures: &Value, arm: &str, metric: &str| {
-        let rows = figures["results"].as_array().into_iter().flatten();
-        let mut rows = rows.filter(|r| r["arm"] == arm && r["metric"] == metric);
-        rows.next().and_then(|r| r["value"].as_f64())
-    };
-    let (code, text, figures) = boots(&[]);
-    assert_eq!(code, Some(0), "{text}");
-    for kernel in Kernel::ALL {
-        assert_eq!(count(&figures, kernel.series(), "ready"), Some(1.0), "{text}{figures}");
-    }
-    let no_init = ["--append", "rdinit=/none"];
-    let (code, text, figures) = boots(&no_init);
-    assert_eq!(code, Some(1), "{text}");
-    for kernel in Kernel::ALL {
-        assert_eq!(count(&figures, kernel.series(), "lost"), Some(1.0), "{text}{figures}");
-    }
-    for told in ["2 of 2 boots: 2 lost", "RIP=", "end Kernel panic", "CPU time of its QEMU: "] {
-        assert!(text.contains(told), "no “{told}” in {text}");
     }
 }
 

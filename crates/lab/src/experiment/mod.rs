@@ -2,7 +2,6 @@
 //! [`Outcome`](crate::result::Outcome). `record` reads what Ebb did meanwhile.
 
 pub mod autoballoon;
-pub mod boots;
 pub mod cgroup_guest;
 pub mod dedup;
 pub mod demo;
@@ -17,5 +16,4 @@ pub mod recycle;
 pub mod refault;
 pub mod rhythm;
 pub mod scan;
-pub mod tick;
 pub mod trial;
