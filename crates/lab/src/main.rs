@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::arena::{self, Arena, ArenaConfig, Beside, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
 use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
@@ -273,7 +273,8 @@ fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
         let (path, value) = knob.split_once('=').context("--knob is PATH=VALUE")?;
         knobs.push((path.to_string(), value.to_string()));
     }
-    let arena = Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: false })?;
+    let arena =
+        Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: Beside::Nobody })?;
     println!("held {}", arena.cgroup().map_or("-".into(), |c| c.dir.display().to_string()));
     // The arena's own signal thread undoes everything and ends the process.
     loop {

@@ -34,7 +34,7 @@ use self::picture::picture;
 use self::rivals::{Ksmtuned, knobs};
 use super::autoballoon::warn_of_others;
 use super::demo::write_noise;
-use crate::arena::{Arena, ArenaConfig, MemoryCgroup, SwapConfig, SwapKind};
+use crate::arena::{Arena, ArenaConfig, Beside, MemoryCgroup, SwapConfig, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
@@ -227,7 +227,7 @@ impl Density {
             budget: Some(plan.budget),
             swap: Some(swap).filter(|_| !self.beside),
             knobs,
-            beside: self.beside,
+            beside: if self.beside { Beside::Tests } else { Beside::Nobody },
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");

@@ -1,8 +1,7 @@
 //! Ebb on real VMs: memory flows back, guests get it again, nobody is harmed,
 //! whatever dies meanwhile.
 //!
-//! Each test holds the arena (one at a time on a machine) and runs the built
-//! `ebb` binary with a configuration that looks at the test's own VMs only.
+//! Each test runs the built `ebb` with a configuration that looks at its own VMs only.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -10,15 +9,16 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::image::Kernel;
 use ebb_lab::in_pairs;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, of, replays, signal, stock, wait_size};
+
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
 const TIGHT: Bytes = Bytes::mib(512);
@@ -30,11 +30,12 @@ const FLOOR: u64 = 128 << 20;
 /// A place where the host is as small as `budget`.
 fn arena(budget: Option<Bytes>) -> Arena {
     let swap = budget.map(|_| SwapConfig { size: RAM, kind: SwapKind::Any, priority: 100 });
-    Arena::enter(&ArenaConfig { budget, swap, beside: true, ..ArenaConfig::default() }).unwrap()
+    let beside = Beside::AnyTest;
+    Arena::enter(&ArenaConfig { budget, swap, beside, ..Default::default() }).unwrap()
 }
 
 fn config(name: &str, kernel: Kernel, reporting: bool, arena: &Arena) -> VmConfig {
-    let mut config = VmConfig::new(name, RAM);
+    let mut config = stock(name, RAM);
     config.kernel = kernel;
     config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
     config.cgroup = arena.cgroup().map(|c| c.dir.clone());
@@ -54,11 +55,6 @@ fn bytes(v: &Value, key: &str) -> u64 {
     v[key].as_u64().unwrap_or(0)
 }
 
-fn vm_state<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
-}
-
 fn state_file(dir: &Path) -> Value {
     serde_json::from_slice(&fs::read(dir.join("state.json")).unwrap()).unwrap()
 }
@@ -67,7 +63,7 @@ fn state_file(dir: &Path) -> Value {
 fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
     daemon
         .wait_for("shrunk VM", MINUTE, |s| {
-            let actual = bytes(vm_state(s, name), "actual");
+            let actual = bytes(of(s, name), "actual");
             (actual > 0 && actual <= most.0).then_some(actual)
         })
         .unwrap()
@@ -91,9 +87,7 @@ fn check_record(dir: &Path) {
         }
     }
     assert!(ticks > 0, "nothing was recorded");
-    let file = dir.join("record.jsonl");
-    let (code, out, err) = ebb::run(&["replay", file.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    replays(dir);
 }
 
 #[test]
@@ -110,7 +104,7 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
         // A peak between two ticks cannot be accounted for.
         daemon
             .wait_for("a tick that sees it all", MINUTE, |s| {
-                (bytes(vm_state(s, name), "resident") + (8 << 20) >= held.0).then_some(())
+                (bytes(of(s, name), "resident") + (8 << 20) >= held.0).then_some(())
             })
             .unwrap();
         vm.tool().stop("h").unwrap();
@@ -118,7 +112,7 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
         vm.wait_for("reporting", MINUTE, |vm| (vm.resident() < goal).then_some(())).unwrap();
         daemon
             .wait_for("accounted bytes", MINUTE, |s| {
-                let r = &vm_state(s, name)["returned"];
+                let r = &of(s, name)["returned"];
                 (bytes(r, "reporting") >= 190 << 20).then_some(())
             })
             .unwrap();
@@ -151,8 +145,7 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
         assert_eq!(code, 0, "{err}");
         assert!(out.contains("host") && out.contains("idle"), "{out}");
         assert!(daemon.stop());
-        vm.wait_for("all its memory", MINUTE, |vm| (vm.balloon().unwrap() == RAM).then_some(()))
-            .unwrap();
+        wait_size(&vm, RAM);
         assert_eq!(state_file(dir.path())["vms"], json!([]), "nothing is owed any more");
         check_record(dir.path());
     }
@@ -173,7 +166,7 @@ fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
         let at = Instant::now();
         daemon
             .wait_for("gift", MINUTE, |s| {
-                let v = vm_state(s, "dis");
+                let v = of(s, "dis");
                 (bytes(v, "actual") > 400 << 20 || bytes(v, "target") > 400 << 20).then_some(())
             })
             .unwrap();
@@ -217,7 +210,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(48));
     let given = daemon
         .wait_for("gift", MINUTE, |s| {
-            let size = bytes(vm_state(s, "needs"), "actual");
+            let size = bytes(of(s, "needs"), "actual");
             (size >= 360 << 20).then_some(size)
         })
         .unwrap();
@@ -245,15 +238,13 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let slow = json!({ "max-bandwidth": 64 << 10 });
     vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
     vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
-    let moves = |s: &Value| (vm_state(s, "moves")["run"] == "migrating").then_some(());
+    let moves = |s: &Value| (of(s, "moves")["run"] == "migrating").then_some(());
     daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
     daemon.reclaim_vm("moves").unwrap();
     let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
     vm.tool().start("burst", "cycle", args).unwrap();
     daemon
-        .wait_for("gift", MINUTE, |s| {
-            (bytes(vm_state(s, "moves"), "actual") >= 360 << 20).then_some(())
-        })
+        .wait_for("gift", MINUTE, |s| (bytes(of(s, "moves"), "actual") >= 360 << 20).then_some(()))
         .unwrap();
     assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
     assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
@@ -293,8 +284,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     let again = daemon.vm("own").unwrap();
     assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
     assert!(daemon.stop());
-    vm.wait_for("all its memory", MINUTE, |vm| (vm.balloon().unwrap() == RAM).then_some(()))
-        .unwrap();
+    wait_size(&vm, RAM);
     let end = vm.tool().stop("v").unwrap();
     assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{end:?}");
     check_record(dir.path());
@@ -369,18 +359,14 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["stop1", "stop2"], "").unwrap();
-    let link =
-        |s: &Value, name: &str| vm_state(s, name)["link"]["state"].as_str().map(String::from);
+    let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);
     let wait_link = |state: &str| {
         daemon
             .wait_for(state, MINUTE, |s| (link(s, "stop1").as_deref() == Some(state)).then_some(()))
             .unwrap();
     };
     wait_link("up");
-    let signal = |signal| {
-        kill_process(Pid::from_raw(vms[0].pid() as i32).unwrap(), signal).unwrap();
-    };
-    signal(Signal::STOP);
+    signal(vms[0].pid(), Signal::STOP);
     wait_link("slow");
     let state = daemon.get("/v1/state").unwrap();
     assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
@@ -390,7 +376,7 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
         daemon.get("/v1/state").unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
         "a hung QEMU must not hold the tick"
     );
-    signal(Signal::CONT);
+    signal(vms[0].pid(), Signal::CONT);
     wait_link("up");
     assert!(daemon.stop());
     check_record(dir.path());
@@ -413,7 +399,7 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
         }
         vm.wait_ready().unwrap();
         let given = |s: &Value| {
-            let v = vm_state(s, "boot");
+            let v = of(s, "boot");
             (bytes(v, "actual") == RAM.0).then_some(())
         };
         daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
@@ -439,7 +425,7 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
     let daemon = Daemon::start(dir.path(), &["taken"], "").unwrap();
     let why = daemon
         .wait_for("taken socket", MINUTE, |s| {
-            let link = &vm_state(s, "taken")["link"];
+            let link = &of(s, "taken")["link"];
             (link["state"] == "taken").then(|| link["why"].to_string())
         })
         .unwrap();
@@ -450,9 +436,7 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
     assert!(out.contains("second -qmp"), "{out}");
     drop(holder);
     daemon
-        .wait_for("the socket", MINUTE, |s| {
-            (vm_state(s, "taken")["link"]["state"] == "up").then_some(())
-        })
+        .wait_for("the socket", MINUTE, |s| (of(s, "taken")["link"]["state"] == "up").then_some(()))
         .unwrap();
     assert!(daemon.stop());
 }
@@ -463,7 +447,7 @@ fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
     let vm = start_holding("want", Kernel::V6_1, &arena);
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["want"], "").unwrap();
-    daemon.wait_for("statistics", MINUTE, |s| vm_state(s, "want")["available"].as_u64()).unwrap();
+    daemon.wait_for("statistics", MINUTE, |s| of(s, "want")["available"].as_u64()).unwrap();
     let held = vm.resident();
     let config = daemon.config();
     let config = config.to_str().unwrap();
@@ -495,7 +479,7 @@ fn vm_a_dry_run_changes_nothing() {
     let daemon = Daemon::start_with(dir.path(), &["dry"], SHORT, &["--dry-run"]).unwrap();
     daemon
         .wait_for("a decision", MINUTE, |s| {
-            vm_state(s, "dry")["verdict"].as_str()?.contains("dry run").then_some(())
+            of(s, "dry")["verdict"].as_str()?.contains("dry run").then_some(())
         })
         .unwrap();
     assert_eq!(vm.balloon().unwrap(), RAM);

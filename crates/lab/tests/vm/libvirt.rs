@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::NAMESPACE;
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
+
+use crate::signal;
 
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -74,19 +76,15 @@ fn asks_for_statistics(libvirtd: &Libvirtd, name: &str) -> bool {
     libvirtd.virsh(&["dumpxml", name]).unwrap().contains("<stats period=")
 }
 
-fn signal(pid: u32, signal: Signal) {
-    kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
-}
-
 #[test]
 fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let domain = boot(&libvirtd, "tame");
     libvirtd.boot("rigid", RAM, "<memballoon model='none'/>", "").unwrap();
     let dir = tempfile::tempdir().unwrap();
-    libvirtd.start_paused("theirs", Bytes::mib(64), BALLOON).unwrap();
-    let theirs = "[vm.theirs]\nmanage = false\n";
+    libvirtd.start_paused("alien", Bytes::mib(64), BALLOON).unwrap();
+    let theirs = "[vm.alien]\nmanage = false\n";
     let daemon = start_with(&libvirtd, dir.path(), &["tame", "rigid"], theirs);
     wait_up(&daemon, "tame");
     let vm = daemon.vm("tame").unwrap();
@@ -97,9 +95,9 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     assert!(size(&libvirtd, "tame") <= Bytes::mib(300));
     assert!(asks_for_statistics(&libvirtd, "tame"));
-    let theirs = daemon.vm("theirs").unwrap();
+    let theirs = daemon.vm("alien").unwrap();
     assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
-    assert!(!asks_for_statistics(&libvirtd, "theirs"), "nothing is set there");
+    assert!(!asks_for_statistics(&libvirtd, "alien"), "nothing is set there");
     assert!(daemon.stop());
     wait_size(&libvirtd, "tame", |b| b == RAM);
     assert!(!asks_for_statistics(&libvirtd, "tame"), "the interval is as it was");
@@ -120,7 +118,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
 
 #[test]
 fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
     let dir = tempfile::tempdir().unwrap();
@@ -163,7 +161,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
 
 #[test]
 fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let (_domain, _dir, daemon) = watched(&libvirtd, "owed");
     daemon.squeeze("owed", Bytes::mib(300)).unwrap();
@@ -177,7 +175,7 @@ fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
 
 #[test]
 fn vm_what_virsh_does_meanwhile_is_respected() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let (domain, _dir, daemon) = watched(&libvirtd, "busy");
     let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
@@ -232,7 +230,7 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
 /// not run so many. The test prints the daemon's processor time, and fails only if it is very high.
 #[test]
 fn vm_many_domains_of_libvirt_cost_little() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let set = std::env::var("EBB_DOMAINS").ok().and_then(|v| v.parse().ok());
     let libvirtd = Libvirtd::start().unwrap();
     let names: Vec<String> = (0..set.unwrap_or(50)).map(|i| format!("many-{i}")).collect();
@@ -267,7 +265,7 @@ fn vm_many_domains_of_libvirt_cost_little() {
 #[test]
 fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     const SMALL: Bytes = Bytes::mib(256);
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let more = format!(
         "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='160MiB' max='240MiB' weight='2' \
@@ -284,9 +282,9 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
         arg("-qmp"),
         arg(&format!("unix:{},server=on,wait=off", qmp.display()))
     );
-    let _own = libvirtd.boot("own", SMALL, BALLOON, &more).unwrap();
+    let _own = libvirtd.boot("direct", SMALL, BALLOON, &more).unwrap();
     // The section of the host's file wins for its key.
-    let config = "[vm.meta]\nweight = 3\n[vm.own]\n";
+    let config = "[vm.meta]\nweight = 3\n[vm.direct]\n";
     let daemon = start_with(&libvirtd, dir.path(), &[], config);
     let set = |xml: &str| {
         let args = ["metadata", "meta", "--uri", NAMESPACE, "--key", "ebb", "--set", xml, "--live"];
@@ -320,17 +318,17 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     assert!(text.contains("metadata  min 160 MiB, max 240 MiB, group acme"), "{text}");
     assert!(says(&["status"]).contains("meta: set in its libvirt metadata: min 160 MiB"));
 
-    wait_up(&daemon, "own");
+    wait_up(&daemon, "direct");
     let all = |s: &Value| {
-        let floor = of(s, "own")?["floor"].as_u64()?;
+        let floor = of(s, "direct")?["floor"].as_u64()?;
         (floor == Bytes::mib(150).0).then_some(())
     };
     daemon.wait_for("the floor of one with a socket", PATIENCE, all).unwrap();
-    assert!(!asks_for_statistics(&libvirtd, "own"), "not through libvirt");
-    let args = ["metadata", "own", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
+    assert!(!asks_for_statistics(&libvirtd, "direct"), "not through libvirt");
+    let args = ["metadata", "direct", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
     libvirtd.virsh(&[&args[..], &["<memory manage='no'/>"]].concat()).unwrap();
     let alone = |s: &Value| {
-        let why = of(s, "own")?["link"]["why"].as_str()?;
+        let why = of(s, "direct")?["link"]["why"].as_str()?;
         why.contains("not managed").then_some(())
     };
     daemon.wait_for("one with a socket to be left alone", PATIENCE, alone).unwrap();

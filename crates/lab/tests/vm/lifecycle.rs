@@ -28,24 +28,20 @@ use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{Agent, AgentError};
 use ebb_host::qmp;
-use ebb_lab::agent_requests::{self, Requests as _};
-use ebb_lab::arena::Arena;
+use ebb_lab::agent_requests::Requests as _;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, attachment, seconds, set, unique};
+
 const SOON: Duration = Duration::from_secs(10);
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    Arena::beside().unwrap()
-}
-
-/// How long guests are stressed; 20 s where nobody says.
-fn seconds() -> u64 {
-    std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok()).unwrap_or(20)
+    Arena::beside(Beside::Tests).unwrap()
 }
 
 /// All of them in long runs, else the newer one.
@@ -70,7 +66,7 @@ impl Guest {
     /// QEMU's translator survives only so.
     fn config(kernel: Kernel, dir: &Path) -> (VmConfig, PathBuf) {
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
-        let mut config = VmConfig::new(format!("life-{kernel}"), Bytes::mib(512));
+        let mut config = VmConfig::new(unique("life"), Bytes::mib(512));
         config.kernel = kernel;
         let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
         (config, socket)
@@ -271,22 +267,12 @@ fn attached(vm: &Vm, socket: &Path) -> Agent {
 
 /// The same with the firmware that starts the guest.
 fn attached_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Agent {
-    let until = Instant::now() + MINUTE;
-    // On a busy machine QEMU may greet late.
-    let mut qmp = loop {
-        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
-            Err(qmp::QmpError::Taken(..)) if Instant::now() < until => {}
-            connected => break connected.unwrap(),
-        }
-    };
-    let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
+    let attachment = Attach { firmware, ..attachment(vm) };
     let until = Instant::now() + SOON;
     loop {
         // The agent lets one daemon in, and sees a moment later that one has gone.
         let mut agent = Agent::connect(socket).unwrap();
-        let attach =
-            Attach { segments: segments.clone(), running: true, firmware, ..Attach::default() };
-        match agent.attach(attach, None, SOON) {
+        match agent.attach(attachment.clone(), None, SOON) {
             Ok(()) => return agent,
             Err(e) if Instant::now() > until => panic!("{e}"),
             Err(_) => sleep(Duration::from_millis(20)),

@@ -2,15 +2,15 @@
 //! not.
 
 use std::fs;
-use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::vm::Vm;
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, of, replays, stock};
+
 const RAM: Bytes = Bytes::mib(512);
 /// What each guest touches and frees.
 const HELD: &str = "size=268435456";
@@ -18,24 +18,19 @@ const HELD: &str = "size=268435456";
 const LIMIT: Bytes = Bytes::gib(1);
 const SHORT: &str = "reserve = \"420MiB\"";
 
-fn vm_state<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
-}
-
 fn actual(state: &Value, name: &str) -> Bytes {
-    Bytes(vm_state(state, name)["actual"].as_u64().unwrap_or(0))
+    Bytes(of(state, name)["actual"].as_u64().unwrap_or(0))
 }
 
 #[test]
 fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
-    let all = ArenaConfig { budget: Some(Bytes::gib(64)), beside: true, ..Default::default() };
+    let all =
+        ArenaConfig { budget: Some(Bytes::gib(64)), beside: Beside::AnyTest, ..Default::default() };
     let arena = Arena::enter(&all).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", LIMIT).unwrap();
     let beside = arena.cgroup().unwrap().child("beside", Bytes::gib(32)).unwrap();
     let start = |name: &str, dir: std::path::PathBuf| {
-        let mut config = VmConfig::new(name, RAM);
-        config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+        let mut config = stock(name, RAM);
         config.cgroup = Some(dir);
         let vm = Vm::start(&config).unwrap();
         vm.tool().start_ready("h", "hold", HELD, MINUTE).unwrap();
@@ -94,7 +89,5 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     assert!(daemon.stop());
     let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
     assert!(!record.contains("\"name\":\"lim3\",\"from\""), "an order to the one beside");
-    let file = dir.path().join("record.jsonl");
-    let (code, out, err) = ebb::run(&["replay", file.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    replays(dir.path());
 }

@@ -7,14 +7,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::MINUTE;
+
 const NOBODY: u32 = 65534;
 const SCHED_BATCH: i32 = 3;
 /// What libvirt gives a QEMU that can.
@@ -24,7 +25,8 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// path, and one for the socket, in a directory that all may use), and recycles.
 fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let budget = Some(Bytes::gib(2));
-    let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
+    let beside = Beside::KsmIsMine;
+    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");

@@ -1,6 +1,7 @@
 //! Merging on real VMs: the report against every page read one by one; and the daemon
 //! that merges, lets go of a guest that writes, and puts back what it changed. What
-//! guests hold is what they wrote. KSM is the whole machine's: the arena holds it.
+//! guests hold is what they wrote. KSM is the whole machine's: the arena holds it, and only
+//! guests beside that KSM does not look at.
 
 mod huge;
 mod orders;
@@ -15,17 +16,15 @@ use std::time::Duration;
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Attach;
-use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::hashes::Ask;
 use ebb_host::act::vm_mergeable::{Marks, marks};
 use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
-use ebb_host::qmp;
 use ebb_host::root::Root;
 use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
-use ebb_lab::agent_requests::{self, Requests as _};
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::agent_requests::Requests as _;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{Daemon, run};
 use ebb_lab::ground_truth::Truth;
 use ebb_lab::guest_stack;
@@ -33,13 +32,14 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, attachment};
+
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
 
 /// The machine with KSM set as an operator might have it, at a snail's pace.
 fn held() -> Arena {
-    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let arena = Arena::beside(Beside::KsmIsMine).unwrap();
     for (knob, value) in KNOBS.iter().zip(["1", "7", "5000", "1", "0"]) {
         arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
     }
@@ -109,7 +109,7 @@ fn everything(report: &Value) -> Bytes {
 
 #[test]
 fn vm_a_report_says_what_every_page_read_one_by_one_says() {
-    let _arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let _arena = Arena::beside(Beside::Tests).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1), ("mg3", Kernel::V6_12)], None);
     let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
@@ -304,14 +304,9 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
     let key = random_key().unwrap();
     for vm in vms {
         let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
-        let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE).unwrap();
-        let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
-        let attach = Attach {
-            segments: segments.clone(),
-            keep_open: true,
-            firmware: Firmware::Seabios,
-            ..Attach::default()
-        };
+        let attachment = attachment(vm);
+        let segments = attachment.segments.clone();
+        let attach = Attach { running: false, keep_open: true, ..attachment };
         agent.attach(attach, None, MINUTE).unwrap();
         let link = agent.hashes(&segments, MINUTE).unwrap();
         let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();

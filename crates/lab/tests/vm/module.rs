@@ -20,13 +20,14 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest::{ToolError, escape};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig, VmError};
 use ebb_lab::{guest_stack, in_pairs};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, seconds};
+
 const RUNNING: u64 = 2;
 const STOPPED: u64 = 4;
 
@@ -38,7 +39,7 @@ const STUCK: u32 = 1 << 13;
 const VENDOR: u32 = 1 << 14;
 const HELD: u32 = 1 << 15;
 
-const STRESS: &str = include_str!("stress.sh");
+const STRESS: &str = include_str!("module/stress.sh");
 
 /// A guest with the module at /tmp/ebb.ko.
 struct Guest {
@@ -131,11 +132,7 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    Arena::beside().unwrap()
-}
-
-fn seconds() -> u64 {
-    std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok()).unwrap_or(20)
+    Arena::beside(Beside::Tests).unwrap()
 }
 
 /// `make soak`: every form, on both kernels.

@@ -9,19 +9,19 @@ use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
-use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
-use ebb_lab::vm::{Vm, VmConfig};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
+use ebb_lab::vm::Vm;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, stock};
 
 #[test]
 fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 100 };
-    let _arena =
-        Arena::enter(&ArenaConfig { swap: Some(swap), beside: true, ..ArenaConfig::default() })
-            .unwrap();
-    let vm = Vm::start(&VmConfig::new("cold", Bytes::mib(256))).unwrap();
-    vm.tool().start("v", "verify", "size=67108864 seconds=15 seed=7").unwrap();
+    let config =
+        ArenaConfig { swap: Some(swap), beside: Beside::AnyTest, ..ArenaConfig::default() };
+    let _arena = Arena::enter(&config).unwrap();
+    let vm = Vm::start(&stock("cold", Bytes::mib(256))).unwrap();
+    vm.tool().start("v", "verify", "size=67108864 seconds=100000 seed=7").unwrap();
 
     let root = Root::default();
     let start = read_stat(&root, vm.pid()).unwrap().unwrap().start;
@@ -57,6 +57,6 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     // A piece more than was ordered may go; the guest reads back what it touches.
     assert!(said.paged_out >= Bytes::mib(16) && said.paged_out <= Bytes::mib(80), "{said:?}");
     assert!(after.swap > before.swap, "{after:?}");
-    let end = vm.tool().wait_end("v", MINUTE).unwrap();
+    let end = vm.tool().finish("v", MINUTE).unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
 }

@@ -8,31 +8,27 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use rustix::process::{Pid, Signal, kill_process};
+use ebb_lab::vm::{Balloon, Vm};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, signal, stock, wait_size};
+
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
 /// Ticks in which anything that is wrong would have been ordered.
-const TICKS: u64 = 10;
+const TICKS: u64 = 6;
 
 fn start(name: &str, deflate_on_oom: bool) -> (Arena, Vm) {
-    (Arena::beside().unwrap(), boot(name, deflate_on_oom))
+    (Arena::beside(Beside::AnyTest).unwrap(), boot(name, deflate_on_oom))
 }
 
 fn boot(name: &str, deflate_on_oom: bool) -> Vm {
-    let mut config = VmConfig::new(name, RAM);
+    let mut config = stock(name, RAM);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom });
     Vm::start(&config).unwrap()
-}
-
-fn is(vm: &Vm, size: Bytes) {
-    let there = |vm: &Vm| (vm.balloon().unwrap().abs_diff(size) <= Bytes::mib(1)).then_some(());
-    vm.wait_for(&format!("its balloon to leave {size}"), MINUTE, there).unwrap();
 }
 
 fn ticks(daemon: &Daemon, more: u64) {
@@ -51,12 +47,12 @@ fn owed(dir: &Path) -> Vec<String> {
 
 #[test]
 fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let names = ["theirs", "helps-itself"];
     let vms = names.map(|name| boot(name, name == "helps-itself"));
     for vm in &vms {
         vm.set_balloon(Bytes::mib(200)).unwrap();
-        is(vm, Bytes::mib(200));
+        wait_size(vm, Bytes::mib(200));
     }
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
@@ -67,14 +63,14 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
     for size in [RAM, Bytes::mib(200), Bytes::mib(400)] {
         for vm in &vms {
             vm.set_balloon(size).unwrap();
-            is(vm, size);
+            wait_size(vm, size);
         }
         ticks(&daemon, TICKS);
         for (name, vm) in names.iter().zip(&vms) {
             let vm_state = daemon.vm(name).unwrap();
             let verdict = vm_state["verdict"].as_str().unwrap();
             assert!(verdict.contains("was set, not by Ebb"), "{size}: {vm_state}");
-            is(vm, size);
+            wait_size(vm, size);
         }
     }
     let decisions = daemon.get("/v1/decisions").unwrap();
@@ -82,7 +78,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
     assert!(owed(dir.path()).is_empty());
     assert!(daemon.stop());
     for vm in &vms {
-        is(vm, Bytes::mib(400));
+        wait_size(vm, Bytes::mib(400));
     }
 }
 
@@ -93,16 +89,15 @@ fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
     let daemon = Daemon::start(dir.path(), &["hangs"], "").unwrap();
     daemon.squeeze("hangs", SQUEEZED).unwrap();
     let config = daemon.config();
-    let signal = |s| kill_process(Pid::from_raw(vm.pid() as i32).unwrap(), s).unwrap();
-    signal(Signal::STOP);
+    signal(vm.pid(), Signal::STOP);
     let slow = |s: &Value| (s["vms"][0]["link"]["state"] == "slow").then_some(());
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
     assert_eq!(daemon.stop_code(), Some(2), "something is left");
     assert_eq!(owed(dir.path()), ["hangs"]);
-    signal(Signal::CONT);
+    signal(vm.pid(), Signal::CONT);
     let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
     assert_eq!(code, 0, "{out}{err}");
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
     assert!(owed(dir.path()).is_empty());
 }
 
@@ -116,7 +111,7 @@ fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
     assert_eq!(daemon.stop_code(), Some(2), "a guest that does not run follows no order");
     assert_eq!(owed(dir.path()), ["sleeps"]);
     vm.resume().unwrap();
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
     let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
     ticks(&daemon, 2);
     assert_eq!(daemon.stop_code(), Some(0));
@@ -161,10 +156,10 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
     // What is not managed any more has its memory returned.
     write("[vm.reload]\nmanage = false\n");
     daemon.reload();
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
     daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
     assert!(daemon.stop());
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
 }
 
 /// Where it goes there may be no Ebb that knows what it is owed.
@@ -176,7 +171,7 @@ fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
     daemon.squeeze("goes", SQUEEZED).unwrap();
     vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 64 << 10 }))).unwrap();
     vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
     assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
     vm.qmp("migrate_cancel", None).unwrap();
     assert!(daemon.stop());
@@ -206,7 +201,7 @@ fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
     daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
     assert!(daemon.stop());
 
-    let mut config = VmConfig::new("restored", RAM);
+    let mut config = stock("restored", RAM);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
     config.args = vec!["-incoming".into(), format!("exec:cat {}", file.display())];
     let vm = Vm::spawn(&config).unwrap();
@@ -216,5 +211,5 @@ fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
     };
     vm.wait_for("the restored VM", MINUTE, loaded).unwrap();
     vm.resume().unwrap();
-    is(&vm, RAM);
+    wait_size(&vm, RAM);
 }

@@ -1,22 +1,20 @@
 //! What a balloon takes in pieces out of huge pages is the host's, by its own counters.
 
-use std::time::Duration;
-
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{Daemon, run};
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, replays, stock};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     let budget = Some(Bytes::gib(3));
-    let arena =
-        Arena::enter(&ArenaConfig { budget, beside: true, ..ArenaConfig::default() }).unwrap();
+    let beside = Beside::AnyTest;
+    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
     let cgroup = arena.cgroup().unwrap();
-    let mut config = VmConfig::new("partial_thp", Bytes::mib(640));
+    let mut config = stock("partial_thp", Bytes::mib(640));
     config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
     config.cgroup = Some(cgroup.dir.clone());
     let vm = Vm::start(&config).unwrap();
@@ -59,7 +57,5 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
             .contains("ebb_vm_partial_thp_freed_bytes_total{vm=\"partial_thp\"}")
     );
     assert!(daemon.stop());
-    let record = dir.path().join("record.jsonl");
-    let (code, out, err) = run(&["replay", record.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    replays(dir.path());
 }

@@ -11,15 +11,16 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::vm::{Backing, Vm, VmConfig};
+use ebb_lab::vm::{Backing, Vm};
 use serde_json::{Value, json};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, stock, unique};
+
 /// Here some process, init of this machine perhaps, may not let anybody see what it maps.
 const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";
 /// What the disk holds.
@@ -79,9 +80,9 @@ impl Drop for Backend {
 
 /// A guest of shared memory with module and agent.
 fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
-    let arena = Arena::beside().unwrap();
+    let arena = Arena::beside(Beside::AnyTest).unwrap();
     let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
-    let mut config = VmConfig::new("plug", Bytes::mib(512));
+    let mut config = stock(&unique("plug"), Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
     let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
     let vm = Vm::start(&config).unwrap();
@@ -103,7 +104,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (_arena, vm, _) = boot(dir.path());
     let backend = Backend::start(dir.path());
-    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
     // All that is free, at once, again and again, while the device comes.
@@ -125,7 +126,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
     assert_eq!(wrong, 0);
     let end = vm.tool().stop("v").unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
-    let why = daemon.vm("plug").unwrap()["agent"]["why"].to_string();
+    let why = daemon.vm(vm.name()).unwrap()["agent"]["why"].to_string();
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
     vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
@@ -160,7 +161,7 @@ impl Drop for Node {
 fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
     let dir = tempfile::tempdir().unwrap();
     let (_arena, vm, _) = boot(dir.path());
-    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
     let address = |gpa: u64| {
@@ -202,14 +203,14 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
 fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     let dir = tempfile::tempdir().unwrap();
     let (_arena, vm, socket) = boot(dir.path());
-    let daemon = Daemon::start(dir.path(), &["plug"], PRIVATE).unwrap();
+    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     let config = daemon.config();
     let run = |words: &[&str]| {
         let all = [words, &["--config", config.to_str().unwrap()]].concat();
         ebb::run(&all).unwrap()
     };
-    let (code, out, err) = run(&["hands-off", "plug", "--for", "5min"]);
+    let (code, out, err) = run(&["hands-off", vm.name(), "--for", "5min"]);
     assert_eq!(code, 0, "{out}{err}");
     // The agent is free: it would serve another daemon now, and guards nothing.
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
@@ -219,7 +220,7 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     drop(other);
     daemon.reclaim().unwrap();
     std::thread::sleep(Duration::from_secs(2));
-    let shown = daemon.vm("plug").unwrap();
+    let shown = daemon.vm(vm.name()).unwrap();
     assert_eq!(shown["hands_off"]["done"], true, "{shown}");
     assert!(shown["standing"].to_string().contains("hands off"), "{shown}");
     // It holds for a daemon that is killed in between.
@@ -227,7 +228,7 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
     let held = |s: &Value| (s["vms"][0]["hands_off"]["done"] == true).then_some(());
     daemon.wait_for("hands off", MINUTE, held).unwrap();
-    let (code, out, err) = run(&["hands-on", "plug"]);
+    let (code, out, err) = run(&["hands-on", vm.name()]);
     assert_eq!(code, 0, "{out}{err}");
     daemon.wait_for_tier("guest").unwrap();
     let (code, _, err) = run(&["hands-off", "nobody"]);

@@ -8,17 +8,16 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
+use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
-use ebb_host::qmp;
-use ebb_lab::agent_requests::{self, Requests as _};
-use ebb_lab::arena::{Arena, ArenaConfig, MemoryCgroup};
+use ebb_lab::agent_requests::Requests as _;
+use ebb_lab::arena::{Arena, ArenaConfig, Beside, MemoryCgroup};
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 use ebb_lab::{guest_stack, in_pairs};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, attachment, seconds, set};
+
 const SOON: Duration = Duration::from_secs(10);
 
 /// Loops until /tmp/go is gone: what moves pages about, besides `verify`.
@@ -95,13 +94,10 @@ impl Guest {
 
     /// Hands RAM over, as the daemon does.
     fn attach(&mut self) {
-        let mut qmp = qmp::Client::connect(self.vm.qmp_path(), MINUTE).unwrap();
-        let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
-        let total: u64 = segments.iter().map(|s| s.size).sum();
-        assert_eq!(Bytes(total), self.vm.memory(), "{segments:?}");
-        let attach =
-            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() };
-        self.agent.attach(attach, None, SOON).unwrap();
+        let attachment = attachment(&self.vm);
+        let total: u64 = attachment.segments.iter().map(|s| s.size).sum();
+        assert_eq!(Bytes(total), self.vm.memory(), "{attachment:?}");
+        self.agent.attach(attachment, None, SOON).unwrap();
     }
 
     fn ready(&mut self) {
@@ -187,14 +183,8 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    let config =
-        ArenaConfig { budget: Some(Bytes::gib(4)), beside: true, ..ArenaConfig::default() };
-    Arena::enter(&config).unwrap()
-}
-
-fn seconds() -> Duration {
-    let set = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
-    Duration::from_secs(set.unwrap_or(20))
+    let budget = Some(Bytes::gib(4));
+    Arena::enter(&ArenaConfig { budget, beside: Beside::Tests, ..Default::default() }).unwrap()
 }
 
 #[test]
@@ -262,7 +252,11 @@ fn vm_nothing_is_lost_under_stress() {
             guest.attach();
             guest.ready();
             println!("{kernel} {backing:?}:");
-            assert_eq!(contest(&mut guest, seconds(), false), 0, "{kernel} {backing:?}");
+            assert_eq!(
+                contest(&mut guest, Duration::from_secs(seconds()), false),
+                0,
+                "{kernel} {backing:?}"
+            );
             let said = guest.sh("dmesg | grep -E 'BUG|WARNING|Oops|ebb: ' | tail -n 3");
             assert!(!said.contains("false"), "{said}");
         }
@@ -293,7 +287,7 @@ fn vm_without_protection_or_rereading_pages_are_lost() {
 #[test]
 fn vm_resets_during_recycling_lose_nothing() {
     let arena = held();
-    let rounds = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
+    let rounds = set("EBB_RESETS").unwrap_or(3);
     in_pairs(&Kernel::ALL, |&kernel| {
         let mut guest = Guest::boot(&arena, kernel, Backing::Anonymous, "");
         guest.attach();
@@ -322,7 +316,7 @@ fn vm_resets_during_recycling_lose_nothing() {
             let status = guest.agent.status(false, SOON).unwrap();
             println!("{kernel} round {round}: refused after {refused:?}: {status:?}");
             assert!(refused.is_some() && status.counters.trips >= trips, "{status:?}");
-            let v = "size=300000000 seconds=5 threads=2";
+            let v = "size=300000000 seconds=2 threads=2";
             guest.vm.tool().start("w", "verify", v).unwrap();
             let end = guest.vm.tool().wait_end("w", MINUTE).unwrap();
             assert_eq!(end.u64("errors"), 0, "{end:?}");

@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::qmp_balloon::{self, INTERVAL};
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use rustix::process::{Pid, Signal, kill_process};
+use ebb_lab::vm::Vm;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, of, signal, stock};
+
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
 const BALLOON: &str = "/machine/peripheral/balloon0";
@@ -99,15 +100,9 @@ fn show(what: &str, waits: &[Duration]) {
 }
 
 fn start(name: &str, id: u32) -> Vm {
-    let mut config = VmConfig::new(name, RAM);
-    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+    let mut config = stock(name, RAM);
     config.proxmox = Some(id);
     Vm::start(&config).unwrap()
-}
-
-fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
 }
 
 fn is(vm: &Vm, what: &str, is: impl Fn(Bytes) -> bool) {
@@ -130,7 +125,7 @@ fn wait_up(daemon: &Daemon, name: &str) {
 /// Taking, giving, a stop, a crash and a reset, while the manager asks.
 #[test]
 fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fails() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let mut vm = start("vm100", 100);
     // As somebody else has set it.
     let slow = qmp_balloon::set(BALLOON, INTERVAL, json!(7));
@@ -188,15 +183,14 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
 /// finds the other, and what the VM is owed outlives the daemon.
 #[test]
 fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_stays_owed() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let vm = start("vm101", 101);
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["vm101"], "").unwrap();
     wait_up(&daemon, "vm101");
     daemon.squeeze("vm101", SQUEEZED).unwrap();
     let config = daemon.config();
-    let signal = |s| kill_process(Pid::from_raw(vm.pid().cast_signed()).unwrap(), s).unwrap();
-    signal(Signal::STOP);
+    signal(vm.pid(), Signal::STOP);
     let slow = |s: &Value| (of(s, "vm101")["link"]["state"] == "slow").then_some(());
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
     std::thread::sleep(Duration::from_secs(3));
@@ -206,7 +200,7 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     let waiting = |l: &&str| l.ends_with(&path) && l.split_ascii_whitespace().nth(5) == Some("02");
     assert_eq!(all.lines().filter(waiting).count(), 1, "{all}");
     assert_eq!(daemon.stop_code(), Some(2), "something is left");
-    signal(Signal::CONT);
+    signal(vm.pid(), Signal::CONT);
     ask(&vm.qmp_path(), "query-status", None).unwrap();
     let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
     assert_eq!(code, 0, "{out}{err}");

@@ -12,12 +12,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::arena::{self, Arena, ArenaConfig, Beside, Places, SwapConfig, SwapKind};
 use ebb_lab::image::Kernel;
 use ebb_lab::sampler::Sampler;
 use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::MINUTE;
+
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
 
 fn config(name: &str, kernel: Kernel) -> VmConfig {
@@ -29,7 +30,7 @@ fn config(name: &str, kernel: Kernel) -> VmConfig {
 
 /// The machine, for tests that measure or that start several VMs.
 fn held() -> Arena {
-    Arena::beside().unwrap()
+    Arena::beside(Beside::Tests).unwrap()
 }
 
 #[test]
@@ -40,7 +41,7 @@ fn vm_both_kernels_boot_and_keep_their_memory() {
         let ping = vm.request("ping", MINUTE).unwrap();
         assert_eq!(ping.str("kernel"), vm.release());
         let tool = vm.tool();
-        tool.start("v", "verify", "size=100000000 seconds=4 threads=2").unwrap();
+        tool.start("v", "verify", "size=100000000 seconds=2 threads=2").unwrap();
         let end = tool.wait_end("v", MINUTE).unwrap();
         assert_eq!(end.u64("errors"), 0, "{end:?}");
         assert!(end.u64("checks") > 1000, "{end:?}");
@@ -300,7 +301,7 @@ fn vm_arena_is_restored_after_sigkill_and_sigterm() {
     }
     let knob = format!("--knob={KSM_SLEEP}=77");
     let args = ["--budget=64MiB", "--swap=32MiB", &knob];
-    let arena = held();
+    let arena = Arena::beside(Beside::Nobody).unwrap();
     let (old, before) = (fs::read_to_string(KSM_SLEEP).unwrap(), swaps());
     drop(arena);
     for signal in [rustix::process::Signal::KILL, rustix::process::Signal::TERM] {
@@ -311,7 +312,7 @@ fn vm_arena_is_restored_after_sigkill_and_sigterm() {
         rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
         child.wait().unwrap();
         // After SIGKILL it is this that restores; and it keeps others away.
-        let _arena = held();
+        let _arena = Arena::beside(Beside::Nobody).unwrap();
         assert_eq!(fs::read_to_string(KSM_SLEEP).unwrap(), old);
         assert_eq!(swaps(), before);
         assert!(!PathBuf::from(&cgroup).exists(), "{cgroup}");
@@ -327,7 +328,7 @@ fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
     }
     let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 5 };
     // Alone: others may have swap of their own.
-    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let arena = Arena::beside(Beside::Nobody).unwrap();
     let before = swaps();
     drop(arena);
     let budget = Some(Bytes::mib(250));
@@ -343,7 +344,7 @@ fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
     let begun = Instant::now();
     drop(arena);
     assert!(begun.elapsed() < MINUTE && !cgroup.dir.exists());
-    let _arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let _arena = Arena::beside(Beside::Nobody).unwrap();
     assert_eq!(swaps(), before);
     assert!(matches!(vm.request("ping", MINUTE), Err(VmError::Lost { .. })));
 }

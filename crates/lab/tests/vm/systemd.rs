@@ -5,19 +5,19 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
 
 use ebb_core::units::Bytes;
 use ebb_host::daemon_client;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::systemd::Systemd;
-use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
+use ebb_lab::vm::{Accel, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, stock};
+
 const RAM: Bytes = Bytes::mib(512);
 /// What is left to a guest whose idle memory was taken, at most.
 const SQUEEZED: Bytes = Bytes::mib(448);
@@ -33,7 +33,7 @@ struct Host {
 impl Host {
     /// With the daemon running, and some of the guest's memory taken.
     fn squeezed() -> Host {
-        let arena = Arena::beside().unwrap();
+        let arena = Arena::beside(Beside::AnyTest).unwrap();
         let systemd = Systemd::start(&arena, "").unwrap();
         let vm = Vm::start(&config("guest", &systemd)).unwrap();
         let host = Host { vm, systemd, _arena: arena };
@@ -94,8 +94,7 @@ impl Host {
 }
 
 fn config(name: &str, systemd: &Systemd) -> VmConfig {
-    let mut config = VmConfig::new(name, RAM);
-    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+    let mut config = stock(name, RAM);
     config.within = systemd.within();
     config.cgroup = Some(systemd.machine_slice().unwrap());
     config
@@ -241,7 +240,7 @@ fn vm_what_a_stop_could_not_give_back_is_given_back_after_it() {
 /// VMs' memory, KSM's settings, priorities, the descriptor that an unprivileged QEMU is handed.
 #[test]
 fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
-    let arena = Arena::enter(&ArenaConfig::default()).unwrap();
+    let arena = Arena::beside(Beside::KsmIsMine).unwrap();
     // The daemon steers it, and it is put back whatever comes.
     arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
     let merge = "[host]\nusers = [\"nobody\"]\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
@@ -252,11 +251,13 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
     let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
     let mut with_agent = config("agent", &systemd);
+    let mut guest = config("guest", &systemd);
+    (with_agent.mergeable, guest.mergeable) = (true, true);
     with_agent.files = vec![("ebb.ko".into(), guest_stack::module(&image, false).unwrap())];
     (with_agent.user, with_agent.accel) = (Some(NOBODY), Some(Accel::Tcg));
     let plugin = format!("file={},socket={}/agent", library.display(), dir.path().display());
     with_agent.args = ["-plugin", &plugin].map(String::from).to_vec();
-    let mut vms = [&with_agent, &config("guest", &systemd)].map(|c| Vm::spawn(c).unwrap());
+    let mut vms = [&with_agent, &guest].map(|c| Vm::spawn(c).unwrap());
     vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
     guest_stack::load(&vms[0]).unwrap();
     systemd.systemctl(&["start", "ebb"]);

@@ -4,16 +4,16 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::demo::write_noise;
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use ebb_lab::vm::Vm;
 use ebb_lab::wall_ms;
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, stock, unique};
 
 struct Place {
     arena: Arena,
@@ -29,14 +29,12 @@ impl Place {
 
     /// The same within a budget, with a disk that is full of noise.
     fn within(kernel: Kernel, budget: Bytes, disk: Option<Bytes>) -> Place {
-        let budget = Some(budget);
-        let arena =
-            Arena::enter(&ArenaConfig { budget, beside: true, ..ArenaConfig::default() }).unwrap();
+        let (budget, beside) = (Some(budget), Beside::AnyTest);
+        let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let image = Image::get(&Cache::from_env(), kernel).unwrap();
-        let mut config = VmConfig::new("tier", Bytes::mib(768));
+        let mut config = stock(&unique("tier"), Bytes::mib(768));
         (config.kernel, config.cpus) = (kernel, 2);
-        config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
         if let Some(size) = disk {
             let path = dir.path().join("disk");
@@ -55,7 +53,7 @@ impl Place {
     }
 
     fn daemon(&self, config: &str) -> Daemon {
-        let daemon = Daemon::start(self.dir.path(), &["tier"], config).unwrap();
+        let daemon = Daemon::start(self.dir.path(), &[self.vm.name()], config).unwrap();
         daemon.wait_for_tier("guest").unwrap();
         daemon
     }
@@ -95,7 +93,7 @@ fn vm_what_a_guest_frees_returns_within_the_period_and_at_once_when_asked_for() 
         let full = place.fill_and_free();
         let config = daemon.config();
         let asked = Instant::now();
-        let args = ["reclaim", "tier", "--json", "--config", config.to_str().unwrap()];
+        let args = ["reclaim", place.vm.name(), "--json", "--config", config.to_str().unwrap()];
         let (code, out, err) = ebb::run(&args).unwrap();
         assert_eq!(code, 0, "{out}{err}");
         let came: Value = serde_json::from_str(&out).unwrap();
@@ -113,14 +111,14 @@ fn vm_what_a_guest_frees_returns_within_the_period_and_at_once_when_asked_for() 
 fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
     let place = Place::boot(Kernel::V6_12);
     let daemon = place.daemon("");
-    place.vm.tool().start("v", "verify", "size=100000000 seconds=20 threads=2").unwrap();
+    place.vm.tool().start("v", "verify", "size=100000000 seconds=100000 threads=2").unwrap();
     // Everything that is free, at once, again and again.
     let began = Instant::now();
-    while began.elapsed() < Duration::from_secs(20) {
+    while began.elapsed() < Duration::from_secs(8) {
         daemon.reclaim().unwrap();
         std::thread::sleep(Duration::from_millis(100));
     }
-    let end = place.vm.tool().wait_end("v", 3 * MINUTE).unwrap();
+    let end = place.vm.tool().finish("v", 3 * MINUTE).unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
     let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64();
     let much = |s: &Value| (recycled(s)? > 100 << 20).then_some(());
@@ -169,12 +167,12 @@ fn vm_reboots_drop_the_map_and_a_new_module_is_found_again() {
     place.vm.reset().unwrap();
     place.vm.wait_ready().unwrap();
     daemon.wait_for("no map", MINUTE, |s| (s["vms"][0]["tier"] != "guest").then_some(())).unwrap();
-    place.vm.tool().start("v", "verify", "size=50000000 seconds=5").unwrap();
+    place.vm.tool().start("v", "verify", "size=50000000 seconds=2").unwrap();
     assert_eq!(place.vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
     guest_stack::load(&place.vm).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     daemon.crash();
-    place.vm.tool().start("w", "verify", "size=50000000 seconds=5").unwrap();
+    place.vm.tool().start("w", "verify", "size=50000000 seconds=2").unwrap();
     assert_eq!(place.vm.tool().wait_end("w", MINUTE).unwrap().u64("errors"), 0);
     let daemon = place.daemon("");
     assert!(daemon.stop());

@@ -4,17 +4,18 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ebb_core::units::{Bytes, PAGE};
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
-use ebb_lab::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
 use ebb_lab::ebb::{Daemon, run};
-use ebb_lab::vm::{Vm, VmConfig};
+use ebb_lab::vm::Vm;
 use serde_json::Value;
 
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::{MINUTE, replays, stock};
+
 const RAM: Bytes = Bytes::mib(384);
 /// Nine of ten clusters of 16 KiB are zeros, and all of it is held.
 const HELD: &str = "size=201326592 pattern=zero share=0.9 cluster=16384 seed=3";
@@ -23,7 +24,7 @@ const HELD: &str = "size=201326592 pattern=zero share=0.9 cluster=16384 seed=3";
 /// [`HELD`], and another writes, frees and checks pages all the time.
 fn boot(names: &[&str], small_pages: bool, arena: &Arena) -> Vec<Vm> {
     let start = |name: &&str| {
-        let mut config = VmConfig::new(*name, RAM);
+        let mut config = stock(name, RAM);
         (config.balloon, config.small_pages) = (None, small_pages);
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
         Vm::spawn(&config).unwrap()
@@ -93,9 +94,7 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
     assert!(metrics.contains(&format!("ebb_vm_zeros_freed_bytes_total{{vm=\"{name}\"}}")));
     assert!(metrics.contains("ebb_host_zeros_came_bytes_total"), "{metrics}");
     assert!(daemon.stop());
-    let record = dir.join("record.jsonl");
-    let (code, out, err) = run(&["replay", record.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    replays(dir);
 }
 
 /// On a short host, by splitting huge pages: no swap is needed.
@@ -103,7 +102,8 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
 fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
     // Less than the VM and its QEMU may come to hold: else nothing would be short.
     let budget = Some(Bytes::mib(440));
-    let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() }).unwrap();
+    let beside = Beside::AnyTest;
+    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
     let vms = boot(&["zeros"], false, &arena);
     let usage = || arena.cgroup().unwrap().usage();
     let (before, huge) = (usage(), in_huge_pages(&vms[0]));
@@ -130,8 +130,8 @@ fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
 #[test]
 fn vm_zeros_in_small_pages_go_on_request_and_nothing_else_does() {
     let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::File, priority: 100 };
-    let config =
-        ArenaConfig { budget: Some(Bytes::gib(3)), swap: Some(swap), ..ArenaConfig::default() };
+    let (budget, swap, beside) = (Some(Bytes::gib(3)), Some(swap), Beside::AnyTest);
+    let config = ArenaConfig { budget, swap, beside, ..Default::default() };
     let arena = Arena::enter(&config).unwrap();
     let vms = boot(&["asked", "stays"], true, &arena);
     assert_eq!(in_huge_pages(&vms[0]), Bytes::ZERO);

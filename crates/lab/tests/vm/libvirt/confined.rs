@@ -1,19 +1,16 @@
 //! Tier guest in a domain as Debian's libvirt starts it: QEMU as `libvirt-qemu`, with a mount
 //! namespace of its own and seccomp's sandbox. AppArmor is not part of it.
 
-use std::time::Duration;
-
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd};
 use serde_json::Value;
 
 use super::{BALLOON, HOG, PATIENCE, RAM, of, start, wait_size};
-
-const MINUTE: Duration = Duration::from_secs(60);
+use crate::MINUTE;
 
 #[test]
 fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start_as(Kind::Confined).unwrap();
     let domain = libvirtd.boot_with_agent("confined", RAM, BALLOON).unwrap();
     let status = std::fs::read_to_string(format!("/proc/{}/status", domain.pid())).unwrap();
@@ -26,7 +23,7 @@ fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(&libvirtd, dir.path(), &["confined"]);
     daemon.wait_for_tier("guest").unwrap();
-    domain.tool().start("v", "verify", "size=104857600 seconds=40 threads=2").unwrap();
+    domain.tool().start("v", "verify", "size=104857600 seconds=100000 threads=2").unwrap();
     domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     domain.tool().stop("hog").unwrap();
     let recycled = |s: &Value| {
@@ -35,8 +32,7 @@ fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     };
     daemon.wait_for("what was freed", PATIENCE, recycled).unwrap();
     daemon.reclaim_vm("confined").unwrap();
-    domain.tool().wait_end("v", PATIENCE).unwrap();
-    let checked = domain.tool().stat("v").unwrap();
+    let checked = domain.tool().finish("v", PATIENCE).unwrap();
     assert_eq!(checked.u64("errors"), 0, "{checked:?}");
     assert!(checked.u64("checks") > 0, "{checked:?}");
     assert!(daemon.stop());

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Kind, Libvirtd};
 use serde_json::Value;
@@ -13,7 +13,7 @@ use super::{PATIENCE, RAM, boot, of, size, wait_size, wait_up};
 
 #[test]
 fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start_as(Kind::Contained).unwrap();
     let _domain = boot(&libvirtd, "pod");
     let dir = tempfile::tempdir().unwrap();

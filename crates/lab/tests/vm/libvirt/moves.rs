@@ -3,7 +3,7 @@
 use std::fs;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::Libvirtd;
 use serde_json::Value;
@@ -40,7 +40,7 @@ fn check_data(libvirtd: &Libvirtd, name: &str) {
 /// libvirt renames only domains that do not run.
 #[test]
 fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let _domain = boot(&libvirtd, "before");
     let dir = tempfile::tempdir().unwrap();
@@ -61,7 +61,7 @@ fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
 
 #[test]
 fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
     let (domain, _dir, daemon) = watched(&libvirtd, "kept");
     domain.tool().start("v", "verify", VERIFY).unwrap();
@@ -79,7 +79,7 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
 
 #[test]
 fn vm_a_domain_that_migrates_has_its_memory_on_the_other_host() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let (from, to) = (Libvirtd::start().unwrap(), Libvirtd::start().unwrap());
     let domain = boot(&from, "mover");
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];

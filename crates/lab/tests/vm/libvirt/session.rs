@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 
 use ebb_core::config::NAMESPACE;
 use ebb_core::units::Bytes;
-use ebb_lab::arena::Arena;
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd, USER};
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ use super::{
 
 #[test]
 fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
-    let _arena = Arena::beside().unwrap();
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start_as(Kind::Session).unwrap();
     let metadata = format!(
         "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='400MiB' manage='no'/></metadata>"

@@ -3,9 +3,9 @@
 //!
 //! Protection and second reading are left out in `vm_recycle`.
 
-use crate::moves::{add_image, job};
-use crate::resets::{Boot, Reset, verify_boot};
-use crate::*;
+use super::moves::{add_image, job};
+use super::resets::{Boot, Reset, verify_boot};
+use super::*;
 
 /// Whether its one vCPU halts with interrupts off: it never runs again.
 fn dead(vm: &Vm) -> bool {

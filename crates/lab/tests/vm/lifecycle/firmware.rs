@@ -5,7 +5,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use crate::*;
+use super::*;
 
 /// QEMU's debugger, over its own protocol (GDB's remote serial protocol).
 struct Debugger {

@@ -4,7 +4,7 @@
 use ebb_core::wire::Command as Order;
 use ebb_lab::ebb::Daemon;
 
-use crate::*;
+use super::*;
 
 #[test]
 fn vm_a_module_that_goes_and_comes_back_loses_nothing() {

@@ -5,8 +5,8 @@
 use ebb_lab::ebb::Daemon;
 use serde_json::Value;
 
-use crate::life::recycled;
-use crate::*;
+use super::life::recycled;
+use super::*;
 
 /// A QEMU that waits for `config`'s guest to arrive.
 fn target(kernel: Kernel, name: &str) -> Guest {

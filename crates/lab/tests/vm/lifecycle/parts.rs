@@ -10,8 +10,8 @@ use ebb_lab::agent_requests;
 use ebb_lab::ebb::Daemon;
 use serde_json::Value;
 
-use crate::moves::{add_image, job};
-use crate::*;
+use super::moves::{add_image, job};
+use super::*;
 
 /// What is checked of the snapshot, most of it in the other part.
 const CHECKED: u64 = 230 << 20;
@@ -101,7 +101,7 @@ fn load(parts: Parts, kernel: Kernel, faults: &str, times: u64) -> Result<(), St
         let gone = guest.vm.wait_for("the other part to be taken", MINUTE, taken).unwrap();
         let trips = recycling.seen().status.counters.trips;
         job(&guest.vm, "snapshot-load", snapshot.clone());
-        crate::faults::checked(&guest, ALL)?;
+        super::faults::checked(&guest, ALL)?;
         assert!(guest.verified() >= saved, "{parts:?} {round}: not the snapshot");
         let tripped = recycling.seen().status.counters.trips - trips;
         println!("{kernel} {parts:?} {round}: {gone} of the other part taken, {tripped} trips");
@@ -118,7 +118,7 @@ fn load(parts: Parts, kernel: Kernel, faults: &str, times: u64) -> Result<(), St
 
 #[test]
 fn vm_a_guest_loaded_into_several_parts_of_ram_loses_nothing() {
-    let _arena = crate::held();
+    let _arena = super::held();
     for kernel in kernels() {
         for parts in [Parts::Nodes(192, 192), Parts::Nodes(256, 128), Parts::Dimm(256, 128)] {
             load(parts, *kernel, "", rounds().min(8)).unwrap();
@@ -130,7 +130,7 @@ fn vm_a_guest_loaded_into_several_parts_of_ram_loses_nothing() {
 /// meets a tripwire, and all of that part that is free by the old map is taken.
 #[test]
 fn vm_without_the_tripwire_a_loaded_part_of_ram_is_taken_apart() {
-    let _arena = crate::held();
+    let _arena = super::held();
     let lost =
         (0..3).find_map(|_| load(Parts::Nodes(160, 224), Kernel::V6_12, "no_beats", 5).err());
     println!("{lost:?}");
@@ -139,7 +139,7 @@ fn vm_without_the_tripwire_a_loaded_part_of_ram_is_taken_apart() {
 
 #[test]
 fn vm_ram_whose_first_part_would_be_loaded_late_is_left_alone() {
-    let _arena = crate::held();
+    let _arena = super::held();
     for (parts, alone) in [(Parts::Nodes(128, 256), true), (Parts::Nodes(192, 192), false)] {
         let guest = parts.boot(Kernel::V6_12, "");
         guest.insmod();

@@ -4,7 +4,7 @@
 
 use ebb_lab::guest::escape;
 
-use crate::*;
+use super::*;
 
 /// How a guest's time ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,7 +164,7 @@ fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
 #[test]
 fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
     let _arena = held();
-    let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
+    let set = set("EBB_RESETS");
     let (resets, each) = (set.unwrap_or(Reset::ALL.len()), if set.is_some() { 3 } else { 1 });
     for kernel in kernels() {
         storm(*kernel, Backing::Anonymous, Firmware::Seabios, resets, each);
@@ -181,7 +181,7 @@ fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
 #[test]
 fn vm_resets_by_the_hundred_hang_no_guest() {
     let _arena = held();
-    let count = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok()).unwrap_or(20);
+    let count = set("EBB_RESETS").unwrap_or(20);
     let next = AtomicUsize::new(0);
     let guest = |number: usize| {
         let kernel = Kernel::ALL[number % Kernel::ALL.len()];
@@ -228,7 +228,7 @@ fn vm_resets_by_the_hundred_hang_no_guest() {
 #[test]
 fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
     let _arena = held();
-    let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
+    let set = set("EBB_RESETS");
     // All kernels at once, where the resets are counted: most of a reset is one vCPU's work.
     let kernels = if set.is_some() { &Kernel::ALL } else { kernels() };
     std::thread::scope(|scope| {
@@ -244,7 +244,7 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
 #[test]
 fn vm_resets_during_recycling_of_uefi_guests_with_s3_lose_nothing() {
     let _arena = held();
-    let set = std::env::var("EBB_RESETS").ok().and_then(|v| v.parse().ok());
+    let set = set("EBB_RESETS");
     for kernel in kernels() {
         storm_of(*kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
     }

@@ -9,7 +9,7 @@ use ebb_vmm::priority::RealTime;
 use ebb_vmm::sys::{Mapping, Range};
 use ebb_vmm::uffd::Uffd;
 
-use crate::*;
+use super::*;
 
 const STRESS: &str = include_str!("stress.sh");
 

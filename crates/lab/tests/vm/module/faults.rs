@@ -1,6 +1,6 @@
 //! Hooks left out on purpose: the audit finds each, the self-test those that it covers.
 
-use crate::*;
+use super::*;
 
 /// What is left out, what is done then, and what the audit (with the module's
 /// counters) must find.

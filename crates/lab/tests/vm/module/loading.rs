@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::*;
+use super::*;
 
 #[test]
 fn vm_the_module_loads_by_insmod_alone_and_leaves_no_trace() {
@@ -140,8 +140,10 @@ fn vm_hooks_that_cannot_be_removed_keep_the_module() {
 
         let guest = Guest::boot(kernel, true, |_| ());
         guest.insmod(&format!("fault={STUCK}"));
-        guest.sh("rmmod ebb >/dev/null 2>&1 </dev/null & sleep 5");
-        assert_eq!((guest.sh(LOADED).trim(), guest.sh(SAID).trim()), ("going", "1"), "{kernel}");
+        guest.sh("rmmod ebb >/dev/null 2>&1 </dev/null &");
+        let said = |_: &Vm| (guest.sh(SAID).trim() == "1").then_some(());
+        guest.vm.wait_for("hooks that stay", MINUTE, said).unwrap();
+        assert_eq!(guest.sh(LOADED).trim(), "going", "{kernel}");
         guest.stress("compact");
         assert_eq!(guest.sh("dmesg | grep -E 'BUG|WARNING|Oops' | head -n 5"), "", "{kernel}");
     });

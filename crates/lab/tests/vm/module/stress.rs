@@ -1,8 +1,8 @@
 //! No bit is false while a kernel does all that moves pages about, nor while its CPUs come
 //! and go.
 
-use crate::faults::wrong;
-use crate::*;
+use super::faults::wrong;
+use super::*;
 
 #[test]
 fn vm_no_false_bit_under_stress() {
@@ -38,7 +38,10 @@ fn stress(kernel: Kernel, arguments: &str) {
     }
     let verify = tool.stat("v").unwrap();
     assert_eq!(verify.u64("errors"), 0, "{verify:?}");
-    let said = guest.sh("rm /tmp/go; cat /tmp/offlined; sleep 5; rm -rf /tmp/s");
+    let said = guest.sh("rm /tmp/go; cat /tmp/offlined");
+    let ended = |_: &Vm| guest.sh("ls /tmp/ended 2>&1").starts_with("/tmp/ended\n").then_some(());
+    guest.vm.wait_for("the stress to end", MINUTE, ended).unwrap();
+    guest.sh("rm -rf /tmp/s");
     tool.stop("v").unwrap();
     let stats = guest.numbers("stats");
     assert_eq!((stats["state"], stats["leaked"]), (RUNNING, 0), "{stats:?}");

@@ -19,7 +19,7 @@ all)
 	( while [ -f /tmp/go ]; do for i in 1 2 3 4 5 6 7 8; do ls -l /bin & done; wait; done ) &
 	( n=0; while [ -f /tmp/go ]; do m=$(movable); echo offline > $m/state && n=$((n+1))
 		echo online_movable > $m/state; echo $n > /tmp/offlined; sleep 0.5; done ) &
-	wait ;;
+	wait; touch /tmp/ended ;;
 huge)	# compaction on behalf of huge pages, which are then held
 	pieces 22000; echo 300 > /proc/sys/vm/nr_hugepages ;;
 compact)

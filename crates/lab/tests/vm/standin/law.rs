@@ -14,7 +14,7 @@ use std::time::Duration;
 use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 
-use crate::place::{MIB, Order, Peer, Place, Truth, parse_owned};
+use super::place::{MIB, Order, Peer, Place, Truth, parse_owned};
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(3);

@@ -9,8 +9,8 @@ use ebb_lab::ebb::Daemon;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::law::breach;
-use crate::place::*;
+use super::law::breach;
+use super::place::*;
 
 /// Programs that call `select` can have no more, so this is what a process starts with.
 const SOFT: u64 = 1024;

@@ -9,9 +9,9 @@ use ebb_lab::ebb::{self, Daemon};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::law::Watch;
-use crate::place::*;
-use crate::sequences::end_whole;
+use super::law::Watch;
+use super::place::*;
+use super::sequences::end_whole;
 
 fn executable(path: &std::path::Path, text: &str) {
     // Beside it, and renamed: a program that runs cannot be written.

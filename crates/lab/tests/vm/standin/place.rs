@@ -12,6 +12,8 @@ use ebb_lab::ebb::Daemon;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::of;
+
 pub const MIB: u64 = 1 << 20;
 /// What each stand-in has.
 pub const RAM: u64 = 512 * MIB;
@@ -263,15 +265,9 @@ pub fn wait_until(mut done: impl FnMut() -> bool, said: impl Fn() -> String) {
     }
 }
 
-/// The state of one VM as the daemon shows it.
-pub fn shown<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
-}
-
 /// Waits until the daemon shows a VM so.
 pub fn wait_shown(daemon: &Daemon, vm: &Peer, what: &str, is: impl Fn(&Value) -> bool) {
-    let state = || shown(&daemon.get("/v1/state").unwrap(), &vm.name).clone();
+    let state = || of(&daemon.get("/v1/state").unwrap(), &vm.name).clone();
     let said =
         || format!("{}: no {what}: {}\n{:?}\n{}", vm.name, state(), vm.truth(), daemon.log());
     wait_until(|| is(&state()), said);

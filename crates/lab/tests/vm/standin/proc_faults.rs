@@ -21,8 +21,8 @@ use fastrand::Rng;
 use rustix::io::Errno;
 use serde_json::json;
 
-use crate::law::Watch;
-use crate::place::*;
+use super::law::Watch;
+use super::place::*;
 
 /// Between two ticks.
 const TICK: Duration = Duration::from_millis(40);

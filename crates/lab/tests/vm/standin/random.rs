@@ -9,8 +9,8 @@ use fastrand::Rng;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use serde_json::{Value, json};
 
-use crate::law::Watch;
-use crate::place::*;
+use super::law::Watch;
+use super::place::*;
 
 /// What each needs that is left in peace.
 const LITTLE: u64 = 64 * MIB;

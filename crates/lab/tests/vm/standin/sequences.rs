@@ -3,8 +3,8 @@
 use ebb_lab::ebb::Daemon;
 use serde_json::{Value, json};
 
-use crate::law::Watch;
-use crate::place::*;
+use super::law::Watch;
+use super::place::*;
 
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
