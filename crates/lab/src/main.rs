@@ -1,8 +1,7 @@
 //! `cargo lab`: set up, boot, try and tidy. Parses, dispatches, sets the exit code.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
@@ -15,10 +14,11 @@ use ebb_lab::experiment::density::Density;
 use ebb_lab::experiment::handback::Handback;
 use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::experiment::rhythm::Rhythm;
+use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use ebb_lab::{setup, tidy};
+use ebb_lab::{setup, standin, tidy};
 
 /// Real VMs for Ebb's tests and experiments.
 #[derive(Parser)]
@@ -35,7 +35,7 @@ enum Cmd {
     /// Boot VMs and keep them until Ctrl-C
     Boot(BootArgs),
     /// VMs on a host that is too small for them, without and with Ebb
-    Demo(DemoArgs),
+    Demo(Demo),
     /// What merging finds and costs, against every page read one by one
     Dedup(Dedup),
     /// What a VM at work notices of merging beside it
@@ -43,7 +43,9 @@ enum Cmd {
     /// How fast the page scanner is, beside raw hashing
     Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
-    Overhead(OverheadArgs),
+    Overhead(Overhead),
+    /// What a tick of the daemon costs with many VMs (stand-ins)
+    Tick(Tick),
     /// How fast freed memory comes back, against raw discards and stock QEMU
     Recycle(trial::Options),
     /// What the host still holds of memory that was freed in small pieces
@@ -105,41 +107,6 @@ struct BootArgs {
 }
 
 #[derive(Args)]
-struct DemoArgs {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// plain, reporting, ebb-stock, ebb
-    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb-stock,ebb")]
-    arms: Vec<String>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
-    /// Measured seconds of each arm
-    #[arg(long, default_value_t = 72)]
-    seconds: u64,
-    /// The VMs are domains of a libvirtd
-    #[arg(long, conflicts_with = "kernel")]
-    libvirt: bool,
-}
-
-#[derive(Args)]
-struct OverheadArgs {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
-    /// Measured seconds of each arm
-    #[arg(long, default_value_t = 60)]
-    seconds: u64,
-    /// Bursts whose reaction is measured
-    #[arg(long, default_value_t = 10)]
-    bursts: u32,
-}
-
-#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -151,14 +118,22 @@ struct HoldArgs {
 }
 
 fn main() -> ExitCode {
+    if let Some(options) = standin::asked_for(&std::env::args().collect::<Vec<_>>()) {
+        return if standin::serve(&options).is_ok() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(2)
+        };
+    }
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
-        Cmd::Demo(args) => demo(args),
-        Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Demo(args) => tried(args.run()),
+        Cmd::Dedup(args) => tried(args.run()),
         Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
         Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
-        Cmd::Overhead(args) => overhead(&args),
+        Cmd::Overhead(args) => tried(args.run()),
+        Cmd::Tick(args) => tried(args.run()),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {
             tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))
@@ -166,10 +141,10 @@ fn main() -> ExitCode {
         Cmd::Paused(o) => tried(trial::run("paused", &paused::ARMS, &o, paused::run)),
         Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
         Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
-        Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Rhythm(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Density(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Autoballoon(args) => tried(args.run()),
+        Cmd::Rhythm(args) => tried(args.run()),
+        Cmd::Density(args) => tried(args.run()),
+        Cmd::Handback(args) => tried(args.run()),
         Cmd::Clean => clean(),
         Cmd::Tidy { lines } => run_tidy(lines),
         Cmd::HoldArena(args) => hold_arena(&args),
@@ -222,21 +197,6 @@ fn boot(args: &BootArgs) -> Result<ExitCode> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     signals.forever().next();
-    Ok(ExitCode::SUCCESS)
-}
-
-fn demo(args: DemoArgs) -> Result<ExitCode> {
-    let time = Duration::from_secs(args.seconds);
-    let DemoArgs { arms, kernel, libvirt, .. } = args;
-    let demo = Demo { arms, kernel, time, libvirt, ..Demo::default() };
-    demo.run(args.json.as_deref())?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn overhead(args: &OverheadArgs) -> Result<ExitCode> {
-    let time = Duration::from_secs(args.seconds);
-    let run = Overhead { time, bursts: args.bursts, kernel: args.kernel };
-    run.run(args.json.as_deref())?;
     Ok(ExitCode::SUCCESS)
 }
 

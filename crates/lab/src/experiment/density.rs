@@ -81,7 +81,7 @@ pub struct Density {
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = ARMS)]
     arms: Vec<String>,
     /// RAM of each VM
     #[arg(long, default_value = "512MiB")]
@@ -157,9 +157,6 @@ impl Density {
             (true, true) => quick,
             (true, false) => ARMS.map(String::from).to_vec(),
         };
-        if let Some(arm) = arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
-            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-        }
         let plan = self.plan();
         println!(
             "VMs of {} on a budget of {}: each takes {} every {} s and keeps it for {:.1} s ({:?})",
@@ -262,9 +259,7 @@ impl Density {
         };
         let outcome = Outcome::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
         drop(fleet);
-        if daemon.is_some_and(|d| !d.stop()) {
-            bail!("ebb did not end well");
-        }
+        daemon.map(Daemon::end_well).transpose()?;
         Ok((result, outcome))
     }
 }

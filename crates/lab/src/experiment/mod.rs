@@ -16,4 +16,5 @@ pub mod recycle;
 pub mod refault;
 pub mod rhythm;
 pub mod scan;
+pub mod tick;
 pub mod trial;
