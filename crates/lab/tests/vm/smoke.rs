@@ -192,6 +192,12 @@ fn vm_that_dies_is_lost_and_not_a_failure() {
     };
     let VmError::Lost { why, .. } = lost else { panic!("{lost:?}") };
     assert!(why.contains("panic") || why.contains("Oops"), "{why}");
+    // What it says after the reset would be the next kernel's words.
+    let until = Instant::now() + MINUTE;
+    while !vm.console().contains("---[ end Kernel panic") {
+        assert!(Instant::now() < until, "{}", vm.console());
+        std::thread::sleep(Duration::from_millis(10));
+    }
     vm.reset().unwrap();
     vm.wait_ready().unwrap();
 }
