@@ -23,7 +23,7 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
 # (`Beside`). Daemons judge by time: they are not beside those that load the machine. Those that
 # set KSM go one by one.
 LOADS := lifecycle:: module:: recycle:: smoke::
-KSM := merge:: load:: vm_the_units_sandbox
+KSM := merge:: ways_in:: vm_the_units_sandbox
 DAEMONS := $(filter-out $(LOADS) $(KSM),$(patsubst crates/lab/tests/vm/%.rs,%::,\
   $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
 # The tests without a VM of their own.
@@ -97,7 +97,7 @@ test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
 
 vm-loads:
 	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(call VM_TESTS,2,$(LOADS))
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(call VM_TESTS,3,$(LOADS))
 
 vm-ksm:
 	@$(call VM_TESTS,1,$(KSM))

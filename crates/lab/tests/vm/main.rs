@@ -5,7 +5,6 @@ mod ebb;
 mod libvirt;
 mod lifecycle;
 mod limits;
-mod load;
 mod merge;
 mod module;
 mod offload;
@@ -18,6 +17,7 @@ mod smoke;
 mod standin;
 mod systemd;
 mod tier;
+mod ways_in;
 mod zeros;
 
 use std::path::Path;

@@ -74,7 +74,7 @@ fn vm_cpus_that_come_and_go_leave_no_false_bit() {
         assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}: {said}");
         let cpus = escape("sh /tmp/stress cpus >/dev/null 2>&1 </dev/null");
         guest.vm.tool().send(&format!("sh oom=-900 cmd={cpus}")).unwrap();
-        let rounds = if soak() { 15 } else { 6 };
+        let rounds = if soak() { 15 } else { 3 };
         for round in 0..rounds {
             for online in [0, 1] {
                 let before = guest.numbers("stats")["taken_between"];
