@@ -19,29 +19,31 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody vm_waits_beside vm_many_domains
-# They go in two lanes, as much of them is waiting; a test says by its arena whether others may
-# work meanwhile (`Arena::beside`). Daemons judge by time: they are not beside those that load the
-# machine.
-GUESTS := vm_lifecycle vm_module
-HOSTS := vm_qemu vm_smoke vm_recycle vm_offload
-SERVICES := vm_systemd vm_tier vm_merge vm_load vm_zeros
-DAEMONS := $(filter-out $(GUESTS) $(HOSTS) $(SERVICES),$(basename $(notdir $(wildcard crates/lab/tests/vm_*))))
-LANES := vm-guests vm-hosts vm-services vm-daemons
-# The tests without a VM of their own, whatever they are called; and those that mostly wait.
-WAITING := standin_law
-ALONE := $(filter-out vm_% $(WAITING),$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
+# Several go at a time, as much of them is waiting; a test says by its arena beside whom it may
+# (`Beside`). Daemons judge by time: they are not beside those that load the machine. Those that
+# set KSM go one by one.
+LOADS := lifecycle:: module:: recycle:: smoke::
+KSM := merge:: ways_in:: vm_the_units_sandbox
+DAEMONS := $(filter-out $(LOADS) $(KSM),$(patsubst crates/lab/tests/vm/%.rs,%::,\
+  $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
+# The tests without a VM of their own.
+ALONE := $(filter-out vm vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
   $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))
 # A test that hangs ends its lane with an error; the runner names each that takes over a minute.
 BOUND := timeout --verbose --kill-after=60 30m
-VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace $(1:%=--test %) -- --test-threads=1 vm_ \
+VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace --test vm -- --test-threads=$(1) $(2) \
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
 # that no agent that can lose pages comes near the real one.
 FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
-  --tests -- left_out tripwire picture without_asking does_not_beat opened_is_seen discarded_twice
+  --test handshake --test kvm --test devices --test hash --test ksm -- \
+  left_out tripwire picture without_ does_not_beat opened_is_seen discarded_twice
 
-.PHONY: help setup demo demo-bursts test $(LANES) soak check bench report fuzz install deb deb-test image clean
+CHECKS := check-units check-alone check-faults check-guest
+
+.PHONY: help setup demo demo-bursts lint check $(CHECKS) test vm-build vm-loads vm-ksm vm-daemons soak bench \
+  report fuzz install deb deb-test image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -63,37 +65,51 @@ demo-bursts: target/.setup ## three VMs on a host too small for them: without an
 	@$(BUILD)
 	@$(CARGO) lab demo --json target/lab/demo.json
 
-check: ## format, lint, house rules, tests without VMs
+lint:
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --release --quiet --workspace --all-targets -- -D warnings
 	@$(CARGO) lab tidy
+
+check-guest:
 	@$(MAKE) --no-print-directory -C guest test
-	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib --bins $(ALONE:%=--test %) -- $(SOAK_ONLY:%=--skip %)
-	@$(FAULTS)
 
-test: target/.setup check ## all of it, as CI: check, then the tests on real VMs
+check-units:
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib --bins
+
+check-alone:
+	@$(BOUND) $(CARGO) test --release --quiet --workspace $(ALONE:%=--test %)
+
+check-faults:
+	@$(BOUND) $(FAULTS)
+
+# One compiles while others wait for what they test.
+check: lint ## format, lint, house rules, tests without VMs
+	@$(MAKE) --no-print-directory -j4 $(CHECKS)
+
+vm-build:
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(MAKE) --no-print-directory -j2 vm-guests vm-hosts
-	@$(MAKE) --no-print-directory -j2 vm-services vm-daemons
+	@$(CARGO) test --release --quiet --workspace --test vm --test vm_qemu --no-run
 
-vm-guests:
-	@$(call VM_TESTS,$(GUESTS))
+test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
+	@$(MAKE) --no-print-directory -j5 $(CHECKS) vm-build
+	@$(MAKE) --no-print-directory vm-loads
+	@$(MAKE) --no-print-directory -j2 vm-daemons vm-ksm
 
-vm-hosts:
-	@$(call VM_TESTS,$(HOSTS))
+vm-loads:
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(call VM_TESTS,3,$(LOADS))
 
-vm-services:
-	@$(call VM_TESTS,$(SERVICES))
+vm-ksm:
+	@$(call VM_TESTS,1,$(KSM))
 
 vm-daemons:
-	@$(call VM_TESTS,$(DAEMONS))
-	@$(BOUND) $(CARGO) test --release --quiet --workspace --test $(WAITING) -- $(SOAK_ONLY:%=--skip %)
+	@$(call VM_TESTS,3,$(DAEMONS) --skip vm_the_units_sandbox)
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)
-	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release -p ebb-lab \
-	  --test vm_module --test vm_recycle --test vm_lifecycle --test vm_merge --test standin_law -- --test-threads=1 --nocapture \
-	  --skip vm_resets_during vm_	# vm_lifecycle's resets are more of the same
+	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release --workspace --test vm -- --test-threads=1 --nocapture \
+	  module:: recycle:: lifecycle:: merge:: standin::many \
+	  --skip recycle::vm_resets_during	# lifecycle's resets are more of the same
 	@$(CARGO) test --release --quiet -p ebb-core --test growth -- --ignored
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests

@@ -8,11 +8,13 @@
  * of each page.  A page is checked before it is rewritten, discarded or freed,
  * and all are checked every few seconds.  At times it forks: the child checks
  * the copies, rewrites its own and checks those, while the parent goes on.
+ * It ends after its time or when it is poked, with a check of everything.
  */
 #include "tool.h"
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,6 +49,7 @@ struct worker {
 };
 
 static atomic_bool stopping;
+static atomic_bool poked;
 
 static void complain(struct worker *w, const struct region *r, u32 page, const char *what,
 		     u64 expected, u64 found)
@@ -276,11 +279,17 @@ static void step(struct worker *w)
 	}
 }
 
+static void on_poke(int signal)
+{
+	(void)signal;
+	atomic_store(&poked, true);
+}
+
 static void *worker(void *arg)
 {
 	struct worker *w = arg;
 
-	while (!atomic_load(&stopping) && now_ns() < w->end) {
+	while (!atomic_load(&stopping) && !atomic_load(&poked) && now_ns() < w->end) {
 		step(w);
 		__atomic_add_fetch(&w->env->stats->cycles, 1, __ATOMIC_RELAXED);
 		if (now_ns() >= w->next_full)
@@ -321,6 +330,7 @@ int work_verify(struct job_env *e, struct cmd *c)
 		c->bad = "size";
 	if (!args_ok(e, c))
 		return 1;
+	signal(SIGUSR1, on_poke);
 	for (u64 i = 0; i < threads; i++) {
 		struct worker *w = &workers[i];
 

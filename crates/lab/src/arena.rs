@@ -1,7 +1,7 @@
 //! The arena: everything an experiment changes on the machine, put back for sure.
 //!
-//! One arena at a time (a lock on a file), or several that each say that they are no
-//! matter to the others ([`ArenaConfig::beside`]). Each change is written to the arena's
+//! One arena at a time (a lock on a file), or several that each say beside whom they may be
+//! ([`Beside`]), also of one process. Each change is written to the arena's
 //! journal *before* it is made: the knob's old value, the cgroup, the swap area. Leaving
 //! undoes the journal backwards; so does SIGINT or SIGTERM; and after a SIGKILL or a crash
 //! the next one to enter does it first. What the journal says is undone whether or not the
@@ -19,7 +19,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 
@@ -66,9 +66,21 @@ pub struct ArenaConfig {
     pub swap: Option<SwapConfig>,
     /// Knobs to set, as absolute path and value.
     pub knobs: Vec<(String, String)>,
-    /// Others that say the same may work on the machine meanwhile: for tests, never for
-    /// what measures. What is set must be no matter to them.
-    pub beside: bool,
+    pub beside: Beside,
+}
+
+/// Who may work on the machine meanwhile. What is set must be no matter to them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Beside {
+    /// Nobody: for what measures.
+    #[default]
+    Nobody,
+    /// Tests, unless they set KSM: what its VMs hold counts, and KSM may look at them.
+    Tests,
+    /// Tests, also those that set KSM: it looks at none of its VMs, or that is no matter.
+    AnyTest,
+    /// It sets KSM, which only the machine's own [`Beside::AnyTest`] may see.
+    KsmIsMine,
 }
 
 /// The machine, held by one experiment.
@@ -77,7 +89,7 @@ pub struct Arena {
     cgroup: Option<MemoryCgroup>,
     swap: Option<(PathBuf, i16)>,
     journal: Shared,
-    _lock: File,
+    _lock: [Option<File>; 2],
 }
 
 impl Arena {
@@ -86,9 +98,9 @@ impl Arena {
         Arena::enter_at(Places::here(), config)
     }
 
-    /// The machine for a test that is no matter to others and sets nothing.
-    pub fn beside() -> Result<Arena, LabError> {
-        Arena::enter(&ArenaConfig { beside: true, ..ArenaConfig::default() })
+    /// The machine for a test that sets nothing.
+    pub fn beside(beside: Beside) -> Result<Arena, LabError> {
+        Arena::enter(&ArenaConfig { beside, ..ArenaConfig::default() })
     }
 
     /// The same on another root, for tests.
@@ -140,7 +152,7 @@ impl Arena {
             let mut words = mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>());
             let mount = words.find(|w| w.get(2) == Some(&"cgroup2"));
             let mount = mount.ok_or_else(|| LabError::Missing("no cgroup2 is mounted".into()))?;
-            let dir = j.places.at(mount[1]).join(format!("ebb-lab-{}", std::process::id()));
+            let dir = j.places.at(mount[1]).join(j.name());
             j.note(&Change::Cgroup { path: dir.clone() })?;
             fs::create_dir(&dir).map_err(LabError::file(&dir))?;
             Ok(dir)
@@ -173,13 +185,13 @@ impl Drop for Arena {
 /// Puts back what earlier runs left; returns how much there was, or what could
 /// not be undone.
 pub fn clean(places: &Places) -> Result<Result<usize, Vec<String>>, LabError> {
-    let Held { changes, failed, .. } = hold(places, false)?;
+    let Held { changes, failed, .. } = hold(places, Beside::Nobody)?;
     Ok(if failed.is_empty() { Ok(changes) } else { Err(failed) })
 }
 
 /// The lock on the machine, and how undoing the changes of earlier runs ended.
 struct Held {
-    lock: File,
+    lock: [Option<File>; 2],
     journal: Journal,
     /// How much they had left, and what of it could not be undone.
     changes: usize,
@@ -189,13 +201,13 @@ struct Held {
 /// Takes the lock, waiting for it, and undoes what was left; it is let go when the file is
 /// closed. All go through the gate one by one, so those that share the machine do not
 /// overtake one that waits for the whole.
-fn hold(places: &Places, beside: bool) -> Result<Held, LabError> {
+fn hold(places: &Places, beside: Beside) -> Result<Held, LabError> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     fs::create_dir_all(&places.state).map_err(LabError::file(&places.state))?;
-    let locked = |name: &str, beside: bool| {
+    let locked = |name: &str, shared: bool| {
         let path = places.state.join(name);
         let file = File::create(&path).map_err(LabError::file(&path))?;
-        let (at_once, waiting) = match beside {
+        let (at_once, waiting) = match shared {
             true => (FlockOperation::NonBlockingLockShared, FlockOperation::LockShared),
             false => (FlockOperation::NonBlockingLockExclusive, FlockOperation::LockExclusive),
         };
@@ -205,8 +217,15 @@ fn hold(places: &Places, beside: bool) -> Result<Held, LabError> {
         }
         Ok((file, path))
     };
+    // Before the gate: nobody else is to wait for this.
+    let ksm = match beside {
+        Beside::Nobody | Beside::AnyTest => None,
+        Beside::Tests => Some(locked("ksm", true)?.0),
+        Beside::KsmIsMine => Some(locked("ksm", false)?.0),
+    };
     let _gate = locked("gate", false)?;
-    let (lock, _) = locked("lock", beside)?;
+    let (all, _) = locked("lock", beside != Beside::Nobody)?;
+    let lock = [Some(all), ksm];
     let left = left(places);
     let changes = left.iter().map(|j| j.read().len()).sum();
     let failed = left.iter().flat_map(Journal::undo).collect();
@@ -219,15 +238,20 @@ fn hold(places: &Places, beside: bool) -> Result<Held, LabError> {
 type Shared = Arc<Mutex<Journal>>;
 
 /// What a signal is to undo.
-static HELD: Mutex<Option<Weak<Mutex<Journal>>>> = Mutex::new(None);
+static HELD: Mutex<Vec<Weak<Mutex<Journal>>>> = Mutex::new(Vec::new());
 
-/// Changes something that the journal has already. A signal undoes what is in the journal
+fn held() -> Vec<Shared> {
+    let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    held.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Changes something that a journal has already. A signal undoes what is in the journals
 /// before that or after it, and nothing is changed any more once it has begun to. Not for
 /// what notes something itself.
 pub fn steadily<T>(change: impl FnOnce() -> T) -> T {
-    let journal =
-        HELD.lock().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(Weak::upgrade);
-    let _journal = journal.as_ref().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner));
+    let held = held();
+    let _held: Vec<_> =
+        held.iter().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner)).collect();
     change()
 }
 
@@ -235,21 +259,23 @@ pub fn steadily<T>(change: impl FnOnce() -> T) -> T {
 /// thread for the whole process: a handler, once in place, stays.
 fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
     use signal_hook::consts::{SIGINT, SIGTERM};
-    let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
-    if held.replace(Arc::downgrade(journal)).is_some() {
+    static THREAD: AtomicBool = AtomicBool::new(false);
+    let mut all = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|j| j.strong_count() > 0);
+    all.push(Arc::downgrade(journal));
+    if THREAD.swap(true, Relaxed) {
         return Ok(());
     }
     let signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]);
     let mut signals = signals.map_err(LabError::file("signal handlers"))?;
     thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
-            let journal = held.as_ref().and_then(Weak::upgrade);
             // Kept until the end: nothing is changed any more. VMs outside the
             // cgroup die with this process.
-            let journal =
-                journal.as_ref().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner));
-            for failure in journal.iter().flat_map(|j| j.undo()) {
+            let held = held();
+            let held: Vec<_> =
+                held.iter().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner)).collect();
+            for failure in held.iter().flat_map(|j| j.undo()) {
                 eprintln!("ebb-lab: could not restore {failure}");
             }
             let _ = signal_hook::low_level::emulate_default_handler(signal);
@@ -303,23 +329,35 @@ mod tests {
     #[test]
     fn some_share_the_machine_and_undo_what_is_their_own() {
         let (_dir, places) = fixture("");
+        let enter = |beside| {
+            let places = places.clone();
+            thread::spawn(move || {
+                drop(Arena::enter_at(places, &ArenaConfig { beside, ..Default::default() }))
+            })
+        };
         let knob = |value: &str| vec![("/sys/kernel/mm/ksm/run".to_string(), value.to_string())];
-        let beside = |knobs| ArenaConfig { knobs, beside: true, ..ArenaConfig::default() };
+        let beside =
+            |knobs| ArenaConfig { knobs, beside: Beside::AnyTest, ..ArenaConfig::default() };
         let read = || fs::read_to_string(places.root.join("sys/kernel/mm/ksm/run")).unwrap();
         let first = Arena::enter_at(places.clone(), &beside(knob("1"))).unwrap();
         let second = Arena::enter_at(places.clone(), &beside(Vec::new())).unwrap();
         assert!(left(&places).is_empty(), "both are in use");
         drop(second);
         assert!(read().starts_with('1'));
-        let alone = {
-            let places = places.clone();
-            thread::spawn(move || drop(Arena::enter_at(places, &ArenaConfig::default()).unwrap()))
-        };
+        let alone = enter(Beside::Nobody);
         thread::sleep(Duration::from_millis(50));
         assert!(!alone.is_finished());
         drop(first);
         alone.join().unwrap();
         assert!(read().starts_with('0'));
+
+        let ksm = ArenaConfig { beside: Beside::KsmIsMine, ..ArenaConfig::default() };
+        let ksm = Arena::enter_at(places.clone(), &ksm).unwrap();
+        let waits = [Beside::Tests, Beside::KsmIsMine].map(enter);
+        enter(Beside::AnyTest).join().unwrap();
+        assert!(waits.iter().all(|w| !w.is_finished()));
+        drop(ksm);
+        waits.into_iter().for_each(|w| w.join().unwrap());
     }
 
     #[test]

@@ -204,6 +204,14 @@ impl Daemon {
         self.end().0 == Some(0)
     }
 
+    /// The same; another end is an error.
+    pub fn end_well(self) -> Result<(), LabError> {
+        match self.end() {
+            (Some(0), _) => Ok(()),
+            (code, log) => Err(LabError::Missing(format!("ebb ended with {code:?}: {log}"))),
+        }
+    }
+
     /// SIGTERM, and waits for the end: its exit code.
     pub fn stop_code(self) -> Option<i32> {
         self.end().0

@@ -312,6 +312,12 @@ impl Tool {
         self.request(&format!("poke job={job}"), Duration::from_secs(20)).map(drop)
     }
 
+    /// Has `verify` check everything once more and end.
+    pub fn finish(&self, job: &str, deadline: Duration) -> Result<Fields, ToolError> {
+        self.poke(job)?;
+        self.wait_end(job, deadline)
+    }
+
     /// Runs a shell command in the guest; returns what it printed (the first
     /// 1,300 bytes).
     pub fn sh(&self, command: &str, deadline: Duration) -> Result<String, ToolError> {

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
@@ -22,6 +23,18 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+/// Builds a file once in the life of this program; `make` and `cargo` take a second to find
+/// that there is nothing to do.
+fn once(file: PathBuf, build: impl FnOnce() -> Result<(), LabError>) -> Result<PathBuf, LabError> {
+    static BUILT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if !built.contains(&file) {
+        build()?;
+        built.push(file.clone());
+    }
+    Ok(file)
+}
+
 /// `ebb.ko` for a guest kernel, stripped of debugging information; built where
 /// sources are newer. `faults`: with the switches that leave hooks out.
 pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
@@ -32,23 +45,24 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
     let out = repository().join("target/lab").join(format!("module-{}{kind}", image.release));
     std::fs::create_dir_all(&out).map_err(LabError::file(&out))?;
     let out = out.canonicalize().map_err(LabError::file(&out))?;
-    // One at a time: guests boot side by side, by several programs, and `make` writes in one
-    // folder.
-    let path = out.join("lock");
-    let lock = File::create(&path).map_err(LabError::file(&path))?;
-    flock(&lock, FlockOperation::LockExclusive).map_err(|e| LabError::file(&path)(e.into()))?;
-    let mut make = Command::new("make");
-    make.arg("-C").arg(repository().join("guest"));
-    make.arg(format!("KDIR={}", headers.display())).arg(format!("BUILD={}", out.display()));
-    if faults {
-        make.arg("EBB_FAULTS=1");
-    }
-    run(&mut make)?;
-    // Replaced as a whole: somebody may be reading the last one.
-    let (new, stripped) = (out.join("stripped.new"), out.join("stripped.ko"));
-    run(Command::new("strip").arg("-g").arg("-o").arg(&new).arg(out.join("ebb.ko")))?;
-    std::fs::rename(&new, &stripped).map_err(LabError::file(&stripped))?;
-    Ok(stripped)
+    let stripped = out.join("stripped.ko");
+    once(stripped.clone(), || {
+        // One at a time: several programs may boot guests, and `make` writes in one folder.
+        let path = out.join("lock");
+        let lock = File::create(&path).map_err(LabError::file(&path))?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|e| LabError::file(&path)(e.into()))?;
+        let mut make = Command::new("make");
+        make.arg("-C").arg(repository().join("guest"));
+        make.arg(format!("KDIR={}", headers.display())).arg(format!("BUILD={}", out.display()));
+        if faults {
+            make.arg("EBB_FAULTS=1");
+        }
+        run(&mut make)?;
+        // Replaced as a whole: somebody may be reading the last one.
+        let new = out.join("stripped.new");
+        run(Command::new("strip").arg("-g").arg("-o").arg(&new).arg(out.join("ebb.ko")))?;
+        std::fs::rename(&new, &stripped).map_err(LabError::file(&stripped))
+    })
 }
 
 /// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
@@ -67,11 +81,15 @@ pub fn plugin() -> Result<PathBuf, LabError> {
 fn faulty_plugin() -> Result<PathBuf, LabError> {
     let root = repository();
     let out = root.join("target/faults");
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut cargo = Command::new(cargo);
-    cargo.args(["build", "--release", "--quiet", "-p", "ebb-vmm", "--lib", "--features", "faults"]);
-    run(cargo.arg("--target-dir").arg(&out).current_dir(root))?;
-    Ok(out.join("release/libebb_vmm.so"))
+    once(out.join("release/deps/libebb_vmm.so"), || {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut cargo = Command::new(cargo);
+        // As `make check` builds it for the agent's own tests.
+        cargo.args(["test", "--no-run", "--release", "--quiet", "-p", "ebb-vmm"]);
+        cargo.args(["--test", "handshake", "--features", "faults", "--target-dir"]);
+        cargo.arg(&out).current_dir(root);
+        run(&mut cargo).map(drop)
+    })
 }
 
 /// Makes a VM ready for tier guest: the agent in QEMU, listening at the returned

@@ -186,10 +186,13 @@ pub fn with_files(base: &Path, files: &[(String, PathBuf)], to: &Path) -> Result
 
 /// Writes a file so that it is there whole or not at all.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), LabError> {
-    let temp = path.with_extension(format!("tmp{}", std::process::id()));
-    fs::write(&temp, bytes).map_err(LabError::file(&temp))?;
-    fs::set_permissions(&temp, fs::Permissions::from_mode(mode)).map_err(LabError::file(&temp))?;
-    fs::rename(&temp, path).map_err(LabError::file(path))
+    let mode = fs::Permissions::from_mode(mode);
+    let temp = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))
+        .map_err(LabError::file(path))?;
+    fs::write(temp.path(), bytes)
+        .and_then(|()| fs::set_permissions(temp.path(), mode))
+        .and_then(|()| temp.persist(path).map(drop).map_err(|e| e.error))
+        .map_err(LabError::file(path))
 }
 
 /// Removes this kernel's images of days before; younger ones may be in use.

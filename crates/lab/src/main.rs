@@ -1,15 +1,13 @@
 //! `cargo lab`: set up, boot, try and tidy. Parses, dispatches, sets the exit code.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{self, Arena, ArenaConfig, Places, SwapConfig, SwapKind};
+use ebb_lab::arena::{self, Arena, ArenaConfig, Beside, Places, SwapConfig, SwapKind};
 use ebb_lab::experiment::autoballoon::Autoballoon;
-use ebb_lab::experiment::boots::Boots;
 use ebb_lab::experiment::dedup::{Dedup, corunner};
 use ebb_lab::experiment::demo::Demo;
 use ebb_lab::experiment::density::Density;
@@ -36,12 +34,8 @@ enum Cmd {
     Setup(SetupArgs),
     /// Boot VMs and keep them until Ctrl-C
     Boot(BootArgs),
-    /// Boot guests again and again and count how many become ready
-    Boots(Boots),
-    /// Boot every kernel and try what the lab relies on
-    Smoke,
     /// VMs on a host that is too small for them, without and with Ebb
-    Demo(DemoArgs),
+    Demo(Demo),
     /// What merging finds and costs, against every page read one by one
     Dedup(Dedup),
     /// What a VM at work notices of merging beside it
@@ -49,7 +43,7 @@ enum Cmd {
     /// How fast the page scanner is, beside raw hashing
     Scan(trial::Options),
     /// What the daemon costs, and how fast it answers a guest in distress
-    Overhead(OverheadArgs),
+    Overhead(Overhead),
     /// What a tick of the daemon costs with many VMs (stand-ins)
     Tick(Tick),
     /// How fast freed memory comes back, against raw discards and stock QEMU
@@ -113,41 +107,6 @@ struct BootArgs {
 }
 
 #[derive(Args)]
-struct DemoArgs {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// plain, reporting, ebb-stock, ebb
-    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb-stock,ebb")]
-    arms: Vec<String>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
-    /// Measured seconds of each arm
-    #[arg(long, default_value_t = 72)]
-    seconds: u64,
-    /// The VMs are domains of a libvirtd
-    #[arg(long, conflicts_with = "kernel")]
-    libvirt: bool,
-}
-
-#[derive(Args)]
-struct OverheadArgs {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
-    /// Measured seconds of each arm
-    #[arg(long, default_value_t = 60)]
-    seconds: u64,
-    /// Bursts whose reaction is measured
-    #[arg(long, default_value_t = 10)]
-    bursts: u32,
-}
-
-#[derive(Args)]
 struct HoldArgs {
     #[arg(long)]
     budget: Option<Bytes>,
@@ -169,16 +128,12 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),
-        Cmd::Boots(args) => {
-            args.run().map(|all| if all { ExitCode::SUCCESS } else { ExitCode::from(1) })
-        }
-        Cmd::Smoke => smoke(),
-        Cmd::Demo(args) => demo(args),
-        Cmd::Dedup(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Demo(args) => tried(args.run()),
+        Cmd::Dedup(args) => tried(args.run()),
         Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
         Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
-        Cmd::Overhead(args) => overhead(&args),
-        Cmd::Tick(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Overhead(args) => tried(args.run()),
+        Cmd::Tick(args) => tried(args.run()),
         Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
         Cmd::Fragmented(o) => {
             tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))
@@ -186,10 +141,10 @@ fn main() -> ExitCode {
         Cmd::Paused(o) => tried(trial::run("paused", &paused::ARMS, &o, paused::run)),
         Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
         Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
-        Cmd::Autoballoon(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Rhythm(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Density(args) => args.run().map(|()| ExitCode::SUCCESS),
-        Cmd::Handback(args) => args.run().map(|()| ExitCode::SUCCESS),
+        Cmd::Autoballoon(args) => tried(args.run()),
+        Cmd::Rhythm(args) => tried(args.run()),
+        Cmd::Density(args) => tried(args.run()),
+        Cmd::Handback(args) => tried(args.run()),
         Cmd::Clean => clean(),
         Cmd::Tidy { lines } => run_tidy(lines),
         Cmd::HoldArena(args) => hold_arena(&args),
@@ -245,72 +200,6 @@ fn boot(args: &BootArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn smoke() -> Result<ExitCode> {
-    println!("{:8} {:28} {:>10}", "kernel", "what", "");
-    for kernel in Kernel::ALL {
-        smoke_one(kernel).with_context(|| format!("guest kernel {kernel}"))?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn smoke_one(kernel: Kernel) -> Result<()> {
-    let row = |what: &str, value: String| println!("{:8} {what:28} {value:>10}", kernel.series());
-    let minute = Duration::from_secs(60);
-    let mut config = VmConfig::new(format!("smoke-{kernel}"), Bytes::mib(512));
-    config.kernel = kernel;
-    config.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
-    let vm = Vm::start(&config)?;
-    row("accelerator", vm.accel().name().into());
-    row("boot", format!("{:.1?}", vm.boot_time));
-    row("resident after boot", vm.resident().to_string());
-
-    let begun = Instant::now();
-    vm.request("ping", minute)?;
-    row("ping", format!("{:.1?}", begun.elapsed()));
-
-    let tool = vm.tool();
-    tool.start("v", "verify", "size=134217728 seconds=5").map_err(|e| vm.explain(e))?;
-    let stat = tool.wait_end("v", minute).map_err(|e| vm.explain(e))?;
-    row("verify: pages checked", stat.u64("checks").to_string());
-    if stat.u64("errors") != 0 {
-        bail!("verify found {} errors: {:?}", stat.u64("errors"), stat.0);
-    }
-    for (what, target) in [("balloon down to 256 MiB", 256), ("balloon up to 512 MiB", 512)] {
-        let begun = Instant::now();
-        vm.set_balloon(Bytes::mib(target))?;
-        vm.wait_for(what, minute, |vm| {
-            vm.balloon().is_ok_and(|b| b == Bytes::mib(target)).then_some(())
-        })?;
-        row(what, format!("{:.1?}", begun.elapsed()));
-    }
-    let fill = tool.start_ready("h", "hold", "size=268435456", minute);
-    let fill = fill.map_err(|e| vm.explain(e))?;
-    row("fill 256 MiB", format!("{:.1?}", Duration::from_nanos(fill.u64("last_ns"))));
-    let before = vm.resident();
-    tool.stop("h").map_err(|e| vm.explain(e))?;
-    let begun = Instant::now();
-    let goal = before - Bytes::mib(200);
-    vm.wait_for("free page reporting", minute, |vm| (vm.resident() < goal).then_some(()))?;
-    row("200 MiB freed came back", format!("{:.1?}", begun.elapsed()));
-    row("resident at the end", vm.resident().to_string());
-    Ok(())
-}
-
-fn demo(args: DemoArgs) -> Result<ExitCode> {
-    let time = Duration::from_secs(args.seconds);
-    let DemoArgs { arms, kernel, libvirt, .. } = args;
-    let demo = Demo { arms, kernel, time, libvirt, ..Demo::default() };
-    demo.run(args.json.as_deref())?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn overhead(args: &OverheadArgs) -> Result<ExitCode> {
-    let time = Duration::from_secs(args.seconds);
-    let run = Overhead { time, bursts: args.bursts, kernel: args.kernel };
-    run.run(args.json.as_deref())?;
-    Ok(ExitCode::SUCCESS)
-}
-
 fn tried(result: Result<()>) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
@@ -344,7 +233,8 @@ fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
         let (path, value) = knob.split_once('=').context("--knob is PATH=VALUE")?;
         knobs.push((path.to_string(), value.to_string()));
     }
-    let arena = Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: false })?;
+    let arena =
+        Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: Beside::Nobody })?;
     println!("held {}", arena.cgroup().map_or("-".into(), |c| c.dir.display().to_string()));
     // The arena's own signal thread undoes everything and ends the process.
     loop {

@@ -48,7 +48,7 @@ impl MemoryCgroup {
     ) -> Result<MemoryCgroup, LabError> {
         let (mount, version) = MemoryCgroup::mount(places)
             .ok_or_else(|| LabError::Missing("this machine has no memory cgroup".into()))?;
-        let dir = mount.join(format!("ebb-lab-{}", std::process::id()));
+        let dir = mount.join(journal.name());
         if version == 2 {
             // Fails where processes sit in the root of a delegated tree, and is
             // not needed where it is on already: creating shows which.

@@ -38,6 +38,12 @@ pub(super) struct Journal {
 }
 
 impl Journal {
+    /// For what the arena makes: no other's, also of this process.
+    pub(super) fn name(&self) -> String {
+        let stem = self.path.file_stem().unwrap_or_default();
+        format!("ebb-lab-{}", stem.to_string_lossy())
+    }
+
     pub(super) fn note(&self, change: &Change) -> Result<(), LabError> {
         let error = || LabError::file(&self.path);
         let mut file =

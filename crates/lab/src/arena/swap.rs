@@ -80,7 +80,7 @@ fn add_zram(places: &Places, journal: &Journal, size: Bytes) -> Result<Option<Pa
 
 fn add_swap_file(journal: &Journal, size: Bytes) -> Result<PathBuf, LabError> {
     let dir = Cache::from_env().dir("run")?;
-    let path = dir.join(format!("swap-{}", std::process::id()));
+    let path = dir.join(format!("swap-{}", journal.name()));
     journal.note(&Change::File { path: path.clone() })?;
     let mut options = OpenOptions::new();
     let file = options.create(true).truncate(true).write(true).mode(0o600).open(&path);

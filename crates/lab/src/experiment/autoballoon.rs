@@ -32,6 +32,7 @@ use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
+use crate::experiment::trial::in_turns;
 use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::Outcome;
@@ -52,8 +53,9 @@ pub struct Autoballoon {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// plain, reporting, ebb-stock, ebb-guest: in this order within each run
-    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,ebb-stock")]
+    /// Arms, in this order within each run
+    #[arg(long, value_delimiter = ',', value_parser = ARMS,
+        default_value = "plain,reporting,ebb-stock")]
     arms: Vec<String>,
     /// How often each
     #[arg(long, default_value_t = 10)]
@@ -134,9 +136,6 @@ const RATIOS: [&str; 5] =
 impl Autoballoon {
     /// Runs every arm as often as asked, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        if let Some(arm) = self.arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
-            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-        }
         println!(
             "{} VMs of {} on a budget of {}, swap ({}) behind it: {} at a time sort up to {}, {} times in the last turn, and read {}, {} turns each",
             self.vms,
@@ -149,21 +148,7 @@ impl Autoballoon {
             self.cache,
             self.turns
         );
-        let mut outcome = None;
-        let mut results: Vec<Vec<RunResult>> = vec![Vec::new(); self.arms.len()];
-        for n in 1..=self.runs {
-            let mut order: Vec<usize> = (0..self.arms.len()).collect();
-            if n % 2 == 0 {
-                order.reverse();
-            }
-            for i in order {
-                let arm = &self.arms[i];
-                let (result, fresh) = self.one(arm).with_context(|| format!("run {n}, {arm}"))?;
-                println!("run {n:>2}  {arm:<10}{}", line(&result));
-                results[i].push(result);
-                outcome.get_or_insert(fresh);
-            }
-        }
+        let (results, outcome) = in_turns(&self.arms, self.runs, |arm| self.one(arm), line)?;
         let Some(mut outcome) = outcome else { return Ok(()) };
         for (arm, results) in self.arms.iter().zip(&results) {
             for (metric, unit, value) in METRICS {
@@ -209,9 +194,7 @@ impl Autoballoon {
         let worked = Work::new(self, &vms).run()?;
         let (after, cpu_after) = (swapped()?, cpu(&vms)?);
         let series = sampler.stop();
-        if daemon.is_some_and(|d| !d.stop()) {
-            bail!("ebb did not end well");
-        }
+        daemon.map(Daemon::end_well).transpose()?;
         let mut result = RunResult {
             swap_in: after.swap_in_pages.saturating_sub(before.swap_in_pages) as f64,
             swap_out: after.swap_out_pages.saturating_sub(before.swap_out_pages) as f64,

@@ -11,10 +11,11 @@
 mod guests;
 
 use std::io::{IsTerminal, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use ebb_core::units::Bytes;
 use serde_json::Value;
 
@@ -29,45 +30,36 @@ use guests::{Guest, Guests};
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
-/// Sizes and times of a run.
-#[derive(Clone, Debug)]
-pub struct Demo {
-    pub arms: Vec<String>,
-    pub vms: u32,
-    pub memory: Bytes,
-    /// What all VMs together may hold.
-    pub budget: Bytes,
-    /// What each holds all the time.
-    pub base: Bytes,
-    /// What each allocates and frees.
-    pub burst: Bytes,
-    /// What each reads once after a burst, into its page cache.
-    pub cache: Bytes,
-    /// Time from one burst of a VM to its next.
-    pub period: Duration,
-    /// Measured time of each arm.
-    pub time: Duration,
-    pub kernel: Kernel,
-    /// The VMs are domains of a libvirtd.
-    pub libvirt: bool,
-}
+const VMS: u32 = 3;
+const MEMORY: Bytes = Bytes::mib(512);
+/// What all VMs together may hold.
+const BUDGET: Bytes = Bytes::mib(1100);
+/// What each holds all the time.
+const BASE: Bytes = Bytes::mib(32);
+/// What each allocates and frees.
+const BURST: Bytes = Bytes::mib(256);
+/// What each reads once after a burst, into its page cache.
+const CACHE: Bytes = Bytes::mib(160);
+/// Time from one burst of a VM to its next.
+const PERIOD: Duration = Duration::from_secs(24);
 
-impl Default for Demo {
-    fn default() -> Demo {
-        Demo {
-            arms: ARMS.map(String::from).to_vec(),
-            vms: 3,
-            memory: Bytes::mib(512),
-            budget: Bytes::mib(1100),
-            base: Bytes::mib(32),
-            burst: Bytes::mib(256),
-            cache: Bytes::mib(160),
-            period: Duration::from_secs(24),
-            time: Duration::from_secs(72),
-            kernel: Kernel::V6_1,
-            libvirt: false,
-        }
-    }
+#[derive(Clone, Debug, Args)]
+pub struct Demo {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Arms, in this order
+    #[arg(long, value_delimiter = ',', value_parser = ARMS, default_values = ARMS)]
+    arms: Vec<String>,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// Measured seconds of each arm
+    #[arg(long, default_value_t = 72)]
+    seconds: u64,
+    /// The VMs are domains of a libvirtd
+    #[arg(long, conflicts_with = "kernel")]
+    libvirt: bool,
 }
 
 /// What one arm came to.
@@ -85,27 +77,24 @@ struct ArmResult {
 }
 
 impl Demo {
-    /// Runs every arm, prints, writes `json`.
-    pub fn run(&self, json: Option<&Path>) -> Result<()> {
+    /// Runs every arm, prints, writes the figures.
+    pub fn run(&self) -> Result<()> {
         let cache = Cache::from_env();
         let kernel = Image::get(&cache, self.kernel)?.release;
         let mut outcome = Outcome::new("demo", &kernel, Accel::detect(&cache));
         let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
             "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
-            self.vms, self.memory, self.budget, self.base, self.burst, self.cache
+            VMS, MEMORY, BUDGET, BASE, BURST, CACHE
         );
         let mut results = Vec::new();
         for arm in &self.arms {
-            if !ARMS.contains(&arm.as_str()) {
-                bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-            }
             let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
             self.add(&mut outcome, arm, &result);
             results.push((arm.clone(), result));
         }
         self.summary(&results);
-        if let Some(path) = json {
+        if let Some(path) = &self.json {
             outcome.write(path)?;
             println!("figures: {}", path.display());
         }
@@ -116,13 +105,13 @@ impl Demo {
         println!("\n== {arm}");
         let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
         let arena = Arena::enter(&ArenaConfig {
-            budget: Some(self.budget),
+            budget: Some(BUDGET),
             swap: Some(swap),
             ..ArenaConfig::default()
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
-        write_noise(&disk, self.cache)?;
+        write_noise(&disk, CACHE)?;
         let guests = Guests::boot(&self.fleet(arm, &disk, dir.path()), &arena, self.libvirt)?;
         let daemon = arm.starts_with("ebb").then(|| guests.daemon(dir.path())).transpose()?;
         let sampler = Sampler::start(10, arena.cgroup().cloned());
@@ -133,7 +122,7 @@ impl Demo {
         let mut watch = Watch::new(self, &vms);
         watch.run(&sampler, daemon.as_ref())?;
         let last_state = daemon.as_ref().and_then(|d| d.get("/v1/state").ok());
-        let mut result = watch.finish(sampler.stop(), self.burst);
+        let mut result = watch.finish(sampler.stop(), BURST);
         result.last_state = last_state;
         if let Some(daemon) = daemon {
             self.stop(daemon, &guests)?;
@@ -144,8 +133,8 @@ impl Demo {
     fn fleet<'a>(&self, arm: &str, disk: &'a Path, dir: &'a Path) -> Fleet<'a> {
         Fleet {
             name: "demo",
-            vms: self.vms,
-            memory: self.memory,
+            vms: VMS,
+            memory: MEMORY,
             kernel: self.kernel,
             reporting: arm == "reporting" || arm == "ebb-stock",
             guest: arm == "ebb",
@@ -156,11 +145,9 @@ impl Demo {
 
     /// Stops Ebb as a user would and checks that every guest is whole again.
     fn stop(&self, daemon: Daemon, guests: &Guests) -> Result<()> {
-        if !daemon.stop() {
-            bail!("ebb did not end well");
-        }
-        guests.wait_whole(self.memory)?;
-        println!("ebb stopped; every VM has its {} again", self.memory);
+        daemon.end_well()?;
+        guests.wait_whole(MEMORY)?;
+        println!("ebb stopped; every VM has its {MEMORY} again");
         Ok(())
     }
 
@@ -261,10 +248,10 @@ impl<'a> Watch<'a> {
 
     fn run(&mut self, sampler: &Sampler, daemon: Option<&Daemon>) -> Result<()> {
         let began = Instant::now();
-        let part = self.demo.period / self.demo.vms;
+        let part = PERIOD / VMS;
         let mut started = 0;
         let mut line = Duration::ZERO;
-        while began.elapsed() < self.demo.time {
+        while began.elapsed() < Duration::from_secs(self.demo.seconds) {
             if started < self.vms.len() && began.elapsed() >= part * started as u32 {
                 self.start_burst(started)?;
                 started += 1;
@@ -283,21 +270,16 @@ impl<'a> Watch<'a> {
     }
 
     fn start_burst(&self, n: usize) -> Result<()> {
-        let d = self.demo;
-        let arguments = format!(
-            "size={} base={} period_ms={} hold_ms={} seed={n}",
-            d.burst.0,
-            d.base.0,
-            d.period.as_millis(),
-            d.period.as_millis() / 4
-        );
+        let (size, base, period) = (BURST.0, BASE.0, PERIOD.as_millis());
+        let arguments =
+            format!("size={size} base={base} period_ms={period} hold_ms={} seed={n}", period / 4);
         self.vms[n].start("burst", "cycle", &arguments)
     }
 
     /// Reads the file: as a backup or a log scan does, and the guest keeps it.
     fn read_file(&self, n: usize) -> Result<()> {
         let vm = &self.vms[n];
-        let arguments = format!("size={}", self.demo.cache.0);
+        let arguments = format!("size={}", CACHE.0);
         let _ = vm.tool.stop("read");
         vm.start("read", "read", &arguments)
     }
@@ -308,7 +290,7 @@ impl<'a> Watch<'a> {
             for event in vm.tool.take_events().iter().filter(|e| e.job == "burst") {
                 match event.name.as_str() {
                     "progress" => {
-                        self.reads.push((n, Instant::now() + self.demo.period / 4));
+                        self.reads.push((n, Instant::now() + PERIOD / 4));
                         self.frees.push((n, sampler.now()));
                         self.bursts += 1;
                         let seconds = event.fields.f64("touch_ns") / 1e9;
@@ -340,7 +322,7 @@ impl<'a> Watch<'a> {
             "{:>4} s  held {:>8} of {:>8}  swap {:>8}",
             at.as_secs(),
             p.cgroup.to_string(),
-            self.demo.budget.to_string(),
+            BUDGET.to_string(),
             p.cgroup_swap.to_string()
         );
         for (n, r) in p.resident.iter().enumerate() {
@@ -373,7 +355,7 @@ impl<'a> Watch<'a> {
                 continue;
             };
             // Then the guest takes it for its page cache.
-            let until = (*freed + self.demo.period / 4).min(end);
+            let until = (*freed + PERIOD / 4).min(end);
             let goal = held - burst.share(0.9);
             let window = series.points.iter().filter(|p| p.at > *freed && p.at <= until);
             match window.clone().find(|p| own(p) <= goal) {

@@ -34,7 +34,7 @@ use self::picture::picture;
 use self::rivals::{Ksmtuned, knobs};
 use super::autoballoon::warn_of_others;
 use super::demo::write_noise;
-use crate::arena::{Arena, ArenaConfig, MemoryCgroup, SwapConfig, SwapKind};
+use crate::arena::{Arena, ArenaConfig, Beside, MemoryCgroup, SwapConfig, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
@@ -81,7 +81,7 @@ pub struct Density {
     #[arg(long)]
     quick: bool,
     /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = ARMS)]
     arms: Vec<String>,
     /// RAM of each VM
     #[arg(long, default_value = "512MiB")]
@@ -157,9 +157,6 @@ impl Density {
             (true, true) => quick,
             (true, false) => ARMS.map(String::from).to_vec(),
         };
-        if let Some(arm) = arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
-            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-        }
         let plan = self.plan();
         println!(
             "VMs of {} on a budget of {}: each takes {} every {} s and keeps it for {:.1} s ({:?})",
@@ -227,7 +224,7 @@ impl Density {
             budget: Some(plan.budget),
             swap: Some(swap).filter(|_| !self.beside),
             knobs,
-            beside: self.beside,
+            beside: if self.beside { Beside::Tests } else { Beside::Nobody },
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");
@@ -262,9 +259,7 @@ impl Density {
         };
         let outcome = Outcome::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
         drop(fleet);
-        if daemon.is_some_and(|d| !d.stop()) {
-            bail!("ebb did not end well");
-        }
+        daemon.map(Daemon::end_well).transpose()?;
         Ok((result, outcome))
     }
 }

@@ -35,8 +35,7 @@ pub struct Handback {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// plain, ebb-stock
-    #[arg(long, value_delimiter = ',', default_value = "plain,ebb-stock")]
+    #[arg(long, value_delimiter = ',', value_parser = ARMS, default_values = ARMS)]
     arms: Vec<String>,
     /// Bursts on each kind of host
     #[arg(long, default_value_t = 10)]
@@ -75,9 +74,6 @@ struct Bursts {
 impl Handback {
     /// Runs every arm on both kinds of host, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        if let Some(arm) = self.arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
-            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-        }
         let mut outcome = None;
         for arm in &self.arms {
             for (host, full) in [("idle", false), ("full", true)] {
@@ -128,9 +124,7 @@ impl Handback {
                 last(&bursts.swapped)
             );
         }
-        if daemon.is_some_and(|d| !d.stop()) {
-            bail!("ebb did not end well");
-        }
+        daemon.map(Daemon::end_well).transpose()?;
         if let (Some(kept), true) = (&self.records, arm != "plain") {
             let name = format!("handback-{arm}-{}", if full { "full" } else { "idle" });
             record::keep(dir.path(), kept, &name)?;

@@ -2,7 +2,6 @@
 //! [`Outcome`](crate::result::Outcome). `record` reads what Ebb did meanwhile.
 
 pub mod autoballoon;
-pub mod boots;
 pub mod cgroup_guest;
 pub mod dedup;
 pub mod demo;

@@ -6,10 +6,11 @@
 //! from the guest tool's word that its burst begins to the tick that ordered the
 //! balloon back: it includes the time the burst needs to make the guest short.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use clap::Args;
 use ebb_core::units::Bytes;
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
@@ -23,19 +24,25 @@ use crate::vm::{Balloon, Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Sizes and times of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Args)]
 pub struct Overhead {
-    /// Measured time of each arm.
-    pub time: Duration,
-    /// Bursts whose reaction is measured.
-    pub bursts: u32,
-    pub kernel: Kernel,
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    kernel: Kernel,
+    /// Measured seconds of each arm
+    #[arg(long, default_value_t = 60)]
+    seconds: u64,
+    /// Bursts whose reaction is measured
+    #[arg(long, default_value_t = 10)]
+    bursts: u32,
 }
 
 impl Overhead {
-    /// Runs, prints, writes `json`.
-    pub fn run(&self, json: Option<&Path>) -> Result<()> {
+    /// Runs, prints, writes the figures.
+    pub fn run(&self) -> Result<()> {
         // Less than three guests hold that have touched 256 MiB each.
         let budget = Some(Bytes::mib(1250));
         let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
@@ -65,7 +72,7 @@ impl Overhead {
                 r.arm, r.metric, r.value, r.unit, r.n, r.min, r.max
             );
         }
-        json.map_or(Ok(()), |path| Ok(outcome.write(path)?))
+        self.json.as_ref().map_or(Ok(()), |path| Ok(outcome.write(path)?))
     }
 
     fn boot(&self, arena: &Arena) -> Result<Vec<Vm>> {
@@ -94,8 +101,8 @@ impl Overhead {
             Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
         };
         let before = cpu()?;
-        std::thread::sleep(self.time);
-        let share = (cpu()? - before) / self.time.as_secs_f64();
+        std::thread::sleep(Duration::from_secs(self.seconds));
+        let share = (cpu()? - before) / self.seconds as f64;
         let memory =
             read_status(&Root::default(), daemon.pid())?.context("the daemon has ended")?;
         outcome.add(arm, "cpu_share", "ratio", &[share]);

@@ -25,6 +25,7 @@ use crate::ebb::Daemon;
 use crate::experiment::autoballoon::{swapped, warn_of_others};
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
+use crate::experiment::trial::in_turns;
 use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::{Outcome, median};
@@ -107,8 +108,8 @@ pub struct Rhythm {
     /// Which guests are busy when
     #[arg(long, value_enum, value_delimiter = ',', default_value = "together,swing")]
     shapes: Vec<Shape>,
-    /// plain, reporting, mom, ebb-stock, ebb-guest: in this order within each run
-    #[arg(long, value_delimiter = ',', default_value = "plain,reporting,mom,ebb-stock,ebb-guest")]
+    /// Arms, in this order within each run
+    #[arg(long, value_delimiter = ',', value_parser = ARMS, default_values = ARMS)]
     arms: Vec<String>,
     /// How often each
     #[arg(long, default_value_t = 3)]
@@ -161,9 +162,6 @@ const METRICS: [Metric; 7] = [
 impl Rhythm {
     /// Runs every arm of every shape as often as asked, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        if let Some(arm) = self.arms.iter().find(|a| !ARMS.contains(&a.as_str())) {
-            bail!("no arm “{arm}”; there are {}", ARMS.join(", "));
-        }
         let mut outcome = None;
         for shape in &self.shapes {
             self.shape(&shape.setup(), &mut outcome)?;
@@ -188,21 +186,8 @@ impl Rhythm {
             setup.period.as_secs(),
             setup.hold.as_secs()
         );
-        let mut results: Vec<Vec<RunResult>> = vec![Vec::new(); self.arms.len()];
-        for n in 1..=self.runs {
-            let mut order: Vec<usize> = (0..self.arms.len()).collect();
-            if n % 2 == 0 {
-                order.reverse();
-            }
-            for i in order {
-                let arm = &self.arms[i];
-                let (result, fresh) =
-                    self.one(setup, arm).with_context(|| format!("run {n}, {arm}"))?;
-                println!("run {n:>2}  {arm:<10}{}", line(&result));
-                results[i].push(result);
-                outcome.get_or_insert(fresh);
-            }
-        }
+        let (results, fresh) = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm), line)?;
+        *outcome = outcome.take().or(fresh);
         if let Some(outcome) = outcome {
             for (arm, results) in self.arms.iter().zip(&results) {
                 for (metric, unit, value) in METRICS {
@@ -235,9 +220,7 @@ impl Rhythm {
         let touches = Work::new(setup, &vms, rival).run(Duration::from_secs(self.seconds))?;
         let (after, end_ms) = (swapped()?, wall_ms());
         let series = sampler.stop();
-        if daemon.is_some_and(|d| !d.stop()) {
-            bail!("ebb did not end well");
-        }
+        daemon.map(Daemon::end_well).transpose()?;
         warn_of_others(&series);
         let mut result = RunResult {
             swap_in: after.swap_in_pages.saturating_sub(before.swap_in_pages) as f64,

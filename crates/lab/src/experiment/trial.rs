@@ -111,6 +111,32 @@ pub fn run(
     Ok(())
 }
 
+/// Each arm so often, the arms by turns, every other run the other way round: what each run came
+/// to, by arm, and the head of the figures.
+pub fn in_turns<R>(
+    arms: &[String],
+    runs: u32,
+    one: impl Fn(&str) -> Result<(R, Outcome)>,
+    line: impl Fn(&R) -> String,
+) -> Result<(Vec<Vec<R>>, Option<Outcome>)> {
+    let mut results: Vec<Vec<R>> = arms.iter().map(|_| Vec::new()).collect();
+    let mut outcome = None;
+    for n in 1..=runs {
+        let mut order: Vec<usize> = (0..arms.len()).collect();
+        if n % 2 == 0 {
+            order.reverse();
+        }
+        for i in order {
+            let arm = &arms[i];
+            let (result, fresh) = one(arm).with_context(|| format!("run {n}, {arm}"))?;
+            println!("run {n:>2}  {arm:<10}{}", line(&result));
+            results[i].push(result);
+            outcome.get_or_insert(fresh);
+        }
+    }
+    Ok((results, outcome))
+}
+
 /// `x.json`, or `x-6.12.json` where there is one for each kernel.
 fn file_of(file: &Path, kernel: Kernel, each: bool) -> PathBuf {
     if !each {

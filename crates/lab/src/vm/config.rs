@@ -61,6 +61,8 @@ pub struct VmConfig {
     pub balloon: Option<Balloon>,
     /// What its RAM is made of.
     pub backing: Backing,
+    /// KSM may look at its RAM, as QEMU has it by default.
+    pub mergeable: bool,
     /// QEMU gets no transparent huge pages, whatever this machine's setting.
     pub small_pages: bool,
     /// It starts by UEFI (OVMF) rather than by QEMU's BIOS.
@@ -105,6 +107,7 @@ impl VmConfig {
             kernel: Kernel::V6_1,
             balloon: Some(Balloon::default()),
             backing: Backing::default(),
+            mergeable: true,
             small_pages: false,
             uefi: false,
             counted: false,
@@ -208,15 +211,16 @@ impl VmConfig {
     }
 
     fn backing_arguments(&self, mib: u64) -> Vec<String> {
+        let merge = if self.mergeable { "" } else { ",mem-merge=off" };
         let object = match &self.backing {
-            Backing::Anonymous => return vec!["-machine".into(), "pc".into()],
+            Backing::Anonymous => return vec!["-machine".into(), format!("pc{merge}")],
             Backing::Memfd => format!("memory-backend-memfd,id=ram,size={mib}M,share=on"),
             Backing::File(path) => {
                 let path = path.display();
                 format!("memory-backend-file,id=ram,size={mib}M,share=on,mem-path={path}")
             }
         };
-        let machine = "pc,memory-backend=ram".to_string();
+        let machine = format!("pc,memory-backend=ram{merge}");
         vec!["-object".into(), object, "-machine".into(), machine]
     }
 

@@ -1,0 +1,490 @@
+//! Ebb on real VMs: memory flows back, guests get it again, nobody is harmed,
+//! whatever dies meanwhile.
+//!
+//! Each test runs the built `ebb` with a configuration that looks at its own VMs only.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
+use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::image::Kernel;
+use ebb_lab::in_pairs;
+use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::{MINUTE, of, replays, signal, stock, wait_size};
+
+const RAM: Bytes = Bytes::mib(512);
+/// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
+const TIGHT: Bytes = Bytes::mib(512);
+/// With [`TIGHT`]: so much is to be free that most of what the guest does not need
+/// must be taken.
+const SHORT: &str = "reserve = \"250MiB\"";
+const FLOOR: u64 = 128 << 20;
+
+/// A place where the host is as small as `budget`.
+fn arena(budget: Option<Bytes>) -> Arena {
+    let swap = budget.map(|_| SwapConfig { size: RAM, kind: SwapKind::Any, priority: 100 });
+    let beside = Beside::AnyTest;
+    Arena::enter(&ArenaConfig { budget, swap, beside, ..Default::default() }).unwrap()
+}
+
+fn config(name: &str, kernel: Kernel, reporting: bool, arena: &Arena) -> VmConfig {
+    let mut config = stock(name, RAM);
+    config.kernel = kernel;
+    config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
+    config.cgroup = arena.cgroup().map(|c| c.dir.clone());
+    config
+}
+
+/// A guest that has touched 256 MiB and freed them, without reporting: it holds
+/// what it does not need.
+fn start_holding(name: &str, kernel: Kernel, arena: &Arena) -> Vm {
+    let vm = Vm::start(&config(name, kernel, false, arena)).unwrap();
+    vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
+    vm.tool().stop("h").unwrap();
+    vm
+}
+
+fn bytes(v: &Value, key: &str) -> u64 {
+    v[key].as_u64().unwrap_or(0)
+}
+
+fn state_file(dir: &Path) -> Value {
+    serde_json::from_slice(&fs::read(dir.join("state.json")).unwrap()).unwrap()
+}
+
+/// Waits until Ebb has taken so much of the VM.
+fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
+    daemon
+        .wait_for("shrunk VM", MINUTE, |s| {
+            let actual = bytes(of(s, name), "actual");
+            (actual > 0 && actual <= most.0).then_some(actual)
+        })
+        .unwrap()
+}
+
+/// Whatever else happened: no guest was ever ordered below its floor, or seen
+/// below it, and the run replays to the same decisions.
+fn check_record(dir: &Path) {
+    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
+    let mut ticks = 0;
+    for line in record.lines() {
+        let Ok(tick) = serde_json::from_str::<Value>(line) else { continue };
+        let Some(actions) = tick["plan"]["actions"].as_array() else { continue };
+        ticks += 1;
+        for a in actions {
+            assert!(bytes(a, "to") >= FLOOR, "ordered below the floor: {a}");
+        }
+        for vm in tick["sample"]["vms"].as_array().unwrap() {
+            let actual = bytes(&vm["balloon"], "actual");
+            assert!(actual == 0 || actual >= FLOOR, "seen below the floor: {vm}");
+        }
+    }
+    assert!(ticks > 0, "nothing was recorded");
+    replays(dir);
+}
+
+#[test]
+fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
+    let arena = arena(None);
+    in_pairs(&Kernel::ALL, |&kernel| {
+        let name = &format!("rep-{kernel}");
+        let vm = Vm::start(&config(name, kernel, true, &arena)).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::start(dir.path(), &[name], "").unwrap();
+        assert_eq!(daemon.vm(name).unwrap()["reporting"], true);
+        vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
+        let held = vm.resident();
+        // A peak between two ticks cannot be accounted for.
+        daemon
+            .wait_for("a tick that sees it all", MINUTE, |s| {
+                (bytes(of(s, name), "resident") + (8 << 20) >= held.0).then_some(())
+            })
+            .unwrap();
+        vm.tool().stop("h").unwrap();
+        let goal = held - Bytes::mib(200);
+        vm.wait_for("reporting", MINUTE, |vm| (vm.resident() < goal).then_some(())).unwrap();
+        daemon
+            .wait_for("accounted bytes", MINUTE, |s| {
+                let r = &of(s, name)["returned"];
+                (bytes(r, "reporting") >= 190 << 20).then_some(())
+            })
+            .unwrap();
+        let state = daemon.vm(name).unwrap();
+        assert_eq!(bytes(&state, "actual"), RAM.0, "a clear host takes nothing: {state}");
+        assert!(daemon.stop());
+        check_record(dir.path());
+    });
+}
+
+#[test]
+fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
+    for kernel in Kernel::ALL {
+        let arena = arena(Some(TIGHT));
+        let vm = start_holding("inf", kernel, &arena);
+        let cgroup = arena.cgroup().unwrap();
+        let (held, charged) = (vm.resident(), cgroup.usage() + cgroup.swap());
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::start(dir.path(), &["inf"], SHORT).unwrap();
+        wait_taken(&daemon, "inf", Bytes::mib(360));
+        vm.wait_for("less residency", MINUTE, |vm| {
+            let less = vm.resident() + Bytes::mib(80) < held;
+            let proof = cgroup.usage() + cgroup.swap() + Bytes::mib(80) < charged;
+            (less && proof).then_some(())
+        })
+        .unwrap();
+        // What was decided can be asked for.
+        let (code, out, err) =
+            ebb::run(&["explain", "inf", "--config", daemon.config().to_str().unwrap()]).unwrap();
+        assert_eq!(code, 0, "{err}");
+        assert!(out.contains("host") && out.contains("idle"), "{out}");
+        assert!(daemon.stop());
+        wait_size(&vm, RAM);
+        assert_eq!(state_file(dir.path())["vms"], json!([]), "nothing is owed any more");
+        check_record(dir.path());
+    }
+}
+
+#[test]
+fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
+    for kernel in Kernel::ALL {
+        let arena = arena(Some(TIGHT));
+        let vm = start_holding("dis", kernel, &arena);
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::start(dir.path(), &["dis"], SHORT).unwrap();
+        wait_taken(&daemon, "dis", Bytes::mib(360));
+        // More than it has; all of it fits into its RAM.
+        let args = "size=356515840 period_ms=1000 hold_ms=3000 count=1";
+        vm.tool().start("burst", "cycle", args).unwrap();
+        vm.tool().wait_event("burst", "ready", MINUTE).unwrap();
+        let at = Instant::now();
+        daemon
+            .wait_for("gift", MINUTE, |s| {
+                let v = of(s, "dis");
+                (bytes(v, "actual") > 400 << 20 || bytes(v, "target") > 400 << 20).then_some(())
+            })
+            .unwrap();
+        let reaction = at.elapsed();
+        let done = vm.tool().wait_end("burst", MINUTE).unwrap();
+        assert_eq!(done.u64("cycles"), 1, "the workload lived: {done:?}");
+        let touch = Duration::from_nanos(done.u64("last_ns"));
+        println!("{kernel}: ordered {reaction:?} after the burst began; it took {touch:?}");
+        // Guest time, emulated and on a shared machine: the bound is a wide one,
+        // `cargo lab handback` measures.
+        assert!(touch < Duration::from_secs(10), "touching 340 MiB took {touch:?}");
+        assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+        assert!(daemon.stop());
+        check_record(dir.path());
+    }
+}
+
+/// Two guests at work on memory that they check all the time; one of them is squeezed by the
+/// operator, the host is full with what the other does not use, and then the squeezed one
+/// needs its own.
+#[test]
+fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
+    let arena = arena(Some(Bytes::mib(1200)));
+    let names = ["needs", "idles"];
+    let vms: Vec<Vm> = names.iter().map(|n| start_holding(n, Kernel::V6_1, &arena)).collect();
+    for (seed, vm) in vms.iter().enumerate() {
+        let args = format!("size=33554432 seconds=100000 seed={seed}");
+        vm.tool().start("v", "verify", &args).unwrap();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"").unwrap();
+    daemon.squeeze("needs", Bytes::mib(280)).unwrap();
+    let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
+    assert_eq!(idle, RAM.0, "nobody is short: the other is left alone");
+    // Only now the host is small: what it has left is less than the squeezed one will need.
+    let cgroup = arena.cgroup().unwrap();
+    cgroup.resize(cgroup.usage() + Bytes::mib(100)).unwrap();
+
+    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
+    vms[0].tool().start("burst", "cycle", args).unwrap();
+    let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(48));
+    let given = daemon
+        .wait_for("gift", MINUTE, |s| {
+            let size = bytes(of(s, "needs"), "actual");
+            (size >= 360 << 20).then_some(size)
+        })
+        .unwrap();
+    println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
+    assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    for vm in &vms {
+        let end = vm.tool().stop("v").unwrap();
+        assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{}: {end:?}", vm.name());
+        assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+    }
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
+/// Nothing is taken of a guest that is being migrated; what it needs it is given.
+#[test]
+fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
+    let arena = arena(None);
+    let vm = start_holding("moves", Kernel::V6_1, &arena);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["moves"], "").unwrap();
+    daemon.squeeze("moves", Bytes::mib(280)).unwrap();
+
+    // So slow that it does not come to its end.
+    let slow = json!({ "max-bandwidth": 64 << 10 });
+    vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
+    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+    let moves = |s: &Value| (of(s, "moves")["run"] == "migrating").then_some(());
+    daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
+    daemon.reclaim_vm("moves").unwrap();
+    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
+    vm.tool().start("burst", "cycle", args).unwrap();
+    daemon
+        .wait_for("gift", MINUTE, |s| (bytes(of(s, "moves"), "actual") >= 360 << 20).then_some(()))
+        .unwrap();
+    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
+    assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+    vm.qmp("migrate_cancel", None).unwrap();
+    assert!(daemon.stop());
+    check_record(dir.path());
+
+    let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
+    let ticks = record.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    let during = ticks.filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
+    let orders: Vec<(u64, u64)> = during
+        .flat_map(|t| t["plan"]["actions"].as_array().cloned().unwrap_or_default())
+        .map(|a| (bytes(&a, "from"), bytes(&a, "to")))
+        .collect();
+    assert!(!orders.is_empty() && orders.iter().all(|(from, to)| to >= from), "{orders:?}");
+}
+
+#[test]
+fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
+    let arena = arena(Some(TIGHT));
+    let vm = start_holding("own", Kernel::V6_1, &arena);
+    let args = "size=33554432 seconds=100000 seed=5";
+    vm.tool().start("v", "verify", args).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
+    let small = wait_taken(&daemon, "own", Bytes::mib(420));
+    let state = state_file(dir.path());
+    let owed = &state["vms"][0];
+    assert_eq!((owed["name"].as_str(), owed["others"].as_u64()), (Some("own"), Some(0)), "{state}");
+    daemon.crash();
+    assert!(vm.balloon().unwrap() <= Bytes(small) + Bytes::mib(1), "the crash left it ballooned");
+    fs::copy(dir.path().join("record.jsonl"), dir.path().join("first.jsonl")).unwrap();
+
+    let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
+    assert!(daemon.log().contains("owned again"), "{}", daemon.log());
+    let again = daemon.vm("own").unwrap();
+    assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
+    assert!(daemon.stop());
+    wait_size(&vm, RAM);
+    let end = vm.tool().stop("v").unwrap();
+    assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{end:?}");
+    check_record(dir.path());
+}
+
+#[test]
+fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
+    let arena = arena(Some(TIGHT));
+    let vm = start_holding("rel", Kernel::V6_12, &arena);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["rel"], SHORT).unwrap();
+    wait_taken(&daemon, "rel", Bytes::mib(420));
+    daemon.crash();
+    // The state file counts, not which VMs the configuration lists.
+    let (config, state) = (dir.path().join("none.toml"), dir.path().join("state.json"));
+    fs::write(&config, "[host]\nvms = \"listed\"\n").unwrap();
+    let release = |seconds: &str| {
+        let (config, state) = (config.to_str().unwrap(), state.to_str().unwrap());
+        let args = ["release", "--config", config, "--state", state, "--seconds", seconds];
+        ebb::run(&args).unwrap()
+    };
+    // QEMU takes an order for a guest that does not run: that is not the memory.
+    vm.pause().unwrap();
+    let (code, _, err) = release("2");
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("rel: has ") && err.contains("the VM is paused"), "{err}");
+    assert_eq!(state_file(dir.path())["vms"][0]["name"], "rel", "still written down");
+    vm.resume().unwrap();
+    let (code, _, err) = release("60");
+    assert_eq!((code, vm.balloon().unwrap()), (0, RAM), "{err}");
+    assert_eq!(release("60").0, 0, "a second time nothing is owed");
+    fs::remove_file(&state).unwrap();
+    assert_eq!(release("60").0, 1, "without the file nothing is known");
+}
+
+#[test]
+fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
+    let arena = arena(None);
+    let vms: Vec<Vm> = ["die1", "die2", "die3"]
+        .iter()
+        .map(|n| Vm::spawn(&config(n, Kernel::V6_1, true, &arena)).unwrap())
+        .collect();
+    let mut vms = vms;
+    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["die1", "die2", "die3"];
+    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    let up = |s: &Value, n: usize| {
+        let vms = s["vms"].as_array().unwrap();
+        (vms.len() == n && vms.iter().all(|v| v["link"]["state"] == "up")).then_some(())
+    };
+    daemon.wait_for("three VMs", MINUTE, |s| up(s, 3)).unwrap();
+    // One as if it crashed, one that closes its sockets on its own.
+    vms[0].kill();
+    daemon.wait_for("two VMs", MINUTE, |s| up(s, 2)).unwrap();
+    let _ = vms[1].qmp("quit", None);
+    daemon.wait_for("one VM", MINUTE, |s| up(s, 1)).unwrap();
+    let left = daemon.get("/v1/state").unwrap();
+    assert_eq!(left["vms"][0]["name"], "die3");
+    assert_eq!(left["vms"][0]["run"], "running");
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
+#[test]
+fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
+    let arena = arena(None);
+    let mut vms: Vec<Vm> = ["stop1", "stop2"]
+        .iter()
+        .map(|n| Vm::spawn(&config(n, Kernel::V6_12, true, &arena)).unwrap())
+        .collect();
+    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["stop1", "stop2"], "").unwrap();
+    let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);
+    let wait_link = |state: &str| {
+        daemon
+            .wait_for(state, MINUTE, |s| (link(s, "stop1").as_deref() == Some(state)).then_some(()))
+            .unwrap();
+    };
+    wait_link("up");
+    signal(vms[0].pid(), Signal::STOP);
+    wait_link("slow");
+    let state = daemon.get("/v1/state").unwrap();
+    assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
+    let tick = bytes(&state, "tick");
+    daemon.wait_for("more ticks", MINUTE, |s| (bytes(s, "tick") > tick + 3).then_some(())).unwrap();
+    assert!(
+        daemon.get("/v1/state").unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
+        "a hung QEMU must not hold the tick"
+    );
+    signal(vms[0].pid(), Signal::CONT);
+    wait_link("up");
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
+#[test]
+fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
+    for reset in [false, true] {
+        // A quarter of the reserve is kept back from a guest that boots, and what is left then must
+        // be more than it was taken. So little is missing that Ebb may leave it at that.
+        let arena = arena(Some(TIGHT + Bytes::mib(64)));
+        let mut vm = start_holding("boot", Kernel::V6_1, &arena);
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::start(dir.path(), &["boot"], "reserve = \"320MiB\"").unwrap();
+        daemon.squeeze("boot", Bytes::mib(470)).unwrap();
+        if reset {
+            vm.reset().unwrap();
+        } else {
+            vm.request("reboot", MINUTE).unwrap();
+        }
+        vm.wait_ready().unwrap();
+        let given = |s: &Value| {
+            let v = of(s, "boot");
+            (bytes(v, "actual") == RAM.0).then_some(())
+        };
+        daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
+        let decisions = daemon.get("/v1/decisions").unwrap();
+        let rules: Vec<&str> = decisions
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|d| d["action"]["reason"]["rule"].as_str())
+            .collect();
+        assert!(rules.contains(&"rebooted"), "{rules:?}");
+        assert!(daemon.stop());
+        check_record(dir.path());
+    }
+}
+
+#[test]
+fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
+    let arena = arena(None);
+    let vm = Vm::start(&config("taken", Kernel::V6_1, true, &arena)).unwrap();
+    let holder = UnixStream::connect(vm.qmp_path()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["taken"], "").unwrap();
+    let why = daemon
+        .wait_for("taken socket", MINUTE, |s| {
+            let link = &of(s, "taken")["link"];
+            (link["state"] == "taken").then(|| link["why"].to_string())
+        })
+        .unwrap();
+    assert!(why.contains("one"), "it says that QEMU serves one client: {why}");
+    let (code, out, _) =
+        ebb::run(&["doctor", "--config", daemon.config().to_str().unwrap()]).unwrap();
+    assert_eq!(code, 1, "something is bad");
+    assert!(out.contains("second -qmp"), "{out}");
+    drop(holder);
+    daemon
+        .wait_for("the socket", MINUTE, |s| (of(s, "taken")["link"]["state"] == "up").then_some(()))
+        .unwrap();
+    assert!(daemon.stop());
+}
+
+#[test]
+fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
+    let arena = arena(None);
+    let vm = start_holding("want", Kernel::V6_1, &arena);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["want"], "").unwrap();
+    daemon.wait_for("statistics", MINUTE, |s| of(s, "want")["available"].as_u64()).unwrap();
+    let held = vm.resident();
+    let config = daemon.config();
+    let config = config.to_str().unwrap();
+    let (code, out, err) = ebb::run(&["reclaim", "want", "--json", "--config", config]).unwrap();
+    assert_eq!(code, 0, "{out}{err}");
+    let came: Value = serde_json::from_str(&out).unwrap();
+    let fell = (held - vm.resident()).0;
+    assert!(bytes(&came, "ballooned") > 200 << 20 && fell > 200 << 20, "{came}, fell {fell}");
+    assert!(bytes(&came, "resident").abs_diff(fell) < 20 << 20, "it measures: {came}, {fell}");
+    let (code, _, err) = ebb::run(&["reclaim", "nobody", "--config", config]).unwrap();
+    assert_eq!(code, 2);
+    assert!(err.contains("there are: want"), "{err}");
+    assert!(daemon.stop());
+    check_record(dir.path());
+}
+
+#[test]
+fn vm_a_dry_run_changes_nothing() {
+    let arena = arena(Some(TIGHT));
+    let vm = start_holding("dry", Kernel::V6_1, &arena);
+    // A dry run does not have guests asked for statistics: it sees those that are asked anyway.
+    let interval = |command: &str, mut arguments: Value| {
+        arguments["path"] = json!("/machine/peripheral/balloon0");
+        arguments["property"] = json!("guest-stats-polling-interval");
+        vm.qmp(command, Some(arguments)).unwrap()
+    };
+    interval("qom-set", json!({ "value": 3 }));
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start_with(dir.path(), &["dry"], SHORT, &["--dry-run"]).unwrap();
+    daemon
+        .wait_for("a decision", MINUTE, |s| {
+            of(s, "dry")["verdict"].as_str()?.contains("dry run").then_some(())
+        })
+        .unwrap();
+    assert_eq!(vm.balloon().unwrap(), RAM);
+    assert!(!dir.path().join("state.json").exists());
+    assert!(daemon.stop());
+    assert_eq!(interval("qom-get", json!({})), 3, "nor how often the guest is asked");
+    check_record(dir.path());
+}

@@ -1,0 +1,374 @@
+//! VMs of a real libvirtd, which has their only monitor: Ebb sees them, takes and gives memory,
+//! and respects what is done with `virsh` meanwhile.
+
+mod confined;
+mod contained;
+mod moves;
+mod session;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ebb_core::config::NAMESPACE;
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::Daemon;
+use ebb_lab::libvirt::{Domain, Libvirtd};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::signal;
+
+/// What a guest does may take long beside other VMs.
+const PATIENCE: Duration = Duration::from_secs(180);
+const RAM: Bytes = Bytes::mib(512);
+/// More than is left of a guest that was squeezed.
+const HOG: &str = "size=314572800 pattern=random seed=1";
+const BALLOON: &str = "<memballoon model='virtio' autodeflate='on' freePageReporting='off'/>";
+
+fn boot(libvirtd: &Libvirtd, name: &str) -> Domain {
+    libvirtd.boot(name, RAM, BALLOON, "").unwrap()
+}
+
+fn start(libvirtd: &Libvirtd, dir: &Path, names: &[&str]) -> Daemon {
+    start_with(libvirtd, dir, names, "")
+}
+
+fn start_with(libvirtd: &Libvirtd, dir: &Path, names: &[&str], config: &str) -> Daemon {
+    Daemon::configure(dir, names, config).unwrap();
+    Daemon::start_program(&libvirtd.program().unwrap(), dir, &[]).unwrap()
+}
+
+/// A domain, and an Ebb that has heard from its guest.
+fn watched(libvirtd: &Libvirtd, name: &str) -> (Domain, TempDir, Daemon) {
+    let domain = boot(libvirtd, name);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(libvirtd, dir.path(), &[name]);
+    wait_up(&daemon, name);
+    (domain, dir, daemon)
+}
+
+fn of<'a>(state: &'a Value, name: &str) -> Option<&'a Value> {
+    state["vms"].as_array()?.iter().find(|v| v["name"] == name)
+}
+
+fn wait_up(daemon: &Daemon, name: &str) {
+    let is_up = |s: &Value| {
+        let vm = of(s, name)?;
+        (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
+    };
+    daemon.wait_for(&format!("the statistics of {name}"), PATIENCE, is_up).unwrap();
+}
+
+/// Its balloon's size as libvirt has QEMU tell it.
+fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
+    libvirtd.balloon(name).unwrap()
+}
+
+fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
+    let there = |l: &Libvirtd| is(size(l, name)).then_some(());
+    libvirtd.wait(&format!("the size of {name}"), there).unwrap();
+}
+
+/// Whether libvirt has QEMU ask this domain's guest for statistics.
+fn asks_for_statistics(libvirtd: &Libvirtd, name: &str) -> bool {
+    libvirtd.virsh(&["dumpxml", name]).unwrap().contains("<stats period=")
+}
+
+#[test]
+fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let domain = boot(&libvirtd, "tame");
+    libvirtd.boot("rigid", RAM, "<memballoon model='none'/>", "").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    libvirtd.start_paused("alien", Bytes::mib(64), BALLOON).unwrap();
+    let theirs = "[vm.alien]\nmanage = false\n";
+    let daemon = start_with(&libvirtd, dir.path(), &["tame", "rigid"], theirs);
+    wait_up(&daemon, "tame");
+    let vm = daemon.vm("tame").unwrap();
+    assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid())), "{vm}");
+    assert_eq!((vm["ram"].as_u64(), vm["deflate_on_oom"].as_bool()), (Some(RAM.0), Some(true)));
+    let rigid = |s: &Value| (of(s, "rigid")?["link"]["state"] == "up").then_some(());
+    daemon.wait_for("a domain without a balloon", PATIENCE, rigid).unwrap();
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    assert!(size(&libvirtd, "tame") <= Bytes::mib(300));
+    assert!(asks_for_statistics(&libvirtd, "tame"));
+    let theirs = daemon.vm("alien").unwrap();
+    assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
+    assert!(!asks_for_statistics(&libvirtd, "alien"), "nothing is set there");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "tame", |b| b == RAM);
+    assert!(!asks_for_statistics(&libvirtd, "tame"), "the interval is as it was");
+    // What its guest needs it is given back at once.
+    let daemon = start(&libvirtd, dir.path(), &["tame"]);
+    wait_up(&daemon, "tame");
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    let all_up = |s: &Value| {
+        let actual = of(s, "tame")?["actual"].as_u64()?;
+        (actual > Bytes::mib(330).0).then_some(())
+    };
+    daemon.wait_for("what the guest needs", PATIENCE, all_up).unwrap();
+    assert!(daemon.stop());
+    let taint = libvirtd.virsh(&["dominfo", "tame"]).unwrap();
+    assert!(!taint.contains("custom-monitor"), "{taint}");
+}
+
+#[test]
+fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["one", "two"]);
+    wait_up(&daemon, "one");
+    wait_up(&daemon, "two");
+    daemon.squeeze("one", Bytes::mib(300)).unwrap();
+    let down = |s: &Value| (of(s, "one")?["link"]["state"] != "up").then_some(());
+
+    // A libvirtd that is killed and started again: orders go on.
+    libvirtd.kill_and_start().unwrap();
+    wait_up(&daemon, "one");
+    one.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    let given = |s: &Value| (of(s, "one")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
+    daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
+    one.tool().stop("hog").unwrap();
+
+    // A QEMU that hangs: its neighbour is asked and told as before.
+    wait_up(&daemon, "two");
+    signal(one.pid(), Signal::STOP);
+    daemon.wait_for("one that hangs", PATIENCE, down).unwrap();
+    wait_up(&daemon, "two");
+    signal(one.pid(), Signal::CONT);
+    wait_up(&daemon, "one");
+
+    // A libvirtd that hangs: ticks go on in time.
+    signal(libvirtd.pid(), Signal::STOP);
+    daemon.wait_for("libvirt that hangs", PATIENCE, down).unwrap();
+    let tick = |d: &Daemon| d.get("/v1/state").unwrap()["tick"].as_u64().unwrap();
+    let (begun, was) = (Instant::now(), tick(&daemon));
+    std::thread::sleep(Duration::from_secs(5));
+    let (ticks, took) = (tick(&daemon) - was, begun.elapsed().as_secs());
+    assert!(ticks + 2 >= took, "{ticks} ticks in {took} s");
+    signal(libvirtd.pid(), Signal::CONT);
+    let names = ["one", "two"];
+    names.iter().for_each(|name| wait_up(&daemon, name));
+    assert!(daemon.stop());
+    names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
+}
+
+#[test]
+fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (_domain, _dir, daemon) = watched(&libvirtd, "owed");
+    daemon.squeeze("owed", Bytes::mib(300)).unwrap();
+    let config = daemon.config().display().to_string();
+    daemon.crash();
+    let mut release = std::process::Command::new(libvirtd.program().unwrap());
+    let said = release.args(["--config", &config, "release"]).output().unwrap();
+    assert!(said.status.success(), "{said:?}");
+    wait_size(&libvirtd, "owed", |b| b == RAM);
+}
+
+#[test]
+fn vm_what_virsh_does_meanwhile_is_respected() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (domain, _dir, daemon) = watched(&libvirtd, "busy");
+    let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
+    let wait = |what: &str, key: &str, value: &str| {
+        let is = |s: &Value| (of(s, "busy")?[key] == value).then_some(());
+        daemon.wait_for(what, PATIENCE, is).unwrap();
+    };
+
+    virsh(&["suspend", "busy"]);
+    wait("the suspended domain", "run", "paused");
+    virsh(&["resume", "busy"]);
+    wait("the resumed domain", "run", "running");
+
+    // Saved while Ebb holds a part of its memory, and restored: its size then is not Ebb's to say,
+    // since libvirt sets no balloon of a domain that it saves. `setmem` gives it all its memory.
+    daemon.squeeze("busy", Bytes::mib(400)).unwrap();
+    let file = libvirtd.dir().join("saved").display().to_string();
+    virsh(&["save", "busy", &file]);
+    let gone = |s: &Value| of(s, "busy").is_none().then_some(());
+    daemon.wait_for("the saved domain to be gone", PATIENCE, gone).unwrap();
+    virsh(&["restore", &file]);
+    wait_up(&daemon, "busy");
+    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    virsh(&["setmem", "busy", "512M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == RAM);
+
+    let whole = |s: &Value| (of(s, "busy")?["actual"].as_u64()? == RAM.0).then_some(());
+    daemon.wait_for("Ebb to see that size", PATIENCE, whole).unwrap();
+
+    virsh(&["reset", "busy"]);
+    let settled = |s: &Value| (of(s, "busy")?["standing"]["is"] == "ready").then_some(());
+    std::thread::sleep(Duration::from_secs(3));
+    daemon.wait_for("the guest that was reset", PATIENCE, settled).unwrap();
+
+    // A size that an operator sets is the operator's.
+    virsh(&["setmem", "busy", "320M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == Bytes::mib(320));
+    let theirs = |s: &Value| {
+        let why = of(s, "busy")?["verdict"].as_str()?;
+        why.contains("was set, not by Ebb").then_some(())
+    };
+    daemon.wait_for("Ebb to see that", PATIENCE, theirs).unwrap();
+    assert_eq!(size(&libvirtd, "busy"), Bytes::mib(320));
+    virsh(&["setmem", "busy", "512M", "--live"]);
+    wait_size(&libvirtd, "busy", |b| b == RAM);
+    virsh(&["undefine", "busy"]);
+    wait_up(&daemon, "busy");
+    assert!(daemon.stop());
+}
+
+/// What a tick over many domains costs: `EBB_DOMAINS` (50), all paused, since this machine could
+/// not run so many. The test prints the daemon's processor time, and fails only if it is very high.
+#[test]
+fn vm_many_domains_of_libvirt_cost_little() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let set = std::env::var("EBB_DOMAINS").ok().and_then(|v| v.parse().ok());
+    let libvirtd = Libvirtd::start().unwrap();
+    let names: Vec<String> = (0..set.unwrap_or(50)).map(|i| format!("many-{i}")).collect();
+    for name in &names {
+        libvirtd.start_paused(name, Bytes::mib(64), BALLOON).unwrap();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let daemon = start(&libvirtd, dir.path(), &names);
+    let all = |s: &Value| {
+        let up = |n: &&str| of(s, n).is_some_and(|v| v["link"]["state"] == "up");
+        names.iter().all(up).then_some(())
+    };
+    daemon.wait_for("all domains", PATIENCE, all).unwrap();
+    std::thread::sleep(Duration::from_secs(5));
+    let spent = |d: &Daemon| {
+        let state = d.get("/v1/state").unwrap();
+        (state["daemon"]["cpu_s"].as_f64().unwrap(), state["tick"].as_u64().unwrap())
+    };
+    let ((cpu, tick), begun) = (spent(&daemon), Instant::now());
+    std::thread::sleep(Duration::from_secs(30));
+    let ((cpu_after, tick_after), took) = (spent(&daemon), begun.elapsed().as_secs_f64());
+    let (share, ticks) = ((cpu_after - cpu) / took, tick_after - tick);
+    println!("{} domains: {:.2} % of a core, {ticks} ticks", names.len(), share * 100.0);
+    assert!(ticks > 0 && share < 0.5);
+    assert!(daemon.stop());
+    let left: Vec<_> = names.iter().filter(|n| asks_for_statistics(&libvirtd, n)).collect();
+    assert!(left.is_empty(), "the interval is not as it was: {left:?}");
+}
+
+/// The settings that the domain's metadata holds count, also those that are set while it runs.
+#[test]
+fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
+    const SMALL: Bytes = Bytes::mib(256);
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let more = format!(
+        "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='160MiB' max='240MiB' weight='2' \
+         group='acme'/></metadata>"
+    );
+    let _domain = libvirtd.boot("meta", SMALL, BALLOON, &more).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    // Another one has a QMP socket for Ebb.
+    let qmp = libvirtd.dir().join("own-ebb.qmp");
+    let arg = |value: &str| format!("<qemu:arg value='{value}'/>");
+    let more = format!(
+        "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='150MiB'/></metadata>\
+         <qemu:commandline>{}{}</qemu:commandline>",
+        arg("-qmp"),
+        arg(&format!("unix:{},server=on,wait=off", qmp.display()))
+    );
+    let _own = libvirtd.boot("direct", SMALL, BALLOON, &more).unwrap();
+    // The section of the host's file wins for its key.
+    let config = "[vm.meta]\nweight = 3\n[vm.direct]\n";
+    let daemon = start_with(&libvirtd, dir.path(), &[], config);
+    let set = |xml: &str| {
+        let args = ["metadata", "meta", "--uri", NAMESPACE, "--key", "ebb", "--set", xml, "--live"];
+        libvirtd.virsh(&[&args[..], &["--config"]].concat()).unwrap();
+        Instant::now()
+    };
+    let wait = |what: &str, is: &dyn Fn(&Value) -> bool| {
+        let is = |s: &Value| is(of(s, "meta")?).then_some(());
+        daemon.wait_for(what, PATIENCE, is).unwrap();
+    };
+    let bytes = |vm: &Value, key: &str| vm[key].as_u64().map(Bytes);
+    let floor = |mib| move |vm: &Value| vm["floor"].as_u64() == Some(Bytes::mib(mib).0);
+
+    wait_up(&daemon, "meta");
+    wait("the floor of the metadata", &floor(160));
+    let vm = daemon.vm("meta").unwrap();
+    assert_eq!(
+        (bytes(&vm, "ceiling"), vm["group"].as_str()),
+        (Some(Bytes::mib(240)), Some("acme"))
+    );
+    let words = vm["by_metadata"].as_str().unwrap();
+    assert!(words.contains("min 160 MiB") && words.contains("ebb.toml sets weight"), "{words}");
+    wait_size(&libvirtd, "meta", |b| b <= Bytes::mib(240));
+    let says = |command: &[&str]| {
+        let mut ebb = std::process::Command::new(libvirtd.program().unwrap());
+        let config = daemon.config().display().to_string();
+        let out = ebb.args(["--config", &config]).args(command).output().unwrap();
+        String::from_utf8_lossy(&out.stdout).into_owned()
+    };
+    let text = says(&["explain", "meta"]);
+    assert!(text.contains("metadata  min 160 MiB, max 240 MiB, group acme"), "{text}");
+    assert!(says(&["status"]).contains("meta: set in its libvirt metadata: min 160 MiB"));
+
+    wait_up(&daemon, "direct");
+    let all = |s: &Value| {
+        let floor = of(s, "direct")?["floor"].as_u64()?;
+        (floor == Bytes::mib(150).0).then_some(())
+    };
+    daemon.wait_for("the floor of one with a socket", PATIENCE, all).unwrap();
+    assert!(!asks_for_statistics(&libvirtd, "direct"), "not through libvirt");
+    let args = ["metadata", "direct", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
+    libvirtd.virsh(&[&args[..], &["<memory manage='no'/>"]].concat()).unwrap();
+    let alone = |s: &Value| {
+        let why = of(s, "direct")?["link"]["why"].as_str()?;
+        why.contains("not managed").then_some(())
+    };
+    daemon.wait_for("one with a socket to be left alone", PATIENCE, alone).unwrap();
+
+    // A change is seen while both run.
+    let at = set("<memory min='192MiB'/>");
+    wait("the new floor", &floor(192));
+    assert!(at.elapsed() < Duration::from_secs(10), "{:?}", at.elapsed());
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    assert!(size(&libvirtd, "meta") >= Bytes::mib(192));
+
+    // What is wrong is named, and all is given back.
+    set("<memory min='192MiB' weight='heavy'/>");
+    let named = |vm: &Value| {
+        let why = vm["verdict"].as_str().unwrap_or_default().to_owned()
+            + vm["standing"]["why"].as_str().unwrap_or_default();
+        why.contains("domain “meta” is wrong: attribute weight: “heavy”")
+    };
+    wait("what is wrong", &named);
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
+    let _ = daemon.reclaim_vm("meta");
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(size(&libvirtd, "meta"), SMALL, "and nothing is taken");
+    let text = says(&["doctor"]);
+    let line = text.lines().find(|l| l.contains("libvirt metadata")).unwrap_or_default();
+    assert!(line.contains("miss") && line.contains("virsh metadata meta --uri"), "{text}");
+
+    // Corrected, it is taken up again; `manage` takes it out and brings it back.
+    set("<memory min='128MiB'/>");
+    wait_up(&daemon, "meta");
+    wait("the right floor", &floor(128));
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    set("<memory manage='no'/>");
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
+    let alone = |vm: &Value| vm["link"]["why"].as_str().is_some_and(|w| w.contains("not managed"));
+    wait("the domain that is left alone", &alone);
+    assert!(!asks_for_statistics(&libvirtd, "meta"), "the interval is as it was");
+    libvirtd.virsh(&["metadata", "meta", "--uri", NAMESPACE, "--remove", "--live"]).unwrap();
+    wait_up(&daemon, "meta");
+    daemon.squeeze("meta", Bytes::mib(200)).unwrap();
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "meta", |b| b == SMALL);
+}

@@ -1,0 +1,44 @@
+//! Tier guest in a domain as Debian's libvirt starts it: QEMU as `libvirt-qemu`, with a mount
+//! namespace of its own and seccomp's sandbox. AppArmor is not part of it.
+
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::libvirt::{Kind, Libvirtd};
+use serde_json::Value;
+
+use super::{BALLOON, HOG, PATIENCE, RAM, of, start, wait_size};
+use crate::MINUTE;
+
+#[test]
+fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start_as(Kind::Confined).unwrap();
+    let domain = libvirtd.boot_with_agent("confined", RAM, BALLOON).unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", domain.pid())).unwrap();
+    let has = |line: &str| status.lines().any(|l| l == line);
+    assert!(has("Seccomp:\t2") && !has("Uid:\t0\t0\t0\t0"), "{status}");
+    let namespace = |pid| std::fs::read_link(format!("/proc/{pid}/ns/mnt")).unwrap();
+    assert_ne!(namespace(domain.pid()), namespace(libvirtd.pid()));
+    domain.tool().sh("insmod /ebb.ko", MINUTE).unwrap();
+
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["confined"]);
+    daemon.wait_for_tier("guest").unwrap();
+    domain.tool().start("v", "verify", "size=104857600 seconds=100000 threads=2").unwrap();
+    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    domain.tool().stop("hog").unwrap();
+    let recycled = |least: u64| {
+        let much = |s: &Value| {
+            let bytes = of(s, "confined")?["agent"]["counters"]["recycled"].as_u64()?;
+            (bytes > least << 20).then_some(())
+        };
+        daemon.wait_for("what was freed", PATIENCE, much).unwrap();
+    };
+    recycled(100);
+    let checked = domain.tool().finish("v", PATIENCE).unwrap();
+    recycled(250);
+    daemon.reclaim_vm("confined").unwrap();
+    assert_eq!(checked.u64("errors"), 0, "{checked:?}");
+    assert!(checked.u64("checks") > 0, "{checked:?}");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "confined", |b| b == RAM);
+}

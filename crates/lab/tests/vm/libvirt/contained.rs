@@ -1,0 +1,38 @@
+//! A domain whose libvirt is in a container: mount and pid namespaces of their own, as KubeVirt's
+//! pods have them. Ebb runs outside.
+
+use std::time::Duration;
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::Daemon;
+use ebb_lab::libvirt::{Kind, Libvirtd};
+use serde_json::Value;
+
+use super::{PATIENCE, RAM, boot, of, size, wait_size, wait_up};
+
+#[test]
+fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start_as(Kind::Contained).unwrap();
+    let _domain = boot(&libvirtd, "pod");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["pod"], "").unwrap();
+    std::thread::sleep(Duration::from_secs(3));
+    let state = daemon.get("/v1/state").unwrap();
+    assert!(of(&state, "pod").is_none(), "it is no VM of the host's: {state}");
+    assert!(daemon.stop());
+
+    let daemon = Daemon::start(dir.path(), &["pod"], "containers = true").unwrap();
+    wait_up(&daemon, "pod");
+    daemon.squeeze("pod", Bytes::mib(300)).unwrap();
+    let left = size(&libvirtd, "pod");
+    assert!(left <= Bytes::mib(300), "{left}: {}", daemon.log());
+    libvirtd.virsh(&["suspend", "pod"]).unwrap();
+    let paused = |s: &Value| (of(s, "pod")?["run"] == "paused").then_some(());
+    daemon.wait_for("the suspended domain", PATIENCE, paused).unwrap();
+    libvirtd.virsh(&["resume", "pod"]).unwrap();
+    wait_up(&daemon, "pod");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "pod", |b| b == RAM);
+}

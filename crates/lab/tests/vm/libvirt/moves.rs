@@ -1,0 +1,107 @@
+//! Domains that change their name, their process or their host while Ebb has memory of theirs.
+
+use std::fs;
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::Daemon;
+use ebb_lab::libvirt::Libvirtd;
+use serde_json::Value;
+
+use super::{PATIENCE, RAM, boot, of, size, start, wait_size, wait_up, watched};
+
+const SMALL: Bytes = Bytes::mib(300);
+const VERIFY: &str = "size=104857600 seconds=100000 seed=5";
+
+fn wait_gone(daemon: &Daemon, name: &str) {
+    let gone = |s: &Value| of(s, name).is_none().then_some(());
+    daemon.wait_for(&format!("{name} to be gone"), PATIENCE, gone).unwrap();
+}
+
+/// Ebb has read what the Ebb before noted, and may have given it back already.
+fn wait_owed(daemon: &Daemon, name: &str) {
+    let owed = |s: &Value| {
+        let bytes = |key: &str| of(s, name)?[key].as_u64();
+        (bytes("ballooned")? > 0 || bytes("actual")? == RAM.0).then_some(())
+    };
+    daemon.wait_for(&format!("what {name} is owed"), PATIENCE, owed).unwrap();
+}
+
+/// The guest, in another QEMU by now, goes on checking what it wrote.
+fn check_data(libvirtd: &Libvirtd, name: &str) {
+    let tool = libvirtd.tool(name).unwrap();
+    let checks = || tool.stat("v").unwrap();
+    let before = checks().u64("checks");
+    let goes_on = |_: &Libvirtd| (checks().u64("checks") > before).then_some(());
+    libvirtd.wait("the next check", goes_on).unwrap();
+    assert_eq!(checks().u64("errors"), 0, "{:?}", checks());
+}
+
+/// libvirt renames only domains that do not run.
+#[test]
+fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let _domain = boot(&libvirtd, "before");
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["before", "after"]);
+    wait_up(&daemon, "before");
+    daemon.squeeze("before", SMALL).unwrap();
+    assert!(libvirtd.virsh(&["domrename", "before", "after"]).is_err(), "while it runs");
+    libvirtd.virsh(&["destroy", "before"]).unwrap();
+    wait_gone(&daemon, "before");
+    libvirtd.virsh(&["domrename", "before", "after"]).unwrap();
+    libvirtd.virsh(&["start", "after"]).unwrap();
+    wait_up(&daemon, "after");
+    assert_eq!(size(&libvirtd, "after"), RAM);
+    daemon.squeeze("after", SMALL).unwrap();
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "after", |b| b == RAM);
+}
+
+#[test]
+fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (domain, _dir, daemon) = watched(&libvirtd, "kept");
+    domain.tool().start("v", "verify", VERIFY).unwrap();
+    daemon.squeeze("kept", SMALL).unwrap();
+    libvirtd.virsh(&["managedsave", "kept"]).unwrap();
+    wait_gone(&daemon, "kept");
+    libvirtd.virsh(&["start", "kept"]).unwrap();
+    wait_up(&daemon, "kept");
+    assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    wait_owed(&daemon, "kept");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "kept", |b| b == RAM);
+    check_data(&libvirtd, "kept");
+}
+
+#[test]
+fn vm_a_domain_that_migrates_has_its_memory_on_the_other_host() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let (from, to) = (Libvirtd::start().unwrap(), Libvirtd::start().unwrap());
+    let domain = boot(&from, "mover");
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let here = start(&from, dirs[0].path(), &["mover"]);
+    let there = start(&to, dirs[1].path(), &["mover"]);
+    wait_up(&here, "mover");
+    domain.tool().start("v", "verify", VERIFY).unwrap();
+    here.squeeze("mover", SMALL).unwrap();
+    let socket = to.dir().join("run/libvirt/libvirt-sock");
+    let uri = format!("qemu+unix:///system?socket={}", socket.display());
+    let address = "tcp://127.0.0.1";
+    // The source removes its own socket when it ends.
+    let xml = from.virsh(&["dumpxml", "--migratable", "mover"]).unwrap();
+    let dir = |of: &Libvirtd| of.dir().display().to_string();
+    let file = from.dir().join("moved.xml");
+    fs::write(&file, xml.replace(&dir(&from), &dir(&to))).unwrap();
+    let file = file.display().to_string();
+    let how = ["migrate", "--live", "mover", &uri, "--migrateuri", address, "--xml", &file];
+    from.virsh(&how).unwrap();
+    wait_owed(&there, "mover");
+    assert!(here.stop());
+    assert!(there.stop());
+    wait_size(&to, "mover", |b| b == RAM);
+    check_data(&to, "mover");
+}

@@ -1,0 +1,93 @@
+//! Several limits on one host, on real VMs: those below the limit that is short give, others do
+//! not.
+
+use std::fs;
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::vm::Vm;
+use serde_json::Value;
+
+use crate::{MINUTE, of, replays, stock};
+
+const RAM: Bytes = Bytes::mib(512);
+/// What each guest touches and frees.
+const HELD: &str = "size=268435456";
+/// Two guests that have touched so much and hold it fit, but not beside the reserve.
+const LIMIT: Bytes = Bytes::gib(1);
+const SHORT: &str = "reserve = \"420MiB\"";
+
+fn actual(state: &Value, name: &str) -> Bytes {
+    Bytes(of(state, name)["actual"].as_u64().unwrap_or(0))
+}
+
+#[test]
+fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
+    let all =
+        ArenaConfig { budget: Some(Bytes::gib(64)), beside: Beside::AnyTest, ..Default::default() };
+    let arena = Arena::enter(&all).unwrap();
+    let slice = arena.cgroup().unwrap().child("slice", LIMIT).unwrap();
+    let beside = arena.cgroup().unwrap().child("beside", Bytes::gib(32)).unwrap();
+    let start = |name: &str, dir: std::path::PathBuf| {
+        let mut config = stock(name, RAM);
+        config.cgroup = Some(dir);
+        let vm = Vm::start(&config).unwrap();
+        vm.tool().start_ready("h", "hold", HELD, MINUTE).unwrap();
+        vm.tool().stop("h").unwrap();
+        vm
+    };
+    // One in a cgroup of its own, as systemd has it.
+    let scope = slice.child("scope", Bytes::gib(16)).unwrap();
+    let (one, two) = (start("lim1", slice.dir.clone()), start("lim2", scope.dir));
+    let three = start("lim3", beside.dir.clone());
+    let held = slice.usage();
+    assert!(held > LIMIT - Bytes::mib(420), "{held} are not short");
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["lim1", "lim2", "lim3"];
+    let daemon = Daemon::start(dir.path(), &names, SHORT).unwrap();
+    let shrunk = |s: &Value| {
+        let gave = |name| RAM - actual(s, name);
+        let both = gave("lim1") > Bytes::mib(64) && gave("lim2") > Bytes::mib(64);
+        let limit = s["host"]["limits"]
+            .as_array()?
+            .iter()
+            .find(|l| l["name"].as_str().is_some_and(|name| name.ends_with("/slice")))?;
+        (both && actual(s, "lim3") == RAM).then(|| limit.clone())
+    };
+    let limit = daemon.wait_for("two VMs that give", MINUTE, shrunk).unwrap();
+    assert_eq!(limit["vms"], 2, "{limit}");
+    assert_eq!(limit["capacity"], LIMIT.0, "{limit}");
+    let config = daemon.config();
+    let (_, text, error) = ebb::run(&["status", "--config", config.to_str().unwrap()]).unwrap();
+    println!("{text}{error}");
+    assert!(text.contains("/slice, 2 VMs: "), "{text}{error}");
+    assert!(text.contains("limit host, 3 VMs: clear, "), "{text}{error}");
+    // The host has what the slice lacks: the slice's usage falls until it keeps its reserve.
+    daemon
+        .wait_for("a slice that has its reserve", MINUTE, |s| {
+            let state = s["host"]["limits"]
+                .as_array()?
+                .iter()
+                .find(|l| l["name"].as_str().is_some_and(|name| name.ends_with("/slice")));
+            let soft = state.is_none_or(|l| l["state"] == "clear" || l["state"] == "soft");
+            (soft && slice.usage() < held - Bytes::mib(128)).then_some(())
+        })
+        .unwrap();
+    // Who needs it again gets it from below the slice's limit, and nobody is harmed.
+    one.tool().start_ready("again", "hold", HELD, MINUTE).unwrap();
+    one.tool().stop("again").unwrap();
+    for vm in [&two, &three] {
+        vm.tool().start_ready("well", "hold", "size=16777216", MINUTE).unwrap();
+        vm.tool().stop("well").unwrap();
+    }
+    let state = daemon.get("/v1/state").unwrap();
+    assert_eq!(actual(&state, "lim3"), RAM, "{state}");
+    assert_eq!(slice.swap(), Bytes::ZERO);
+    assert_eq!(slice.oom_kills(), 0);
+    assert!(slice.usage() <= LIMIT);
+    assert!(daemon.stop());
+    let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
+    assert!(!record.contains("\"name\":\"lim3\",\"from\""), "an order to the one beside");
+    replays(dir.path());
+}

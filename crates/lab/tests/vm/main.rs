@@ -1,0 +1,97 @@
+//! Ebb, its agent and its module on real VMs, and the lab that boots them. Each file is about
+//! one part; each test holds the arena, and says beside whom it may run.
+
+mod ebb;
+mod libvirt;
+mod lifecycle;
+mod limits;
+mod merge;
+mod module;
+mod offload;
+mod owed;
+mod partial_thp;
+mod plug;
+mod recycle;
+mod shared;
+mod smoke;
+mod standin;
+mod systemd;
+mod tier;
+mod ways_in;
+mod zeros;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_core::wire::Attach;
+use ebb_core::wire::firmware::Firmware;
+use ebb_host::qmp;
+use ebb_lab::agent_requests;
+use ebb_lab::vm::{Balloon, Vm, VmConfig};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// A number that the environment sets.
+fn set<T: std::str::FromStr>(name: &str) -> Option<T> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// How long guests are stressed; 20 s where nobody says.
+fn seconds() -> u64 {
+    set("EBB_STRESS_SECONDS").unwrap_or(20)
+}
+
+/// A name that no other VM of this run has: daemons go by names.
+fn unique(name: &str) -> String {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    format!("{name}-{}", COUNT.fetch_add(1, Relaxed))
+}
+
+/// A VM of 6.1 that deflates when its guest runs out of memory, and that KSM does not look at.
+fn stock(name: &str, ram: Bytes) -> VmConfig {
+    let mut config = VmConfig::new(name, ram);
+    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+    config.mergeable = false;
+    config
+}
+
+/// One VM in the daemon's state; null where it is not there.
+fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
+    let vms = state["vms"].as_array().unwrap();
+    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
+}
+
+/// Waits until its balloon leaves the guest about so much.
+fn wait_size(vm: &Vm, size: Bytes) {
+    let there = |vm: &Vm| (vm.balloon().unwrap().abs_diff(size) <= Bytes::mib(1)).then_some(());
+    vm.wait_for(&format!("its balloon to leave {size}"), MINUTE, there).unwrap();
+}
+
+/// The record that a daemon left there is decided again to the same plans.
+fn replays(dir: &Path) {
+    let record = dir.join("record.jsonl");
+    let (code, out, err) = ebb_lab::ebb::run(&["replay", record.to_str().unwrap()]).unwrap();
+    assert_eq!(code, 0, "{out}{err}");
+}
+
+fn signal(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
+}
+
+/// What a VM's agent is told of it.
+fn attachment(vm: &Vm) -> Attach {
+    let until = Instant::now() + MINUTE;
+    // On a busy machine QEMU may greet late.
+    let mut qmp = loop {
+        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
+            Err(qmp::QmpError::Taken(..)) if Instant::now() < until => {}
+            connected => break connected.unwrap(),
+        }
+    };
+    let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
+    Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() }
+}

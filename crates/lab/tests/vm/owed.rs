@@ -1,0 +1,215 @@
+//! Whose a VM's size is, and what is owed: on real VMs, through everything that a host's
+//! operator does.
+//!
+//! Each test holds the arena and ends with the balloon's size as QEMU tells the lab.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::vm::{Balloon, Vm};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::{MINUTE, signal, stock, wait_size};
+
+const RAM: Bytes = Bytes::mib(512);
+const SQUEEZED: Bytes = Bytes::mib(300);
+/// Ticks in which anything that is wrong would have been ordered.
+const TICKS: u64 = 6;
+
+fn start(name: &str, deflate_on_oom: bool) -> (Arena, Vm) {
+    (Arena::beside(Beside::AnyTest).unwrap(), boot(name, deflate_on_oom))
+}
+
+fn boot(name: &str, deflate_on_oom: bool) -> Vm {
+    let mut config = stock(name, RAM);
+    config.balloon = Some(Balloon { reporting: false, deflate_on_oom });
+    Vm::start(&config).unwrap()
+}
+
+fn ticks(daemon: &Daemon, more: u64) {
+    let tick = |s: &Value| s["tick"].as_u64().unwrap_or(0);
+    let was = tick(&daemon.get("/v1/state").unwrap());
+    daemon.wait_for("ticks", MINUTE, |s| (tick(s) >= was + more).then_some(())).unwrap();
+}
+
+/// What the state file names.
+fn owed(dir: &Path) -> Vec<String> {
+    let text = fs::read(dir.join("state.json")).unwrap_or_default();
+    let state: Value = serde_json::from_slice(&text).unwrap_or_default();
+    let names = state["vms"].as_array().into_iter().flatten();
+    names.filter_map(|v| Some(v["name"].as_str()?.to_string())).collect()
+}
+
+#[test]
+fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let names = ["theirs", "helps-itself"];
+    let vms = names.map(|name| boot(name, name == "helps-itself"));
+    for vm in &vms {
+        vm.set_balloon(Bytes::mib(200)).unwrap();
+        wait_size(vm, Bytes::mib(200));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    let told =
+        |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some()).then_some(());
+    daemon.wait_for("statistics", MINUTE, told).unwrap();
+    ticks(&daemon, TICKS);
+    for size in [RAM, Bytes::mib(200), Bytes::mib(400)] {
+        for vm in &vms {
+            vm.set_balloon(size).unwrap();
+            wait_size(vm, size);
+        }
+        ticks(&daemon, TICKS);
+        for (name, vm) in names.iter().zip(&vms) {
+            let vm_state = daemon.vm(name).unwrap();
+            let verdict = vm_state["verdict"].as_str().unwrap();
+            assert!(verdict.contains("was set, not by Ebb"), "{size}: {vm_state}");
+            wait_size(vm, size);
+        }
+    }
+    let decisions = daemon.get("/v1/decisions").unwrap();
+    assert_eq!(decisions.as_array().map(Vec::len), Some(0), "{decisions}");
+    assert!(owed(dir.path()).is_empty());
+    assert!(daemon.stop());
+    for vm in &vms {
+        wait_size(vm, Bytes::mib(400));
+    }
+}
+
+#[test]
+fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
+    let (_arena, vm) = start("hangs", true);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["hangs"], "").unwrap();
+    daemon.squeeze("hangs", SQUEEZED).unwrap();
+    let config = daemon.config();
+    signal(vm.pid(), Signal::STOP);
+    let slow = |s: &Value| (s["vms"][0]["link"]["state"] == "slow").then_some(());
+    daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
+    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    assert_eq!(owed(dir.path()), ["hangs"]);
+    signal(vm.pid(), Signal::CONT);
+    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
+    assert_eq!(code, 0, "{out}{err}");
+    wait_size(&vm, RAM);
+    assert!(owed(dir.path()).is_empty());
+}
+
+#[test]
+fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
+    let (_arena, vm) = start("sleeps", true);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
+    daemon.squeeze("sleeps", SQUEEZED).unwrap();
+    vm.pause().unwrap();
+    assert_eq!(daemon.stop_code(), Some(2), "a guest that does not run follows no order");
+    assert_eq!(owed(dir.path()), ["sleeps"]);
+    vm.resume().unwrap();
+    wait_size(&vm, RAM);
+    let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
+    ticks(&daemon, 2);
+    assert_eq!(daemon.stop_code(), Some(0));
+    assert!(owed(dir.path()).is_empty());
+}
+
+#[test]
+fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
+    let (_arena, vm) = start("reload", true);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["reload"], "").unwrap();
+    daemon.squeeze("reload", SQUEEZED).unwrap();
+    let (pid, small) = (daemon.pid(), vm.balloon().unwrap());
+    let write = |text: &str| {
+        let old = fs::read_to_string(daemon.config()).unwrap();
+        let old = old.split("[vm.").next().unwrap().to_string();
+        fs::write(daemon.config(), old + text).unwrap();
+    };
+    write("[vm.reload]\nmin = \"much\"\n");
+    daemon.reload();
+    // Not by its socket: what is replaced may drop a connection that it has not answered.
+    let said = |words: &str| {
+        let until = Instant::now() + MINUTE;
+        while !daemon.log().contains(words) {
+            assert!(Instant::now() < until, "{words}: {}", daemon.log());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    };
+    said("going on as before");
+    ticks(&daemon, 2);
+
+    write("[vm.reload]\nweight = 2\nmin = \"200MiB\"\n");
+    daemon.reload();
+    said("begun anew");
+    let floor = |s: &Value| (s["vms"][0]["floor"] == json!(200u64 << 20)).then_some(());
+    daemon.wait_for("the new floor", MINUTE, floor).unwrap();
+    assert_eq!(daemon.get("/v1/state").unwrap()["daemon"]["pid"], pid);
+    ticks(&daemon, TICKS);
+    assert!(vm.balloon().unwrap() <= small + Bytes::mib(1), "nothing was given back");
+    assert_eq!(owed(dir.path()), ["reload"]);
+
+    // What is not managed any more has its memory returned.
+    write("[vm.reload]\nmanage = false\n");
+    daemon.reload();
+    wait_size(&vm, RAM);
+    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
+    assert!(daemon.stop());
+    wait_size(&vm, RAM);
+}
+
+/// Where it goes there may be no Ebb that knows what it is owed.
+#[test]
+fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
+    let (_arena, vm) = start("goes", true);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["goes"], "").unwrap();
+    daemon.squeeze("goes", SQUEEZED).unwrap();
+    vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 64 << 10 }))).unwrap();
+    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+    wait_size(&vm, RAM);
+    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
+    vm.qmp("migrate_cancel", None).unwrap();
+    assert!(daemon.stop());
+}
+
+/// Paused, saved to a file and ended, as `virsh save` does it: where it is restored there is no
+/// Ebb. QEMU is told while it saves, and the file tells the guest.
+#[test]
+fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
+    let (_arena, vm) = start("saved", false);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("saved");
+    let daemon = Daemon::start(dir.path(), &["saved"], "").unwrap();
+    daemon.squeeze("saved", SQUEEZED).unwrap();
+    vm.pause().unwrap();
+    // A few seconds' worth.
+    vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 32 << 20 }))).unwrap();
+    let uri = format!("exec:cat > {}", file.display());
+    vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
+    let saved = |vm: &Vm| {
+        let said = vm.qmp("query-migrate", None).unwrap();
+        (said["status"] == "completed").then_some(())
+    };
+    vm.wait_for("the end of the save", MINUTE, saved).unwrap();
+    assert!(vm.balloon().unwrap() <= SQUEEZED, "it did not run meanwhile");
+    vm.kill();
+    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
+    assert!(daemon.stop());
+
+    let mut config = stock("restored", RAM);
+    config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
+    config.args = vec!["-incoming".into(), format!("exec:cat {}", file.display())];
+    let vm = Vm::spawn(&config).unwrap();
+    let loaded = |vm: &Vm| {
+        let status = vm.qmp("query-status", None).unwrap()["status"].clone();
+        (status != "inmigrate").then_some(())
+    };
+    vm.wait_for("the restored VM", MINUTE, loaded).unwrap();
+    vm.resume().unwrap();
+    wait_size(&vm, RAM);
+}

@@ -1,0 +1,61 @@
+//! What a balloon takes in pieces out of huge pages is the host's, by its own counters.
+
+use ebb_core::units::Bytes;
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::vm::{Balloon, Vm};
+use serde_json::Value;
+
+use crate::{MINUTE, replays, stock};
+
+#[test]
+fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
+    let budget = Some(Bytes::gib(3));
+    let beside = Beside::AnyTest;
+    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let cgroup = arena.cgroup().unwrap();
+    let mut config = stock("partial_thp", Bytes::mib(640));
+    config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
+    config.cgroup = Some(cgroup.dir.clone());
+    let vm = Vm::start(&config).unwrap();
+    let tool = vm.tool();
+    tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
+    // Every second piece of 256 KiB is freed, too small for free page reporting.
+    tool.start_ready("p", "pieces", "size=314572800 piece=262144", MINUTE).unwrap();
+    tool.start_ready("h", "hold", "size=67108864 pattern=random seed=5", MINUTE).unwrap();
+    tool.start_ready("v", "verify", "size=16777216 seconds=86400", MINUTE).unwrap();
+    tool.poke("p").unwrap();
+    tool.wait_event("p", "progress", MINUTE).unwrap();
+    let before = cgroup.usage();
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), &["partial_thp"], "").unwrap();
+    daemon.wait_for_tier("stock").unwrap();
+    let freed = |s: &Value| Bytes(s["vms"][0]["partial_thp"]["freed"].as_u64().unwrap_or(0));
+    let enough = |s: &Value| {
+        // Asked again until the guest has said what is idle.
+        daemon.reclaim().unwrap();
+        (freed(s) >= Bytes::mib(64)).then(|| s.clone())
+    };
+    let state = daemon.wait_for("64 MiB of partially mapped huge pages", MINUTE, enough).unwrap();
+    let after = cgroup.usage();
+    println!("cgroup {before} → {after}, {}", state["vms"][0]["partial_thp"]);
+    // Less what the balloon took outside of them: the proof is the host's own counter.
+    assert!(before - after >= Bytes::mib(64), "{before} → {after}");
+    tool.poke("h").unwrap();
+    let held = tool.wait_event("h", "progress", 2 * MINUTE).unwrap();
+    let live = tool.stop("v").unwrap();
+    for said in [&held, &live] {
+        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{said:?}");
+    }
+    let config = daemon.config();
+    let explain = run(&["explain", "partial_thp", "--config", config.to_str().unwrap()]).unwrap().1;
+    assert!(explain.contains("huge pages split"), "{explain}");
+    assert!(
+        daemon
+            .metrics()
+            .unwrap()
+            .contains("ebb_vm_partial_thp_freed_bytes_total{vm=\"partial_thp\"}")
+    );
+    assert!(daemon.stop());
+    replays(dir.path());
+}
