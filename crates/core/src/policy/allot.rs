@@ -28,8 +28,9 @@ const TIMES: i32 = 48;
 const LONGER: f64 = 1.2;
 const FIRST_MS: f64 = 300.0;
 /// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
-/// as much less, and above the last, at which both grow to [`MARGIN_MOST`] buffers and to
-/// [`CACHE_PART`] of the reserve.
+/// as much less. Without swap there are as many below those: margins shrink on to [`LEAST_SHARE`],
+/// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels at
+/// which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
 /// No VM has less than this share of its least margin, however small its weight.
@@ -65,6 +66,8 @@ pub(super) struct Level {
     within_ms: u64,
     /// The share of its least margin that a guest has.
     least: f64,
+    /// How far that is [`LEAST_SHARE`] instead, whatever the weight, 0 to 1.
+    bare: f64,
     /// The share of its buffer that it has beyond that.
     more: f64,
     /// How far the host's part is from [`HOST_LEAST`]: at 1 it is [`CACHE_PART`], at -1 nothing.
@@ -73,11 +76,12 @@ pub(super) struct Level {
 
 impl Level {
     /// What is needed now, and least margins.
-    pub(super) const NOW: Level = Level { within_ms: 0, least: 1.0, more: 0.0, host: 0.0 };
+    pub(super) const NOW: Level =
+        Level { within_ms: 0, least: 1.0, bare: 0.0, more: 0.0, host: 0.0 };
     /// What was needed within a minute, and whole buffers.
-    pub(super) const CALM: Level = Level { within_ms: CALM_MS, least: 1.0, more: 1.0, host: 0.0 };
+    pub(super) const CALM: Level = Level { within_ms: CALM_MS, more: 1.0, ..Level::NOW };
 
-    /// The level of this number, from -[`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
+    /// The level of this number, from -2 · [`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
     fn of(number: i32) -> Level {
         let share = |n: i32, of: i32| f64::from(n.clamp(0, of)) / f64::from(of);
         let squeezed = share(-number, SQUEEZES);
@@ -86,6 +90,7 @@ impl Level {
         Level {
             within_ms: if times <= 0 { 0 } else { (FIRST_MS * LONGER.powi(times)) as u64 },
             least: 1.0 - squeezed * (1.0 - SQUEEZED),
+            bare: share(-number - SQUEEZES, SQUEEZES),
             more: comfort * MARGIN_MOST,
             host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
         }
@@ -93,7 +98,8 @@ impl Level {
 
     /// The share of its least margin that this VM has: with twice the weight it lacks half as much.
     fn least_of(&self, vm: &VmModel) -> f64 {
-        (1.0 - (1.0 - self.least) / weight(vm)).max(LEAST_SHARE)
+        let share = (1.0 - (1.0 - self.least) / weight(vm)).max(LEAST_SHARE);
+        share - self.bare * (share - LEAST_SHARE)
     }
 }
 
@@ -266,7 +272,8 @@ pub(super) fn allot(
     };
     let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.
-    let (mut fits, mut too_much) = (-SQUEEZES, TIMES + COMFORTS + 1);
+    let lowest = if swaps { -SQUEEZES } else { -2 * SQUEEZES };
+    let (mut fits, mut too_much) = (lowest, TIMES + COMFORTS + 1);
     while too_much - fits > 1 {
         let middle = (fits + too_much) / 2;
         if need(Level::of(middle)) <= all { fits = middle } else { too_much = middle }
@@ -286,7 +293,7 @@ pub(super) fn allot(
     for c in &claims {
         let of = |level| c.wants(at, level);
         let keeps = between(of(level), of(next));
-        let good = of(Level::of((fits - APART).max(-SQUEEZES)));
+        let good = of(Level::of((fits - APART).max(lowest)));
         let soon = of(Level { within_ms: level.within_ms.min(SOON_MS), more: 0.0, ..level });
         let most = (fits < 0).then_some(keeps);
         parts[c.index] = Some(Part { keeps, good, soon: soon.min(good), most });
