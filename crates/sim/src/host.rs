@@ -107,6 +107,12 @@ impl HostMemory {
         self.total - self.own() - self.others - guests.iter().map(Guest::resident).sum()
     }
 
+    /// What the kernel gives without swapping: it leaves out what its high watermarks keep
+    /// (`si_mem_available`).
+    pub fn available(&self, guests: &[Guest]) -> Bytes {
+        self.free(guests) - self.total.share(self.marks.1)
+    }
+
     fn swap_free(&self, guests: &[Guest]) -> Bytes {
         self.swap - guests.iter().map(|g| g.out).sum()
     }
@@ -225,8 +231,7 @@ impl HostMemory {
             memory: Some(Meminfo {
                 total: self.total,
                 free,
-                // The kernel leaves out what its high watermarks keep (`si_mem_available`).
-                available: free - self.total.share(self.marks.1),
+                available: self.available(guests),
                 swap_total: self.swap,
                 swap_free,
                 ..Meminfo::default()

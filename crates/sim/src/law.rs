@@ -74,10 +74,8 @@ const MOST: usize = 100;
 const OLD_MS: u64 = 3_500;
 /// Numbers are in whole MiB here and there.
 const NEWS: Bytes = Bytes::mib(16);
-/// A host with more than this share free can relieve a guest at once.
-const ROOMY: f64 = 0.05;
-/// The share of its memory that a kernel keeps free: below, it swaps.
-const KERNELS: f64 = 0.03;
+/// A host with more than this share beyond what its kernel keeps free can relieve a guest at once.
+const ROOMY: f64 = 0.02;
 /// Left alone after a reboot for so long, ms.
 const SETTLE_MS: u64 = 10_000;
 /// One that did not answer for so long, ms, is not to be asked for [`REACHED_MS`].
@@ -262,8 +260,7 @@ impl Laws {
     fn check_grants(&mut self, world: &World, tick: &Tick, at: u64) {
         let sakes = |a: &&Action| matches!(a.reason, Reason::HostClear { .. });
         let granted: Bytes = tick.plan.actions.iter().filter(sakes).map(|a| a.to - a.from).sum();
-        // What the kernel itself keeps free is nobody's to grant.
-        let headroom = world.host.free(&world.guests) - world.host.total.share(KERNELS);
+        let headroom = world.host.available(&world.guests);
         if granted > headroom {
             self.breach(Law::FreeBeforeGrant, at, format!("{granted} of {headroom}"));
         }
@@ -272,7 +269,7 @@ impl Laws {
     /// Who waits for memory that its balloon holds; who does not follow.
     fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
         // Where the host has nothing, others must give first.
-        let roomy = world.host.free(&world.guests) > world.host.total.share(ROOMY);
+        let roomy = world.host.available(&world.guests) > world.host.total.share(ROOMY);
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
@@ -282,6 +279,7 @@ impl Laws {
             let waits = roomy
                 && stalled - past.stalled_ms > 50.0
                 && g.wants().anon > g.alloc
+                && g.is_full()
                 && g.actual + Bytes::mib(64) < g.spec.ram
                 && g.target <= g.actual
                 && matches!(g.spec.mood, Mood::Ideal | Mood::Slow | Mood::Stuck | Mood::Pinned)

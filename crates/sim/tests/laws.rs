@@ -8,6 +8,7 @@ use ebb_core::units::Bytes;
 use ebb_sim::demand::{Curve, Need};
 use ebb_sim::misbehaviour::Mood;
 use ebb_sim::scenario::{crowd, scenario};
+use ebb_sim::worlds::Point;
 use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World, run};
 use proptest::prelude::*;
 
@@ -289,4 +290,16 @@ fn a_guest_whose_module_speaks_may_be_asked_before_its_balloon_has_spoken() {
     assert!(broken.is_empty(), "{}", broken[0]);
     setup.guests.iter_mut().for_each(|g| g.agent = false);
     assert_eq!(World::new(&setup).age_ms(0), None, "a stock guest has said nothing");
+}
+
+/// Drawn worlds in which a law was broken: the seed, and how many worlds of it come before.
+#[test]
+fn no_law_is_broken_again_in_a_drawn_world() {
+    for (seed, before) in [(1401, 16)] {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut points = std::iter::repeat_with(|| Point::random(&mut rng));
+        let setup = points.nth(before).expect("it does not end").setup();
+        let broken = Contestant::Ebb.run(&setup).broken;
+        assert!(broken.is_empty(), "{seed} #{before}: {}", broken[0]);
+    }
 }

@@ -226,12 +226,12 @@ pub(super) fn trust(guest: Option<&GuestModel>, remembered: Option<&VmMemory>) -
 
 /// Major faults a second that count as thrash where memory is also tight.
 const MAJOR_FAULTS_MARK: f64 = 100.0;
-/// Swapping in, bytes a second, likewise.
-const SWAP_IN_MARK: f64 = (1 << 20) as f64;
+/// Swapping in or out, bytes a second, likewise.
+const SWAP_MARK: f64 = (1 << 20) as f64;
 /// Reading again what was just reclaimed, pages a second, likewise: 8 MiB/s.
 const REFAULTS_MARK: f64 = 2048.0;
 /// The signs that a guest is short; empty when it is not. While a balloon grows
-/// its own driver stalls and reclaims, which is no sign.
+/// its own driver stalls, reclaims and swaps out, which is no sign.
 pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     if g.available < g.short_mark {
         return format!("{} available, below its mark of {}", g.available, g.short_mark);
@@ -248,8 +248,11 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     if g.idle >= g.buffer {
         return String::new();
     }
-    if r.swap_in >= SWAP_IN_MARK {
+    if r.swap_in >= SWAP_MARK {
         return format!("swapping in {}/s", Bytes(r.swap_in as u64));
+    }
+    if r.swap_out >= SWAP_MARK && !inflating {
+        return format!("swapping out {}/s", Bytes(r.swap_out as u64));
     }
     if r.refaults >= REFAULTS_MARK {
         return format!("reads again {}/s that it had dropped", pages(r.refaults));
@@ -478,5 +481,21 @@ mod tests {
         assert!(distress(&g(refaults), true).contains("reads again 16 MiB/s"));
         let calm = GuestRates { refaults: 100.0, ..GuestRates::default() };
         assert_eq!(distress(&g(calm), false), "");
+    }
+
+    #[test]
+    fn one_that_swaps_out_while_its_balloon_stands_still_is_short() {
+        let rates = GuestRates { swap_out: (4 << 20) as f64, ..GuestRates::default() };
+        let g = GuestModel {
+            available: Bytes::mib(150),
+            idle: Bytes::mib(150),
+            buffer: Bytes::mib(200),
+            short_mark: Bytes::mib(40),
+            rates: Some(rates),
+            ..GuestModel::default()
+        };
+        assert_eq!(distress(&g, false), "swapping out 4 MiB/s");
+        assert_eq!(distress(&g, true), "", "for the balloon");
+        assert_eq!(distress(&GuestModel { idle: g.buffer, ..g }, false), "", "it has enough");
     }
 }

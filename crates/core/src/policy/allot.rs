@@ -7,10 +7,11 @@
 //! within T they are likely to use again. So where T is short the oldest peaks go first, as in
 //! any LRU list, and no period of a load is built in.
 //!
-//! Peaks come before margins: a guest that is below its peak has its margin there. Only when all
-//! peaks of half an hour fit, margins and the host's part grow, by the same share. Where not even
-//! needs and least margins fit, both shrink by the same share. These levels are one scale; what is
-//! left beyond a level goes, by the same share, to what each guest would have at the next.
+//! Peaks come before margins: a guest that is below its peak has its margin and its page cache
+//! there. Only when all peaks of half an hour fit, margins and the host's part grow, by the same
+//! share. Where not even needs and least margins fit, both shrink by the same share. These levels
+//! are one scale; what is left beyond a level goes, by the same share, to what each guest would
+//! have at the next.
 //!
 //! A stock guest does not report which part of its page cache it reads again. So part of the
 //! cache counts as needed, and the host takes cache only while its headroom is below the lower
@@ -28,8 +29,9 @@ const TIMES: i32 = 48;
 const LONGER: f64 = 1.2;
 const FIRST_MS: f64 = 300.0;
 /// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
-/// as much less, and above the last, at which both grow to [`MARGIN_MOST`] buffers and to
-/// [`CACHE_PART`] of the reserve.
+/// as much less. Without swap there are as many below those: margins shrink on to [`LEAST_SHARE`],
+/// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
+/// at which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
 /// No VM has less than this share of its least margin, however small its weight.
@@ -65,19 +67,23 @@ pub(super) struct Level {
     within_ms: u64,
     /// The share of its least margin that a guest has.
     least: f64,
+    /// How far that is [`LEAST_SHARE`] instead, whatever the weight, 0 to 1.
+    bare: f64,
     /// The share of its buffer that it has beyond that.
     more: f64,
     /// How far the host's part is from [`HOST_LEAST`]: at 1 it is [`CACHE_PART`], at -1 nothing.
+    /// And how much of its page cache a guest has beside its peak.
     host: f64,
 }
 
 impl Level {
     /// What is needed now, and least margins.
-    pub(super) const NOW: Level = Level { within_ms: 0, least: 1.0, more: 0.0, host: 0.0 };
+    pub(super) const NOW: Level =
+        Level { within_ms: 0, least: 1.0, bare: 0.0, more: 0.0, host: 0.0 };
     /// What was needed within a minute, and whole buffers.
-    pub(super) const CALM: Level = Level { within_ms: CALM_MS, least: 1.0, more: 1.0, host: 0.0 };
+    pub(super) const CALM: Level = Level { within_ms: CALM_MS, more: 1.0, ..Level::NOW };
 
-    /// The level of this number, from -[`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
+    /// The level of this number, from -2 · [`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
     fn of(number: i32) -> Level {
         let share = |n: i32, of: i32| f64::from(n.clamp(0, of)) / f64::from(of);
         let squeezed = share(-number, SQUEEZES);
@@ -86,6 +92,7 @@ impl Level {
         Level {
             within_ms: if times <= 0 { 0 } else { (FIRST_MS * LONGER.powi(times)) as u64 },
             least: 1.0 - squeezed * (1.0 - SQUEEZED),
+            bare: share(-number - SQUEEZES, SQUEEZES),
             more: comfort * MARGIN_MOST,
             host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
         }
@@ -93,7 +100,8 @@ impl Level {
 
     /// The share of its least margin that this VM has: with twice the weight it lacks half as much.
     fn least_of(&self, vm: &VmModel) -> f64 {
-        (1.0 - (1.0 - self.least) / weight(vm)).max(LEAST_SHARE)
+        let share = (1.0 - (1.0 - self.least) / weight(vm)).max(LEAST_SHARE);
+        share - self.bare * (share - LEAST_SHARE)
     }
 }
 
@@ -121,7 +129,9 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let hot = hot.share((level.within_ms as f64 / HOT_MS as f64).min(1.0));
     // One above its ceiling is brought to it no faster than its guest can do without.
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
-    (was.max(g.soon() + margin) + hot).max(vm.floor).min(most)
+    // One below its peak has room for its cache there.
+    let beside = hot.share(level.host.max(0.0));
+    (was + beside).max(g.soon() + margin + hot).max(vm.floor).min(most)
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -266,7 +276,8 @@ pub(super) fn allot(
     };
     let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.
-    let (mut fits, mut too_much) = (-SQUEEZES, TIMES + COMFORTS + 1);
+    let lowest = if swaps { -SQUEEZES } else { -2 * SQUEEZES };
+    let (mut fits, mut too_much) = (lowest, TIMES + COMFORTS + 1);
     while too_much - fits > 1 {
         let middle = (fits + too_much) / 2;
         if need(Level::of(middle)) <= all { fits = middle } else { too_much = middle }
@@ -286,7 +297,7 @@ pub(super) fn allot(
     for c in &claims {
         let of = |level| c.wants(at, level);
         let keeps = between(of(level), of(next));
-        let good = of(Level::of((fits - APART).max(-SQUEEZES)));
+        let good = of(Level::of((fits - APART).max(lowest)));
         let soon = of(Level { within_ms: level.within_ms.min(SOON_MS), more: 0.0, ..level });
         let most = (fits < 0).then_some(keeps);
         parts[c.index] = Some(Part { keeps, good, soon: soon.min(good), most });
@@ -320,5 +331,20 @@ mod tests {
             super::want(Stamp(0), &vm, &g, &VmMemory::default(), level).0 >> 20
         };
         assert_eq!([want(0.5), want(1.0), want(4.0)], [400; 3]);
+    }
+
+    #[test]
+    fn one_below_its_peak_has_room_for_its_page_cache_there() {
+        let want = |need, number| {
+            let (gib, need) = (Bytes::gib(1), Bytes::mib(need));
+            let vm = VmModel { ram: Some(gib), ceiling: gib, weight: 1.0, ..VmModel::default() };
+            let cache = Bytes::mib(200);
+            let g = GuestModel { need, working_set: need, cache, ..GuestModel::default() };
+            let mut m = VmMemory::default();
+            m.recent.see(Stamp(0), Bytes::mib(700));
+            super::want(Stamp(1_000_000), &vm, &g, &m, Level::of(number)).0 >> 20
+        };
+        assert_eq!((want(300, TIMES), want(600, TIMES)), (700, 800));
+        assert_eq!(want(300, TIMES + COMFORTS), 900, "beside it where there is more than enough");
     }
 }

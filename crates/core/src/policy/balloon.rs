@@ -14,7 +14,7 @@ use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
-use crate::policy::give::{Fund, Grant, Wish, grant};
+use crate::policy::give::{Fund, Grant, LAST, Wish, grant};
 use crate::policy::limits::{View, below, least_parts};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
@@ -311,16 +311,19 @@ fn relieve(
             left[n] = left[n].up_to(g.to);
         }
     }
-    // Where one does not get what it lives by, one that lives and has its part may be asked.
+    // Where one does not get what it lives by, one that lives and has its part may be asked. Where
+    // the host has nothing left, its OOM killer is next: then one that is short, too.
     let starves = wishes.iter().zip(&left).any(|(wish, left)| left.all < wish.bare);
+    let host = &model.host;
+    let host_starves = host.known && host.headroom + host.swap_left() < host.reserve.share(LAST);
     let has_part = |i: usize, wish: &Wish| {
         let (vm, m) = (&model.vms[i], of(&i));
-        let most = parts[i].and_then(|p| p.most);
         let lives = m.reboot.is_none() && vm.unseen.is_empty();
-        lives && !Distress::of(model, vm, m).short && most.is_some_and(|most| wish.from > most)
+        let may = host_starves || !Distress::of(model, vm, m).short;
+        lives && may && parts[i].is_some_and(|part| wish.from > part.keeps)
     };
     for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
-        if starves && left.all <= wish.from && has_part(*i, wish) {
+        if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {
             continue;
         }
         let g = Grant { to: left.all, deferred: wish.well - left.all };

@@ -20,7 +20,7 @@ use crate::units::Bytes;
 /// What share of the reserve comfort does not touch: the mark of critical.
 const KEPT: f64 = 0.25;
 /// What share of the reserve nothing touches: the host must live.
-const LAST: f64 = 0.1;
+pub(super) const LAST: f64 = 0.1;
 /// What one guest may draw from swap at once, where it is not the only one.
 const SWAP_SHARE: f64 = 0.5;
 

@@ -18,6 +18,8 @@ pub struct GuestRates {
     pub major_faults: f64,
     /// Swapped in, bytes a second.
     pub swap_in: f64,
+    /// Swapped out, bytes a second.
+    pub swap_out: f64,
     /// Allocation stalls a second, where known.
     pub alloc_stalls: f64,
     /// OOM kills between the two.
@@ -52,6 +54,7 @@ impl GuestRates {
             at,
             major_faults: page_ins(was.major_faults, now.major_faults),
             swap_in: page_ins(was.swap_in.map(|b| b.0), now.swap_in.map(|b| b.0)),
+            swap_out: page_ins(was.swap_out.map(|b| b.0), now.swap_out.map(|b| b.0)),
             alloc_stalls: rate(was.alloc_stalls, now.alloc_stalls),
             oom_kills: grown(was.oom_kills, now.oom_kills),
             refaults: match (was.refaults, now.refaults) {

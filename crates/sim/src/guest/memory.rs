@@ -131,6 +131,11 @@ impl Guest {
         self.spec.ram.share(1.0 / 128.0)
     }
 
+    /// Whether it has no free memory but what its kernel keeps.
+    pub fn is_full(&self) -> bool {
+        self.free() <= self.watermark() + Bytes::mib(1)
+    }
+
     /// Makes so much free, from cold cache and, if `hard`, from hot cache; tells
     /// how much is to be had.
     pub(super) fn make_free(&mut self, bytes: Bytes, hard: bool) -> Bytes {

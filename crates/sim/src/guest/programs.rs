@@ -125,7 +125,7 @@ impl Guest {
             got += self.allocate(want - got, time, room, true);
         }
         // One that has free memory waits for the host alone: its kernel misses nothing.
-        let lacks = self.free() <= self.watermark() + Bytes::mib(1);
+        let lacks = self.is_full();
         if got < want && lacks {
             self.counts.alloc_stalls += 1;
             got += self.swap_for_room(want - got, time, room);

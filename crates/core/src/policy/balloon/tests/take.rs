@@ -76,7 +76,7 @@ fn steps_are_larger_on_a_shorter_host_and_end_at_what_is_to_be_kept() {
     assert_eq!(ask(Pressure::Soft, 1400, 900), 102);
     assert_eq!(ask(Pressure::Hard, 1400, 900), 256);
     assert_eq!(ask(Pressure::Critical, 1400, 900), 512, "half of RAM at once");
-    assert_eq!(ask(Pressure::Critical, 2048, 100), 100 - 24, "four tenths of a margin stay");
+    assert_eq!(ask(Pressure::Critical, 2048, 100), 100 - 12, "a fifth of a margin stays");
     let at = |actual, available| {
         let v = decide(host(Pressure::Critical, 2048, 0), vec![vm(1, actual, available)], vec![]);
         size(&v[0])
@@ -92,8 +92,32 @@ fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
         let host = host(Pressure::Critical, shortage, 0);
         taken(&decide(host, vec![vm(1, 1024, available)], vec![m]), 0)
     };
-    assert_eq!((asked(1000, 2048, 100), asked(4000, 2048, 100)), (100 - 80, 100 - 24));
+    assert_eq!((asked(1000, 2048, 100), asked(4000, 2048, 100)), (100 - 80, 100 - 12));
     assert!(asked(1000, 1000, 900) > 0, "needs and least margins fit");
+}
+
+#[test]
+fn what_a_guest_was_given_and_the_host_cannot_back_is_taken_back_at_once() {
+    let asked = |resident: u64, headroom: u64| {
+        let m = VmMemory { last_give: Some(Stamp(NOW.0 - 1000)), ..remembered(1) };
+        let one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 100) };
+        let host = host(Pressure::Critical, 2048 - headroom, 0);
+        taken(&decide(host, vec![one], vec![m]), 0)
+    };
+    assert_eq!((asked(1024, 0), asked(980, 0)), (100 - 80, 44), "nothing is there for the 44 MiB");
+    assert_eq!(asked(980, 10), 34);
+}
+
+#[test]
+fn without_swap_margins_shrink_to_a_fifth_whatever_the_weight() {
+    let left = |weight: f64, swap: u64| {
+        let one = VmModel { weight, ..vm(1, 1024, 100) };
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 2048);
+        host.limits[0].swap_left = Bytes::mib(swap);
+        100 - taken(&decide(host, vec![one], vec![]), 0)
+    };
+    assert_eq!((left(1.0, 1024), left(4.0, 1024)), (24, 51), "the host can swap");
+    assert_eq!((left(1.0, 0), left(4.0, 0)), (12, 12));
 }
 
 /// A host with 2 GiB of reserve, and one guest with 500 MiB of page cache and 200 MiB free.
@@ -171,12 +195,38 @@ fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
         starves.distress = format!("{available} MiB available");
         let mut lives = vm(2, 600, 150);
         lives.distress = "it reads again what it had dropped".into();
-        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        let mut host = limited(host(Pressure::Critical, 0, 0), 20, 200);
         host.limits[0].swap_left = Bytes::ZERO;
         size(&decide(host, vec![starves, lives], vec![])[1])
     };
     assert!(asked(5).is_some_and(|to| (450..600).contains(&to)), "{:?}", asked(5));
     assert_eq!(asked(30), Some(600), "the first has what it lives by");
+}
+
+/// The size that a guest in distress is to have on a host with so much headroom and swap and a
+/// reserve of 200 MiB, where another one has memory to spare or not.
+fn in_distress(available: u64, (headroom, swap): (u64, u64), other: u64) -> Option<u64> {
+    let mut short = vm(1, 600, available);
+    short.distress = format!("{available} MiB available");
+    let mut host = limited(host(Pressure::Critical, 0, 0), headroom, 200);
+    host.limits[0].swap_left = Bytes::mib(swap);
+    size(&decide(host, vec![short, vm(2, 600, other)], vec![])[0])
+}
+
+#[test]
+fn where_the_host_has_nothing_left_one_that_is_short_gives_what_it_has_beyond_its_part() {
+    // It is short below 40 MiB, and a fifth of its margin is some 20.
+    assert_eq!(in_distress(38, (20, 0), 10), Some(600), "a tenth of the reserve is left");
+    assert!(in_distress(38, (0, 1024), 10) >= Some(600), "the host can swap");
+    let to = in_distress(38, (0, 0), 10);
+    assert!(to.is_some_and(|to| (562 + 12..600).contains(&to)), "{to:?}");
+}
+
+#[test]
+fn where_needs_fit_one_that_reads_again_what_it_dropped_gives_to_a_host_that_has_nothing_left() {
+    assert_eq!(in_distress(300, (20, 0), 300), Some(600));
+    let to = in_distress(300, (0, 0), 300);
+    assert!(to.is_some_and(|to| to < 600), "{to:?}");
 }
 
 #[test]
