@@ -32,6 +32,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("dpkg-deb", "dpkg"),
     ("libvirtd", "libvirt-daemon"),
     ("virsh", "libvirt-clients"),
+    ("qemu-img", "qemu-utils"),
     // Which does not make it the machine's: that would be systemd-sysv.
     ("systemctl", "systemd"),
 ];

@@ -27,7 +27,7 @@ use serde::Serialize;
 
 use self::fix::{Fix, fix};
 use self::host::{
-    controllers, guard_checks, host_checks, khugepaged_checks, limit_checks, neighbours,
+    controllers, daemons, guard_checks, host_checks, khugepaged_checks, limit_checks, neighbours,
     zeros_check,
 };
 use self::vm::{backing_check, proxmox_check, vm_checks};
@@ -117,6 +117,7 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     checks.extend(host_checks(host, read_arcstats(&root).ok().flatten()));
     checks.extend(limit_checks(&host.limits));
     checks.extend(host.warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
+    checks.extend(daemons(&root));
     checks.extend(controllers(&root));
     checks.extend(neighbours(config, &root));
     checks.extend(guard_checks(&root));

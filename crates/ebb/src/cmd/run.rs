@@ -11,6 +11,7 @@ use ebb_core::plan::Plan;
 use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_host::act::ksm::{KsmOwner, describe};
+use ebb_host::probe::process;
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
 
@@ -38,6 +39,11 @@ pub fn main(
     let remembered = if dry_run { None } else { anew::handed_over(&used) };
     let signals = Signals::note()?;
     let mut state = if dry_run { None } else { Some(open_state(&used, &mut config)?) };
+    for pid in process::daemons(&Root::default()).into_iter().filter(|_| !dry_run) {
+        if pid != std::process::id() {
+            say(&format!("process {pid} is an ebb run, too: stop all but one"));
+        }
+    }
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     let listeners = api::bind(&config.socket, config.listen.as_deref())?;
     if let Some(state) = &mut state {

@@ -95,6 +95,9 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     assert!(size(&libvirtd, "tame") <= Bytes::mib(300));
     assert!(asks_for_statistics(&libvirtd, "tame"));
+    libvirtd.virsh(&["dommemstat", "tame", "--period", "0", "--live"]).unwrap();
+    let again = |l: &Libvirtd| asks_for_statistics(l, "tame").then_some(());
+    libvirtd.wait("statistics of tame, which another program ended", again).unwrap();
     let theirs = daemon.vm("alien").unwrap();
     assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
     assert!(!asks_for_statistics(&libvirtd, "alien"), "nothing is set there");

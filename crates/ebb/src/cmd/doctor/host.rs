@@ -53,6 +53,18 @@ pub(super) fn controllers(root: &Root) -> Vec<Check> {
     found.collect()
 }
 
+/// Two daemons on one host: neither knows what the other orders.
+pub(super) fn daemons(root: &Root) -> Option<Check> {
+    let pids = process::daemons(root);
+    let [first, others @ ..] = &pids[..] else { return None };
+    (!others.is_empty()).then(|| {
+        let others = others.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        let found = format!("processes {first} and {others} are all ebb run");
+        let advice = "stop all but one: each takes for an operator's what another orders";
+        check("host", "another controller", Verdict::Missing, found, advice)
+    })
+}
+
 /// Programs that set something else that Ebb sets: whether that matters goes by the configuration.
 pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
     let mut checks = Vec::new();
@@ -280,6 +292,11 @@ mod tests {
         assert_eq!(controllers(&root).len(), 0);
         process(7, "pvestatd", "pvestatd");
         process(9, "python3", "/usr/bin/python3 /usr/sbin/momd -c /etc/vdsm/mom.conf");
+        process(11, "ebb", "/usr/sbin/ebb run");
+        process(12, "ebb", "ebb run --dry-run");
+        assert!(daemons(&root).is_none(), "a dry run sets nothing");
+        process(13, "ebb", "ebb run --config /tmp/two.toml");
+        assert_eq!(daemons(&root).unwrap().found, "processes 11 and 13 are all ebb run");
         let said: Vec<_> =
             controllers(&root).into_iter().map(|c| c.found + " " + &c.advice).collect();
         assert_eq!(said.len(), 2, "{said:?}");

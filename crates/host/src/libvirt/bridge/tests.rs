@@ -140,6 +140,46 @@ fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
 }
 
 #[test]
+fn after_memory_was_plugged_no_size_is_told_before_the_new_description() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    b.heard_stats(now, numbers(400 << 10), now);
+    let plugged = |b: &mut Bridge| {
+        let now = now + Duration::from_secs(1);
+        tell(b, &[ask(1, "query-balloon"), ask(2, "query-memory-size-summary")], now);
+        let maximum = ("balloon.maximum".to_string(), 2048);
+        b.heard_stats(now, numbers(400 << 10).into_iter().chain([maximum]).collect(), now);
+        assert!(b.is_silent() && b.has_call());
+        let (purpose, procedure, _) = b.next_call(now).unwrap();
+        assert_eq!(procedure, calls::DESCRIBE);
+        purpose
+    };
+    let purpose = plugged(&mut b);
+    b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
+    assert_eq!(said(&mut b)[0]["return"], json!({ "actual": 400 << 20 }));
+    let mut b = greeted(false, now);
+    b.heard_stats(now, numbers(400 << 10), now);
+    let purpose = plugged(&mut b);
+    let xml = XML.replace("<devices>", "<devices><memory model='virtio-mem'/>");
+    b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
+    let why = said(&mut b)[0]["error"]["desc"].as_str().unwrap().to_owned();
+    assert!(why.contains("virtio-mem"), "{why}");
+}
+
+#[test]
+fn the_interval_is_looked_up_anew_each_time() {
+    let now = Instant::now();
+    let mut b = greeted(false, now - Duration::from_secs(1));
+    let get = json!({ "path": "/x", "property": INTERVAL });
+    tell(&mut b, &[json!({ "execute": "qom-get", "arguments": get, "id": 1 })], now);
+    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    assert_eq!(procedure, calls::DESCRIBE, "another program may have set it");
+    let xml = XML.replace("period='2'", "period='10'");
+    b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
+    assert_eq!(said(&mut b), [json!({ "id": 1, "return": 10 })]);
+}
+
+#[test]
 fn only_a_domain_that_is_tainted_has_qemu_asked_through_libvirt() {
     let now = Instant::now();
     let command = ask(1, "query-named-block-nodes");

@@ -1,6 +1,7 @@
 //! Domains that change their name, their process or their host while Ebb has memory of theirs.
 
 use std::fs;
+use std::process::Command;
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, Beside};
@@ -8,7 +9,7 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::Libvirtd;
 use serde_json::Value;
 
-use super::{PATIENCE, RAM, boot, of, size, start, wait_size, wait_up, watched};
+use super::{BALLOON, PATIENCE, RAM, boot, of, size, start, wait_size, wait_up, watched};
 
 const SMALL: Bytes = Bytes::mib(300);
 const VERIFY: &str = "size=104857600 seconds=100000 seed=5";
@@ -75,6 +76,38 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
     assert!(daemon.stop());
     wait_size(&libvirtd, "kept", |b| b == RAM);
     check_data(&libvirtd, "kept");
+}
+
+/// What is owed is in the note alone: the daemon's state file has gone, too.
+#[test]
+fn vm_a_domain_that_is_reverted_to_a_snapshot_has_its_memory() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let disk = libvirtd.dir().join("snap.qcow2").display().to_string();
+    let made =
+        Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &disk, "16M"]).status();
+    assert!(made.unwrap().success());
+    let devices = format!(
+        "{BALLOON}<disk type='file' device='disk'><driver name='qemu' type='qcow2'/>\
+         <source file='{disk}'/><target dev='vda' bus='virtio'/></disk>"
+    );
+    let domain = libvirtd.boot("snap", RAM, &devices, "").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["snap"]);
+    wait_up(&daemon, "snap");
+    domain.tool().start("v", "verify", VERIFY).unwrap();
+    daemon.squeeze("snap", SMALL).unwrap();
+    libvirtd.virsh(&["snapshot-create-as", "snap", "s1"]).unwrap();
+    daemon.crash();
+    libvirtd.virsh(&["snapshot-revert", "snap", "s1"]).unwrap();
+    assert!(size(&libvirtd, "snap") <= SMALL);
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["snap"]);
+    wait_up(&daemon, "snap");
+    wait_owed(&daemon, "snap");
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "snap", |b| b == RAM);
+    check_data(&libvirtd, "snap");
 }
 
 #[test]
