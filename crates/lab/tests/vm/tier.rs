@@ -200,7 +200,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     // Hardly anything is kept free, so that kswapd comes too late.
     tool.write("/proc/sys/vm/min_free_kbytes", "512").unwrap();
     let (before, began_ms) = (direct_reclaim(&place.vm), wall_ms());
-    tool.start("v", "verify", "size=330000000 seconds=10 threads=2").unwrap();
+    tool.start("v", "verify", "size=330000000 seconds=100000 threads=2").unwrap();
     let gift = daemon
         .wait_for("gift", MINUTE, |_| {
             let decisions = daemon.get("/v1/decisions").ok()?;
@@ -212,7 +212,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
             })
         })
         .unwrap();
-    let end = tool.wait_end("v", 3 * MINUTE).unwrap();
+    let end = tool.finish("v", 3 * MINUTE).unwrap();
     let stalls = direct_reclaim(&place.vm) - before;
     let is_ahead = gift["action"]["reason"]["rule"] == "likely";
     let guest = gift["guest"].as_str().unwrap();
