@@ -292,14 +292,13 @@ fn a_guest_whose_module_speaks_may_be_asked_before_its_balloon_has_spoken() {
     assert_eq!(World::new(&setup).age_ms(0), None, "a stock guest has said nothing");
 }
 
-/// Drawn worlds in which a law was broken: the seed, and how many worlds of it come before.
+/// In a drawn world *Relief* was broken: the seed, and how many worlds of it come before.
 #[test]
 fn no_law_is_broken_again_in_a_drawn_world() {
-    for (seed, before) in [(1401, 16)] {
-        let mut rng = fastrand::Rng::with_seed(seed);
-        let mut points = std::iter::repeat_with(|| Point::random(&mut rng));
-        let setup = points.nth(before).expect("it does not end").setup();
-        let broken = Contestant::Ebb.run(&setup).broken;
-        assert!(broken.is_empty(), "{seed} #{before}: {}", broken[0]);
-    }
+    let (seed, before) = (1401, 16);
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut points = std::iter::repeat_with(|| Point::random(&mut rng));
+    let setup = points.nth(before).expect("it does not end").setup();
+    let broken = Contestant::Ebb.run(&setup).broken;
+    assert!(broken.is_empty(), "{}", broken[0]);
 }

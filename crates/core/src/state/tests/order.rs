@@ -140,7 +140,7 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
 }
 
 #[test]
-fn who_raised_a_size_is_told_by_what_its_guest_has_left_at_the_next_word() {
+fn the_next_word_shows_whether_an_operator_or_the_guest_raised_a_size() {
     let left_alone = |left: u64| {
         let mut memory = Memory::default();
         let said = |size: u64, free: u64, age_ms: u64| {

@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn that_proxmox_sets_a_balloon_too_is_said_until_its_shares_are_0() {
+    fn doctor_names_a_balloon_that_proxmox_sets_until_its_shares_are_0() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
         let id = ebb_core::sample::VmId { pid: 7, start: 9 };

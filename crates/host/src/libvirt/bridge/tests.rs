@@ -140,7 +140,7 @@ fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
 }
 
 #[test]
-fn after_memory_was_plugged_no_size_is_told_before_the_new_description() {
+fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
     let now = Instant::now();
     let mut b = greeted(false, now);
     b.heard_stats(now, numbers(400 << 10), now);
