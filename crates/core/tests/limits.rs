@@ -308,7 +308,7 @@ fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
     let left = |name: &str| model.host.limits.iter().find(|l| l.name == name).map(|l| l.swap_left);
     assert_eq!(left("/t/a"), Some(Bytes::mib(300)));
     assert_eq!(left("/t"), None, "its memory has no limit");
-    assert_eq!(left("host"), Some(Bytes::mib(600)), "no more than its VMs may use");
+    assert_eq!(left("host"), Some(Bytes::mib(300)), "what all its VMs may use together");
     let vms: Vec<_> = model.vms.iter().map(|vm| vm.swap_left).collect();
     assert_eq!(vms, [Some(Bytes::mib(300)); 2]);
 }
