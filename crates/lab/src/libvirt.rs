@@ -122,16 +122,12 @@ impl Libvirtd {
             let more: String = line.split_inclusive('\n').filter(|l| !has(l)).collect();
             fs::write(&there, text + &more).map_err(LabError::file(&there))?;
         }
-        // Asking QEMU for its capabilities takes a new libvirtd ten seconds.
-        let known = Cache::from_env().path("libvirt-capabilities");
-        let own = dir.path().join("var/cache/libvirt/qemu/capabilities");
-        copy_files(&known, &own)?;
+        copy_files(&known(kind), &own(dir.path()))?;
         let accel = Accel::detect(&Cache::from_env());
         let child = Mutex::new(spawn(dir.path(), kind)?);
         let emulator = EMULATOR.into();
         let libvirtd = Libvirtd { child, dir, accel, kind, emulator };
         libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
-        copy_files(&own, &known)?;
         Ok(libvirtd)
     }
 
@@ -373,8 +369,18 @@ impl Drop for Libvirtd {
             let _ = self.virsh(&["destroy", name.trim()]);
         }
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = (child.kill(), child.wait());
+        let _ = (child.kill(), child.wait(), copy_files(&own(self.dir.path()), &known(self.kind)));
     }
+}
+
+/// What is known of QEMU's capabilities, which takes a new libvirtd ten seconds to ask for. They
+/// depend on who asks: not each user may use KVM.
+fn known(kind: Kind) -> PathBuf {
+    Cache::from_env().path(format!("libvirt-capabilities/{kind:?}"))
+}
+
+fn own(dir: &Path) -> PathBuf {
+    dir.join("var/cache/libvirt/qemu/capabilities")
 }
 
 /// Copies what a directory holds, where it is there, and makes the other.

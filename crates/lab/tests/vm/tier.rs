@@ -201,8 +201,13 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     tool.write("/proc/sys/vm/min_free_kbytes", "512").unwrap();
     let (before, began_ms) = (direct_reclaim(&place.vm), wall_ms());
     tool.start("v", "verify", "size=330000000 seconds=100000 threads=2").unwrap();
+    let stalls_of = |s: &Value| s["vms"][0]["agent"]["facts"]["alloc_stall"].as_u64().unwrap_or(0);
+    let (calm, mut short) = (stalls_of(&daemon.get("/v1/state").unwrap()), None);
     let gift = daemon
-        .wait_for("gift", MINUTE, |_| {
+        .wait_for("gift", MINUTE, |s| {
+            if stalls_of(s) > calm {
+                short.get_or_insert_with(Instant::now);
+            }
             let decisions = daemon.get("/v1/decisions").ok()?;
             decisions.as_array()?.iter().find_map(|d| {
                 // By what it likely needs next where Ebb was there before it was short.
@@ -212,6 +217,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
             })
         })
         .unwrap();
+    let late = short.map(|at: Instant| at.elapsed());
     let end = tool.finish("v", 3 * MINUTE).unwrap();
     let stalls = direct_reclaim(&place.vm) - before;
     let is_ahead = gift["action"]["reason"]["rule"] == "likely";
@@ -222,8 +228,8 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     let [from, to] = ["from", "to"].map(|key| gift["action"][key].as_u64().unwrap());
     assert!(to > from, "{gift}");
     assert!(stalls > 0 || is_ahead, "the burst must be one that its kernel has to reclaim for");
-    // It touches memory for a while before it is short: a tick and a half after that.
-    assert!(after_ms < 5_000, "{gift}");
+    // How long it touches memory before it is short is the machine's doing.
+    assert!(late.is_none_or(|late| late < Duration::from_secs(5)), "{late:?}: {gift}");
     assert_eq!(end.u64("errors"), 0, "{end:?}");
     tool.poke("base").unwrap();
     let held = tool.wait_event("base", "progress", MINUTE).unwrap();
