@@ -71,6 +71,16 @@ impl Sight<'_> {
         self.sample.vms.iter().filter_map(|vm| self.guest(vm)).collect()
     }
 
+    /// The host's memory less what others than VMs use: on Xen, where some of the rivals come from,
+    /// dom0 has its own. Where a VM's residency is not known, all of it is taken for VMs'.
+    fn for_vms(&self) -> Option<f64> {
+        let m = self.sample.host.memory?;
+        let held = |vm: &VmSample| vm.process.map(|p| p.resident());
+        let held: Option<Bytes> = self.sample.vms.iter().map(held).sum();
+        let others = held.map_or(Bytes::ZERO, |held| m.total - m.available - held);
+        Some(signed(m.total - others))
+    }
+
     fn guest(&self, vm: &VmSample) -> Option<Seen> {
         let balloon = vm.balloon.as_ref().filter(|_| vm.link == Link::Up)?;
         let settings = self.config.settings(&vm.name, None);

@@ -400,8 +400,10 @@ fn small_limits_and_budgets_come_round() {
     assert_eq!(sizes, [100, 100, 100, 0]);
     let nothing = recycle(&mut agent, Recycle { budget_ms: 0, ..Recycle::default() }).unwrap();
     assert!(nothing.more && nothing.bytes == Bytes::ZERO);
-    let rest = recycle(&mut agent, Recycle { budget_ms: 1, ..Recycle::default() }).unwrap();
-    assert_eq!(rest.bytes, Bytes::mib(2));
+    // A millisecond may pass before anything is done: then it is tried again.
+    let of_a_ms = Recycle { budget_ms: 1, ..Recycle::default() };
+    let mut rest = (0..100).map(|_| recycle(&mut agent, of_a_ms).unwrap().bytes);
+    assert_eq!(rest.find(|bytes| *bytes > Bytes::ZERO), Some(Bytes::mib(2)));
     guest.stop.store(true, SeqCst);
 }
 

@@ -71,9 +71,9 @@ impl Policy for Qmemman {
     }
 
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+        let Some(whole) = sight.for_vms() else { return Vec::new() };
         let seen = sight.guests();
-        let free = signed(m.total) - seen.iter().map(|g| signed(g.actual)).sum::<f64>() - LEFT_FREE;
+        let free = whole - seen.iter().map(|g| signed(g.actual)).sum::<f64>() - LEFT_FREE;
         let at = sight.sample.at;
         let domains: Vec<Domain> =
             seen.iter().filter_map(Domain::new).filter(|d| self.progresses(d, at)).collect();

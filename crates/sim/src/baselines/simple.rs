@@ -19,7 +19,7 @@ const CRITICAL_SHARE: f64 = 0.05;
 const CHANGE_LEAST: f64 = 16.0 * 1048576.0;
 
 fn for_guests(sight: &Sight<'_>) -> Option<f64> {
-    Some(signed(sight.sample.host.memory?.total) * (1.0 - HOST_KEEPS))
+    Some(sight.for_vms()? - signed(sight.sample.host.memory?.total) * HOST_KEEPS)
 }
 
 /// The sizes that `to` wants, as far as they change anything; those that shrink come first.

@@ -49,7 +49,8 @@ impl Policy for Squeezed {
         self.progress.retain(|id, _| guests.iter().any(|g| g.id == *id));
         let (fixed, able): (Vec<&Seen>, Vec<&Seen>) =
             guests.iter().partition(|g| self.idle_ms(g, at) >= UNCOOPERATIVE_MS);
-        let whole = signed(m.total - default_reserve(m.total));
+        let Some(whole) = sight.for_vms() else { return Vec::new() };
+        let whole = whole - signed(default_reserve(m.total));
         let mins: f64 = able.iter().map(|g| signed(g.min)).sum();
         let taken: f64 = fixed.iter().map(|g| signed(g.actual)).sum();
         let ranges: f64 = able.iter().map(|g| signed(g.ram - g.min)).sum();
