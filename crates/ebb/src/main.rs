@@ -165,8 +165,9 @@ enum Command {
     },
     /// Gives back what a daemon that is gone had taken
     ///
-    /// What is owed is in the state file; which processes are VMs, in the configuration, or the defaults where that is not valid. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is
-    /// left, with its reason.
+    /// The state file says what is owed. The configuration says which processes are VMs; where it is not valid, the
+    /// defaults count. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is left, with its
+    /// reason.
     Release {
         /// The state file [default: the configuration's, else /run/ebb/state.json]
         #[arg(long, value_name = "FILE")]

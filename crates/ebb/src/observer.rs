@@ -149,12 +149,8 @@ impl Observer {
         let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
         let reserve = advice::cut_reserve(&self.config, &model.host);
-        let forbidden = tick.forbidden.iter().map(|why| format!("nothing is taken: {why}"));
-        reserve
-            .into_iter()
-            .chain(advice::unmet_sections(&self.config, unmet))
-            .chain(forbidden)
-            .collect()
+        let unmet = advice::unmet_sections(&self.config, unmet);
+        reserve.into_iter().chain(unmet).chain(view::forbidden(tick)).collect()
     }
 
     fn write(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {

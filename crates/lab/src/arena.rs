@@ -69,12 +69,12 @@ pub struct ArenaConfig {
     pub beside: Beside,
 }
 
-/// Who may work on the machine meanwhile. What is set must be no matter to them.
+/// What may run on the machine meanwhile. What the arena sets must not matter to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Beside {
-    /// Nobody: for what measures.
+    /// Nothing else: for measurements.
     #[default]
-    Nobody,
+    Alone,
     /// Tests, unless they set KSM: what its VMs hold counts, and KSM may look at them.
     Tests,
     /// Tests, also those that set KSM: it looks at none of its VMs, or that is no matter.
@@ -185,7 +185,7 @@ impl Drop for Arena {
 /// Puts back what earlier runs left; returns how much there was, or what could
 /// not be undone.
 pub fn clean(places: &Places) -> Result<Result<usize, Vec<String>>, LabError> {
-    let Held { changes, failed, .. } = hold(places, Beside::Nobody)?;
+    let Held { changes, failed, .. } = hold(places, Beside::Alone)?;
     Ok(if failed.is_empty() { Ok(changes) } else { Err(failed) })
 }
 
@@ -217,14 +217,14 @@ fn hold(places: &Places, beside: Beside) -> Result<Held, LabError> {
         }
         Ok((file, path))
     };
-    // Before the gate: nobody else is to wait for this.
+    // Before the gate: no other arena is to wait for this.
     let ksm = match beside {
-        Beside::Nobody | Beside::AnyTest => None,
+        Beside::Alone | Beside::AnyTest => None,
         Beside::Tests => Some(locked("ksm", true)?.0),
         Beside::KsmIsMine => Some(locked("ksm", false)?.0),
     };
     let _gate = locked("gate", false)?;
-    let (all, _) = locked("lock", beside != Beside::Nobody)?;
+    let (all, _) = locked("lock", beside != Beside::Alone)?;
     let lock = [Some(all), ksm];
     let left = left(places);
     let changes = left.iter().map(|j| j.read().len()).sum();
@@ -344,7 +344,7 @@ mod tests {
         assert!(left(&places).is_empty(), "both are in use");
         drop(second);
         assert!(read().starts_with('1'));
-        let alone = enter(Beside::Nobody);
+        let alone = enter(Beside::Alone);
         thread::sleep(Duration::from_millis(50));
         assert!(!alone.is_finished());
         drop(first);

@@ -234,7 +234,7 @@ fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
         knobs.push((path.to_string(), value.to_string()));
     }
     let arena =
-        Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: Beside::Nobody })?;
+        Arena::enter(&ArenaConfig { budget: args.budget, swap, knobs, beside: Beside::Alone })?;
     println!("held {}", arena.cgroup().map_or("-".into(), |c| c.dir.display().to_string()));
     // The arena's own signal thread undoes everything and ends the process.
     loop {

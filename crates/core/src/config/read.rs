@@ -234,7 +234,7 @@ impl Checker<'_> {
         }
         let listed_only = self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false);
         if listed_only {
-            // One without a section that is still owed something is given that and let go.
+            // A VM without a section that is still owed memory is given it back.
             (defaults.manage, defaults.own.manage) = (false, Some(false));
         }
         Ok(Config {

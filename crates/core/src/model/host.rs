@@ -344,8 +344,10 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     };
     let swap_left = swap_left(&sample.host);
     let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
-    let swaps: Vec<(&str, Bytes)> =
+    // Inner ones first.
+    let mut swaps: Vec<(&str, Bytes)> =
         limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
+    swaps.sort_by_key(|(path, _)| Reverse(path.len()));
     let below = |limit: Limit| {
         let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
         // Swap that no VM may use helps none.
@@ -403,20 +405,18 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     bounds
 }
 
-/// What of swap VMs may use together by the limits of their cgroups, each counted once; `None`: one
-/// of them is below no such limit.
+/// The swap that VMs may use together by the limits of their cgroups, each limit counted once;
+/// `None`: no such limit holds for one of them. `limits`: inner ones first.
 fn swap_together(vms: &[&VmModel], limits: &[(&str, Bytes)]) -> Option<Bytes> {
-    let own = |vm: &&VmModel| (vm.cgroup.clone().unwrap_or_default(), None);
-    // Cgroups, none inside another, and what those in it may use.
-    let mut parts: Vec<(String, Option<Bytes>)> = vms.iter().map(own).collect();
-    let mut inner_first = limits.to_vec();
-    inner_first.sort_by_key(|(path, _)| Reverse(path.len()));
-    for (path, left) in inner_first {
+    // Cgroups, none inside another, and the swap that the VMs of each may use.
+    let mut parts: Vec<(&str, Option<Bytes>)> =
+        vms.iter().map(|vm| (vm.cgroup.as_deref().unwrap_or_default(), None)).collect();
+    for (path, left) in limits {
         let (inside, outside): (Vec<_>, _) = parts.into_iter().partition(|(at, _)| is_in(at, path));
         parts = outside;
         if !inside.is_empty() {
             let sum: Option<Bytes> = inside.into_iter().map(|(_, may)| may).sum();
-            parts.push((path.to_owned(), Some(sum.unwrap_or(left).min(left))));
+            parts.push((path, Some(sum.unwrap_or(*left).min(*left))));
         }
     }
     parts.into_iter().map(|(_, may)| may).sum()

@@ -262,7 +262,7 @@ fn candidate(
     // All are short: what keeps one from harm is not taken back at once for the next.
     let lately = m.last_give.is_some_and(|t| model.at.since(t) < SHORT_MS);
     let must = if lately && part.most.is_some() { must(g) } else { Bytes::ZERO };
-    // What the host cannot back keeps nobody from harm.
+    // Memory that the host cannot back does not keep the guest from harm.
     let there = model.host.headroom + model.host.swap_left();
     let must = must.min(vm.guest_held().unwrap_or(actual) + there);
     let idle = idle(model.at, base, part.keeps.max(must), g, m);

@@ -104,11 +104,13 @@ pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     };
     let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
     let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
-    let why = |id| match (&tick.forbidden, done.verdict(id)) {
-        (Some(why), verdict) if verdict.is_empty() => format!("nothing is taken: {why}"),
-        (_, verdict) => verdict,
-    };
-    vms.map(|vm| (vm.id, why(vm.id))).collect()
+    let why = |id| Some(done.verdict(id)).filter(|verdict| !verdict.is_empty());
+    vms.map(|vm| (vm.id, why(vm.id).or_else(|| forbidden(tick)).unwrap_or_default())).collect()
+}
+
+/// What keeps Ebb from taking anything at all.
+pub fn forbidden(tick: &Tick) -> Option<String> {
+    tick.forbidden.as_ref().map(|why| format!("nothing is taken: {why}"))
 }
 
 /// A guest as it was, for people.

@@ -100,7 +100,7 @@ pub(super) struct Bridge {
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
     moved: Option<Instant>,
-    /// QEMU was told to ask its guest every second.
+    /// The last interval that was set for QEMU is [`QUICK`].
     is_quick: bool,
     questions: Vec<Question>,
     orders: VecDeque<Call>,
@@ -214,16 +214,17 @@ impl Bridge {
                     return self.pass(id, all);
                 }
                 let (seconds, domain) = (interval(&all), self.domain.as_ref());
-                let Some((mut seconds, domain)) = seconds.zip(domain) else {
+                let Some((seconds, domain)) = seconds.zip(domain) else {
                     return self.refused(&id, "no interval");
                 };
                 let is_slow = self.balloon.as_ref().is_some_and(|b| b.period > QUICK);
-                if on_the_spot && (seconds == 0 || self.is_quick || !is_slow) {
-                    return self.done(&id, json!({}));
-                }
-                if on_the_spot {
-                    seconds = QUICK;
-                }
+                let seconds = match on_the_spot {
+                    true if seconds == 0 || self.is_quick || !is_slow => {
+                        return self.done(&id, json!({}));
+                    }
+                    true => QUICK,
+                    false => seconds,
+                };
                 self.is_quick = on_the_spot;
                 let args = calls::set_period(domain, i32::try_from(seconds).unwrap_or(i32::MAX));
                 let call = (Purpose::Period(id, seconds), calls::SET_PERIOD, args);
@@ -558,7 +559,7 @@ const QUICK: u64 = 1;
 const ASKED_QEMU: &str = "balloon.rss";
 
 /// The interval set to 0 and right back has QEMU ask its guest at once. libvirt would write its own
-/// files for each of the two calls. So QEMU is told once to ask every [`QUICK`] seconds.
+/// files for each of the two calls. So Ebb sets the interval once, to [`QUICK`] seconds.
 fn asks_on_the_spot(one: &Value, next: &Value) -> bool {
     interval(one) == Some(0) && interval(next).is_some_and(|s| s > 0)
 }

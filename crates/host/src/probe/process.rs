@@ -54,12 +54,13 @@ pub fn running(root: &Root, name: &str) -> Option<u32> {
 
 /// The pids of all `ebb run` on this host that change something, in order.
 pub fn daemons(root: &Root) -> Vec<u32> {
-    let runs = |pid: &u32| {
+    let changes = |pid: u32| {
         let line = root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
         let words: Vec<&[u8]> = line.iter().flat_map(|l| l.split(|b| *b == 0)).skip(1).collect();
         let has = |word: &[u8]| words.contains(&word);
-        is_named(root, *pid, "ebb") && has(b"run") && !has(b"--dry-run")
+        has(b"run") && !has(b"--dry-run")
     };
+    let runs = |pid: &u32| is_named(root, *pid, "ebb") && changes(*pid);
     let mut pids: Vec<u32> = processes(root).into_iter().flatten().filter(runs).collect();
     pids.sort_unstable();
     pids

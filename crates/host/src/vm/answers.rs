@@ -102,8 +102,8 @@ impl Vm {
                 let known = self.interval;
                 let meant = known.or(is.filter(fast)).unwrap_or(self.interval_s);
                 self.interval = Some(meant);
-                // QEMU may have been made to ask more often: by another, or where it cannot be made to
-                // ask at once.
+                // A shorter interval is left: another program may want it, or libvirt's bridge has set
+                // it.
                 let other = !is.is_some_and(|s| s > 0 && s <= meant);
                 let device = self.device.clone().filter(|_| other && !self.access.look_only);
                 if let Some(device) = device {

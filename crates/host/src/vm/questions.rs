@@ -15,8 +15,7 @@ pub(super) const RARELY: Duration = Duration::from_millis(900);
 /// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
 /// looked for from so long before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
-/// Statistics that are so many intervals late may come no more: another program has set the
-/// interval.
+/// Statistics are late after this number of intervals: another program may have set the interval.
 const LATE: u32 = 3;
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);

@@ -224,7 +224,7 @@ impl Density {
             budget: Some(plan.budget),
             swap: Some(swap).filter(|_| !self.beside),
             knobs,
-            beside: if self.beside { Beside::Tests } else { Beside::Nobody },
+            beside: if self.beside { Beside::Tests } else { Beside::Alone },
         })?;
         let dir = tempfile::tempdir()?;
         let disk = dir.path().join("disk");

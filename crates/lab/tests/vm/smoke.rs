@@ -307,7 +307,7 @@ fn vm_arena_is_restored_after_sigkill_and_sigterm() {
     }
     let knob = format!("--knob={KSM_SLEEP}=77");
     let args = ["--budget=64MiB", "--swap=32MiB", &knob];
-    let arena = Arena::beside(Beside::Nobody).unwrap();
+    let arena = Arena::beside(Beside::Alone).unwrap();
     let (old, before) = (fs::read_to_string(KSM_SLEEP).unwrap(), swaps());
     drop(arena);
     for signal in [rustix::process::Signal::KILL, rustix::process::Signal::TERM] {
@@ -318,7 +318,7 @@ fn vm_arena_is_restored_after_sigkill_and_sigterm() {
         rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
         child.wait().unwrap();
         // After SIGKILL it is this that restores; and it keeps others away.
-        let _arena = Arena::beside(Beside::Nobody).unwrap();
+        let _arena = Arena::beside(Beside::Alone).unwrap();
         assert_eq!(fs::read_to_string(KSM_SLEEP).unwrap(), old);
         assert_eq!(swaps(), before);
         assert!(!PathBuf::from(&cgroup).exists(), "{cgroup}");
@@ -334,7 +334,7 @@ fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
     }
     let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 5 };
     // Alone: others may have swap of their own.
-    let arena = Arena::beside(Beside::Nobody).unwrap();
+    let arena = Arena::beside(Beside::Alone).unwrap();
     let before = swaps();
     drop(arena);
     let budget = Some(Bytes::mib(250));
@@ -350,7 +350,7 @@ fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
     let begun = Instant::now();
     drop(arena);
     assert!(begun.elapsed() < MINUTE && !cgroup.dir.exists());
-    let _arena = Arena::beside(Beside::Nobody).unwrap();
+    let _arena = Arena::beside(Beside::Alone).unwrap();
     assert_eq!(swaps(), before);
     assert!(matches!(vm.request("ping", MINUTE), Err(VmError::Lost { .. })));
 }

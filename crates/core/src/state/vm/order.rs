@@ -175,7 +175,6 @@ impl VmMemory {
             self.strayed = Some(at);
         }
         let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
-        let said = self.words(at, vm);
         match moved {
             Move::Own if plugged => self.order = None,
             Move::Own => {}
@@ -184,7 +183,7 @@ impl VmMemory {
             // an operator raised its size.
             Move::Shrank => {
                 self.order = None;
-                let enough = said.and_then(|said| {
+                let enough = self.words(at, vm).and_then(|said| {
                     // A word that is older tells nothing of the moves since then.
                     let age_ms = said.age_ms.min(WORD_MS);
                     let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
@@ -202,7 +201,7 @@ impl VmMemory {
         // Its next word tells whether it would have been out of memory at the size before: then
         // it has deflated its balloon itself.
         if let Some(raised) = self.raised
-            && let Some(said) = said.filter(|s| at.since(raised.at) > s.age_ms)
+            && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
             if said.available.is_some_and(|left| left <= low + (actual - raised.from)) {
                 self.has_deflated(at);

@@ -36,7 +36,7 @@ impl Serialize for Fix {
     }
 }
 
-/// Makes the changes that the checks name, and returns what came of each. With `dry_run` it only
+/// Makes the changes that the checks name, and returns the result of each. With `dry_run` it only
 /// names them.
 pub(super) fn fix(checks: &[Check], root: &Root, dry_run: bool) -> Vec<Check> {
     let said = |(verdict, found): (Verdict, String)| check("host", "fix", verdict, found, "");

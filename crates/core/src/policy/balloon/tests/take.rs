@@ -203,8 +203,8 @@ fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
     assert_eq!(asked(30), Some(600), "the first has what it lives by");
 }
 
-/// The size that a guest in distress is to have on a host with so much headroom and swap and a
-/// reserve of 200 MiB, where another one has memory to spare or not.
+/// The size that a guest in distress is to have. The host has this headroom and swap (MiB) and a
+/// reserve of 200 MiB; `other` is what another guest has available.
 fn in_distress(available: u64, (headroom, swap): (u64, u64), other: u64) -> Option<u64> {
     let mut short = vm(1, 600, available);
     short.distress = format!("{available} MiB available");
