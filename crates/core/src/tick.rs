@@ -58,12 +58,20 @@ pub struct Next {
     pub at: Stamp,
     /// The VMs that need not be asked at it, sorted: see [`Engine::next`].
     pub resting: Vec<VmId>,
+    /// Those whose guests need not be asked anew right before it, sorted: what they said to QEMU
+    /// of their own is good enough.
+    pub calm: Vec<VmId>,
 }
 
 impl Next {
     /// Whether this VM need not be asked.
     pub fn rests(&self, id: VmId) -> bool {
         self.resting.binary_search(&id).is_ok()
+    }
+
+    /// Whether this VM's guest is to be asked anew.
+    pub fn asks_anew(&self, id: VmId) -> bool {
+        !self.rests(id) && self.calm.binary_search(&id).is_err()
     }
 }
 
@@ -98,8 +106,14 @@ pub struct Tick {
 /// With many VMs the time between fast ticks, milliseconds a VM: to ask one takes some
 /// 0.07 ms of processor time.
 const FAST_MS_A_VM: f64 = 2.5;
-/// The time between questions to VMs that rest, milliseconds for each VM that there is.
-const REST_MS_A_VM: f64 = 10.0;
+/// Up to this many VMs are all asked in each tick.
+const ALL_ASKED: usize = 10;
+/// The time between questions to VMs that rest, milliseconds for each VM beyond those, and the
+/// longest.
+const REST_MS_A_VM: u64 = 20;
+const REST_MOST_MS: u64 = 2_000;
+/// QEMU itself asks each guest so often, or more often.
+const QEMU_ASKS_MS: u64 = 2_000;
 /// The share of its RAM by which any guest may grow in a second.
 const LEAST_GROWTH: f64 = 0.05;
 
@@ -239,31 +253,35 @@ impl Engine {
     }
 
     /// When the next tick is due (sooner while anything is ballooned or short), and which VMs need
-    /// not be asked in it: those that were asked within an ordinary tick, do not change, and cannot
-    /// be short before they are asked again.
+    /// not be asked in it: those that were asked lately, do not change, and cannot be short before
+    /// they are asked again.
     pub fn next(&self, model: &Model) -> Next {
         let busy = model.host.state > Pressure::Clear
             || model.vms.iter().any(|v| {
                 v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
             })
             || self.fills_up(model);
-        if !busy {
-            return Next { at: model.at.plus(self.config.tick_ms), resting: Vec::new() };
-        }
-        let many = |ms_a_vm| (model.vms.len() as f64 * ms_a_vm) as u64;
-        let fast_ms = self.config.fast_tick_ms.max(many(FAST_MS_A_VM)).min(self.config.tick_ms);
-        let rest_ms = many(REST_MS_A_VM).min(self.config.tick_ms);
-        let at = model.at.plus(fast_ms);
+        let (fast_ms, tick_ms) = (self.config.fast_tick_ms, self.config.tick_ms);
+        let many_ms = (model.vms.len() as f64 * FAST_MS_A_VM) as u64;
+        let wait_ms = if busy { fast_ms.max(many_ms).min(tick_ms) } else { tick_ms };
+        let beyond = model.vms.len().saturating_sub(ALL_ASKED) as u64;
+        let rest_ms = (beyond * REST_MS_A_VM).min(REST_MOST_MS);
+        let at = model.at.plus(wait_ms);
         // What is paged out of a VM depends on what it holds now.
-        let pages_out = self.memory.beyond_since.is_some();
-        let rests = |vm: &&VmModel| {
-            let m = self.memory.vm(vm.id).filter(|_| !pages_out);
-            m.is_some_and(|m| {
-                let asked = m.asked.is_some_and(|t| at.since(t) < rest_ms);
-                asked && is_at_rest(vm, m, rest_ms)
-            })
+        let pages_out = self.memory.beyond_since.is_some() && model.host.state >= Pressure::Hard;
+        let at_rest = |vm: &VmModel, within_ms| {
+            let memory = self.memory.vm(vm.id).filter(|_| !pages_out);
+            memory.filter(|m| is_at_rest(vm, m, within_ms))
         };
-        Next { at, resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect() }
+        let lately = |m: &VmMemory| m.asked.is_some_and(|t| at.since(t) < rest_ms);
+        let rests = |vm: &&VmModel| at_rest(vm, rest_ms).is_some_and(lately);
+        let far = |vm: &VmModel| at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
+        let calm = |vm: &&VmModel| beyond > 0 && far(vm);
+        Next {
+            at,
+            resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect(),
+            calm: model.vms.iter().filter(calm).map(|vm| vm.id).collect(),
+        }
     }
 }
 
@@ -354,12 +372,51 @@ mod tests {
         let asked = Some(Stamp(1000));
         engine.memory.vms = vec![VmMemory { id, asked, ..VmMemory::default() }];
         let host = HostModel { state: crate::model::Pressure::Hard, ..HostModel::default() };
-        // With 100 VMs each is queried once a second.
+        // With 100 VMs one at rest is asked each two seconds.
         let vms = (1..=100).map(|pid| VmModel { id: VmId { pid, start: 1 }, ..VmModel::default() });
         let model = Model { at: Stamp(1000), host, vms: vms.collect(), ..Model::default() };
         assert_eq!(engine.next(&model).resting, [id]);
         engine.memory.beyond_since = Some(Stamp(900));
         assert_eq!(engine.next(&model).resting, []);
+    }
+
+    #[test]
+    fn one_far_from_short_is_asked_less_and_its_guest_not_at_all() {
+        let mut engine = Engine::new(Config::default(), false);
+        let owed = Bytes::mib(100);
+        let next = |engine: &Engine, spare: u64, age_ms| {
+            let available = Bytes::mib(40 + spare);
+            let g = GuestModel {
+                available,
+                short_mark: Bytes::mib(40),
+                age_ms,
+                ..GuestModel::default()
+            };
+            let vm = |pid| VmModel {
+                id: VmId { pid, start: 1 },
+                ram: Some(Bytes::gib(1)),
+                owed,
+                guest: Some(g),
+                ..VmModel::default()
+            };
+            let vms: Vec<VmModel> = (1..=100).map(vm).collect();
+            let next = engine.next(&Model { at: Stamp(3000), vms, ..Model::default() });
+            let id = VmId { pid: 1, start: 1 };
+            assert_eq!(next.at, Stamp(3250), "2.5 ms a VM");
+            (next.rests(id), next.asks_anew(id))
+        };
+        let asked = |at| VmMemory {
+            id: VmId { pid: 1, start: 1 },
+            asked: Some(Stamp(at)),
+            ..VmMemory::default()
+        };
+        // It may grow by a twentieth of its RAM a second: 51 MiB.
+        engine.memory.vms = vec![asked(2000)];
+        assert_eq!(next(&engine, 130, 500), (true, false), "not short within 1.8 s");
+        assert_eq!(next(&engine, 130, 1000), (false, true), "its word is old");
+        engine.memory.vms = vec![asked(1000)];
+        assert_eq!(next(&engine, 130, 500), (false, true), "two seconds after it was asked");
+        assert_eq!(next(&engine, 250, 500), (false, false), "far from short: QEMU asks its guest");
     }
 
     #[test]

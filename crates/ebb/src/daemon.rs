@@ -206,9 +206,10 @@ impl Daemon {
         ready.is_ok()
     }
 
-    fn sleep_until(&mut self, until: Stamp) -> HostWake {
+    fn sleep_until(&mut self, until: Stamp, hears: bool) -> HostWake {
         let left = until.since(LinuxHost::now());
-        self.host.wait(Instant::now() + Duration::from_millis(left))
+        let until = Instant::now() + Duration::from_millis(left);
+        if hears { self.host.wait(until) } else { self.host.wait_for_answers(until) }
     }
 }
 
@@ -287,12 +288,12 @@ impl Host for Daemon {
                     self.host.rest(&next.resting);
                     return Wake::Timer;
                 }
-                self.running.retain(|id| !next.rests(*id));
+                self.running.retain(|id| next.asks_anew(*id));
                 self.host.kick_stats(&self.running);
                 kicked = true;
                 continue;
             }
-            match self.sleep_until(due) {
+            match self.sleep_until(due, !(fast && kicked)) {
                 HostWake::Woken if self.signals.any() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);

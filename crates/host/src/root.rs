@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::buffer::spare_capacity;
 use rustix::io::Errno;
 
 /// Most bytes read of one file. The longest in use, mountinfo on a container
@@ -270,15 +271,14 @@ fn text(bytes: Vec<u8>) -> String {
 /// All of an open file that the kernel makes as a whole: a read that fills less than it could
 /// is the last. At most [`MAX_FILE`] bytes.
 fn read_from_start(file: &File) -> io::Result<Vec<u8>> {
-    let (mut bytes, mut length) = (vec![0; USUAL], 0);
+    let mut bytes = Vec::new();
     loop {
-        let n = file.read_at(&mut bytes[length..], length as u64)?;
-        length += n;
-        if length < bytes.len() || length as u64 >= MAX_FILE {
-            bytes.truncate(length);
+        bytes.reserve(USUAL);
+        let from = bytes.len() as u64;
+        rustix::io::pread(file, spare_capacity(&mut bytes), from)?;
+        if bytes.len() < bytes.capacity() || bytes.len() as u64 >= MAX_FILE {
             return Ok(bytes);
         }
-        bytes.resize(2 * length, 0);
     }
 }
 

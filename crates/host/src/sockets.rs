@@ -4,10 +4,13 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use rustix::buffer::spare_capacity;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, Result};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
+/// At least so many bytes are asked for at once; with each that are there, twice as many.
+const AT_ONCE: usize = 4 << 10;
 /// Most bytes of one [`receive`], so that a flood does not keep the caller.
 const MAX_READ: usize = 4 << 20;
 
@@ -41,17 +44,14 @@ pub(crate) fn peer_pid(socket: &OwnedFd) -> Option<u32> {
 
 /// What has come, and whether the peer is still there.
 pub(crate) fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, bool)> {
-    let (mut all, mut buffer) = (Vec::new(), [0u8; 16 << 10]);
+    let mut all = Vec::new();
     while all.len() < MAX_READ {
-        match rustix::net::recv(socket, &mut buffer[..], RecvFlags::empty()) {
+        all.reserve(AT_ONCE);
+        match rustix::net::recv(socket, spare_capacity(&mut all), RecvFlags::empty()) {
             Ok((0, _)) | Err(Errno::CONNRESET) => return Ok((all, false)),
-            Ok((n, _)) => {
-                all.extend_from_slice(&buffer[..n]);
-                // There was no more; what comes later `poll` tells.
-                if n < buffer.len() {
-                    break;
-                }
-            }
+            // There was no more; what comes later `poll` tells.
+            Ok(_) if all.len() < all.capacity() => break,
+            Ok(_) => {}
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => break,
             Err(e) => return Err(e),

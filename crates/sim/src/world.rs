@@ -427,7 +427,7 @@ impl Host for World {
             let now = (self.now(), self.at_ms);
             for (g, voice) in self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power) {
                 voice.rests = next.rests(voice.id);
-                if !voice.rests {
+                if next.asks_anew(voice.id) {
                     voice.ask(g, now, EBB_ASKS_MS);
                 }
             }

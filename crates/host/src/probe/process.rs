@@ -145,11 +145,11 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
     let (mut memory, mut seen) = (ProcessMemory::default(), false);
     fields(text, |key, value| {
         match key {
-            "RssAnon" => memory.anon = value?,
-            "RssFile" => memory.file = value?,
-            "RssShmem" => memory.shmem = value?,
-            "VmSwap" => memory.swap = value?,
-            "VmLck" => memory.locked = value?,
+            "RssAnon" => memory.anon = parse_kib(value)?,
+            "RssFile" => memory.file = parse_kib(value)?,
+            "RssShmem" => memory.shmem = parse_kib(value)?,
+            "VmSwap" => memory.swap = parse_kib(value)?,
+            "VmLck" => memory.locked = parse_kib(value)?,
             _ => return Some(()),
         }
         seen = true;
@@ -265,9 +265,9 @@ pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     let mut s = SmapsRollup::default();
     fields(text, |key, value| {
         match key {
-            "Rss" => s.rss = value?,
-            "AnonHugePages" => s.anon_huge = value?,
-            "KSM" => s.ksm = value?,
+            "Rss" => s.rss = parse_kib(value)?,
+            "AnonHugePages" => s.anon_huge = parse_kib(value)?,
+            "KSM" => s.ksm = parse_kib(value)?,
             _ => {}
         }
         Some(())
@@ -276,13 +276,10 @@ pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
 }
 
 /// Calls `field` for each `Key:  123 kB` line; `None` from it is an error there.
-fn fields(
-    text: &str,
-    mut field: impl FnMut(&str, Option<Bytes>) -> Option<()>,
-) -> Result<(), ParseError> {
+fn fields(text: &str, mut field: impl FnMut(&str, &str) -> Option<()>) -> Result<(), ParseError> {
     for (i, line) in text.lines().enumerate() {
-        let Some((key, rest)) = line.split_once(':') else { continue };
-        field(key, parse_kib(rest)).ok_or_else(|| ParseError::new(i + 1, line))?;
+        let Some((key, value)) = line.split_once(':') else { continue };
+        field(key, value).ok_or_else(|| ParseError::new(i + 1, line))?;
     }
     Ok(())
 }

@@ -181,11 +181,11 @@ fn cpu(pid: u32) -> Result<BTreeMap<u32, f64>> {
     Ok(threads)
 }
 
-/// The daemon, of which an ordinary tick is half a second.
+/// The daemon with the times that it ships with.
 fn start(dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Children> {
     let (file, d) = (dir.join("ebb.toml"), dir.display());
     let mut text = format!(
-        "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\ntick = \"500ms\"\n\
+        "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n\
          [host]\nvms = \"listed\"\nprograms = [\"{d}/{}\"]\n",
         standin::PROGRAM
     );
