@@ -311,6 +311,8 @@ impl Vm {
             cgroup: self.cgroup.clone(),
             nodes: self.nodes.clone(),
             link: self.link(),
+            let_be: self.is_let_be(),
+            through_libvirt: self.client.as_ref().is_some_and(|c| !c.is_direct()),
             socket: self.socket(),
             shared: self.shared(),
             run,

@@ -75,6 +75,12 @@ impl Vm {
         self.access.managed || self.interval_was.is_some()
     }
 
+    /// Whether Ebb does not speak with it, by its configuration.
+    pub(super) fn is_let_be(&self) -> bool {
+        let no_way = || !self.access.libvirt && self.sockets().is_err();
+        !self.access.managed || self.client.is_none() && no_way()
+    }
+
     /// How a socket of this VM may be used.
     pub fn kind(&self, path: &Path) -> SocketKind {
         kind(path, self.named, self.access.sockets)

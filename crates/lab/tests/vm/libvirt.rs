@@ -114,6 +114,17 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
         (actual > Bytes::mib(330).0).then_some(())
     };
     daemon.wait_for("what the guest needs", PATIENCE, all_up).unwrap();
+    domain.tool().stop("hog").unwrap();
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    // libvirt is not to be asked any more: the domain is given back, and nothing is left in it.
+    Daemon::configure(dir.path(), &["tame"], "libvirt = false\n").unwrap();
+    daemon.reload();
+    wait_size(&libvirtd, "tame", |b| b == RAM);
+    let nothing = |l: &Libvirtd| {
+        let xml = l.virsh(&["dumpxml", "tame"]).ok()?;
+        (!xml.contains("urn:ebb:balloon") && !xml.contains("<stats period=")).then_some(())
+    };
+    libvirtd.wait("nothing of Ebb's in the domain", nothing).unwrap();
     assert!(daemon.stop());
     let taint = libvirtd.virsh(&["dominfo", "tame"]).unwrap();
     assert!(!taint.contains("custom-monitor"), "{taint}");
