@@ -39,11 +39,7 @@ impl Standing {
 }
 
 /// Why Ebb does not act on a VM at all, by the configuration.
-pub(super) fn left_alone(
-    config: &Config,
-    settings: &VmSettings,
-    vm: &VmSample,
-) -> Option<String> {
+pub(super) fn left_alone(config: &Config, settings: &VmSettings, vm: &VmSample) -> Option<String> {
     match &vm.claim {
         Claim::Refused(why) => Some(format!(
             "it calls itself “{}”, and is not the VM of that section of the configuration: {why}; \
