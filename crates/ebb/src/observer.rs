@@ -49,6 +49,7 @@ pub struct Observer {
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
     quiet: Quiet,
+    quiet_orders: Quiet,
     said: Said,
 }
 
@@ -93,6 +94,7 @@ impl Observer {
             orders_failed: 0,
             first: None,
             quiet: Quiet::default(),
+            quiet_orders: Quiet::default(),
             said: Said::default(),
         })
     }
@@ -232,10 +234,8 @@ impl Observer {
                 say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
             }
         }
-        for d in decisions {
-            let error = d.error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
-            let a = &d.action;
-            say(&format!("{}: {} → {}: {}{error}", a.name, a.from, a.to, d.reason));
+        for line in self.quiet_orders.orders(at, decisions) {
+            say(&line);
         }
     }
 }

@@ -1,13 +1,16 @@
-//! Which problems are worth a line in the journal.
+//! Which problems and orders are worth a line in the journal.
 //!
 //! A problem is said once while it lasts. A guest can make one come, go and change as it
 //! likes, so for each VM and source there is at most one line a minute, and a problem
-//! that differs in its numbers only is the same.
+//! that differs in its numbers only is the same. An order that fails may be given again in each
+//! tick, so the same holds for it.
 
 use std::collections::HashMap;
 
 use ebb_core::sample::{Problem, VmId};
 use ebb_core::units::Stamp;
+
+use crate::view::{DRY_RUN, Decision};
 
 /// Between two lines of one VM and source.
 const MINUTE_MS: u64 = 60_000;
@@ -25,6 +28,25 @@ pub struct Quiet {
 }
 
 impl Quiet {
+    /// The lines for a tick's orders: one for each that was carried out, and for each that failed
+    /// if it is to be said now. Told each tick, and nothing else with it.
+    pub fn orders(&mut self, now: Stamp, orders: &[Decision]) -> Vec<String> {
+        let line = |d: &Decision| {
+            let error = d.error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
+            let a = &d.action;
+            format!("{}: {} → {}: {}{error}", a.name, a.from, a.to, d.reason)
+        };
+        let fails = |d: &&Decision| d.error.as_ref().is_some_and(|e| e != DRY_RUN);
+        let (failed, done): (Vec<&Decision>, Vec<_>) = orders.iter().partition(fails);
+        let problem = |d: &&Decision| {
+            let vm = Some(d.action.vm);
+            Problem { vm, source: String::new(), message: line(d) }
+        };
+        let failed: Vec<Problem> = failed.iter().map(problem).collect();
+        let news = self.news(now, &failed).into_iter().map(|p| p.message.clone());
+        done.into_iter().map(line).chain(news).collect()
+    }
+
     /// Those of the problems that are to be said now. Told each tick.
     pub fn news<'a>(&mut self, now: Stamp, problems: &'a [Problem]) -> Vec<&'a Problem> {
         let mut news = Vec::new();
@@ -90,6 +112,30 @@ mod tests {
             lines += quiet.news(Stamp(1000 + tick * 500), &problems).len();
         }
         assert!((9..=11).contains(&lines), "{lines} lines in ten minutes");
+    }
+
+    /// As while libvirt saves, migrates or dumps a domain for minutes.
+    #[test]
+    fn an_order_that_fails_in_each_tick_is_said_now_and_then_and_one_that_is_done_each_time() {
+        let order = |pid, from, error: Option<&str>| {
+            let mut d = Decision { error: error.map(Into::into), ..Decision::default() };
+            d.action.vm = VmId { pid, start: 1 };
+            d.action.from = ebb_core::units::Bytes::mib(from);
+            d
+        };
+        let mut quiet = Quiet::default();
+        let mut lines = 0;
+        for tick in 0..1500u64 {
+            let busy = order(1, 100 + tick % 3, Some("balloon: libvirt has a job on the domain"));
+            // Not each tick gives the order.
+            let orders = if tick % 4 == 0 { Vec::new() } else { vec![busy] };
+            lines += quiet.orders(Stamp(tick * 200), &orders).len();
+        }
+        assert!((1..=5).contains(&lines), "{lines} lines in five minutes");
+        let mut count = |orders: &[Decision]| quiet.orders(Stamp(301_000), orders).len();
+        assert_eq!(count(&[order(1, 1, None), order(2, 1, Some("refused"))]), 2);
+        assert_eq!(count(&[order(1, 1, None), order(2, 1, Some("refused"))]), 1);
+        assert_eq!(count(&[order(3, 1, Some(DRY_RUN)), order(3, 1, Some(DRY_RUN))]), 2);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::decisions::Done;
-pub use self::decisions::{Decision, Order, decisions, forbidden, guest_words, unheeded};
+pub use self::decisions::{DRY_RUN, Decision, Order, decisions, forbidden, guest_words, unheeded};
 use self::of_tick::{planned, tally, tier};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.

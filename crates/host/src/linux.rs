@@ -216,13 +216,14 @@ impl LinuxHost {
         let version = self.cgroups();
         for (id, vm) in &mut self.vms {
             vm.claim = claim(root, &self.options.config, version, &vm.process);
-            vm.look_at_metadata(has_metadata(&self.options, &vm.process), now);
-            vm.access = Access {
-                hands_off_ms: self.hands_off.left_ms(*id, at),
-                ..access(&self.options, &self.owed, &vm.process, (&vm.claim, vm.metadata()))
-            };
+            let counts = has_metadata(&self.options, &vm.process) || self.owed.contains(id);
+            vm.look_at_metadata(counts, now);
             vm.named = self.bound.values().any(|bound| bound == id);
             vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
+            vm.allow(Access {
+                hands_off_ms: self.hands_off.left_ms(*id, at),
+                ..access(&self.options, &self.owed, &vm.process, (&vm.claim, vm.metadata()))
+            });
         }
     }
 

@@ -175,6 +175,8 @@ pub(crate) struct Vm {
     asked_at: Stamp,
     answers: Answers,
     pub access: Access,
+    /// Why there is no way to it by the configuration, where it would be managed.
+    no_way: Option<String>,
     /// What its claim to its section is worth.
     pub claim: Claim,
     /// Its socket is named in the configuration.
@@ -311,6 +313,8 @@ impl Vm {
             cgroup: self.cgroup.clone(),
             nodes: self.nodes.clone(),
             link: self.link(),
+            let_be: !self.access.managed,
+            through_libvirt: self.client.as_ref().is_some_and(|c| !c.is_direct()),
             socket: self.socket(),
             shared: self.shared(),
             run,

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{STALE_MS, VmModel};
-use crate::config::{Metadata, VmSettings};
+use crate::config::{Config, Metadata, VmSettings};
 use crate::sample::{Claim, Link, RunState, VmSample};
 use crate::state::VmMemory;
 use crate::units::Stamp;
@@ -39,7 +39,7 @@ impl Standing {
 }
 
 /// Why Ebb does not act on a VM at all, by the configuration.
-pub(super) fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String> {
+pub(super) fn left_alone(config: &Config, settings: &VmSettings, vm: &VmSample) -> Option<String> {
     match &vm.claim {
         Claim::Refused(why) => Some(format!(
             "it calls itself “{}”, and is not the VM of that section of the configuration: {why}; \
@@ -51,14 +51,16 @@ pub(super) fn left_alone(settings: &VmSettings, vm: &VmSample) -> Option<String>
             Metadata::Says(its) if its.manage == Some(false) && settings.own.manage.is_none() => {
                 Some("manage = no in its libvirt metadata".into())
             }
-            _ => (!settings.manage).then(|| "manage = false in the configuration".into()),
+            _ if !settings.manage => Some("manage = false in the configuration".into()),
+            _ => (vm.through_libvirt && !config.libvirt)
+                .then(|| "host.libvirt = false in the configuration".into()),
         },
     }
 }
 
 /// Whether Ebb may act on it by its own resolve.
-pub(super) fn is_managed(settings: &VmSettings, vm: &VmSample) -> bool {
-    left_alone(settings, vm).is_none() && unread(vm).is_none()
+pub(super) fn is_managed(config: &Config, settings: &VmSettings, vm: &VmSample) -> bool {
+    left_alone(config, settings, vm).is_none() && unread(vm).is_none()
 }
 
 /// Why nothing is taken from a VM whose manager may still tell settings.

@@ -168,7 +168,7 @@ impl VmModel {
             ceiling,
             whole,
             owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
-            managed: is_managed(settings, vm),
+            managed: is_managed(config, settings, vm),
             by_metadata: config.metadata_words(vm),
             // The configuration's reader refuses others; a record may hold any.
             weight: if settings.weight > 0.0 && settings.weight.is_finite() {
@@ -207,7 +207,8 @@ impl VmModel {
         let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
         model.swap_left = above.filter_map(|p| p.swap_left).min();
         model.trust = trust(model.guest.as_ref(), remembered);
-        model.standing = standing(left_alone(settings, vm), vm, &model, remembered, sample.at);
+        model.standing =
+            standing(left_alone(config, settings, vm), vm, &model, remembered, sample.at);
         model.beyond_balloon = model.managed && beyond_balloon(vm, remembered, sample.at);
         let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
         model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();

@@ -75,6 +75,12 @@ pub struct VmSample {
     pub nodes: Vec<u32>,
     /// Whether QMP can be used.
     pub link: Link,
+    /// Ebb does not speak with it, because it is not to, or has no way to by its configuration.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub let_be: bool,
+    /// Ebb reaches it through libvirt.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub through_libvirt: bool,
     /// The QMP socket over which it was heard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,

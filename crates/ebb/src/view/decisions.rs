@@ -13,6 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{lenient, view};
 
+/// Why nothing was done in a dry run.
+pub const DRY_RUN: &str = "dry run";
+
 view! {
 /// A decision, as `/v1/decisions` and `explain` tell it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -31,7 +34,7 @@ Decision(at: &Tick, a: &Action, model: &Model, done: &Done<'_>):
     /// `None`: QEMU took the order. In a dry run: `dry run`.
     error: Option<String> = match done.outcomes.get(&a.vm) {
         Some(o) => o.error.clone(),
-        None if !at.applied => Some("dry run".into()),
+        None if !at.applied => Some(DRY_RUN.into()),
         None => Some("no outcome".into()),
     };
 }

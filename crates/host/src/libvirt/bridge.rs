@@ -332,6 +332,10 @@ impl Bridge {
                     self.moved = Some(now);
                     self.done(&id, json!({}));
                 }
+                // virtio-mem was plugged into a domain that is owed memory.
+                Err(e) if self.balloon.is_none() => {
+                    self.refused(&id, &format!("{}: {NO_BALLOON}; {BY_HAND}", e.message));
+                }
                 Err(e) => self.refused(&id, &e.message),
             },
             Purpose::Period(id, seconds) => match result {
@@ -551,6 +555,9 @@ impl Bridge {
 
 /// What is answered where there is no balloon that libvirt can set.
 const NO_BALLOON: &str = "it has no balloon, or virtio-mem, beside which libvirt sets none";
+/// How such a domain gets its memory.
+const BY_HAND: &str =
+    "`virsh setmem DOMAIN SIZE --live` gives it its memory, SIZE without virtio-mem";
 /// The size that a domain may have at most: its RAM.
 const MAXIMUM: &str = "balloon.maximum";
 /// The shortest period of statistics, seconds.

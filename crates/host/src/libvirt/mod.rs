@@ -140,7 +140,7 @@ impl Libvirt {
 
     /// The same where it is not in a container.
     pub fn find_here(&self, process: &QemuProcess) -> Option<Address> {
-        let (pid, name) = (process.id.pid, file_name(process)?);
+        let (pid, name) = (process.id.pid, name(process)?);
         let uid = self.root.metadata(format!("/proc/{pid}")).ok()??.uid();
         let session = PathBuf::from(format!("/run/user/{uid}/libvirt"));
         let system = PathBuf::from("/run/libvirt");
@@ -149,7 +149,7 @@ impl Libvirt {
             (&session, "qemu/run", "qemu:///session", uid),
         ];
         places.into_iter().find_map(|(dir, pids, uri, owner)| {
-            let file = dir.join(pids).join(format!("{name}.pid"));
+            let file = dir.join(pids).join(pid_file(name));
             let its = pid_in(&self.root.path(&file), owner) == Some(pid);
             let socket = self.root.path(its.then(|| self.socket(dir))?);
             let (key, domain) = (socket.clone(), name.to_owned());
@@ -160,7 +160,7 @@ impl Libvirt {
     /// The libvirt in the container that the process is in; KubeVirt has one for each VM. The
     /// files in there are the container's: no path among them is followed out of it.
     fn find_inside(&self, process: &QemuProcess) -> Option<Address> {
-        let (pid, name) = (process.id.pid, file_name(process)?);
+        let (pid, name) = (process.id.pid, name(process)?);
         let namespace = |of: &str| self.root.read_link(format!("/proc/{of}/ns/mnt")).ok()?;
         if namespace(&pid.to_string())? == namespace("self")? {
             return None;
@@ -170,7 +170,7 @@ impl Libvirt {
         let dir = Path::new("run/libvirt");
         let places = [("qemu", "qemu:///system"), ("qemu/run", "qemu:///session")];
         places.into_iter().find_map(|(pids, uri)| {
-            let file = dir.join(pids).join(format!("{name}.pid"));
+            let file = dir.join(pids).join(pid_file(name));
             if pid_of(&open_inside(&container, &file).ok()?, None) != Some(inner) {
                 return None;
             }
@@ -253,9 +253,22 @@ fn open_inside(directory: &Path, path: &Path) -> rustix::io::Result<OwnedFd> {
 }
 
 /// The name of a domain, where that can be part of a file's name.
-fn file_name(process: &QemuProcess) -> Option<&str> {
+fn name(process: &QemuProcess) -> Option<&str> {
     let name = process.own_name.as_str();
     (!name.contains('/')).then_some(name)
+}
+
+/// The name of a domain's pid file: libvirt writes the domain's name in it as in XML.
+fn pid_file(name: &str) -> String {
+    let escaped = |c| match c {
+        '<' => "&lt;".into(),
+        '>' => "&gt;".into(),
+        '&' => "&amp;".into(),
+        '"' => "&quot;".into(),
+        '\'' => "&apos;".into(),
+        _ => String::from(c),
+    };
+    name.chars().map(escaped).collect::<String>() + ".pid"
 }
 
 /// Which file it is, in words.
@@ -296,6 +309,35 @@ mod tests {
         drop(leased);
         fs::write(at("b"), "4711".repeat(1000)).unwrap();
         assert_eq!(pid_in(&at("b"), me), None);
+    }
+
+    #[test]
+    fn a_domain_is_found_whatever_its_name_is() {
+        use ebb_core::sample::VmId;
+        // The pid file must be root's.
+        if !rustix::process::getuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path);
+        for path in ["proc/10", "run/libvirt/qemu"] {
+            fs::create_dir_all(at(path)).unwrap();
+        }
+        let libvirt = Libvirt::new(Root::at(dir.path()), false).unwrap();
+        // As libvirt 9.0 names them.
+        for (name, file) in [
+            ("web 1", "web 1.pid"),
+            (".dot\\", ".dot\\.pid"),
+            ("q\"uo'te", "q&quot;uo&apos;te.pid"),
+            ("<b>&amp;", "&lt;b&gt;&amp;amp;.pid"),
+        ] {
+            let file = at("run/libvirt/qemu").join(file);
+            fs::write(&file, "10\n").unwrap();
+            let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into());
+            let found = libvirt.find_here(&vm).map(|address| address.domain);
+            assert_eq!(found.as_deref(), Some(name));
+            fs::remove_file(file).unwrap();
+        }
     }
 
     #[test]

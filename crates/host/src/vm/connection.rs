@@ -9,7 +9,7 @@ use ebb_core::config::AgentUse;
 use ebb_core::sample::{Heard, Link, SharedSocket, VmEvent};
 use ebb_core::units::Stamp;
 
-use super::{Answers, Vm};
+use super::{Access, Answers, Vm};
 use crate::probe::managers::{Manager, SocketKind, kind};
 use crate::probe::qemu::QmpAddress;
 use crate::qmp::{Client, QmpError, State};
@@ -75,6 +75,21 @@ impl Vm {
         self.access.managed || self.interval_was.is_some()
     }
 
+    /// Takes in what may be done to it. To where no way leads, nothing may.
+    pub fn allow(&mut self, access: Access) {
+        self.access = access;
+        let managed = access.managed && !access.libvirt;
+        self.no_way = self.sockets().err().filter(|_| managed);
+        if self.no_way.is_some() {
+            (self.access.managed, self.access.look_only) = (false, true);
+        }
+    }
+
+    /// Whether it may be reached through libvirt, at least to have its interval put back.
+    pub(super) fn may_ask_libvirt(&self) -> bool {
+        self.access.libvirt || self.interval_was.is_some()
+    }
+
     /// How a socket of this VM may be used.
     pub fn kind(&self, path: &Path) -> SocketKind {
         kind(path, self.named, self.access.sockets)
@@ -138,7 +153,7 @@ impl Vm {
     pub(super) fn leaves(&mut self) -> bool {
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
         let sockets = self.sockets();
-        let reached = sockets.is_ok() || self.access.libvirt && through && self.is_reached();
+        let reached = sockets.is_ok() || self.may_ask_libvirt() && through && self.is_reached();
         // One that is not managed is reached to have its interval put back, by its device.
         if !self.access.managed && self.ready && self.looked && self.device.is_none() {
             self.interval_was = None;
@@ -149,7 +164,7 @@ impl Vm {
         }
         let why = match sockets {
             Err(why) if self.access.managed => why,
-            _ => NOT_MANAGED.into(),
+            _ => self.no_way.clone().unwrap_or_else(|| NOT_MANAGED.into()),
         };
         let at_once = self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared());
         if !at_once {
@@ -216,7 +231,7 @@ impl Vm {
     /// Connects through libvirt if libvirt manages the VM. Otherwise the VM stays down, because of
     /// `why`: it has no socket for Ebb.
     fn connect_by_manager(&mut self, why: String) {
-        let libvirt = self.libvirt.as_ref().filter(|_| self.access.libvirt);
+        let libvirt = self.libvirt.as_ref().filter(|_| self.may_ask_libvirt());
         let Some((libvirt, address)) =
             libvirt.and_then(|l| Some((l, l.find(&self.process, &mut self.inside)?)))
         else {

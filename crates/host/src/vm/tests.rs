@@ -404,3 +404,20 @@ fn a_vm_that_has_lost_its_balloon_has_no_interval_to_be_put_back() {
     assert_eq!((vm.interval_was, vm.client.is_none()), (None, true));
     drop(peer.join());
 }
+
+#[test]
+fn a_vm_to_which_no_way_leads_is_let_be_once_its_interval_is_put_back() {
+    let why = "its monitor is libvirt's".to_owned();
+    let mut vm = vm("/nonexistent".into());
+    let access = vm.access;
+    vm.process.qmp = QmpAddress::None { why: why.clone() };
+    vm.interval_was = Some(0);
+    vm.allow(access);
+    assert!(vm.may_ask_libvirt() && vm.access.look_only, "nothing else is set");
+    vm.interval_was = None;
+    assert!(!vm.may_ask_libvirt());
+    let sample = tick(&mut vm);
+    assert_eq!((sample.let_be, sample.link), (true, Link::Down(why)));
+    vm.allow(Access { libvirt: true, ..access });
+    assert!(vm.may_ask_libvirt() && vm.access.managed && !vm.access.look_only);
+}

@@ -114,6 +114,25 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
         (actual > Bytes::mib(330).0).then_some(())
     };
     daemon.wait_for("what the guest needs", PATIENCE, all_up).unwrap();
+    domain.tool().stop("hog").unwrap();
+    daemon.squeeze("tame", Bytes::mib(300)).unwrap();
+    // libvirt is not to be asked any more: the domain is given back, and nothing is left in it.
+    let with_libvirt = |on: bool| {
+        Daemon::configure(dir.path(), &["tame"], &format!("libvirt = {on}\n")).unwrap();
+        daemon.reload();
+    };
+    let nothing = |l: &Libvirtd| {
+        let xml = l.virsh(&["dumpxml", "tame"]).ok()?;
+        (!xml.contains("urn:ebb:balloon") && !xml.contains("<stats period=")).then_some(())
+    };
+    with_libvirt(false);
+    wait_size(&libvirtd, "tame", |b| b == RAM);
+    libvirtd.wait("nothing of Ebb's in the domain", nothing).unwrap();
+    // Also where it is owed nothing.
+    with_libvirt(true);
+    libvirtd.wait("statistics of tame", again).unwrap();
+    with_libvirt(false);
+    libvirtd.wait("nothing of Ebb's in the domain", nothing).unwrap();
     assert!(daemon.stop());
     let taint = libvirtd.virsh(&["dominfo", "tame"]).unwrap();
     assert!(!taint.contains("custom-monitor"), "{taint}");

@@ -180,3 +180,28 @@ fn what_was_given_is_written_down_in_the_same_tick() {
     assert_eq!(written(Some("late"), true), (Some(24), Some(124), true));
     assert_eq!(written(Some("no"), false), (Some(124), Some(124), false));
 }
+
+/// `host.libvirt = false` and a reload.
+#[test]
+fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for_nothing() {
+    let mut memory = Memory::default();
+    let seen = |at| {
+        let vm = VmSample { through_libvirt: true, ..vm(1024, 800, 900) };
+        sample(at, vec![vm])
+    };
+    act(&mut memory, &seen(1_000), Some((1024, 700, short(Pressure::Hard))));
+    let mut after = seen(2_000);
+    after.vms[0].balloon.as_mut().unwrap().actual = Bytes::mib(700);
+    after.host.memory.as_mut().unwrap().available = Bytes::mib(600);
+    memory.observe(&after);
+    let orders = |config: &str| {
+        let config = Config::parse("f", config).unwrap();
+        let model = Model::new(&config, &after, &memory);
+        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        let sizes = plan.actions.iter().map(|a| a.to.0 >> 20).collect::<Vec<_>>();
+        (sizes, only(&model).standing.why().to_owned())
+    };
+    assert!(orders("").0.iter().all(|to| *to < 1024), "{:?}", orders(""));
+    let (sizes, why) = orders("[host]\nlibvirt = false\n");
+    assert_eq!((sizes, &*why), (vec![1024], "host.libvirt = false in the configuration"));
+}

@@ -178,3 +178,21 @@ fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {
     let rate = memory.vms[0].rates.unwrap().need / f64::from(1 << 20);
     assert!(rate > 50.0, "as fast as before at least: {rate}");
 }
+
+/// `manage = false`, or `manage='no'` in its metadata.
+#[test]
+fn the_time_in_which_a_vm_is_not_managed_is_no_silence_of_its_guest() {
+    let pauses = |let_be| {
+        let mut memory = Memory::default();
+        for s in 1..=40 {
+            let heard = vm(1024, 600, 900);
+            let link = Link::Down("not connected to".into());
+            let alone = VmSample { let_be, link, run: None, balloon: None, ..heard.clone() };
+            let vm = if (10..30).contains(&s) { alone } else { heard };
+            tick(&mut memory, &sample(s * 1_000, vec![vm]));
+        }
+        memory.vms[0].reach.left_ms(Stamp(40_000)).is_some()
+    };
+    assert!(!pauses(true));
+    assert!(pauses(false), "its socket was gone");
+}

@@ -51,11 +51,11 @@ pub struct Doubt {
 }
 
 impl VmMemory {
-    /// Whether it can be heard. One that is paused, being migrated or booting says
-    /// nothing for a reason.
+    /// Whether it can be heard. One that Ebb does not speak with, or that is paused, being migrated
+    /// or booting, is not heard for a reason.
     pub(super) fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
-        if boots || !matches!(vm.run, None | Some(RunState::Running)) {
+        if boots || vm.let_be || !matches!(vm.run, None | Some(RunState::Running)) {
             return;
         }
         let fresh = self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS);

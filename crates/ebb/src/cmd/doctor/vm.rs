@@ -16,6 +16,8 @@ use crate::view::Vm;
 
 /// How the reason begins where a VM is reached through libvirt.
 const BY_LIBVIRT: &str = "libvirt domain ";
+/// What libvirt says where it demands SASL.
+const REFUSED: &str = "authentication required";
 
 pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut checks = Vec::new();
@@ -34,12 +36,15 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
              unix:/run/NAME-ebb.qmp,server=on,wait=off",
         ),
         Link::Down(why) if why.starts_with(BY_LIBVIRT) => {
-            add(
-                "QMP",
-                Verdict::Bad,
-                why,
-                "Ebb tries again; `virsh list` shows whether libvirt answers",
-            );
+            let advice = match why.contains(REFUSED) {
+                true => {
+                    "Ebb does not support SASL on libvirt's socket: set auth_unix_rw to \"none\" \
+                     or \"polkit\" in libvirt's configuration, or give the VM a socket for Ebb in \
+                     <qemu:commandline>: -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off"
+                }
+                false => "Ebb tries again; `virsh list` shows whether libvirt answers",
+            };
+            add("QMP", Verdict::Bad, why, advice);
         }
         Link::Down(why) if why.contains("libvirt") => add(
             "QMP",
@@ -281,6 +286,13 @@ mod tests {
         vm.link = Link::Taken("held by another client".into());
         let (verdict, text) = worst(&vm);
         assert!(verdict == Verdict::Bad && text.contains("second -qmp"), "{text}");
+        for (why, advice) in [
+            ("/s: libvirt refuses: authentication required", "auth_unix_rw"),
+            ("no answer within 2.0 s", "virsh list"),
+        ] {
+            vm.link = Link::Down(format!("{BY_LIBVIRT}a: {why}"));
+            assert!(worst(&vm).1.contains(advice), "{}", worst(&vm).1);
+        }
         vm.link = Link::Up;
         assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
         (vm.actual, vm.reporting) = (Some(Bytes::gib(1)), Some(false));

@@ -164,6 +164,14 @@ fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
     b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
     let why = said(&mut b)[0]["error"]["desc"].as_str().unwrap().to_owned();
     assert!(why.contains("virtio-mem"), "{why}");
+    // What it is owed may be more than libvirt lets it have.
+    let give = json!({ "execute": "balloon", "arguments": { "value": 768u64 << 20 }, "id": 3 });
+    tell(&mut b, &[give], now);
+    let (purpose, ..) = b.next_call(now).unwrap();
+    let refused = Refused { code: 8, message: "cannot set memory higher than max memory".into() };
+    b.answered(purpose, Err(refused), now);
+    let why = said(&mut b)[0]["error"]["desc"].as_str().unwrap().to_owned();
+    assert!(why.contains("max memory") && why.contains("virsh setmem"), "{why}");
 }
 
 #[test]
