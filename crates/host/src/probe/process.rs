@@ -143,7 +143,7 @@ pub fn read_status(root: &Root, pid: u32) -> Result<Option<ProcessMemory>, Probe
 /// threads and zombies, which have none of them.
 pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
     let (mut memory, mut seen) = (ProcessMemory::default(), false);
-    fields(text, |key, value| {
+    fields(text, ['R', 'V'], |key, value| {
         match key {
             "RssAnon" => memory.anon = parse_kib(value)?,
             "RssFile" => memory.file = parse_kib(value)?,
@@ -263,7 +263,7 @@ pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, P
 
 pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     let mut s = SmapsRollup::default();
-    fields(text, |key, value| {
+    fields(text, ['R', 'A', 'K'], |key, value| {
         match key {
             "Rss" => s.rss = parse_kib(value)?,
             "AnonHugePages" => s.anon_huge = parse_kib(value)?,
@@ -275,9 +275,15 @@ pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
     Ok(s)
 }
 
-/// Calls `field` for each `Key:  123 kB` line; `None` from it is an error there.
-fn fields(text: &str, mut field: impl FnMut(&str, &str) -> Option<()>) -> Result<(), ParseError> {
-    for (i, line) in text.lines().enumerate() {
+/// Calls `field` for each `Key:  123 kB` line of which the key begins with one of these letters;
+/// `None` from it is an error there.
+fn fields<const N: usize>(
+    text: &str,
+    letters: [char; N],
+    mut field: impl FnMut(&str, &str) -> Option<()>,
+) -> Result<(), ParseError> {
+    let all = text.lines().enumerate();
+    for (i, line) in all.filter(|(_, line)| line.starts_with(letters)) {
         let Some((key, value)) = line.split_once(':') else { continue };
         field(key, value).ok_or_else(|| ParseError::new(i + 1, line))?;
     }
