@@ -84,17 +84,13 @@ pub(super) fn take(
     let state = model.host.state.max(Pressure::Soft);
     let none = VmMemory::default();
     let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
-    let arriving: Bytes = model
-        .vms
-        .iter()
-        .filter(|v| !v.outside)
-        .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
-        .sum();
+    let inside = model.vms.iter().filter(|v| !v.outside);
+    let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
     let lacks = will_lack(model, memory, missing.all);
     let late = lacks > Bytes::ZERO;
     let pace = match state {
-        _ if urgent => STEPS.0,
+        _ if urgent || late => STEPS.0,
         Pressure::Hard => STEPS.1,
         _ => STEPS.2,
     };
@@ -113,11 +109,9 @@ pub(super) fn take(
     }
     // To read page cache again takes less time than the host's swap.
     let by_cache = if late { missing.all } else { missing.by_cache };
-    // Where there is no time for a second order, what the host does not hold does not count.
-    let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
     let mut shares = Vec::new();
     for part in [by_cache, missing.all] {
-        share_out_by(&mut candidates, part - arriving, counts);
+        share_out_by(&mut candidates, part - arriving, |c| c.yields);
         shares = candidates.iter().map(|c| c.share).collect();
         if !urgent {
             lump(&mut candidates);
@@ -159,6 +153,21 @@ pub(super) fn take(
     expected
 }
 
+/// What of so much that a guest does not use the host holds.
+fn held_of(vm: &VmModel, g: &GuestModel, idle: Bytes) -> Bytes {
+    vm.guest_held().map_or(idle, |h| (h - g.working_set).min(idle))
+}
+
+/// What the host will have of the order to shrink that a VM has.
+fn arriving(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
+    let Some(actual) = vm.actual else { return Bytes::ZERO };
+    let held = vm.guest.as_ref().map_or(1.0, |g| match actual - g.working_set {
+        Bytes(0) => 1.0,
+        idle => held_of(vm, g, idle).fraction_of(idle),
+    });
+    m.arriving(model.at, actual).share(held)
+}
+
 /// What guests will lack before balloons have brought what is missing, at the pace at which they
 /// follow and by what the host holds of what they take: what they grow by in that time beyond what
 /// the host has and holds for them. Any guest's word is [`AHEAD_S`] late.
@@ -171,7 +180,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
         speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
         let spare = actual - g.working_set;
         idle += spare;
-        held += vm.guest_held().map_or(spare, |h| (h - g.working_set).min(spare));
+        held += held_of(vm, g, spare);
     }
     let brings = speed * held.fraction_of(idle.max(Bytes(1)));
     let takes_s = AHEAD_S + missing.0 as f64 / brings.max(1.0);
@@ -316,7 +325,7 @@ pub(super) fn priced(
     (base, idle, most): (Bytes, Bytes, Bytes),
 ) -> Candidate {
     // What is idle but not resident brings the host nothing now: it counts a tenth.
-    let held = vm.guest_held().map_or(idle, |h| (h - g.working_set).min(idle));
+    let held = held_of(vm, g, idle);
     let yields = held.fraction_of(idle);
     let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
     let ram = vm.ram.unwrap_or(base).max(Bytes(1));
