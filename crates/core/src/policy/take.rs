@@ -153,19 +153,16 @@ pub(super) fn take(
     expected
 }
 
-/// What of so much that a guest does not use the host holds.
-fn held_of(vm: &VmModel, g: &GuestModel, idle: Bytes) -> Bytes {
-    vm.guest_held().map_or(idle, |h| (h - g.working_set).min(idle))
+/// What of each byte that a guest has available the host holds.
+fn held_share(vm: &VmModel, g: &GuestModel) -> f64 {
+    let held = vm.guest_held().map_or(g.available, |held| (held - g.need).min(g.available));
+    if g.available == Bytes::ZERO { 1.0 } else { held.fraction_of(g.available) }
 }
 
 /// What the host will have of the order to shrink that a VM has.
 fn arriving(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
     let Some(actual) = vm.actual else { return Bytes::ZERO };
-    let held = vm.guest.as_ref().map_or(1.0, |g| match actual - g.working_set {
-        Bytes(0) => 1.0,
-        idle => held_of(vm, g, idle).fraction_of(idle),
-    });
-    m.arriving(model.at, actual).share(held)
+    m.arriving(model.at, actual).share(vm.guest.as_ref().map_or(1.0, |g| held_share(vm, g)))
 }
 
 /// What guests will lack before balloons have brought what is missing, at the pace at which they
@@ -180,7 +177,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
         speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
         let spare = actual - g.working_set;
         idle += spare;
-        held += held_of(vm, g, spare);
+        held += spare.share(held_share(vm, g));
     }
     let brings = speed * held.fraction_of(idle.max(Bytes(1)));
     let takes_s = AHEAD_S + missing.0 as f64 / brings.max(1.0);
@@ -325,8 +322,7 @@ pub(super) fn priced(
     (base, idle, most): (Bytes, Bytes, Bytes),
 ) -> Candidate {
     // What is idle but not resident brings the host nothing now: it counts a tenth.
-    let held = held_of(vm, g, idle);
-    let yields = held.fraction_of(idle);
+    let held = idle.share(held_share(vm, g));
     let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
     let ram = vm.ram.unwrap_or(base).max(Bytes(1));
     let shares = vm.weight.max(0.001) * ram.0 as f64;
@@ -337,7 +333,7 @@ pub(super) fn priced(
         free: ((g.available - g.cache) - g.short_mark.share(LEAST_MARKS)).min(idle),
         most,
         least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
-        yields,
+        yields: held_share(vm, g),
         price: (g.working_set.0 as f64 + IDLE_COST * taxed) / shares,
         slope: shares / IDLE_COST,
         share: Bytes::ZERO,
@@ -488,6 +484,7 @@ mod tests {
             resident: Some(Bytes::mib(held)),
             standing: Standing::Ready,
             guest: Some(GuestModel {
+                available: Bytes::mib(800),
                 need: Bytes::mib(200),
                 working_set: Bytes::mib(200),
                 highest: Bytes::mib(highest),
@@ -543,7 +540,8 @@ mod tests {
     #[test]
     fn memory_that_the_host_does_not_hold_is_worth_a_tenth() {
         let mut vm = VmModel { ram: Some(Bytes::gib(1)), weight: 1.0, ..VmModel::default() };
-        let g = GuestModel { working_set: Bytes::mib(100), ..GuestModel::default() };
+        let (need, available) = (Bytes::mib(100), Bytes::mib(800));
+        let g = GuestModel { need, working_set: need, available, ..GuestModel::default() };
         let sizes = (Bytes::mib(900), Bytes::mib(800), Bytes::mib(800));
         vm.resident = Some(Bytes::mib(900));
         let held = priced(&vm, &g, 0, sizes);

@@ -293,16 +293,18 @@ fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
 
 #[test]
 fn a_balloon_brings_what_the_host_holds_of_it() {
-    let ask = |resident, to| {
-        let one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
+    let ask = |resident, to, hot| {
+        let mut one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
+        one.guest.as_mut().unwrap().working_set += Bytes::mib(hot);
         let order = Order { to: Bytes::mib(to), moved_from: Bytes::mib(1024), ..Order::default() };
         let m = VmMemory { order: Some(order), rate: 1e9, ..remembered(1) };
         let vms = vec![one, vm(2, 1024, 900)];
         let v = decide(host(Pressure::Hard, 400, 0), vms, vec![m]);
         (taken(&v, 0), taken(&v, 1))
     };
-    assert_eq!(ask(1024, 600).1, 0, "424 MiB are on their way");
-    assert_eq!(ask(224, 600).1, 256, "47 of them");
+    assert_eq!(ask(1024, 600, 0).1, 0, "424 MiB are on their way");
+    assert_eq!(ask(1024, 600, 900).1, 0, "page cache, too");
+    assert_eq!(ask(224, 600, 0).1, 256, "47 of them");
     let alone = |resident| {
         let one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
         taken(&decide(host(Pressure::Soft, 40, 0), vec![one], vec![]), 0)
