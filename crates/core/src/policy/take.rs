@@ -29,8 +29,8 @@ const STEP_MS: u64 = 500;
 const LEAST_SHRINK: f64 = 0.015;
 /// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
-/// Shares of RAM a second: while guests wait for it or the host is critical, while the host
-/// is hard, and else.
+/// Shares of RAM a second: while guests wait for it or will, or the host is critical; while the
+/// host is hard; and else.
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
