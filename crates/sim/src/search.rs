@@ -13,7 +13,7 @@ use crate::contestants::{Contestant, RIVALS};
 use crate::law::Breach;
 use crate::oracle;
 use crate::score::Score;
-use crate::worlds::Point;
+use crate::worlds::{Point, own_peaks_fit};
 
 /// Stall within this of another's is the same, seconds, and as a share.
 const SAME_S: f64 = 1.0;
@@ -40,6 +40,8 @@ pub struct Found {
     pub best: Brief,
     /// Who that is.
     pub rival: &'static str,
+    /// A static split, where each guest can have the most that it ever needs for good.
+    pub split: Option<Brief>,
     /// One whose guests tell it of each change within a tenth of a second.
     pub pushed: Brief,
     /// One that knows the future.
@@ -101,6 +103,7 @@ impl Found {
             a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
         });
         let (rival, best) = &scores[0];
+        let split = scores.iter().find(|(c, _)| *c == Contestant::StaticSplit);
         Found {
             point: point.clone(),
             about: point.about(),
@@ -108,6 +111,7 @@ impl Found {
             ebb: Brief::of(&ebb.score),
             best: Brief::of(best),
             rival: rival.name(),
+            split: split.filter(|_| own_peaks_fit(&setup)).map(|(_, s)| Brief::of(s)),
             pushed: Brief::of(&Contestant::QmemmanPushed.run(&setup).score),
             oracle: Brief::of(&oracle::run(&setup)),
             broken: ebb.broken,
@@ -122,6 +126,11 @@ impl Found {
     /// Not even one whose guests tell it at once.
     pub fn beats_pushed(&self) -> bool {
         self.ebb.is_as_good_as(self.pushed)
+    }
+
+    /// Memory could be divided once for good, and Ebb does worse than that.
+    pub fn is_beaten_by_a_split(&self) -> bool {
+        self.split.is_some_and(|split| !self.ebb.is_as_good_as(split))
     }
 
     /// Ebb's stall is more than a quarter above the best rival's, and by more than a second.
@@ -216,9 +225,9 @@ mod tests {
         let far = |ebb, best| {
             let (ebb, best) = (brief(ebb), brief(best));
             let (point, about, rival) = (point.clone(), String::new(), "none");
-            let (pushed, oracle) = (best, best);
+            let (split, pushed, oracle) = (None, best, best);
             let broken = Vec::new();
-            let f = Found { point, about, vms: 4, ebb, best, rival, pushed, oracle, broken };
+            let f = Found { point, about, vms: 4, ebb, best, rival, split, pushed, oracle, broken };
             (f.is_far_beaten(), f.is_far_above())
         };
         assert_eq!(far(100.0, 79.0), (true, true));

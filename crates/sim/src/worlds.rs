@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::demand::{Curve, Need, fit};
 use crate::guest::Spec;
+use crate::host::OWN_SHARE;
 use crate::world::Setup;
 
 /// What a point tells, coordinate by coordinate.
@@ -46,6 +47,8 @@ const OVERLOAD: f64 = 0.06;
 /// A guest's floor, a share of its RAM, and what all floors together keep of the host at most.
 const FLOOR: f64 = 0.25;
 const FLOORS_MOST: f64 = 0.5;
+/// What a guest has beyond its peak where all peaks are said to fit, a share of its RAM.
+const SPLIT_MARGIN: f64 = 0.04;
 
 /// A world: each coordinate 0 to 1, and a seed for what is left to chance.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -259,6 +262,14 @@ impl Point {
 fn floors(guests: &[Spec], host: Bytes) -> f64 {
     let ram: Bytes = guests.iter().map(|g| g.ram).sum();
     host.share(FLOORS_MOST).fraction_of(ram).min(FLOOR)
+}
+
+/// Whether each guest can have the most that it ever needs, and a little, for good.
+pub fn own_peaks_fit(setup: &Setup) -> bool {
+    let own = |g: &Spec| peak(std::slice::from_ref(g)) + g.ram.share(SPLIT_MARGIN);
+    let others = setup.others.moments().map(|ms| setup.others.at(ms)).max().unwrap_or_default();
+    let room = setup.host.share(1.0 - OWN_SHARE - setup.marks.1);
+    setup.guests.iter().map(own).sum::<Bytes>() + others <= room
 }
 
 /// What all need at most at one moment.

@@ -6,11 +6,16 @@ use ebb_core::plan::Action;
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Bytes;
 use ebb_sim::demand::{Curve, Need};
+use ebb_sim::guest::INFLATE_RATE;
 use ebb_sim::misbehaviour::Mood;
 use ebb_sim::scenario::{crowd, scenario};
-use ebb_sim::worlds::Point;
+use ebb_sim::search::Found;
+use ebb_sim::worlds::{Point, own_peaks_fit};
 use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World, run};
 use proptest::prelude::*;
+
+/// A quarter of what a balloon grows by, bytes a second.
+const SLOW: f64 = INFLATE_RATE / 4.0;
 
 /// Twelve guests of 2 GiB on a small host.
 fn tight(seed: u64, host_gib: u64, odd_one_in: u32, seconds: u64) -> Setup {
@@ -301,4 +306,18 @@ fn no_law_is_broken_again_in_a_drawn_world() {
     let setup = points.nth(before).expect("it does not end").setup();
     let broken = Contestant::Ebb.run(&setup).broken;
     assert!(broken.is_empty(), "{}", broken[0]);
+}
+
+/// Where no need grows fast. Others are counted by the search.
+#[test]
+fn where_all_own_peaks_fit_a_static_split_does_no_better() {
+    let mut rng = fastrand::Rng::with_seed(13);
+    let points: Vec<Point> = (0..60).map(|_| Point::random(&mut rng)).collect();
+    let slow = |p: &&Point| p.setup().guests.iter().all(|g| g.need.rate < SLOW);
+    let fit = |p: &&Point| own_peaks_fit(&p.setup());
+    let worlds: Vec<&Point> = points.iter().filter(slow).filter(fit).collect();
+    assert!(worlds.len() >= 10, "{}", worlds.len());
+    for f in worlds.into_iter().map(Found::of) {
+        assert!(!f.is_beaten_by_a_split(), "{}: {} beside {:?}", f.about, f.ebb, f.split);
+    }
 }

@@ -29,8 +29,8 @@ const STEP_MS: u64 = 500;
 const LEAST_SHRINK: f64 = 0.015;
 /// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
-/// Shares of RAM a second: while guests wait for it or the host is critical, while the host
-/// is hard, and else.
+/// Shares of RAM a second: while guests wait for it or will, or the host is critical; while the
+/// host is hard; and else.
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 /// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
@@ -84,17 +84,13 @@ pub(super) fn take(
     let state = model.host.state.max(Pressure::Soft);
     let none = VmMemory::default();
     let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
-    let arriving: Bytes = model
-        .vms
-        .iter()
-        .filter(|v| !v.outside)
-        .map(|v| v.actual.map_or(Bytes::ZERO, |a| of(v).arriving(model.at, a)))
-        .sum();
+    let inside = model.vms.iter().filter(|v| !v.outside);
+    let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
     let lacks = will_lack(model, memory, missing.all);
     let late = lacks > Bytes::ZERO;
     let pace = match state {
-        _ if urgent => STEPS.0,
+        _ if urgent || late => STEPS.0,
         Pressure::Hard => STEPS.1,
         _ => STEPS.2,
     };
@@ -113,11 +109,9 @@ pub(super) fn take(
     }
     // To read page cache again takes less time than the host's swap.
     let by_cache = if late { missing.all } else { missing.by_cache };
-    // Where there is no time for a second order, what the host does not hold does not count.
-    let counts = |c: &Candidate| if late { c.yields } else { 1.0 };
     let mut shares = Vec::new();
     for part in [by_cache, missing.all] {
-        share_out_by(&mut candidates, part - arriving, counts);
+        share_out_by(&mut candidates, part - arriving, |c| c.yields);
         shares = candidates.iter().map(|c| c.share).collect();
         if !urgent {
             lump(&mut candidates);
@@ -159,6 +153,18 @@ pub(super) fn take(
     expected
 }
 
+/// What of each byte that a guest has available the host holds.
+fn held_share(vm: &VmModel, g: &GuestModel) -> f64 {
+    let held = vm.guest_held().map_or(g.available, |held| (held - g.need).min(g.available));
+    if g.available == Bytes::ZERO { 1.0 } else { held.fraction_of(g.available) }
+}
+
+/// What the host will have of the order to shrink that a VM has.
+fn arriving(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
+    let Some(actual) = vm.actual else { return Bytes::ZERO };
+    m.arriving(model.at, actual).share(vm.guest.as_ref().map_or(1.0, |g| held_share(vm, g)))
+}
+
 /// What guests will lack before balloons have brought what is missing, at the pace at which they
 /// follow and by what the host holds of what they take: what they grow by in that time beyond what
 /// the host has and holds for them. Any guest's word is [`AHEAD_S`] late.
@@ -171,7 +177,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
         speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
         let spare = actual - g.working_set;
         idle += spare;
-        held += vm.guest_held().map_or(spare, |h| (h - g.working_set).min(spare));
+        held += spare.share(held_share(vm, g));
     }
     let brings = speed * held.fraction_of(idle.max(Bytes(1)));
     let takes_s = AHEAD_S + missing.0 as f64 / brings.max(1.0);
@@ -316,8 +322,7 @@ pub(super) fn priced(
     (base, idle, most): (Bytes, Bytes, Bytes),
 ) -> Candidate {
     // What is idle but not resident brings the host nothing now: it counts a tenth.
-    let held = vm.guest_held().map_or(idle, |h| (h - g.working_set).min(idle));
-    let yields = held.fraction_of(idle);
+    let held = idle.share(held_share(vm, g));
     let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
     let ram = vm.ram.unwrap_or(base).max(Bytes(1));
     let shares = vm.weight.max(0.001) * ram.0 as f64;
@@ -328,7 +333,7 @@ pub(super) fn priced(
         free: ((g.available - g.cache) - g.short_mark.share(LEAST_MARKS)).min(idle),
         most,
         least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
-        yields,
+        yields: held_share(vm, g),
         price: (g.working_set.0 as f64 + IDLE_COST * taxed) / shares,
         slope: shares / IDLE_COST,
         share: Bytes::ZERO,
@@ -479,6 +484,7 @@ mod tests {
             resident: Some(Bytes::mib(held)),
             standing: Standing::Ready,
             guest: Some(GuestModel {
+                available: Bytes::mib(800),
                 need: Bytes::mib(200),
                 working_set: Bytes::mib(200),
                 highest: Bytes::mib(highest),
@@ -534,7 +540,8 @@ mod tests {
     #[test]
     fn memory_that_the_host_does_not_hold_is_worth_a_tenth() {
         let mut vm = VmModel { ram: Some(Bytes::gib(1)), weight: 1.0, ..VmModel::default() };
-        let g = GuestModel { working_set: Bytes::mib(100), ..GuestModel::default() };
+        let (need, available) = (Bytes::mib(100), Bytes::mib(800));
+        let g = GuestModel { need, working_set: need, available, ..GuestModel::default() };
         let sizes = (Bytes::mib(900), Bytes::mib(800), Bytes::mib(800));
         vm.resident = Some(Bytes::mib(900));
         let held = priced(&vm, &g, 0, sizes);

@@ -57,8 +57,8 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn section(c: &Comparison, commit: &str) -> String {
     format!(
         "{BEGIN} (generated, do not edit) -->\n\
-         `ebb-sim --compare --seed {} --seeds {} --markdown docs/policies.md`, commit {commit}. \
-         Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
+         `ebb-sim --compare --seed {} --seeds {} --markdown docs/policies.md`,\n\
+         commit {commit}. Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
         c.first_seed,
         c.seeds,
         c.markdown()

@@ -57,6 +57,8 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
     let guest_hours = fit.iter().map(|f| f.vms as f64).sum::<f64>() * RUN_HOURS;
     let stall = fit.iter().map(|f| f.ebb.stall_s).sum::<f64>() / guest_hours.max(1e-9);
     let limit = median(all.iter().map(Found::beside_the_limit).collect());
+    let by_split = all.iter().filter(|f| f.is_beaten_by_a_split()).count();
+    let splits = all.iter().filter(|f| f.split.is_some()).count();
     let unbeaten_fit = format!("{} of {}", percent(fit, Found::is_unbeaten), fit.len());
     let lines = [
         ("no rival holds more guests or stalls them less", percent(all, Found::is_unbeaten)),
@@ -70,6 +72,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
             worlds(all, Found::is_far_beaten),
         ),
         ("- without the second", worlds(all, Found::is_far_above)),
+        ("a static split does better, where own peaks fit", format!("{by_split} of {splits}")),
         ("fewer guests held than the best rival's", worlds(all, |f| f.ebb.held < f.best.held)),
         ("guests held: Ebb / best rival of each world", sums(|b| b.held as f64, "")),
         ("stall: Ebb / best rival of each world", sums(|b| b.stall_s, " s")),

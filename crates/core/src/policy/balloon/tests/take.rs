@@ -292,6 +292,32 @@ fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
 }
 
 #[test]
+fn a_balloon_brings_what_the_host_holds_of_it() {
+    let ask = |resident, to, hot| {
+        let mut one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
+        one.guest.as_mut().unwrap().working_set += Bytes::mib(hot);
+        let order = Order { to: Bytes::mib(to), moved_from: Bytes::mib(1024), ..Order::default() };
+        let m = VmMemory { order: Some(order), rate: 1e9, ..remembered(1) };
+        let vms = vec![one, vm(2, 1024, 900)];
+        let v = decide(host(Pressure::Hard, 400, 0), vms, vec![m]);
+        (taken(&v, 0), taken(&v, 1))
+    };
+    assert_eq!(ask(1024, 600, 0).1, 0, "424 MiB are on their way");
+    assert_eq!(ask(1000, 600, 880).1, 0, "page cache that it reads again, too");
+    assert_eq!(ask(224, 600, 0).1, 256, "47 of them");
+    let alone = |resident| {
+        let one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
+        taken(&decide(host(Pressure::Soft, 40, 0), vec![one], vec![]), 0)
+    };
+    assert_eq!((alone(1024), alone(224)), (40, 102), "a ninth of it is held: a whole step");
+}
+
+#[test]
+fn where_guests_will_use_up_the_hosts_memory_others_are_asked_at_full_pace() {
+    assert_eq!(taken(&beside_one_that_grows(0, 600, None), 0), 512);
+}
+
+#[test]
 fn what_was_needed_lately_is_kept_as_long_as_all_fits_and_the_oldest_goes_first() {
     let ask = |shortage| {
         let vms = vec![vm(1, 1024, 900), vm(2, 1024, 900)];
