@@ -78,8 +78,8 @@ impl Vm {
     /// Takes in what may be done to it. To where no way leads, nothing may.
     pub fn allow(&mut self, access: Access) {
         self.access = access;
-        let managed = access.managed && !access.libvirt;
-        self.no_way = self.sockets().err().filter(|_| managed);
+        let needs_socket = access.managed && !access.libvirt;
+        self.no_way = needs_socket.then(|| self.sockets().err()).flatten();
         if self.no_way.is_some() {
             (self.access.managed, self.access.look_only) = (false, true);
         }
