@@ -122,7 +122,7 @@ bench: ## what a tick costs and how Ebb compares with others, on synthetic guest
 	@./target/release/ebb-sim --vms 200
 	@./target/release/ebb-sim --vms 1000 --seconds 120
 	@./target/release/ebb-sim --hosts 1000 --vms 10 --seconds 60
-	@./target/release/ebb-sim --compare --markdown docs/policies.md --commit "$$(git describe --always --dirty)"
+	@./target/release/ebb-sim --compare --markdown docs/comparison.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
 	@$(BUILD)

@@ -198,7 +198,7 @@ impl Comparison {
         out
     }
 
-    /// For docs/policies.md.
+    /// For docs/comparison.md.
     pub fn markdown(&self) -> String {
         let mut out = format!("{}:\n\n", self.heading());
         out += &rows(&self.all, &Style::MARKDOWN);

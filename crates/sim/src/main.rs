@@ -35,7 +35,7 @@ struct Cli {
     /// So many such hosts, on all cores
     #[arg(long, conflicts_with_all = ["compare", "trace"])]
     hosts: Option<u32>,
-    /// Every policy on every scenario instead: the table of docs/policies.md
+    /// Every policy on every scenario instead: the table of docs/comparison.md
     #[arg(long)]
     compare: bool,
     /// Seeds: of each scenario, or of the search [default: 20, with --search 1]

@@ -22,7 +22,7 @@ fn ebb_harms_fewest_guests_stalls_them_least_and_kills_nobody() {
         for c in CONTESTANTS {
             let (rival, name) = (of(c), c.name());
             assert!(ebb.held >= rival.held, "{}: {name} holds {}", part.scenario, rival.held);
-            // In few seeds a second or two decides; docs/policies.md has all of them.
+            // In few seeds a second or two decides; docs/comparison.md has all of them.
             let share = ebb.stall_s / (ebb.vms as f64 * 300.0);
             let less = ebb.stall_s <= rival.stall_s || share < 0.0005;
             assert!(less, "{}: {} s, {name} {} s", part.scenario, ebb.stall_s, rival.stall_s);

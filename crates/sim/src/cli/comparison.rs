@@ -1,4 +1,4 @@
-//! The comparison: every policy on every scenario; into docs/policies.md as well.
+//! The comparison: every policy on every scenario; into docs/comparison.md as well.
 
 use std::ops::Range;
 use std::path::Path;
@@ -57,7 +57,7 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn section(c: &Comparison, commit: &str) -> String {
     format!(
         "{BEGIN} (generated, do not edit) -->\n\
-         `ebb-sim --compare --seed {} --seeds {} --markdown docs/policies.md`,\n\
+         `ebb-sim --compare --seed {} --seeds {} --markdown docs/comparison.md`,\n\
          commit {commit}. Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
         c.first_seed,
         c.seeds,

@@ -39,7 +39,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// The figures by which a search is judged: the table of docs/policies.md.
+/// The figures by which a search is judged: the table of docs/comparison.md.
 fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
     let worlds = |of: &[Found], is: fn(&Found) -> bool| {
         let n = of.iter().filter(|f| is(f)).count();
