@@ -106,12 +106,8 @@ pub struct Tick {
 /// With many VMs the time between fast ticks, milliseconds a VM: to ask one takes some
 /// 0.07 ms of processor time.
 const FAST_MS_A_VM: f64 = 2.5;
-/// Up to this many VMs are all asked in each tick.
-const ALL_ASKED: usize = 10;
-/// The time between questions to VMs that rest, milliseconds for each VM beyond those, and the
-/// longest.
-const REST_MS_A_VM: u64 = 20;
-const REST_MOST_MS: u64 = 1_000;
+/// The time between questions to VMs that rest, milliseconds for each VM that there is.
+const REST_MS_A_VM: f64 = 10.0;
 /// QEMU itself asks each guest so often, or more often.
 const QEMU_ASKS_MS: u64 = 2_000;
 /// The share of its RAM by which any guest may grow in a second.
@@ -261,11 +257,14 @@ impl Engine {
                 v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
             })
             || self.fills_up(model);
+        if !busy {
+            let at = model.at.plus(self.config.tick_ms);
+            return Next { at, ..Next::default() };
+        }
+        let many = |ms_a_vm| (model.vms.len() as f64 * ms_a_vm) as u64;
         let (fast_ms, tick_ms) = (self.config.fast_tick_ms, self.config.tick_ms);
-        let many_ms = (model.vms.len() as f64 * FAST_MS_A_VM) as u64;
-        let wait_ms = if busy { fast_ms.max(many_ms).min(tick_ms) } else { tick_ms };
-        let beyond = model.vms.len().saturating_sub(ALL_ASKED) as u64;
-        let rest_ms = (beyond * REST_MS_A_VM).min(REST_MOST_MS);
+        let wait_ms = fast_ms.max(many(FAST_MS_A_VM)).min(tick_ms);
+        let rest_ms = many(REST_MS_A_VM).min(tick_ms);
         let at = model.at.plus(wait_ms);
         // What is paged out of a VM depends on what it holds now.
         let pages_out = self.memory.beyond_since.is_some() && model.host.state >= Pressure::Hard;
@@ -275,8 +274,9 @@ impl Engine {
         };
         let lately = |m: &VmMemory| m.asked.is_some_and(|t| at.since(t) < rest_ms);
         let rests = |vm: &&VmModel| at_rest(vm, rest_ms).is_some_and(lately);
-        let far = |vm: &VmModel| at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
-        let calm = |vm: &&VmModel| beyond > 0 && model.host.state == Pressure::Clear && far(vm);
+        // Only where there are too many to ask all of them in time.
+        let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
+        let calm = |vm: &&VmModel| spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
         Next {
             at,
             resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect(),
