@@ -1,6 +1,8 @@
 //! The example of docs/policies.md: the table there is what the controller does on two ideal
 //! guests. `EBB_GOLDEN=write` writes it.
 
+#![allow(clippy::disallowed_methods, reason = "it reads the document")]
+
 mod common;
 
 use std::fmt::Write;
