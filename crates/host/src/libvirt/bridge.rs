@@ -95,6 +95,10 @@ impl Bridge {
         Bridge { name, monitor, ..Bridge::default() }
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The domain, once libvirt has told it.
     pub fn domain(&self) -> Option<&Domain> {
         self.domain.as_ref()
