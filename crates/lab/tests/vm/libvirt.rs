@@ -197,8 +197,8 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
     let fifo = libvirtd.dir().join("fifo");
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let path = fifo.display().to_string();
     std::thread::scope(|scope| {
-        let path = fifo.display().to_string();
         let dump = scope.spawn(|| libvirtd.virsh(&["dump", "two", &path]));
         let helped = || -> Result<(), Box<dyn std::error::Error>> {
             let down = |s: &Value| (of(s, "two")?["link"]["state"] != "up").then_some(());
