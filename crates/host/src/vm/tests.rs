@@ -181,7 +181,7 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
                 "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
                 "query-balloon" => {
                     like.asked_size += 1;
-                    json!({ "actual": like.ram_mib + like.plugged[0] << 20 })
+                    json!({ "actual": (like.ram_mib + like.plugged[0]) << 20 })
                 }
                 "qom-get" if line.contains(qmp_balloon::STATS) && like.words => {
                     json!({ "last-update": 5, "stats": { "stat-free-memory": 4096 } })

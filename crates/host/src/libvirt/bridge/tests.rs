@@ -174,7 +174,7 @@ fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
     // Plugged at once: 128 of 256 MiB.
     let look = |b: &mut Bridge, at: Instant, plugged: u64, described: bool| {
         tell(b, &asked, at);
-        b.heard_stats(at, stats(400 + plugged << 10, 768 << 10), at);
+        b.heard_stats(at, stats((400 + plugged) << 10, 768 << 10), at);
         while let Some((purpose, procedure, _)) = b.next_call(at) {
             let answer = match procedure {
                 calls::DESCRIBE => {
