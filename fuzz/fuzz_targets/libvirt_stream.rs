@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     let procedures = [318, 319, 331, 363, 379];
     procedures.iter().for_each(|p| drop(calls::event(*p, data)));
     let text = String::from_utf8_lossy(data);
-    let _ = description::Balloon::of(&text);
+    let _ = description::Description::of(&text);
     if let Err(why) = metadata::settings(&text) {
         assert!(why.len() < 1000 && !why.contains('\n'));
     }

@@ -222,6 +222,11 @@ impl Amount {
         }
     }
 
+    /// Whether it is nothing, for which no VM can run.
+    fn is_nothing(self) -> bool {
+        matches!(self, Amount::Bytes(Bytes::ZERO) | Amount::Share(0.0))
+    }
+
     /// The size for a VM with this much RAM, never above it.
     pub fn of(self, ram: Bytes) -> Bytes {
         match self {
@@ -481,6 +486,8 @@ mod tests {
                 "[vm.a]\nmin = \"2GiB\"\nmax = \"1GiB\"",
                 "f:2: vm.a.min: min 2 GiB is above max 1 GiB",
             ),
+            ("[vm.a]\nmax = \"0%\"", "f:2: vm.a.max: 0% is no memory: max must be above 0"),
+            ("[defaults]\nmax = 0", "f:2: defaults.max: 0 B is no memory"),
             ("[vm.a]\nmin = \"120%\"", "f:2: min: “120%” is not a share: 0% to 100%"),
             ("[vm.a]\nmin = true", "f:2: min: expected a size such as"),
             ("[vm.a]\nqmp = \"x\"", "f:2: vm.a.qmp: “x” is not an absolute path"),

@@ -92,11 +92,22 @@ pub fn parse_balloon(value: &Value) -> Result<Bytes, BadAnswer> {
     number(value, "query-balloon", "actual").map(Bytes)
 }
 
-/// `query-memory-size-summary`: RAM at start plus what was plugged.
-pub fn parse_memory_size(value: &Value) -> Result<Bytes, BadAnswer> {
+/// `query-memory-size-summary`: RAM at start, and what was plugged.
+pub fn parse_memory_size(value: &Value) -> Result<(Bytes, Bytes), BadAnswer> {
     let base = number(value, "query-memory-size-summary", "base-memory")?;
     let plugged = value.get("plugged-memory").and_then(Value::as_u64).unwrap_or(0);
-    Ok(Bytes(base) + Bytes(plugged))
+    Ok((Bytes(base), Bytes(plugged)))
+}
+
+/// `query-memory-devices`: what is plugged by DIMMs and by virtio-mem. QEMU leaves virtio-mem out
+/// of the balloon's size. Other devices are no RAM of the guest.
+pub fn parse_memory_devices(value: &Value) -> (Bytes, Bytes) {
+    let of = |kind: &str| {
+        let all = value.as_array().into_iter().flatten();
+        let all = all.filter(|d| d.get("type").and_then(Value::as_str) == Some(kind));
+        all.filter_map(|d| d.get("data")?.get("size")?.as_u64()).fold(0, u64::saturating_add)
+    };
+    (Bytes(of("dimm")), Bytes(of("virtio-mem")))
 }
 
 /// `qom-list` of a folder: the QOM path of the first balloon in it, of any

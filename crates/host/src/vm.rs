@@ -52,6 +52,8 @@ enum Ask {
     /// The statistics just before it is asked out of turn.
     StatsBefore,
     MemorySize,
+    /// What is plugged, where there is something.
+    MemoryDevices,
     Folder(usize),
     Reporting,
     DeflateOnOom,
@@ -142,6 +144,11 @@ pub(crate) struct Vm {
     ready: bool,
     looked_up: Option<Instant>,
     ram: Option<Bytes>,
+    /// Its RAM at start.
+    base: Bytes,
+    /// What is plugged of virtio-mem: a part of its RAM and of its size here, and not of the
+    /// balloon's size in QEMU's answers, events and orders.
+    virtio_mem: Bytes,
     device: Option<String>,
     found: Option<String>,
     reporting: Option<bool>,
@@ -343,8 +350,13 @@ impl Vm {
             .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
     }
 
+    /// Its size by the last answers.
+    fn size(&self) -> Option<Bytes> {
+        self.answers.actual.map(|actual| actual + self.virtio_mem)
+    }
+
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
-        let actual = self.answers.actual?;
+        let actual = self.size()?;
         let new = std::mem::take(&mut self.answers.actual_new);
         let since = self.answers.actual_at.map_or(Duration::ZERO, |at| at.elapsed());
         // An answer of an earlier tick is never taken for one of this.

@@ -313,13 +313,19 @@ impl Libvirtd {
         image: &Image,
         socket: &Path,
     ) -> String {
-        let (kind, cpu) = match self.accel {
-            Accel::Kvm => ("kvm", "<cpu mode='host-passthrough'/>"),
-            Accel::Tcg => (
-                "qemu",
-                "<cpu mode='custom'><model>qemu64</model>\
-                 <feature name='cx16' policy='disable'/></cpu>",
+        let (kind, mode, cpu) = match self.accel {
+            Accel::Kvm => ("kvm", "host-passthrough", ""),
+            Accel::Tcg => {
+                ("qemu", "custom", "<model>qemu64</model><feature name='cx16' policy='disable'/>")
+            }
+        };
+        // libvirt plugs memory into a NUMA node only.
+        let numa = match more.contains("<maxMemory") {
+            true => format!(
+                "<numa><cell id='0' cpus='0' unit='KiB' memory='{}'/></numa>",
+                memory.0 >> 10
             ),
+            false => String::new(),
         };
         let tcg = match self.accel {
             Accel::Kvm => "",
@@ -334,7 +340,8 @@ impl Libvirtd {
              <name>{name}</name><memory unit='KiB'>{kib}</memory><vcpu>1</vcpu>\
              <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{vmlinuz}</kernel>\
              <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 no_timer_check \
-             nowatchdog nokaslr</cmdline></os><features><acpi/>{tcg}</features>{cpu}\
+             nowatchdog nokaslr</cmdline></os><features><acpi/>{tcg}</features>\
+             <cpu mode='{mode}'>{cpu}{numa}</cpu>\
              <devices><emulator>{emulator}</emulator>\
              <serial type='file'><source path='{console}'/><target port='0'/></serial>\
              <channel type='unix'><source mode='bind' path='{socket}'/>\

@@ -99,6 +99,9 @@ impl Overrides {
             }
         }
         match all.max {
+            Some(max) if max.is_nothing() => {
+                Err(format!("attribute max: {}", read::no_memory(max)))
+            }
             Some(max) if all.min.is_some_and(|min| min.is_above(max)) => {
                 let min = all.min.unwrap_or(max);
                 Err(format!("attribute min: {min} is above max, which is {max}"))
@@ -248,6 +251,8 @@ mod tests {
             ("max", "12 potatoes", "attribute max: “12 potatoes” is not a size"),
             ("min", "120%", "attribute min: “120%” is not a share: 0% to 100%"),
             ("max", "NaN%", "attribute max: “NaN%” is not a share"),
+            ("max", "0%", "attribute max: 0% is no memory: max must be above 0"),
+            ("max", "0MiB", "attribute max: 0 B is no memory"),
             ("weight", "0", "attribute weight: “0” is not allowed: a number from 0.001"),
             ("weight", "inf", "attribute weight: “inf” is not allowed"),
             ("manage", "maybe", "attribute manage: “maybe” is not allowed: yes or no"),

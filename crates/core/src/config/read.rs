@@ -161,6 +161,11 @@ pub(super) fn amount(text: &str) -> Result<Amount, String> {
     }
 }
 
+/// Why such a `max` is refused.
+pub(super) fn no_memory(max: Amount) -> String {
+    format!("{max} is no memory: max must be above 0")
+}
+
 pub(super) fn is_weight(w: f64) -> bool {
     w.is_finite() && (0.001..=1000.0).contains(&w)
 }
@@ -263,6 +268,10 @@ impl Checker<'_> {
     fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
         let identity = self.identity(at, &mut raw)?;
         let min_span = raw.min.as_ref().map(Spanned::span);
+        if let Some(max) = raw.max.as_ref().filter(|max| max.get_ref().0.is_nothing()) {
+            let message = no_memory(max.get_ref().0);
+            return Err((self.fail)(Some(max.span()), &format!("{at}.max"), message));
+        }
         if let Some(w) = raw.weight.as_ref().filter(|w| !is_weight(*w.get_ref())) {
             let message = format!("{} is not a weight: a number from 0.001 to 1000", w.get_ref());
             return Err((self.fail)(Some(w.span()), &format!("{at}.weight"), message));

@@ -7,7 +7,7 @@
 
 mod fix;
 mod host;
-mod vm;
+pub(super) mod vm;
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

@@ -6,13 +6,16 @@
 //! for this domain alone are made one at a time, because libvirt has a second one wait for the
 //! first.
 
+mod question;
+
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use self::question::{Need, Question};
 use super::calls::{self, Domain, Event, Numbers, Procedure};
-use super::description::Balloon;
+use super::description::{Balloon, Description, VirtioMem};
 use super::rpc::Refused;
 use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
 
@@ -34,34 +37,6 @@ const SAVED: &str = "libvirt has a job on the domain: it saves, migrates or dump
 const TRIED_EVERY: Duration = Duration::from_millis(500);
 /// Most bytes of a command whose end has not come yet.
 const MAX_COMMAND: usize = 64 << 10;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Need {
-    /// Whether the domain runs, from the statistics of all domains.
-    State,
-    /// Statistics of all domains.
-    Bulk,
-    /// Statistics of this domain alone, for which libvirt asks QEMU.
-    Memory,
-    Job,
-    Description,
-    /// A description that is not older than the question.
-    DescriptionNow,
-}
-
-impl Need {
-    fn is_bulk(self) -> bool {
-        matches!(self, Need::State | Need::Bulk)
-    }
-}
-
-#[derive(Debug)]
-struct Question {
-    id: Value,
-    command: Value,
-    need: Need,
-    at: Instant,
-}
 
 /// A call to libvirt for this domain alone.
 #[derive(Debug, PartialEq)]
@@ -89,8 +64,11 @@ pub(super) struct Bridge {
     monitor: bool,
     greeted: bool,
     balloon: Option<Balloon>,
+    virtio_mem: Option<VirtioMem>,
     described: Option<Instant>,
     numbers: Numbers,
+    /// `balloon.current` of the last statistics of all domains.
+    current: Option<u64>,
     state: Option<Instant>,
     bulk: Option<Instant>,
     tried: Option<Instant>,
@@ -115,6 +93,10 @@ impl Bridge {
     /// tainted.
     pub fn new(name: String, monitor: bool) -> Bridge {
         Bridge { name, monitor, ..Bridge::default() }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// The domain, once libvirt has told it.
@@ -193,8 +175,7 @@ impl Bridge {
         let name = all.get("execute").and_then(Value::as_str).unwrap_or_default().to_owned();
         let argument = |name: &str| all.get("arguments").and_then(|a| a.get(name));
         let text = |name: &str| argument(name).and_then(Value::as_str).unwrap_or_default();
-        let moves = self.moved.is_some_and(|at| now - at < MOVES);
-        let live = if moves { Need::Memory } else { Need::Bulk };
+        let live = if self.asks_qemu(now) { Need::Memory } else { Need::Bulk };
         let need = match name.as_str() {
             "qmp_capabilities" => return self.done(&id, json!({})),
             "balloon" => {
@@ -234,6 +215,7 @@ impl Bridge {
             _ if self.monitor => return self.pass(id, all),
             "query-status" => Need::State,
             "query-memory-size-summary" => Need::Bulk,
+            "query-memory-devices" => Need::Description,
             "query-balloon" => live,
             "qom-get" if text("property") == STATS => live,
             "query-migrate" => Need::Job,
@@ -243,6 +225,12 @@ impl Bridge {
         };
         self.questions.push(Question { id, command: all, need, at: now });
         self.settle(now);
+    }
+
+    /// Whether QEMU is asked for the balloon's size, see [`MOVES`]. Beside virtio-mem always:
+    /// libvirt's own value is another sum.
+    fn asks_qemu(&self, at: Instant) -> bool {
+        self.virtio_mem.is_some() || self.moved.is_some_and(|moved| at < moved + MOVES)
     }
 
     /// Has QEMU do a command.
@@ -304,7 +292,13 @@ impl Bridge {
             Purpose::Describe => {
                 let xml = result.map_err(|e| e.to_string())?;
                 let xml = calls::text(&xml).map_err(|e| odd(&e))?;
-                (self.balloon, self.described) = (Balloon::of(&xml)?, Some(now));
+                let Description { balloon, virtio_mem } = Description::of(&xml)?;
+                (self.balloon, self.virtio_mem) = (balloon, virtio_mem);
+                self.described = Some(now);
+                if virtio_mem.is_some() {
+                    let sizes = self.questions.iter_mut().filter(|q| q.is_of_balloon());
+                    sizes.for_each(|q| q.need = Need::Memory);
+                }
                 if !self.greeted {
                     self.greeted = true;
                     // An earlier client may have moved the balloon just now.
@@ -331,10 +325,6 @@ impl Bridge {
                 Ok(_) => {
                     self.moved = Some(now);
                     self.done(&id, json!({}));
-                }
-                // virtio-mem was plugged into a domain that is owed memory.
-                Err(e) if self.balloon.is_none() => {
-                    self.refused(&id, &format!("{}: {NO_BALLOON}; {BY_HAND}", e.message));
                 }
                 Err(e) => self.refused(&id, &e.message),
             },
@@ -372,7 +362,12 @@ impl Bridge {
     pub fn heard_stats(&mut self, asked: Instant, numbers: Numbers, now: Instant) {
         self.held_up = !numbers.contains_key(ASKED_QEMU);
         self.state = Some(asked);
-        let moves = self.moved.is_some_and(|at| asked < at + MOVES);
+        let moves = self.asks_qemu(asked);
+        let current = numbers.get("balloon.current").copied();
+        // virtio-mem may have been plugged, or taken out.
+        if self.virtio_mem.is_some() && std::mem::replace(&mut self.current, current) != current {
+            self.described = None;
+        }
         if !self.held_up && !moves {
             self.forget_words();
         }
@@ -485,7 +480,17 @@ impl Bridge {
                 let busy = self.job.is_some_and(|(_, busy)| busy);
                 Ok(if busy { json!({ "status": "active" }) } else { json!({}) })
             }
-            "query-memory-size-summary" => Ok(json!({ "base-memory": size(MAXIMUM)? })),
+            "query-memory-size-summary" => {
+                let VirtioMem { most, plugged } = self.virtio_mem.unwrap_or_default();
+                let base = size(MAXIMUM)?.saturating_sub(most.saturating_mul(1024));
+                Ok(json!({ "base-memory": base, "plugged-memory": plugged.saturating_mul(1024) }))
+            }
+            // A DIMM is part of the base here.
+            "query-memory-devices" => {
+                let data = |v: VirtioMem| json!({ "size": v.plugged.saturating_mul(1024) });
+                let device = |v| json!({ "type": "virtio-mem", "data": data(v) });
+                Ok(Value::Array(self.virtio_mem.map(device).into_iter().collect()))
+            }
             "query-balloon" if self.balloon.is_none() => Err(NO_BALLOON.into()),
             "query-balloon" => Ok(json!({ "actual": size("balloon.current")? })),
             "qom-list" => {
@@ -554,11 +559,8 @@ impl Bridge {
 }
 
 /// What is answered where there is no balloon that libvirt can set.
-const NO_BALLOON: &str = "it has no balloon, or virtio-mem, beside which libvirt sets none";
-/// How such a domain gets its memory.
-const BY_HAND: &str =
-    "`virsh setmem DOMAIN SIZE --live` gives it its memory, SIZE without virtio-mem";
-/// The size that a domain may have at most: its RAM.
+const NO_BALLOON: &str = "it has no balloon";
+/// The size that a domain may have at most: its RAM, with all that virtio-mem may plug.
 const MAXIMUM: &str = "balloon.maximum";
 /// The shortest period of statistics, seconds.
 const QUICK: u64 = 1;

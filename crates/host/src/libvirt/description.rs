@@ -1,4 +1,4 @@
-//! What a domain's XML says of its balloon.
+//! What a domain's XML says of its balloon and of virtio-mem.
 //!
 //! Whoever may define the domain wrote the XML. libvirt has checked all of it but the metadata,
 //! which `metadata.rs` reads.
@@ -10,6 +10,24 @@ use crate::qmp_balloon::{DEFLATE_ON_OOM, INTERVAL, REPORTING};
 /// Most elements read of one description.
 const MOST_NODES: u32 = 50_000;
 
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Description {
+    /// `None`: the domain has none that can be set.
+    pub balloon: Option<Balloon>,
+    /// `None`: it has no such device.
+    pub virtio_mem: Option<VirtioMem>,
+}
+
+/// All devices of virtio-mem together, in KiB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VirtioMem {
+    /// What may be plugged at most. libvirt counts this in the domain's maximum.
+    pub most: u64,
+    /// What is plugged. libvirt counts this in `balloon.current`, and nowhere else in the balloon's
+    /// size.
+    pub plugged: u64,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Balloon {
     /// Its device's name in QEMU.
@@ -20,35 +38,47 @@ pub struct Balloon {
     pub period: u64,
 }
 
-impl Balloon {
-    /// The balloon in a description; `None`: the domain has none that Ebb may set.
-    pub fn of(xml: &str) -> Result<Option<Balloon>, String> {
+impl Description {
+    pub fn of(xml: &str) -> Result<Description, String> {
         let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
         let all = roxmltree::Document::parse_with_options(xml, options);
         let all = all.map_err(|e| format!("its description is no XML that Ebb reads: {e}"))?;
-        let is = |n: &roxmltree::Node<'_, '_>| {
-            n.has_tag_name("memballoon") && n.parent().is_some_and(|p| p.has_tag_name("devices"))
-        };
-        let Some(balloon) = all.descendants().find(is) else { return Ok(None) };
-        // libvirt counts memory of virtio-mem sometimes in a domain's size and sometimes not.
-        let plugged = |n: &roxmltree::Node<'_, '_>| {
-            n.has_tag_name("memory") && n.attribute("model") == Some("virtio-mem")
-        };
-        if all.descendants().any(|n| plugged(&n)) {
-            return Ok(None);
+        let is =
+            |n: &roxmltree::Node<'_, '_>| n.parent().is_some_and(|p| p.has_tag_name("devices"));
+        let mut found = Description::default();
+        for node in all.descendants().filter(is) {
+            match node.tag_name().name() {
+                "memballoon" => found.balloon = Balloon::of(node),
+                "memory" if node.attribute("model") == Some("virtio-mem") => {
+                    let kib = |name| {
+                        let child = node.descendants().find(|n| n.has_tag_name(name));
+                        child.and_then(|n| n.text()?.trim().parse::<u64>().ok()).unwrap_or(0)
+                    };
+                    let all = found.virtio_mem.get_or_insert_default();
+                    all.most = all.most.saturating_add(kib("size"));
+                    all.plugged = all.plugged.saturating_add(kib("current"));
+                }
+                _ => {}
+            }
         }
+        Ok(found)
+    }
+}
+
+impl Balloon {
+    fn of(balloon: roxmltree::Node<'_, '_>) -> Option<Balloon> {
         if !balloon.attribute("model").is_some_and(|m| m.starts_with("virtio")) {
-            return Ok(None);
+            return None;
         }
         let child = |name| balloon.children().find(move |c| c.has_tag_name(name));
         let alias = child("alias").and_then(|a| a.attribute("name")).unwrap_or("balloon0");
         let period = child("stats").and_then(|s| s.attribute("period")?.parse().ok());
-        Ok(Some(Balloon {
+        Some(Balloon {
             alias: alias.to_owned(),
             reporting: balloon.attribute("freePageReporting") == Some("on"),
             deflate_on_oom: balloon.attribute("autodeflate") == Some("on"),
             period: period.unwrap_or(0),
-        }))
+        })
     }
 
     /// A property of the device, as QEMU would tell it.
@@ -76,18 +106,33 @@ mod tests {
             "<memballoon model='virtio-transitional' autodeflate='on' freePageReporting='on'>\
              <stats period='5'/><alias name='ua-b'/></memballoon>",
         );
-        let b = Balloon::of(&xml).unwrap().unwrap();
+        let balloon = |xml: &str| Description::of(xml).unwrap().balloon;
+        let b = balloon(&xml).unwrap();
         assert_eq!((b.alias.as_str(), b.period), ("ua-b", 5));
         assert_eq!(b.property(REPORTING), Some(json!(true)));
         assert_eq!(b.property(DEFLATE_ON_OOM), Some(json!(true)));
-        let b = Balloon::of(&domain("<memballoon model='virtio'/>")).unwrap().unwrap();
+        let b = balloon(&domain("<memballoon model='virtio'/>")).unwrap();
         assert_eq!((b.alias.as_str(), b.property(INTERVAL)), ("balloon0", Some(json!(0))));
         assert_eq!(b.property(DEFLATE_ON_OOM), Some(json!(false)));
-        assert_eq!(Balloon::of(&domain("<memballoon model='none'/>")), Ok(None));
-        assert_eq!(Balloon::of(&domain("")), Ok(None));
-        let two = domain("<memory model='virtio-mem'/><memballoon model='virtio'/>");
-        assert_eq!(Balloon::of(&two), Ok(None));
-        assert!(Balloon::of("<domain>").is_err());
-        assert!(Balloon::of(&"<a>".repeat(100_000)).is_err(), "bounded");
+        assert_eq!(balloon(&domain("<memballoon model='none'/>")), None);
+        assert_eq!(Description::of(&domain("")), Ok(Description::default()));
+        assert!(Description::of("<domain>").is_err());
+        assert!(Description::of(&"<a>".repeat(100_000)).is_err(), "bounded");
+    }
+
+    #[test]
+    fn devices_of_virtio_mem_are_summed_and_dimms_left_out() {
+        let device = |model, size, current| {
+            format!(
+                "<memory model='{model}'><target><size unit='KiB'>{size}</size>\
+                 <requested unit='KiB'>7</requested>{current}</target></memory>"
+            )
+        };
+        let all = device("virtio-mem", 1024, "<current unit='KiB'>512</current>")
+            + &device("dimm", 4096, "")
+            + &device("virtio-mem", 256, "");
+        let found = Description::of(&domain(&all)).unwrap().virtio_mem;
+        assert_eq!(found, Some(VirtioMem { most: 1280, plugged: 512 }));
+        assert_eq!(Description::of(&domain(&device("dimm", 1, ""))).unwrap().virtio_mem, None);
     }
 }

@@ -140,21 +140,7 @@ impl Libvirt {
 
     /// The same where it is not in a container.
     pub fn find_here(&self, process: &QemuProcess) -> Option<Address> {
-        let (pid, name) = (process.id.pid, name(process)?);
-        let uid = self.root.metadata(format!("/proc/{pid}")).ok()??.uid();
-        let session = PathBuf::from(format!("/run/user/{uid}/libvirt"));
-        let system = PathBuf::from("/run/libvirt");
-        let places = [
-            (&system, "qemu", "qemu:///system", 0),
-            (&session, "qemu/run", "qemu:///session", uid),
-        ];
-        places.into_iter().find_map(|(dir, pids, uri, owner)| {
-            let file = dir.join(pids).join(pid_file(name));
-            let its = pid_in(&self.root.path(&file), owner) == Some(pid);
-            let socket = self.root.path(its.then(|| self.socket(dir))?);
-            let (key, domain) = (socket.clone(), name.to_owned());
-            Some(Address { socket, key, uri, domain, owner: Some(owner), container: None })
-        })
+        here(&self.root, process)
     }
 
     /// The libvirt in the container that the process is in; KubeVirt has one for each VM. The
@@ -182,14 +168,6 @@ impl Libvirt {
             let container = Some(container.clone());
             Some(Address { socket, key, uri, domain, owner: None, container })
         })
-    }
-
-    /// The daemon's socket: that of QEMU's driver, or of all drivers together. A daemon that does
-    /// not run may have none.
-    fn socket(&self, dir: &Path) -> PathBuf {
-        let [driver, all] = SOCKETS.map(|name| dir.join(name));
-        let is_there = matches!(self.root.metadata(&driver), Ok(Some(_)));
-        if is_there { driver } else { all }
     }
 
     /// A client that speaks with this domain. `monitor`: see [`bridge::Bridge::new`].
@@ -221,6 +199,35 @@ impl Libvirt {
         self.waker.wake();
         Ok(())
     }
+}
+
+/// The name of the domain that this process is of a libvirt that is not in a container.
+pub fn domain_of(root: &Root, process: &QemuProcess) -> Option<String> {
+    Some(here(root, process)?.domain)
+}
+
+fn here(root: &Root, process: &QemuProcess) -> Option<Address> {
+    let (pid, name) = (process.id.pid, name(process)?);
+    let uid = root.metadata(format!("/proc/{pid}")).ok()??.uid();
+    let session = PathBuf::from(format!("/run/user/{uid}/libvirt"));
+    let system = PathBuf::from("/run/libvirt");
+    let places =
+        [(&system, "qemu", "qemu:///system", 0), (&session, "qemu/run", "qemu:///session", uid)];
+    places.into_iter().find_map(|(dir, pids, uri, owner)| {
+        let file = dir.join(pids).join(pid_file(name));
+        let its = pid_in(&root.path(&file), owner) == Some(pid);
+        let socket = root.path(its.then(|| socket(root, dir))?);
+        let (key, domain) = (socket.clone(), name.to_owned());
+        Some(Address { socket, key, uri, domain, owner: Some(owner), container: None })
+    })
+}
+
+/// The daemon's socket: that of QEMU's driver, or of all drivers together. A daemon that does
+/// not run may have none.
+fn socket(root: &Root, dir: &Path) -> PathBuf {
+    let [driver, all] = SOCKETS.map(|name| dir.join(name));
+    let is_there = matches!(root.metadata(&driver), Ok(Some(_)));
+    if is_there { driver } else { all }
 }
 
 /// The pid in a pid file of this user. A user may have put anything in its place. So a link is not

@@ -2,8 +2,16 @@
 //! which call is made when.
 //!
 //! libvirt carries out at most five calls of a connection at once, and a call on a domain that
-//! hangs ends only after half a minute. So a connection of Ebb has at most [`AT_ONCE`] calls under
-//! way. If all connections are busy, another is opened.
+//! hangs ends only after half a minute. So a connection of Ebb has few calls under way at once. If
+//! all connections are busy, another is opened.
+//!
+//! A call on a domain that libvirt has locked hangs as long as the lock is held, and so does one on
+//! all domains, without regard to `NOWAIT`. (`virsh dump` into a FIFO that nobody reads locks its
+//! domain.) So after a call on all domains that hung each is asked alone, and those that answer are
+//! asked together again. A domain with a call under way gets no other call, so hung calls do not
+//! add up.
+
+mod connection;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -12,20 +20,18 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 
-use super::bridge::{Bridge, Purpose};
-use super::calls::{self, Domain, Procedure};
-use super::rpc::{Heard, Refused, Rpc};
-use super::watch::{Step, Watch, Watcher};
-use super::{Address, Ask, Attach, PATIENCE};
+use self::connection::{Connected, Connection, For};
+use super::bridge::Bridge;
+use super::calls::{self, Domain, Numbers};
+use super::rpc::{Heard, Refused};
+use super::watch::{Watch, Watcher};
+use super::{Address, Ask, Attach};
 use crate::beside::Beside;
 use crate::qmp::Words;
 use crate::sockets;
 use crate::waker::Waker;
 
-/// Calls under way on one connection; libvirt's own limit is 5.
-const AT_ONCE: usize = 3;
 /// Connections to one daemon for questions; libvirt has 20 threads for all its clients.
 const CONNECTIONS: usize = 4;
 /// Connections to one daemon in all. The last is for orders only: they go out although QEMUs hang.
@@ -38,35 +44,10 @@ const LAST_WISHES: Duration = Duration::from_secs(5);
 const GATHER: Duration = Duration::from_millis(2);
 /// If no connection is free, the call is made this much later.
 const AGAIN: Duration = Duration::from_millis(20);
-/// Statistics of all domains that have not come in this time are asked for anew: a QEMU has hung
-/// during the call, and libvirt passes it over in the next one.
+/// Where statistics of all domains have not come in this time, each domain is asked alone.
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
 /// Ebb disconnects after this time without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
-
-type Connected = rustix::io::Result<OwnedFd>;
-
-/// What a call of a connection is for.
-#[derive(Debug)]
-enum For {
-    Auth,
-    Open,
-    Register,
-    /// Statistics of all domains, and when they were asked for.
-    Bulk(Instant),
-    Domain(u64, Purpose),
-    Watch(u64, Step),
-}
-
-#[derive(Debug)]
-struct Connection {
-    socket: OwnedFd,
-    rpc: Rpc,
-    calls: BTreeMap<u32, For>,
-    open: bool,
-    /// Events come on this connection.
-    tells: bool,
-}
 
 /// A VM's QMP client, as the thread sees it; `busy`: a call for it is under way.
 #[derive(Debug)]
@@ -76,6 +57,8 @@ struct Client {
     words: Words,
     bridge: Bridge,
     busy: bool,
+    /// Its domain is not in the call on all domains, which hung.
+    alone: bool,
 }
 
 #[derive(Debug)]
@@ -83,6 +66,8 @@ struct Daemon {
     address: Address,
     connections: Vec<Connection>,
     clients: BTreeMap<u64, Client>,
+    /// Domains with a call under way whose client is gone.
+    left: BTreeMap<u64, String>,
     watchers: BTreeMap<u64, Watcher>,
     bulk: Option<Instant>,
     gather: Option<Instant>,
@@ -168,59 +153,19 @@ impl Client {
         !self.bridge.is_silent()
     }
 
+    /// Statistics that were asked for at `asked` have come.
+    fn heard(&mut self, stats: &[(Domain, Numbers)], asked: Instant, now: Instant) {
+        let domain = self.bridge.domain();
+        let its =
+            |(d, _): &&(Domain, Numbers)| domain.is_some_and(|i| (i.uuid, i.id) == (d.uuid, d.id));
+        if let Some((_, numbers)) = stats.iter().find(its) {
+            self.bridge.heard_stats(asked, numbers.clone(), now);
+        }
+        self.bridge.tried(asked);
+    }
+
     fn leave(&self, why: &str) {
         self.words.say(why);
-    }
-}
-
-impl Connection {
-    /// Connects to libvirt's socket and queues the first call. The error is a text for people.
-    /// What a container has mounted may keep the look at its socket waiting: that is `inside`.
-    fn open(address: &Address, inside: &mut Beside<Connected>) -> Result<Connection, String> {
-        let path = address.socket.display();
-        let socket = match &address.container {
-            None => address.connect(),
-            Some(_) => {
-                let address = address.clone();
-                let found = inside.look(move || address.connect(), PATIENCE);
-                found.unwrap_or(Err(Errno::TIMEDOUT))
-            }
-        };
-        let socket = socket.map_err(|e| match e {
-            Errno::NOENT | Errno::CONNREFUSED => {
-                format!("{path}: libvirt does not run: start libvirtd or virtqemud")
-            }
-            Errno::ACCESS | Errno::PERM => format!("{path}: permission denied: run Ebb as root"),
-            e => format!("{path}: {e}"),
-        })?;
-        let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
-        let pid = peer.pid.as_raw_pid().cast_unsigned();
-        if !address.is_of(pid) {
-            return Err(format!("{path}: served by process {pid} of another pid namespace"));
-        }
-        let peer = peer.uid.as_raw();
-        // A link in a user's directory may lead to the system's socket.
-        if let Some(owner) = address.owner.filter(|owner| *owner != peer) {
-            return Err(format!("{path}: served by a process of uid {peer}, not of uid {owner}"));
-        }
-        let mut new = Connection {
-            socket,
-            rpc: Rpc::new(address.container.is_some()),
-            calls: BTreeMap::new(),
-            open: false,
-            tells: false,
-        };
-        new.call(calls::AUTH_LIST, &[], For::Auth);
-        Ok(new)
-    }
-
-    fn call(&mut self, (program, procedure): Procedure, arguments: &[u8], purpose: For) {
-        let serial = self.rpc.call(program, procedure, arguments);
-        self.calls.insert(serial, purpose);
-    }
-
-    fn is_free(&self) -> bool {
-        self.open && self.calls.len() < AT_ONCE
     }
 }
 
@@ -230,6 +175,7 @@ impl Daemon {
             address,
             connections: Vec::new(),
             clients: BTreeMap::new(),
+            left: BTreeMap::new(),
             watchers: BTreeMap::new(),
             bulk: None,
             gather: None,
@@ -241,7 +187,8 @@ impl Daemon {
     fn attach(&mut self, key: u64, ask: Attach) {
         let Attach { address, end, words, monitor } = ask;
         let bridge = Bridge::new(address.domain, monitor);
-        self.clients.insert(key, Client { end: Ok(end), words, bridge, busy: false });
+        let client = Client { end: Ok(end), words, bridge, busy: false, alone: false };
+        self.clients.insert(key, client);
     }
 
     fn watch(&mut self, key: u64, address: Address, watch: Watch) {
@@ -280,7 +227,9 @@ impl Daemon {
             self.connect();
         }
         let hangs = |at: &mut Instant| now.saturating_duration_since(*at) >= BULK_PATIENCE;
-        self.bulk.take_if(hangs);
+        if self.bulk.take_if(hangs).is_some() {
+            self.clients.values_mut().for_each(|c| c.alone = true);
+        }
         self.ask_all(now);
         self.ask_each(now);
         self.ask_metadata(now);
@@ -299,6 +248,7 @@ impl Daemon {
     fn lose(&mut self, why: &str) {
         self.connections.clear();
         (self.bulk, self.gather) = (None, None);
+        self.left.clear();
         std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
         std::mem::take(&mut self.watchers).values().for_each(|w| w.end(why));
     }
@@ -314,10 +264,23 @@ impl Daemon {
         free
     }
 
+    /// Asks for statistics: of those domains together whose client is not `alone`.
     fn ask_all(&mut self, now: Instant) {
         let wanted = |c: &Client| c.bridge.bulk_at().is_some_and(|at| at <= now);
-        if !self.clients.values().any(wanted) {
-            self.gather = None;
+        let alone = |c: &Client| c.alone && !c.busy && wanted(c);
+        let keys: Vec<u64> =
+            self.clients.iter().filter(|(_, c)| alone(c)).map(|(k, _)| *k).collect();
+        for key in keys {
+            let Some(domain) = self.clients.get(&key).and_then(|c| c.bridge.domain()) else {
+                continue;
+            };
+            let arguments = calls::all_stats(std::iter::once(domain));
+            let Some(i) = self.free(CONNECTIONS) else { break };
+            self.connections[i].call(calls::ALL_STATS, &arguments, For::Alone(key, now));
+            self.clients.entry(key).and_modify(|c| c.busy = true);
+        }
+        if !self.clients.values().any(|c| !c.alone && wanted(c)) {
+            self.gather = self.clients.values().any(alone).then_some(now + AGAIN);
             return;
         }
         let gathered = now - *self.gather.get_or_insert(now) >= GATHER;
@@ -328,20 +291,25 @@ impl Daemon {
             self.gather = Some(now + AGAIN);
             return;
         };
-        let domains: Vec<_> = self.clients.values().filter_map(|c| c.bridge.domain()).collect();
+        let together = self.clients.values().filter(|c| !c.alone);
+        let domains: Vec<_> = together.filter_map(|c| c.bridge.domain()).collect();
         let arguments = calls::all_stats(domains.into_iter());
         self.connections[i].call(calls::ALL_STATS, &arguments, For::Bulk(now));
         (self.bulk, self.gather) = (Some(now), None);
     }
 
+    /// Whether no call is under way for its domain alone, also none of an earlier client.
+    fn may_call(&self, client: &Client) -> bool {
+        let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name());
+        let mut busy = busy.chain(self.left.values().map(String::as_str));
+        busy.all(|name| name != client.bridge.name())
+    }
+
     fn ask_each(&mut self, now: Instant) {
-        let keys: Vec<u64> =
-            self.clients.iter().filter(|(_, c)| !c.busy).map(|(k, _)| *k).collect();
+        let due = |c: &Client| c.bridge.has_call() && self.may_call(c);
+        let keys: Vec<u64> = self.clients.iter().filter(|(_, c)| due(c)).map(|(k, _)| *k).collect();
         for key in keys {
             let Some(client) = self.clients.get_mut(&key) else { continue };
-            if !client.bridge.has_call() {
-                continue;
-            }
             let most = if client.bridge.has_order() { FOR_ORDERS } else { CONNECTIONS };
             let Some(i) = self.free(most) else { continue };
             let Some(client) = self.clients.get_mut(&key) else { continue };
@@ -374,7 +342,8 @@ impl Daemon {
         if lost {
             return self.lose(ENDED);
         }
-        self.clients.retain(|_, c| {
+        let left = &mut self.left;
+        self.clients.retain(|key, c| {
             let there = match &c.end {
                 Ok(end) => {
                     let sent = sockets::send(end, c.bridge.output());
@@ -389,7 +358,11 @@ impl Daemon {
             if let Some(why) = c.bridge.over() {
                 c.leave(why);
             }
-            there && c.bridge.over().is_none()
+            let stays = there && c.bridge.over().is_none();
+            if !stays && c.busy {
+                left.insert(*key, c.bridge.name().to_owned());
+            }
+            stays
         });
     }
 
@@ -423,7 +396,6 @@ impl Daemon {
 
     /// The error ends all connections.
     fn hear(&mut self, i: usize, heard: Heard, now: Instant) -> Result<(), String> {
-        let odd = |e| format!("libvirt: {e}; connection dropped");
         let (serial, result) = match heard {
             Heard::Answer { serial, result } => (serial, result),
             Heard::Event(procedure, body) => {
@@ -438,6 +410,9 @@ impl Daemon {
             }
         };
         let Some(purpose) = self.connections[i].calls.remove(&serial) else { return Ok(()) };
+        if let For::Domain(key, _) | For::Alone(key, _) = &purpose {
+            self.left.remove(key);
+        }
         match purpose {
             For::Domain(key, purpose) => {
                 if let Some(client) = self.clients.get_mut(&key) {
@@ -456,18 +431,17 @@ impl Daemon {
                 if self.bulk == Some(asked) {
                     self.bulk = None;
                 }
-                // Refused: the domains' clients wait, and it is asked again.
-                let all = result.map_or(Ok(Vec::new()), |all| calls::all_stats_of(&all));
-                let all = all.map_err(odd)?;
-                for (domain, numbers) in all {
-                    let is = |c: &&mut Client| {
-                        let its = |d: &Domain| (d.uuid, d.id) == (domain.uuid, domain.id);
-                        c.bridge.domain().is_some_and(its)
-                    };
-                    let of = self.clients.values_mut().filter(is);
-                    of.for_each(|c| c.bridge.heard_stats(asked, numbers.clone(), now));
+                let stats = statistics(result)?;
+                for client in self.clients.values_mut().filter(|c| !c.alone) {
+                    client.heard(&stats, asked, now);
                 }
-                self.clients.values_mut().for_each(|c| c.bridge.tried(asked));
+            }
+            For::Alone(key, asked) => {
+                let stats = statistics(result)?;
+                if let Some(client) = self.clients.get_mut(&key) {
+                    (client.busy, client.alone) = (false, false);
+                    client.heard(&stats, asked, now);
+                }
             }
             purpose => self.handshake(i, &purpose, result)?,
         }
@@ -501,99 +475,16 @@ impl Daemon {
     }
 }
 
+/// Statistics of domains. Refused ones are none: the domains' clients wait, and it is asked again.
+fn statistics(result: Result<Vec<u8>, Refused>) -> Result<Vec<(Domain, Numbers)>, String> {
+    result.map_or(Ok(Vec::new()), |all| calls::all_stats_of(&all)).map_err(odd)
+}
+
+fn odd(e: impl std::fmt::Display) -> String {
+    format!("libvirt: {e}; connection dropped")
+}
+
 const ENDED: &str = "libvirt closed the connection: it restarts, or has ended";
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-    use std::io::Read;
-    use std::os::unix::fs::symlink;
-    use std::os::unix::net::{UnixListener, UnixStream};
-    use std::path::Path;
-    use std::sync::mpsc::channel;
-
-    use super::super::{inode, open_inside};
-    use super::*;
-
-    /// Two processes of one container lead to its libvirt; the first ends, and another container's
-    /// process gets its number.
-    #[test]
-    fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_before() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |path: &str| dir.path().join(path);
-        let me = std::process::id().to_string();
-        for process in ["10", "11", me.as_str()] {
-            fs::create_dir_all(at(process).join("ns")).unwrap();
-            symlink("pid:[2]", at(process).join("ns/pid")).unwrap();
-        }
-        let [its, others] = ["its", "others"].map(|pod| {
-            fs::create_dir(at(pod)).unwrap();
-            let listener = UnixListener::bind(at(pod).join("libvirt-sock")).unwrap();
-            listener.set_nonblocking(true).unwrap();
-            listener
-        });
-        symlink(at("others"), at("10/root")).unwrap();
-        symlink(at("its"), at("11/root")).unwrap();
-        let key = inode(&open_inside(&at("its"), Path::new("libvirt-sock")).unwrap()).unwrap();
-        let address = |process: &str| Address {
-            socket: at(process).join("root/libvirt-sock"),
-            key: key.clone(),
-            uri: "qemu:///system",
-            domain: "a".into(),
-            owner: None,
-            container: Some(at(process).join("root")),
-        };
-        let (asks, asked) = channel();
-        let waker = Waker::new().unwrap();
-        let woken = waker.clone();
-        let thread = std::thread::spawn(move || work(&asked, &woken));
-        let attach = |process: &str| {
-            let (ours, end) = UnixStream::pair().unwrap();
-            end.set_nonblocking(true).unwrap();
-            ours.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-            let words = Words::default();
-            let ask = Attach {
-                address: address(process),
-                end: end.into(),
-                words: words.clone(),
-                monitor: false,
-            };
-            asks.send(Ask::Attach(ask)).unwrap();
-            waker.wake();
-            (ours, words)
-        };
-        let (mut ours, _) = attach("10");
-        assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
-        let (_ours, _) = attach("11");
-        let until = Instant::now() + Duration::from_secs(10);
-        let accepted = loop {
-            match its.accept() {
-                Ok(there) => break there,
-                Err(_) => assert!(Instant::now() < until, "its libvirt is not asked"),
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        };
-        assert!(others.accept().is_err(), "another's libvirt is not spoken to");
-        drop((accepted, asks));
-        waker.wake();
-        thread.join().unwrap();
-    }
-
-    #[test]
-    fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
-        let address = Address {
-            socket: "/nonexistent".into(),
-            key: "/nonexistent".into(),
-            uri: "qemu:///system",
-            domain: "a".into(),
-            owner: Some(0),
-            container: None,
-        };
-        let mut daemon = Daemon::new(address);
-        let now = Instant::now();
-        assert!(!daemon.is_left(now));
-        assert!(!daemon.is_left(now + IDLE / 2));
-        assert_eq!(daemon.due(now), Some(IDLE));
-        assert!(daemon.is_left(now + IDLE));
-    }
-}
+mod tests;

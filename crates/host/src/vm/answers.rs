@@ -4,6 +4,7 @@
 use std::time::Instant;
 
 use ebb_core::sample::{GuestStats, Heard, VmEvent};
+use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
@@ -78,8 +79,17 @@ impl Vm {
                 (self.answers.actual, self.answers.actual_at) = (Some(b), at);
                 self.answers.actual_new = true;
             }),
-            Ask::MemorySize => {
-                qmp_balloon::parse_memory_size(&value).map(|ram| self.ram = Some(ram))
+            Ask::MemorySize => qmp_balloon::parse_memory_size(&value).map(|(base, plugged)| {
+                self.base = base;
+                match plugged {
+                    Bytes::ZERO => self.plugged(Bytes::ZERO, Bytes::ZERO),
+                    _ => self.send(Ask::MemoryDevices, "query-memory-devices", None),
+                }
+            }),
+            Ask::MemoryDevices => {
+                let (dimms, virtio_mem) = qmp_balloon::parse_memory_devices(&value);
+                self.plugged(dimms, virtio_mem);
+                Ok(())
             }
             _ => {
                 self.device_answer(ask, &value);
@@ -89,6 +99,13 @@ impl Vm {
         if let Err(e) = checked {
             self.answers.problems.push(("qmp".into(), e.to_string()));
         }
+    }
+
+    /// So much is plugged: what is ordered means the same size of the balloon as before.
+    fn plugged(&mut self, dimms: Bytes, virtio_mem: Bytes) {
+        let was = std::mem::replace(&mut self.virtio_mem, virtio_mem);
+        self.ordered = self.ordered.map(|to| to - was + virtio_mem);
+        self.ram = Some(self.base + dimms + virtio_mem);
     }
 
     fn device_answer(&mut self, ask: Ask, value: &Value) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::AgentUse;
 use ebb_core::sample::{Heard, Link, SharedSocket, VmEvent};
-use ebb_core::units::Stamp;
+use ebb_core::units::{Bytes, Stamp};
 
 use super::{Access, Answers, Vm};
 use crate::probe::managers::{Manager, SocketKind, kind};
@@ -139,7 +139,9 @@ impl Vm {
 
     /// Whether the caller should sample now: an urgent event or a lost connection.
     pub fn is_urgent(&mut self) -> bool {
-        let (ready, actual, ordered) = (self.ready, self.actual, self.ordered);
+        let of_balloon = |size: Option<Bytes>| size.map(|size| size - self.virtio_mem);
+        let (actual, ordered) = (of_balloon(self.actual), of_balloon(self.ordered));
+        let ready = self.ready;
         self.client.as_mut().is_some_and(|c| {
             c.protocol().has_event(&qmp_balloon::URGENT)
                 || c.protocol()

@@ -20,6 +20,7 @@ impl Vm {
         let link = self.link();
         self.take_late();
         let under_way = self.ordered == Some(target) && !self.orders.is_empty();
+        let balloon = target - self.virtio_mem;
         let client = match &mut self.client {
             Some(c) if c.takes_late() && gives && !under_way => c,
             // What was not served a moment ago may not be served now, and would be late.
@@ -31,7 +32,7 @@ impl Vm {
                 }));
             }
         };
-        let command = client.send("balloon", Some(qmp_balloon::balloon(target)))?;
+        let command = client.send("balloon", Some(qmp_balloon::balloon(balloon)))?;
         self.orders.push(Order { command, to: target, before: (self.ordered, self.loose) });
         (self.ordered, self.loose) = (Some(target), true);
         self.done_late = self.done_late.filter(|to| *to == target);
@@ -97,7 +98,7 @@ impl Vm {
     /// Ends an order to shrink that an earlier daemon may have left behind, or that was on its
     /// way when the connection ended: QEMU does not tell what its balloon is to come to.
     pub fn withdraw(&mut self) {
-        let Some(size) = self.answers.actual.filter(|_| self.slow_since.is_none()) else { return };
+        let Some(size) = self.size().filter(|_| self.slow_since.is_none()) else { return };
         if self.loose
             && self.orders.is_empty()
             && self.device.is_some()

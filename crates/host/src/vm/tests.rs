@@ -141,6 +141,10 @@ fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
 struct Like {
     stopped: bool,
     ram_mib: u64,
+    /// Plugged by a DIMM, by virtio-mem, and a persistent one, MiB; the balloon holds nothing.
+    plugged: [u64; 3],
+    /// The last order.
+    ordered: u64,
     /// Its guest has said something.
     words: bool,
     asked: usize,
@@ -161,11 +165,23 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
                     like.asked += 1;
                     json!({ "status": if like.stopped { "paused" } else { "running" } })
                 }
-                "query-memory-size-summary" => json!({ "base-memory": like.ram_mib << 20 }),
+                "query-memory-size-summary" => json!({
+                    "base-memory": like.ram_mib << 20,
+                    "plugged-memory": like.plugged.iter().sum::<u64>() << 20,
+                }),
+                "query-memory-devices" => {
+                    let kinds = ["dimm", "virtio-mem", "nvdimm"].iter().zip(like.plugged);
+                    let of = |(kind, mib)| json!({ "type": kind, "data": { "size": mib << 20 } });
+                    kinds.map(of).collect()
+                }
+                "balloon" => {
+                    like.ordered = asked["arguments"]["value"].as_u64().unwrap() >> 20;
+                    json!({})
+                }
                 "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
                 "query-balloon" => {
                     like.asked_size += 1;
-                    json!({ "actual": like.ram_mib << 20 })
+                    json!({ "actual": (like.ram_mib + like.plugged[0]) << 20 })
                 }
                 "qom-get" if line.contains(qmp_balloon::STATS) && like.words => {
                     json!({ "last-update": 5, "stats": { "stat-free-memory": 4096 } })
@@ -213,6 +229,35 @@ fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon
     let before = asked();
     tick(&mut vm);
     assert_eq!(asked(), before + 1, "and now and then without any");
+}
+
+/// As QEMU 7.2 tells it: virtio-mem is a part of the plugged memory and not of the balloon's size.
+#[test]
+fn virtio_mem_is_a_part_of_ram_and_size_and_of_no_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, ..Like::default() }));
+    let theirs = Arc::clone(&like);
+    let peer = std::thread::spawn(move || qemu_like(listener, theirs));
+    let mut vm = vm(path);
+    (vm.agent, vm.access.agent) = (None, AgentUse::Off);
+    while tick(&mut vm).balloon.is_none() {}
+    let _peer = peer.join().unwrap();
+    let sizes = |vm: &mut Vm| {
+        std::thread::sleep(RARELY);
+        let sample = tick(vm);
+        (sample.ram.unwrap(), sample.balloon.unwrap().actual)
+    };
+    vm.ordered = Some(Bytes::mib(900));
+    like.lock().unwrap().plugged = [512, 256, 128];
+    assert_eq!(sizes(&mut vm), (Bytes::mib(1792), Bytes::mib(1792)));
+    assert_eq!(vm.ordered, Some(Bytes::mib(900 + 256)), "the same size of the balloon");
+    vm.order(Bytes::mib(1700), false).unwrap();
+    assert_eq!(sizes(&mut vm).0, Bytes::mib(1792));
+    assert_eq!(like.lock().unwrap().ordered, 1700 - 256);
+    like.lock().unwrap().plugged = [0; 3];
+    assert_eq!(sizes(&mut vm), (Bytes::mib(1024), Bytes::mib(1024)));
 }
 
 #[test]

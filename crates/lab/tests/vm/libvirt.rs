@@ -4,6 +4,7 @@
 mod confined;
 mod contained;
 mod moves;
+mod plugged;
 mod session;
 
 use std::path::Path;
@@ -179,6 +180,45 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     names.iter().for_each(|name| wait_up(&daemon, name));
     assert!(daemon.stop());
     names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
+}
+
+/// `virsh dump` into a FIFO that nobody reads: libvirt keeps the domain locked.
+#[test]
+fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["one", "two"]);
+    wait_up(&daemon, "one");
+    wait_up(&daemon, "two");
+    daemon.squeeze("one", Bytes::mib(300)).unwrap();
+    daemon.squeeze("two", Bytes::mib(300)).unwrap();
+    let fifo = libvirtd.dir().join("fifo");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let path = fifo.display().to_string();
+    std::thread::scope(|scope| {
+        let dump = scope.spawn(|| libvirtd.virsh(&["dump", "two", &path]));
+        let helped = || -> Result<(), Box<dyn std::error::Error>> {
+            let down = |s: &Value| (of(s, "two")?["link"]["state"] != "up").then_some(());
+            daemon.wait_for("one that is locked", PATIENCE, down)?;
+            one.tool().start_ready("hog", "hold", HOG, PATIENCE)?;
+            let all_up = |s: &Value| {
+                let actual = of(s, "one")?["actual"].as_u64()?;
+                (actual > Bytes::mib(330).0).then_some(())
+            };
+            Ok(daemon.wait_for("what the guest needs", PATIENCE, all_up)?)
+        };
+        let helped = helped();
+        // A reader that goes at once ends the dump.
+        drop(std::fs::File::open(&fifo).unwrap());
+        let _ = dump.join().unwrap();
+        helped.unwrap();
+    });
+    wait_up(&daemon, "two");
+    assert!(daemon.stop());
+    ["one", "two"].iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
 }
 
 #[test]

@@ -184,8 +184,7 @@ pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
 fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
     if vm.actual.is_none() {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
-             <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>; \
-             a domain of libvirt with virtio-mem needs a QMP socket for Ebb";
+             <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>";
         return add("tier", Verdict::Missing, "none: no virtio balloon", advice);
     }
     match &vm.agent {
@@ -220,19 +219,23 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
     }
 }
 
+/// How an argument of QEMU's gets into a domain's description.
+pub(in crate::cmd) fn in_description(option: &str, value: &str) -> String {
+    format!(
+        "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, and \
+         before </domain> <qemu:commandline><qemu:arg value='{option}'/>\
+         <qemu:arg value='{value}'/></qemu:commandline>"
+    )
+}
+
 /// How a VM gets the agent.
 fn agent_advice(domain: Option<&str>) -> String {
     let file = "file=/usr/lib/ebb/libebb_vmm.so";
     let (how, reporting) = match domain {
         None => (format!("-plugin {file},socket=PATH"), "free-page-reporting=on"),
         Some(name) => {
-            let name = in_command(name);
-            let xml = format!(
-                "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, \
-                 and before </domain> <qemu:commandline><qemu:arg value='-plugin'/>\
-                 <qemu:arg value='{file},socket=/run/ebb-vms/{name}.agent'/></qemu:commandline>"
-            );
-            (xml, "freePageReporting='on'")
+            let socket = format!("{file},socket=/run/ebb-vms/{}.agent", in_command(name));
+            (in_description("-plugin", &socket), "freePageReporting='on'")
         }
     };
     format!(

@@ -10,9 +10,11 @@ use anyhow::{Result, bail};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::plan::MergeWish;
 use ebb_core::state::OwnedMark;
+use ebb_core::text::in_command;
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
 use ebb_host::act::vm_mergeable::{self, Done};
+use ebb_host::libvirt::domain_of;
 use ebb_host::probe::discovery::{Program, inspect_owed};
 use ebb_host::probe::ksm::ksmtuned;
 use ebb_host::probe::managers::{Manager, SocketKind, kind};
@@ -22,6 +24,7 @@ use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
 use super::{Known, look};
+use crate::cmd::doctor::vm::in_description;
 use crate::cmd::explain;
 use crate::daemon_client;
 use crate::table::emit;
@@ -184,7 +187,10 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
     let paths = match (its, &process.qmp) {
         (Some(path), _) => vec![path.into()],
         (None, QmpAddress::Paths(paths)) => paths.clone(),
-        (None, QmpAddress::None { why }) => bail!("{why}"),
+        (None, QmpAddress::None { why }) => match domain_of(&Root::default(), process) {
+            Some(domain) => bail!("{}", of_domain(&domain)),
+            None => bail!("{why}"),
+        },
     };
     let mut last = None;
     for path in paths {
@@ -208,6 +214,16 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
         }
     }
     bail!("{}", last.unwrap_or_else(|| "it has no QMP socket".into()))
+}
+
+/// Why a domain's RAM cannot be opened or closed, and what to do.
+fn of_domain(domain: &str) -> String {
+    let socket = format!("unix:/run/ebb-vms/{}-ebb.qmp,server=on,wait=off", in_command(domain));
+    format!(
+        "libvirt has its only QMP socket, and libvirt opens and closes no running domain to KSM: \
+         give it a socket for Ebb, at its next start ({})",
+        in_description("-qmp", &socket)
+    )
 }
 
 /// A client that is connected for each command only, once QEMU has answered the first.
@@ -235,4 +251,17 @@ pub(super) fn off_all(config: &Config) -> Result<bool> {
         "KSM is stopped; {freed} that were merged are private again ({seconds:.1} s)\n"
     ))?;
     Ok(freed > Bytes::ZERO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domain_is_told_how_its_description_gets_a_socket() {
+        let said = of_domain("web");
+        let xml = "<qemu:commandline><qemu:arg value='-qmp'/>\
+                   <qemu:arg value='unix:/run/ebb-vms/web-ebb.qmp,server=on,wait=off'/>";
+        assert!(said.contains("virsh edit: xmlns:qemu=") && said.contains(xml), "{said}");
+    }
 }

@@ -75,7 +75,8 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     assert_eq!(answers[0], json!({ "id": 1, "return": { "status": "running" } }));
     assert_eq!(answers[1], json!({ "id": 2, "return": { "actual": 512 << 10 } }));
     tell(&mut b, &[ask(3, all[2])], now + Duration::from_millis(10));
-    assert_eq!(said(&mut b)[0]["return"], json!({ "base-memory": 1 << 20 }), "of the same tick");
+    let size = json!({ "base-memory": 1 << 20, "plugged-memory": 0 });
+    assert_eq!(said(&mut b)[0]["return"], size, "of the same tick");
     tell(&mut b, &[ask(4, all[1])], now + Duration::from_millis(500));
     b.tried(now + Duration::from_millis(2));
     let next = Some(now + Duration::from_millis(500));
@@ -157,21 +158,52 @@ fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
     let purpose = plugged(&mut b);
     b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
     assert_eq!(said(&mut b)[0]["return"], json!({ "actual": 400 << 20 }));
+}
+
+/// libvirt's figures are those of libvirt 9.0, in KiB.
+#[test]
+fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
+    let now = Instant::now();
     let mut b = greeted(false, now);
-    b.heard_stats(now, numbers(400 << 10), now);
-    let purpose = plugged(&mut b);
-    let xml = XML.replace("<devices>", "<devices><memory model='virtio-mem'/>");
-    b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
-    let why = said(&mut b)[0]["error"]["desc"].as_str().unwrap().to_owned();
-    assert!(why.contains("virtio-mem"), "{why}");
-    // What it is owed may be more than libvirt lets it have.
-    let give = json!({ "execute": "balloon", "arguments": { "value": 768u64 << 20 }, "id": 3 });
-    tell(&mut b, &[give], now);
-    let (purpose, ..) = b.next_call(now).unwrap();
-    let refused = Refused { code: 8, message: "cannot set memory higher than max memory".into() };
-    b.answered(purpose, Err(refused), now);
-    let why = said(&mut b)[0]["error"]["desc"].as_str().unwrap().to_owned();
-    assert!(why.contains("max memory") && why.contains("virsh setmem"), "{why}");
+    let asked = [ask(1, "query-balloon"), ask(2, "query-memory-size-summary")];
+    let stats = |current, maximum| {
+        let all = [("balloon.current".to_string(), current), (MAXIMUM.to_string(), maximum)];
+        numbers(0).into_iter().chain(all).collect::<Numbers>()
+    };
+    b.heard_stats(now, stats(400 << 10, 512 << 10), now);
+    // Plugged at once: 128 of 256 MiB.
+    let look = |b: &mut Bridge, at: Instant, plugged: u64, described: bool| {
+        tell(b, &asked, at);
+        b.heard_stats(at, stats((400 + plugged) << 10, 768 << 10), at);
+        while let Some((purpose, procedure, _)) = b.next_call(at) {
+            let answer = match procedure {
+                calls::DESCRIBE => {
+                    assert!(described, "it is read again only where something was plugged");
+                    let device = format!(
+                        "<devices><memory model='virtio-mem'><target><size>262144</size>\
+                         <current>{}</current></target></memory>",
+                        plugged << 10
+                    );
+                    Writer::default().text(&XML.replace("<devices>", &device)).done()
+                }
+                // What QEMU says is the balloon's alone.
+                calls::MEMORY_STATS => Writer::default().u32(1).u32(6).u64(400 << 10).done(),
+                other => panic!("{other:?}"),
+            };
+            b.answered(purpose, Ok(answer), at);
+        }
+        tell(b, &[ask(3, "query-memory-devices")], at);
+        let answers = said(b);
+        let of = |id| answers.iter().find(|a| a["id"] == id).unwrap()["return"].clone();
+        assert_eq!(of(1), json!({ "actual": 400 << 20 }));
+        assert_eq!(of(2), json!({ "base-memory": 512 << 20, "plugged-memory": plugged << 20 }));
+        assert_eq!(of(3)[0], json!({ "type": "virtio-mem", "data": { "size": plugged << 20 } }));
+    };
+    let second = Duration::from_secs(1);
+    look(&mut b, now + second, 128, true);
+    look(&mut b, now + 2 * second, 128, true);
+    look(&mut b, now + 3 * second, 128, false);
+    look(&mut b, now + 4 * second, 256, true);
 }
 
 #[test]

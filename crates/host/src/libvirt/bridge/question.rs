@@ -1,0 +1,44 @@
+//! A question of a VM's QMP client that waits for an answer, and what it needs of libvirt.
+
+use std::time::Instant;
+
+use serde_json::Value;
+
+use crate::qmp_balloon::STATS;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// Whether the domain runs, from the statistics of all domains.
+    State,
+    /// Statistics of all domains.
+    Bulk,
+    /// Statistics of this domain alone, for which libvirt asks QEMU.
+    Memory,
+    Job,
+    Description,
+    /// A description that is not older than the question.
+    DescriptionNow,
+}
+
+impl Need {
+    pub fn is_bulk(self) -> bool {
+        matches!(self, Need::State | Need::Bulk)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Question {
+    pub id: Value,
+    pub command: Value,
+    pub need: Need,
+    pub at: Instant,
+}
+
+impl Question {
+    /// Whether it asks for the balloon's size or the guest's statistics.
+    pub fn is_of_balloon(&self) -> bool {
+        let of = |name: &str| self.command.get(name).and_then(Value::as_str);
+        let property = self.command.get("arguments").and_then(|a| a.get("property"));
+        of("execute") == Some("query-balloon") || property.and_then(Value::as_str) == Some(STATS)
+    }
+}

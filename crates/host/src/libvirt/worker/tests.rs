@@ -1,0 +1,211 @@
+//! The thread, with sockets for libvirts.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+
+use super::super::xdr::Writer;
+use super::super::{inode, open_inside};
+use super::*;
+
+/// Two processes of one container lead to its libvirt; the first ends, and another container's
+/// process gets its number.
+#[test]
+fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let me = std::process::id().to_string();
+    for process in ["10", "11", me.as_str()] {
+        fs::create_dir_all(at(process).join("ns")).unwrap();
+        symlink("pid:[2]", at(process).join("ns/pid")).unwrap();
+    }
+    let [its, others] = ["its", "others"].map(|pod| {
+        fs::create_dir(at(pod)).unwrap();
+        let listener = UnixListener::bind(at(pod).join("libvirt-sock")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        listener
+    });
+    symlink(at("others"), at("10/root")).unwrap();
+    symlink(at("its"), at("11/root")).unwrap();
+    let key = inode(&open_inside(&at("its"), Path::new("libvirt-sock")).unwrap()).unwrap();
+    let address = |process: &str| Address {
+        socket: at(process).join("root/libvirt-sock"),
+        key: key.clone(),
+        uri: "qemu:///system",
+        domain: "a".into(),
+        owner: None,
+        container: Some(at(process).join("root")),
+    };
+    let (asks, asked) = channel();
+    let waker = Waker::new().unwrap();
+    let woken = waker.clone();
+    let thread = std::thread::spawn(move || work(&asked, &woken));
+    let attach = |process: &str| {
+        let (ours, end) = UnixStream::pair().unwrap();
+        end.set_nonblocking(true).unwrap();
+        ours.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let words = Words::default();
+        let ask = Attach {
+            address: address(process),
+            end: end.into(),
+            words: words.clone(),
+            monitor: false,
+        };
+        asks.send(Ask::Attach(ask)).unwrap();
+        waker.wake();
+        (ours, words)
+    };
+    let (mut ours, _) = attach("10");
+    assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
+    let (_ours, _) = attach("11");
+    let until = Instant::now() + Duration::from_secs(10);
+    let accepted = loop {
+        match its.accept() {
+            Ok(there) => break there,
+            Err(_) => assert!(Instant::now() < until, "its libvirt is not asked"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    assert!(others.accept().is_err(), "another's libvirt is not spoken to");
+    drop((accepted, asks));
+    waker.wake();
+    thread.join().unwrap();
+}
+
+/// A libvirt that has locked a domain of this name, until it is `None`: how many calls hang.
+type Locked = Arc<Mutex<(Option<&'static str>, usize)>>;
+
+/// Answers one connection's calls as libvirt does, several at once.
+fn serve(mut stream: UnixStream, locked: &Locked) {
+    let mut head = [0; 28];
+    while stream.read_exact(&mut head).is_ok() {
+        let head: [u32; 7] =
+            std::array::from_fn(|n| u32::from_be_bytes(head[4 * n..][..4].try_into().unwrap()));
+        let mut body = vec![0; head[0] as usize - 28];
+        stream.read_exact(&mut body).unwrap();
+        let (mut stream, locked) = (stream.try_clone().unwrap(), Arc::clone(locked));
+        std::thread::spawn(move || stream.write_all(&answer(head, &body, &locked)));
+    }
+}
+
+fn answer(head: [u32; 7], body: &[u8], locked: &Locked) -> Vec<u8> {
+    let names = || ["one", "two"].into_iter().filter(|name| contains(body, name));
+    let hangs = || locked.lock().unwrap().0.is_some_and(|name| contains(body, name));
+    if hangs() {
+        locked.lock().unwrap().1 += 1;
+        while hangs() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let domain = |name: &str| Writer::default().text(name).fixed(&[name.as_bytes()[0]; 16]).i32(1);
+    let said = match (head[1], head[3]) {
+        calls::LOOK_UP => names().map(|name| domain(name).done()).collect::<Vec<_>>().concat(),
+        calls::DESCRIBE => Writer::default().text("<domain/>").done(),
+        calls::ALL_STATS => {
+            let stats = |name| domain(name).u32(1).text("state.state").u32(1).i32(1).done();
+            let count = Writer::default().u32(names().count() as u32).done();
+            std::iter::once(count).chain(names().map(stats)).collect::<Vec<_>>().concat()
+        }
+        _ => Vec::new(),
+    };
+    let w = Writer::default().u32(28 + said.len() as u32).u32(head[1]).u32(head[2]).u32(head[3]);
+    [w.u32(1).u32(head[5]).u32(0).done(), said].concat()
+}
+
+fn contains(bytes: &[u8], word: &str) -> bool {
+    bytes.windows(word.len()).any(|w| w == word.as_bytes())
+}
+
+#[test]
+fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("libvirt-sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let locked = Locked::default();
+    let theirs = Arc::clone(&locked);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let its = Arc::clone(&theirs);
+            std::thread::spawn(move || serve(stream.unwrap(), &its));
+        }
+    });
+    let (asks, asked) = channel();
+    let waker = Waker::new().unwrap();
+    let woken = waker.clone();
+    let thread = std::thread::spawn(move || work(&asked, &woken));
+    let attach = |domain: &str| {
+        let (ours, end) = UnixStream::pair().unwrap();
+        end.set_nonblocking(true).unwrap();
+        ours.set_read_timeout(Some(4 * BULK_PATIENCE)).unwrap();
+        let address = Address {
+            socket: socket.clone(),
+            key: socket.clone(),
+            uri: "qemu:///system",
+            domain: domain.into(),
+            owner: None,
+            container: None,
+        };
+        let (words, end) = (Words::default(), end.into());
+        asks.send(Ask::Attach(Attach { address, end, words, monitor: false })).unwrap();
+        waker.wake();
+        BufReader::new(ours)
+    };
+    let line = |client: &mut BufReader<UnixStream>| {
+        let mut line = String::new();
+        client.read_line(&mut line).map(|_| line)
+    };
+    let ask = |client: &mut BufReader<UnixStream>| {
+        client.get_mut().write_all(b"{\"execute\": \"query-status\"}\n").unwrap();
+    };
+    let (mut one, mut two) = (attach("one"), attach("two"));
+    assert!(line(&mut one).unwrap().contains("QMP") && line(&mut two).unwrap().contains("QMP"));
+    let hung = || locked.lock().unwrap().1;
+
+    locked.lock().unwrap().0 = Some("two");
+    ask(&mut two);
+    for round in 0..5 {
+        let begun = Instant::now();
+        ask(&mut one);
+        assert!(line(&mut one).unwrap().contains("running"));
+        assert!(round == 0 || begun.elapsed() < BULK_PATIENCE, "{round}: {:?}", begun.elapsed());
+    }
+    assert!(hung() <= 2, "one for all domains, and one for this: {}", hung());
+    // Its client gives up, and comes again.
+    drop(two);
+    std::thread::sleep(LAST_WISHES + Duration::from_millis(200));
+    two = attach("two");
+    std::thread::sleep(Duration::from_millis(200));
+    ask(&mut one);
+    assert!(line(&mut one).unwrap().contains("running"));
+    assert!(hung() <= 2, "{}", hung());
+
+    locked.lock().unwrap().0 = None;
+    assert!(line(&mut two).unwrap().contains("QMP"));
+    ask(&mut two);
+    assert!(line(&mut two).unwrap().contains("running"));
+    drop((asks, one, two));
+    waker.wake();
+    thread.join().unwrap();
+}
+
+#[test]
+fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
+    let address = Address {
+        socket: "/nonexistent".into(),
+        key: "/nonexistent".into(),
+        uri: "qemu:///system",
+        domain: "a".into(),
+        owner: Some(0),
+        container: None,
+    };
+    let mut daemon = Daemon::new(address);
+    let now = Instant::now();
+    assert!(!daemon.is_left(now));
+    assert!(!daemon.is_left(now + IDLE / 2));
+    assert_eq!(daemon.due(now), Some(IDLE));
+    assert!(daemon.is_left(now + IDLE));
+}

@@ -1,0 +1,51 @@
+//! Memory that is plugged into a domain by virtio-mem.
+
+use super::*;
+
+const ROOM: &str = "<maxMemory slots='2' unit='MiB'>2048</maxMemory>";
+const DEVICE: &str = "<memory model='virtio-mem'><target><size unit='MiB'>256</size><node>0</node>\
+                      <block unit='MiB'>2</block><requested unit='MiB'>0</requested></target>\
+                      </memory>";
+
+#[test]
+fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back() {
+    let _arena = Arena::beside(Beside::AnyTest).unwrap();
+    let libvirtd = Libvirtd::start().unwrap();
+    let domain = libvirtd.boot("grown", RAM, BALLOON, ROOM).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(&libvirtd, dir.path(), &["grown"]);
+    wait_up(&daemon, "grown");
+    daemon.squeeze("grown", Bytes::mib(300)).unwrap();
+
+    // The device is there, and nothing of it is plugged yet.
+    domain.tool().request("modprobe name=virtio_mem", PATIENCE).unwrap();
+    let file = libvirtd.dir().join("device.xml");
+    std::fs::write(&file, DEVICE).unwrap();
+    libvirtd.virsh(&["attach-device", "grown", &file.display().to_string(), "--live"]).unwrap();
+    let looked_at = |ram: Bytes, small: Bytes| {
+        move |s: &Value| {
+            let vm = of(s, "grown")?;
+            let size = |key: &str| vm[key].as_u64().map(Bytes);
+            (size("ram")? == ram && size("actual")? <= small && vm["link"]["state"] == "up")
+                .then_some(())
+        }
+    };
+    std::thread::sleep(Duration::from_secs(3));
+    let small = looked_at(RAM, Bytes::mib(330));
+    daemon.wait_for("a domain with the device", PATIENCE, small).unwrap();
+    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    let given = |s: &Value| (of(s, "grown")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
+    daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
+    domain.tool().stop("hog").unwrap();
+    daemon.squeeze("grown", Bytes::mib(300)).unwrap();
+
+    let plugged = Bytes::mib(128);
+    libvirtd
+        .virsh(&["update-memory-device", "grown", "--requested-size", "128MiB", "--live"])
+        .unwrap();
+    let small = looked_at(RAM + plugged, Bytes::mib(330) + plugged);
+    daemon.wait_for("a domain with plugged memory", PATIENCE, small).unwrap();
+    wait_size(&libvirtd, "grown", |b| b <= Bytes::mib(330));
+    assert!(daemon.stop());
+    wait_size(&libvirtd, "grown", |b| b == RAM);
+}
