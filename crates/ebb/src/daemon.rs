@@ -206,10 +206,9 @@ impl Daemon {
         ready.is_ok()
     }
 
-    fn sleep_until(&mut self, until: Stamp, hears: bool) -> HostWake {
+    fn sleep_until(&mut self, until: Stamp) -> HostWake {
         let left = until.since(LinuxHost::now());
-        let until = Instant::now() + Duration::from_millis(left);
-        if hears { self.host.wait(until) } else { self.host.wait_for_answers(until) }
+        self.host.wait(Instant::now() + Duration::from_millis(left))
     }
 }
 
@@ -293,7 +292,7 @@ impl Host for Daemon {
                 kicked = true;
                 continue;
             }
-            match self.sleep_until(due, !(fast && kicked)) {
+            match self.sleep_until(due) {
                 HostWake::Woken if self.signals.any() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);

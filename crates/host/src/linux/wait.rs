@@ -35,16 +35,6 @@ pub enum Wake {
 impl LinuxHost {
     /// Sleeps until `until`, or less: see [`Wake`].
     pub fn wait(&mut self, until: Instant) -> Wake {
-        self.sleep(until, true)
-    }
-
-    /// The same for some milliseconds, after guests were asked anew: what QEMUs say meanwhile the
-    /// next sample hears.
-    pub fn wait_for_answers(&mut self, until: Instant) -> Wake {
-        self.sleep(until, false)
-    }
-
-    fn sleep(&mut self, until: Instant, hears: bool) -> Wake {
         let mut answered = false;
         loop {
             clients_of(&mut self.vms).for_each(Client::flush);
@@ -62,7 +52,7 @@ impl LinuxHost {
             // Where one has answered, more will in a moment: they are heard together.
             let seen = match answered {
                 true => self.poll(left.min(TOGETHER), false),
-                false => self.poll(left, hears),
+                false => self.poll(left, true),
             };
             if seen.woken {
                 self.waker.clear();
