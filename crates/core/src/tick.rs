@@ -58,8 +58,8 @@ pub struct Next {
     pub at: Stamp,
     /// The VMs that need not be asked at it, sorted: see [`Engine::next`].
     pub resting: Vec<VmId>,
-    /// Those whose guests need not be asked anew right before it, sorted: what they said to QEMU
-    /// of their own is good enough.
+    /// The VMs whose guests need not be asked anew right before it, sorted: what they last told QEMU
+    /// is good enough.
     pub calm: Vec<VmId>,
 }
 
@@ -108,7 +108,7 @@ pub struct Tick {
 const FAST_MS_A_VM: f64 = 2.5;
 /// The time between questions to VMs that rest, milliseconds for each VM that there is.
 const REST_MS_A_VM: f64 = 10.0;
-/// QEMU itself asks each guest so often, or more often.
+/// QEMU asks each guest of its own at least once in this time, milliseconds.
 const QEMU_ASKS_MS: u64 = 2_000;
 /// The share of its RAM by which any guest may grow in a second.
 const LEAST_GROWTH: f64 = 0.05;

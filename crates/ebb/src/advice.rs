@@ -1,5 +1,5 @@
-//! What in the configuration has no effect on this host: said by the daemon and by
-//! `ebb doctor` in the same words.
+//! What an operator is to know or to do, where several commands say it in the same words: what in
+//! the configuration has no effect on this host, and how a domain gets an argument of QEMU's.
 
 use ebb_core::config::{Config, by_uuid};
 use ebb_core::model::HostModel;
@@ -7,6 +7,15 @@ use ebb_core::sample::VmSample;
 
 /// Names listed in one line; the rest is counted.
 const NAMES: usize = 10;
+
+/// How an argument of QEMU's gets into a domain's description.
+pub fn in_description(option: &str, value: &str) -> String {
+    format!(
+        "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, and \
+         before </domain> <qemu:commandline><qemu:arg value='{option}'/>\
+         <qemu:arg value='{value}'/></qemu:commandline>"
+    )
+}
 
 /// A reserve that is larger than what counts of it.
 pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {

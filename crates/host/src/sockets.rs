@@ -9,7 +9,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, Result};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-/// At least so many bytes are asked for at once; with each that are there, twice as many.
+/// Room for the first read, bytes. Where more comes the room is doubled.
 const AT_ONCE: usize = 4 << 10;
 /// Most bytes of one [`receive`], so that a flood does not keep the caller.
 const MAX_READ: usize = 4 << 20;

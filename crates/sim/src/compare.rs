@@ -223,7 +223,7 @@ impl Comparison {
         }
         let losses = self.losses();
         if losses.is_empty() {
-            return out + "\nNobody beats Ebb in either figure in any scenario.\n";
+            return out + "\nNo rival beats Ebb in either figure in any scenario.\n";
         }
         out += "\nWhere Ebb is beaten:\n\n";
         for l in losses {

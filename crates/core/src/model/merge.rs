@@ -1,7 +1,7 @@
 //! What merging is decided on: the operator's wish, KSM's counters, each VM's part.
 
 use super::standing::{is_managed, left_alone, unread};
-use crate::config::{Config, MergeConfig, MergeMode};
+use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
 /// The host's part; absent where merging is off.
@@ -41,7 +41,7 @@ impl MergeVm {
     pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
         let settings = &config.settings_of(vm);
         let sample = vm.merge.clone()?;
-        let fixed = untouchable(config, vm);
+        let fixed = untouchable(config, settings, vm);
         let (wanted, managed) = (settings.merge, is_managed(config, settings, vm));
         Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
     }
@@ -49,12 +49,12 @@ impl MergeVm {
 
 /// Whether the kernel may be advised about a VM's RAM.
 pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
-    vm.pinned.is_none() && untouchable(config, vm).is_none()
+    vm.pinned.is_none() && untouchable(config, &config.settings_of(vm), vm).is_none()
 }
 
 /// Why nothing may be done to a VM's RAM now, whatever its guest says.
-pub(super) fn untouchable(config: &Config, vm: &VmSample) -> Option<String> {
-    let alone = left_alone(config, &config.settings_of(vm), vm);
+pub(super) fn untouchable(config: &Config, settings: &VmSettings, vm: &VmSample) -> Option<String> {
+    let alone = left_alone(config, settings, vm);
     match (&vm.link, &vm.run) {
         _ if alone.is_some() => alone,
         _ if unread(vm).is_some() => unread(vm),

@@ -19,6 +19,6 @@ pub(super) fn stay(config: &Config, vm: &VmSample) -> Option<String> {
             Some(_) => "it is open to KSM, which merges them".into(),
             None => "it was not looked at yet".into(),
         }),
-        () => untouchable(config, vm),
+        () => untouchable(config, settings, vm),
     }
 }

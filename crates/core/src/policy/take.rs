@@ -322,7 +322,8 @@ pub(super) fn priced(
     (base, idle, most): (Bytes, Bytes, Bytes),
 ) -> Candidate {
     // What is idle but not resident brings the host nothing now: it counts a tenth.
-    let held = idle.share(held_share(vm, g));
+    let yields = held_share(vm, g);
+    let held = idle.share(yields);
     let taxed = held.0 as f64 + 0.1 * (idle - held).0 as f64;
     let ram = vm.ram.unwrap_or(base).max(Bytes(1));
     let shares = vm.weight.max(0.001) * ram.0 as f64;
@@ -333,7 +334,7 @@ pub(super) fn priced(
         free: ((g.available - g.cache) - g.short_mark.share(LEAST_MARKS)).min(idle),
         most,
         least: ram.share(LEAST_SHRINK).max(LEAST_STEP),
-        yields: held_share(vm, g),
+        yields,
         price: (g.working_set.0 as f64 + IDLE_COST * taxed) / shares,
         slope: shares / IDLE_COST,
         share: Bytes::ZERO,

@@ -7,7 +7,7 @@
 
 mod fix;
 mod host;
-pub(super) mod vm;
+mod vm;
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

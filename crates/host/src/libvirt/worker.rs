@@ -6,14 +6,14 @@
 //! all connections are busy, another is opened.
 //!
 //! A call on a domain that libvirt has locked hangs as long as the lock is held, and so does one on
-//! all domains, without regard to `NOWAIT`. (`virsh dump` into a FIFO that nobody reads locks its
+//! all domains, without regard to `NOWAIT`. (`virsh dump` into a FIFO without a reader locks its
 //! domain.) So after a call on all domains that hung each is asked alone, and those that answer are
 //! asked together again. A domain with a call under way gets no other call, so hung calls do not
 //! add up.
 
 mod connection;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -298,15 +298,11 @@ impl Daemon {
         (self.bulk, self.gather) = (Some(now), None);
     }
 
-    /// Whether no call is under way for its domain alone, also none of an earlier client.
-    fn may_call(&self, client: &Client) -> bool {
-        let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name());
-        let mut busy = busy.chain(self.left.values().map(String::as_str));
-        busy.all(|name| name != client.bridge.name())
-    }
-
     fn ask_each(&mut self, now: Instant) {
-        let due = |c: &Client| c.bridge.has_call() && self.may_call(c);
+        // Domains with a call under way for them alone, also one of an earlier client.
+        let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name());
+        let busy: BTreeSet<&str> = busy.chain(self.left.values().map(String::as_str)).collect();
+        let due = |c: &Client| c.bridge.has_call() && !busy.contains(c.bridge.name());
         let keys: Vec<u64> = self.clients.iter().filter(|(_, c)| due(c)).map(|(k, _)| *k).collect();
         for key in keys {
             let Some(client) = self.clients.get_mut(&key) else { continue };

@@ -101,7 +101,7 @@ impl Vm {
         }
     }
 
-    /// So much is plugged: what is ordered means the same size of the balloon as before.
+    /// Takes in what is plugged. An order under way still means the same size of the balloon.
     fn plugged(&mut self, dimms: Bytes, virtio_mem: Bytes) {
         let was = std::mem::replace(&mut self.virtio_mem, virtio_mem);
         self.ordered = self.ordered.map(|to| to - was + virtio_mem);

@@ -195,8 +195,8 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
     ours
 }
 
-#[test]
-fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon_moves() {
+/// A VM of 1 GiB whose balloon was found, and QEMU's end of its socket.
+fn with_balloon() -> (tempfile::TempDir, Arc<Mutex<Like>>, Vm, UnixStream) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -206,7 +206,12 @@ fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon
     let mut vm = vm(path);
     (vm.agent, vm.access.agent) = (None, AgentUse::Off);
     while tick(&mut vm).balloon.is_none() {}
-    let mut peer = peer.join().unwrap();
+    (dir, like, vm, peer.join().unwrap())
+}
+
+#[test]
+fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon_moves() {
+    let (_dir, like, mut vm, mut peer) = with_balloon();
     let asked = || like.lock().unwrap().asked;
     let (before, begun) = (asked(), Instant::now());
     (0..20).for_each(|_| assert_eq!(tick(&mut vm).run, Some(RunState::Running)));
@@ -234,16 +239,7 @@ fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon
 /// As QEMU 7.2 tells it: virtio-mem is a part of the plugged memory and not of the balloon's size.
 #[test]
 fn virtio_mem_is_a_part_of_ram_and_size_and_of_no_order() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("qmp");
-    let listener = UnixListener::bind(&path).unwrap();
-    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, ..Like::default() }));
-    let theirs = Arc::clone(&like);
-    let peer = std::thread::spawn(move || qemu_like(listener, theirs));
-    let mut vm = vm(path);
-    (vm.agent, vm.access.agent) = (None, AgentUse::Off);
-    while tick(&mut vm).balloon.is_none() {}
-    let _peer = peer.join().unwrap();
+    let (_dir, like, mut vm, _peer) = with_balloon();
     let sizes = |vm: &mut Vm| {
         std::thread::sleep(RARELY);
         let sample = tick(vm);

@@ -50,6 +50,15 @@ fn watched(libvirtd: &Libvirtd, name: &str) -> (Domain, TempDir, Daemon) {
     (domain, dir, daemon)
 }
 
+/// The same with two domains.
+fn two_watched(libvirtd: &Libvirtd) -> (Domain, Domain, TempDir, Daemon) {
+    let (one, two) = (boot(libvirtd, "one"), boot(libvirtd, "two"));
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(libvirtd, dir.path(), &["one", "two"]);
+    ["one", "two"].iter().for_each(|name| wait_up(&daemon, name));
+    (one, two, dir, daemon)
+}
+
 fn of<'a>(state: &'a Value, name: &str) -> Option<&'a Value> {
     state["vms"].as_array()?.iter().find(|v| v["name"] == name)
 }
@@ -143,11 +152,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
 fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = start(&libvirtd, dir.path(), &["one", "two"]);
-    wait_up(&daemon, "one");
-    wait_up(&daemon, "two");
+    let (one, _two, _dir, daemon) = two_watched(&libvirtd);
     daemon.squeeze("one", Bytes::mib(300)).unwrap();
     let down = |s: &Value| (of(s, "one")?["link"]["state"] != "up").then_some(());
 
@@ -182,16 +187,12 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
 }
 
-/// `virsh dump` into a FIFO that nobody reads: libvirt keeps the domain locked.
+/// `virsh dump` into a FIFO without a reader: libvirt keeps the domain locked.
 #[test]
 fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let (one, _two) = (boot(&libvirtd, "one"), boot(&libvirtd, "two"));
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = start(&libvirtd, dir.path(), &["one", "two"]);
-    wait_up(&daemon, "one");
-    wait_up(&daemon, "two");
+    let (one, _two, _dir, daemon) = two_watched(&libvirtd);
     daemon.squeeze("one", Bytes::mib(300)).unwrap();
     daemon.squeeze("two", Bytes::mib(300)).unwrap();
     let fifo = libvirtd.dir().join("fifo");

@@ -12,6 +12,7 @@ use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::root::Root;
 
 use super::{Check, Verdict, check};
+use crate::advice::in_description;
 use crate::view::Vm;
 
 /// How the reason begins where a VM is reached through libvirt.
@@ -217,15 +218,6 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
         ),
         Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
     }
-}
-
-/// How an argument of QEMU's gets into a domain's description.
-pub(in crate::cmd) fn in_description(option: &str, value: &str) -> String {
-    format!(
-        "virsh edit: xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0' in <domain>, and \
-         before </domain> <qemu:commandline><qemu:arg value='{option}'/>\
-         <qemu:arg value='{value}'/></qemu:commandline>"
-    )
 }
 
 /// How a VM gets the agent.

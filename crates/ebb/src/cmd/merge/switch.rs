@@ -24,7 +24,7 @@ use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
 use super::{Known, look};
-use crate::cmd::doctor::vm::in_description;
+use crate::advice::in_description;
 use crate::cmd::explain;
 use crate::daemon_client;
 use crate::table::emit;

@@ -5,12 +5,23 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use super::super::xdr::Writer;
 use super::super::{inode, open_inside};
 use super::*;
+
+/// A client's end of its socket to the thread; a read waits `patience` at most.
+fn attached(asks: &Sender<Ask>, waker: &Waker, address: Address, patience: Duration) -> UnixStream {
+    let (ours, end) = UnixStream::pair().unwrap();
+    end.set_nonblocking(true).unwrap();
+    ours.set_read_timeout(Some(patience)).unwrap();
+    let (words, end) = (Words::default(), end.into());
+    asks.send(Ask::Attach(Attach { address, end, words, monitor: false })).unwrap();
+    waker.wake();
+    ours
+}
 
 /// Two processes of one container lead to its libvirt; the first ends, and another container's
 /// process gets its number.
@@ -44,24 +55,10 @@ fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_befor
     let waker = Waker::new().unwrap();
     let woken = waker.clone();
     let thread = std::thread::spawn(move || work(&asked, &woken));
-    let attach = |process: &str| {
-        let (ours, end) = UnixStream::pair().unwrap();
-        end.set_nonblocking(true).unwrap();
-        ours.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        let words = Words::default();
-        let ask = Attach {
-            address: address(process),
-            end: end.into(),
-            words: words.clone(),
-            monitor: false,
-        };
-        asks.send(Ask::Attach(ask)).unwrap();
-        waker.wake();
-        (ours, words)
-    };
-    let (mut ours, _) = attach("10");
+    let attach = |process: &str| attached(&asks, &waker, address(process), Duration::from_secs(10));
+    let mut ours = attach("10");
     assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
-    let (_ours, _) = attach("11");
+    let _ours = attach("11");
     let until = Instant::now() + Duration::from_secs(10);
     let accepted = loop {
         match its.accept() {
@@ -138,9 +135,6 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
     let woken = waker.clone();
     let thread = std::thread::spawn(move || work(&asked, &woken));
     let attach = |domain: &str| {
-        let (ours, end) = UnixStream::pair().unwrap();
-        end.set_nonblocking(true).unwrap();
-        ours.set_read_timeout(Some(4 * BULK_PATIENCE)).unwrap();
         let address = Address {
             socket: socket.clone(),
             key: socket.clone(),
@@ -149,10 +143,7 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
             owner: None,
             container: None,
         };
-        let (words, end) = (Words::default(), end.into());
-        asks.send(Ask::Attach(Attach { address, end, words, monitor: false })).unwrap();
-        waker.wake();
-        BufReader::new(ours)
+        BufReader::new(attached(&asks, &waker, address, 4 * BULK_PATIENCE))
     };
     let line = |client: &mut BufReader<UnixStream>| {
         let mut line = String::new();
