@@ -545,6 +545,7 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     outcome.add(arm, "held_peak", "bytes", &[held.max]);
     outcome.add(arm, "held_least", "bytes", &[held.min]);
     outcome.add(arm, "vm_mean", "bytes", &[held.mean / n]);
+    outcome.add(arm, "vm_mean_guest", "bytes", &[held.mean / n - mean(&|r| r.vmm_private)]);
     let (begin, end) = huge(&r.series);
     outcome.add(arm, "huge_begin", "fraction", &[begin]);
     outcome.add(arm, "huge_end", "fraction", &[end]);

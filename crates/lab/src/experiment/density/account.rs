@@ -109,6 +109,8 @@ pub(super) struct Rest {
     pub(super) huge: Bytes,
     /// Everything else of the process.
     pub(super) vmm: Bytes,
+    /// Of that what VMs do not share: no mapped files.
+    pub(super) vmm_private: Bytes,
 }
 
 pub(super) fn rest(vms: &[Vm]) -> Result<Vec<Rest>> {
@@ -132,7 +134,7 @@ fn of_regions(regions: &[Region], memory: Bytes) -> Rest {
                 rest.guest += guest;
                 rest.huge += huge;
             }
-            _ => blocks.push((range, Rest { guest, huge, vmm: Bytes::ZERO })),
+            _ => blocks.push((range, Rest { guest, huge, ..Rest::default() })),
         }
     }
     // Video memory and firmware are RAM too, but the VMM's.
@@ -141,7 +143,11 @@ fn of_regions(regions: &[Region], memory: Bytes) -> Rest {
         rest.guest += of.guest;
         rest.huge += of.huge;
     }
-    rest.vmm = regions.iter().map(|r| r.resident).sum::<Bytes>() - rest.guest;
+    let resident = |of: &dyn Fn(&Region) -> bool| -> Bytes {
+        regions.iter().filter(|r| of(r)).map(|r| r.resident).sum()
+    };
+    rest.vmm = resident(&|_| true) - rest.guest;
+    rest.vmm_private = resident(&|r| r.plain) - rest.guest;
     rest
 }
 
@@ -153,7 +159,7 @@ mod tests {
     fn ram_that_is_open_to_ksm_in_parts_is_ram() {
         let region = |start, mib: u64, dontfork| Region {
             range: Range { start, len: mib << 20 },
-            plain: true,
+            plain: start < 6 << 30,
             resident: Bytes::mib(mib),
             swap: Bytes::ZERO,
             ksm: Bytes::ZERO,
@@ -168,8 +174,10 @@ mod tests {
             region((1 << 30) + (300 << 20), 212, true),
             region(4 << 30, 16, true),
             region(5 << 30, 40, false),
+            region(6 << 30, 24, false),
         ];
         let rest = of_regions(&parts, Bytes::mib(512));
-        assert_eq!((rest.guest, rest.vmm), (Bytes::mib(512), Bytes::mib(56)));
+        assert_eq!((rest.guest, rest.vmm), (Bytes::mib(512), Bytes::mib(80)));
+        assert_eq!(rest.vmm_private, Bytes::mib(56));
     }
 }
