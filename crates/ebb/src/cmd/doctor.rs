@@ -109,7 +109,7 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         checks.push(check("host", "daemon", Verdict::Good, found, ""));
         daemon_client::get_json(&config.socket, "/v1/state")?
     } else {
-        let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
+        let advice = "systemctl enable --now ebb; journalctl -u ebb says why it ended";
         checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
         state_of(config, look(config)?)
     };

@@ -26,9 +26,14 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut add = |what: &str, verdict, found: &str, advice: &str| {
         checks.push(check(&vm.name, what, verdict, found, advice));
     };
-    let alone = left_alone(vm).map(|why| format!("not connected: {why}"));
     match &vm.link {
-        _ if alone.is_some() => add("QMP", Verdict::Note, alone.as_deref().unwrap_or_default(), ""),
+        Link::Down(why) if left_alone(vm, why) => {
+            let why = vm.standing.why();
+            // As the operator wants it.
+            let is_wanted = why.starts_with("manage = ");
+            let verdict = if is_wanted { Verdict::Note } else { Verdict::Missing };
+            add("QMP", verdict, &format!("not connected: {why}"), "");
+        }
         Link::Up => add("QMP", Verdict::Good, "answers", ""),
         Link::Unknown => add("QMP", Verdict::Note, "not tried yet", ""),
         Link::Slow(why) => add("QMP", Verdict::Missing, why, "it is tried again each tick"),
@@ -60,12 +65,11 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
              for Ebb in <qemu:commandline>: \
              -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off",
         ),
-        Link::Down(why) => add(
-            "QMP",
-            Verdict::Bad,
-            why,
-            "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start",
-        ),
+        Link::Down(why) => {
+            let own = "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start";
+            let advice = if why.contains("-qmp unix:") { "" } else { own };
+            add("QMP", Verdict::Bad, why, advice);
+        }
     }
     if let Some(shared) = &vm.shared {
         let found = shared_words(shared);
@@ -94,12 +98,9 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     checks
 }
 
-/// Why Ebb does not act on a VM that it could reach.
-fn left_alone(vm: &Vm) -> Option<&str> {
-    match (&vm.link, &vm.standing) {
-        (Link::Down(down), Standing::Off(why)) if why != down => Some(why),
-        _ => None,
-    }
+/// Whether a VM's connection is `down` only because Ebb is not to act on the VM.
+fn left_alone(vm: &Vm, down: &str) -> bool {
+    matches!(&vm.standing, Standing::Off(why) if why != down)
 }
 
 /// Whether Proxmox sets the VM's balloon, too.
