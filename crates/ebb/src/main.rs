@@ -37,6 +37,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// again the moment they need it.
 #[derive(Parser)]
 #[command(version, max_term_width = 100)]
+#[command(after_help = "Exit code: 0 done, 1 nothing to do or nothing found, 2 error. Settings: \
+                        ebb.toml(5). Documents: /usr/share/doc/ebb/docs, operate.md first.")]
 struct Cli {
     #[command(flatten)]
     global: Global,

@@ -92,8 +92,9 @@ impl StateFile {
         };
         serde_json::from_str(&text).map(Some).with_context(|| {
             format!(
-                "{} is damaged: VMs may still be ballooned; look with `ebb doctor`, give them \
-                 their memory with QMP `balloon`, then remove the file",
+                "{} is damaged: VMs may still be ballooned; `ebb run --dry-run` with `ebb status` \
+                 shows their sizes; give them their memory (`virsh setmem NAME SIZE --live`, or \
+                 QMP `balloon`), then remove the file",
                 self.path.display()
             )
         })
@@ -173,7 +174,7 @@ mod tests {
         assert!(said.contains("another ebb holds"), "{said}");
         fs::write(path, "{\"vms\": 3").unwrap();
         let said = format!("{:#}", state.read().unwrap_err());
-        assert!(said.contains("is damaged") && said.contains("ebb doctor"), "{said}");
+        assert!(said.contains("is damaged") && said.contains("virsh setmem"), "{said}");
     }
 
     #[test]

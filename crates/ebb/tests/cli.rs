@@ -92,7 +92,7 @@ fn without_a_daemon_reading_commands_say_how_to_start_one() {
     for args in [&["status"][..], &["explain", "x"], &["record", "-"]] {
         let out = ebb(&[args, &["--config", &file]].concat());
         assert_eq!(out.status.code(), Some(2), "{args:?}");
-        assert!(said(&out).contains("ebb run"), "{}", said(&out));
+        assert!(said(&out).contains("systemctl start ebb"), "{}", said(&out));
     }
 }
 
@@ -104,7 +104,7 @@ fn with_json_an_error_is_json_too() {
         let out = ebb(&[args, &["--config", &file]].concat());
         assert_eq!(out.status.code(), Some(2), "{args:?}");
         let told: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
-        assert!(told["error"].as_str().unwrap().contains("ebb run"), "{told}");
+        assert!(told["error"].as_str().unwrap().contains("systemctl start ebb"), "{told}");
         assert_eq!(said(&out), "");
     }
 }
@@ -263,7 +263,7 @@ fn a_damaged_state_file_is_refused_by_name_and_left_as_it_is() {
         for command in ["run", "release"] {
             let out = ebb(&[command, "--config", &file]);
             assert_eq!(out.status.code(), Some(2), "{command}: {}", said(&out));
-            let words = ["state.json is damaged", "ebb doctor", "QMP", "remove the file"];
+            let words = ["state.json is damaged", "virsh setmem", "QMP", "remove the file"];
             assert!(words.iter().all(|w| said(&out).contains(w)), "{command}: {}", said(&out));
         }
         assert_eq!(std::fs::read_to_string(&state).unwrap(), text);

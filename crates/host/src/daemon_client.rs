@@ -17,7 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error(
-        "no daemon answers on {socket}: start it with `ebb run`, or name its socket with --socket: {error}"
+        "no daemon answers on {socket} ({error}): run this as root, start the daemon (systemctl start \
+         ebb), or name its socket with --socket"
     )]
     NoDaemon { socket: PathBuf, error: std::io::Error },
     /// The connection broke, or the answer took too long.

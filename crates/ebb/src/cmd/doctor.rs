@@ -109,8 +109,10 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         checks.push(check("host", "daemon", Verdict::Good, found, ""));
         daemon_client::get_json(&config.socket, "/v1/state")?
     } else {
-        let advice = "start it with `ebb run` (systemd: systemctl enable --now ebb)";
-        checks.push(check("host", "daemon", Verdict::Missing, "does not run", advice));
+        let found = format!("does not answer on {}", config.socket);
+        let advice = "run this as root; systemctl enable --now ebb; journalctl -u ebb says why it \
+                      ended";
+        checks.push(check("host", "daemon", Verdict::Missing, found, advice));
         state_of(config, look(config)?)
     };
     let host = &state.host;

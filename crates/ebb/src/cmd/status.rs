@@ -1,7 +1,7 @@
 //! `ebb status`: host and VMs on one screen.
 
 use anyhow::Result;
-use ebb_core::model::{Limit, Progress};
+use ebb_core::model::{Limit, Progress, Standing};
 use ebb_core::plan::RungName;
 use ebb_core::sample::{Link, RunState};
 use ebb_core::units::Bytes;
@@ -143,7 +143,10 @@ fn state_words(vm: &Vm) -> String {
             Some(progress) => format!("{progress}; {}", vm.verdict),
             None => vm.verdict.clone(),
         },
-        (Link::Slow(why) | Link::Taken(why) | Link::Down(why), _) => why.clone(),
+        (Link::Slow(why) | Link::Taken(why) | Link::Down(why), _) => match &vm.standing {
+            Standing::Off(why) => why.clone(),
+            _ => why.clone(),
+        },
     }
 }
 
@@ -190,6 +193,16 @@ mod tests {
             text(&state(12))
                 .ends_with("vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n")
         );
+    }
+
+    #[test]
+    fn a_vm_that_is_left_alone_is_shown_with_the_reason() {
+        let link = Link::Down("it is not connected to".into());
+        let standing = Standing::Off("manage = false in the configuration".into());
+        let vm = Vm { name: "a".into(), link, ..Vm::default() };
+        assert_eq!(state_words(&vm), "it is not connected to");
+        let vm = Vm { standing, ..vm };
+        assert_eq!(state_words(&vm), "manage = false in the configuration");
     }
 
     #[test]

@@ -21,6 +21,9 @@ const MAX_KIND: usize = 64;
 /// Most QMP sockets of one VM that are tried.
 const MAX_SOCKETS: usize = 8;
 
+/// How the reason begins where QEMU's monitor is libvirt's own.
+const BY_LIBVIRT: &str = "managed by libvirt (or alike)";
+
 /// Where QMP is to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QmpAddress {
@@ -362,8 +365,8 @@ impl Monitors {
     fn socket(&mut self, options: &Options, id: &str) {
         let refuse = if options.has("fd") {
             format!(
-                "managed by libvirt (or alike): its monitor {id} is an inherited descriptor that \
-                 only libvirt's end can use"
+                "{BY_LIBVIRT}: its monitor {id} is an inherited descriptor that only libvirt's end \
+                 can use"
             )
         } else if !options.is_on("server") {
             format!("its monitor {id} connects out (no server=on)")
@@ -393,9 +396,12 @@ impl Monitors {
             return QmpAddress::Paths(self.paths);
         }
         let why = self.refused.first().cloned().unwrap_or("it was started without QMP".into());
-        QmpAddress::None {
-            why: format!("{why}; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off"),
-        }
+        // Where libvirt starts QEMU, libvirt is the way.
+        let add = match why.starts_with(BY_LIBVIRT) {
+            true => "",
+            false => "; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off",
+        };
+        QmpAddress::None { why: why + add }
     }
 }
 

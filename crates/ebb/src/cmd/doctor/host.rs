@@ -169,7 +169,8 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
             "swap",
             Verdict::Note,
             "none".into(),
-            "zram as a last resort costs nothing while unused",
+            "give the host some, or zram (apt-get install zram-tools): it needs it when many guests \
+             want memory at once",
         ),
         false => add("swap", Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
     }
@@ -242,8 +243,8 @@ pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Ve
     if let Some(holes) = number("max_ptes_none").filter(|n| *n > 0) {
         add(
             format!("max_ptes_none is {holes}; {pace}"),
-            "it fills up to so many of 512 pages that guests gave back, or that are zeros and \
-             were freed, with memory again: 0 in khugepaged/max_ptes_none, and it does not",
+            "where a guest gave back up to so many of 512 pages, it takes memory for them again; \
+             to end that: echo 0 >/sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none",
         );
     }
     let merges = host.ksm.is_some_and(|k| k.run == 1 || k.pages_shared > 0)
@@ -254,7 +255,7 @@ pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Ve
             true => "merge.hold_khugepaged: the daemon sets it to 0 while it merges",
             false => {
                 "it copies up to so many merged pages of 512 into a huge page, which undoes their \
-                 merges: 0 in khugepaged/max_ptes_shared, or merge.hold_khugepaged = true"
+                 merges; to end that: merge.hold_khugepaged = true"
             }
         };
         add(format!("max_ptes_shared is {shared}; {pace}"), advice);

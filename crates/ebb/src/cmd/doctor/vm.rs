@@ -3,6 +3,7 @@
 //!
 //! A check of something in a VM is added here; it looks and changes nothing.
 
+use ebb_core::model::Standing;
 use ebb_core::sample::{AgentSample, Link, SharedSocket};
 use ebb_core::text::in_command;
 use ebb_core::wire::AgentState;
@@ -26,6 +27,13 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         checks.push(check(&vm.name, what, verdict, found, advice));
     };
     match &vm.link {
+        Link::Down(why) if left_alone(vm, why) => {
+            let why = vm.standing.why();
+            // As the operator wants it.
+            let is_wanted = why.starts_with("manage = ");
+            let verdict = if is_wanted { Verdict::Note } else { Verdict::Missing };
+            add("QMP", verdict, &format!("not connected: {why}"), "");
+        }
         Link::Up => add("QMP", Verdict::Good, "answers", ""),
         Link::Unknown => add("QMP", Verdict::Note, "not tried yet", ""),
         Link::Slow(why) => add("QMP", Verdict::Missing, why, "it is tried again each tick"),
@@ -39,9 +47,10 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         Link::Down(why) if why.starts_with(BY_LIBVIRT) => {
             let advice = match why.contains(REFUSED) {
                 true => {
-                    "Ebb does not support SASL on libvirt's socket: set auth_unix_rw to \"none\" \
-                     or \"polkit\" in libvirt's configuration, or give the VM a socket for Ebb in \
-                     <qemu:commandline>: -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off"
+                    "Ebb does not support SASL on libvirt's socket: set auth_unix_rw = \"polkit\" \
+                     in /etc/libvirt/libvirtd.conf (virtqemud.conf) and restart that daemon, or \
+                     give the VM a socket for Ebb in <qemu:commandline>: \
+                     -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off"
                 }
                 false => "Ebb tries again; `virsh list` shows whether libvirt answers",
             };
@@ -56,12 +65,11 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
              for Ebb in <qemu:commandline>: \
              -qmp unix:/run/ebb-vms/NAME-ebb.qmp,server=on,wait=off",
         ),
-        Link::Down(why) => add(
-            "QMP",
-            Verdict::Bad,
-            why,
-            "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start",
-        ),
+        Link::Down(why) => {
+            let own = "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start";
+            let advice = if why.contains("-qmp unix:") { "" } else { own };
+            add("QMP", Verdict::Bad, why, advice);
+        }
     }
     if let Some(shared) = &vm.shared {
         let found = shared_words(shared);
@@ -88,6 +96,11 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         balloon_checks(vm, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
     }
     checks
+}
+
+/// Whether a VM's connection is `down` only because Ebb is not to act on the VM.
+fn left_alone(vm: &Vm, down: &str) -> bool {
+    matches!(&vm.standing, Standing::Off(why) if why != down)
 }
 
 /// Whether Proxmox sets the VM's balloon, too.
@@ -207,7 +220,9 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
              FreeBSD's driver has no statistics; a guest without them is never shrunk",
         ),
         Some(age_ms) if age_ms > ebb_core::model::STALE_MS => {
-            add("guest statistics", Verdict::Missing, &format!("{} s old", age_ms / 1000), "");
+            let advice = "the guest is paused or hangs, or its driver does not run (Windows: the \
+                          service of virtio-win)";
+            add("guest statistics", Verdict::Missing, &format!("{} s old", age_ms / 1000), advice);
         }
         Some(_) if vm.windows => add(
             "guest statistics",
@@ -232,7 +247,7 @@ fn agent_advice(domain: Option<&str>) -> String {
     };
     format!(
         "with the agent in QEMU ({how}, and without {reporting}) and ebb.ko in the guest freed \
-         pages return one by one"
+         pages return one by one (host: Linux 6.4 or later)"
     )
 }
 
@@ -249,7 +264,8 @@ fn reporting_check(
         (Some(false), None) => (
             Verdict::Missing,
             "off",
-            "start it with free-page-reporting=on on its balloon (guest: Linux 5.7 or later)",
+            "start it with free-page-reporting=on on its balloon, in libvirt \
+             freePageReporting='on' (guest: Linux 5.7 or later)",
         ),
         (Some(false), Some(AgentState::Aside)) => (
             Verdict::Missing,
@@ -288,6 +304,11 @@ mod tests {
             vm.link = Link::Down(format!("{BY_LIBVIRT}a: {why}"));
             assert!(worst(&vm).1.contains(advice), "{}", worst(&vm).1);
         }
+        let off = "manage = false in the configuration";
+        let alone = Vm { standing: Standing::Off(off.into()), ..vm.clone() };
+        let found = vm_checks(&alone, None).remove(0);
+        assert_eq!(found.found, format!("not connected: {off}"));
+        assert_eq!((found.verdict, found.advice.as_str()), (Verdict::Note, ""));
         vm.link = Link::Up;
         assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
         (vm.actual, vm.reporting) = (Some(Bytes::gib(1)), Some(false));
