@@ -117,6 +117,6 @@ mod tests {
         assert!(body(b"HTTP/1.1 200 OK\r\na").is_err());
         assert!(body(b"\xff\xff").is_err());
         let e = get("/nonexistent/ebb.sock", "/").unwrap_err().to_string();
-        assert!(e.contains("ebb run"), "{e}");
+        assert!(e.contains("systemctl start ebb"), "{e}");
     }
 }

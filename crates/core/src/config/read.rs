@@ -1,6 +1,7 @@
 //! From TOML to a [`Config`]: what may be written, and what is said of the rest.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Deserializer};
 use toml::Spanned;
@@ -9,7 +10,7 @@ use super::*;
 use crate::units::NotASize;
 
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
-    let fail = |span: Option<std::ops::Range<usize>>, field: &str, message: String| ConfigError {
+    let fail = |span: Option<Range<usize>>, field: &str, message: String| ConfigError {
         file: file.to_string(),
         line: span.map(|s| line_of(text, s.start)),
         field: field.to_string(),
@@ -23,6 +24,9 @@ pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
     let check = Checker { fail: &fail };
     check.config(raw)
 }
+
+/// A size below this lacks its unit.
+const LEAST_SIZE: u64 = 1 << 20;
 
 /// What holds for VMs without a section.
 const DEFAULTS: &str = "defaults";
@@ -73,7 +77,7 @@ struct RawDaemon {
 #[derive(Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
 struct RawHost {
-    reserve: Option<Bytes>,
+    reserve: Option<Spanned<Bytes>>,
     cgroup: Option<Spanned<String>>,
     vms: Option<Spanned<String>>,
     offload: Option<bool>,
@@ -211,7 +215,7 @@ pub(super) fn word(agent: AgentUse) -> &'static str {
     AGENT.iter().find(|(_, its, _)| *its == agent).map_or("", |(word, ..)| word)
 }
 
-type Fail<'a> = dyn Fn(Option<std::ops::Range<usize>>, &str, String) -> ConfigError + 'a;
+type Fail<'a> = dyn Fn(Option<Range<usize>>, &str, String) -> ConfigError + 'a;
 
 struct Checker<'a> {
     fail: &'a Fail<'a>,
@@ -230,6 +234,9 @@ impl Checker<'_> {
         if fast_tick_ms > tick_ms {
             let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
             return Err((self.fail)(None, "daemon.fast_tick", message));
+        }
+        if let Some(reserve) = &raw.host.reserve {
+            self.has_unit("host.reserve", reserve.span(), *reserve.get_ref())?;
         }
         let mut defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
         let mut vms = BTreeMap::new();
@@ -250,7 +257,7 @@ impl Checker<'_> {
             state_file: self
                 .path("daemon.state_file", raw.daemon.state_file)?
                 .unwrap_or(base.state_file),
-            reserve: raw.host.reserve,
+            reserve: raw.host.reserve.map(Spanned::into_inner),
             pool: self.path("host.cgroup", raw.host.cgroup)?,
             listed_only,
             sockets: self.one_of("host.sockets", raw.host.sockets, SOCKETS)?.unwrap_or_default(),
@@ -272,6 +279,13 @@ impl Checker<'_> {
             let message = no_memory(max.get_ref().0);
             return Err((self.fail)(Some(max.span()), &format!("{at}.max"), message));
         }
+        for (field, raw) in [("min", &raw.min), ("max", &raw.max)] {
+            if let Some(raw) = raw
+                && let Amount::Bytes(size) = raw.get_ref().0
+            {
+                self.has_unit(&format!("{at}.{field}"), raw.span(), size)?;
+            }
+        }
         if let Some(w) = raw.weight.as_ref().filter(|w| !is_weight(*w.get_ref())) {
             let message = format!("{} is not a weight: a number from 0.001 to 1000", w.get_ref());
             return Err((self.fail)(Some(w.span()), &format!("{at}.weight"), message));
@@ -287,7 +301,7 @@ impl Checker<'_> {
             agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?,
         };
         let mut settings = VmSettings {
-            qmp: self.path(&format!("{at}.qmp"), raw.qmp)?.or_else(|| base.qmp.clone()),
+            qmp: self.path(&format!("{at}.qmp"), raw.qmp)?,
             private_ram: raw.private_ram.unwrap_or(base.private_ram),
             window_limit_ms: match raw.window_limit {
                 None => base.window_limit_ms,
@@ -330,6 +344,17 @@ impl Checker<'_> {
             hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
             zeros: raw.zeros.unwrap_or(base.zeros),
         })
+    }
+
+    /// Refuses what was meant with a unit, most likely.
+    fn has_unit(&self, field: &str, span: Range<usize>, size: Bytes) -> Result<(), ConfigError> {
+        match size.0 {
+            1..LEAST_SIZE => {
+                let message = format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"");
+                Err((self.fail)(Some(span), field, message))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Cores, given as percent of one; `least` percent at least.
@@ -423,10 +448,11 @@ impl Checker<'_> {
             ("user", raw.user.as_ref().map(Spanned::span)),
             ("uuid", raw.uuid.as_ref().map(Spanned::span)),
             ("cgroup", raw.cgroup.as_ref().map(Spanned::span)),
+            ("qmp", raw.qmp.as_ref().map(Spanned::span)),
         ];
         let given = spans.into_iter().find(|(_, span)| span.is_some());
         if let (DEFAULTS, Some((field, span))) = (at, given) {
-            let message = "this tells one VM from another: write it in a [vm.NAME] section";
+            let message = "this is of one VM only: write it in a [vm.NAME] section";
             return Err((self.fail)(span, &format!("{at}.{field}"), message.into()));
         }
         let user = raw.user.take().map(|user| self.user(&format!("{at}.user"), user));
