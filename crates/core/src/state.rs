@@ -426,8 +426,7 @@ impl Memory {
             m.was.get_or_insert(!order.open);
         }
         for order in &plan.partial_thp {
-            let m = self.vm_mut(order.vm);
-            m.partial_thp = m.returned.balloon;
+            self.vm_mut(order.vm).partial_thp = Bytes::ZERO;
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);

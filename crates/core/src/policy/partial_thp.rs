@@ -34,7 +34,7 @@ fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<PartialThpOrder
     if done.busy {
         return None;
     }
-    let taken = m.returned.balloon - m.partial_thp;
+    let taken = m.partial_thp;
     let step = STEP.0.max(vm.ram.unwrap_or_default().share(STEP.1));
     let rests = m.shrunk.is_none_or(|at| model.at.since(at) >= REST_MS);
     let reason = if taken >= step || taken >= LEAST && rests {
@@ -51,8 +51,13 @@ fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<PartialThpOrder
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::sample::{HostSample, Link, PartialThpSample, RunState, Sample, VmId, VmSample};
-    use crate::state::{Returned, VmMemory};
+    use crate::plan::Plan;
+    use crate::policy::Decided;
+    use crate::sample::{
+        BalloonSample, HostSample, Link, PartialThpSample, ProcessMemory, RunState, Sample, VmId,
+        VmSample,
+    };
+    use crate::state::VmMemory;
     use crate::units::Stamp;
 
     const NOW: Stamp = Stamp(1_000_000);
@@ -69,10 +74,9 @@ mod tests {
         }
     }
 
-    fn taken(mib: u64, told: u64, shrunk_ms_ago: u64) -> VmMemory {
-        let returned = Returned { balloon: Bytes::mib(mib), ..Returned::default() };
+    fn taken(mib: u64, shrunk_ms_ago: u64) -> VmMemory {
         let shrunk = Some(Stamp(NOW.0 - shrunk_ms_ago));
-        VmMemory { id: ID, returned, partial_thp: Bytes::mib(told), shrunk, ..VmMemory::default() }
+        VmMemory { id: ID, partial_thp: Bytes::mib(mib), shrunk, ..VmMemory::default() }
     }
 
     fn orders(config: &str, vm: VmSample, m: VmMemory) -> Vec<String> {
@@ -87,15 +91,35 @@ mod tests {
     #[test]
     fn when_a_balloon_took_enough_and_when_it_has_come_to_rest() {
         let n = |m| orders("", vm(), m).len();
-        assert_eq!((n(taken(0, 0, 60_000)), n(taken(3, 0, 60_000))), (0, 0));
-        assert_eq!((n(taken(63, 0, 100)), n(taken(64, 0, 100))), (0, 1), "a sixteenth of 1 GiB");
-        assert_eq!((n(taken(500, 500, 100)), n(taken(500, 430, 100))), (0, 1), "since the last");
-        assert_eq!((n(taken(10, 0, 2_900)), n(taken(10, 0, 3_000))), (0, 1));
+        assert_eq!((n(taken(0, 60_000)), n(taken(3, 60_000))), (0, 0));
+        assert_eq!((n(taken(63, 100)), n(taken(64, 100))), (0, 1), "a sixteenth of 1 GiB");
+        assert_eq!((n(taken(10, 2_900)), n(taken(10, 3_000))), (0, 1));
         let with = |partial_thp| VmSample { partial_thp: Some(partial_thp), ..vm() };
         let busy = with(PartialThpSample { busy: true, more: true, ..PartialThpSample::default() });
-        assert!(orders("", busy, taken(100, 0, 100)).is_empty());
+        assert!(orders("", busy, taken(100, 100)).is_empty());
         let more = with(PartialThpSample { more: true, ..PartialThpSample::default() });
-        assert_eq!(orders("", more, taken(0, 0, 100)), ["what the last order did not come to"]);
+        assert_eq!(orders("", more, taken(0, 100)), ["what the last order did not come to"]);
+    }
+
+    #[test]
+    fn what_a_balloon_takes_counts_though_the_guest_grows_meanwhile() {
+        let mut memory = Memory::default();
+        let mut tick = |n: u64, size: u64, anon: u64| {
+            let process = Some(ProcessMemory { anon: Bytes::mib(anon), ..Default::default() });
+            let balloon = Some(BalloonSample { actual: Bytes::mib(size), ..Default::default() });
+            let at = NOW.plus(100 * n);
+            let vms = vec![VmSample { process, balloon, ..vm() }];
+            let sample = Sample { at, vms, ..Sample::default() };
+            memory.observe(&sample);
+            let model = Model::new(&Config::default(), &sample, &memory);
+            let orders = partial_thp(&model, &memory);
+            let plan = Plan { partial_thp: orders.clone(), ..Plan::default() };
+            let decided = Decided { plan, merging: None };
+            memory.learn(&model, &decided, &[], true);
+            orders.len()
+        };
+        assert_eq!((tick(0, 1000, 300), tick(1, 968, 340), tick(2, 936, 380)), (0, 0, 1));
+        assert_eq!((tick(3, 904, 420), tick(4, 872, 460)), (0, 1), "since the last order");
     }
 
     #[test]
@@ -103,7 +127,7 @@ mod tests {
         let with = |change: fn(&mut VmSample)| {
             let mut vm = vm();
             change(&mut vm);
-            orders("", vm, taken(100, 0, 100)).len()
+            orders("", vm, taken(100, 100)).len()
         };
         assert_eq!(with(|_| ()), 1);
         assert_eq!(with(|v| v.pinned = Some("VFIO".into())), 0);
@@ -111,6 +135,6 @@ mod tests {
         assert_eq!(with(|v| v.run = None), 0);
         assert_eq!(with(|v| v.link = Link::Down("gone".into())), 0);
         assert_eq!(with(|v| v.run = Some(RunState::Paused)), 1);
-        assert!(orders("[vm.vm]\nmanage = false\n", vm(), taken(100, 0, 100)).is_empty());
+        assert!(orders("[vm.vm]\nmanage = false\n", vm(), taken(100, 100)).is_empty());
     }
 }

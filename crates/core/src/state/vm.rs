@@ -93,7 +93,8 @@ pub struct VmMemory {
     pub merge: VmMerge,
     /// What is remembered of freeing zero pages.
     pub zeros: ZeroMemory,
-    /// What the balloon had taken when partially mapped huge pages were last ordered to be split.
+    /// What the balloon took since partially mapped huge pages were last ordered to be split,
+    /// whether residency fell by it or the guest grew meanwhile.
     #[serde(alias = "torn")]
     pub partial_thp: Bytes,
     /// Size and residency a tick ago.

@@ -61,6 +61,7 @@ impl VmMemory {
                 (Some(w), Some(n)) => w - n,
                 _ => Bytes::ZERO,
             };
+            self.partial_thp += inflated;
             if let (Some(w), Some(n)) = (was.actual, now.actual) {
                 self.returned.given_back += n - w;
             }
