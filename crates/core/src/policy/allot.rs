@@ -39,8 +39,10 @@ const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
-/// it keeps: half of T.
+/// it keeps: half of T. Not so if its need has grown by this share of RAM since it was asked: its
+/// balloon turns with its need.
 const APART: i32 = 4;
+const GROWN: f64 = 0.1;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
 const SOON_MS: u64 = 5_000;
@@ -210,6 +212,13 @@ impl Claim<'_> {
         need + (self.least - need).share(level.least_of(self.vm))
     }
 
+    /// Whether it is given all that it is to have before it asks. One that reports what it reads
+    /// again asks for that.
+    fn has_grown(&self) -> bool {
+        let grown = self.m.need_then.map_or(Bytes::ZERO, |then| self.g.soon() - then);
+        !self.g.by_module && grown >= self.vm.ram.unwrap_or_default().share(GROWN)
+    }
+
     /// The size that it is to have.
     fn wants(&self, at: Stamp, level: Level) -> Bytes {
         want(at, self.vm, self.g, self.m, level).min(self.most).max(self.least(level))
@@ -297,7 +306,7 @@ pub(super) fn allot(
     for c in &claims {
         let of = |level| c.wants(at, level);
         let keeps = between(of(level), of(next));
-        let good = of(Level::of((fits - APART).max(lowest)));
+        let good = if c.has_grown() { keeps } else { of(Level::of((fits - APART).max(lowest))) };
         let soon = of(Level { within_ms: level.within_ms.min(SOON_MS), more: 0.0, ..level });
         let most = (fits < 0).then_some(keeps);
         parts[c.index] = Some(Part { keeps, good, soon: soon.min(good), most });

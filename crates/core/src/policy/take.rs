@@ -349,10 +349,12 @@ pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
 /// What may be taken of a size where the guest is to keep `keeps`: nothing that it uses, nor
 /// that it may use.
 pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
-    // One that rests may have grown since it was asked: it keeps its least margin, however short
-    // all are.
+    // One that rests may have grown since it spoke, as fast as it ever did lately: it keeps that, and
+    // its least margin, however short all are.
     let rests = m.asked.is_some_and(|asked| asked < at);
-    let grown = if rests { g.short_mark.share(LEAST_MARKS) } else { Bytes::ZERO };
+    let least = g.short_mark.share(LEAST_MARKS);
+    let grown = m.fastest.rate(at).share(g.age_ms as f64 / 1000.0).max(least);
+    let grown = if rests { grown } else { Bytes::ZERO };
     base - keeps.max(g.need + m.unsure + grown)
 }
 

@@ -18,7 +18,7 @@ pub struct Fastest {
 
 impl Fastest {
     /// Takes in a rate, bytes a second.
-    pub(super) fn see(&mut self, at: Stamp, rate: f64) {
+    pub(crate) fn see(&mut self, at: Stamp, rate: f64) {
         let rate = Bytes(rate.max(0.0) as u64);
         if rate >= self.rate(at) {
             *self = Fastest { at, bytes: rate };

@@ -47,6 +47,8 @@ pub struct VmMemory {
     /// The last order, until it is fulfilled or overtaken.
     pub order: Option<Order>,
     pub last_take: Option<Stamp>,
+    /// What its guest needed when it was last asked.
+    pub need_then: Option<Bytes>,
     pub last_give: Option<Stamp>,
     pub settle_until: Option<Stamp>,
     /// Not asked until then, because it did not follow.

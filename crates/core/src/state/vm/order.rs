@@ -117,7 +117,7 @@ impl VmMemory {
                 if let Some(r) = self.reboot.as_mut() {
                     (r.given, r.to) = (Some(at), Some(action.to));
                 }
-                self.last_take = None;
+                (self.last_take, self.need_then) = (None, None);
                 self.last_give = Some(at);
             }
             Reason::Refresh => {
@@ -130,7 +130,7 @@ impl VmMemory {
                 if action.reason == Reason::Requested {
                     self.requested = Some(at);
                 }
-                self.last_take = Some(at);
+                (self.last_take, self.need_then) = (Some(at), self.need());
             }
         }
     }

@@ -107,6 +107,24 @@ fn what_is_missing_of_a_part_is_given_where_it_is_worth_an_order() {
     assert_eq!(given(700 - 74), None);
 }
 
+/// It needs 350 MiB, had 200 of page cache, and holds 500. The host has 60 beyond what it keeps.
+#[test]
+fn one_whose_need_has_grown_since_it_was_asked_is_given_its_whole_part() {
+    let given = |need_then: Option<u64>, by_module| {
+        let need_then = need_then.map(Bytes::mib);
+        let recent = needed(350, 0);
+        let m = VmMemory { recent, cached: needed(200, 0), need_then, ..remembered(1) };
+        let mut one = vm(1, 500, 150);
+        one.guest.as_mut().unwrap().by_module = by_module;
+        let host = limited(host(Pressure::Soft, 0, 0), 260, 1000);
+        size(&decide(host, vec![one], vec![m])[0])
+    };
+    assert_eq!(given(Some(240), false), Some(560), "by more than a tenth of its RAM");
+    assert_eq!(given(Some(260), false), None, "by less");
+    assert_eq!(given(None, false), None, "it was never asked");
+    assert_eq!(given(Some(240), true), None, "it reports what it reads again");
+}
+
 #[test]
 fn a_word_from_before_a_gift_brings_no_second_one() {
     let ask = |age_ms| {

@@ -46,6 +46,20 @@ fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved()
     assert_eq!(lower(300), None);
 }
 
+#[test]
+fn nobody_that_rests_is_asked_for_what_it_may_have_grown_by_since_it_spoke() {
+    let ask = |mib_a_second, asked_ms| {
+        let mut m = VmMemory { asked: Some(Stamp(NOW.0 - asked_ms)), ..remembered(1) };
+        m.fastest.see(NOW, (mib_a_second << 20) as f64);
+        let mut one = vm(1, 1024, 724);
+        one.guest.as_mut().unwrap().age_ms = 300;
+        size(&decide(host(Pressure::Critical, 2048, 0), vec![one], vec![m])[0])
+    };
+    assert_eq!(ask(1000, 0), Some(512), "it was asked just now");
+    assert_eq!(ask(100, 200), Some(512), "half of its RAM at once");
+    assert_eq!(ask(1000, 200), Some(600), "300 MiB beyond its need of 300");
+}
+
 /// What is taken of the first, MiB.
 fn taken(verdicts: &[Verdict], i: usize) -> u64 {
     size(&verdicts[i]).map_or(0, |to| 1024 - to)
