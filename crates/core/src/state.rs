@@ -155,7 +155,8 @@ pub struct OwnedVm {
 
 impl OwnedVm {
     fn new(m: &VmMemory, ledger: &Ledger) -> OwnedVm {
-        let Ledger { others, ordered, baseline, unsure, .. } = *ledger;
+        let Ledger { others, baseline, unsure, .. } = *ledger;
+        let ordered = ledger.target();
         let (name, socket) = (m.name.clone(), m.socket.clone());
         let most = ledger.most.max(ordered);
         OwnedVm { id: m.id, name, socket, others, ordered, most, unsure, baseline }

@@ -50,6 +50,7 @@ pub struct Observer {
     unmet: BTreeSet<String>,
     quiet: Quiet,
     quiet_orders: Quiet,
+    quiet_warnings: Quiet,
     said: Said,
 }
 
@@ -58,7 +59,6 @@ pub struct Observer {
 struct Said {
     state: Pressure,
     vms: Option<usize>,
-    warnings: Vec<String>,
     last_resort: Vec<LastResort>,
     merging: String,
     /// VMs whose owner's request is not heeded, and when that was said.
@@ -95,6 +95,7 @@ impl Observer {
             first: None,
             quiet: Quiet::default(),
             quiet_orders: Quiet::default(),
+            quiet_warnings: Quiet::default(),
             said: Said::default(),
         })
     }
@@ -218,10 +219,9 @@ impl Observer {
             self.said.state = host.state;
         }
         let all: Vec<String> = host.warnings.iter().chain(warnings).cloned().collect();
-        for w in all.iter().filter(|w| !self.said.warnings.contains(w)) {
+        for w in self.quiet_warnings.warnings(tick.sample.at, all) {
             say(&format!("warning: {w}"));
         }
-        self.said.warnings = all;
         for p in self.quiet.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
         }

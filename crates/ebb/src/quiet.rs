@@ -47,6 +47,14 @@ impl Quiet {
         done.into_iter().map(line).chain(news).collect()
     }
 
+    /// Those of the host's warnings that are to be said now. Told each tick, and nothing else with
+    /// it.
+    pub fn warnings(&mut self, now: Stamp, all: Vec<String>) -> Vec<String> {
+        let problem = |message: String| Problem { vm: None, source: words(&message), message };
+        let all: Vec<Problem> = all.into_iter().map(problem).collect();
+        self.news(now, &all).into_iter().map(|p| p.message.clone()).collect()
+    }
+
     /// Those of the problems that are to be said now. Told each tick.
     pub fn news<'a>(&mut self, now: Stamp, problems: &'a [Problem]) -> Vec<&'a Problem> {
         let mut news = Vec::new();
@@ -112,6 +120,26 @@ mod tests {
             lines += quiet.news(Stamp(1000 + tick * 500), &problems).len();
         }
         assert!((9..=11).contains(&lines), "{lines} lines in ten minutes");
+    }
+
+    /// As while a host swaps.
+    #[test]
+    fn a_warning_whose_figures_vary_is_said_once_a_minute_at_most_and_another_at_once() {
+        let mut quiet = Quiet::default();
+        let mut lines = Vec::new();
+        for tick in 0..1200u64 {
+            let mut all = vec![format!("tasks stall, swapping out {}.1 MiB/s", tick % 97)];
+            if tick % 7 == 0 {
+                all.clear();
+            }
+            if tick >= 600 {
+                all.push("floors of 2 GiB exceed the host".into());
+            }
+            lines.extend(quiet.warnings(Stamp(1000 + tick * 500), all));
+        }
+        let of = |what: &str| lines.iter().filter(|l| l.starts_with(what)).count();
+        assert!((9..=11).contains(&of("tasks stall")), "{lines:?}");
+        assert_eq!(of("floors"), 1);
     }
 
     /// As while libvirt saves, migrates or dumps a domain for minutes.

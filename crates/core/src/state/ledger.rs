@@ -65,6 +65,9 @@ pub(super) struct Before {
     at: Stamp,
     others: Bytes,
     ordered: Bytes,
+    /// Its guest has not been heard since: its driver may be gone.
+    #[serde(default)]
+    unheard: bool,
 }
 
 /// What a look at a balloon showed.
@@ -127,7 +130,7 @@ impl Ledger {
             return Move::Shrank;
         }
         if let Some(ordered) = self.ordered.filter(|_| now < was || still) {
-            self.before = Some(Before { at, others, ordered });
+            self.before = Some(Before { at, others, ordered, unheard: false });
         }
         let before = self.before;
         *self = Ledger {
@@ -138,6 +141,18 @@ impl Ledger {
             ..Ledger::default()
         };
         Move::Foreign
+    }
+
+    /// Its guest does not run, or is not heard: what its driver has to do, it does later.
+    pub(super) fn wait(&mut self, at: Stamp) {
+        self.noted.iter_mut().for_each(|noted| *noted = at);
+        self.before.iter_mut().for_each(|b| (b.at, b.unheard) = (at, true));
+    }
+
+    /// What the balloon may come to hold by Ebb's last order. A driver that is gone takes it up
+    /// when it starts anew.
+    pub(super) fn target(&self) -> Option<Bytes> {
+        self.ordered.max(self.before.filter(|b| b.unheard).map(|b| b.ordered))
     }
 
     /// Of a VM that arrived with this note.
@@ -219,7 +234,7 @@ impl Ledger {
     pub fn owes(&self) -> bool {
         let more = |b: Bytes| self.others.is_some_and(|o| b >= o + LEAST);
         self.baseline.is_some()
-            || self.ordered.max(self.most).is_some_and(more)
+            || self.target().max(self.most).is_some_and(more)
             || self.seen.map_or(self.others.is_some(), |(_, b)| more(b))
     }
 

@@ -205,3 +205,51 @@ fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for
     let (sizes, why) = orders("[host]\nlibvirt = false\n");
     assert_eq!((sizes, &*why), (vec![1024], "host.libvirt = false in the configuration"));
 }
+
+/// A guest that sleeps, or whose driver is unloaded, for ten minutes: the driver has let go of the
+/// balloon, and takes up QEMU's last target when it starts anew.
+#[test]
+fn a_driver_that_was_gone_for_long_leaves_the_debt() {
+    for (run, daemons) in [(RunState::Paused, 1), (RunState::Running, 1), (RunState::Paused, 2)] {
+        let mut memory = Memory::default();
+        let its = |actual, silent_s: u64, run: &RunState| {
+            let mut vm = VmSample { run: Some(run.clone()), ..vm(actual, 500, 900) };
+            let balloon = vm.balloon.as_mut().unwrap();
+            balloon.deflate_on_oom = Some(false);
+            balloon.guest.as_mut().unwrap().age_ms = silent_s * 1000;
+            vm
+        };
+        let awake = RunState::Running;
+        let take = Some((1024, 600, short(Pressure::Hard)));
+        act(&mut memory, &sample(1_000, vec![its(1024, 0, &awake)]), take);
+        tick(&mut memory, &sample(2_000, vec![its(600, 0, &awake)]));
+        let mut model = Model::default();
+        for s in 3..600 {
+            model = tick(&mut memory, &sample(s * 1000, vec![its(1024, s - 2, &run)]));
+        }
+        // An Ebb that stops now takes its order back.
+        let owned = memory.owned(&model, &Plan::default(), &[]);
+        assert!(owned.vms.iter().any(OwnedVm::is_ordered), "{run:?}");
+        if daemons == 2 {
+            memory = Memory::default();
+            memory.adopt(&owned);
+        }
+        for (s, actual) in [(600, 1024), (601, 800), (602, 700), (603, 600), (604, 600)] {
+            model = tick(&mut memory, &sample(s * 1000, vec![its(actual, 0, &awake)]));
+        }
+        assert_eq!(only(&model).owed, Bytes::mib(424), "{run:?} {daemons}");
+    }
+}
+
+/// It was saved while its balloon grew, is restored paused, and goes on a minute later.
+#[test]
+fn a_balloon_that_still_grows_when_its_vm_goes_on_leaves_the_debt() {
+    let mut memory = Memory::default();
+    let mut model = Model::default();
+    for (s, actual) in (1..60).map(|s| (s, 900)).chain([(60, 900), (61, 700), (62, 600)]) {
+        let run = Some(if s < 60 { RunState::Paused } else { RunState::Running });
+        let its = VmSample { run, noted: Some(Bytes::ZERO), ..vm(actual, 500, 900) };
+        model = tick(&mut memory, &sample(s * 1000, vec![its]));
+    }
+    assert_eq!(only(&model).owed, Bytes::mib(424));
+}

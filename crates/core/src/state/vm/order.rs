@@ -150,6 +150,9 @@ impl VmMemory {
 
     /// Whose moves its balloon makes.
     pub(super) fn follow_balloon(&mut self, at: Stamp, vm: &VmSample, actual: Option<Bytes>) {
+        if !self.is_heard(at, vm) {
+            self.ledger.wait(at);
+        }
         let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
         let was = self.seen.and_then(|s| s.actual);
         if was.is_some_and(|was| actual < was) {

@@ -58,8 +58,16 @@ impl VmMemory {
         if boots || vm.let_be || !matches!(vm.run, None | Some(RunState::Running)) {
             return;
         }
-        let fresh = self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS);
-        self.reach.observe(at, dt_ms, vm.link == Link::Up && fresh);
+        self.reach.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
+    }
+
+    fn speaks(&self, at: Stamp, vm: &VmSample) -> bool {
+        self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS)
+    }
+
+    /// Whether its guest runs and can be heard.
+    pub(super) fn is_heard(&self, at: Stamp, vm: &VmSample) -> bool {
+        vm.run == Some(RunState::Running) && vm.link == Link::Up && self.speaks(at, vm)
     }
 
     pub(super) fn follow_facts(&mut self, at: Stamp, vm: &VmSample) {
