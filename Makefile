@@ -96,7 +96,8 @@ test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
 	@$(MAKE) --no-print-directory -j4 $(CHECKS) vm-build
 	@$(MAKE) --no-print-directory check-alone
 	@$(MAKE) --no-print-directory vm-loads
-	@$(MAKE) --no-print-directory -j2 vm-daemons vm-ksm
+	@$(MAKE) --no-print-directory vm-daemons
+	@$(MAKE) --no-print-directory vm-ksm
 
 vm-loads:
 	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu
