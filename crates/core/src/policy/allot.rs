@@ -39,9 +39,10 @@ const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
-/// it keeps: half of T. Not so if its need has grown by this share of RAM since it was asked: its
-/// balloon turns with its need.
+/// it keeps: half of T.
 const APART: i32 = 4;
+/// A guest whose need has grown by this share of RAM since it was asked is given its whole part: its
+/// balloon turns with its need.
 const GROWN: f64 = 0.1;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
@@ -212,8 +213,8 @@ impl Claim<'_> {
         need + (self.least - need).share(level.least_of(self.vm))
     }
 
-    /// Whether it is given all that it is to have before it asks. One that reports what it reads
-    /// again asks for that.
+    /// Whether it is given its whole part before it asks. With a module that is not needed: its
+    /// refaults show what it lacks.
     fn has_grown(&self) -> bool {
         let grown = self.m.need_then.map_or(Bytes::ZERO, |then| self.g.soon() - then);
         !self.g.by_module && grown >= self.vm.ram.unwrap_or_default().share(GROWN)

@@ -10,7 +10,7 @@
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
 //! an order to grow, so there the VM is still owed the memory.
 //!
-//! A driver that starts anew lets go of the balloon and then takes up QEMU's last target.
+//! A driver that starts again deflates the balloon, and then follows QEMU's last target.
 //! Where no event told of the reset, that looks like orders of another. When the
 //! balloon is back at Ebb's last order soon after, it was no order: the debt holds again.
 //!

@@ -21,8 +21,8 @@ const MAX_KIND: usize = 64;
 /// Most QMP sockets of one VM that are tried.
 const MAX_SOCKETS: usize = 8;
 
-/// How the reason begins where QEMU's monitor is libvirt's own.
-const BY_LIBVIRT: &str = "managed by libvirt (or alike)";
+/// How a VM gets a QMP socket that Ebb can use.
+const ADD: &str = "; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off";
 
 /// Where QMP is to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -352,7 +352,7 @@ impl Monitors {
             self.ids.push(id.to_owned());
         } else if value != "none" {
             let kind = shown(value.split([':', ',']).next().unwrap_or(""), 20);
-            self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket"));
+            self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket{ADD}"));
         }
     }
 
@@ -363,12 +363,14 @@ impl Monitors {
     }
 
     fn socket(&mut self, options: &Options, id: &str) {
-        let refuse = if options.has("fd") {
-            format!(
-                "{BY_LIBVIRT}: its monitor {id} is an inherited descriptor that only libvirt's end \
-                 can use"
-            )
-        } else if !options.is_on("server") {
+        if options.has("fd") {
+            // Where libvirt starts QEMU, libvirt is the way.
+            return self.refused.push(format!(
+                "managed by libvirt (or alike): its monitor {id} is an inherited descriptor that \
+                 only libvirt's end can use"
+            ));
+        }
+        let refuse = if !options.is_on("server") {
             format!("its monitor {id} connects out (no server=on)")
         } else {
             match options.get("path") {
@@ -376,7 +378,7 @@ impl Monitors {
                 _ => format!("its monitor {id} is not on a Unix socket path"),
             }
         };
-        self.refused.push(refuse);
+        self.refused.push(refuse + ADD);
     }
 
     fn address(mut self) -> QmpAddress {
@@ -384,7 +386,9 @@ impl Monitors {
         for id in std::mem::take(&mut self.ids) {
             match chardevs.iter().find(|c| c.get("id").as_deref() == Some(&id)) {
                 Some(c) => self.socket(c, &id),
-                None => self.refused.push(format!("its monitor's chardev {id} is not to be found")),
+                None => {
+                    self.refused.push(format!("its monitor's chardev {id} is not to be found{ADD}"))
+                }
             }
         }
         self.paths.dedup();
@@ -395,13 +399,8 @@ impl Monitors {
         if !self.paths.is_empty() {
             return QmpAddress::Paths(self.paths);
         }
-        let why = self.refused.first().cloned().unwrap_or("it was started without QMP".into());
-        // Where libvirt starts QEMU, libvirt is the way.
-        let add = match why.starts_with(BY_LIBVIRT) {
-            true => "",
-            false => "; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off",
-        };
-        QmpAddress::None { why: why + add }
+        let without = || format!("it was started without QMP{ADD}");
+        QmpAddress::None { why: self.refused.into_iter().next().unwrap_or_else(without) }
     }
 }
 

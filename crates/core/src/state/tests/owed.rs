@@ -206,8 +206,8 @@ fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for
     assert_eq!((sizes, &*why), (vec![1024], "host.libvirt = false in the configuration"));
 }
 
-/// A guest that sleeps, or whose driver is unloaded, for ten minutes: the driver has let go of the
-/// balloon, and takes up QEMU's last target when it starts anew.
+/// A guest that sleeps, or whose driver is unloaded, for ten minutes: the driver has deflated
+/// the balloon, and follows QEMU's last target when it starts again.
 #[test]
 fn a_driver_that_was_gone_for_long_leaves_the_debt() {
     for (run, daemons) in [(RunState::Paused, 1), (RunState::Running, 1), (RunState::Paused, 2)] {

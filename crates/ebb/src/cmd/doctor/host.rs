@@ -169,7 +169,7 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
             "swap",
             Verdict::Note,
             "none".into(),
-            "give the host some, or zram (apt-get install zram-tools): it needs it when many guests \
+            "give the host swap, or zram (apt-get install zram-tools): it is used when many guests \
              want memory at once",
         ),
         false => add("swap", Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),

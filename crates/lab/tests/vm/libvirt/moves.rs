@@ -97,7 +97,7 @@ fn vm_a_domain_that_is_reverted_to_a_snapshot_has_its_memory() {
     wait_up(&daemon, "snap");
     domain.tool().start("v", "verify", VERIFY).unwrap();
     daemon.squeeze("snap", SMALL).unwrap();
-    // One that sees the domain saved gives it what it is owed.
+    // A daemon that sees the domain saved gives it what it is owed.
     daemon.crash();
     libvirtd.virsh(&["snapshot-create-as", "snap", "s1"]).unwrap();
     libvirtd.virsh(&["snapshot-revert", "snap", "s1"]).unwrap();
