@@ -108,7 +108,8 @@ impl Ledger {
         // One that stays short of every order was ordered less by others while its guest booted.
         let orders = [Some(others), self.ordered, self.prior];
         let told_less = orders.into_iter().flatten().all(|told| now + LEAST <= told);
-        let arrives = now > was && self.noted.is_some_and(|noted| at.since(noted) < ARRIVES_MS);
+        self.noted = self.noted.filter(|noted| at.since(*noted) < ARRIVES_MS);
+        let arrives = now > was && self.noted.is_some();
         if now + LEAST <= was {
             self.noted = None;
         }

@@ -141,24 +141,26 @@ fn a_balloon_that_is_where_it_was_told_to_be_grows_no_more() {
 
 #[test]
 fn the_next_word_shows_whether_an_operator_or_the_guest_raised_a_size() {
-    let left_alone = |left: u64| {
+    let left_alone = |left: u64, touched: u64| {
         let mut memory = Memory::default();
-        let said = |size: u64, free: u64, age_ms: u64| {
-            let mut vm = vm(size, free, size);
+        let said = |size: u64, free: u64, age_ms: u64, resident: u64| {
+            let mut vm = vm(size, free, resident);
             vm.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
             vm
         };
-        tick(&mut memory, &sample(1_000, vec![said(900, 300, 0)]));
+        tick(&mut memory, &sample(1_000, vec![said(900, 300, 0, 800)]));
         for (at, size) in [(2_000, 950), (2_100, 1000)] {
-            tick(&mut memory, &sample(at, vec![said(size, 300, at - 1_000)]));
+            tick(&mut memory, &sample(at, vec![said(size, 300, at - 1_000, 800)]));
             assert!(memory.vms[0].ledger.left_ms(Stamp(at)).is_some(), "it seemed to have enough");
         }
-        tick(&mut memory, &sample(3_000, vec![said(1000, left, 500)]));
+        tick(&mut memory, &sample(3_000, vec![said(1000, left, 500, 800 + touched)]));
         memory.vms[0].ledger.left_ms(Stamp(3_000)).is_some()
     };
-    assert!(left_alone(400), "an operator raised its size");
-    assert!(!left_alone(5), "it was out of memory at 900 MiB");
-    assert!(!left_alone(110), "it would have been out of memory at 900 MiB");
+    assert!(left_alone(400, 0), "an operator raised its size");
+    assert!(left_alone(400, 40), "and the guest uses little of that");
+    assert!(!left_alone(5, 0), "it was out of memory at 900 MiB");
+    assert!(!left_alone(110, 0), "it would have been out of memory at 900 MiB");
+    assert!(!left_alone(400, 60), "it was out of memory for a moment");
 }
 
 /// Its balloon is 16 MiB smaller than before, by no order of Ebb.

@@ -253,3 +253,18 @@ fn a_balloon_that_still_grows_when_its_vm_goes_on_leaves_the_debt() {
     }
     assert_eq!(only(&model).owed, Bytes::mib(424));
 }
+
+/// QEMU is slow for a moment long after the VM arrived, and then somebody lowers its size.
+#[test]
+fn a_size_that_is_set_long_after_a_vm_arrived_is_the_operators() {
+    let mut memory = Memory::default();
+    let mut model = Model::default();
+    for s in 1..20 {
+        let actual = if s < 17 { 1024 } else { 700 };
+        let link = if s == 16 { Link::Slow("silent".into()) } else { Link::Up };
+        let its = VmSample { link, noted: Some(Bytes::ZERO), ..vm(actual, 500, 900) };
+        model = tick(&mut memory, &sample(s * 1000, vec![its]));
+    }
+    assert_eq!(only(&model).owed, Bytes::ZERO);
+    assert!(memory.vms[0].ledger.left_ms(Stamp(19_000)).is_some());
+}

@@ -196,3 +196,20 @@ fn the_time_in_which_a_vm_is_not_managed_is_no_silence_of_its_guest() {
     assert!(!pauses(true));
     assert!(pauses(false), "its socket was gone");
 }
+
+/// QEMU tells at once that memory was plugged, and the guest some seconds later.
+#[test]
+fn memory_that_is_plugged_is_no_guest_that_needs_memory() {
+    let mut memory = Memory::default();
+    for (at, ram, actual, left) in [
+        (1_000, 1024, 512, 300),
+        (2_000, 1024, 512, 301),
+        (2_300, 1280, 768, 300),
+        (3_000, 1280, 768, 301),
+    ] {
+        let its = VmSample { ram: Some(Bytes::mib(ram)), ..vm(actual, left, 512) };
+        let model = tick(&mut memory, &sample(at, vec![its]));
+        let grows = memory.vm(ID).unwrap().rates.map_or(0.0, |r| r.need);
+        assert!(grows < 8e6 && model.vms[0].distress.is_empty(), "{at}: {grows}");
+    }
+}

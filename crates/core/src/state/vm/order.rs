@@ -58,6 +58,9 @@ pub struct Raised {
     pub at: Stamp,
     /// The size before.
     pub from: Bytes,
+    /// What the host held of the VM before.
+    #[serde(default)]
+    pub resident: Bytes,
 }
 
 /// An order to a balloon that is under way.
@@ -179,7 +182,8 @@ impl VmMemory {
         }
         let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
         match moved {
-            Move::Own if plugged => self.order = None,
+            // Its guest tells of the new memory later than QEMU.
+            Move::Own if plugged => (self.order, self.strayed) = (None, Some(at)),
             Move::Own => {}
             Move::Foreign => (self.order, self.raised) = (None, None),
             // A guest that has enough, however fast it has grown since it said so, did not do that:
@@ -193,20 +197,27 @@ impl VmMemory {
                     Some(said.available? > low + grown)
                 });
                 if enough == Some(true) {
-                    let from = self.raised.map_or(was.unwrap_or(actual), |r| r.from);
-                    self.raised = Some(Raised { at, from });
+                    let (from, resident) = self.raised.map_or(
+                        (was.unwrap_or(actual), self.seen.map_or(Bytes(u64::MAX), |s| s.resident)),
+                        |r| (r.from, r.resident),
+                    );
+                    self.raised = Some(Raised { at, from, resident });
                     (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
                 } else {
                     self.has_deflated(at);
                 }
             }
         }
-        // Its next word tells whether it would have been out of memory at the size before: then
-        // it has deflated its balloon itself.
+        // It has deflated its balloon itself if its next word tells that it would have been out of
+        // memory at the size before, or if it has touched the most of what it got by then: it may
+        // have freed that again.
         if let Some(raised) = self.raised
             && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
-            if said.available.is_some_and(|left| left <= low + (actual - raised.from)) {
+            let got = actual - raised.from;
+            let touched = vm.process.map_or(Bytes::ZERO, |p| p.resident() - raised.resident);
+            let used = got > Bytes::ZERO && touched >= got.share(0.5);
+            if used || said.available.is_some_and(|left| left <= low + got) {
                 self.has_deflated(at);
             }
             self.raised = None;
