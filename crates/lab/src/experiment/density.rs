@@ -80,7 +80,8 @@ pub struct Density {
     /// A small budget, a short period and three arms: seven minutes
     #[arg(long)]
     quick: bool,
-    /// Arms in this order, see above [default: all; --quick: plain,reporting,ebb]
+    /// Arms in this order; docs/experiments.md says what each is [default: all; --quick:
+    /// plain,reporting,ebb]
     #[arg(long, value_delimiter = ',', value_parser = ARMS)]
     arms: Vec<String>,
     /// RAM of each VM
