@@ -124,7 +124,7 @@ bench: ## what a tick costs and how Ebb compares with others, on synthetic guest
 	@./target/release/ebb-sim --hosts 1000 --vms 10 --seconds 60
 	@./target/release/ebb-sim --compare --markdown docs/comparison.md --commit "$$(git describe --always --dirty)"
 
-report: target/.setup ## the figures of README and docs/experiments.md, measured again, into target/lab
+report: target/.setup ## most figures of README and docs/experiments.md measured again, into target/lab (density: demo)
 	@$(BUILD)
 	@$(CARGO) lab overhead --json target/lab/overhead.json
 	@$(CARGO) lab demo --json target/lab/demo.json
