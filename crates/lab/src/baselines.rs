@@ -2,8 +2,10 @@
 //! cgroup say, setting real balloons.
 //!
 //! The budget is their host. They look as often as their sources do, and are called from an
-//! experiment's loop.
+//! experiment's loop. One controller lasts as long as its experiment, whichever VMs come and go:
+//! what it remembers decides what it orders.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
@@ -20,10 +22,11 @@ use crate::vm::{Vm, VmError};
 /// Where the lab's VMs have their balloon.
 const BALLOON: &str = "/machine/peripheral/balloon0";
 
-/// A controller and the VMs that it has.
-pub struct Rival<'a> {
+/// A controller.
+pub struct Rival {
     policy: Box<dyn Policy>,
-    vms: &'a [Vm],
+    /// VMs that QEMU asks for statistics, by process.
+    asked: BTreeSet<u32>,
     cgroup: MemoryCgroup,
     budget: Bytes,
     config: Config,
@@ -31,46 +34,39 @@ pub struct Rival<'a> {
     orders: u64,
 }
 
-impl<'a> Rival<'a> {
-    pub fn mom(vms: &'a [Vm], cgroup: &MemoryCgroup, budget: Bytes) -> Result<Self, VmError> {
-        Rival::start(Box::<Mom>::default(), vms, cgroup, budget)
+impl Rival {
+    pub fn mom(cgroup: &MemoryCgroup, budget: Bytes) -> Rival {
+        Rival::new(Box::<Mom>::default(), cgroup, budget)
     }
 
-    fn start(
-        policy: Box<dyn Policy>,
-        vms: &'a [Vm],
-        cgroup: &MemoryCgroup,
-        budget: Bytes,
-    ) -> Result<Self, VmError> {
-        let seconds = (policy.told_every_ms() / 1000).max(1);
-        for vm in vms {
-            vm.qmp(
-                "qom-set",
-                Some(qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(seconds))),
-            )?;
-        }
-        Ok(Rival {
+    fn new(policy: Box<dyn Policy>, cgroup: &MemoryCgroup, budget: Bytes) -> Rival {
+        Rival {
             policy,
-            vms,
+            asked: BTreeSet::new(),
             cgroup: cgroup.clone(),
             budget,
             config: Config::default(),
             next: Instant::now(),
             orders: 0,
-        })
+        }
     }
 
-    /// Looks and orders, if it is time to.
-    pub fn tick(&mut self) -> Result<(), VmError> {
+    /// Looks at the VMs that there are, and orders, if it is time to.
+    pub fn tick(&mut self, vms: &[Vm]) -> Result<(), VmError> {
         let now = Instant::now();
+        let seconds = (self.policy.told_every_ms() / 1000).max(1);
+        for vm in vms.iter().filter(|vm| self.asked.insert(vm.pid())) {
+            let ask = qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(seconds));
+            vm.qmp("qom-set", Some(ask))?;
+        }
         if now < self.next {
             return Ok(());
         }
         self.next = now + Duration::from_millis(self.policy.period_ms());
-        let sample = self.sample()?;
+        let sample = self.sample(vms)?;
         let sight = Sight { sample: &sample, config: &self.config, vmpressure: None };
         for (id, to) in self.policy.decide(&sight) {
-            if let Some(vm) = self.vms.iter().find(|vm| vm.pid() == id.pid) {
+            if let Some(vm) = vms.iter().find(|vm| vm.pid() == id.pid) {
                 vm.set_balloon(to)?;
                 self.orders += 1;
             }
@@ -83,7 +79,7 @@ impl<'a> Rival<'a> {
         self.orders
     }
 
-    fn sample(&self) -> Result<Sample, VmError> {
+    fn sample(&self, vms: &[Vm]) -> Result<Sample, VmError> {
         let free = self.budget - self.cgroup.usage();
         let file = if self.cgroup.version == 1 { "cache" } else { "file" };
         let cached = self.cgroup.stat(file);
@@ -95,7 +91,7 @@ impl<'a> Rival<'a> {
             ..Meminfo::default()
         };
         Ok(Sample {
-            vms: self.vms.iter().map(vm_sample).collect::<Result<_, _>>()?,
+            vms: vms.iter().map(vm_sample).collect::<Result<_, _>>()?,
             host: HostSample { memory: Some(memory), ..HostSample::default() },
             ..Sample::default()
         })
@@ -113,4 +109,43 @@ fn vm_sample(vm: &Vm) -> Result<VmSample, VmError> {
         balloon: Some(BalloonSample { actual: vm.balloon()?, guest, ..BalloonSample::default() }),
         ..VmSample::default()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use super::*;
+
+    /// Orders nothing; keeps what it was told.
+    struct Looks(Rc<RefCell<Vec<Bytes>>>);
+
+    impl Policy for Looks {
+        fn period_ms(&self) -> u64 {
+            0
+        }
+
+        fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+            let memory = sight.sample.host.memory.unwrap_or_default();
+            self.0.borrow_mut().push(memory.free);
+            Vec::new()
+        }
+    }
+
+    #[test]
+    fn a_controller_remembers_while_vms_come_and_go_and_its_host_is_the_budget() {
+        let dir = tempfile::tempdir().unwrap();
+        let used = |mib: u64| {
+            std::fs::write(dir.path().join("memory.current"), Bytes::mib(mib).0.to_string())
+        };
+        let cgroup = MemoryCgroup { dir: dir.path().into(), version: 2 };
+        let told = Rc::new(RefCell::new(Vec::new()));
+        let mut rival = Rival::new(Box::new(Looks(Rc::clone(&told))), &cgroup, Bytes::mib(100));
+        for mib in [10, 40, 90] {
+            used(mib).unwrap();
+            rival.tick(&[]).unwrap();
+        }
+        assert_eq!(*told.borrow(), [90, 60, 10].map(Bytes::mib));
+    }
 }

@@ -120,7 +120,8 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
 }
 
 /// What the host's memory of a VM is held for, where its module tells: the guest's own account,
-/// what of its free memory the host still holds, and the rest, which is the VMM's.
+/// what of its free memory the host still holds, and the rest, which is the VMM's. A guest uses
+/// memory that the host does not hold, too: in swap, or freed as zeros.
 fn held_for(vm: &Vm) -> Option<String> {
     let (agent, ram, resident) = (vm.agent.as_ref()?, vm.ram?, vm.resident?);
     let (facts, held) = (agent.facts.as_ref()?, agent.held?);
@@ -128,12 +129,26 @@ fn held_for(vm: &Vm) -> Option<String> {
     let anon = Bytes::pages(facts.anon + facts.shmem);
     let cache = Bytes::pages(facts.cached + facts.buffers) - Bytes::pages(facts.shmem);
     let used = all - free;
-    let vmm = resident - held - used;
-    Some(format!(
-        "{anon} of programs, {cache} page cache, {} of the guest's kernel, {held} free in the guest \
-         ({free} are free in all); the VMM's own: {vmm} or more",
-        used - anon - cache
-    ))
+    let free = format!("{held} free in the guest ({free} are free in all)");
+    let uses = if anon + cache > used {
+        format!(
+            "{used} that the guest uses (its account does not fit: it changes fast, or lies), {free}"
+        )
+    } else {
+        let kernel = used - anon - cache;
+        format!("{anon} of programs, {cache} page cache, {kernel} of the guest's kernel, {free}")
+    };
+    let (known, swap) = (used + held, vm.swap.unwrap_or_default());
+    Some(if known <= resident {
+        // `held` is counted every two seconds.
+        let own = resident - known;
+        format!("{uses}; the VMM's own, and what was freed in the last 3 s: {own} or more")
+    } else {
+        format!(
+            "{uses}; of that {} or more are not in memory ({swap} in swap, or pages of zeros)",
+            known - resident
+        )
+    })
 }
 
 /// What became of its pages of zeros, or why nothing does.
@@ -196,8 +211,19 @@ mod tests {
         assert_eq!(
             said,
             "30 MiB of programs, 50 MiB page cache, 32 MiB of the guest's kernel, 14 MiB free in \
-             the guest (400 MiB are free in all); the VMM's own: 44 MiB or more"
+             the guest (400 MiB are free in all); the VMM's own, and what was freed in the last 3 s: \
+             44 MiB or more"
         );
+        let full = (vm.resident, vm.swap);
+        (vm.resident, vm.swap) = (Some(mib(90)), Some(mib(80)));
+        let said = held_for(&vm).unwrap();
+        let end = "; of that 36 MiB or more are not in memory (80 MiB in swap, or pages of zeros)";
+        assert!(said.ends_with(end), "parts are no more than the whole: {said}");
+        (vm.resident, vm.swap) = full;
+        vm.agent.as_mut().unwrap().facts = Some(Facts { anon: pages(5000), ..facts });
+        let said = held_for(&vm).unwrap();
+        let begin = "112 MiB that the guest uses (its account does not fit: it changes fast, or lies), 14 MiB";
+        assert!(said.starts_with(begin), "a guest that lies: {said}");
         vm.agent.as_mut().unwrap().held = None;
         assert_eq!(held_for(&vm), None, "not known is not zero");
     }

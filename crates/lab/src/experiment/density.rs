@@ -1,20 +1,20 @@
 //! `density`: how many VMs a budget holds before one of them is harmed.
 //!
 //! VMs are added two or `--step` at a time until one is harmed; each begins its job soon, apart from
-//! the others. Then `--step` are dropped, what was swapped out is read back, the jobs are spread over the
-//! period, and after half a period the VMs have to run for one whole period without harm; where
-//! that fails, more are dropped. Where it succeeds at once, VMs are added and the same is tried
-//! with them, until it fails (not with `--quick`). Harm is 16 MiB
-//! swapped out, a VM or a job that is lost, a byte that is wrong, or a job that took more than
-//! three times as long to touch its memory as in the arm's first two VMs alone. One VM in eight
-//! also runs `verify`.
+//! the others. Then `--step` are dropped, what was swapped out is read back, the jobs are spread
+//! over the period, and after half a period the VMs have to run for one whole period without harm;
+//! where that fails, more are dropped. Where it succeeds at once, VMs are added and the same is
+//! tried with them, until it fails (not with `--quick`). Harm is 16 MiB swapped out, a VM or a job
+//! that is lost, a byte that is wrong, or a job that took more than three times as long to touch its
+//! memory as in the arm's first two VMs alone, or never did. One VM in eight also runs `verify`, and
+//! checks what it has kept. What daemon and KSM hold beside the VMs' cgroup is off the budget.
 //!
 //! With `--vms` a fixed number of VMs runs instead: what the same work holds in each arm.
 //!
 //! Arms: `plain`, `ksm` (a million pages a round, no pause), `ksmtuned` (Debian's, told that the
 //! budget is the machine), `reporting` (QEMU's free page reporting), `mom` (reporting and MOM's
-//! rules), `ebb-stock` (reporting and Ebb), `ebb-guest` (agent and module), `ebb` (the same,
-//! and merging).
+//! balloon rules), `reporting-ksm` and `mom-ksmtuned` (both; MOM's own KSM rules are ksmtuned's),
+//! `ebb-stock` (reporting and Ebb), `ebb-guest` (agent and module), `ebb` (the same, and merging).
 
 mod account;
 mod jobs;
@@ -31,7 +31,7 @@ use ebb_core::units::Bytes;
 use self::account::{Account, Rest};
 use self::jobs::Jobs;
 use self::picture::picture;
-use self::rivals::{Ksmtuned, knobs};
+use self::rivals::{Ksmtuned, knobs, merges};
 use super::autoballoon::warn_of_others;
 use super::demo::write_noise;
 use crate::arena::{Arena, ArenaConfig, Beside, MemoryCgroup, SwapConfig, SwapKind};
@@ -43,8 +43,11 @@ use crate::result::{Outcome, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Balloon, Vm, VmConfig};
 
-pub const ARMS: [&str; 8] =
-    ["plain", "ksm", "ksmtuned", "reporting", "mom", "ebb-stock", "ebb-guest", "ebb"];
+#[rustfmt::skip]
+pub const ARMS: [&str; 10] = [
+    "plain", "ksm", "ksmtuned", "reporting", "reporting-ksm", "mom", "mom-ksmtuned",
+    "ebb-stock", "ebb-guest", "ebb",
+];
 /// What each VM reads of the common disk once it has booted.
 const COMMON: Bytes = Bytes::mib(48);
 /// More than this swapped out is harm.
@@ -141,6 +144,9 @@ struct ArmResult {
     harm: String,
     /// In the time that counts: one period at rest, or all of the fixed run.
     series: Series,
+    /// Held beside the VMs' cgroup, and a rival's orders since its first VM.
+    beside: Bytes,
+    orders: Option<u64>,
     touches: Vec<f64>,
     /// Median touch of the first two VMs.
     alone: f64,
@@ -215,8 +221,7 @@ impl Density {
 
     fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, Outcome)> {
         let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
-        let knobs = knobs(arm);
-        if self.beside && (!knobs.is_empty() || arm == "ebb") {
+        if self.beside && merges(arm) {
             bail!(
                 "arm {arm} merges pages of all VMs of the machine: it cannot run --beside others"
             );
@@ -224,7 +229,7 @@ impl Density {
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(plan.budget),
             swap: Some(swap).filter(|_| !self.beside),
-            knobs,
+            knobs: knobs(arm),
             beside: if self.beside { Beside::Tests } else { Beside::Alone },
         })?;
         let dir = tempfile::tempdir()?;
@@ -238,8 +243,8 @@ impl Density {
             .starts_with("ebb")
             .then(|| Daemon::start(dir.path(), &names, config))
             .transpose()?;
-        let _tuned =
-            (arm == "ksmtuned").then(|| Ksmtuned::start(dir.path(), plan.budget)).transpose()?;
+        let tuned = arm.ends_with("ksmtuned");
+        let _tuned = tuned.then(|| Ksmtuned::start(dir.path(), plan.budget)).transpose()?;
         let cgroup = arena.cgroup().context("no cgroup")?.clone();
         let mut fleet = Fleet {
             plan,
@@ -249,6 +254,7 @@ impl Density {
             disk: &disk,
             dir: dir.path(),
             sampler: Sampler::start(10, Some(cgroup.clone())),
+            rival: arm.starts_with("mom").then(|| Rival::mom(&cgroup, plan.budget)),
             cgroup,
             daemon: daemon.as_ref(),
             vms: Vec::new(),
@@ -276,6 +282,8 @@ struct Fleet<'a> {
     cgroup: MemoryCgroup,
     sampler: Sampler,
     daemon: Option<&'a Daemon>,
+    /// A rival's controller: it works whenever VMs do, as the daemon does.
+    rival: Option<Rival>,
     vms: Vec<Vm>,
     jobs: Jobs,
 }
@@ -413,7 +421,15 @@ impl Fleet<'_> {
             self.jobs.add(&vm, start.unwrap_or_else(|| self.jobs.gap()))?;
             self.vms.push(vm);
         }
+        self.charge()?;
         Ok(harm)
+    }
+
+    /// Takes off the budget what is held beside the VMs; how much that is.
+    fn charge(&self) -> Result<Bytes> {
+        let beside = account::beside(self.daemon, self.arm);
+        self.cgroup.resize(self.plan.budget - beside)?;
+        Ok(beside)
     }
 
     /// The ones that were lost go, and then those that came last.
@@ -435,7 +451,7 @@ impl Fleet<'_> {
         let mut config = VmConfig::new(format!("{}-{}", self.arm, n + 1), self.plan.memory);
         config.kernel = self.kernel;
         config.translations = TRANSLATIONS;
-        let reporting = ["reporting", "mom", "ebb-stock"].contains(&self.arm);
+        let reporting = ["reporting", "mom", "ebb-stock"].iter().any(|a| self.arm.starts_with(a));
         config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
         if self.guest() {
             guest_stack::prepare(&mut config, image, self.dir)?;
@@ -448,6 +464,7 @@ impl Fleet<'_> {
 
     /// Runs for some periods and measures.
     fn period(&mut self, periods: u32) -> Result<(ArmResult, Option<String>)> {
+        let beside = self.charge()?;
         let (from, before) = (self.sampler.now(), Account::read(&self.vms, self.daemon)?);
         let begun = Instant::now();
         self.jobs.count_anew();
@@ -460,6 +477,8 @@ impl Fleet<'_> {
             vms: self.vms.len() as u32,
             harm: String::new(),
             series,
+            beside,
+            orders: self.rival.as_ref().map(Rival::orders),
             touches: self.jobs.touches.clone(),
             alone: self.jobs.alone,
             account,
@@ -473,15 +492,12 @@ impl Fleet<'_> {
 /// Drives jobs and a rival's controller; returns at the first harm, or when it is time.
 /// `strict`: a slow job counts.
 fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<String>> {
-    let mom = fleet.arm == "mom" && !fleet.vms.is_empty();
-    let rival = || Rival::mom(&fleet.vms, &fleet.cgroup, fleet.plan.budget);
-    let mut rival = mom.then(rival).transpose()?;
     while Instant::now() < until {
         if let Some(harm) = fleet.jobs.step(&fleet.vms)? {
             return Ok(Some(harm));
         }
-        if let Some(rival) = &mut rival
-            && let Err(e) = rival.tick()
+        if let Some(rival) = &mut fleet.rival
+            && let Err(e) = rival.tick(&fleet.vms)
         {
             return Ok(Some(e.to_string()));
         }
@@ -495,14 +511,18 @@ fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<S
                 let alone = fleet.jobs.alone;
                 return Ok(Some(format!("a job took {slow:.2} s to touch, {alone:.2} s alone")));
             }
+            if let Some(n) = fleet.jobs.late(SLOW * fleet.jobs.alone, Instant::now()) {
+                let name = fleet.vms.get(n).map_or("a VM", Vm::name);
+                return Ok(Some(format!("{name} did not touch its memory in time")));
+            }
         }
         std::thread::sleep(Duration::from_millis(25));
     }
     Ok(None)
 }
 
-fn held(series: &Series) -> crate::sampler::Stat {
-    series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64)
+fn held(r: &ArmResult) -> crate::sampler::Stat {
+    r.series.stat(|p| (p.cgroup + p.cgroup_swap + r.beside).0 as f64)
 }
 
 /// Which share of what is held is in huge pages, in the first and in the last tenth of the time.
@@ -520,7 +540,7 @@ fn huge(series: &Series) -> (f64, f64) {
 
 fn line(r: &ArmResult) -> String {
     let each = |v: f64| Bytes((v / f64::from(r.vms)) as u64).to_string();
-    let held = held(&r.series);
+    let held = held(r);
     format!(
         "{:>3} VMs  a VM {:>8} (peak {}, least {})  touch {:.2} s (alone {:.2})  idle {:.0} %{}  {}",
         r.vms,
@@ -537,7 +557,7 @@ fn line(r: &ArmResult) -> String {
 
 fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     let n = f64::from(r.vms);
-    let held = held(&r.series);
+    let held = held(r);
     let mean = |of: &dyn Fn(&Rest) -> Bytes| {
         r.rest.iter().map(|rest| of(rest).0 as f64).sum::<f64>() / r.rest.len().max(1) as f64
     };
@@ -546,7 +566,12 @@ fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
     outcome.add(arm, "held_peak", "bytes", &[held.max]);
     outcome.add(arm, "held_least", "bytes", &[held.min]);
     outcome.add(arm, "vm_mean", "bytes", &[held.mean / n]);
-    outcome.add(arm, "vm_mean_guest", "bytes", &[held.mean / n - mean(&|r| r.vmm_private)]);
+    let guest = (held.mean - r.beside.0 as f64) / n - mean(&|r| r.vmm_private);
+    outcome.add(arm, "vm_mean_guest", "bytes", &[guest]);
+    outcome.add(arm, "held_beside", "bytes", &[r.beside.0 as f64]);
+    if let Some(orders) = r.orders {
+        outcome.add(arm, "orders", "count", &[orders as f64]);
+    }
     let (begin, end) = huge(&r.series);
     outcome.add(arm, "huge_begin", "fraction", &[begin]);
     outcome.add(arm, "huge_end", "fraction", &[end]);

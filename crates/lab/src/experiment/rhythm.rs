@@ -214,7 +214,7 @@ impl Rhythm {
         let daemon =
             arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
         let cgroup = arena.cgroup().context("no cgroup")?;
-        let rival = (arm == "mom").then(|| Rival::mom(&vms, cgroup, setup.budget)).transpose()?;
+        let rival = (arm == "mom").then(|| Rival::mom(cgroup, setup.budget));
         let sampler = Sampler::start(20, Some(cgroup.clone()));
         let (before, began_ms) = (swapped()?, wall_ms());
         let touches = Work::new(setup, &vms, rival).run(Duration::from_secs(self.seconds))?;
@@ -282,7 +282,7 @@ fn line(r: &RunResult) -> String {
 struct Work<'a> {
     setup: &'a Setup,
     vms: &'a [Vm],
-    rival: Option<Rival<'a>>,
+    rival: Option<Rival>,
     /// How long each job took to touch its memory, seconds.
     touches: Vec<f64>,
     /// Which VM is to read its file when.
@@ -290,7 +290,7 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(setup: &'a Setup, vms: &'a [Vm], rival: Option<Rival<'a>>) -> Work<'a> {
+    fn new(setup: &'a Setup, vms: &'a [Vm], rival: Option<Rival>) -> Work<'a> {
         Work { setup, vms, rival, touches: Vec::new(), reads: Vec::new() }
     }
 
@@ -309,7 +309,7 @@ impl<'a> Work<'a> {
                 self.reads.extract_if(.., |(_, at)| Instant::now() >= *at).map(|r| r.0).collect();
             due.into_iter().try_for_each(|n| self.read(n))?;
             if let Some(rival) = &mut self.rival {
-                rival.tick()?;
+                rival.tick(self.vms)?;
             }
             std::thread::sleep(Duration::from_millis(20));
         }

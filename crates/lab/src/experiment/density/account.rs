@@ -11,9 +11,10 @@ use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
 use ebb_host::sys::Range;
 
+use super::rivals::merges;
 use crate::ebb::Daemon;
 use crate::result::Outcome;
-use crate::vm::Vm;
+use crate::vm::{Vm, resident};
 
 /// Processor seconds, and what Ebb says came back.
 #[derive(Clone, Debug, Default)]
@@ -101,6 +102,18 @@ impl Account {
     }
 }
 
+/// What an arm's daemon and KSM hold, which is in no cgroup of VMs. For each page that it knows
+/// of KSM has a `struct ksm_rmap_item`; those of arms before stay until it runs again.
+pub(super) fn beside(daemon: Option<&Daemon>, arm: &str) -> Bytes {
+    let read = |name: &str| -> u64 {
+        let text = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}"));
+        text.ok().and_then(|t| t.trim().parse().ok()).unwrap_or(0)
+    };
+    let states = ["pages_shared", "pages_sharing", "pages_unshared", "pages_volatile"];
+    let ksm = if merges(arm) { 64 * states.iter().map(|name| read(name)).sum::<u64>() } else { 0 };
+    daemon.map_or(Bytes::ZERO, |d| resident(d.pid())) + Bytes(ksm)
+}
+
 /// What holds a VM's memory when its jobs rest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rest {
@@ -143,11 +156,11 @@ fn of_regions(regions: &[Region], memory: Bytes) -> Rest {
         rest.guest += of.guest;
         rest.huge += of.huge;
     }
-    let resident = |of: &dyn Fn(&Region) -> bool| -> Bytes {
+    let sum = |of: &dyn Fn(&Region) -> bool| -> Bytes {
         regions.iter().filter(|r| of(r)).map(|r| r.resident).sum()
     };
-    rest.vmm = resident(&|_| true) - rest.guest;
-    rest.vmm_private = resident(&|r| r.plain) - rest.guest;
+    rest.vmm = sum(&|_| true) - rest.guest;
+    rest.vmm_private = sum(&|r| r.plain) - rest.guest;
     rest
 }
 

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ebb_core::units::Bytes;
 
 use super::{COMMON, Kind, Plan};
 use crate::guest::Event;
@@ -12,6 +13,10 @@ use crate::vm::Vm;
 const CHECKED: usize = 8;
 /// A check's seconds.
 const VERIFY_S: u64 = 2;
+/// What such a VM also writes once, and reads in each period: what rests is what is taken.
+const KEPT: Bytes = Bytes::mib(16);
+/// What a job says may be so late beside a busy machine.
+const SLACK: Duration = Duration::from_secs(1);
 /// Consoles are looked at this often.
 const CHECK_EVERY: Duration = Duration::from_millis(500);
 
@@ -23,6 +28,8 @@ struct Job {
     begun: Option<Instant>,
     /// When it frees what it took.
     free: Option<Instant>,
+    /// When it begins or began to touch memory of which it has not said that it is touched.
+    awaited: Instant,
     /// It is a `cycle` of its own, which keeps its times.
     started: bool,
     /// When it checks next, if it is one that does.
@@ -87,8 +94,14 @@ impl Jobs {
             Kind::Mixed => [Kind::Cycle, Kind::Pieces, Kind::Cache][n % 3],
             kind => kind,
         };
+        if n % CHECKED == 1 {
+            let kept = format!("size={} pattern=random seed={n}", KEPT.0);
+            vm.tool().start_ready("kept", "hold", &kept, minute).map_err(|e| vm.explain(e))?;
+        }
         let verify = (n % CHECKED == 1).then_some(start + self.plan.period / 3);
-        self.jobs.push(Job { kind, next: start, begun: None, free: None, started: false, verify });
+        let (next, awaited) = (start, start);
+        let (begun, free, started) = (None, None, false);
+        self.jobs.push(Job { kind, next, begun, free, awaited, started, verify });
         Ok(())
     }
 
@@ -101,9 +114,21 @@ impl Jobs {
             }
             (job.begun, job.free) = (None, None);
             job.next = from + apart * n as u32;
+            job.awaited = job.next;
             job.verify = job.verify.map(|_| job.next + self.plan.period / 3);
         }
         Ok(())
+    }
+
+    /// The number of a VM whose job should have said by now that it has touched its memory, if it
+    /// may take so many seconds: one that hangs says nothing.
+    pub(super) fn late(&self, most: f64, now: Instant) -> Option<usize> {
+        let most = Duration::from_secs_f64(most) + SLACK;
+        self.jobs.iter().position(|job| {
+            // A cycle says so at its end.
+            let kept = if job.kind == Kind::Cycle { self.plan.hold } else { Duration::ZERO };
+            now > job.awaited.max(self.from) + kept + most
+        })
     }
 
     /// The next time at which one more job may begin: apart from the times at which others begin
@@ -167,12 +192,21 @@ impl Jobs {
         match (event.job.as_str(), event.name.as_str(), job.kind) {
             ("job", "progress", Kind::Cycle) => {
                 let touch = Duration::from_nanos(event.fields.u64("touch_ns"));
+                let (now, took) = (Instant::now(), touch + self.plan.hold);
+                job.awaited = now.checked_sub(took).unwrap_or(now) + self.plan.period;
                 self.count(touch, self.plan.hold);
             }
             ("job", "ready", Kind::Pieces | Kind::Cache) => {
                 let begun = job.begun.take()?;
+                job.awaited = job.next;
                 job.free = (job.kind == Kind::Pieces).then(|| Instant::now() + self.plan.hold);
                 self.count(begun.elapsed(), Duration::ZERO);
+            }
+            ("kept", "progress", _) => {
+                if event.fields.u64("errors") > 0 || event.fields.u64("checks") == 0 {
+                    return Some(format!("{} read what it did not write: {event:?}", vm.name()));
+                }
+                self.checks += event.fields.u64("checks");
             }
             ("verify", "exit", _) => {
                 let stat = vm.tool().stat("verify").ok()?;
@@ -200,6 +234,7 @@ impl Jobs {
             job.verify = Some(now + plan.period);
             let size = plan.memory.0 / 8;
             let arguments = format!("size={size} seconds={VERIFY_S} seed={n}");
+            tool.poke("kept").context("kept")?;
             tool.start("verify", "verify", &arguments).context("verify")?;
         }
         if job.free.is_some_and(|at| now >= at) {
@@ -228,7 +263,7 @@ impl Jobs {
                 if job.started {
                     tool.stop("job")?;
                 }
-                job.begun = Some(now);
+                (job.begun, job.awaited) = (Some(now), now);
                 if job.kind == Kind::Cache {
                     tool.start("job", "read", &format!("size={size}"))?;
                 } else {
@@ -245,6 +280,40 @@ impl Jobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_job_that_never_says_that_it_has_touched_its_memory_is_late() {
+        let plan = Plan {
+            memory: Bytes::mib(512),
+            budget: Bytes::gib(2),
+            period: Duration::from_secs(40),
+            hold: Duration::from_secs(2),
+            size: Bytes::mib(384),
+            job: Kind::Mixed,
+            step: 1,
+        };
+        let mut jobs = Jobs::new(plan);
+        let from = jobs.from;
+        let at = |s| from + Duration::from_secs(s);
+        let job = |kind, awaited| Job {
+            kind,
+            next: awaited,
+            begun: None,
+            free: None,
+            awaited,
+            started: true,
+            verify: None,
+        };
+        jobs.jobs = vec![job(Kind::Cycle, at(10)), job(Kind::Cache, at(20))];
+        assert_eq!(jobs.late(3.0, at(16)), None, "3 s to touch, 2 s kept, 1 s of slack");
+        assert_eq!(jobs.late(3.0, at(17)), Some(0));
+        jobs.jobs.remove(0);
+        assert_eq!(jobs.late(3.0, at(24)), None, "what reads a file keeps nothing");
+        assert_eq!(jobs.late(3.0, at(25)), Some(0));
+        jobs.from = at(30);
+        assert_eq!(jobs.late(3.0, at(34)), None, "it may still meet what is over");
+        assert_eq!(jobs.late(3.0, at(35)), Some(0), "but not for good");
+    }
 
     #[test]
     fn a_further_job_begins_soon_and_apart_from_the_others() {

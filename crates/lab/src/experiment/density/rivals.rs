@@ -12,15 +12,20 @@ use crate::setup;
 
 const KSM: &str = "/sys/kernel/mm/ksm/";
 
+/// Whether an arm merges pages.
+pub(super) fn merges(arm: &str) -> bool {
+    arm == "ebb" || arm.contains("ksm")
+}
+
 /// The knobs of an arm. Those that `ksmtuned` sets are listed as they are, so that the arena
 /// puts them back.
 pub(super) fn knobs(arm: &str) -> Vec<(String, String)> {
     let knob = |name: &str, value: &str| (format!("{KSM}{name}"), value.to_string());
     match arm {
-        "ksm" => {
+        "ksm" | "reporting-ksm" => {
             vec![knob("pages_to_scan", "1000000"), knob("sleep_millisecs", "0"), knob("run", "1")]
         }
-        "ksmtuned" => ["pages_to_scan", "sleep_millisecs", "run"]
+        "ksmtuned" | "mom-ksmtuned" => ["pages_to_scan", "sleep_millisecs", "run"]
             .iter()
             .filter_map(|name| {
                 let now = std::fs::read_to_string(format!("{KSM}{name}")).ok()?;
