@@ -8,7 +8,8 @@
 //! A balloon that moves towards Ebb's last order moves by that order. Any other move is
 //! another's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
-//! an order to grow, so there the VM is still owed the memory.
+//! an order to grow, so there the VM is still owed the memory. Where the guest's word shows that
+//! it was an order, a later move back is another's.
 //!
 //! A driver that starts again deflates the balloon, and then follows QEMU's last target.
 //! Where no event told of the reset, that looks like orders of another. When the
@@ -36,7 +37,7 @@ const LEAST: Bytes = Bytes::mib(1);
 pub struct Ledger {
     /// What the balloon holds that Ebb did not order; `None`: never seen.
     pub others: Option<Bytes>,
-    /// What QEMU was last told by Ebb that the balloon shall hold.
+    /// What QEMU was last told that the balloon shall hold: by Ebb, or by others who raised a size.
     pub ordered: Option<Bytes>,
     /// The order before that, until the balloon has turned from it: it may go on a while.
     pub(super) prior: Option<Bytes>,
@@ -142,6 +143,20 @@ impl Ledger {
             ..Ledger::default()
         };
         Move::Foreign
+    }
+
+    /// The guest did not shrink its balloon itself, as its word shows: an operator did, so a move
+    /// back towards Ebb's last order is another's. A driver that starts anew may still follow that.
+    pub(super) fn was_raised(&mut self, at: Stamp) {
+        let (Some(others), Some(ordered), Some((_, now))) = (self.others, self.ordered, self.seen)
+        else {
+            return;
+        };
+        if now + LEAST <= ordered {
+            self.before = Some(Before { at, others, ordered, unheard: false });
+            self.most = self.most.max(self.ordered);
+            (self.ordered, self.prior, self.unsure) = (Some(now), None, true);
+        }
     }
 
     /// Its guest does not run, or is not heard: what its driver has to do, it does later.

@@ -58,9 +58,15 @@ pub struct Raised {
     pub at: Stamp,
     /// The size before.
     pub from: Bytes,
-    /// What the host held of the VM before.
+    /// What the host held of the VM before, also in swap.
     #[serde(default)]
-    pub resident: Bytes,
+    pub held: Bytes,
+    /// The most that the host has held beyond that since.
+    #[serde(default)]
+    pub touched: Bytes,
+    /// The guest's page cache by its word then.
+    #[serde(default)]
+    pub caches: Bytes,
 }
 
 /// An order to a balloon that is under way.
@@ -197,28 +203,34 @@ impl VmMemory {
                     Some(said.available? > low + grown)
                 });
                 if enough == Some(true) {
-                    let (from, resident) = self.raised.map_or(
-                        (was.unwrap_or(actual), self.seen.map_or(Bytes(u64::MAX), |s| s.resident)),
-                        |r| (r.from, r.resident),
-                    );
-                    self.raised = Some(Raised { at, from, resident });
+                    let before = self.raised.unwrap_or_else(|| Raised {
+                        from: was.unwrap_or(actual),
+                        held: self.seen.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
+                        caches: self.words(at, vm).and_then(|s| s.caches).unwrap_or_default(),
+                        ..Raised::default()
+                    });
+                    self.raised = Some(Raised { at, ..before });
                     (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
                 } else {
                     self.has_deflated(at);
                 }
             }
         }
+        let held = vm.process.map_or(Bytes::ZERO, |p| p.resident() + p.swap);
+        self.raised.iter_mut().for_each(|r| r.touched = r.touched.max(held - r.held));
         // It has deflated its balloon itself if its next word tells that it would have been out of
-        // memory at the size before, or if it has touched the most of what it got by then: it may
-        // have freed that again.
+        // memory at the size before, or if it has touched the most of what it got, and not for
+        // page cache: it may have freed that again.
         if let Some(raised) = self.raised
             && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
             let got = actual - raised.from;
-            let touched = vm.process.map_or(Bytes::ZERO, |p| p.resident() - raised.resident);
+            let touched = raised.touched - (said.caches.unwrap_or_default() - raised.caches);
             let used = got > Bytes::ZERO && touched >= got.share(0.5);
             if used || said.available.is_some_and(|left| left <= low + got) {
                 self.has_deflated(at);
+            } else if said.available.is_some() {
+                self.ledger.was_raised(at);
             }
             self.raised = None;
         }
