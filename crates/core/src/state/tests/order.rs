@@ -223,3 +223,30 @@ fn a_size_that_an_operator_raised_and_lowers_again_is_theirs() {
         assert!(left > Some(570_000), "{left:?}");
     }
 }
+
+/// It has as little as Ebb leaves to a guest when an operator raises its size.
+#[test]
+fn a_guest_that_has_little_left_and_touches_nothing_has_not_deflated_its_balloon() {
+    let owed = |touched: u64| {
+        let mut memory = Memory::default();
+        let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &whole, Some((1024, 500, short(Pressure::Hard))));
+        for s in 2..40 {
+            let (size, left, held) = match s {
+                ..10 => (500, 110, 450),
+                // Its word is from before.
+                10 => (900, 110, 450 + touched),
+                11..20 => (900, 510 - touched, 450 + touched),
+                _ => (800, 410 - touched, 450 + touched),
+            };
+            let mut its = vm(size, left, held);
+            let age_ms = if s == 10 { 1000 } else { 0 };
+            its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+            tick(&mut memory, &sample(s * 1000, vec![its]));
+            let alone = memory.vms[0].ledger.left_ms(Stamp(s * 1000)).is_some();
+            assert_eq!(alone, s > 10 && touched == 0, "{s}: {touched}");
+        }
+        memory.vms[0].ledger.owed(Bytes::mib(1024), Bytes::mib(800)).0 >> 20
+    };
+    assert_eq!((owed(0), owed(300)), (0, 224));
+}
