@@ -34,6 +34,9 @@ const GIFT_LIFE_MS: u64 = 10_000;
 pub const HARM_MS: u64 = 10_000;
 /// A guest with less available than this share of RAM may have deflated its balloon itself.
 const LOW_SHARE: f64 = 0.12;
+/// A guest that has little left may deflate its balloon by less than this, and what it touches is
+/// lost in what its process gains and loses.
+const SURELY_SET: Bytes = Bytes::mib(16);
 /// Statistics come at least this often.
 const WORD_MS: u64 = 2_000;
 /// What a balloon took longer ago than this, QEMU has dealt with.
@@ -233,7 +236,8 @@ impl VmMemory {
             let left = |more: Bytes| said.available.is_some_and(|left| left > low + more);
             let operator = match raised.alone {
                 true => left(got) && (got == Bytes::ZERO || touched < got.share(0.5)),
-                false => left(Bytes::ZERO) && vm.process.is_some() && touched < got.share(0.1),
+                false if vm.process.is_none() || got < SURELY_SET => false,
+                false => left(Bytes::ZERO) && touched < got.share(0.1),
             };
             match operator {
                 true if raised.alone => self.ledger.was_raised(at),
