@@ -57,6 +57,8 @@ pub struct Ledger {
     pub foreign: Option<Stamp>,
     /// When it was begun from a note: the balloon may still grow by an order of the Ebb before.
     pub(super) noted: Option<Stamp>,
+    /// When it was first looked at, or heard, with an earlier daemon's order that may be under way.
+    pub(super) adopted: Option<Stamp>,
     /// What held before another seemed to shrink the balloon, and when that was.
     pub(super) before: Option<Before>,
 }
@@ -99,6 +101,9 @@ impl Ledger {
         if self.has_restarted(at, now) {
             return Move::Own;
         }
+        if self.seen.is_none() && self.ordered.is_some() {
+            self.adopted = Some(at);
+        }
         let first = (ram, self.expected(now));
         let (_, was) = *self.seen.get_or_insert(first);
         self.arrive(was, now);
@@ -120,6 +125,14 @@ impl Ledger {
                 self.prior = None;
             }
             (self.seen, self.suspect) = (Some((ram, now)), false);
+            // Others have given it all its memory while no daemon ran: its guest has not followed
+            // an earlier daemon's order all this time.
+            if self.adopted.is_some_and(|t| at.since(t) >= ARRIVES_MS) {
+                self.adopted = None;
+                if still && now < others + LEAST {
+                    self.was_raised(at);
+                }
+            }
             return Move::Own;
         }
         let shrank = deflates && now < was && !still;
@@ -145,8 +158,8 @@ impl Ledger {
         Move::Foreign
     }
 
-    /// The guest did not shrink its balloon itself, as its word shows: an operator did, so a move
-    /// back towards Ebb's last order is another's. A driver that starts anew may still follow that.
+    /// An operator shrank the balloon, and not its guest, as it turned out: so a move back towards
+    /// Ebb's last order is another's. A driver that starts anew may still follow that.
     pub(super) fn was_raised(&mut self, at: Stamp) {
         let (Some(others), Some(ordered), Some((_, now))) = (self.others, self.ordered, self.seen)
         else {
@@ -161,7 +174,7 @@ impl Ledger {
 
     /// Its guest does not run, or is not heard: what its driver has to do, it does later.
     pub(super) fn wait(&mut self, at: Stamp) {
-        self.noted.iter_mut().for_each(|noted| *noted = at);
+        self.noted.iter_mut().chain(&mut self.adopted).for_each(|since| *since = at);
         self.before.iter_mut().for_each(|b| (b.at, b.unheard) = (at, true));
     }
 
@@ -229,7 +242,7 @@ impl Ledger {
             let arrived = |o: &Bytes| self.seen.is_some_and(|(_, b)| b.abs_diff(*o) < LEAST);
             self.prior = self.ordered.filter(|o| !arrived(o));
         }
-        (self.ordered, self.before) = (Some(to), None);
+        (self.ordered, self.adopted, self.before) = (Some(to), None, None);
     }
 
     /// The size that the VM has without Ebb.
