@@ -8,7 +8,8 @@
 //! A balloon that moves towards Ebb's last order moves by that order. Any other move is
 //! another's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
-//! an order to grow, so there the VM is still owed the memory.
+//! an order to grow, so there the VM is still owed the memory. Where the guest's word shows that
+//! it was an order, a later move back is another's.
 //!
 //! A driver that starts again deflates the balloon, and then follows QEMU's last target.
 //! Where no event told of the reset, that looks like orders of another. When the
@@ -36,7 +37,7 @@ const LEAST: Bytes = Bytes::mib(1);
 pub struct Ledger {
     /// What the balloon holds that Ebb did not order; `None`: never seen.
     pub others: Option<Bytes>,
-    /// What QEMU was last told by Ebb that the balloon shall hold.
+    /// What QEMU was last told that the balloon shall hold: by Ebb, or by others who raised a size.
     pub ordered: Option<Bytes>,
     /// The order before that, until the balloon has turned from it: it may go on a while.
     pub(super) prior: Option<Bytes>,
@@ -56,6 +57,8 @@ pub struct Ledger {
     pub foreign: Option<Stamp>,
     /// When it was begun from a note: the balloon may still grow by an order of the Ebb before.
     pub(super) noted: Option<Stamp>,
+    /// When it was first looked at, or heard, with an earlier daemon's order that may be under way.
+    pub(super) adopted: Option<Stamp>,
     /// What held before another seemed to shrink the balloon, and when that was.
     pub(super) before: Option<Before>,
 }
@@ -98,6 +101,9 @@ impl Ledger {
         if self.has_restarted(at, now) {
             return Move::Own;
         }
+        if self.seen.is_none() && self.ordered.is_some() {
+            self.adopted = Some(at);
+        }
         let first = (ram, self.expected(now));
         let (_, was) = *self.seen.get_or_insert(first);
         self.arrive(was, now);
@@ -119,6 +125,14 @@ impl Ledger {
                 self.prior = None;
             }
             (self.seen, self.suspect) = (Some((ram, now)), false);
+            // Others have given it all its memory while no daemon ran: its guest has not followed
+            // an earlier daemon's order all this time.
+            if self.adopted.is_some_and(|t| at.since(t) >= ARRIVES_MS) {
+                self.adopted = None;
+                if still && now < others + LEAST {
+                    self.was_raised(at);
+                }
+            }
             return Move::Own;
         }
         let shrank = deflates && now < was && !still;
@@ -144,9 +158,23 @@ impl Ledger {
         Move::Foreign
     }
 
+    /// An operator shrank the balloon, and not its guest, as it turned out: so a move back towards
+    /// Ebb's last order is another's. A driver that starts anew may still follow that.
+    pub(super) fn was_raised(&mut self, at: Stamp) {
+        let (Some(others), Some(ordered), Some((_, now))) = (self.others, self.ordered, self.seen)
+        else {
+            return;
+        };
+        if now + LEAST <= ordered {
+            self.before = Some(Before { at, others, ordered, unheard: false });
+            self.most = self.most.max(self.ordered);
+            (self.ordered, self.prior, self.unsure) = (Some(now), None, true);
+        }
+    }
+
     /// Its guest does not run, or is not heard: what its driver has to do, it does later.
     pub(super) fn wait(&mut self, at: Stamp) {
-        self.noted.iter_mut().for_each(|noted| *noted = at);
+        self.noted.iter_mut().chain(&mut self.adopted).for_each(|since| *since = at);
         self.before.iter_mut().for_each(|b| (b.at, b.unheard) = (at, true));
     }
 
@@ -214,7 +242,7 @@ impl Ledger {
             let arrived = |o: &Bytes| self.seen.is_some_and(|(_, b)| b.abs_diff(*o) < LEAST);
             self.prior = self.ordered.filter(|o| !arrived(o));
         }
-        (self.ordered, self.before) = (Some(to), None);
+        (self.ordered, self.adopted, self.before) = (Some(to), None, None);
     }
 
     /// The size that the VM has without Ebb.

@@ -163,6 +163,29 @@ fn the_next_word_shows_whether_an_operator_or_the_guest_raised_a_size() {
     assert!(!left_alone(400, 60), "it was out of memory for a moment");
 }
 
+/// What the host holds of it before, when its balloon is seen smaller, and at its next word.
+#[test]
+fn a_guest_that_was_out_of_memory_for_a_moment_is_known_by_what_it_touched() {
+    let left_alone = |held: [(u64, u64); 3], caches: [u64; 2]| {
+        let mut memory = Memory::default();
+        let ticks = [(1_000, 900, 0, 0), (2_000, 1000, 1_000, 0), (3_000, 1000, 500, 1)];
+        for ((at, size, age_ms, word), (resident, swap)) in ticks.into_iter().zip(held) {
+            let mut vm = vm(size, 400, resident);
+            vm.process.as_mut().unwrap().swap = Bytes::mib(swap);
+            let said = vm.balloon.as_mut().unwrap().guest.as_mut().unwrap();
+            (said.age_ms, said.caches) = (age_ms, Some(Bytes::mib(caches[word])));
+            tick(&mut memory, &sample(at, vec![vm]));
+        }
+        memory.vms[0].ledger.left_ms(Stamp(3_000)).is_some()
+    };
+    assert!(left_alone([(800, 0), (800, 0), (800, 0)], [100, 100]), "it touched nothing");
+    assert!(!left_alone([(800, 0), (880, 0), (880, 0)], [100, 100]));
+    assert!(!left_alone([(800, 0), (880, 0), (800, 0)], [100, 100]), "its freed pages are back");
+    assert!(!left_alone([(800, 0), (700, 180), (700, 180)], [100, 100]), "the host swaps");
+    assert!(!left_alone([(800, 0), (880, 0), (880, 0)], [100, 50]), "and its cache was dropped");
+    assert!(left_alone([(800, 0), (830, 0), (880, 0)], [100, 180]), "it reads files");
+}
+
 /// Its balloon is 16 MiB smaller than before, by no order of Ebb.
 #[test]
 fn a_guest_that_grows_fast_may_have_deflated_its_balloon_though_its_last_word_says_it_has_enough() {
@@ -177,4 +200,53 @@ fn a_guest_that_grows_fast_may_have_deflated_its_balloon_though_its_last_word_sa
     };
     assert!(left_alone(10), "somebody raised its size");
     assert!(!left_alone(300), "150 of 200 MiB may have been used up in half a second");
+}
+
+/// The guest may shrink its balloon itself, and has not.
+#[test]
+fn a_size_that_an_operator_raised_and_lowers_again_is_theirs() {
+    for (then, owed) in [(800, 0), (500, 0)] {
+        let mut memory = Memory::default();
+        let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &whole, Some((1024, 600, short(Pressure::Hard))));
+        for s in 2..40 {
+            let size = match s {
+                ..10 => 600,
+                10..20 => 1000,
+                _ => then,
+            };
+            tick(&mut memory, &sample(s * 1000, vec![vm(size, size - 400, 400)]));
+        }
+        let model = tick(&mut memory, &sample(40_000, vec![vm(then, then - 400, 400)]));
+        assert_eq!(only(&model).owed, Bytes::mib(owed), "{then}");
+        let left = memory.vms[0].ledger.left_ms(Stamp(40_000));
+        assert!(left > Some(570_000), "{left:?}");
+    }
+}
+
+/// It has as little as Ebb leaves to a guest when an operator raises its size.
+#[test]
+fn a_guest_that_has_little_left_and_touches_nothing_has_not_deflated_its_balloon() {
+    let owed = |touched: u64| {
+        let mut memory = Memory::default();
+        let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &whole, Some((1024, 500, short(Pressure::Hard))));
+        for s in 2..40 {
+            let (size, left, held) = match s {
+                ..10 => (500, 110, 450),
+                // Its word is from before.
+                10 => (900, 110, 450 + touched),
+                11..20 => (900, 510 - touched, 450 + touched),
+                _ => (800, 410 - touched, 450 + touched),
+            };
+            let mut its = vm(size, left, held);
+            let age_ms = if s == 10 { 1000 } else { 0 };
+            its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+            tick(&mut memory, &sample(s * 1000, vec![its]));
+            let alone = memory.vms[0].ledger.left_ms(Stamp(s * 1000)).is_some();
+            assert_eq!(alone, s > 10 && touched == 0, "{s}: {touched}");
+        }
+        memory.vms[0].ledger.owed(Bytes::mib(1024), Bytes::mib(800)).0 >> 20
+    };
+    assert_eq!((owed(0), owed(300)), (0, 224));
 }

@@ -268,3 +268,25 @@ fn a_size_that_is_set_long_after_a_vm_arrived_is_the_operators() {
     assert_eq!(only(&model).owed, Bytes::ZERO);
     assert!(memory.vms[0].ledger.left_ms(Stamp(19_000)).is_some());
 }
+
+/// A daemon was killed, its VM given all its memory before the next one started.
+#[test]
+fn a_size_that_is_lowered_after_a_vm_was_found_whole_is_the_operators() {
+    let owed = |moves: &[(u64, u64)]| {
+        let mut memory = Memory::default();
+        let all = sample(1_000, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &all, Some((1024, 600, short(Pressure::Hard))));
+        let mut model = tick(&mut memory, &sample(2_000, vec![vm(600, 200, 500)]));
+        let owned = memory.owned(&model, &Plan::default(), &[]);
+        let mut memory = Memory::default();
+        memory.adopt(&owned);
+        for s in 3..60 {
+            let size = moves.iter().rev().find(|(from, _)| *from <= s).map_or(1024, |(_, to)| *to);
+            model = tick(&mut memory, &sample(s * 1000, vec![vm(size, size - 400, 500)]));
+        }
+        only(&model).owed.0 >> 20
+    };
+    assert_eq!(owed(&[(20, 800)]), 0, "an operator lowered it");
+    assert_eq!(owed(&[(4, 800), (5, 600)]), 424, "the order was under way");
+    assert_eq!(owed(&[(20, 800), (22, 600)]), 424, "its driver started late");
+}

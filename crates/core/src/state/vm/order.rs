@@ -34,6 +34,9 @@ const GIFT_LIFE_MS: u64 = 10_000;
 pub const HARM_MS: u64 = 10_000;
 /// A guest with less available than this share of RAM may have deflated its balloon itself.
 const LOW_SHARE: f64 = 0.12;
+/// A guest that has little left may deflate its balloon by less than this, and what it touches is
+/// lost in what its process gains and loses.
+const SURELY_SET: Bytes = Bytes::mib(16);
 /// Statistics come at least this often.
 const WORD_MS: u64 = 2_000;
 /// What a balloon took longer ago than this, QEMU has dealt with.
@@ -58,9 +61,18 @@ pub struct Raised {
     pub at: Stamp,
     /// The size before.
     pub from: Bytes,
-    /// What the host held of the VM before.
+    /// What the host held of the VM before, also in swap.
     #[serde(default)]
-    pub resident: Bytes,
+    pub held: Bytes,
+    /// The most that the host has held beyond that since.
+    #[serde(default)]
+    pub touched: Bytes,
+    /// It is left alone for that.
+    #[serde(default)]
+    pub alone: bool,
+    /// The guest's page cache by its word then.
+    #[serde(default)]
+    pub caches: Bytes,
 }
 
 /// An order to a balloon that is under way.
@@ -196,38 +208,62 @@ impl VmMemory {
                     let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
                     Some(said.available? > low + grown)
                 });
+                let before = self.raised.unwrap_or_else(|| Raised {
+                    from: was.unwrap_or(actual),
+                    held: self.seen.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
+                    caches: self.words(at, vm).and_then(|s| s.caches).unwrap_or_default(),
+                    ..Raised::default()
+                });
+                self.raised = Some(Raised { at, ..before });
                 if enough == Some(true) {
-                    let (from, resident) = self.raised.map_or(
-                        (was.unwrap_or(actual), self.seen.map_or(Bytes(u64::MAX), |s| s.resident)),
-                        |r| (r.from, r.resident),
-                    );
-                    self.raised = Some(Raised { at, from, resident });
-                    (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
+                    self.is_raised(at);
                 } else {
                     self.has_deflated(at);
                 }
             }
         }
+        let held = vm.process.map_or(Bytes::ZERO, |p| p.resident() + p.swap);
+        self.raised.iter_mut().for_each(|r| r.touched = r.touched.max(held - r.held));
         // It has deflated its balloon itself if its next word tells that it would have been out of
-        // memory at the size before, or if it has touched the most of what it got by then: it may
-        // have freed that again.
+        // memory at the size before, or if it has touched the most of what it got, and not for
+        // page cache: it may have freed that again. One that seemed to have too little has not if
+        // it has touched next to nothing and has enough now.
         if let Some(raised) = self.raised
             && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
             let got = actual - raised.from;
-            let touched = vm.process.map_or(Bytes::ZERO, |p| p.resident() - raised.resident);
-            let used = got > Bytes::ZERO && touched >= got.share(0.5);
-            if used || said.available.is_some_and(|left| left <= low + got) {
-                self.has_deflated(at);
+            let touched = raised.touched - (said.caches.unwrap_or_default() - raised.caches);
+            let left = |more: Bytes| said.available.is_some_and(|left| left > low + more);
+            let operator = match raised.alone {
+                true => left(got) && (got == Bytes::ZERO || touched < got.share(0.5)),
+                false if vm.process.is_none() || got < SURELY_SET => false,
+                false => left(Bytes::ZERO) && touched < got.share(0.1),
+            };
+            match operator {
+                true if raised.alone => self.ledger.was_raised(at),
+                true => {
+                    self.is_raised(at);
+                    self.deflated_on_oom = None;
+                    self.ledger.was_raised(at);
+                }
+                false if raised.alone => self.has_deflated(at),
+                false => {}
             }
             self.raised = None;
         }
     }
 
+    /// An operator raised its size.
+    fn is_raised(&mut self, at: Stamp) {
+        (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
+        self.raised.iter_mut().for_each(|r| r.alone = true);
+    }
+
     /// Its guest was out of memory and deflated its balloon itself: no operator did.
     fn has_deflated(&mut self, at: Stamp) {
         self.deflated_on_oom = Some(at);
-        if self.raised.take().is_some() {
+        if let Some(r) = self.raised.as_mut().filter(|r| r.alone) {
+            r.alone = false;
             self.ledger.foreign = None;
         }
     }
