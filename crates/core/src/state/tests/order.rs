@@ -250,3 +250,22 @@ fn a_guest_that_has_little_left_and_touches_nothing_has_not_deflated_its_balloon
     };
     assert_eq!((owed(0), owed(300)), (0, 224));
 }
+
+/// Its balloon gives up 20 MiB, and Ebb gives it much more at once.
+#[test]
+fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
+    let mut memory = Memory::default();
+    let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &whole, Some((1024, 500, short(Pressure::Hard))));
+    for s in 2..10 {
+        tick(&mut memory, &sample(s * 1000, vec![vm(500, 60, 450)]));
+    }
+    let mut its = vm(520, 60, 470);
+    its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 1000;
+    let gift = Some((520, 900, Reason::GuestShort { signs: String::new() }));
+    act(&mut memory, &sample(10_000, vec![its]), gift);
+    for s in 11..14 {
+        tick(&mut memory, &sample(s * 1000, vec![vm(900, 420, 480)]));
+        assert_eq!(memory.vms[0].ledger.left_ms(Stamp(s * 1000)), None, "{s}");
+    }
+}

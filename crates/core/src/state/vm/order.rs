@@ -61,6 +61,9 @@ pub struct Raised {
     pub at: Stamp,
     /// The size before.
     pub from: Bytes,
+    /// The size that it came to. What it has beyond that, Ebb gave.
+    #[serde(default)]
+    pub to: Bytes,
     /// What the host held of the VM before, also in swap.
     #[serde(default)]
     pub held: Bytes,
@@ -214,7 +217,7 @@ impl VmMemory {
                     caches: self.words(at, vm).and_then(|s| s.caches).unwrap_or_default(),
                     ..Raised::default()
                 });
-                self.raised = Some(Raised { at, ..before });
+                self.raised = Some(Raised { at, to: actual, ..before });
                 if enough == Some(true) {
                     self.is_raised(at);
                 } else {
@@ -231,7 +234,7 @@ impl VmMemory {
         if let Some(raised) = self.raised
             && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
-            let got = actual - raised.from;
+            let got = raised.to - raised.from;
             let touched = raised.touched - (said.caches.unwrap_or_default() - raised.caches);
             let left = |more: Bytes| said.available.is_some_and(|left| left > low + more);
             let operator = match raised.alone {
