@@ -201,30 +201,39 @@ impl VmMemory {
             Move::Own if plugged => (self.order, self.strayed) = (None, Some(at)),
             Move::Own => {}
             Move::Foreign => (self.order, self.raised) = (None, None),
-            // A guest that has enough, however fast it has grown since it said so, did not do that:
-            // an operator raised its size.
-            Move::Shrank => {
-                self.order = None;
-                let enough = self.words(at, vm).and_then(|said| {
-                    // A word that is older tells nothing of the moves since then.
-                    let age_ms = said.age_ms.min(WORD_MS);
-                    let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
-                    Some(said.available? > low + grown)
-                });
-                let before = self.raised.unwrap_or_else(|| Raised {
-                    from: was.unwrap_or(actual),
-                    held: self.seen.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
-                    caches: self.words(at, vm).and_then(|s| s.caches).unwrap_or_default(),
-                    ..Raised::default()
-                });
-                self.raised = Some(Raised { at, to: actual, ..before });
-                if enough == Some(true) {
-                    self.is_raised(at);
-                } else {
-                    self.has_deflated(at);
-                }
-            }
+            Move::Shrank => self.follow_raise(at, vm, (was.unwrap_or(actual), actual), low),
         }
+        self.judge_raise(at, vm, low);
+    }
+
+    /// Its balloon shrank without an order, from a size to another.
+    fn follow_raise(&mut self, at: Stamp, vm: &VmSample, (from, to): (Bytes, Bytes), low: Bytes) {
+        self.order = None;
+        // A guest that has enough, however fast it has grown since it said so, did not do that: an
+        // operator raised its size.
+        let said = self.words(at, vm);
+        let enough = said.and_then(|said| {
+            // A word that is older tells nothing of the moves since then.
+            let age_ms = said.age_ms.min(WORD_MS);
+            let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
+            Some(said.available? > low + grown)
+        });
+        let before = self.raised.unwrap_or_else(|| Raised {
+            from,
+            held: self.seen.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
+            caches: said.and_then(|s| s.caches).unwrap_or_default(),
+            ..Raised::default()
+        });
+        self.raised = Some(Raised { at, to, ..before });
+        if enough == Some(true) {
+            self.is_raised(at);
+        } else {
+            self.has_deflated(at);
+        }
+    }
+
+    /// Who raised its size, by its next word and by what it has touched.
+    fn judge_raise(&mut self, at: Stamp, vm: &VmSample, low: Bytes) {
         let held = vm.process.map_or(Bytes::ZERO, |p| p.resident() + p.swap);
         self.raised.iter_mut().for_each(|r| r.touched = r.touched.max(held - r.held));
         // It has deflated its balloon itself if its next word tells that it would have been out of
