@@ -47,8 +47,8 @@ impl Quiet {
         done.into_iter().map(line).chain(news).collect()
     }
 
-    /// Those of the host's warnings that are to be said now. Called each tick,
-    /// and this instance for nothing else.
+    /// Those of the host's warnings that are to be said now. It is called in each tick, on an
+    /// instance that serves nothing else.
     pub fn warnings(&mut self, now: Stamp, all: Vec<String>) -> Vec<String> {
         let problem = |message: String| Problem { vm: None, source: words(&message), message };
         let all: Vec<Problem> = all.into_iter().map(problem).collect();

@@ -130,7 +130,7 @@ impl Ledger {
             if self.adopted.is_some_and(|t| at.since(t) >= ARRIVES_MS) {
                 self.adopted = None;
                 if still && now < others + LEAST {
-                    self.was_raised(at);
+                    self.raised_by_others(at);
                 }
             }
             return Move::Own;
@@ -160,7 +160,7 @@ impl Ledger {
 
     /// An operator shrank the balloon, and not its guest, as it turned out: so a move back towards
     /// Ebb's last order is another's. A driver that starts anew may still follow that.
-    pub(super) fn was_raised(&mut self, at: Stamp) {
+    pub(super) fn raised_by_others(&mut self, at: Stamp) {
         let (Some(others), Some(ordered), Some((_, now))) = (self.others, self.ordered, self.seen)
         else {
             return;
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_was_raised_while_a_driver_started_is_the_operators() {
+    fn a_size_that_raised_by_others_while_a_driver_started_is_the_operators() {
         for (deflates, ordered) in [(false, false), (true, false), (false, true), (true, true)] {
             let mut l = look(deflates);
             l.at(512, 159);

@@ -427,7 +427,7 @@ impl Fleet<'_> {
 
     /// Takes off the budget what is held beside the VMs; how much that is.
     fn charge(&self) -> Result<Bytes> {
-        let beside = account::beside(self.daemon, self.arm);
+        let beside = account::beside(self.daemon, self.arm)?;
         self.cgroup.resize(self.plan.budget - beside)?;
         Ok(beside)
     }

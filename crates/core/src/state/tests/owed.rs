@@ -254,7 +254,7 @@ fn a_balloon_that_still_grows_when_its_vm_goes_on_leaves_the_debt() {
     assert_eq!(only(&model).owed, Bytes::mib(424));
 }
 
-/// QEMU is slow for a moment long after the VM arrived, and then somebody lowers its size.
+/// A VM was restored; long after that QEMU is slow for a second, and an operator lowers its size.
 #[test]
 fn a_size_that_is_set_long_after_a_vm_arrived_is_the_operators() {
     let mut memory = Memory::default();

@@ -226,7 +226,7 @@ impl VmMemory {
         });
         self.raised = Some(Raised { at, to, ..before });
         if enough == Some(true) {
-            self.is_raised(at);
+            self.raised_by_operator(at);
         } else {
             self.has_deflated(at);
         }
@@ -251,22 +251,21 @@ impl VmMemory {
                 false if vm.process.is_none() || got < SURELY_SET => false,
                 false => left(Bytes::ZERO) && touched < got.share(0.1),
             };
-            match operator {
-                true if raised.alone => self.ledger.was_raised(at),
-                true => {
-                    self.is_raised(at);
+            if operator {
+                if !raised.alone {
+                    self.raised_by_operator(at);
                     self.deflated_on_oom = None;
-                    self.ledger.was_raised(at);
                 }
-                false if raised.alone => self.has_deflated(at),
-                false => {}
+                self.ledger.raised_by_others(at);
+            } else if raised.alone {
+                self.has_deflated(at);
             }
             self.raised = None;
         }
     }
 
-    /// An operator raised its size.
-    fn is_raised(&mut self, at: Stamp) {
+    /// An operator raised its size: it is left alone.
+    fn raised_by_operator(&mut self, at: Stamp) {
         (self.ledger.foreign, self.strayed) = (Some(at), Some(at));
         self.raised.iter_mut().for_each(|r| r.alone = true);
     }

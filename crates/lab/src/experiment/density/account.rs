@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ebb_core::sample::Ksm;
 use ebb_core::units::Bytes;
-use ebb_host::probe::ksm::ksmd;
+use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::process::read_stat;
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
@@ -15,6 +16,9 @@ use super::rivals::merges;
 use crate::ebb::Daemon;
 use crate::result::Outcome;
 use crate::vm::{Vm, resident};
+
+/// Bytes of a `struct ksm_rmap_item` (Linux `mm/ksm.c`).
+const RMAP_ITEM: u64 = 64;
 
 /// Processor seconds, and what Ebb says came back.
 #[derive(Clone, Debug, Default)]
@@ -104,14 +108,11 @@ impl Account {
 
 /// What an arm's daemon and KSM hold, which is in no cgroup of VMs. For each page that it knows
 /// of KSM has a `struct ksm_rmap_item`; those of arms before stay until it runs again.
-pub(super) fn beside(daemon: Option<&Daemon>, arm: &str) -> Bytes {
-    let read = |name: &str| -> u64 {
-        let text = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}"));
-        text.ok().and_then(|t| t.trim().parse().ok()).unwrap_or(0)
-    };
-    let states = ["pages_shared", "pages_sharing", "pages_unshared", "pages_volatile"];
-    let ksm = if merges(arm) { 64 * states.iter().map(|name| read(name)).sum::<u64>() } else { 0 };
-    daemon.map_or(Bytes::ZERO, |d| resident(d.pid())) + Bytes(ksm)
+pub(super) fn beside(daemon: Option<&Daemon>, arm: &str) -> Result<Bytes> {
+    let ksm = if merges(arm) { read_ksm(&Root::default())? } else { None };
+    let pages = |k: Ksm| k.pages_shared + k.pages_sharing + k.pages_unshared + k.pages_volatile;
+    let ksm = Bytes(RMAP_ITEM * ksm.map_or(0, pages));
+    Ok(daemon.map_or(Bytes::ZERO, |d| resident(d.pid())) + ksm)
 }
 
 /// What holds a VM's memory when its jobs rest.

@@ -15,7 +15,7 @@ const CHECKED: usize = 8;
 const VERIFY_S: u64 = 2;
 /// What such a VM also writes once, and reads in each period: what rests is what is taken.
 const KEPT: Bytes = Bytes::mib(16);
-/// What a job says may be so late beside a busy machine.
+/// A report may be so late on a busy machine.
 const SLACK: Duration = Duration::from_secs(1);
 /// Consoles are looked at this often.
 const CHECK_EVERY: Duration = Duration::from_millis(500);
@@ -28,7 +28,7 @@ struct Job {
     begun: Option<Instant>,
     /// When it frees what it took.
     free: Option<Instant>,
-    /// When it begins or began to touch memory of which it has not said that it is touched.
+    /// When the touching began, or will begin, of which a report has not come yet.
     awaited: Instant,
     /// It is a `cycle` of its own, which keeps its times.
     started: bool,
@@ -120,8 +120,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// The number of a VM whose job should have said by now that it has touched its memory, if it
-    /// may take so many seconds: one that hangs says nothing.
+    /// The number of a VM whose job should have reported by now that it has touched its memory.
+    /// Touching may take `most` seconds. A job that hangs reports nothing.
     pub(super) fn late(&self, most: f64, now: Instant) -> Option<usize> {
         let most = Duration::from_secs_f64(most) + SLACK;
         self.jobs.iter().position(|job| {
