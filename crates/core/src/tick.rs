@@ -58,8 +58,8 @@ pub struct Next {
     pub at: Stamp,
     /// The VMs that need not be asked at it, sorted: see [`Engine::next`].
     pub resting: Vec<VmId>,
-    /// The VMs whose guests need not be asked anew right before it, sorted: what they last told QEMU
-    /// is good enough.
+    /// The VMs whose guests need not be asked anew right before it, sorted: their modules tell, or
+    /// what they last told QEMU is good enough.
     pub calm: Vec<VmId>,
 }
 
@@ -276,7 +276,9 @@ impl Engine {
         let rests = |vm: &&VmModel| at_rest(vm, rest_ms).is_some_and(lately);
         // Only where there are too many to ask all of them in time.
         let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
-        let calm = |vm: &&VmModel| spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
+        let told = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
+        let calm =
+            |vm: &&VmModel| told(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
         Next {
             at,
             resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect(),
@@ -417,6 +419,20 @@ mod tests {
         engine.memory.vms = vec![asked(2000)];
         assert_eq!(next(&engine, 90, 500), (false, true), "a second after it was asked");
         assert_eq!(next(&engine, 250, 500), (false, false), "far from short: QEMU asks its guest");
+    }
+
+    #[test]
+    fn a_guest_whose_module_tells_is_not_asked_out_of_turn() {
+        let id = VmId { pid: 1, start: 1 };
+        let asks = |by_module| {
+            let guest = Some(GuestModel { by_module, ..GuestModel::default() });
+            let vm = VmModel { id, owed: Bytes::mib(100), guest, ..VmModel::default() };
+            let model = Model { at: Stamp(3000), vms: vec![vm], ..Model::default() };
+            let next = Engine::new(Config::default(), false).next(&model);
+            assert!(!next.rests(id), "it is looked at all the same");
+            next.asks_anew(id)
+        };
+        assert!(asks(false) && !asks(true));
     }
 
     #[test]

@@ -196,7 +196,8 @@ fn whole_at_once(
     let most = (headroom > Bytes::ZERO).then_some(want);
     let percent = 100.0 * loss;
     let why = format!(
-        "{freed} became free, {headroom} are left; {back} a second come back: {percent:.2} % of a processor"
+        "{freed} became free; {headroom} stay free in the guest; of what was recycled {back} a second \
+         are used again, which costs {percent:.2} % of a processor"
     );
     Some((most, why))
 }

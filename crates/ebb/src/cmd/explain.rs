@@ -119,16 +119,39 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
     out
 }
 
-/// What the host's memory of a VM is held for, where its module tells: the guest's own account,
-/// what of its free memory the host still holds, and the rest, which is the VMM's. A guest uses
-/// memory that the host does not hold, too: in swap, or freed as zeros.
+/// What the host's memory of a VM is held for: what its guest uses, what of its free memory the
+/// host still holds (only its module tells), and the rest, which is the VMM's. A guest uses memory
+/// that the host does not hold, too: in swap, or freed as zeros.
 fn held_for(vm: &Vm) -> Option<String> {
-    let (agent, ram, resident) = (vm.agent.as_ref()?, vm.ram?, vm.resident?);
-    let (facts, held) = (agent.facts.as_ref()?, agent.held?);
-    let (free, all) = (agent.free?, vm.actual.unwrap_or(ram));
+    let (resident, swap) = (vm.resident?, vm.swap.unwrap_or_default());
+    let (known, uses, rest) = by_module(vm).or_else(|| by_statistics(vm))?;
+    let mut said = if known <= resident {
+        format!("{uses}; {rest}: {} or more", resident - known)
+    } else {
+        format!(
+            "{uses}; of that {} or more are not in memory ({swap} in swap, or pages of zeros)",
+            known - resident
+        )
+    };
+    let merged = vm.merge.as_ref().map_or(Bytes(0), merged_now);
+    if merged > Bytes(0) {
+        said += &format!("; {merged} are merged, and count for each VM that has them");
+    }
+    Some(said)
+}
+
+/// What of a VM's resident memory is merged. KSM's pages of zeros are not resident.
+fn merged_now(m: &MergeSample) -> Bytes {
+    m.seen.map_or(Bytes::pages(m.stat.merging_pages.unwrap_or(0)), |(_, merged)| merged)
+}
+
+/// By the guest's module: what is known of what is held, in bytes and in words, and what the rest is.
+fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
+    let agent = vm.agent.as_ref()?;
+    let (facts, held, free) = (agent.facts.as_ref()?, agent.held?, agent.free?);
     let anon = Bytes::pages(facts.anon + facts.shmem);
     let cache = Bytes::pages(facts.cached + facts.buffers) - Bytes::pages(facts.shmem);
-    let used = all - free;
+    let used = vm.actual.or(vm.ram)? - free;
     let free = format!("{held} free in the guest ({free} are free in all)");
     let uses = if anon + cache > used {
         format!(
@@ -138,17 +161,20 @@ fn held_for(vm: &Vm) -> Option<String> {
         let kernel = used - anon - cache;
         format!("{anon} of programs, {cache} page cache, {kernel} of the guest's kernel, {free}")
     };
-    let (known, swap) = (used + held, vm.swap.unwrap_or_default());
-    Some(if known <= resident {
-        // `held` is counted every two seconds.
-        let own = resident - known;
-        format!("{uses}; the VMM's own, and what was freed in the last 3 s: {own} or more")
-    } else {
-        format!(
-            "{uses}; of that {} or more are not in memory ({swap} in swap, or pages of zeros)",
-            known - resident
-        )
-    })
+    // `held` is counted every two seconds.
+    Some((used + held, uses, "the VMM's own, and what was freed in the last 3 s"))
+}
+
+/// The same by its balloon's statistics.
+fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
+    // With `deflate-on-oom` the total does not shrink with the balloon.
+    let used = vm.guest_total?.min(vm.actual?) - vm.guest_free?;
+    let cache = vm.guest_caches.map_or(String::new(), |c| format!(" ({} page cache)", c.min(used)));
+    Some((
+        used,
+        format!("{used} that the guest uses{cache}"),
+        "free in the guest, its kernel's image, and the VMM's own",
+    ))
 }
 
 /// What became of its pages of zeros, or why nothing does.
@@ -183,7 +209,7 @@ fn merge_words(vm: &Vm, m: &MergeSample) -> String {
 
 #[cfg(test)]
 mod tests {
-    use ebb_core::sample::AgentSample;
+    use ebb_core::sample::{AgentSample, KsmStat};
     use ebb_core::wire::abi::Facts;
 
     use super::*;
@@ -226,6 +252,26 @@ mod tests {
         assert!(said.starts_with(begin), "a guest that lies: {said}");
         vm.agent.as_mut().unwrap().held = None;
         assert_eq!(held_for(&vm), None, "not known is not zero");
+        (vm.guest_total, vm.guest_free) = (Some(mib(490)), Some(mib(400)));
+        vm.guest_caches = Some(mib(50));
+        let said = held_for(&vm).unwrap();
+        assert_eq!(
+            said,
+            "90 MiB that the guest uses (50 MiB page cache); free in the guest, its kernel's image, \
+             and the VMM's own: 80 MiB or more",
+            "without a module its balloon's statistics tell"
+        );
+        vm.actual = Some(mib(450));
+        assert!(held_for(&vm).unwrap().starts_with("50 MiB that the guest uses"));
+        vm.actual = vm.ram;
+        let stat =
+            KsmStat { merging_pages: Some(pages(7)), zero_pages: Some(9), ..KsmStat::default() };
+        vm.merge = Some(MergeSample { stat, ..MergeSample::default() });
+        let said = held_for(&vm).unwrap();
+        assert!(
+            said.ends_with("; 7 MiB are merged, and count for each VM that has them"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -20,18 +20,28 @@ pub fn main(socket: &str, json: bool) -> Result<bool> {
     Ok(told["vms"].as_array().is_some_and(|vms| !vms.is_empty()))
 }
 
+/// How much RAM the VMs were promised, as far as that is known.
+fn of_ram(state: &State) -> String {
+    let unknown = state.vms.iter().filter(|vm| vm.ram.is_none()).count();
+    match state.vms.len() - unknown {
+        0 => String::new(),
+        _ if unknown == 0 => format!(" of {} of RAM", state.host.promised),
+        n => format!(" (the RAM of {n} of {} is known: {})", state.vms.len(), state.host.promised),
+    }
+}
+
 pub fn text(state: &State) -> String {
     let h = &state.host;
     let mut out = format!("host {} for {} s: {}\n", h.state, h.state_s, h.why);
     out += &format!(
-        "     free {}, available {} of {}; swap {} of {}; VMs hold {} of {} of RAM\n",
+        "     free {}, available {} of {}; swap {} of {}; VMs hold {}{}\n",
         size(h.free),
         size(h.available),
         size(h.total),
         size(h.swap_used),
         size(h.swap_total),
         h.resident,
-        h.promised
+        of_ram(state)
     );
     out += &limits(&h.limits);
     if let Some(k) = h.ksm.filter(|k| k.saved_now().0 > 0 || h.merge.is_some()) {
@@ -193,6 +203,20 @@ mod tests {
             text(&state(12))
                 .ends_with("vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n")
         );
+    }
+
+    #[test]
+    fn what_vms_hold_is_told_of_the_ram_that_is_known() {
+        let hold = |rams: &[Option<Bytes>]| {
+            let vms: Vec<Vm> = rams.iter().map(|&ram| Vm { ram, ..Vm::default() }).collect();
+            let mut state = State { vms, ..State::default() };
+            state.host.promised = rams.iter().flatten().copied().sum();
+            of_ram(&state)
+        };
+        let gib = Some(Bytes::gib(1));
+        assert_eq!(hold(&[None, None]), "");
+        assert_eq!(hold(&[gib, gib]), " of 2 GiB of RAM");
+        assert_eq!(hold(&[gib, None]), " (the RAM of 1 of 2 is known: 1 GiB)");
     }
 
     #[test]

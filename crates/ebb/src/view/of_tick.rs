@@ -60,6 +60,7 @@ pub(super) fn tally(memory: &Memory, name: RungName) -> Option<&Tally> {
 /// The highest tier that works for a VM now.
 pub(super) fn tier(s: &VmSample) -> &'static str {
     match (&s.agent, &s.balloon) {
+        (Some(a), None) if a.observes => "none",
         (Some(a), Some(_)) if a.observes => "stock",
         (Some(a), _) if a.link == Link::Up && a.state == AgentState::Ready => "guest",
         (Some(a), _) if a.link == Link::Up && a.state != AgentState::Aside => "agent",
