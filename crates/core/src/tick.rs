@@ -312,7 +312,7 @@ fn growth(vm: &VmModel, m: &VmMemory) -> Bytes {
 /// Whether nothing of a VM moves, and its guest cannot be short within this time, by a word that
 /// may be old already.
 fn is_at_rest(vm: &VmModel, m: &VmMemory, within_ms: u64) -> bool {
-    // Agents are told what else QEMU has before each of their orders.
+    // Its agent is asked in each tick.
     let moves = vm.agent.is_some()
         || vm.hands_off.is_some()
         || m.order.is_some()

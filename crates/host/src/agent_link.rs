@@ -24,7 +24,7 @@ use ebb_core::sample::{Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{AgentState, Attach, Command, OTHERS_DISCARD, Segment, Status};
+use ebb_core::wire::{AgentState, Attach, Command, OTHERS_DISCARD, Recycle, Segment, Status};
 
 use crate::agent::Agent;
 use crate::inventory::Verdict;
@@ -83,6 +83,10 @@ pub(crate) struct AgentLink {
     /// When QEMU last told all that can write to the RAM, and what of it forbade the agent
     /// to work when the RAM was handed over.
     known_at: Option<Instant>,
+    /// Whether that was in this tick.
+    known_now: bool,
+    /// An order that is sent when QEMU has told that anew.
+    waiting: Option<Recycle>,
     objections: Vec<String>,
     firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.
@@ -157,6 +161,7 @@ impl AgentLink {
             (&v.objections, &v.segments, v.firmware) != known
         };
         let stood = verdict.filter(other);
+        self.known_now = verdict.is_some();
         if let Some(v) = verdict {
             self.known_at = Some(v.begun);
         }
@@ -173,6 +178,7 @@ impl AgentLink {
             Stage::Attached => {
                 self.clear(verdict);
                 self.relay(now, run, events);
+                self.send_waiting();
             }
             Stage::Apart => {
                 if matches!(run, Some(RunState::Running | RunState::Paused)) {
@@ -184,7 +190,7 @@ impl AgentLink {
 
     fn stand_down(&mut self, next: Stage) {
         self.send(Ask::Other, Command::StandDown);
-        (self.stage, self.status, self.unclear) = (next, None, None);
+        (self.stage, self.status, self.unclear, self.waiting) = (next, None, None, None);
     }
 
     /// Tells the agent that what it found unclear is harmless: QEMU has told all since, and
@@ -213,6 +219,14 @@ impl AgentLink {
             self.mapped = Some(found);
             self.mapped_at = Some(Instant::now());
         }
+    }
+
+    /// Whether it needs what QEMU tells of all that can write to the VM's memory: to be handed RAM,
+    /// to have something cleared, or for an order.
+    pub fn awaits_verdict(&self) -> bool {
+        let met = self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met);
+        let harmless = self.unclear.is_some() && matches!(self.mapped, Some(Ok(())));
+        met || harmless || self.waiting.is_some()
     }
 
     /// It knows of no RAM now, and is to be told where that is.

@@ -259,6 +259,7 @@ impl Vm {
     /// Connects if it is time to, and queues this tick's questions. A VM that has not answered
     /// those of an earlier tick is not asked again until it has; nor is one that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
+        self.verdict = None;
         if self.leaves() {
             return;
         }

@@ -53,7 +53,7 @@ impl AgentLink {
         self.agent = None;
         self.asked.clear();
         (self.status, self.facts, self.waits_since) = (None, None, None);
-        (self.open, self.scanner) = (None, None);
+        (self.open, self.scanner, self.waiting) = (None, None, None);
     }
 
     /// Has the agent give up all protection, and hangs up when it has said so. To be `sure`, one

@@ -15,23 +15,29 @@ use crate::scan::agents::HashLink;
 pub(super) const VERDICT_OLD: Duration = Duration::from_secs(3);
 
 impl AgentLink {
-    /// Hands over what the policy ordered; what it did shows in the counters.
+    /// Hands over what the policy ordered; what it did shows in the counters. Where QEMU was not
+    /// asked in this tick what can write to RAM, memory is given back in the next, when it was.
     pub fn order(&mut self, order: &RecycleOrder) {
         if self.stage != Stage::Attached {
             return;
         }
-        let known = self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
-        if let Some(recycle) = order.recycle.as_ref().filter(|_| known) {
-            self.send(Ask::Recycle, Command::Recycle(*recycle));
-            // What is held is news afterwards.
-            self.held_at = None;
-        }
+        self.waiting = order.recycle.or(self.waiting);
+        self.send_waiting();
         if order.mark {
             self.send(Ask::Other, Command::Mark);
         }
         if let Some(agent) = self.agent.as_mut() {
             agent.pump();
         }
+    }
+
+    /// Sends what waits for QEMU's word, where that has come in this tick and is not old.
+    pub(super) fn send_waiting(&mut self) {
+        let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
+        let Some(recycle) = self.waiting.take_if(|_| known) else { return };
+        self.send(Ask::Recycle, Command::Recycle(recycle));
+        // What is held is news afterwards.
+        self.held_at = None;
     }
 
     /// Has it open these ranges to KSM, and no others, unless it was told so last;

@@ -112,7 +112,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     let _open = thread.join().unwrap();
     // Attached, and QEMU has not told anything for long.
     link.stage = Stage::Attached;
-    link.known_at = Some(Instant::now() - VERDICT_OLD);
+    (link.known_at, link.known_now) = (Some(Instant::now() - VERDICT_OLD), true);
     let order = |recycle| RecycleOrder {
         vm: ebb_core::sample::VmId { pid: 1, start: 1 },
         name: "a".into(),
@@ -123,9 +123,17 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     let before = link.asked.len();
     link.order(&order(Some(Default::default())));
     assert_eq!(link.asked.len(), before);
-    link.known_at = Some(Instant::now());
+    (link.known_at, link.known_now) = (Some(Instant::now()), false);
     link.order(&order(Some(Default::default())));
-    assert_eq!(link.asked.len(), before + 1);
+    assert_eq!(link.asked.len(), before, "that was in an earlier tick");
+    assert!(link.awaits_verdict());
+    link.known_now = true;
+    link.send_waiting();
+    assert_eq!((link.asked.len(), link.awaits_verdict()), (before + 1, false));
+    link.known_now = false;
+    link.order(&order(Some(Default::default())));
+    link.stand_down(Stage::Met);
+    assert_eq!(link.waiting, None, "it is not sent once RAM was handed over anew");
 }
 
 #[test]

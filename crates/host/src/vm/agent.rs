@@ -7,7 +7,7 @@ use ebb_core::config::AgentUse;
 use ebb_core::sample::RunState;
 
 use super::{Ask, Vm};
-use crate::agent_link::Terms;
+use crate::agent_link::{AgentLink, Terms};
 use crate::probe::mappers::Question;
 
 impl Vm {
@@ -19,6 +19,11 @@ impl Vm {
     pub(super) fn may_use_agent(&self) -> bool {
         let may = self.access.managed && !self.access.look_only;
         may && self.agent.is_some() && self.access.agent != AgentUse::Off
+    }
+
+    /// Whether its agent awaits what QEMU tells of all that can write to the VM's memory.
+    pub(super) fn agent_awaits(&self) -> bool {
+        self.uses_agent() && self.agent.as_ref().is_some_and(AgentLink::awaits_verdict)
     }
 
     /// Whether QEMU has said if a balloon reports free pages, or that it cannot.

@@ -9,8 +9,9 @@ use super::{Ask, Vm};
 use crate::agent_link::AgentLink;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
-/// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
-/// the first, the balloon's size of the last. Two ordinary ticks, the clock's steps left out.
+/// How a VM runs, whether it migrates, what RAM it has, and with an agent what can write to that is
+/// asked this often, and before an agent gives memory back. QEMU reads its socket byte by byte, at
+/// some nine system calls each. An ordinary tick, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
 /// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
 /// looked for from so long before the next are due.
@@ -42,15 +43,14 @@ impl Vm {
             || self.was_kicked
             || self.was_missed()
             || self.to_kick
-            || self.uses_agent()
+            || self.agent_awaits()
             || self.ran_asked.is_none_or(|at| now - at >= RARELY)
             || self.client.as_mut().is_some_and(|c| c.protocol().any_event(|_| true))
     }
 
     pub(super) fn questions(&mut self, now: Instant) {
         let due = self.was_missed() || self.ran_asked.is_none_or(|at| now - at >= RARELY);
-        // An agent is told in each tick how QEMU is.
-        let anew = due || !self.ready || self.uses_agent() || self.has_news();
+        let anew = due || !self.ready || self.agent_awaits() || self.has_news();
         if anew {
             self.ran_asked = Some(now);
             self.send(Ask::Status, "query-status", None);
@@ -76,8 +76,7 @@ impl Vm {
         if self.was_kicked {
             self.ask_its_guest();
         }
-        self.verdict = None;
-        if self.ready && self.uses_agent() {
+        if self.ready && anew && self.uses_agent() {
             if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
                 self.inventory.look_anew();
             }
