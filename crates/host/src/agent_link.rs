@@ -85,8 +85,8 @@ pub(crate) struct AgentLink {
     known_at: Option<Instant>,
     /// Whether that was in this tick.
     known_now: bool,
-    /// An order that is sent when QEMU has told that anew.
-    waiting: Option<Recycle>,
+    /// An order that is sent when QEMU has told that anew, and since when it waits.
+    waiting: Option<(Instant, Recycle)>,
     objections: Vec<String>,
     firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.

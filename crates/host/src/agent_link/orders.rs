@@ -2,7 +2,7 @@
 //! for a scan.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_core::plan::RecycleOrder;
 use ebb_core::units::Bytes;
@@ -11,17 +11,20 @@ use ebb_core::wire::{Advise, Command};
 use super::{AgentLink, Ask, Stage};
 use crate::scan::agents::HashLink;
 
-/// Nothing is given back when QEMU has not told for so long what can write to RAM.
+/// Nothing is given back when QEMU has not told for so long what can write to RAM, and no order
+/// waits longer.
 pub(super) const VERDICT_OLD: Duration = Duration::from_secs(3);
 
 impl AgentLink {
-    /// Hands over what the policy ordered; what it did shows in the counters. Where QEMU was not
-    /// asked in this tick what can write to RAM, memory is given back in the next, when it was.
+    /// Hands over what the policy ordered; what it did shows in the counters. Memory is given back
+    /// when QEMU has told what can write to RAM: [`AgentLink::order_waits`].
     pub fn order(&mut self, order: &RecycleOrder) {
         if self.stage != Stage::Attached {
             return;
         }
-        self.waiting = order.recycle.or(self.waiting);
+        if let Some(recycle) = order.recycle {
+            self.waiting = Some((Instant::now(), recycle));
+        }
         self.send_waiting();
         if order.mark {
             self.send(Ask::Other, Command::Mark);
@@ -31,10 +34,16 @@ impl AgentLink {
         }
     }
 
-    /// Sends what waits for QEMU's word, where that has come in this tick and is not old.
+    /// Whether an order waits until QEMU has been asked.
+    pub fn order_waits(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    /// Sends it, where QEMU has told in this tick, and not long ago.
     pub(super) fn send_waiting(&mut self) {
+        self.waiting.take_if(|(since, _)| since.elapsed() >= VERDICT_OLD);
         let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
-        let Some(recycle) = self.waiting.take_if(|_| known) else { return };
+        let Some((_, recycle)) = self.waiting.take_if(|_| known) else { return };
         self.send(Ask::Recycle, Command::Recycle(recycle));
         // What is held is news afterwards.
         self.held_at = None;

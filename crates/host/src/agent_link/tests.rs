@@ -122,7 +122,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     };
     let before = link.asked.len();
     link.order(&order(Some(Default::default())));
-    assert_eq!(link.asked.len(), before);
+    assert_eq!(link.asked.len(), before, "what QEMU has told is old");
     (link.known_at, link.known_now) = (Some(Instant::now()), false);
     link.order(&order(Some(Default::default())));
     assert_eq!(link.asked.len(), before, "that was in an earlier tick");
@@ -130,6 +130,14 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     link.known_now = true;
     link.send_waiting();
     assert_eq!((link.asked.len(), link.awaits_verdict()), (before + 1, false));
+    let (long_ago, recycle) = (Instant::now() - VERDICT_OLD, Default::default());
+    link.waiting = Some((long_ago, recycle));
+    link.send_waiting();
+    assert_eq!(
+        (link.asked.len(), link.order_waits()),
+        (before + 1, false),
+        "it has waited too long"
+    );
     link.known_now = false;
     link.order(&order(Some(Default::default())));
     link.stand_down(Stage::Met);

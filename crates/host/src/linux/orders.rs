@@ -196,6 +196,7 @@ impl LinuxHost {
                 agent.order(order);
             }
         }
+        self.query_for_orders();
         for order in &plan.offload {
             let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
             let (root, hierarchy) = (&self.options.root, self.bounds.hierarchy());

@@ -36,10 +36,35 @@ impl LinuxHost {
         self.query_agents(started, deadline);
     }
 
+    /// Asks QEMU what can write to a VM's memory where an agent is to give some back and that was
+    /// not asked in this tick. The order goes out when QEMU has answered.
+    pub(super) fn query_for_orders(&mut self) {
+        let waits = |vm: &&mut Vm| vm.agent.as_ref().is_some_and(AgentLink::order_waits);
+        let (now, at) = (Instant::now(), LinuxHost::now());
+        self.vms.values_mut().filter(waits).for_each(|vm| vm.ask(now, at, false));
+        let deadline = now + self.options.deadline;
+        // Devices that have changed take a second question.
+        for _ in 0..2 {
+            let mut waiting: Vec<&mut Vm> = self.vms.values_mut().filter(waits).collect();
+            if waiting.is_empty() {
+                return;
+            }
+            let mut clients: Vec<_> =
+                waiting.iter_mut().filter_map(|vm| vm.client.as_mut()).collect();
+            poll_all(&mut clients, deadline);
+            if !waiting.into_iter().map(Vm::hear).fold(false, |a, b| a | b) {
+                break;
+            }
+        }
+        let keep_open = self.keeps_open();
+        self.vms.values_mut().filter(waits).for_each(|vm| vm.ask_agent(now, keep_open));
+        self.hear_agents(now);
+    }
+
     /// The agents answer in microseconds, unless they are at work. One that was just
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
-        let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
+        let keep_open = self.keeps_open();
         let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
         let waker = self.waker.clone();
         let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
@@ -57,6 +82,11 @@ impl LinuxHost {
                 break;
             }
         }
+    }
+
+    /// Whether agents leave open to KSM what they have opened.
+    fn keeps_open(&self) -> bool {
+        self.merger.is_some() && self.options.config.merge.mode == MergeMode::On
     }
 
     fn hear_agents(&mut self, deadline: Instant) {

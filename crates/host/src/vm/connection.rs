@@ -114,7 +114,7 @@ impl Vm {
     /// the same.
     pub(super) fn was_visited(&self, at: Stamp) -> bool {
         let shared = self.is_shared();
-        shared && self.ready && !self.uses_agent() && at.since(self.asked_at) < VISIT_EVERY_MS
+        shared && self.ready && !self.agent_awaits() && at.since(self.asked_at) < VISIT_EVERY_MS
     }
 
     /// Uses a connection from its beginning.
