@@ -56,7 +56,7 @@ impl Vm {
             self.send(Ask::Status, "query-status", None);
             self.send(Ask::Migrate, "query-migrate", None);
         }
-        self.ram_asked = anew;
+        self.ram_asked = anew || self.ordered.is_some();
         if self.ram_asked {
             self.send(Ask::MemorySize, "query-memory-size-summary", None);
         }

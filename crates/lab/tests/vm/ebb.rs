@@ -48,7 +48,24 @@ fn start_holding(name: &str, kernel: Kernel, arena: &Arena) -> Vm {
     let vm = Vm::start(&config(name, kernel, false, arena)).unwrap();
     vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
     vm.tool().stop("h").unwrap();
+    renew_word(&vm);
     vm
+}
+
+/// Has a guest say anew how it is. QEMU keeps what it said when it booted, and for five seconds
+/// Ebb believes that.
+fn renew_word(vm: &Vm) {
+    let of = |property: &str| json!({"path": "/machine/peripheral/balloon0", "property": property});
+    let interval = |seconds: u64| {
+        let mut set = of("guest-stats-polling-interval");
+        set["value"] = json!(seconds);
+        vm.qmp("qom-set", Some(set)).unwrap();
+    };
+    let updated = || vm.qmp("qom-get", Some(of("guest-stats"))).unwrap()["last-update"].as_u64();
+    let asked = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    interval(1);
+    vm.wait_for("a new word", MINUTE, |_| (updated() > Some(asked)).then_some(())).unwrap();
+    interval(0);
 }
 
 fn bytes(v: &Value, key: &str) -> u64 {
