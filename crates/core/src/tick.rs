@@ -285,9 +285,7 @@ impl Engine {
             calm: model.vms.iter().filter(calm).map(|vm| vm.id).collect(),
         }
     }
-}
 
-impl Engine {
     /// Whether guests may take what a limit has beyond its reserve before an ordinary tick.
     fn fills_up(&self, model: &Model) -> bool {
         let seconds = self.config.tick_ms as f64 / 1000.0;

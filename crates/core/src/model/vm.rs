@@ -146,9 +146,7 @@ impl VmModel {
     pub fn guest_held(&self) -> Option<Bytes> {
         self.resident.map(|r| r - self.own)
     }
-}
 
-impl VmModel {
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
         let settings = &*config.settings_of(vm);
         let remembered = memory.vm(vm.id);

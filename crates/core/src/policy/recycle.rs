@@ -356,13 +356,7 @@ mod tests {
         assert_eq!(orders(true, VmMemory::default()), 0, "at work");
         let order = |to| {
             let moved_from = Bytes::gib(2);
-            let moved_at = Stamp(99_000);
-            Some(crate::state::Order {
-                to: Bytes::gib(to),
-                moved_from,
-                moved_at,
-                ..Default::default()
-            })
+            Some(crate::state::Order { to: Bytes::gib(to), moved_from, ..Default::default() })
         };
         assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
         assert_eq!(
