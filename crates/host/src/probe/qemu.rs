@@ -52,7 +52,6 @@ pub struct QemuArgs {
     pub uuid: Option<String>,
     /// Monitor sockets as written, perhaps relative.
     pub qmp: QmpAddress,
-    pub balloon: bool,
     /// A VFIO or vhost-vDPA device: guest memory is pinned.
     pub passthrough: bool,
     /// RAM in huge pages, as far as the options alone tell.
@@ -80,9 +79,7 @@ pub struct QemuProcess {
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
     pub qmp: QmpAddress,
-    /// A virtio-balloon device is on the command line.
-    pub balloon: bool,
-    /// A VFIO or vhost-vDPA device is: guest memory is pinned.
+    /// A VFIO or vhost-vDPA device is on the command line: guest memory is pinned.
     pub passthrough: bool,
     /// RAM lies in huge pages.
     pub hugepages: bool,
@@ -151,7 +148,7 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
 }
 
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 18] = [
+const OPTIONS: [&str; 17] = [
     "name",
     "uuid",
     "qmp",
@@ -163,7 +160,6 @@ const OPTIONS: [&str; 18] = [
     "netdev",
     "blockdev",
     "mem-path",
-    "balloon",
     "plugin",
     "machine",
     "M",
@@ -185,10 +181,8 @@ impl QemuArgs {
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
             "device" => {
                 let driver = Options::parse(value, "driver").get("driver").unwrap_or_default();
-                self.balloon |= driver.starts_with("virtio-balloon");
                 self.passthrough |= driver.starts_with("vfio-") || driver.starts_with("vhost-vdpa");
             }
-            "balloon" => self.balloon |= value.starts_with("virtio"),
             "object" => {
                 let options = Options::parse(value, "qom-type");
                 self.hugetlb |= options.is_on("hugetlb");
@@ -484,10 +478,10 @@ mod tests {
             "memory-backend-memfd,id=r,hugetlb=on,size=1G",
         ]);
         assert_eq!((a.name.as_deref(), a.uuid.as_deref()), (Some("web,1"), Some("u-1")));
-        assert!(a.balloon && a.passthrough && a.hugetlb && !a.is_probe);
+        assert!(a.passthrough && a.hugetlb && !a.is_probe);
         assert!(args(&["-S", "-machine", "none,accel=kvm:tcg"]).is_probe);
         let b = args(&["-name", "x", "-device", "vfio-pci,host=1", "-mem-path", "/huge/1"]);
-        assert_eq!((b.name.as_deref(), b.balloon, b.passthrough), (Some("x"), false, true));
+        assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
         assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));
