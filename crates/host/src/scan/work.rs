@@ -256,7 +256,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                 if let Err(e) = done {
                     job.vms[vm].end(fate_of(&e, &job.targets[vm]));
                 }
-                if !self.is_alive(vm) {
+                if life(job.root, job.targets[vm].id) != Life::Alive {
                     // What was read last may be another process's.
                     job.vms[vm].end(Fate::Ended);
                 }
@@ -264,10 +264,6 @@ impl<'j, 'a> Worker<'j, 'a> {
                 job.read.fetch_add(pages.read, Relaxed);
             }
         }
-    }
-
-    fn is_alive(&self, vm: usize) -> bool {
-        life(self.job.root, self.job.targets[vm].id) == Life::Alive
     }
 
     /// Bytes that were read; `others`: processor time beside this thread's.
