@@ -62,7 +62,7 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();
     let order = |d: &&mut Debt| Some(BalloonOrder { vm: d.vm.id, to: d.goal?.1, gives: true });
     let orders: Vec<BalloonOrder> = due.iter().filter_map(order).collect();
-    for (debt, result) in due.iter_mut().zip(host.set_balloons_within(&orders, ANSWER)) {
+    for (debt, result) in due.iter_mut().zip(host.set_balloons(&orders, ANSWER)) {
         debt.ordered(now, result.map_err(|e| e.to_string()), say);
     }
 }

@@ -148,11 +148,6 @@ impl Client {
         self.socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// Whether to poll for writing too.
-    pub fn wants_write(&self) -> bool {
-        !self.protocol.outgoing().is_empty()
-    }
-
     /// The state machine, for what needs no socket.
     pub fn protocol(&mut self) -> &mut Protocol {
         &mut self.protocol
@@ -350,7 +345,7 @@ fn poll_once(
 
 /// The poll flags that suit a client now.
 pub fn interest(client: &Client) -> PollFlags {
-    if client.wants_write() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
+    sockets::interest(!client.protocol.outgoing().is_empty())
 }
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {

@@ -246,14 +246,10 @@ impl Vm {
         !self.seen
     }
 
-    /// An earlier daemon found this interval of its statistics.
-    pub fn with_interval(self, was: Option<u64>) -> Vm {
-        Vm { interval_was: was, ..self }
-    }
-
-    /// It may be reached through its manager.
-    pub fn with_libvirt(self, libvirt: &Libvirt) -> Vm {
-        Vm { libvirt: Some(libvirt.clone()), ..self }
+    /// `interval_was`: an earlier daemon found this interval of its statistics. It may be reached
+    /// through libvirt.
+    pub fn with(self, interval_was: Option<u64>, libvirt: &Libvirt) -> Vm {
+        Vm { interval_was, libvirt: Some(libvirt.clone()), ..self }
     }
 
     /// Connects if it is time to, and queues this tick's questions. A VM that has not answered

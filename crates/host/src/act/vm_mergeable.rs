@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::ksm::{KsmError, has_room};
-use crate::merge_link::arguments;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::regions::{guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
+use crate::qmp_balloon;
 use crate::root::{ProbeError, Root};
 use crate::sys::Range;
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]
 pub enum MergeableError {
@@ -57,24 +57,20 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
         return Ok(Done::Already);
     }
     if !on {
-        room_to_close(root, id)?;
+        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
+        has_room(root, Bytes::pages(stat.merged()))?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {
         for path in &backends {
-            qmp.execute("qom-set", Some(arguments(path, value)), PATIENCE)?;
+            let set = qmp_balloon::set(path, "merge", json!(value));
+            qmp.execute("qom-set", Some(set), PATIENCE)?;
         }
         if marks(root, id)?.open == on {
             return Ok(done);
         }
     }
     Err(MergeableError::NoEffect)
-}
-
-/// Whether the memory is there that breaking a VM's merges takes.
-fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
-    let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
-    Ok(has_room(root, Bytes::pages(stat.merged()))?)
 }
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.

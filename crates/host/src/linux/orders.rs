@@ -58,19 +58,15 @@ impl LinuxHost {
             unanswered: matches!(r, Err(ActError::Unanswered { .. } | ActError::Lost(_))),
             error: r.err().map(|e| e.to_string()),
         };
-        actions.iter().zip(self.set_balloons(&orders)).map(outcome).collect()
+        let results = self.set_balloons(&orders, self.options.deadline);
+        actions.iter().zip(results).map(outcome).collect()
     }
 
     /// Tells QEMU what each guest shall be left with (whole MiB make sense).
     /// Every VM's process is checked right before. All share one deadline;
     /// results are in the order of the orders. `Ok` means that QEMU has asked
-    /// the guest, not that the guest has done it.
-    pub fn set_balloons(&mut self, orders: &[BalloonOrder]) -> Vec<Result<(), ActError>> {
-        self.set_balloons_within(orders, self.options.deadline)
-    }
-
-    /// The same; QEMU has the time `wait` to answer.
-    pub fn set_balloons_within(
+    /// the guest, not that the guest has done it. QEMU has the time `wait` to answer.
+    pub fn set_balloons(
         &mut self,
         orders: &[BalloonOrder],
         wait: Duration,

@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
 use ebb_core::units::Stamp;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
 use crate::agent_link::AgentLink;
 use crate::qmp::{poll_all, pump_ready};
+use crate::sockets::interest;
 use crate::vm::Vm;
 
 /// How long a tick waits for answers of agents that are not at work.
@@ -72,12 +73,8 @@ impl LinuxHost {
             }
             let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent());
             let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
-            let mut fds: Vec<PollFd<'_>> = fds
-                .map(|(fd, write)| {
-                    let out = if write { PollFlags::OUT } else { PollFlags::empty() };
-                    PollFd::from_borrowed_fd(fd, PollFlags::IN | out)
-                })
-                .collect();
+            let mut fds: Vec<PollFd<'_>> =
+                fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();
             let _ = rustix::event::poll(&mut fds, Some(&left));
         }
     }

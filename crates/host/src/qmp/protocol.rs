@@ -407,11 +407,6 @@ impl Protocol {
         self.events.drain(..).collect()
     }
 
-    /// Whether an event of one of these names is queued.
-    pub fn has_event(&self, names: &[&str]) -> bool {
-        self.events.iter().any(|e| names.contains(&e.name.as_str()))
-    }
-
     /// Whether an event is queued of which this is true.
     pub fn any_event(&self, is: impl FnMut(&Event) -> bool) -> bool {
         self.events.iter().any(is)

@@ -143,10 +143,10 @@ impl Vm {
         let (actual, ordered) = (of_balloon(self.actual), of_balloon(self.ordered));
         let ready = self.ready;
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().has_event(&qmp_balloon::URGENT)
-                || c.protocol()
-                    .any_event(|e| qmp_balloon::tells_more_than_ordered(e, actual, ordered))
-                || ready && c.state() == State::Failed
+            c.protocol().any_event(|e| {
+                qmp_balloon::URGENT.contains(&e.name.as_str())
+                    || qmp_balloon::tells_more_than_ordered(e, actual, ordered)
+            }) || ready && c.state() == State::Failed
         })
     }
 
