@@ -8,7 +8,7 @@ use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
 
 use libc::{c_int, c_long, c_ulong, iovec};
 
@@ -160,10 +160,7 @@ pub fn store_u64(address: u64, value: u64) {
     // SAFETY: `address` is an aligned word of the first 16 MiB of guest RAM (the
     // header page, read a moment ago), which no VMM unmaps while it runs; the
     // guest's accesses to it are as atomic as this one.
-    unsafe {
-        (*(address as *const std::sync::atomic::AtomicU64))
-            .store(value, std::sync::atomic::Ordering::SeqCst);
-    }
+    unsafe { (*(address as *const AtomicU64)).store(value, SeqCst) }
 }
 
 /// Copies from several places of our own memory, in their order, into one buffer; returns

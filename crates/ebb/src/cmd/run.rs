@@ -18,11 +18,11 @@ use sd_notify::NotifyState;
 use crate::anew;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
-use crate::daemon::{Daemon, ksm_note};
+use crate::daemon::{Daemon, beside};
 use crate::observer::Observer;
 use crate::recorder::Head;
 use crate::signals::Signals;
-use crate::state::StateFile;
+use crate::state::{KSM_NOTE, StateFile};
 
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
@@ -143,7 +143,7 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
         }
         return Ok(());
     }
-    if KsmOwner::recover(root, &ksm_note(&config.state_file))? {
+    if KsmOwner::recover(root, &beside(&config.state_file, KSM_NOTE))? {
         say("an earlier daemon had steered KSM: set as it was before");
     }
     if !owned.marks.is_empty() {
