@@ -187,7 +187,7 @@ impl Daemon {
     }
 
     /// Whether it is to begin anew, and can: a bad configuration is said, and nothing else.
-    fn asked_to_reload(&mut self) -> bool {
+    fn prepare_reload(&mut self) -> bool {
         if !self.signals.reloads() {
             return false;
         }
@@ -271,7 +271,7 @@ impl Host for Daemon {
         let fast = until.since(self.read_at) < self.tick_ms;
         let mut kicked = !fast;
         loop {
-            if self.signals.stops() || self.asked_to_reload() {
+            if self.signals.stops() || self.prepare_reload() {
                 return Wake::Stop;
             }
             let now = LinuxHost::now();

@@ -44,7 +44,7 @@ pub fn give_back(
         let ids: Vec<VmId> = debts.iter().map(|d| d.vm.id).collect();
         let sample = host.sample_owed(&ids);
         debts.iter_mut().for_each(|debt| debt.done_late(host.done_late(debt.vm.id)));
-        debts.retain_mut(|debt| !debt.is_settled(&sample, say));
+        debts.retain_mut(|debt| !debt.observe(&sample, say));
         if debts.is_empty() || Instant::now() >= until && !first {
             return debts.into_iter().map(|d| Left { vm: d.vm.given_back(), why: d.why }).collect();
         }
@@ -94,7 +94,7 @@ impl Debt {
     }
 
     /// Takes in what is seen of it; whether nothing is owed any more.
-    fn is_settled(&mut self, sample: &Sample, say: &mut dyn FnMut(&str)) -> bool {
+    fn observe(&mut self, sample: &Sample, say: &mut dyn FnMut(&str)) -> bool {
         let (id, name) = (self.vm.id, &self.vm.name);
         self.goal = None;
         if sample.ended.contains(&id) {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     fn settled(debt: &mut Debt, sample: &Sample) -> bool {
-        debt.is_settled(sample, &mut |_| ())
+        debt.observe(sample, &mut |_| ())
     }
 
     #[test]

@@ -212,7 +212,7 @@ fn main() -> ExitCode {
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
-        Err(e) if e.is::<table::NobodyReads>() => ExitCode::SUCCESS,
+        Err(e) if e.is::<table::ReaderGone>() => ExitCode::SUCCESS,
         Err(e) if json => {
             let _ = table::emit_json(&serde_json::json!({ "error": format!("{e:#}") }));
             ExitCode::from(2)

@@ -255,7 +255,7 @@ impl Vm {
     /// Connects if it is time to, and queues this tick's questions. A VM that has not answered
     /// those of an earlier tick is not asked again until it has; nor is one that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
-        if self.leaves() {
+        if self.close_unwanted() {
             return;
         }
         self.take_late();

@@ -102,7 +102,7 @@ pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
         }
         let now = Instant::now();
         daemons.values_mut().for_each(|d| d.turn(now));
-        daemons.retain(|_, d| !d.is_left(now));
+        daemons.retain(|_, d| !d.count_idle(now));
         let until = daemons.values().filter_map(|d| d.due(now)).min();
         let left = until.unwrap_or(Duration::from_secs(10));
         let ready = wait(&daemons, waker, left);
@@ -189,7 +189,7 @@ impl Daemon {
     }
 
     /// Whether Ebb is to disconnect from it and forget it.
-    fn is_left(&mut self, now: Instant) -> bool {
+    fn count_idle(&mut self, now: Instant) -> bool {
         if self.has_work() {
             self.idle_since = None;
             return false;

@@ -127,7 +127,7 @@ impl LinuxHost {
     /// interval. The answers are in a later sample.
     pub fn kick_stats(&mut self, vms: &[VmId]) {
         let at = LinuxHost::now();
-        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(Vm::may_be_kicked));
+        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(Vm::prepare_kick));
         self.keep_intervals();
         vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(|vm| vm.kick(at)));
     }

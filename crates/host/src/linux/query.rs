@@ -41,7 +41,7 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
-        let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
+        let questions = self.vms.values_mut().filter_map(Vm::mappers_question).collect();
         let waker = self.waker.clone();
         let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
         for (vm, generation, found) in found {

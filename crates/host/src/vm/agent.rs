@@ -27,7 +27,7 @@ impl Vm {
     }
 
     /// What its agent waits for: whether other processes map its RAM.
-    pub fn asks_for_mappers(&mut self) -> Option<Question> {
+    pub fn mappers_question(&mut self) -> Option<Question> {
         let (private, vm) = (self.access.private_ram, self.process.id);
         let agent = self.agent.as_mut()?;
         let (generation, segments) = agent.wants_mappers()?;

@@ -152,7 +152,7 @@ impl Vm {
 
     /// Closes a connection that must not be kept; whether one is still to be closed. A managed VM
     /// keeps the one through libvirt while it has no socket for Ebb.
-    pub(super) fn leaves(&mut self) -> bool {
+    pub(super) fn close_unwanted(&mut self) -> bool {
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
         let sockets = self.sockets();
         let reached = sockets.is_ok() || self.may_ask_libvirt() && through && self.is_reached();

@@ -41,7 +41,7 @@ impl Vm {
     /// Whether its mappings are to be looked at: never yet, because an order waits
     /// for it, because pages were merged or merged pages copied, or because it is time.
     /// `working`: `ksmd` is at it.
-    pub fn wants_look(
+    pub fn decide_look(
         &mut self,
         look: Option<&Look>,
         copied: Option<u64>,

@@ -173,7 +173,7 @@ impl Vm {
 
     /// Before its guest is asked out of turn: that takes two settings, and if the daemon ends between
     /// both, QEMU keeps the first. Notes the period to be put back.
-    pub fn may_be_kicked(&mut self) {
+    pub fn prepare_kick(&mut self) {
         if let (Some(_), Some(interval)) = (&self.device, self.interval)
             && !self.access.look_only
         {
