@@ -205,7 +205,6 @@ impl Identity {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Amount {
-    /// So many bytes.
     Bytes(Bytes),
     /// A fraction of RAM, 0 to 1.
     Share(f64),

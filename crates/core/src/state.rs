@@ -77,9 +77,7 @@ pub struct Memory {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BoundMemory {
-    /// Its name.
     pub name: String,
-    /// Its state then.
     pub state: Pressure,
     /// How much tasks suffered there.
     pub urgency: f64,

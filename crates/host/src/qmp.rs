@@ -158,12 +158,10 @@ impl Client {
         self.protocol.send(command, arguments)
     }
 
-    /// See [`Protocol::take_reply`].
     pub fn take_reply(&mut self, id: u64) -> Option<Result<Value, QmpError>> {
         self.protocol.take_reply(id)
     }
 
-    /// See [`Protocol::take_events`].
     pub fn take_events(&mut self) -> Vec<Event> {
         self.protocol.take_events()
     }

@@ -6,7 +6,6 @@
 
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
 

@@ -170,7 +170,6 @@ pub(super) struct Allotment {
     pub within_ms: u64,
     /// Not even all that was needed within the longest time fits.
     pub contended: bool,
-    /// What the host is to keep.
     pub keep: Bytes,
     /// The part of `keep` for which guests give up page cache.
     pub keep_by_cache: Bytes,

@@ -178,7 +178,6 @@ pub struct Memory {
     pub unpaid: u32,
 }
 
-/// A burst of `ksmd`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Burst {
     pub plan: u64,

@@ -49,7 +49,6 @@ pub struct GuestStats {
     pub caches: Option<Bytes>,
     /// `stat-swap-in`, bytes.
     pub swap_in: Option<Bytes>,
-    /// `stat-swap-out`, bytes.
     pub swap_out: Option<Bytes>,
     /// `stat-major-faults`.
     pub major_faults: Option<u64>,

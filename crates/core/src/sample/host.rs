@@ -75,11 +75,8 @@ pub struct Meminfo {
     pub free: Bytes,
     /// `MemAvailable` (Linux 3.14+).
     pub available: Bytes,
-    /// `Buffers`.
     pub buffers: Bytes,
-    /// `Cached`.
     pub cached: Bytes,
-    /// `Shmem`.
     pub shmem: Bytes,
     /// `SwapTotal`.
     pub swap_total: Bytes,
@@ -154,7 +151,6 @@ pub struct Zram {
 /// `/proc/spl/kstat/zfs/arcstats`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZfsArc {
-    /// `size`.
     pub size: Bytes,
     /// `c_min`.
     pub min: Bytes,

@@ -18,11 +18,8 @@ pub struct Ksm {
     pub pages_shared: u64,
     /// `pages_sharing`: further places that map them, i.e. pages saved.
     pub pages_sharing: u64,
-    /// `pages_unshared`.
     pub pages_unshared: u64,
-    /// `pages_volatile`.
     pub pages_volatile: u64,
-    /// `full_scans`.
     pub full_scans: u64,
     /// `ksm_zero_pages` (6.6+).
     pub zero_pages: Option<u64>,

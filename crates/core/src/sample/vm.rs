@@ -78,7 +78,6 @@ pub struct VmSample {
     /// Ebb does not speak with it, because it is not to, or has no way to by its configuration.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub let_be: bool,
-    /// Ebb reaches it through libvirt.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub through_libvirt: bool,
     /// The QMP socket over which it was heard.
@@ -249,11 +248,8 @@ pub enum RunState {
 pub enum VmEvent {
     /// `RESET`: the guest rebooted; nothing known of it holds any more.
     Reset,
-    /// `SHUTDOWN`.
     Shutdown,
-    /// `STOP`.
     Stop,
-    /// `RESUME`.
     Resume,
     /// `BALLOON_CHANGE`, with the new size.
     Balloon(Bytes),

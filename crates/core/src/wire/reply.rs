@@ -33,18 +33,14 @@ pub enum Outcome {
 #[serde(tag = "answer", rename_all = "snake_case")]
 pub enum Answer {
     Done,
-    /// To [`Command::Hello`].
     Hello(Hello),
-    /// To [`Command::Status`].
     Status(Status),
     /// To [`Command::Recycle`].
     Recycled(Recycled),
-    /// To [`Command::Mark`].
     Marked {
         /// Free now, in the guest's eyes.
         free: Bytes,
     },
-    /// To [`Command::Facts`].
     Facts(Facts),
     /// To [`Command::Advise`].
     Advised {
@@ -55,7 +51,6 @@ pub enum Answer {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`PROTOCOL`].
     pub protocol: u32,
     /// Of the agent.
     pub version: String,

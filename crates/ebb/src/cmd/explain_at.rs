@@ -19,7 +19,6 @@ use crate::view::{self, Decision};
 
 /// How long after an order its result is looked for.
 const RESULT_MS: u64 = 30_000;
-/// Milliseconds of a day.
 const DAY_MS: u64 = 86_400_000;
 
 /// A time of day, from and to, milliseconds after midnight UTC.

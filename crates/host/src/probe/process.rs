@@ -32,7 +32,6 @@ pub fn processes(root: &Root) -> std::io::Result<impl Iterator<Item = u32>> {
     Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()))
 }
 
-/// Whether a process has this name.
 pub fn is_named(root: &Root, pid: u32, name: &str) -> bool {
     let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
     comm.is_some_and(|c| c.trim_end_matches('\n') == name)
@@ -71,7 +70,6 @@ pub fn is_hosts_own(root: &Root, pid: u32) -> bool {
     matches!(whose, Ok(Some(c)) if c.inner.is_none() && c.uids.iter().all(|uid| *uid == 0))
 }
 
-/// Reads `/proc/PID/stat`.
 pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
     root.parse(format!("/proc/{pid}/stat"), parse_stat)
 }

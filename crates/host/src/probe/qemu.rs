@@ -46,9 +46,7 @@ impl Default for QmpAddress {
 /// What a QEMU command line says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuArgs {
-    /// `-name`.
     pub name: Option<String>,
-    /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets as written, perhaps relative.
     pub qmp: QmpAddress,
@@ -75,7 +73,6 @@ pub struct QemuProcess {
     pub given: String,
     /// `-name` as typed, also where the configuration calls it otherwise.
     pub own_name: String,
-    /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
     pub qmp: QmpAddress,

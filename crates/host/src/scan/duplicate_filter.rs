@@ -62,7 +62,6 @@ impl DuplicateFilter {
         word.load(Relaxed) >> shift & 2 == 2
     }
 
-    /// Its size, bytes.
     pub fn bytes(&self) -> u64 {
         self.0.len() as u64 * 8
     }
