@@ -143,8 +143,8 @@ fn held(vm: &VmModel, why: String) -> Held {
     Held { vm: vm.id, name: vm.name.clone(), why }
 }
 
-/// The laws that hold whatever a policy says: nobody below its floor by our
-/// doing, nobody above its RAM, no order to a VM that must be left alone.
+/// What holds whatever a policy says: Ebb orders no VM below its floor, none above its RAM, and
+/// nothing to a VM that must be left alone.
 fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Action, String> {
     let (to, reason) = match verdict {
         Verdict::Hold(why) => return Err(why),

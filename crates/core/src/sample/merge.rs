@@ -100,7 +100,7 @@ pub struct ScanSample {
     pub by_lines: Bytes,
     /// Its table at its largest.
     pub table: Bytes,
-    /// It read one piece in so many.
+    /// It read one of this many pieces.
     pub one_in: u32,
     /// Looks at a few pages, to see whether they are as the last scan saw them.
     pub looks: u64,

@@ -1,4 +1,4 @@
-//! Whose a balloon is: the part that Ebb ordered, which is owed to the VM, and the part
+//! Who ordered what of a balloon: the part that Ebb ordered, which is owed to the VM, and the part
 //! that the operator or another tool ordered, which is theirs.
 //!
 //! All sizes here are what the balloon holds: RAM less the VM's size. So plugged memory

@@ -38,7 +38,7 @@ pub enum Answer {
     /// To [`Command::Recycle`].
     Recycled(Recycled),
     Marked {
-        /// Free now, in the guest's eyes.
+        /// Free now, by the guest's map.
         free: Bytes,
     },
     Facts(Facts),
@@ -102,7 +102,7 @@ pub enum AgentState {
 #[serde(default)]
 pub struct Status {
     pub state: AgentState,
-    /// Why it is there, where that is not plain.
+    /// Why it is in that state, where that is not plain.
     pub why: Option<String>,
     /// It stands aside for something that may pass: a device that is open.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
