@@ -288,7 +288,7 @@ pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
             return waiting;
         }
         let ready = poll_once(clients, deadline, |c| c.protocol.waiting() > 0 || c.is_shared());
-        // Who comes late, after it was stopped itself, sends nothing more: it may be taken back.
+        // Where Ebb itself was stopped meanwhile, nothing more is sent: it may be taken back.
         if Instant::now() >= deadline {
             continue;
         }

@@ -102,11 +102,11 @@ pub(crate) struct Access {
     /// What its agent may do, and what it may as soon as the metadata of its domain is read.
     pub agent: AgentUse,
     pub agent_then: AgentUse,
-    /// The operator's word that nobody else writes to its shared RAM.
+    /// The operator has said that no other process writes to its shared RAM.
     pub private_ram: bool,
     /// Windows longer than this have its agent stand aside, ms; 0: none do.
     pub window_limit_ms: u64,
-    /// The operator wants it left alone for so much longer, ms.
+    /// How much longer the operator wants it left alone, ms.
     pub hands_off_ms: Option<u64>,
 }
 

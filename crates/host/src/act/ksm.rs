@@ -61,7 +61,7 @@ pub enum KsmError {
     },
 }
 
-/// What else there is that moves pages about.
+/// How the kernel's advisor and khugepaged are treated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Manners {
     /// The operator prefers the kernel's advisor: `ksmd`'s speed is left to it.
@@ -150,8 +150,8 @@ impl KsmOwner {
     pub fn release(self) -> Result<(), KsmError> {
         for knob in KNOBS.into_iter().chain(KHUGEPAGED) {
             let Some(value) = self.saved.get(knob) else { continue };
-            // Somebody had broken all merges: `run` still says so, but to write it
-            // would break those that there are now.
+            // All merges were broken once: `run` still says so, but to write it would
+            // break those that there are now.
             let value = if knob == "run" && value == "2" { "0" } else { value };
             // The advisor does not let others write this.
             let advised = knob == "pages_to_scan"

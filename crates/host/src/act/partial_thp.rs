@@ -3,7 +3,7 @@
 //! Page tables tell which: of a huge page's 512 frames some are mapped no more
 //! (`/proc/PID/pagemap`), and they are of a huge page still (`/proc/kpageflags`). The
 //! kernel is told that one page that is mapped is cold (MADV_COLD), for which it splits
-//! the huge page and frees what nobody maps. Contents are neither read nor changed.
+//! the huge page and frees what is not mapped. Contents are neither read nor changed.
 
 use std::fs::File;
 use std::io;
@@ -27,7 +27,7 @@ const PAGES: usize = (HUGE / PAGE) as usize;
 const BATCH: usize = 32;
 /// A huge page that lacks fewer pages is left: to split it takes as long as for many.
 const LEAST: usize = 16;
-/// Frames of so many huge pages are looked up where one was.
+/// Most huge pages whose frames are looked up in the place of one.
 const LOOKUPS: usize = 4;
 /// How many huge pages of the host are partially mapped, from Linux 6.12 on.
 const PARTIAL: &str =
@@ -105,7 +105,7 @@ fn carry_out(
     Ok(done)
 }
 
-/// Where the kernel counts them and says so, nobody needs to look.
+/// Whether the kernel counts them, and there is none: then no look is needed.
 fn none_is_partial(root: &Root) -> bool {
     std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0")
 }

@@ -1,7 +1,7 @@
 //! Whether KSM may look at a VM's RAM at all: QEMU's `merge` property, by QMP.
 //!
 //! It works on a running VM, both ways. QEMU 9.1.0 has its condition inverted and
-//! says nothing, so what came of it is read back from the process's mappings
+//! says nothing, so the result is read back from the process's mappings
 //! (`VmFlags: mg`), and where it is the opposite of what was asked, the opposite
 //! is asked. Taking a VM out breaks its merges: only where the memory is there.
 
@@ -38,7 +38,7 @@ pub enum MergeableError {
     /// QEMU said yes, and nothing changed.
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
-    /// Its mappings were not to be read when it was done.
+    /// Its mappings could not be read when it was done.
     #[error("whether it was done is not known: {0}")]
     NotSeen(String),
 }
@@ -111,7 +111,7 @@ pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
 }
 
 /// Parses the answer to `query-memdev`: the objects that are its RAM, without those
-/// that are shared. RAM that nobody named is one too (`/objects/pc.ram`).
+/// that are shared. RAM without a named object is one too (`/objects/pc.ram`).
 pub fn parse_backends(said: &Value) -> Result<Vec<String>, MergeableError> {
     let of = |dev: &Value| {
         let private = dev["share"].as_bool() != Some(true);

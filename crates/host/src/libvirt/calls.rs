@@ -1,6 +1,7 @@
 //! The procedures of libvirt that Ebb calls and the events that it hears: their numbers,
 //! arguments and results. Source: libvirt `src/remote/remote_protocol.x`,
-//! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`.
+//! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`. A function that is named
+//! like a procedure makes its arguments.
 
 use std::collections::BTreeMap;
 
@@ -239,7 +240,7 @@ pub enum Event {
     /// 8 crashed.
     Lifecycle(i32),
     Reboot,
-    /// Its balloon moved, to so many KiB.
+    /// Its balloon moved, to this size in KiB.
     Balloon(u64),
     Job,
     /// The metadata in its description changed.

@@ -204,7 +204,7 @@ impl LinuxHost {
         plan.partial_thp.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
     }
 
-    /// Leaves a VM alone for so long; 0 ms: no longer. The error is for people.
+    /// Leaves a VM alone for `ms`; 0: no longer. The error is for people.
     pub fn hands_off(&mut self, name: &str, ms: u64) -> Result<(), String> {
         let named = |vm: &Vm| vm.process.name == name;
         let found = self.vms.iter().find(|(_, vm)| named(vm)).map(|(id, _)| *id);

@@ -25,7 +25,7 @@ const LONG: Duration = Duration::from_secs(5);
 /// A file as `/proc/PID/maps` names it: device and inode.
 type Inode = (String, u64);
 
-/// Of a VM: who else maps its RAM? The number goes with the answer.
+/// Which other processes map a VM's RAM? The number goes with the answer.
 #[derive(Clone, Debug)]
 pub struct Question {
     pub vm: VmId,

@@ -1,5 +1,5 @@
-//! What a process holds: `/proc/PID/{stat,status,smaps_rollup}` (Linux
-//! `fs/proc/array.c`, `fs/proc/task_mmu.c`). A process that has ended is `None`.
+//! What a process holds: `/proc/PID/{stat,status}` (Linux `fs/proc/array.c`). A process that has
+//! ended is `None`.
 
 use std::fs::File;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What QEMU's command lines tell: name, QMP socket, balloon, and what pins the memory.
+//! What QEMU's command lines tell: name, QMP socket, and what pins the memory.
 //! What may write to it is asked of QEMU itself (`inventory`).
 //!
 //! A command line is what its user typed: any bytes, any length up to the read

@@ -115,7 +115,8 @@ impl Walker {
     }
 
     /// Adds to `runs` the pages to read of a range. Nothing where the process
-    /// has ended. `merged`: where KSM has merged some, disjoint and sorted.
+    /// has ended. `merged`: where KSM has merged some, disjoint and sorted. Returns the number of
+    /// pages merged with one that is listed: they hold no memory.
     pub fn runs(
         &mut self,
         range: Range,

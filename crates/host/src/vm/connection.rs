@@ -19,7 +19,7 @@ use crate::qmp_balloon;
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Why a VM is let be, for people.
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
-/// A shared socket where Ebb is not served for so long is left for another one, if there is one.
+/// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;

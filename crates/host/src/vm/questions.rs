@@ -12,8 +12,8 @@ use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 /// How a VM runs, whether it migrates and what RAM it has is asked this often: an event tells of
 /// the first, the balloon's size of the last. Two ordinary ticks, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
-/// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
-/// looked for from so long before the next are due.
+/// The longest time between ticks in which a still VM is asked: its guest's statistics are
+/// looked for from this time before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
 /// Statistics are late after this number of intervals: another program may have set the interval.
 const LATE: u32 = 3;

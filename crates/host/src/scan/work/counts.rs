@@ -93,7 +93,7 @@ impl Job<'_> {
             let split = all.vms[vm].split(state.pages().zero);
             all.split.zero += split.zero;
         }
-        // Whose lines are alone is alone.
+        // A page whose lines have no duplicate has none.
         let alone = self.by_lines.load(Relaxed) as f64;
         all.moments.pages += alone;
         all.moments.distinct += alone;
