@@ -196,8 +196,8 @@ fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
     }
     let unix = socket()?;
     let listens = net::bind(&unix, &address).and_then(|()| {
-        // Group-readable for monitoring: names of VMs and sizes, nothing secret, but nobody
-        // else's either. Before it listens none can connect.
+        // Group-readable for monitoring: names of VMs and sizes, nothing secret, but not for
+        // every user. Before it listens none can connect.
         rustix::fs::chmod(path, Mode::from_raw_mode(0o660))?;
         net::listen(&unix, 128)
     });

@@ -37,7 +37,7 @@ pub struct Daemon {
     inbox: Inbox,
 }
 
-/// What clients ask of the loop; a word in it wakes the loop.
+/// What clients ask of the loop; a request wakes it.
 #[derive(Clone)]
 pub struct Inbox {
     pub requests: Arc<Mutex<Vec<Reclaim>>>,
@@ -46,7 +46,7 @@ pub struct Inbox {
     waker: Waker,
 }
 
-/// The operator's word that a VM is to be left alone, or not any more.
+/// The operator's request to leave a VM alone, or not any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandsOffWish {
@@ -181,7 +181,7 @@ impl Daemon {
         said.map_err(|e| anyhow::anyhow!("KSM's settings are not put back: {e}"))
     }
 
-    /// Lets go of all VMs; what is left is the state file.
+    /// Closes the connections to all VMs; the state file is left.
     pub fn into_state(self) -> Option<StateFile> {
         self.state
     }

@@ -29,8 +29,8 @@ pub struct Left {
 }
 
 /// Gives back until all have what they are owed or the time is up; each is asked at least
-/// once. `say` hears of each order and each end, `note` what is owed once all were asked: who is
-/// killed after that leaves balloons that move as it told them. Returns what is still owed.
+/// once. `say` hears of each order and each end, `note` what is owed once all were asked: a
+/// process killed after that leaves balloons that move as it told them. Returns what is still owed.
 pub fn give_back(
     host: &mut LinuxHost,
     owed: &[OwnedVm],

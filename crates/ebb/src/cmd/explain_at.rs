@@ -154,7 +154,7 @@ fn moments(looks: &[Look], window: Window) -> Vec<Moment> {
     (0..inside.len()).filter(|at| fresh(*at)).map(|at| moment(&inside[at])).collect()
 }
 
-/// What became of the order at `i`: until the next one, thirty seconds at most.
+/// The result of the order at `i`: until the next one, thirty seconds at most.
 fn result(looks: &[Look], i: usize) -> Option<String> {
     let order = looks[i].to?;
     let later = looks[i + 1..]

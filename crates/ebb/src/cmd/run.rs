@@ -167,7 +167,7 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     owed.vms = left.into_iter().map(|l| l.vm).collect();
     daemon.leave(&engine.memory.notes(&owed.vms));
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
-    // VMs are closed and opened through the sockets that the daemon lets go of here.
+    // VMs are closed and opened through the sockets that the daemon closes here.
     let mut state = daemon.into_state();
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
     owed.marks = marks;

@@ -186,8 +186,8 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
 }
 
 /// Huge pages behind guest RAM: what is partly given back still counts as
-/// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
-/// too dear for every tick.
+/// resident elsewhere, so it is worth knowing. Reads `smaps`, which takes
+/// too long for every tick.
 pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
     let regions = read_smaps(root, vm.pid).ok()??;
     let sum = |of: fn(&Region) -> Bytes| regions.iter().map(of).sum::<Bytes>();
