@@ -231,11 +231,11 @@ fn asking(inbox: Inbox) -> Router {
         looker.wake();
         (StatusCode::ACCEPTED, "{}")
     };
-    let hands_off = posted("a word on a VM to be left alone", &inbox, |i| &i.hands);
+    let hands_off = posted("a request to leave a VM alone", &inbox, |i| &i.hands);
     Router::new()
         .route("/v1/look", post(look))
         .route("/v1/reclaim", posted("a reclaim request", &inbox, |i| &i.requests))
-        .route("/v1/merge", posted("a word on merging", &inbox, |i| &i.wishes))
+        .route("/v1/merge", posted("a request about merging", &inbox, |i| &i.wishes))
         .route("/v1/hands-off", hands_off)
         .layer(DefaultBodyLimit::max(4096))
 }

@@ -27,8 +27,8 @@ pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     let taken = |h: &HandsOff| h.left_ms + asked.elapsed().as_millis() as u64 >= ms;
     if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
         bail!(
-            "{name}: after 30 s Ebb may still touch its memory, or the word could not be written \
-             down; it is left alone as soon as its agent and QEMU answer and scans end: \
+            "{name}: after 30 s Ebb may still touch its memory, or the request could not be \
+             written down; it is left alone as soon as its agent and QEMU answer and scans end: \
              `ebb explain {name}` and the journal say what is missing"
         );
     }

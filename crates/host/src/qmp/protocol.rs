@@ -36,7 +36,7 @@ pub enum QmpError {
     NoSocket(String),
     /// ECONNREFUSED.
     #[error(
-        "{0}: nobody listens there: QEMU has ended and left its socket behind, \
+        "{0}: no process listens there: QEMU has ended and left its socket behind, \
          or this is not a QMP server socket"
     )]
     Refused(String),

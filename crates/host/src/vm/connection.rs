@@ -61,7 +61,7 @@ impl Vm {
                 ));
             }
             return Err(format!(
-                "its QMP socket {} may be somebody else's: start it with a further -qmp \
+                "its QMP socket {} may be another program's: start it with a further -qmp \
                  unix:/run/NAME-ebb.qmp,server=on,wait=off, or name the socket as qmp in \
                  [vm.NAME], or set host.sockets = \"shared\"",
                 paths[0].display()
