@@ -15,7 +15,8 @@ printf 'Filename Type Size Used Priority\n/my\\040swap file 8 0 -2\n' | put '\00
 printf '1 0x01 2\nname type data\nc_min 4 100\nsize 4 900\n' | put '\004' arcstats
 put '\005' stat </proc/self/stat
 put '\006' status </proc/self/status
-put '\007' smaps_rollup </proc/self/smaps_rollup
+echo 'Node 0 MemTotal: 2048 kB
+Node 0 MemFree: 1024 kB' | put '\007' node
 put '\010' mountinfo </proc/self/mountinfo
 put '\011' cgroup-v1 </proc/self/cgroup
 echo '0::/machine.slice/a:b' | put '\012' cgroup-v2

@@ -23,7 +23,7 @@ fuzz_target!(|data: &[u8]| {
         4 => drop(zfs::parse_arcstats(&text)),
         5 => drop(process::parse_stat(&text)),
         6 => drop(process::parse_status(&text)),
-        7 => drop(process::parse_smaps_rollup(&text)),
+        7 => drop(numa::parse_node(&text)),
         8 => drop(cgroup::parse_mountinfo(&text)),
         9 => drop(cgroup::parse_process_cgroup(&text, Version::V1)),
         10 => drop(cgroup::parse_process_cgroup(&text, Version::V2)),
@@ -48,7 +48,7 @@ fuzz_target!(|data: &[u8]| {
         20 => {
             let _ = (trust::uid_of(&text, "qemu"), trust::is_qemu(&text));
         }
-        21 => drop((numa::parse_list(&text), numa::parse_node(&text))),
+        21 => drop(numa::parse_list(&text)),
         _ => {
             let paths: Vec<String> = text.lines().map(str::to_owned).collect();
             if let Some(common) = cgroup::common_ancestor(&paths) {

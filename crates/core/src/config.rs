@@ -172,7 +172,7 @@ pub struct VmSettings {
     /// Whether its zero pages may be freed, where that is done.
     pub zeros: bool,
     pub agent: AgentUse,
-    /// The operator's word that no other process writes to RAM that QEMU shares.
+    /// The operator has said that no other process writes to RAM that QEMU shares.
     pub private_ram: bool,
     /// A window of protection that took longer has the agent stand aside, ms.
     pub window_limit_ms: Option<u64>,
@@ -182,8 +182,8 @@ pub struct VmSettings {
     pub own: Overrides,
 }
 
-/// What a VM must be to have a section. Its name and its uuid are its QEMU's word: a QEMU
-/// that its guest has taken over may change them. Its user and its cgroup are the host's.
+/// What a VM must be to have a section. A QEMU that its guest has taken over may change its name
+/// and uuid; the host sets its user and cgroup.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Identity {
@@ -205,7 +205,6 @@ impl Identity {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Amount {
-    /// So many bytes.
     Bytes(Bytes),
     /// A fraction of RAM, 0 to 1.
     Share(f64),
@@ -246,7 +245,7 @@ impl fmt::Display for Amount {
 }
 
 /// The least a guest is ever left with, whatever the configuration says: below
-/// this a Linux guest cannot even run the balloon driver in peace.
+/// this a Linux guest cannot run the balloon driver reliably.
 pub const LEAST_FLOOR: Bytes = Bytes::mib(64);
 
 impl Default for VmSettings {
@@ -294,8 +293,8 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The section of a VM by its `-name` and `-uuid`; the latter counts more. A uuid is as
-    /// good as a name: its QEMU's word.
+    /// The section of a VM by its `-name` and `-uuid`; the latter takes precedence. Its
+    /// QEMU chooses both.
     pub fn section(&self, name: &str, uuid: Option<&str>) -> Option<&VmSettings> {
         let by_uuid = uuid.and_then(|uuid| self.vms.get(&by_uuid(uuid)));
         // A `-name` of this form gets no section by uuid.

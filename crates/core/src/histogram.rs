@@ -1,4 +1,4 @@
-//! How often something took how long, in classes that double.
+//! A histogram of durations, in classes that double.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Classes: below 1 µs, below 2 µs, …, and the rest from 4 s on.
 const CLASSES: usize = 24;
 
-/// Shares of all for which it is told what they were no longer than, by their names.
+/// The quantiles that are shown, with their names.
 pub const QUANTILES: [(&str, f64); 4] =
     [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram {
-    /// Of the classes up to the last one that is not empty. Another's may be more.
+    /// Of the classes up to the last one that is not empty. A foreign text may have more classes.
     #[serde(deserialize_with = "classes")]
     counts: Vec<u64>,
     /// The longest, nanoseconds.
@@ -44,7 +44,7 @@ impl Histogram {
         self.count() == 0
     }
 
-    /// What this share of all was no longer than, nanoseconds: the end of a class, or the
+    /// The quantile at this share, nanoseconds: the end of a class, or the
     /// longest of all. `None` where nothing was counted. `share` is 0 to 1.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
         let wanted = (self.count() as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;
@@ -66,7 +66,7 @@ impl Histogram {
         })
     }
 
-    /// The least that all of them took together, seconds: the beginning of each class.
+    /// A lower bound of their sum, seconds: each counts as the beginning of its class.
     pub fn least_sum_s(&self) -> f64 {
         let each = self.counts.iter().enumerate().skip(1);
         each.map(|(i, n)| *n as f64 * (1u64 << (i - 1)) as f64 * 1e-6).sum()
@@ -74,7 +74,7 @@ impl Histogram {
 }
 
 impl fmt::Display for Histogram {
-    /// How many, and what half, 99 %, 99.9 % and all of them were no longer than.
+    /// The count, and the quantiles at 50 %, 99 %, 99.9 % and 100 %.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count())?;
         for (name, share) in QUANTILES {

@@ -58,7 +58,7 @@ pub enum RungName {
     Balloon,
     /// Cold memory, to the host's swap.
     Offload,
-    /// No more VMs; what an operator could do.
+    /// New VMs are refused; what an operator could do is listed.
     Protect,
 }
 
@@ -147,12 +147,12 @@ pub struct MergePlan {
     pub why: String,
 }
 
-/// Lets KSM look at a VM's RAM, or takes it out, which breaks its merges.
+/// Marks a VM's RAM mergeable for KSM, or unmarks it, which breaks its merges.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MergeOrder {
     pub vm: VmId,
     pub name: String,
-    /// In, or out.
+    /// Whether it is marked.
     pub open: bool,
     pub reason: String,
 }
@@ -160,14 +160,14 @@ pub struct MergeOrder {
 /// Has memory scanned for equal pages, beside the loop.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScanOrder {
-    /// Whose, with their share groups.
+    /// The VMs, with their share groups.
     pub vms: Vec<(VmId, String)>,
-    /// Only look at a few pages, whether they are as the last scan saw them.
+    /// Reads a few pages only, to compare them with the last scan.
     #[serde(default)]
     pub glance: bool,
     /// Cores that all threads together may use, until another tick says otherwise.
     pub cores: f64,
-    /// How many threads: for a host that is short, which it may be before the end.
+    /// Threads, enough for a host that becomes short of memory before the scan ends.
     #[serde(default = "one")]
     pub threads: u32,
     /// Bytes a second that they may read.
@@ -179,13 +179,13 @@ fn one() -> u32 {
     1
 }
 
-/// The operator's word on merging (`ebb merge on`, `off`), until the daemon ends.
+/// The operator's request about merging (`ebb merge on`, `off`), until the daemon ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MergeWish {
     /// Of this VM; `None`: of all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
-    /// In, or out.
+    /// Whether to merge.
     pub on: bool,
 }
 
@@ -194,7 +194,7 @@ pub struct MergeWish {
 pub struct LastResort {
     pub vm: VmId,
     pub name: String,
-    /// What the host would have of it.
+    /// What that would free.
     pub frees: Bytes,
     /// What, and why this one.
     pub what: String,
@@ -237,9 +237,9 @@ pub enum Reason {
     },
     /// The guest is short of memory.
     GuestShort { signs: String },
-    /// It has less than it needed a moment ago, and the host has it.
+    /// It has less than it needed a moment ago, and the host can give that.
     Likely,
-    /// It cannot be heard well: it has what it may need as far as the host has it.
+    /// Its need is not known: it is given what it may need, as far as the host has it.
     Unseen { why: String },
     /// The guest rebooted: a kernel that boots needs all it was promised.
     Rebooted,
@@ -305,7 +305,7 @@ pub struct Reclaim {
     /// Of this VM; `None`: of all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
-    /// So much in all; `None`: all that is idle.
+    /// How much in all; `None`: all that is idle.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Bytes>,
 }
@@ -338,7 +338,7 @@ pub struct Held {
     pub why: String,
 }
 
-/// What became of an [`Action`].
+/// The result of an [`Action`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     pub vm: VmId,

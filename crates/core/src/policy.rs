@@ -42,7 +42,8 @@ pub struct Decided {
 /// order; each is told what those above it are expected to bring.
 pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Decided {
     let mut plan = Plan::default();
-    let mut ladder = Ladder::default();
+    let mut rungs = Vec::new();
+    let mut rung = |name, missing, expected, why| rungs.push(Rung { name, missing, expected, why });
 
     let recycle = recycle::recycle(model, memory, requests);
     let recycled = recycled(model, &recycle);
@@ -75,12 +76,12 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let shrinks = |vm| plan.actions.iter().any(|a: &Action| a.vm == vm && !a.gives());
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
 
-    ladder.rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
-    ladder.rung(RungName::Merge, missing - freed, Bytes::ZERO, merge_words);
-    ladder.rung(RungName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
+    rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
+    rung(RungName::Merge, missing - freed, Bytes::ZERO, merge_words);
+    rung(RungName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
-    ladder.rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
+    rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
     let mut view = View::new(model);
     let mut paged = vec![Bytes::ZERO; model.vms.len()];
     let (mut lefts, mut why) = (Vec::new(), String::new());
@@ -107,24 +108,15 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     }
     let paged: Bytes = paged.into_iter().sum();
     let (before, after): (Vec<Bytes>, Vec<Bytes>) = lefts.into_iter().unzip();
-    ladder.rung(RungName::Offload, view.total(&before), paged, why);
+    rung(RungName::Offload, view.total(&before), paged, why);
     let left = view.total(&after);
-    ladder.rung(RungName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
+    rung(RungName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
     if missing > Bytes::ZERO || freed + expected + paged > Bytes::ZERO {
-        plan.rungs = ladder.0;
+        plan.rungs = rungs;
     }
     // Giving back never waits for taking.
     plan.actions.sort_by_key(|a| !a.gives());
     Decided { plan, merging }
-}
-
-#[derive(Default)]
-struct Ladder(Vec<Rung>);
-
-impl Ladder {
-    fn rung(&mut self, name: RungName, missing: Bytes, expected: Bytes, why: String) {
-        self.0.push(Rung { name, missing, expected, why });
-    }
 }
 
 /// What the orders to recycle are expected to bring at once of each VM.
@@ -151,8 +143,8 @@ fn held(vm: &VmModel, why: String) -> Held {
     Held { vm: vm.id, name: vm.name.clone(), why }
 }
 
-/// The laws that hold whatever a policy says: nobody below its floor by our
-/// doing, nobody above its RAM, no order to a VM that must be left alone.
+/// What holds whatever a policy says: Ebb orders no VM below its floor, none above its RAM, and
+/// nothing to a VM that must be left alone.
 fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Action, String> {
     let (to, reason) = match verdict {
         Verdict::Hold(why) => return Err(why),

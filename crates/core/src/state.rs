@@ -77,9 +77,7 @@ pub struct Memory {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BoundMemory {
-    /// Its name.
     pub name: String,
-    /// Its state then.
     pub state: Pressure,
     /// How much tasks suffered there.
     pub urgency: f64,
@@ -100,7 +98,7 @@ pub struct Tally {
     pub came: Bytes,
 }
 
-/// What a daemon has taken from whom: written down before it is taken, so that a
+/// What a daemon has taken from each VM: written down before it is taken, so that a
 /// crash leaks nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owned {
@@ -227,7 +225,7 @@ impl Memory {
         }
     }
 
-    /// Takes in the operator's word on merging.
+    /// Takes in the operator's requests about merging.
     pub fn wish(&mut self, wishes: &[MergeWish]) {
         for wish in wishes {
             match &wish.vm {
@@ -243,7 +241,7 @@ impl Memory {
         }
     }
 
-    /// Takes in the sample before it is judged: who came, went, rebooted, moved.
+    /// Takes in the sample before it is judged: which VMs came, went, rebooted, moved.
     pub fn observe(&mut self, sample: &Sample) {
         if self.at.is_some_and(|was| sample.at < was) {
             self.forget_times(sample.at);
@@ -399,7 +397,7 @@ impl Memory {
         }
     }
 
-    /// Takes in what was decided and what became of it.
+    /// Takes in what was decided and the results.
     pub fn learn(&mut self, model: &Model, decided: &Decided, outcomes: &[Outcome], applied: bool) {
         let plan = &decided.plan;
         let first = self.at.replace(model.at).is_none();

@@ -38,15 +38,15 @@ pub trait Host {
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
     /// Starts what the plan has for agents, and page-out, zero pages and partially mapped huge
-    /// pages. It runs beside the loop, and later samples tell the result. Hosts that have none of
-    /// it need not care.
+    /// pages. It runs beside the loop, and later samples tell the result. A host without these
+    /// ignores it.
     fn start(&mut self, _plan: &Plan) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
         Vec::new()
     }
-    /// Steers KSM and has memory scanned, beside the loop; later samples tell what
-    /// came of it. Told each tick. Hosts without KSM need not care.
+    /// Steers KSM and has memory scanned, beside the loop; later samples tell the
+    /// result. Called each tick. A host without KSM ignores it.
     fn merge(&mut self, _plan: &MergePlan) {}
     /// Waits for the next tick, or for something that cannot wait. [`Host::read`] need not ask
     /// the VMs that rest then; after [`Wake::Event`] it asks all.
@@ -95,7 +95,7 @@ pub struct Tick {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wishes: Vec<MergeWish>,
     pub plan: Plan,
-    /// What became of it; empty in a dry run.
+    /// The results; empty in a dry run.
     pub outcomes: Vec<Outcome>,
     pub applied: bool,
     /// Why takes were struck from the plan, if they were.
@@ -285,9 +285,7 @@ impl Engine {
             calm: model.vms.iter().filter(calm).map(|vm| vm.id).collect(),
         }
     }
-}
 
-impl Engine {
     /// Whether guests may take what a limit has beyond its reserve before an ordinary tick.
     fn fills_up(&self, model: &Model) -> bool {
         let seconds = self.config.tick_ms as f64 / 1000.0;

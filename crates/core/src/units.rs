@@ -17,20 +17,16 @@ pub const PAGE: u64 = 4096;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// No bytes.
     pub const ZERO: Bytes = Bytes(0);
 
-    /// `n` KiB, saturating.
     pub const fn kib(n: u64) -> Bytes {
         Bytes(n.saturating_mul(1 << 10))
     }
 
-    /// `n` MiB, saturating.
     pub const fn mib(n: u64) -> Bytes {
         Bytes(n.saturating_mul(1 << 20))
     }
 
-    /// `n` GiB, saturating.
     pub const fn gib(n: u64) -> Bytes {
         Bytes(n.saturating_mul(1 << 30))
     }

@@ -1,4 +1,4 @@
-//! The daemon's word with the agent inside a VMM: one JSON object per line.
+//! The protocol of the daemon and the agent inside a VMM: one JSON object per line.
 //!
 //! The agent listens, one daemon at a time connects, asks, and gets one answer
 //! per request, in order. Lines are bounded both ways. An agent does nothing
@@ -17,8 +17,7 @@
 //! what is answered in `reply.rs`, and how either becomes a line in `lines.rs`. An agent may
 //! be older or newer than its daemon: a field that comes later has a default.
 //!
-//! [`abi`] holds the other thing that is read across a wall of trust: what the
-//! guest shows.
+//! [`abi`] holds the other input that is not trusted: what the guest shows.
 
 pub mod abi;
 pub mod firmware;
@@ -44,7 +43,7 @@ pub const SEGMENTS_MAX: usize = 64;
 pub const SPANS_MAX: usize = 640;
 /// Most reasons to stand aside in one request, and characters of each.
 pub const OBJECTIONS_MAX: usize = 16;
-/// The objection to VMs whose QEMU discards pages on the guest's word too (free
+/// The objection to VMs whose QEMU discards pages at the guest's request too (free
 /// page reporting, virtio-mem, a balloon that moves): in anonymous memory that
 /// takes our protection with it in the middle of a window, and the guest may
 /// write before we discard. An agent with shared RAM only takes no notice, nor

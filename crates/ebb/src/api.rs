@@ -196,8 +196,8 @@ fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
     }
     let unix = socket()?;
     let listens = net::bind(&unix, &address).and_then(|()| {
-        // Group-readable for monitoring: names of VMs and sizes, nothing secret, but nobody
-        // else's either. Before it listens none can connect.
+        // Group-readable for monitoring: names of VMs and sizes, nothing secret, but not for
+        // every user. Before it listens none can connect.
         rustix::fs::chmod(path, Mode::from_raw_mode(0o660))?;
         net::listen(&unix, 128)
     });
@@ -231,11 +231,11 @@ fn asking(inbox: Inbox) -> Router {
         looker.wake();
         (StatusCode::ACCEPTED, "{}")
     };
-    let hands_off = posted("a word on a VM to be left alone", &inbox, |i| &i.hands);
+    let hands_off = posted("a request to leave a VM alone", &inbox, |i| &i.hands);
     Router::new()
         .route("/v1/look", post(look))
         .route("/v1/reclaim", posted("a reclaim request", &inbox, |i| &i.requests))
-        .route("/v1/merge", posted("a word on merging", &inbox, |i| &i.wishes))
+        .route("/v1/merge", posted("a request about merging", &inbox, |i| &i.wishes))
         .route("/v1/hands-off", hands_off)
         .layer(DefaultBodyLimit::max(4096))
 }

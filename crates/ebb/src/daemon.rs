@@ -37,7 +37,7 @@ pub struct Daemon {
     inbox: Inbox,
 }
 
-/// What clients ask of the loop; a word in it wakes the loop.
+/// What clients ask of the loop; a request wakes it.
 #[derive(Clone)]
 pub struct Inbox {
     pub requests: Arc<Mutex<Vec<Reclaim>>>,
@@ -46,7 +46,7 @@ pub struct Inbox {
     waker: Waker,
 }
 
-/// The operator's word that a VM is to be left alone, or not any more.
+/// The operator's request to leave a VM alone, or not any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandsOffWish {
@@ -85,7 +85,7 @@ fn taken<T>(list: &Mutex<Vec<T>>) -> Vec<T> {
 pub fn options(config: &Config) -> Options {
     let merges = config.merge.mode != MergeMode::Off;
     Options {
-        ksm_note: merges.then(|| ksm_note(&config.state_file)),
+        ksm_note: merges.then(|| beside(&config.state_file, KSM_NOTE)),
         config: config.clone(),
         trust: trust(config),
         ..Options::default()
@@ -98,25 +98,19 @@ pub fn trust(config: &Config) -> Trust {
     Trust { users: Some(users), programs: Some(programs), containers: config.containers }
 }
 
-/// Where what KSM's knobs were is written down: beside the state file.
-pub fn ksm_note(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name(KSM_NOTE)
-}
-
-/// Where it is written down how often guests were asked for statistics: beside the state file.
-pub fn intervals(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name(INTERVALS)
+/// A file beside the state file.
+pub fn beside(state_file: &str, name: &str) -> PathBuf {
+    Path::new(state_file).with_file_name(name)
 }
 
 impl Daemon {
     /// Opens the machine. Without a state file nothing can be taken.
     pub fn new(config: &Config, state: Option<StateFile>, signals: Signals) -> Result<Daemon> {
-        let beside = |file: PathBuf| state.is_some().then_some(file);
-        let hands_off = Path::new(&config.state_file).with_file_name(HANDS_OFF);
+        let file = |name| state.is_some().then(|| beside(&config.state_file, name));
         let options = Options {
             look_only: state.is_none(),
-            hands_off: beside(hands_off),
-            intervals: beside(intervals(&config.state_file)),
+            hands_off: file(HANDS_OFF),
+            intervals: file(INTERVALS),
             ..options(config)
         };
         let host = LinuxHost::new(options).context("cannot watch the host")?;
@@ -187,13 +181,13 @@ impl Daemon {
         said.map_err(|e| anyhow::anyhow!("KSM's settings are not put back: {e}"))
     }
 
-    /// Lets go of all VMs; what is left is the state file.
+    /// Closes the connections to all VMs; the state file is left.
     pub fn into_state(self) -> Option<StateFile> {
         self.state
     }
 
     /// Whether it is to begin anew, and can: a bad configuration is said, and nothing else.
-    fn asked_to_reload(&mut self) -> bool {
+    fn prepare_reload(&mut self) -> bool {
         if !self.signals.reloads() {
             return false;
         }
@@ -277,7 +271,7 @@ impl Host for Daemon {
         let fast = until.since(self.read_at) < self.tick_ms;
         let mut kicked = !fast;
         loop {
-            if self.signals.stops() || self.asked_to_reload() {
+            if self.signals.stops() || self.prepare_reload() {
                 return Wake::Stop;
             }
             let now = LinuxHost::now();

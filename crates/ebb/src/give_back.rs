@@ -29,8 +29,8 @@ pub struct Left {
 }
 
 /// Gives back until all have what they are owed or the time is up; each is asked at least
-/// once. `say` hears of each order and each end, `note` what is owed once all were asked: who is
-/// killed after that leaves balloons that move as it told them. Returns what is still owed.
+/// once. `say` hears of each order and each end, `note` what is owed once all were asked: a
+/// process killed after that leaves balloons that move as it told them. Returns what is still owed.
 pub fn give_back(
     host: &mut LinuxHost,
     owed: &[OwnedVm],
@@ -44,7 +44,7 @@ pub fn give_back(
         let ids: Vec<VmId> = debts.iter().map(|d| d.vm.id).collect();
         let sample = host.sample_owed(&ids);
         debts.iter_mut().for_each(|debt| debt.done_late(host.done_late(debt.vm.id)));
-        debts.retain_mut(|debt| !debt.is_settled(&sample, say));
+        debts.retain_mut(|debt| !debt.observe(&sample, say));
         if debts.is_empty() || Instant::now() >= until && !first {
             return debts.into_iter().map(|d| Left { vm: d.vm.given_back(), why: d.why }).collect();
         }
@@ -62,7 +62,7 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();
     let order = |d: &&mut Debt| Some(BalloonOrder { vm: d.vm.id, to: d.goal?.1, gives: true });
     let orders: Vec<BalloonOrder> = due.iter().filter_map(order).collect();
-    for (debt, result) in due.iter_mut().zip(host.set_balloons_within(&orders, ANSWER)) {
+    for (debt, result) in due.iter_mut().zip(host.set_balloons(&orders, ANSWER)) {
         debt.ordered(now, result.map_err(|e| e.to_string()), say);
     }
 }
@@ -94,7 +94,7 @@ impl Debt {
     }
 
     /// Takes in what is seen of it; whether nothing is owed any more.
-    fn is_settled(&mut self, sample: &Sample, say: &mut dyn FnMut(&str)) -> bool {
+    fn observe(&mut self, sample: &Sample, say: &mut dyn FnMut(&str)) -> bool {
         let (id, name) = (self.vm.id, &self.vm.name);
         self.goal = None;
         if sample.ended.contains(&id) {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     fn settled(debt: &mut Debt, sample: &Sample) -> bool {
-        debt.is_settled(sample, &mut |_| ())
+        debt.observe(sample, &mut |_| ())
     }
 
     #[test]

@@ -80,7 +80,7 @@ enum Command {
     Explain {
         /// Its name
         vm: String,
-        /// So many decisions, the latest
+        /// How many decisions, the latest
         #[arg(long, default_value_t = 10)]
         last: usize,
         /// What happened at this time of day (UTC) and why, from the record
@@ -118,7 +118,7 @@ enum Command {
         #[arg(long, requires = "fix")]
         dry_run: bool,
     },
-    /// Has idle memory given back now, and tells what came of it
+    /// Has idle memory given back now, and tells how much came back
     Reclaim {
         /// Of this VM
         #[arg(required_unless_present = "all", conflicts_with = "all")]
@@ -126,7 +126,7 @@ enum Command {
         /// Of all VMs
         #[arg(long)]
         all: bool,
-        /// So much in all [default: all that is idle]
+        /// How much in all [default: all that is idle]
         #[arg(long)]
         bytes: Option<Bytes>,
         /// The result as JSON
@@ -138,7 +138,7 @@ enum Command {
     HandsOff {
         /// This VM
         vm: String,
-        /// For so long, such as 90s or 1h; then Ebb goes on by itself
+        /// For how long, such as 90s or 1h; then Ebb goes on by itself
         #[arg(long = "for", default_value = "10min", value_parser = duration)]
         time: Duration,
     },
@@ -174,7 +174,7 @@ enum Command {
         /// The state file [default: the configuration's, else /run/ebb/state.json]
         #[arg(long, value_name = "FILE")]
         state: Option<String>,
-        /// Tries for so long
+        /// For how many seconds it tries
         #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=86_400))]
         seconds: u64,
     },
@@ -207,12 +207,12 @@ fn duration(text: &str) -> Result<Duration, String> {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     raise_file_limit();
-    // a program reads what comes, errors too
+    // A program reads the output, errors too.
     let json = std::env::args_os().any(|a| a == "--json");
     match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
-        Err(e) if e.is::<table::NobodyReads>() => ExitCode::SUCCESS,
+        Err(e) if e.is::<table::ReaderGone>() => ExitCode::SUCCESS,
         Err(e) if json => {
             let _ = table::emit_json(&serde_json::json!({ "error": format!("{e:#}") }));
             ExitCode::from(2)

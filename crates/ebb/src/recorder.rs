@@ -25,9 +25,9 @@ use zstd::stream::{read::Decoder, write::Encoder};
 const MOST: usize = 6 << 20;
 /// The same as lines of JSON: clients read no answer of more than 256 MiB.
 const MOST_TEXT: u64 = 192 << 20;
-/// A new head after so many bytes, so that dropping one drops little.
+/// A new head after this many bytes, so that dropping one drops little.
 const SEGMENT: usize = MOST / 6;
-/// A new head after so many ticks.
+/// A new head after this many ticks.
 const SEGMENT_TICKS: usize = 240;
 /// The fastest of zstd's ordinary levels: 3 packs a sixth better for half as much again.
 const LEVEL: i32 = 1;

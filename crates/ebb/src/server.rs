@@ -36,7 +36,7 @@ const BUFFER: usize = 64 << 10;
 /// Connections at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// On TCP, where anybody on this machine may come.
+    /// On TCP, where any local user may connect.
     pub tcp: usize,
     /// On the Unix socket.
     pub unix: usize,
@@ -146,8 +146,7 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, app: Router, moved: 
     }
 }
 
-/// When bytes moved last on a connection: a count over all connections for their order,
-/// and the time.
+/// When bytes moved last on a connection, by [`now_ms`].
 #[derive(Clone)]
 struct Moved(Arc<AtomicU64>);
 

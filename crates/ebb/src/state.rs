@@ -1,4 +1,4 @@
-//! The state file: who owes what to whom, on disk before it is taken.
+//! The state file: what each VM is owed, on disk before it is taken.
 //!
 //! One JSON file, replaced atomically (write, sync, rename), and a lock beside it
 //! so that two daemons never balloon the same VMs. A daemon that starts reads it

@@ -9,12 +9,12 @@ use serde_json::Value;
 pub use ebb_core::table::table;
 use ebb_core::units::Bytes;
 
-/// The reader of our output has gone (`ebb status | head`): not an error.
+/// The reader of our output has closed it (`ebb status | head`): not an error.
 #[derive(Debug, thiserror::Error)]
-#[error("nobody reads the output")]
-pub struct NobodyReads;
+#[error("the reader of the output has gone")]
+pub struct ReaderGone;
 
-/// Prints; [`NobodyReads`] where the reader has gone, which `main` takes as the end.
+/// Prints; [`ReaderGone`] where the reader has gone, which `main` takes as the end.
 pub fn emit(text: &str) -> Result<()> {
     emit_all(&mut text.as_bytes())
 }
@@ -22,7 +22,7 @@ pub fn emit(text: &str) -> Result<()> {
 pub fn emit_all(from: &mut dyn std::io::Read) -> Result<()> {
     let mut out = std::io::stdout();
     match std::io::copy(from, &mut out).and_then(|_| out.flush()) {
-        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(NobodyReads.into()),
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(ReaderGone.into()),
         other => Ok(other?),
     }
 }

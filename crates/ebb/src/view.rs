@@ -279,7 +279,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]
     standing: Standing = m.standing.clone();
-    /// It is left alone at the operator's word.
+    /// It is left alone at the operator's request.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     hands_off: Option<HandsOff> = m.hands_off;
     distress: String = m.distress.clone();
@@ -298,7 +298,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     working_set: Option<Bytes> = m.guest.map(|g| g.working_set);
     /// What it could do without.
     idle: Option<Bytes> = m.guest.map(|g| g.idle);
-    /// How far its guest's word is believed.
+    /// How far its guest's numbers are believed.
     #[serde(deserialize_with = "lenient")]
     trust: Trust = m.trust.clone();
     /// How far it is with its last order.
@@ -313,7 +313,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// Its zero pages that were freed.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     zeros: Option<ZeroSample> = s.zeros.clone();
-    /// Why they are not; empty where they may be, or nobody wants it.
+    /// Why they are not; empty where they may be, or that is not wanted.
     #[serde(skip_serializing_if = "String::is_empty")]
     zeros_stay: String = tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default();
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]

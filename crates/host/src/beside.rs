@@ -19,7 +19,7 @@ impl<T: Send + 'static> Beside<T> {
         self.0.is_none()
     }
 
-    /// Begins this look unless one is under way, and waits so long for its end.
+    /// Begins this look unless one is under way, and waits for its end, at most this long.
     pub fn look(
         &mut self,
         look: impl FnOnce() -> T + Send + 'static,

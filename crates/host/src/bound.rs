@@ -252,5 +252,5 @@ impl Bounds {
     }
 }
 
-/// A cgroup that cannot be read counts as it was, so long: the host's surplus is not the cgroup's.
+/// How long a cgroup that cannot be read counts as it was: the host's surplus is not the cgroup's.
 const READING_LASTS: Duration = Duration::from_secs(30);

@@ -45,7 +45,6 @@ pub fn record(socket: impl AsRef<Path>) -> Result<Vec<u8>, ClientError> {
     ask(socket.as_ref(), &head, path, "")
 }
 
-/// POSTs JSON to a path.
 pub fn post(socket: impl AsRef<Path>, path: &str, body: &str) -> Result<(), ClientError> {
     let head = format!("POST {path} HTTP/1.1\r\nContent-Type: application/json\r\n");
     ask(socket.as_ref(), &head, path, body).map(drop)

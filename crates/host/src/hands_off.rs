@@ -1,4 +1,4 @@
-//! VMs that are left alone for a while at the operator's word: before a device is plugged,
+//! VMs that are left alone for a while at the operator's request: before a device is plugged,
 //! a snapshot is loaded, a VM is migrated or its QEMU is replaced.
 //!
 //! It is written down, so that it holds for a daemon that is started anew in the middle.
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::durable;
 
-/// Longest time, ms: what is forgotten comes to its end.
+/// Longest time, ms: a request that is forgotten comes to its end.
 pub const MOST_MS: u64 = 24 * 3600 * 1000;
 
 /// Which VMs, and until when.
@@ -81,7 +81,7 @@ impl HandsOffs {
         self.write().inspect_err(|_| (self.until, self.unknown) = before)
     }
 
-    /// Forgets VMs that have ended, and words whose time is up.
+    /// Forgets VMs that have ended, and requests whose time is up.
     pub fn keep(&mut self, now: Stamp, is_there: impl Fn(&VmId) -> bool) {
         let before = self.until.len();
         self.until.retain(|vm, until| *until > now && is_there(vm));

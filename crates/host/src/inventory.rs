@@ -306,7 +306,8 @@ impl Inventory {
     /// What is seen in the firmware's memory, then what QEMU says that it loads.
     fn firmware(&self) -> Firmware {
         let bytes = self.text(Look::Firmware).lines().filter_map(|l| Some(l.split_once(": ")?.1));
-        let bytes: String = bytes.flat_map(|l| l.split_whitespace()).map(hex_digits).collect();
+        let bytes = bytes.flat_map(|l| l.split_whitespace());
+        let bytes: String = bytes.map(|b| b.strip_prefix("0x").unwrap_or(b)).collect();
         let file = self.text(Look::Machine(2));
         let name = file.rsplit('/').next().unwrap_or(file);
         if bytes == EDK2_GUID {
@@ -426,10 +427,6 @@ fn network(line: &str) -> Option<String> {
         )),
         None => Some(untold("its network backends in words that are known")),
     }
-}
-
-fn hex_digits(byte: &str) -> &str {
-    byte.strip_prefix("0x").unwrap_or(byte)
 }
 
 #[cfg(test)]

@@ -16,7 +16,6 @@ mod refresh;
 mod wait;
 
 use std::collections::{BTreeMap, HashSet};
-use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -337,9 +336,8 @@ fn noted<T>(
     source: &str,
     result: Result<Option<T>, ProbeError>,
 ) -> Option<T> {
-    let note = |e: &dyn Display| problem(None, source.to_owned(), e.to_string());
     result.unwrap_or_else(|e| {
-        problems.push(note(&e));
+        problems.push(problem(None, source.to_owned(), e.to_string()));
         None
     })
 }

@@ -4,18 +4,16 @@
 //! drives, and without waiting: ask for the memory backends, set each, have the
 //! mappings looked at, ask for the opposite where QEMU has it inverted.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::act::ksm_worker::Look;
-use crate::act::vm_mergeable::{MergeableError, parse_backends};
+use crate::act::vm_mergeable::{MergeableError, PATIENCE, parse_backends};
 use crate::qmp::{Client, QmpError};
+use crate::qmp_balloon;
 
-/// Breaking a VM's merges is done while QEMU answers: microseconds a page.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// An order under way, and what became of the last one.
+/// An order under way, and what was wrong with the last one.
 #[derive(Debug, Default)]
 pub(crate) struct MergeLink {
     step: Option<(Step, Instant)>,
@@ -138,14 +136,10 @@ fn set(
     value: bool,
     backends: Vec<String>,
 ) -> Result<Step, QmpError> {
-    let one = |path: &String| client.send("qom-set", Some(arguments(path, value)));
+    let set = |path: &str| qmp_balloon::set(path, "merge", json!(value));
+    let one = |path: &String| client.send("qom-set", Some(set(path)));
     let ids = backends.iter().map(one).collect::<Result<Vec<u64>, QmpError>>()?;
     Ok(Step::Setting { want, value, backends, ids })
-}
-
-/// Of `qom-set`, for one backend.
-pub(crate) fn arguments(path: &str, value: bool) -> Value {
-    json!({ "path": path, "property": "merge", "value": value })
 }
 
 #[cfg(test)]
@@ -153,8 +147,10 @@ mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
     use std::sync::{Arc, Mutex};
+    use std::time::Duration;
 
     use ebb_core::units::{Bytes, Stamp};
+    use serde_json::Value;
 
     use super::*;
 

@@ -148,11 +148,6 @@ impl Client {
         self.socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// Whether to poll for writing too.
-    pub fn wants_write(&self) -> bool {
-        !self.protocol.outgoing().is_empty()
-    }
-
     /// The state machine, for what needs no socket.
     pub fn protocol(&mut self) -> &mut Protocol {
         &mut self.protocol
@@ -163,12 +158,10 @@ impl Client {
         self.protocol.send(command, arguments)
     }
 
-    /// See [`Protocol::take_reply`].
     pub fn take_reply(&mut self, id: u64) -> Option<Result<Value, QmpError>> {
         self.protocol.take_reply(id)
     }
 
-    /// See [`Protocol::take_events`].
     pub fn take_events(&mut self) -> Vec<Event> {
         self.protocol.take_events()
     }
@@ -295,7 +288,7 @@ pub fn poll_all(clients: &mut [&mut Client], deadline: Instant) -> usize {
             return waiting;
         }
         let ready = poll_once(clients, deadline, |c| c.protocol.waiting() > 0 || c.is_shared());
-        // Who comes late, after it was stopped itself, sends nothing more: it may be taken back.
+        // Where Ebb itself was stopped meanwhile, nothing more is sent: it may be taken back.
         if Instant::now() >= deadline {
             continue;
         }
@@ -350,7 +343,7 @@ fn poll_once(
 
 /// The poll flags that suit a client now.
 pub fn interest(client: &Client) -> PollFlags {
-    if client.wants_write() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
+    sockets::interest(!client.protocol.outgoing().is_empty())
 }
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {

@@ -2,7 +2,7 @@
 //! its guest's statistics.
 //!
 //! Parsers are pure. QEMU is believed on its own state; guest statistics are a
-//! guest's word and are checked: a value that cannot be true becomes `None` and
+//! guest's own claims and are checked: a value that cannot be true becomes `None` and
 //! a problem. Source: QEMU `qapi/machine.json`, `qapi/run-state.json`,
 //! `hw/virtio/virtio-balloon.c`, `docs/interop/virtio-balloon-stats.rst`.
 

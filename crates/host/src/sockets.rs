@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::buffer::spare_capacity;
+use rustix::event::PollFlags;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, Result};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -58,6 +59,11 @@ pub(crate) fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, bool)> {
         }
     }
     Ok((all, true))
+}
+
+/// What to poll a socket for; `writes`: something waits to be written.
+pub(crate) fn interest(writes: bool) -> PollFlags {
+    if writes { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
 }
 
 /// Writes what the socket takes now, and tells how much that is.

@@ -164,7 +164,7 @@ pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> 
     check(n as c_long)
 }
 
-/// A thread (`None`: this one) runs only when nobody else wants the CPU; or else, as `ksmd`
+/// A thread (`None`: this one) runs only when nothing else needs the CPU; or else, as `ksmd`
 /// does, with a third of an ordinary thread's weight (nice 5). The way back needs CAP_SYS_NICE.
 pub fn set_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
     let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_BATCH };
@@ -178,7 +178,7 @@ pub fn set_idle(thread: Option<Pid>, idle: bool) -> Result<()> {
     Ok(setpriority_process(thread, nice)?)
 }
 
-/// Whether a thread runs only when nobody else wants the CPU.
+/// Whether a thread runs only when nothing else needs the CPU.
 pub fn is_idle(thread: Pid) -> bool {
     // SAFETY: a plain number.
     let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };

@@ -102,11 +102,11 @@ pub(crate) struct Access {
     /// What its agent may do, and what it may as soon as the metadata of its domain is read.
     pub agent: AgentUse,
     pub agent_then: AgentUse,
-    /// The operator's word that nobody else writes to its shared RAM.
+    /// The operator has said that no other process writes to its shared RAM.
     pub private_ram: bool,
     /// Windows longer than this have its agent stand aside, ms; 0: none do.
     pub window_limit_ms: u64,
-    /// The operator wants it left alone for so much longer, ms.
+    /// How much longer the operator wants it left alone, ms.
     pub hands_off_ms: Option<u64>,
 }
 
@@ -246,21 +246,17 @@ impl Vm {
         !self.seen
     }
 
-    /// An earlier daemon found this interval of its statistics.
-    pub fn with_interval(self, was: Option<u64>) -> Vm {
-        Vm { interval_was: was, ..self }
-    }
-
-    /// It may be reached through its manager.
-    pub fn with_libvirt(self, libvirt: &Libvirt) -> Vm {
-        Vm { libvirt: Some(libvirt.clone()), ..self }
+    /// `interval_was`: an earlier daemon found this interval of its statistics. It may be reached
+    /// through libvirt.
+    pub fn with(self, interval_was: Option<u64>, libvirt: &Libvirt) -> Vm {
+        Vm { interval_was, libvirt: Some(libvirt.clone()), ..self }
     }
 
     /// Connects if it is time to, and queues this tick's questions. A VM that has not answered
     /// those of an earlier tick is not asked again until it has; nor is one that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
         self.verdict = None;
-        if self.leaves() {
+        if self.close_unwanted() {
             return;
         }
         self.take_late();

@@ -81,7 +81,8 @@ impl Qemu {
 }
 
 fn set(host: &mut LinuxHost, vm: VmId, to: Bytes) -> Result<(), ActError> {
-    host.set_balloons(&[BalloonOrder { vm, to, gives: false }]).remove(0)
+    let order = BalloonOrder { vm, to, gives: false };
+    host.set_balloons(&[order], Duration::from_secs(2)).remove(0)
 }
 
 /// Samples until the VM satisfies `good`.
@@ -120,7 +121,7 @@ fn vm_qmp_commands_events_and_a_second_client() {
     assert!(second.to_string().contains("another client is served"), "{second}");
     client.execute("cont", None, LONG).unwrap();
     let until = Instant::now() + LONG;
-    while !client.protocol().has_event(&["RESUME"]) {
+    while !client.protocol().any_event(|e| e.name == "RESUME") {
         assert!(Instant::now() < until, "no RESUME");
         client.pump();
         std::thread::sleep(Duration::from_millis(5));

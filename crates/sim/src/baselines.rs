@@ -49,15 +49,12 @@ pub trait Policy {
 /// A guest as a rival sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
-    /// Which.
     pub id: VmId,
-    /// RAM.
     pub ram: Bytes,
     /// RAM less balloon.
     pub actual: Bytes,
     /// The floor.
     pub min: Bytes,
-    /// Weight.
     pub weight: f64,
     /// Free memory, as the guest says; `None`: it says nothing.
     pub free: Option<Bytes>,

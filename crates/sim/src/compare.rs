@@ -44,7 +44,6 @@ pub fn in_parallel<J: Sync, R: Send>(
 /// The scores of one contestant over several runs, joined.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Sum {
-    /// Runs.
     pub runs: u64,
     /// Guests in all.
     pub vms: u64,
@@ -68,7 +67,6 @@ pub struct Sum {
     pub unfairness: f64,
     /// Time with hosts below their low mark.
     pub overfull_s: f64,
-    /// Laws broken.
     pub broken: u64,
     #[serde(skip)]
     takes: Vec<f64>,
@@ -109,16 +107,13 @@ fn mean_and_worst(values: &[f64]) -> Option<(f64, f64)> {
 pub struct Part {
     /// Its name.
     pub scenario: &'static str,
-    /// What it is about.
     pub about: &'static str,
     /// Each contestant's sums.
     pub sums: Vec<(Contestant, Sum)>,
 }
 
-/// A whole comparison.
 #[derive(Clone, Debug, Serialize)]
 pub struct Comparison {
-    /// Seeds each.
     pub seeds: u64,
     /// The first of them.
     pub first_seed: u64,

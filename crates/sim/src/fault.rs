@@ -59,7 +59,6 @@ pub const FAULTS: [Fault; 11] = [
 
 /// What a run with a fault (or with none) came to.
 pub struct Ran {
-    /// Laws broken.
     pub broken: Vec<Breach>,
     /// Guests that were turned around twice within a minute, times.
     pub hasty: u64,

@@ -63,7 +63,6 @@ const LEAST_CACHE: Bytes = Bytes::mib(8);
 /// What a guest is made of.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// RAM.
     pub ram: Bytes,
     /// Behaviour.
     pub mood: Mood,
@@ -73,7 +72,6 @@ pub struct Spec {
     pub weight: f64,
     /// Its own swap device.
     pub swap: Bytes,
-    /// `deflate-on-oom`.
     pub deflate_on_oom: bool,
     /// Free page reporting.
     pub reporting: bool,
@@ -146,7 +144,6 @@ pub struct Counts {
     pub paged_out: Bytes,
 }
 
-/// One guest.
 #[derive(Clone, Debug)]
 pub struct Guest {
     /// What it is made of.

@@ -31,7 +31,6 @@ const LATE_MS: u64 = 1_000;
 pub struct Voice {
     /// Identity.
     pub id: VmId,
-    /// Name.
     pub name: String,
     said: Option<Said>,
     /// What the host knows of when they came.
@@ -207,7 +206,6 @@ impl Voice {
     }
 }
 
-/// The name of a guest.
 pub fn name(index: u32) -> String {
     format!("vm{index:04}")
 }

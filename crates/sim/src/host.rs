@@ -32,12 +32,10 @@ pub enum VmPressure {
     Critical,
 }
 
-/// The host.
 #[derive(Clone, Debug)]
 pub struct HostMemory {
     /// `MemTotal`.
     pub total: Bytes,
-    /// Swap space.
     pub swap: Bytes,
     /// `pswpin`, `pswpout` as bytes.
     pub swapped_in: Bytes,
@@ -102,7 +100,6 @@ impl HostMemory {
         self.total.share(OWN_SHARE)
     }
 
-    /// Free memory.
     pub fn free(&self, guests: &[Guest]) -> Bytes {
         self.total - self.own() - self.others - guests.iter().map(Guest::resident).sum()
     }

@@ -14,7 +14,6 @@ use serde::Serialize;
 use crate::misbehaviour::Mood;
 use crate::world::World;
 
-/// One law.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Law {
@@ -54,7 +53,6 @@ pub enum Law {
 /// A law that was broken.
 #[derive(Clone, Debug, Serialize)]
 pub struct Breach {
-    /// Which.
     pub law: Law,
     /// Milliseconds into the run.
     pub at_ms: u64,
@@ -102,7 +100,6 @@ struct Past {
 
 /// Checks plans against the world.
 pub struct Laws {
-    /// What was broken.
     pub broken: Vec<Breach>,
     config: Config,
     past: BTreeMap<VmId, Past>,

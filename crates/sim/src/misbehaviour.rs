@@ -55,7 +55,6 @@ impl Mood {
         }
     }
 
-    /// Whether QMP answers.
     pub fn answers(self, at_ms: u64) -> bool {
         self != Mood::Flaky || (at_ms / 60_000).is_multiple_of(2)
     }
@@ -65,7 +64,6 @@ impl Mood {
         self != Mood::Silent || at_ms < 60_000
     }
 
-    /// Whether it is being migrated.
     pub fn migrates(self, at_ms: u64) -> bool {
         self == Mood::Migrating && at_ms % 180_000 >= 150_000
     }

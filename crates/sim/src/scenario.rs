@@ -11,12 +11,9 @@ use crate::guest::Spec;
 use crate::misbehaviour::{Mood, ODD};
 use crate::world::{Probe, Setup};
 
-/// One scenario.
 #[derive(Clone, Copy, Debug)]
 pub struct Scenario {
-    /// Its name.
     pub name: &'static str,
-    /// What it is about.
     pub about: &'static str,
     make: fn(&mut fastrand::Rng) -> Setup,
 }
@@ -44,7 +41,6 @@ const NEED_MOST: f64 = 0.82;
 /// The run of most scenarios, ms.
 const RUN_MS: u64 = 600_000;
 
-/// All scenarios.
 pub const SCENARIOS: [Scenario; 19] = [
     Scenario { name: "idle-giver", about: "an idle guest must give 8 GiB", make: idle_giver },
     Scenario {
@@ -123,7 +119,6 @@ pub const SCENARIOS: [Scenario; 19] = [
     },
 ];
 
-/// The scenario of this name.
 pub fn scenario(name: &str) -> Option<&'static Scenario> {
     SCENARIOS.iter().find(|s| s.name == name)
 }

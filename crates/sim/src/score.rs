@@ -111,7 +111,6 @@ pub struct Score {
     pub unfairness: f64,
     /// Time with less free memory than the host's low mark.
     pub overfull_s: f64,
-    /// Orders given.
     pub orders: u64,
     /// Simulated time.
     pub run_s: f64,

@@ -28,13 +28,11 @@ const BROOD: usize = 8;
 /// What became of a world.
 #[derive(Clone, Debug, Serialize)]
 pub struct Found {
-    /// Which.
     pub point: Point,
     /// In a few words.
     pub about: String,
     /// Guests.
     pub vms: u64,
-    /// Ebb.
     pub ebb: Brief,
     /// The best rival with the eyes that KVM gives.
     pub best: Brief,
@@ -171,7 +169,6 @@ pub struct Search {
     pub worlds: usize,
     /// Steps from the worst of them to worse ones, each some neighbours.
     pub steps: usize,
-    /// Threads.
     pub threads: usize,
 }
 

@@ -7,7 +7,6 @@ pub const SWAP_OUT_RATE: f64 = 500e6;
 /// What the host can do for its guests within one step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Room {
-    /// Free memory.
     pub free: Bytes,
     /// What can be swapped out while somebody waits.
     pub can_swap_out: Bytes,

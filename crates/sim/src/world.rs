@@ -70,7 +70,6 @@ struct Watch {
 /// A world to simulate.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The host's memory.
     pub host: Bytes,
     /// The host's swap.
     pub swap: Bytes,
@@ -128,9 +127,7 @@ impl Setup {
 
 /// The simulated host.
 pub struct World {
-    /// The guests.
     pub guests: Vec<Guest>,
-    /// The host's memory.
     pub host: HostMemory,
     /// What is measured of each guest.
     pub gauges: Vec<Gauge>,
@@ -197,7 +194,6 @@ impl World {
         self.at_ms
     }
 
-    /// Whether the run is over.
     pub fn over(&self) -> bool {
         self.at_ms >= self.run_ms
     }

@@ -38,7 +38,7 @@ const ASIDE_EVERY: Duration = Duration::from_secs(1);
 const FEW: usize = 64;
 /// It is closed again this often then, and before anything is recycled.
 const REST_EVERY: Duration = Duration::from_secs(10);
-/// RAM in which no header has been found for so long needs no protection.
+/// RAM in which no header has been found for this time needs no protection.
 const LOST_LONG: Duration = Duration::from_secs(10);
 /// Tries to read the facts between two writes of the guest.
 const FACTS_TRIES: usize = 20;
@@ -443,7 +443,7 @@ impl Attached {
         Ok(())
     }
 
-    /// What somebody may have opened to KSM again is closed: what is about to be `recycled`
+    /// What another program may have opened to KSM again is closed: what is about to be `recycled`
     /// must have been looked at within a second, tripwires always.
     fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), String> {
         if !self.registered {

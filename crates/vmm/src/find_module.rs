@@ -6,15 +6,15 @@
 //!     └── reset, tripwire, another header, STOPPED ── ready <──────────┘
 //! ```
 //!
-//! RAM outlives a reset, so what looks like a header may be the picture of one:
+//! RAM outlives a reset, so what looks like a header may be left from before:
 //! nothing is written into its page before it beats, and nothing is believed
 //! before it has answered a random number. The tripwires are armed before that
 //! number is written, so a reset after the answer cannot pass unnoticed. A
 //! running guest that stops beating is doubted until it beats and answers again;
 //! a paused one cannot beat, and cannot be reset unnoticed either.
 //!
-//! Who only observes writes no number and arms nothing: two right beats are enough to
-//! read a map, of which nothing is given back.
+//! With `observe` no number is written and nothing is armed: two right beats are enough
+//! to read a map, of which nothing is given back.
 
 use std::time::{Duration, Instant};
 
@@ -33,14 +33,14 @@ use crate::sys::{self, Range};
 const SEARCH_EVERY: Duration = Duration::from_millis(250);
 /// The longer nothing was found the longer, up to this: a VM may never have a module.
 const SEARCH_MOST: Duration = Duration::from_secs(5);
-/// By so much of the time that has been searched.
+/// The pause is the time that was searched for, divided by this.
 const SEARCH_SHARE: u32 = 16;
 /// The same while the vCPUs stand still: nothing that is found could prove itself.
 const SEARCH_PAUSED: Duration = Duration::from_secs(5);
 /// How long a candidate may take to beat twice, and to answer; ten times the
 /// module's own limits, for guests that hardly run.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// A running guest that does not beat for so long is doubted.
+/// A running guest that does not beat for this time is doubted.
 const SILENCE: Duration = Duration::from_secs(3);
 
 #[derive(Debug)]
@@ -201,7 +201,7 @@ impl Tracker {
     /// How soon [`Tracker::step`] has something to do.
     pub fn pause(&self) -> Duration {
         match &self.at {
-            // Nothing comes of it before the vCPUs run, which is told.
+            // It cannot succeed before the vCPUs run, which is reported.
             At::Searching { .. } | At::Checking { .. } | At::Challenged { .. } if !self.running => {
                 Duration::from_secs(1)
             }

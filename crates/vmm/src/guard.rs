@@ -28,12 +28,12 @@ use crate::priority::RealTime;
 use crate::sys::{self, Range, UffdMsg};
 use crate::uffd::Uffd;
 
-/// Before a window opens, the recycler sleeps so long while another thread waits for the lock,
+/// Before a window opens, the recycler sleeps this time while another thread waits for the lock,
 /// at most [`YIELDS`] times.
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
 pub const WIRES: usize = 4;
-/// So many pages whose writers were woken are remembered. One that faults again within
+/// How many pages whose writers were woken are remembered. One that faults again within
 /// [`RECENT`] is still protected, so its protection is lifted.
 const WOKEN: usize = 8;
 const RECENT: Duration = Duration::from_secs(1);
@@ -95,7 +95,7 @@ impl Guard {
         &self.uffd
     }
 
-    /// Opens the window, after whoever waits for the last one.
+    /// Opens the window, after the thread that waits for the last one.
     pub fn open(&self) -> MutexGuard<'_, ()> {
         for _ in 0..YIELDS {
             if self.waiting.load(SeqCst) == 0 {
@@ -160,7 +160,7 @@ impl Guard {
         drop(window);
     }
 
-    /// Whether somebody wrote to a tripwire since they were armed.
+    /// Whether a tripwire was written to since they were armed.
     pub fn tripped(&self) -> bool {
         self.tripped.load(SeqCst)
     }

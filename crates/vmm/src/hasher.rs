@@ -1,4 +1,4 @@
-//! What the VM's pages hold, told to the scanner of merging as keyed hashes.
+//! Hashes the VM's pages with a key, for the scanner of merging.
 //!
 //! A daemon that reads a VM's memory from outside pays more for the kernel's way to each
 //! page than for the hashing. In here our own page tables lead there: pages that are in
@@ -10,7 +10,7 @@
 //! It only looks. What is absent, in swap or of zeros by the page table is passed over
 //! (`PAGEMAP_SCAN`), and so is what the guest's map calls free: that is the recycler's.
 //! Shared RAM is refused: KSM does not merge it, and to read a hole would fill it. A
-//! merged page is read as it is, and stays merged. The thread holds nothing that anybody
+//! merged page is read as it is, and stays merged. The thread holds nothing that another
 //! waits for: it may not run for a long time. While the recycler is at
 //! work it waits, ten milliseconds a piece at most; what it reads nevertheless is not in
 //! the way, since reading neither waits for write-protection nor lifts it.
@@ -102,8 +102,8 @@ impl Hasher {
         }
     }
 
-    /// The guest's map is there; empty: it is not known. Told again and again, so that
-    /// nobody waits where the thread reads it just now.
+    /// The guest's map is there; empty: it is not known. Called again and again, so that
+    /// the caller need not wait while the thread reads it.
     pub fn tell_map(&self, pages: &[MapPage]) {
         if let Ok(mut map) = self.map.try_lock()
             && *map != pages
@@ -267,7 +267,7 @@ fn numbers(runs: &[Range]) -> impl Iterator<Item = u64> {
     runs.iter().flat_map(|r| r.start / PAGE..(r.start + r.len) / PAGE)
 }
 
-/// Runs, so many bytes at a time.
+/// Divides the runs into pieces of at most `most` bytes.
 fn pieces(runs: Vec<Range>, most: u64) -> Vec<Vec<Range>> {
     let mut pieces = vec![Vec::new()];
     let mut size = 0;

@@ -90,8 +90,8 @@ impl Open {
         close(&self.0)
     }
 
-    /// Closes the rest once more: somebody may have opened it again. Costs a
-    /// microsecond for each stretch of it where nobody has.
+    /// Closes the rest once more: another program may have opened it again. Costs a
+    /// microsecond for each stretch of it that is still closed.
     pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
         close(&without(anonymous(ram), &self.0))
     }
@@ -155,7 +155,7 @@ fn without(mut a: Vec<Range>, b: &[Range]) -> Vec<Range> {
     a
 }
 
-/// Whether there is memory to break the merges of so many pages.
+/// Whether there is memory to break the merges of this many pages.
 fn has_room(pages: u64) -> Result<(), String> {
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     match pages {

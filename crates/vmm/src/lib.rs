@@ -110,7 +110,7 @@ fn in_qemu() -> bool {
     name.starts_with("qemu") || name.starts_with("kvm")
 }
 
-/// Starts the server; a failure is told and otherwise ignored.
+/// Starts the server; a failure is printed and otherwise ignored.
 fn start(path: &Path, peers: Peers, faults: &str) {
     let Some(faults) = Faults::parse(faults) else {
         return eprintln!("ebb agent: this build knows no faults `{faults}`");

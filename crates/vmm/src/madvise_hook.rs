@@ -78,7 +78,7 @@ fn empties(advice: c_int) -> bool {
 /// `MADV_DONTNEED_LOCKED` (5.18).
 const DONTNEED_LOCKED: c_int = 24;
 
-/// The function of the C library, for everybody in this process who calls it.
+/// Replaces the function of the C library in this process.
 ///
 /// # Safety
 /// As for `madvise` of the C library.

@@ -128,7 +128,7 @@ impl Ram {
 
     /// Copies the first bytes of pages, `N` of each. `gently`: pages that are merged stay
     /// so, at ten times the cost. To copy as [`sys::copy_from`] does pins a page, and
-    /// Linux gives who has pinned a page that is not his alone one of his own (5.19 on).
+    /// Linux (5.19 on) copies a shared page for the process that pins it.
     pub fn starts<const N: usize>(
         &self,
         pages: &[Range],
@@ -267,7 +267,7 @@ fn pagemap() -> Option<File> {
 }
 
 /// Calls `each` with the stretches of a file that hold data, in memory or in swap,
-/// mapped or not. The descriptor is our own: nobody else uses its position.
+/// mapped or not. The descriptor is our own: no other code uses its position.
 fn data(
     fd: BorrowedFd<'_>,
     start: u64,

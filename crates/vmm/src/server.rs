@@ -2,7 +2,7 @@
 //!
 //! One thread, one daemon at a time, one request after the other. The peer must
 //! be root; with `peer=own` our own user may as well. Under libvirt that is every other
-//! VM's QEMU, so nobody gets it unasked. When it goes, or says something that is not of the
+//! VM's QEMU, so it is never the default. When it goes, or says something that is not of the
 //! protocol, all protection is lifted and the agent waits for the next one.
 //!
 //! The thread keeps the VMM's priority, and has more while a window is open (`priority`).
@@ -48,7 +48,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path` (mode 0600) on a thread of its own. A socket that nobody
+    /// Listens at `path` (mode 0600) on a thread of its own. A socket that no process
     /// serves any more is replaced.
     pub fn start(path: &Path, peers: Peers, faults: Faults) -> Result<Server> {
         let listener = listen(path)?;
@@ -95,7 +95,7 @@ fn listen(path: &Path) -> Result<OwnedFd> {
         std::fs::remove_file(path)?;
         rustix::net::bind(&listener, &address)?;
     }
-    // Nobody can connect before it listens.
+    // No process can connect before it listens.
     rustix::fs::chmod(path, Mode::from_raw_mode(0o600))?;
     rustix::net::listen(&listener, 4)?;
     Ok(listener)
@@ -216,7 +216,7 @@ fn serve(listener: &OwnedFd, quit: &OwnedFd, peers: Peers, faults: Faults) {
     }
 }
 
-/// Somebody who may speak with us.
+/// Accepts a peer that may speak with us.
 fn accept(listener: &OwnedFd, peers: Peers) -> Option<Peer> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::accept_with(listener, flags).ok()?;

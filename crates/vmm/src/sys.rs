@@ -6,9 +6,8 @@
 
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
 
 use libc::{c_int, c_long, c_ulong, iovec};
 
@@ -77,7 +76,7 @@ pub fn uffd_open(device: Option<BorrowedFd<'_>>) -> Result<OwnedFd> {
         // SAFETY: the argument is a number, not a pointer.
         None => unsafe { libc::syscall(libc::SYS_userfaultfd, flags) },
     };
-    // SAFETY: just made, and owned by nobody else.
+    // SAFETY: just made, and nothing else owns it.
     check(fd).map(|fd| unsafe { OwnedFd::from_raw_fd(fd as c_int) })
 }
 
@@ -93,18 +92,18 @@ pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
     ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
 }
 
-/// Takes a range out again; what is protected of it is lifted, who waits is woken.
+/// Takes a range out again; its protection is lifted, its waiting threads are woken.
 pub fn uffd_unregister(fd: &OwnedFd, range: Range) -> Result<()> {
     ioctl(fd.as_raw_fd(), UFFDIO_UNREGISTER, &mut [range.start, range.len]).map(drop)
 }
 
-/// Protects a range, or lifts its protection and wakes who waits there.
+/// Protects a range, or lifts its protection and wakes the threads that wait there.
 pub fn uffd_protect(fd: &OwnedFd, range: Range, on: bool) -> Result<()> {
     let mut arguments = [range.start, range.len, u64::from(on)];
     ioctl(fd.as_raw_fd(), UFFDIO_WRITEPROTECT, &mut arguments).map(drop)
 }
 
-/// Wakes who waits in a range.
+/// Wakes the threads that wait in a range.
 pub fn uffd_wake(fd: &OwnedFd, range: Range) -> Result<()> {
     ioctl(fd.as_raw_fd(), UFFDIO_WAKE, &mut [range.start, range.len]).map(drop)
 }
@@ -160,10 +159,7 @@ pub fn store_u64(address: u64, value: u64) {
     // SAFETY: `address` is an aligned word of the first 16 MiB of guest RAM (the
     // header page, read a moment ago), which no VMM unmaps while it runs; the
     // guest's accesses to it are as atomic as this one.
-    unsafe {
-        (*(address as *const std::sync::atomic::AtomicU64))
-            .store(value, std::sync::atomic::Ordering::SeqCst);
-    }
+    unsafe { (*(address as *const AtomicU64)).store(value, SeqCst) }
 }
 
 /// Copies from several places of our own memory, in their order, into one buffer; returns
@@ -189,8 +185,8 @@ pub fn copy_as_is(places: impl Iterator<Item = Range>, to: &mut [u8]) -> Result<
     check(n as c_long)
 }
 
-/// Has the processor fetch so many bytes into its cache, if it likes: a hint, and no more
-/// than that where nothing is mapped.
+/// Hints to the processor to fetch these bytes into its cache; does nothing where nothing
+/// is mapped.
 pub fn fetch(address: u64, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in (address..address.saturating_add(len as u64)).step_by(64) {
@@ -203,8 +199,8 @@ pub fn fetch(address: u64, len: usize) {
 }
 
 /// This thread has a third of an ordinary thread's weight (nice 5), as `ksmd` has. Where
-/// QEMU's sandbox does not let it (`resourcecontrol=deny`), it runs only when nobody else
-/// wants the CPU, which is never denied.
+/// QEMU's sandbox does not let it (`resourcecontrol=deny`), it runs only when no other
+/// thread wants the CPU, which is never denied.
 pub fn run_nice() -> Result<()> {
     use rustix::process::{getpriority_process, setpriority_process};
     let nice = getpriority_process(None).unwrap_or(0).max(5);
@@ -341,7 +337,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
     unsafe { madvise_itself(range.start as *mut _, range.len as usize, advice) }.map(drop)
 }
 
-/// The system call, not the function of that name: see `turns`.
+/// The system call, not the function of that name: see `madvise_hook`.
 ///
 /// # Safety
 /// As for `madvise`.
@@ -416,7 +412,7 @@ pub fn random() -> u64 {
     number
 }
 
-/// The listening socket, which a forked child must not hold: nobody serves it
+/// The listening socket, which a forked child must not hold: it is not served
 /// there. -1: none.
 static LISTENER: AtomicI32 = AtomicI32::new(-1);
 
@@ -429,7 +425,7 @@ extern "C" fn close_listener() {
     }
 }
 
-/// From now on children that are forked close this listener at once, so that who
+/// From now on children that are forked close this listener at once, so that a client that
 /// connects is refused and does not wait for ever; `None`: no more.
 pub fn close_in_children(listener: Option<BorrowedFd<'_>>) {
     static ONCE: Once = Once::new();

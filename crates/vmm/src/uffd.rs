@@ -2,7 +2,7 @@
 //!
 //! Synchronous write-protection: a write to a protected page waits until the
 //! protection is lifted. Dropping it lifts everything: the kernel unregisters
-//! the ranges and wakes who waits, whatever state we were in.
+//! the ranges and wakes the threads that wait, whatever state we were in.
 
 use std::fs::File;
 use std::io::Error;
@@ -43,7 +43,7 @@ impl Uffd {
         sys::uffd_register(&self.fd, range)
     }
 
-    /// Nothing of it can be any more; what is, is lifted.
+    /// Ranges of this can no longer be protected; what is protected is lifted.
     pub fn unregister(&self, range: Range) -> std::io::Result<()> {
         sys::uffd_unregister(&self.fd, range)
     }
@@ -58,7 +58,7 @@ impl Uffd {
         again(|| sys::uffd_protect(&self.fd, range, false))
     }
 
-    /// Who waits in this range looks again whether it has to.
+    /// Threads that wait in this range look again whether they have to.
     pub fn wake(&self, range: Range) -> std::io::Result<()> {
         sys::uffd_wake(&self.fd, range)
     }

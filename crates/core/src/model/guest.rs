@@ -1,11 +1,11 @@
 //! One guest, understood: what it needs, what it could spare, when it is short,
-//! and how far its word can be trusted.
+//! and how far its numbers can be trusted.
 //!
 //! Everything a guest says is a hint from a party that may be late, wrong or
 //! hostile. It comes from the balloon's statistics or, in tier guest, from the
 //! module's facts block; both are [`GuestStats`] here. What is believed is bounded
 //! by what the host knows itself: the VM's size, what the host holds for it, the
-//! free-page map, and what became of earlier orders.
+//! free-page map, and the results of earlier orders.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ use crate::units::{Bytes, PAGE};
 use crate::wire::AgentState;
 
 /// Statistics older than this are not believed, milliseconds. QEMU is told to ask
-/// each second; a guest that misses four is not well.
+/// each second; a guest that misses four hangs, or has no working driver.
 pub const STALE_MS: u64 = 5_000;
 /// From this age on they are believed less and less, and nothing is taken by them.
 pub const FRESH_MS: u64 = 2_500;
@@ -72,7 +72,7 @@ impl Trust {
     }
 }
 
-/// What the balloon and VMM settings add to a guest's word.
+/// What the balloon and VMM settings add to a guest's statistics.
 pub(super) struct Around {
     pub ram: Bytes,
     pub actual: Bytes,
@@ -164,7 +164,7 @@ fn slack(ram: Bytes) -> Bytes {
     ram.share(SLACK_SHARE).max(Bytes::mib(64))
 }
 
-/// What in a guest's word cannot be, if anything: bounded by its size (the least and the
+/// What in a guest's statistics cannot be, if anything: bounded by its size (the least and the
 /// most that it had when it may have spoken), by the map of its free pages, by what the
 /// host holds for it.
 pub(crate) fn implausible(

@@ -23,7 +23,7 @@ pub(super) struct Stall {
     pub(super) notified: Option<Pressure>,
 }
 
-/// Swapping out so fast, pages a second (16 MiB/s), or all tasks stalled for this share of
+/// Swapping out at this rate, pages a second (16 MiB/s), or all tasks stalled for this share of
 /// the time, percent, is a shortage somewhere, whatever headroom says.
 const SEVERE: (f64, f64) = (4096.0, PSI_MARKS[1].1);
 

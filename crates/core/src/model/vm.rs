@@ -60,17 +60,17 @@ pub struct VmModel {
     pub distress: String,
     /// Why it should have what it may need although it shows no need, for people.
     pub unseen: String,
-    /// What it is in its share group by is more than its own word; or there is one group.
+    /// Its share group is proven by more than its own name; or there is one group.
     pub group_is_proven: bool,
     pub group: String,
-    /// How far its guest's word is believed.
+    /// How far its guest's numbers are believed.
     pub trust: Trust,
     /// How far the last order has come.
     pub convergence: Convergence,
     /// Swap that it may still use by its cgroups' limits; `None`: they have none.
     pub swap_left: Option<Bytes>,
     pub paused: bool,
-    /// It is left alone at the operator's word.
+    /// It is left alone at the operator's request.
     pub hands_off: Option<HandsOff>,
     /// It has just started: what it may still take of what it was promised.
     pub promised: Bytes,
@@ -87,7 +87,7 @@ pub struct VmModel {
     /// Why its pages of zeros are left where they are; empty: they need not be.
     pub zeros_stay: String,
     pub zeros: Option<crate::sample::ZeroSample>,
-    /// What came of splitting its partially mapped huge pages; `None`: Ebb must not split them.
+    /// The result of splitting its partially mapped huge pages; `None`: Ebb must not split them.
     pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 
@@ -146,9 +146,7 @@ impl VmModel {
     pub fn guest_held(&self) -> Option<Bytes> {
         self.resident.map(|r| r - self.own)
     }
-}
 
-impl VmModel {
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
         let settings = &*config.settings_of(vm);
         let remembered = memory.vm(vm.id);

@@ -24,14 +24,14 @@ use crate::units::{Bytes, Stamp};
 const OVERHEAD: Bytes = Bytes::mib(64);
 /// And this share of it.
 const OVERHEAD_SHARE: f64 = 0.02;
-/// A guest that has not been seen to move is taken to follow so fast, bytes a
-/// second: a quarter of what virtio-balloon reaches.
+/// The assumed speed of a balloon that was not seen to move, bytes a second: a quarter of what
+/// virtio-balloon reaches.
 const USUAL_RATE: f64 = (256 << 20) as f64;
 /// Steps and holds do not let a guest give more than this share of RAM a second.
 const MOST_RATE: f64 = 0.10;
-/// A decision and the first step take so long, seconds.
+/// The time that a decision and the first step take, seconds.
 const FIRST_S: f64 = 1.0;
-/// The last resort names at most so many.
+/// Most VMs that the last resort names.
 const NAMED: usize = 5;
 
 /// What is to be started.
@@ -96,7 +96,7 @@ pub struct Admission {
     pub from_headroom: Bytes,
     /// Of that, what others give.
     pub from: Vec<Gives>,
-    /// What nobody has.
+    /// What neither headroom nor other VMs can give.
     pub missing: Bytes,
     /// When all of it would be there, seconds.
     pub seconds: f64,
@@ -175,7 +175,7 @@ fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
     spare
 }
 
-/// Whether so many VMs more fit, and what that would mean.
+/// Whether these VMs fit as well, and what that would mean.
 pub fn admit(stock: &Stock, ask: &Ask) -> Admission {
     let each = ask.memory + OVERHEAD + ask.memory.share(OVERHEAD_SHARE);
     let need = Bytes(each.0.saturating_mul(u64::from(ask.count)));

@@ -1,8 +1,8 @@
-//! Who is to have how much: one rule for all states of the host.
+//! How much memory each guest is to have: one rule for all states of the host.
 //!
 //! What a guest needed a moment ago it is likely to need again; what it needed an hour ago, it
 //! is not. So memory goes to the needs of the last T seconds, and T is as long as the host
-//! allows: the longest time for which everybody's peak, least margins and what the host keeps at
+//! allows: the longest time for which all peaks, least margins and what the host keeps at
 //! least fit together. The host's own part counts as a guest's does: what others than VMs used
 //! within T they are likely to use again. So where T is short the oldest peaks go first, as in
 //! any LRU list, and no period of a load is built in.
@@ -63,7 +63,7 @@ pub(super) const LEAST_MARKS: f64 = 1.5;
 /// The share of its buffer that a guest keeps in any case which cannot deflate its balloon itself.
 const RIGID_SHARE: f64 = 0.3;
 
-/// How much is to be had by all.
+/// How much memory all guests are to have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Level {
     /// T: needs of this age count, milliseconds.
@@ -170,7 +170,6 @@ pub(super) struct Allotment {
     pub within_ms: u64,
     /// Not even all that was needed within the longest time fits.
     pub contended: bool,
-    /// What the host is to keep.
     pub keep: Bytes,
     /// The part of `keep` for which guests give up page cache.
     pub keep_by_cache: Bytes,
@@ -182,7 +181,7 @@ pub(super) struct Allotment {
     pub growth: Bytes,
 }
 
-/// Whom it concerns, and what is known of it.
+/// A VM whose need is known, and what else is known of it.
 struct Claim<'a> {
     index: usize,
     vm: &'a VmModel,
@@ -193,9 +192,9 @@ struct Claim<'a> {
     apart: Bytes,
     /// What it is to have in any case.
     least: Bytes,
-    /// More than this a limit inside of this one does not let it have.
+    /// The most that a limit inside of this one lets it have.
     most: Bytes,
-    /// Nothing can be had of it.
+    /// Nothing can be taken from it.
     fixed: bool,
 }
 

@@ -1,14 +1,14 @@
 //! Ballooning, both ways: what each VM's own state demands, then what the host's
 //! does.
 //!
-//! Who is to have how much says `allot.rs`. Giving comes first: at once and before
+//! `allot.rs` decides how much each is to have. Giving comes first: at once and before
 //! everything else when a guest shows distress or reboots, whatever the host's state (how
 //! much at once: `give.rs`); before it asks, when it has less than it needed lately; gently
 //! when the host has more than all are to have. Taking, when it has less, is `take.rs`'s.
 //! Where there are other limits than the machine's, each is "the host" in turn (`limits.rs`): a VM
 //! gives where any limit above it is short, and is given what all of them have.
-//! Where nobody waits for memory, one who was given some is not asked for a minute, and one
-//! who was asked is not given any for the host's sake.
+//! While no guest waits for memory, one that was given some is not asked for a minute, and one
+//! that was asked is not given any for the host's sake.
 
 use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
@@ -33,7 +33,7 @@ const MORE: f64 = 0.25;
 /// One that has less than its part by more than this share of what that is beyond its need is given
 /// it before it asks.
 const LOW_SHARE: f64 = 0.15;
-/// One that was shrunk is not grown for the host's sake for so long.
+/// A VM that was shrunk is not grown for the host's sake for this time.
 const GROW_HOLD_MS: u64 = 60_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
@@ -144,7 +144,7 @@ fn nothing_to_do(model: &Model, vm: &VmModel, m: &VmMemory, allots: &[Allotment]
 fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     let actual = vm.actual?;
     if m.ledger.suspect {
-        // Nor is it given anything before it is known whose a move is: in the next tick.
+        // Nor is it given anything before the next tick tells who moved its balloon.
         return Some(Verdict::Hold("its size has changed, not by Ebb's order".into()));
     }
     match &vm.standing {
@@ -222,7 +222,7 @@ fn is_unseen(vm: &VmModel) -> bool {
 struct Distress {
     /// Its need and a margin: what it must have.
     must: Bytes,
-    /// The size at which it spoke of it.
+    /// Its size when it reported that.
     spoken: Bytes,
     /// It is short, and not only about to be.
     short: bool,
@@ -231,7 +231,7 @@ struct Distress {
 impl Distress {
     fn of(model: &Model, vm: &VmModel, m: &VmMemory) -> Distress {
         let actual = vm.actual.unwrap_or(vm.ceiling);
-        // One gift a word: it has not answered yet what it was given since it spoke.
+        // One gift for each report: it has not reported yet since it was given memory.
         let age_ms = vm.guest.map_or(0, |g| g.age_ms);
         let before = m.last_give.is_some_and(|t| model.at.since(t) <= age_ms);
         let spoke = m.stats.map_or(actual, |(_, size, _)| size.min(actual));
@@ -259,7 +259,7 @@ fn least(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
     Distress::of(model, vm, m).least().min(vm.ceiling)
 }
 
-/// Whether a guest has so much less than it is brought to that it is worth an order.
+/// Whether a guest lacks enough, of what it is to be brought to, for an order.
 fn is_low(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> bool {
     // An operator's wish stands for a while.
     if m.requested.is_some_and(|t| model.at.since(t) < GROW_HOLD_MS) {

@@ -33,11 +33,11 @@ pub struct Wish {
     pub bare: Bytes,
     /// Without this it is harmed.
     pub urgent: Bytes,
-    /// So much it is to have in any case: others are squeezed for it.
+    /// What it is to have in any case: others are squeezed for it.
     pub well: Bytes,
-    /// So much is good for it, where the host has more than the mark of critical.
+    /// What it is to have where the host has more than the mark of critical.
     pub comfort: Bytes,
-    /// So much it is likely to need again, where the host has more than it keeps.
+    /// What it is likely to need again, where the host has more than it keeps.
     pub good: Bytes,
     /// All that it may have.
     pub all: Bytes,
@@ -76,7 +76,7 @@ pub struct Fund {
     pub outstanding: Bytes,
     /// What of it will be touched in a moment.
     pub spoken_for: Bytes,
-    /// What the host keeps of its headroom where nobody is in need.
+    /// What the host keeps of its headroom where no guest is in need.
     pub keep: Bytes,
     /// The host is clear or soft.
     pub calm: bool,
@@ -138,7 +138,7 @@ fn fair(room: Bytes, wants: &[(Bytes, f64)]) -> Vec<Bytes> {
     let mut parts = vec![Bytes::ZERO; wants.len()];
     let mut left = room;
     let mut open: Vec<usize> = (0..wants.len()).collect();
-    // Who wants least for its weight is satisfied first.
+    // The least wish for its weight is satisfied first.
     let each = |i: &usize| wants[*i].0.0 as f64 / wants[*i].1.max(f64::MIN_POSITIVE);
     open.sort_by(|a, b| each(a).total_cmp(&each(b)));
     let mut weights: f64 = wants.iter().map(|w| w.1).sum();

@@ -1,14 +1,14 @@
 //! Merging: when KSM may work, how hard, and when it is to stop.
 //!
-//! KSM's own knobs count pages, and nobody who sets them knows what a page is
+//! KSM's own knobs count pages, and an operator does not know what a page is
 //! worth. Here there is a budget (CPU time of `ksmd`) and a floor (memory saved
 //! for a second of it). The scanner says beforehand what a burst would save; the
 //! burst goes on while the memory saved since its last look pays for the CPU it
 //! took, and afterwards nothing runs until the scanner has found more. A host that
 //! is short pays more for memory.
 //!
-//! While nobody is short nobody is to notice: what walks through memory takes caches from the
-//! VMs beside it, so on a clear host it is done in pulses of some microseconds
+//! On a clear host merging must not slow VMs: what reads memory takes caches from the VMs
+//! beside it, so there it is done in pulses of some microseconds
 //! ([`is_gentle`]), a hundredth of a core in all.
 //!
 //! Costs per page were measured on a 2-vCPU machine under Linux 6.18; they only
@@ -46,7 +46,7 @@ pub const METADATA: u64 = 64;
 const BATCH_MOST: u64 = 20_000;
 /// The least that is worth waking `ksmd`, on a host that is short and on another.
 const BATCH_LEAST: (u64, u64) = (100, 4);
-/// Sleep between batches, ms. Never 0: the scan would not let go of its lock.
+/// Sleep between batches, ms. Never 0: the scan would not release its lock.
 const SLEEP_MS: u64 = 20;
 /// The same in pulses: a tick of many a kernel's clock.
 const PULSE_SLEEP_MS: u64 = 4;
@@ -54,16 +54,16 @@ const PULSE_SLEEP_MS: u64 = 4;
 const GENTLE: f64 = 0.02;
 /// Less than this is not worth a burst.
 const LEAST: Bytes = Bytes::mib(16);
-/// A burst is judged after so many seconds of CPU, again and again, also within a scan.
+/// A burst is judged each time that it has used this much CPU, also within a scan.
 const JUDGE_CPU_MS: u64 = 2_000;
-/// What a page costs is told from so many of them, and from so much CPU time: counters in
-/// milliseconds are coarse.
+/// The cost of a page is computed from at least this many pages and this much CPU time: counters
+/// in milliseconds are coarse.
 pub const JUDGED: (u64, Duration) = (1_000, Duration::from_millis(10));
 /// Nothing is merged before all was seen twice.
 const SCANS_LEAST: u64 = 2;
-/// A burst ends after so many in any case.
+/// A burst ends after this many scans in any case.
 const SCANS_MOST: u64 = 64;
-/// Of what was planned: so much merged is all of it, guests being alive.
+/// This share of what was planned counts as all of it: guests go on writing.
 const ALL: f64 = 0.99;
 /// And a whole scan that brings less than this was the last.
 const LITTLE: f64 = 0.01;
@@ -178,7 +178,6 @@ pub struct Memory {
     pub unpaid: u32,
 }
 
-/// A burst of `ksmd`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Burst {
     pub plan: u64,
@@ -194,7 +193,7 @@ pub struct Burst {
 
 impl Burst {
     fn begin(facts: &Facts, cores: f64) -> Burst {
-        // Known in a moment; until then nobody is to notice that it was wrong.
+        // Measured in a moment; until then an error must not slow VMs.
         let each = if is_gentle(cores) { ALONE_US } else { FIRST_LOOK_US };
         let (began, last) = (*facts, (*facts, each));
         Burst { plan: facts.plan, began, judged: None, least: facts.saved, last }
@@ -237,11 +236,11 @@ pub enum Order {
         batch: u64,
         /// `sleep_millisecs`.
         sleep_ms: u64,
-        /// Share of a core that this is for: whoever sees sooner what a page costs
-        /// may correct the speed ([`speed`]).
+        /// Share of a core that this is for: the speed may be corrected as soon as the cost
+        /// of a page is known ([`speed`]).
         #[serde(default)]
         cores: f64,
-        /// Until so many full scans since boot are done, then rest and look again.
+        /// Until this many full scans since boot are done, then rest and look again.
         #[serde(default = "for_ever")]
         scans: u64,
         why: String,
@@ -375,8 +374,8 @@ pub fn each_us(cpu: Duration, pages: u64, enough: (u64, Duration)) -> Option<f64
     enough.then(|| cpu.as_micros() as f64 / pages as f64)
 }
 
-/// Whether work within this share of a core is to be done in pulses so short that whoever
-/// works on the core beside it does not notice.
+/// Whether work within this share of a core is to be done in pulses so short that they
+/// do not slow what runs on the core beside it.
 pub fn is_gentle(cores: f64) -> bool {
     cores <= GENTLE
 }

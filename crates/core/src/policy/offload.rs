@@ -3,13 +3,13 @@
 //!
 //! The last rung that does anything: only while the host is hard or critical and tasks
 //! stall, only for what recycling and ballooning have not brought for ten seconds, only
-//! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need and residency
-//! stood still, it read nothing back) or is paused; those idle longest go first. A
-//! running VM keeps at least half of its memory in DRAM. What its guest has freed
-//! is never paged out: a VM whose map is known is recycled first. One that reads
-//! back what was paged out is left alone for a growing time. Who has no
-//! balloon, or one that does not follow, is paged out like the others: it can give in no
-//! other way. Never: pinned memory, VMs that migrate, guests in distress.
+//! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need
+//! and residency stood still, it read nothing back) or is paused; those idle longest go first.
+//! A running VM keeps at least half of its memory in DRAM. What its guest has freed is never
+//! paged out: a VM whose map is known is recycled first. One that reads back what was paged
+//! out is left alone for a growing time. A VM without a balloon, or with one that does not
+//! follow, is paged out like the others: it can give in no other way. Never: pinned memory,
+//! VMs that migrate, guests in distress.
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::OffloadOrder;
@@ -18,14 +18,14 @@ use crate::sample::AgentSample;
 use crate::state::{Memory, VmMemory};
 use crate::units::Bytes;
 
-/// A running VM is cold when it has been quiet for so long.
+/// A running VM is cold when it has been quiet for this time.
 const QUIET_MS: u64 = 120_000;
-/// So long something must have been missing that no rung above brings: balloons move
-/// in seconds, and what was paged out in vain is read back while somebody waits.
+/// How long something must have been missing that no rung above brings: balloons move
+/// in seconds, and what was paged out in vain is read back while a guest waits.
 const PATIENCE_MS: u64 = 10_000;
 /// What a running VM keeps in DRAM of all it holds.
 const KEPT: f64 = 0.5;
-/// A paused one keeps so much: QEMU itself lives there too.
+/// The same of a paused one: QEMU's own memory is part of it.
 const KEPT_PAUSED: f64 = 0.1;
 /// Less is not worth an order.
 const LEAST: Bytes = Bytes::mib(4);

@@ -1,8 +1,8 @@
 //! Partially mapped huge pages: the host has what balloons freed of them only when they are split.
 //!
-//! A balloon gives up pages of 4 KiB, each wherever the guest had one. Where the host
-//! holds guest RAM in huge pages, one of which only a part was given up stays whole: the
-//! process holds less, the host has nothing more. The kernel splits such pages when it
+//! A balloon discards pages of 4 KiB, each wherever the guest had one. Where the host
+//! holds guest RAM in huge pages, one of which only a part was discarded stays whole: the
+//! process holds less, and the host has no more free memory. The kernel splits such pages when it
 //! is out of memory itself, which is what ballooning is there to prevent. So they are
 //! split when a balloon has taken enough, and when it has come to rest.
 //!
@@ -14,17 +14,17 @@ use crate::plan::PartialThpOrder;
 use crate::state::Memory;
 use crate::units::Bytes;
 
-/// While a balloon grows, its VM's page tables are looked through each time that it took
-/// so much more, or so large a share of RAM.
+/// While a balloon grows, its VM's page tables are scanned each time that it took this
+/// much more, or this share of RAM if that is larger.
 const STEP: (Bytes, f64) = (Bytes::mib(32), 1.0 / 16.0);
-/// And when it has come to rest, for so much.
+/// The same when it has come to rest.
 const LEAST: Bytes = Bytes::mib(4);
-/// At rest: it did not grow for so long.
+/// At rest: it did not grow for this time.
 const REST_MS: u64 = 3_000;
-/// An order takes so long; what is left is ordered again.
+/// The time limit of an order; what is left is ordered again.
 const MS: u64 = 500;
 
-/// Whose partially mapped huge pages are to be split now.
+/// The VMs whose partially mapped huge pages are to be split now.
 pub fn partial_thp(model: &Model, memory: &Memory) -> Vec<PartialThpOrder> {
     model.vms.iter().filter_map(|vm| order(model, memory, vm)).collect()
 }

@@ -5,9 +5,9 @@
 //! when, how much and how finely.
 //!
 //! Blocks of 2 MiB that are free as a whole go as soon as the map shows them, as long as what
-//! the guest takes back of them costs it less than a share of a processor: so many bytes a
-//! second as it was seen to take back, at the measured price of touching new memory. One that
-//! takes back more is treated as pieces are. What the guest allocates in a second is left to it.
+//! the guest takes back of them costs it less than a share of a processor: the bytes a
+//! second that it was seen to take back, at the measured price of touching new memory. Where it
+//! takes back more, they are treated as pieces are. What it allocates in a second is left to it.
 //!
 //! Pieces must have been free for a while (two looks half a period apart), some slack is left
 //! to a guest that allocates fast, and more of it to one that takes back what was recycled.
@@ -30,9 +30,9 @@ const SLACK_MOST: f64 = 0.10;
 
 /// Less than a block of 2 MiB that became free can hold none.
 const BLOCK: Bytes = Bytes::mib(2);
-/// Orders for whole blocks are so far apart: each walks the map.
+/// The time between orders for whole blocks: each walks the map.
 const WHOLE_EVERY_MS: u64 = 500;
-/// What the guest allocates in so many seconds is left of whole blocks: until it is looked at again.
+/// What the guest allocates in this many seconds is left of whole blocks, until the next look.
 const HEADROOM_S: f64 = 1.0;
 /// What touching a MiB takes where that was not measured, in microseconds: pages of 4 KiB,
 /// half a microsecond each.
@@ -42,12 +42,12 @@ struct Manner {
     /// What a guest takes back of whole blocks may cost it this share of a processor.
     loss: f64,
     /// A page is recycled when it has been free for half to all of this, ms, to the
-    /// nearest tick; one tick comes on top, so that the clear state keeps well
-    /// within the ten seconds of PPR.
+    /// nearest tick; one tick comes on top, so that on a clear host it goes within ten
+    /// seconds.
     period_ms: u64,
-    /// What the guest allocates in so many seconds is left to it.
+    /// What the guest allocates in this many seconds is left to it.
     slack_s: f64,
-    /// Huge pages that are free in part are split from so many free pages on;
+    /// The least number of free pages for which a huge page is split;
     /// `None`: kept whole.
     split: Option<u32>,
     /// How long the agent may work in one go, ms.
@@ -101,7 +101,7 @@ pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
     vm.agent.as_ref().filter(works).filter(|a| !a.observes)
 }
 
-/// All that is free and held, or so much of it, at once.
+/// All that is free and held, or what was asked of it, at once.
 fn on_request(vm: &VmModel, agent: &AgentSample, left: &mut Option<Bytes>) -> Option<RecycleOrder> {
     // What is held may have grown since it was counted: no limit but the wish.
     let want = *left;
@@ -356,13 +356,7 @@ mod tests {
         assert_eq!(orders(true, VmMemory::default()), 0, "at work");
         let order = |to| {
             let moved_from = Bytes::gib(2);
-            let moved_at = Stamp(99_000);
-            Some(crate::state::Order {
-                to: Bytes::gib(to),
-                moved_from,
-                moved_at,
-                ..Default::default()
-            })
+            Some(crate::state::Order { to: Bytes::gib(to), moved_from, ..Default::default() })
         };
         assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Taking: who gives how much of what the host lacks.
+//! Taking: how much each guest gives of what the host lacks.
 //!
 //! Distributed as ESX does (Waldspurger 2002): each guest pays for the memory it
 //! holds from its shares, and for idle memory four times as much (a tax of 75 %).
@@ -18,16 +18,16 @@ use crate::policy::recycle::usable;
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
-/// Steps and gifts are at least so large.
+/// The least step, and the least gift.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
-/// A step of so long may be the least one, and one that has not been asked lately takes one
-/// of at least so long.
+/// A step for this time may be the least one, and a guest that was not asked lately takes one for
+/// at least this time.
 const STEP_MS: u64 = 500;
 /// Shrinks below this share of RAM, or below [`LEAST_STEP`], wait for a larger one
 /// unless the host is critical: a trickle brings little, and each of them may be
 /// turned around.
 const LEAST_SHRINK: f64 = 0.015;
-/// An idle page costs so many times what one in use does: 1 / (1 − 75 %).
+/// The cost of an idle page, where one in use costs 1: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
 /// Shares of RAM a second: while guests wait for it or will, or the host is critical; while the
 /// host is hard; and else.
@@ -386,8 +386,8 @@ pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Byte
     vm.ram.unwrap_or_default().share(share).max(least)
 }
 
-/// Lowers the highest prices until so much is found or everybody gives what they
-/// can: the level is searched by halving, which is exact to a few bytes.
+/// Lowers the highest prices until what is missing is found or each gives what it can:
+/// the level is searched by halving, which is exact to a few bytes.
 pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
     share_out_by(candidates, missing, |_| 1.0);
 }
@@ -415,7 +415,7 @@ fn share_out_by(candidates: &mut [Candidate], missing: Bytes, counts: impl Fn(&C
     }
 }
 
-/// Makes few large shares of many small ones: who was to give most gives first, and at
+/// Makes few large shares of many small ones: the largest comes first, raised to at
 /// least what is worth an order, until all that was found is covered.
 fn lump(candidates: &mut [Candidate]) {
     let mut left: Bytes = candidates.iter().map(|c| c.share).sum();
@@ -429,7 +429,7 @@ fn lump(candidates: &mut [Candidate]) {
     }
 }
 
-/// Balloons are set in whole MiB; up, so that nobody gets less than was decided.
+/// Balloons are set in whole MiB; up, so that no guest gets less than was decided.
 pub(super) fn round_up(b: Bytes) -> Bytes {
     (b + (Bytes::mib(1) - Bytes(1))).floor_mib()
 }

@@ -2,7 +2,7 @@
 //!
 //! A huge page that is split maps the zero page where it held zeros, and a page of
 //! zeros that is paged out takes a place in swap and nothing else. In both the kernel
-//! looks at the page again when nobody can write to it any more, so whatever a guest
+//! looks at the page again when it cannot be written any more, so whatever a guest
 //! does meanwhile nothing is lost. Tenants share nothing but zeros.
 //!
 //! To look through memory costs CPU, and a huge page that is split costs its guest
@@ -19,16 +19,16 @@ use crate::plan::{Reclaim, ZeroOrder};
 use crate::state::Memory;
 use crate::units::{Bytes, PAGE};
 
-/// A VM that holds less is not worth a look.
+/// A VM that holds less is not scanned.
 const LEAST: Bytes = Bytes::mib(32);
 /// Read for an order.
 const PIECE: Bytes = Bytes::mib(512);
-/// An order takes so long, whatever the budget says.
+/// The least and the longest time of an order, whatever the budget says.
 const MS: (u64, u64) = (20, 1000);
 /// One that the operator asked for.
 const ASKED_MS: u64 = 30_000;
 
-/// A huge page is split where so many of its 512 pages are zeros.
+/// The least number of zero pages, of 512, for which a huge page is split.
 fn enough(state: Pressure) -> u64 {
     match state {
         Pressure::Clear | Pressure::Soft => 256,
@@ -90,7 +90,7 @@ fn held(vm: &VmModel) -> Bytes {
     vm.resident.unwrap_or_default()
 }
 
-/// Whose turn it is: what a scan found to have most zeros, and of those of which that
+/// The next VM: the one in which a scan found most zeros, and of those in which that
 /// is not known the one of which least was read.
 fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a VmModel> {
     let found = |vm: &VmModel| vm.merge.as_ref().and_then(|m| m.sample.found).map(|f| f.zeros);

@@ -50,7 +50,7 @@ pub struct AgentSample {
     pub observes: bool,
     /// It can open ranges to KSM that it does not recycle.
     pub advises: bool,
-    /// So much is open.
+    /// How much is open to KSM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open: Option<Bytes>,
 }

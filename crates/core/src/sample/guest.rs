@@ -1,7 +1,6 @@
-//! A VM's balloon and its guest's word: the statistics, from wherever they came, and how old
-//! they are.
+//! A VM's balloon and its guest's statistics, from either source, and how old they are.
 //!
-//! Nothing is judged here: what of it is believed says `model/guest.rs`.
+//! Nothing is judged here: `model/guest.rs` decides what of it is believed.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +19,7 @@ pub struct BalloonSample {
     pub reporting: Option<bool>,
     /// `deflate-on-oom` of the device.
     pub deflate_on_oom: Option<bool>,
-    /// What the guest last said, `None` before its first word.
+    /// The guest's last statistics; `None` before the first.
     pub guest: Option<GuestStats>,
 }
 
@@ -49,7 +48,6 @@ pub struct GuestStats {
     pub caches: Option<Bytes>,
     /// `stat-swap-in`, bytes.
     pub swap_in: Option<Bytes>,
-    /// `stat-swap-out`, bytes.
     pub swap_out: Option<Bytes>,
     /// `stat-major-faults`.
     pub major_faults: Option<u64>,
@@ -75,8 +73,8 @@ pub struct GuestStats {
     pub refaults: Option<u64>,
 }
 
-/// When a guest's last words came, as far as that can be known: QEMU tells it in
-/// whole seconds, but words that differ from those seen before came after that look.
+/// When a guest's last statistics came, as far as that can be known: QEMU tells it in
+/// whole seconds, but statistics that differ from those seen before came after that look.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Heard {
     seen: Option<(GuestStats, Stamp)>,
@@ -107,7 +105,7 @@ impl Heard {
 }
 
 impl GuestStats {
-    /// The facts block of the guest's module, in the balloon's words.
+    /// The facts block of the guest's module as balloon statistics.
     pub fn from_facts(f: &Facts, wall_s: u64, age_ms: u64) -> GuestStats {
         let pages = |n: u64| Some(Bytes::pages(n));
         GuestStats {

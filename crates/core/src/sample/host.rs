@@ -75,11 +75,8 @@ pub struct Meminfo {
     pub free: Bytes,
     /// `MemAvailable` (Linux 3.14+).
     pub available: Bytes,
-    /// `Buffers`.
     pub buffers: Bytes,
-    /// `Cached`.
     pub cached: Bytes,
-    /// `Shmem`.
     pub shmem: Bytes,
     /// `SwapTotal`.
     pub swap_total: Bytes,
@@ -123,7 +120,7 @@ pub struct Vmstat {
     pub oom_kills: Option<u64>,
     /// `workingset_refault_anon` + `workingset_refault_file`, pages.
     pub refaults: u64,
-    /// `cow_ksm`: merged pages that were copied because somebody wrote (5.19+).
+    /// `cow_ksm`: merged pages that were copied because of a write (5.19+).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cow_ksm: Option<u64>,
 }
@@ -154,7 +151,6 @@ pub struct Zram {
 /// `/proc/spl/kstat/zfs/arcstats`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZfsArc {
-    /// `size`.
     pub size: Bytes,
     /// `c_min`.
     pub min: Bytes,
@@ -195,7 +191,7 @@ impl Pool {
     pub const NO_LIMIT: Bytes = Bytes(1 << 62);
 }
 
-/// How this kernel lets go of pages of zeros of a process without merging them.
+/// How this kernel can free zero pages of a process without merging them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZeroWays {
     /// A huge page that is split drops those in it (6.12+).

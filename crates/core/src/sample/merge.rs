@@ -18,11 +18,8 @@ pub struct Ksm {
     pub pages_shared: u64,
     /// `pages_sharing`: further places that map them, i.e. pages saved.
     pub pages_sharing: u64,
-    /// `pages_unshared`.
     pub pages_unshared: u64,
-    /// `pages_volatile`.
     pub pages_volatile: u64,
-    /// `full_scans`.
     pub full_scans: u64,
     /// `ksm_zero_pages` (6.6+).
     pub zero_pages: Option<u64>,
@@ -103,7 +100,7 @@ pub struct ScanSample {
     pub by_lines: Bytes,
     /// Its table at its largest.
     pub table: Bytes,
-    /// It read one piece in so many.
+    /// It read one of this many pieces.
     pub one_in: u32,
     /// Looks at a few pages, to see whether they are as the last scan saw them.
     pub looks: u64,

@@ -20,8 +20,8 @@ pub struct VmId {
     pub start: u64,
 }
 
-/// What a VM's claim to a section of the configuration is worth: the name by which it has
-/// one is its own word ([`crate::config::Identity`]).
+/// What a VM's claim to a section of the configuration is worth: its own QEMU chooses the
+/// name by which it has one ([`crate::config::Identity`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Claim {
@@ -78,7 +78,6 @@ pub struct VmSample {
     /// Ebb does not speak with it, because it is not to, or has no way to by its configuration.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub let_be: bool,
-    /// Ebb reaches it through libvirt.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub through_libvirt: bool,
     /// The QMP socket over which it was heard.
@@ -104,7 +103,7 @@ pub struct VmSample {
     /// device, locked, encrypted, huge pages of a pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
-    /// It is left alone at the operator's word.
+    /// It is left alone at the operator's request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hands_off: Option<HandsOff>,
     /// What was offloaded of it; `None`: never asked for.
@@ -116,7 +115,7 @@ pub struct VmSample {
     /// Its partially mapped huge pages; `None`: never asked for.
     #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
     pub partial_thp: Option<PartialThpSample>,
-    /// Its part in merging; `None`: nothing is merged here and nobody wants it.
+    /// Its part in merging; `None`: nothing is merged here, nor is that wanted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
 }
@@ -124,7 +123,7 @@ pub struct VmSample {
 /// A VM that the operator wants left alone (`ebb hands-off`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HandsOff {
-    /// For so much longer, ms.
+    /// How much longer, ms.
     pub left_ms: u64,
     /// Nothing of Ebb's touches its memory any more.
     pub done: bool,
@@ -170,7 +169,7 @@ pub struct ZeroSample {
     pub chosen: Bytes,
     /// What left DRAM meanwhile, by the process's own counters.
     pub freed: Bytes,
-    /// So often all of its memory was gone through.
+    /// How often all of its memory was scanned.
     pub rounds: u64,
     pub busy: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -183,7 +182,7 @@ pub struct ZeroSample {
 pub struct PartialThpSample {
     /// Huge pages.
     pub split: u64,
-    /// What of them nobody mapped: it is the host's again.
+    /// Their parts that were not mapped: those are the host's again.
     pub freed: Bytes,
     /// The last order did not come to the end of RAM.
     pub more: bool,
@@ -249,11 +248,8 @@ pub enum RunState {
 pub enum VmEvent {
     /// `RESET`: the guest rebooted; nothing known of it holds any more.
     Reset,
-    /// `SHUTDOWN`.
     Shutdown,
-    /// `STOP`.
     Stop,
-    /// `RESUME`.
     Resume,
     /// `BALLOON_CHANGE`, with the new size.
     Balloon(Bytes),

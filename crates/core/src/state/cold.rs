@@ -8,7 +8,7 @@ use crate::units::{Bytes, Stamp};
 const QUIET_SHARE: f64 = 0.01;
 /// A VM that has read back this share of what was paged out is left alone.
 const READ_BACK: f64 = 0.2;
-/// For so long at first, doubling.
+/// How long, at first; doubled each time.
 const READ_BACK_MS: u64 = 300_000;
 
 /// How quiet a VM is: for paging out.

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::LOOK_MS;
 use crate::units::Stamp;
 
-/// Silent for so long, beyond the life of its last numbers: not a hiccup.
+/// A VM counts as silent after this time, beyond the life of its last numbers.
 pub const SILENT_MS: u64 = 5_000;
-/// Not asked for so long after that, doubling up to [`PAUSE_MOST_MS`].
+/// How long it is not asked after that, doubled up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
 const PAUSE_MOST_MS: u64 = 3_600_000;
 
@@ -19,7 +19,7 @@ const PAUSE_MOST_MS: u64 = 3_600_000;
 pub struct Reach {
     /// Its guest has spoken since it booted.
     pub spoke: bool,
-    /// It has not been heard for so long, as far as it was listened to, milliseconds.
+    /// How long it was not heard while it was listened to, milliseconds.
     pub silent_ms: u64,
     /// Not asked until then, because it was not heard for a while.
     pub until: Option<Stamp>,

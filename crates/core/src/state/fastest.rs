@@ -10,7 +10,7 @@ const LIFE_MS: f64 = 600_000.0;
 /// The fastest that the need grew between two of the guest's answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Fastest {
-    /// When it grew so fast.
+    /// When that was.
     at: Stamp,
     /// Bytes a second.
     bytes: Bytes,

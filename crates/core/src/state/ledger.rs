@@ -1,4 +1,4 @@
-//! Whose a balloon is: the part that Ebb ordered, which is owed to the VM, and the part
+//! Who ordered what of a balloon: the part that Ebb ordered, which is owed to the VM, and the part
 //! that the operator or another tool ordered, which is theirs.
 //!
 //! All sizes here are what the balloon holds: RAM less the VM's size. So plugged memory
@@ -98,7 +98,7 @@ impl Ledger {
         let first = || self.baseline.map_or(now, |b| ram - b);
         let others = *self.others.get_or_insert_with(first);
         self.baseline = None;
-        if self.has_restarted(at, now) {
+        if self.restore_after_restart(at, now) {
             return Move::Own;
         }
         if self.seen.is_none() && self.ordered.is_some() {
@@ -212,8 +212,9 @@ impl Ledger {
         }
     }
 
-    /// Whether the balloon is back at Ebb's last order after what looked like another's.
-    fn has_restarted(&mut self, at: Stamp, now: Bytes) -> bool {
+    /// Restores what was owed where the balloon is back at Ebb's last order after what looked like
+    /// another's; whether it is.
+    fn restore_after_restart(&mut self, at: Stamp, now: Bytes) -> bool {
         self.before = self.before.filter(|b| at.since(b.at) < RESTART_MS);
         let Some(b) = self.before.filter(|b| b.ordered.abs_diff(now) < LEAST) else { return false };
         let seen = self.seen.map(|(ram, _)| (ram, now));

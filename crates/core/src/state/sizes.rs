@@ -1,10 +1,10 @@
-//! The sizes that a VM had lately, and what its guest's word means beside them.
+//! The sizes that a VM had lately, and what its guest's statistics mean beside them.
 //!
-//! QEMU tells a balloon's size of this moment, and the guest's word of some moment
+//! QEMU tells a balloon's size of this moment, and the guest's statistics of some moment
 //! before, up to a second or two ago. While the balloon moves the two do not belong
 //! together: one that grows would look like a need that grows, and one that shrinks
 //! like a need that falls. What a guest needs is not moved by its balloon, so it is
-//! reckoned with the size that it had when it spoke. Where that is not known to the byte, the
+//! computed with the size that it had when it spoke. Where that is not known to the byte, the
 //! sizes of that time allow for several needs; which of them is likely says `growth.rs`.
 
 use serde::{Deserialize, Serialize};

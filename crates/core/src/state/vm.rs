@@ -179,7 +179,7 @@ impl VmMemory {
         if let (Some(agent), Some(p)) = (vm.agent.as_ref(), vm.process) {
             self.recycle.observe(at, agent, p.resident());
         }
-        self.follow_order(at, dt_ms, actual);
+        self.follow_order(dt_ms, actual);
         self.account(at, dt_ms, vm, actual);
     }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
 
-/// So much must have been expected before anything is concluded, and this share of RAM.
+/// This much, and this share of RAM, must have been expected before anything is concluded.
 const LEAST: (Bytes, f64) = (Bytes::mib(128), 0.02);
 /// A balloon that brings less than this share of what was expected brings nothing.
 const BARREN: f64 = 0.1;

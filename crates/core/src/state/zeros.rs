@@ -17,11 +17,11 @@ const LITTLE: Bytes = Bytes::mib(4);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ZeroMemory {
-    /// Let go of so far, a tick ago.
+    /// Freed until a tick ago.
     pub freed: Bytes,
     /// Rounds, what they had freed and what was read when the last one ended.
     pub round: (u64, Bytes, Bytes),
-    /// Residency fell by so much while an order was carried out.
+    /// By how much residency fell while an order was carried out.
     pub waiting: Bytes,
     pub rest_until: Option<Stamp>,
     /// Rounds in a row that brought next to nothing.
@@ -29,7 +29,7 @@ pub struct ZeroMemory {
 }
 
 impl ZeroMemory {
-    /// Takes in a tick in which residency fell by so much. Returns what of that were zeros
+    /// Takes in a tick in which residency fell by `fell`. Returns what of that were zeros
     /// that were freed, and what is left for other causes: while an order is carried
     /// out it is not known yet, and waits for its end.
     pub(super) fn divide(&mut self, at: Stamp, vm: &VmSample, fell: Bytes) -> (Bytes, Bytes) {

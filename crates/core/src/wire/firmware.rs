@@ -21,7 +21,7 @@ pub enum Firmware {
     #[default]
     Unknown,
     /// QEMU's own BIOS. Its stack (page 6) is the first RAM that it writes to, page 0
-    /// follows. Linux keeps off both (all below 1 MiB, since 5.13).
+    /// follows. Linux uses neither (nothing below 1 MiB, since 5.13).
     Seabios,
     /// OVMF of edk2. It writes page tables at 8 MiB, and then its stack.
     Edk2,
@@ -41,7 +41,7 @@ impl Firmware {
         }
     }
 
-    /// The page that it writes early, which the guest's module has to say nobody else does.
+    /// The page that it writes early. The guest's module has to say that nothing else writes it.
     pub fn kept_wire(self) -> Option<u64> {
         (self == Firmware::Edk2).then_some(EDK2_STACK)
     }

@@ -1,7 +1,7 @@
 //! Hashes of pages, asked of the agent by the daemon's scanner.
 //!
 //! On a socket of their own, which the daemon hands over with
-//! [`Command::Hashes`](super::Command::Hashes): a scan is in nobody's way there, and
+//! [`Command::Hashes`](super::Command::Hashes): a scan delays no command there, and
 //! what is sent is numbers, little-endian. One question, one answer:
 //!
 //! ```text
@@ -12,7 +12,7 @@
 //! `lines` is 1 where only the lines that stand for a page are to be read
 //! ([`Key::lines`](crate::page_hash::Key::lines)), else 0.
 //!
-//! Both sides take the other's numbers for hostile: whoever breaks a rule is hung up on.
+//! Both sides take the other's numbers for hostile: a side that breaks a rule is disconnected.
 
 use crate::page_hash::SECRET;
 use crate::units::PAGE;

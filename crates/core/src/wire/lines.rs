@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{LINE_MAX, TEXT_MAX};
+use crate::text::printable;
 
 /// A line that is not of this protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -29,7 +30,7 @@ pub(super) fn encode(value: &impl Serialize) -> Vec<u8> {
 
 /// A text from the other side, cut to [`TEXT_MAX`] and made printable.
 pub fn clip(text: &str) -> String {
-    text.chars().take(TEXT_MAX).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    printable(text, TEXT_MAX)
 }
 
 /// Takes bytes as they come and gives whole lines of at most [`LINE_MAX`] bytes.

@@ -33,18 +33,14 @@ pub enum Outcome {
 #[serde(tag = "answer", rename_all = "snake_case")]
 pub enum Answer {
     Done,
-    /// To [`Command::Hello`].
     Hello(Hello),
-    /// To [`Command::Status`].
     Status(Status),
     /// To [`Command::Recycle`].
     Recycled(Recycled),
-    /// To [`Command::Mark`].
     Marked {
-        /// Free now, in the guest's eyes.
+        /// Free now, by the guest's map.
         free: Bytes,
     },
-    /// To [`Command::Facts`].
     Facts(Facts),
     /// To [`Command::Advise`].
     Advised {
@@ -55,7 +51,6 @@ pub enum Answer {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`PROTOCOL`].
     pub protocol: u32,
     /// Of the agent.
     pub version: String,
@@ -107,7 +102,7 @@ pub enum AgentState {
 #[serde(default)]
 pub struct Status {
     pub state: AgentState,
-    /// Why it is there, where that is not plain.
+    /// Why it is in that state, where that is not plain.
     pub why: Option<String>,
     /// It stands aside for something that may pass: a device that is open.
     #[serde(skip_serializing_if = "std::ops::Not::not")]

@@ -24,12 +24,12 @@ pub struct Request {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// Who are you? Answer: [`Answer::Hello`].
+    /// Asks who it is. Answer: [`Answer::Hello`].
     Hello,
     /// This is the VM's RAM: look for its map. Answer: [`Answer::Done`], or an
     /// error of kind [`Refused::Aside`].
     Attach(Attach),
-    /// How are you? Answer: [`Answer::Status`].
+    /// Asks for its state. Answer: [`Answer::Status`].
     Status {
         /// Also find out what is held of the free pages: 5–10 ns a page.
         #[serde(default)]
@@ -165,17 +165,17 @@ pub enum HugePages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Recycle {
-    /// At most so much; `None`: all. Blocks of 2 MiB that are free as a whole are
+    /// The most to give back; `None`: all. Blocks of 2 MiB that are free as a whole are
     /// not broken for it.
     pub max_bytes: Option<Bytes>,
     /// Shortest run of free pages worth a call, at least 1. In a block of 2 MiB that is free
     /// as a whole any run is worth one: what comes back to it is a huge page.
     pub min_run_pages: u32,
-    /// At most so long, ms, up to [`BUDGET_MS_MAX`].
+    /// The time limit, ms, up to [`BUDGET_MS_MAX`].
     pub budget_ms: u64,
     /// Huge pages that are free in part.
     pub huge: HugePages,
-    /// With [`HugePages::Split`]: from so many free pages on.
+    /// With [`HugePages::Split`]: the least number of free pages.
     pub split_min_pages: u32,
     /// Only pages that were free at the last [`Command::Mark`] as well.
     pub marked: bool,

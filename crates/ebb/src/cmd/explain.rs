@@ -177,7 +177,7 @@ fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     ))
 }
 
-/// What became of its pages of zeros, or why nothing does.
+/// What was freed of its zero pages, or why none are.
 fn zero_words(vm: &Vm) -> Option<String> {
     let done = vm.zeros.as_ref().map(|z| {
         let error = z.error.as_ref().map_or(String::new(), |e| format!("; {e}"));

@@ -19,7 +19,6 @@ use crate::view::{self, Decision};
 
 /// How long after an order its result is looked for.
 const RESULT_MS: u64 = 30_000;
-/// Milliseconds of a day.
 const DAY_MS: u64 = 86_400_000;
 
 /// A time of day, from and to, milliseconds after midnight UTC.
@@ -155,7 +154,7 @@ fn moments(looks: &[Look], window: Window) -> Vec<Moment> {
     (0..inside.len()).filter(|at| fresh(*at)).map(|at| moment(&inside[at])).collect()
 }
 
-/// What became of the order at `i`: until the next one, thirty seconds at most.
+/// The result of the order at `i`: until the next one, thirty seconds at most.
 fn result(looks: &[Look], i: usize) -> Option<String> {
     let order = looks[i].to?;
     let later = looks[i + 1..]

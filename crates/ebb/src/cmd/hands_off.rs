@@ -1,6 +1,6 @@
 //! `ebb hands-off` and `ebb hands-on`: a VM is left alone while others handle its memory.
 //!
-//! For whoever plugs in a device, loads a snapshot or replaces a QEMU: when `hands-off` has
+//! For an operator who plugs in a device, loads a snapshot or replaces a QEMU: when `hands-off` has
 //! ended with 0, nothing of Ebb's touches the VM's memory until the time is up.
 
 use std::time::{Duration, Instant};
@@ -23,12 +23,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     let ms = time.as_millis() as u64;
     let asked = Instant::now();
-    // An earlier word that still holds is not this one, which may have failed.
+    // An earlier request that still holds is not this one, which may have failed.
     let taken = |h: &HandsOff| h.left_ms + asked.elapsed().as_millis() as u64 >= ms;
     if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
         bail!(
-            "{name}: after 30 s Ebb may still touch its memory, or the word could not be written \
-             down; it is left alone as soon as its agent and QEMU answer and scans end: \
+            "{name}: after 30 s Ebb may still touch its memory, or the request could not be \
+             written down; it is left alone as soon as its agent and QEMU answer and scans end: \
              `ebb explain {name}` and the journal say what is missing"
         );
     }
@@ -60,7 +60,7 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
         let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
             bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };
-        // A tick that began before the word came says nothing.
+        // A tick that began before the request came says nothing.
         if state.tick > tick && done(vm) {
             return Ok(true);
         }

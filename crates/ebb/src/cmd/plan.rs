@@ -67,7 +67,7 @@ fn text(a: &Admission) -> String {
         out += "\n";
         out += &table(&["FROM", "GIVES", "FREED", "IDLE", "WITHIN"], &rows, false);
         out += &format!(
-            "\nall of it within {:.0} s, if nobody needs it meanwhile\n",
+            "\nall of it within {:.0} s, if no guest needs it meanwhile\n",
             a.seconds.ceil()
         );
     }

@@ -1,4 +1,4 @@
-//! `ebb reclaim`: asks the daemon for idle memory now, and measures what came.
+//! `ebb reclaim`: asks the daemon for idle memory now, and measures the result.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What came of it, measured on the host.
+/// The result, measured on the host.
 #[derive(Debug, Default, PartialEq, Serialize)]
 struct Came {
     /// Fall of the VMs' residency.

@@ -15,12 +15,12 @@ use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;
 
 use crate::cmd::{merge, run::say};
-use crate::daemon::{intervals, ksm_note, options};
+use crate::daemon::{beside, options};
 use crate::give_back::{Left, give_back};
-use crate::state::StateFile;
+use crate::state::{INTERVALS, KSM_NOTE, StateFile};
 
 /// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
-const INTERVALS: Duration = Duration::from_secs(3);
+const RESTORE: Duration = Duration::from_secs(3);
 
 /// Gives back all that the state file names, and tries until `patience` is over; `false` if there
 /// is no such file.
@@ -60,7 +60,7 @@ fn give_back_vms(
     owned: &Owned,
     patience: Duration,
 ) -> Result<Vec<Left>> {
-    let intervals = intervals(&config.state_file);
+    let intervals = beside(&config.state_file, INTERVALS);
     if owned.vms.is_empty() && !intervals.exists() {
         return Ok(Vec::new());
     }
@@ -79,7 +79,7 @@ fn give_back_vms(
         let _ = state.write(&Owned { vms, ..owned.clone() });
     };
     let left = give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note);
-    let until = Instant::now() + INTERVALS;
+    let until = Instant::now() + RESTORE;
     host.restore_intervals();
     while host.has_intervals() && Instant::now() < until {
         host.sample();
@@ -94,7 +94,7 @@ fn give_back_vms(
 
 /// Puts KSM's settings back, where an earlier daemon had changed them.
 fn recover_ksm(state_file: &str) -> Result<bool> {
-    let recovered = ksm::KsmOwner::recover(Root::default(), &ksm_note(state_file))
+    let recovered = ksm::KsmOwner::recover(Root::default(), &beside(state_file, KSM_NOTE))
         .context("KSM's settings are not put back")?;
     if recovered {
         say("KSM is set as it was before");

@@ -18,11 +18,11 @@ use sd_notify::NotifyState;
 use crate::anew;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
-use crate::daemon::{Daemon, ksm_note};
+use crate::daemon::{Daemon, beside};
 use crate::observer::Observer;
 use crate::recorder::Head;
 use crate::signals::Signals;
-use crate::state::StateFile;
+use crate::state::{KSM_NOTE, StateFile};
 
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
@@ -143,7 +143,7 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
         }
         return Ok(());
     }
-    if KsmOwner::recover(root, &ksm_note(&config.state_file))? {
+    if KsmOwner::recover(root, &beside(&config.state_file, KSM_NOTE))? {
         say("an earlier daemon had steered KSM: set as it was before");
     }
     if !owned.marks.is_empty() {
@@ -167,7 +167,7 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     owed.vms = left.into_iter().map(|l| l.vm).collect();
     daemon.leave(&engine.memory.notes(&owed.vms));
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
-    // VMs are closed and opened through the sockets that the daemon lets go of here.
+    // VMs are closed and opened through the sockets that the daemon closes here.
     let mut state = daemon.into_state();
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
     owed.marks = marks;

@@ -1,5 +1,5 @@
 //! Orders about single VMs that take longer than a tick: a thread of their own carries
-//! them out one after another, and what came of them is there for later samples.
+//! them out one after another, and later samples show the results.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -12,7 +12,7 @@ use crate::root::Root;
 /// Orders that may wait: one a VM is enough, and few are given at a time.
 const WAITING: usize = 64;
 
-/// What is told of a VM's orders.
+/// What a sample tells of a VM's orders.
 pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
     /// What carrying one out results in.
     type Done;
@@ -30,7 +30,7 @@ fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
     told.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes orders and tells what came of them.
+/// Takes orders and tells the results.
 #[derive(Debug)]
 pub(crate) struct BackgroundJobs<J, S: Told, C> {
     root: Root,

@@ -15,7 +15,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ebb_core::policy::merge::Order;
-use ebb_core::sample::Ksm;
 use ebb_core::units::Bytes;
 
 use crate::durable;
@@ -62,7 +61,7 @@ pub enum KsmError {
     },
 }
 
-/// What else there is that moves pages about.
+/// How the kernel's advisor and khugepaged are treated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Manners {
     /// The operator prefers the kernel's advisor: `ksmd`'s speed is left to it.
@@ -151,8 +150,8 @@ impl KsmOwner {
     pub fn release(self) -> Result<(), KsmError> {
         for knob in KNOBS.into_iter().chain(KHUGEPAGED) {
             let Some(value) = self.saved.get(knob) else { continue };
-            // Somebody had broken all merges: `run` still says so, but to write it
-            // would break those that there are now.
+            // All merges were broken once: `run` still says so, but to write it would
+            // break those that there are now.
             let value = if knob == "run" && value == "2" { "0" } else { value };
             // The advisor does not let others write this.
             let advised = knob == "pages_to_scan"
@@ -221,11 +220,6 @@ pub fn describe(root: &Root) -> Result<Option<String>, ProbeError> {
     Ok((!set.is_empty()).then(|| set.join(" ")))
 }
 
-/// What merging saves now, host-wide, and would take to be broken.
-pub fn saved(ksm: &Ksm) -> Bytes {
-    ksm.saved()
-}
-
 /// Whether merges that save `needed` can be broken; the error says what is missing.
 pub fn has_room(root: &Root, needed: Bytes) -> Result<(), KsmError> {
     let available = read_meminfo(root)?.map(|m| m.available).unwrap_or_default();
@@ -238,7 +232,7 @@ pub fn has_room(root: &Root, needed: Bytes) -> Result<(), KsmError> {
 /// Stops `ksmd` and breaks every merge on the host, in a child process; returns
 /// how much was merged. Refuses where the memory is not there.
 pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
-    let needed = saved(&read_ksm(root)?.ok_or(KsmError::None)?);
+    let needed = read_ksm(root)?.ok_or(KsmError::None)?.saved();
     has_room(root, needed)?;
     let path = root.path(format!("{DIR}/run"));
     let failed = |error| KsmError::Write { path: path.clone(), error };

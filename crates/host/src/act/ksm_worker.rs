@@ -3,7 +3,7 @@
 //! What can take long never holds up a tick. One thread writes KSM's knobs (a write
 //! waits for `ksmd`'s batch) and looks into VMs' mappings (the kernel walks their
 //! page tables for it); another scans. Each tick hands over what the policy decided
-//! and takes what is there. Threads that read VMs run when nobody else wants the CPU, or,
+//! and takes what is there. Threads that read VMs run when nothing else needs the CPU, or,
 //! on a host that is short, with the weight of `ksmd`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -32,11 +32,11 @@ use crate::waker::Waker;
 
 /// Jobs that may wait: a look for each of many VMs.
 const WAITING: usize = 1024;
-/// Orders are repeated after this: somebody else may set the knobs too.
+/// Orders are repeated after this: another program may set the knobs too.
 const REPEAT: Duration = Duration::from_secs(5);
 /// Tables of this size suffice to estimate the share of duplicates in 20 GiB.
 const SAMPLED: Bytes = Bytes::mib(96);
-/// A look reads one piece of 16 KiB in so many: 16 MiB that have changed are four of them.
+/// A look reads one of this many pieces of 16 KiB: of 16 MiB that have changed, four.
 const GLANCE_ONE_IN: u32 = 256;
 
 /// What a look into a VM's mappings showed.
@@ -95,7 +95,7 @@ fn lock(told: &Mutex<Told>) -> MutexGuard<'_, Told> {
     told.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes orders and tells what came of them. Nothing runs before the first.
+/// Takes orders and tells the results. Nothing runs before the first.
 #[derive(Debug)]
 pub struct KsmWorker {
     root: Root,
@@ -232,7 +232,7 @@ impl KsmWorker {
     }
 }
 
-/// Whether two orders are the same. How fast is `ksmd`'s keeper's own affair.
+/// Whether two orders are the same. The speed is left out: [`KsmdThrottle`] corrects it.
 fn alike(a: &Order, b: &Order) -> bool {
     match (a, b) {
         (Order::Rest { .. }, Order::Rest { .. }) => true,

@@ -19,8 +19,8 @@ use crate::waker::Waker;
 const PAUSE: Duration = Duration::from_millis(10);
 /// Between two looks at what a page costs.
 const PACE: Duration = Duration::from_millis(100);
-/// In pulses there are few pages in that time. So many, and so much time, tell what one
-/// costs: here it is counted in nanoseconds.
+/// In pulses there are few pages in that time: the cost of one is computed from this many and
+/// this much time, which is counted in nanoseconds here.
 const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 
 /// The knobs, and what is under way.

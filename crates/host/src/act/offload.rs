@@ -1,13 +1,13 @@
 //! Paging out: sends cold memory of a VM's process to the host's swap.
 //!
-//! Where a VM has a v2 memory cgroup of its own, the kernel is told to reclaim so
-//! much of it (`memory.reclaim`): it knows what is coldest. Elsewhere the process's
+//! Where a VM has a v2 memory cgroup of its own, the kernel is told how much
+//! of it to reclaim (`memory.reclaim`): it knows what is coldest. Elsewhere the process's
 //! RAM is walked in pieces with `process_madvise(MADV_PAGEOUT)` through a pidfd
 //! (Linux 5.10), each order going on where the one before ended, so that all of a
 //! quiet VM comes round before anything comes twice. Nothing is lost either way:
 //! what is touched again is read back.
 //!
-//! Compressing takes time, so a thread of its own does it; what came of it is read
+//! Compressing takes time, so a thread of its own does it; the result is read
 //! from the process's counters before and after, never assumed.
 
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub(crate) fn offloader(root: Root) -> Offloader {
 }
 
 impl Job {
-    /// Pages so much of a VM out.
+    /// Pages this much of a VM out.
     pub fn new(
         root: &Root,
         (vm, bytes): (VmId, Bytes),

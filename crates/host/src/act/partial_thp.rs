@@ -3,7 +3,7 @@
 //! Page tables tell which: of a huge page's 512 frames some are mapped no more
 //! (`/proc/PID/pagemap`), and they are of a huge page still (`/proc/kpageflags`). The
 //! kernel is told that one page that is mapped is cold (MADV_COLD), for which it splits
-//! the huge page and frees what nobody maps. Contents are neither read nor changed.
+//! the huge page and frees what is not mapped. Contents are neither read nor changed.
 
 use std::fs::File;
 use std::io;
@@ -18,6 +18,7 @@ use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
 use crate::root::{Root, is_absent};
+use crate::scan::walk::{FILE, PFN, PRESENT, ZERO_PAGE, word};
 use crate::sys::Range;
 
 const HUGE: u64 = 2 << 20;
@@ -26,21 +27,16 @@ const PAGES: usize = (HUGE / PAGE) as usize;
 const BATCH: usize = 32;
 /// A huge page that lacks fewer pages is left: to split it takes as long as for many.
 const LEAST: usize = 16;
-/// Frames of so many huge pages are looked up where one was.
+/// Most huge pages whose frames are looked up in the place of one.
 const LOOKUPS: usize = 4;
 /// How many huge pages of the host are partially mapped, from Linux 6.12 on.
 const PARTIAL: &str =
     "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
 
-/// Bits of `/proc/PID/pagemap` (Documentation/admin-guide/mm/pagemap.rst).
-const PRESENT: u64 = 1 << 63;
-const SHARED: u64 = 1 << 61;
-const FRAME: u64 = (1 << 55) - 1;
-/// Bits of `/proc/kpageflags`.
+/// Bits of `/proc/kpageflags` (Documentation/admin-guide/mm/pagemap.rst).
 const FLAG_HUGETLB: u64 = 1 << 17;
 const FLAG_THP: u64 = 1 << 22;
-const FLAG_ZERO: u64 = 1 << 24;
-const FLAGS_NOT: u64 = FLAG_HUGETLB | FLAG_ZERO;
+const FLAGS_NOT: u64 = FLAG_HUGETLB | ZERO_PAGE;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Done {
@@ -109,7 +105,7 @@ fn carry_out(
     Ok(done)
 }
 
-/// Where the kernel counts them and says so, nobody needs to look.
+/// Whether the kernel counts them, and there is none: then no look is needed.
 fn none_is_partial(root: &Root) -> bool {
     std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0")
 }
@@ -131,8 +127,8 @@ fn split(
     let places: Vec<Range> = found.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
     process.advise(&places, Advice::Cold)?;
     for t in found.drain(..) {
-        // What is still a huge page was not split: somebody held it.
-        if tables.flags(t.frame).is_ok_and(|flags| flags & FLAG_THP == 0) {
+        // What is still a huge page was not split: it was in use.
+        if word(&tables.flags, t.frame).is_some_and(|flags| flags & FLAG_THP == 0) {
             done.split += 1;
             done.freed += Bytes::pages(t.missing as u64);
         }
@@ -176,13 +172,7 @@ impl Tables {
             }
             Err(e) => return Err(e),
         }
-        Ok(partially_mapped(block, &entries, |frame| self.flags(frame).unwrap_or(0)))
-    }
-
-    fn flags(&self, frame: u64) -> io::Result<u64> {
-        let mut word = [0; 8];
-        self.flags.read_exact_at(&mut word, frame * 8)?;
-        Ok(u64::from_ne_bytes(word))
+        Ok(partially_mapped(block, &entries, |frame| word(&self.flags, frame).unwrap_or(0)))
     }
 }
 
@@ -197,9 +187,9 @@ fn partially_mapped(
     let mut mapped: Vec<Partial> = Vec::new();
     for (n, entry) in entries.chunks_exact(8).enumerate() {
         let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
-        let frame = entry & FRAME;
+        let frame = entry & PFN;
         // Of shared memory what is not mapped is not free.
-        if entry & (PRESENT | SHARED) != PRESENT || frame == 0 {
+        if entry & (PRESENT | FILE) != PRESENT || frame == 0 {
             continue;
         }
         match mapped.iter_mut().rev().find(|t| huge(t.frame) == huge(frame)) {
@@ -253,12 +243,12 @@ mod tests {
             "small pages with holes between"
         );
         assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
-        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | FLAG_ZERO), []);
+        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | ZERO_PAGE), []);
         // The guest has used the holes again: small pages lie in them.
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
         assert_eq!(partially_mapped(block, &entries(mixed), thp), [found]);
         assert_eq!(partially_mapped(block, &entries(|_| None), thp), []);
-        assert_eq!(partially_mapped(block, &entries(|n| half(n).map(|f| f | SHARED)), thp), []);
+        assert_eq!(partially_mapped(block, &entries(|n| half(n).map(|f| f | FILE)), thp), []);
     }
 
     proptest! {
@@ -273,7 +263,7 @@ mod tests {
             prop_assert!(found.len() <= LOOKUPS);
             for t in found {
                 let word = words[((t.place - HUGE) / PAGE) as usize];
-                prop_assert!(word & PRESENT != 0 && word & FRAME == t.frame);
+                prop_assert!(word & PRESENT != 0 && word & PFN == t.frame);
                 prop_assert!((LEAST..PAGES).contains(&t.missing));
             }
         }

@@ -42,8 +42,8 @@ impl Process<'_> {
         read.ok_or_else(|| "the process has ended".into())
     }
 
-    /// Tells it of these places. One that was unmapped meanwhile, or is of a kind of which
-    /// nothing can be said, is passed over.
+    /// Tells it of these places. One that was unmapped meanwhile, or is of a kind that
+    /// takes no advice, is passed over.
     pub fn advise(&self, places: &[Range], advice: Advice) -> Result<(), String> {
         let mut left = places;
         while !left.is_empty() {
@@ -88,8 +88,8 @@ impl Process<'_> {
     }
 }
 
-/// How many of these places so many bytes are; one that it ended in or at, unless it
-/// was the end, cannot be told of and counts as told.
+/// How many of these places `bytes` covers. The one at which the call ended early cannot be
+/// advised about and counts as done.
 fn told(places: &[Range], mut bytes: u64) -> usize {
     for (i, place) in places.iter().enumerate() {
         if bytes < place.len {

@@ -1,7 +1,7 @@
 //! Whether KSM may look at a VM's RAM at all: QEMU's `merge` property, by QMP.
 //!
 //! It works on a running VM, both ways. QEMU 9.1.0 has its condition inverted and
-//! says nothing, so what came of it is read back from the process's mappings
+//! says nothing, so the result is read back from the process's mappings
 //! (`VmFlags: mg`), and where it is the opposite of what was asked, the opposite
 //! is asked. Taking a VM out breaks its merges: only where the memory is there.
 
@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::ksm::{KsmError, has_room};
-use crate::merge_link::arguments;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::regions::{guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
+use crate::qmp_balloon;
 use crate::root::{ProbeError, Root};
 use crate::sys::Range;
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]
 pub enum MergeableError {
@@ -38,7 +38,7 @@ pub enum MergeableError {
     /// QEMU said yes, and nothing changed.
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
-    /// Its mappings were not to be read when it was done.
+    /// Its mappings could not be read when it was done.
     #[error("whether it was done is not known: {0}")]
     NotSeen(String),
 }
@@ -57,24 +57,20 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
         return Ok(Done::Already);
     }
     if !on {
-        room_to_close(root, id)?;
+        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
+        has_room(root, Bytes::pages(stat.merged()))?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {
         for path in &backends {
-            qmp.execute("qom-set", Some(arguments(path, value)), PATIENCE)?;
+            let set = qmp_balloon::set(path, "merge", json!(value));
+            qmp.execute("qom-set", Some(set), PATIENCE)?;
         }
         if marks(root, id)?.open == on {
             return Ok(done);
         }
     }
     Err(MergeableError::NoEffect)
-}
-
-/// Whether the memory is there that breaking a VM's merges takes.
-fn room_to_close(root: &Root, id: VmId) -> Result<(), MergeableError> {
-    let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
-    Ok(has_room(root, Bytes::pages(stat.merged()))?)
 }
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
@@ -115,7 +111,7 @@ pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
 }
 
 /// Parses the answer to `query-memdev`: the objects that are its RAM, without those
-/// that are shared. RAM that nobody named is one too (`/objects/pc.ram`).
+/// that are shared. RAM without a named object is one too (`/objects/pc.ram`).
 pub fn parse_backends(said: &Value) -> Result<Vec<String>, MergeableError> {
     let of = |dev: &Value| {
         let private = dev["share"].as_bool() != Some(true);

@@ -1,6 +1,6 @@
 //! Frees zero pages of a process, without its help and without merging.
 //!
-//! RAM is gone through in pieces, each order going on where the one before ended. Of
+//! RAM is scanned in pieces, each order going on where the one before ended. Of
 //! each piece the pages in memory are copied out and looked at, and at once the kernel
 //! is told of those that were zeros, and of no other:
 //!
@@ -74,7 +74,7 @@ impl Told for ZeroSample {
     }
 }
 
-/// Has VMs' memory gone through; kept is the address where the last order ended.
+/// Has VMs' memory scanned; kept is the address where the last order ended.
 pub(crate) type ZeroFinder = BackgroundJobs<ZeroOrder, ZeroSample, u64>;
 
 pub(crate) fn finder(root: Root) -> ZeroFinder {
@@ -196,7 +196,7 @@ fn is_zero(page: &[u8]) -> bool {
 }
 
 /// What the kernel is told of pages at these places, by whether each was zeros: never
-/// of one that was not. `split`: they are a huge page, worth it from so many on.
+/// of one that was not. `split`: they are a huge page, worth it from this number on.
 fn choose(places: &[u64], zero: &[bool], split: Option<u64>) -> (Advice, Vec<Range>) {
     let zeros = places.iter().zip(zero).filter(|(_, zero)| **zero).map(|(place, _)| *place);
     let Some(least) = split else {

@@ -11,7 +11,7 @@ use ebb_core::wire::{Advise, Command};
 use super::{AgentLink, Ask, Stage};
 use crate::scan::agents::HashLink;
 
-/// Nothing is given back when QEMU has not told for so long what can write to RAM, and no order
+/// Nothing is given back when QEMU has not told for this time what can write to RAM, and no order
 /// waits longer.
 pub(super) const VERDICT_OLD: Duration = Duration::from_secs(3);
 

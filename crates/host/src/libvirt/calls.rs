@@ -1,6 +1,7 @@
 //! The procedures of libvirt that Ebb calls and the events that it hears: their numbers,
 //! arguments and results. Source: libvirt `src/remote/remote_protocol.x`,
-//! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`.
+//! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`. A function that is named
+//! like a procedure makes its arguments.
 
 use std::collections::BTreeMap;
 
@@ -77,7 +78,6 @@ impl Domain {
     }
 }
 
-/// Arguments of [`OPEN`].
 pub fn open(uri: &str) -> Vec<u8> {
     Writer::default().some_text(uri).u32(0).done()
 }
@@ -87,12 +87,10 @@ pub fn register(event: u32) -> Vec<u8> {
     Writer::default().u32(event).u32(0).done()
 }
 
-/// Arguments of [`LOOK_UP`].
 pub fn look_up(name: &str) -> Vec<u8> {
     Writer::default().text(name).done()
 }
 
-/// The result of [`LOOK_UP`].
 pub fn looked_up(result: &[u8]) -> Result<Domain, Malformed> {
     Domain::read(&mut Reader(result))
 }
@@ -106,7 +104,6 @@ pub(super) fn running(name: &str, result: Result<Vec<u8>, Refused>) -> Result<Do
     }
 }
 
-/// Arguments of [`DESCRIBE`].
 pub fn describe(domain: &Domain) -> Vec<u8> {
     domain.args().u32(0).done()
 }
@@ -135,7 +132,6 @@ pub fn text(result: &[u8]) -> Result<String, Malformed> {
     Reader(result).text()
 }
 
-/// Arguments of [`ALL_STATS`].
 pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Vec<u8> {
     let w = Writer::default().u32(domains.len() as u32);
     domains.fold(w, |w, d| d.write(w)).u32(STATS).u32(NOWAIT).done()
@@ -190,7 +186,6 @@ fn is_read(name: &str) -> bool {
     }
 }
 
-/// Arguments of [`MEMORY_STATS`].
 pub fn memory_stats(domain: &Domain) -> Vec<u8> {
     domain.args().u32(MEMORY_STATS_MAX).u32(0).done()
 }
@@ -204,7 +199,6 @@ pub fn memory_stats_of(result: &[u8]) -> Result<Numbers, Malformed> {
     Ok(named.collect())
 }
 
-/// Arguments of [`JOB`].
 pub fn job(domain: &Domain) -> Vec<u8> {
     domain.args().u32(0).done()
 }
@@ -235,7 +229,6 @@ pub fn set_period(domain: &Domain, seconds: i32) -> Vec<u8> {
     domain.args().i32(seconds).u32(LIVE).done()
 }
 
-/// Arguments of [`MONITOR`].
 pub fn monitor(domain: &Domain, command: &str) -> Vec<u8> {
     domain.args().text(command).u32(0).done()
 }
@@ -247,7 +240,7 @@ pub enum Event {
     /// 8 crashed.
     Lifecycle(i32),
     Reboot,
-    /// Its balloon moved, to so many KiB.
+    /// Its balloon moved, to this size in KiB.
     Balloon(u64),
     Job,
     /// The metadata in its description changed.

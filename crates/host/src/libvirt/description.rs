@@ -1,6 +1,6 @@
 //! What a domain's XML says of its balloon and of virtio-mem.
 //!
-//! Whoever may define the domain wrote the XML. libvirt has checked all of it but the metadata,
+//! A user who may define the domain wrote the XML. libvirt has checked all of it but the metadata,
 //! which `metadata.rs` reads.
 
 use serde_json::{Value, json};

@@ -1,8 +1,8 @@
 //! A domain's metadata: the element that sets something for Ebb, and the note in which Ebb says
 //! what the balloon holds without it. The note goes along when the domain is saved or migrated.
 //!
-//! Whoever defines the domain writes metadata, and libvirt checks only that it is XML. `roxmltree`
-//! refuses a DTD, so there are no entities to expand; length and number of nodes are bounded here.
+//! The user who defines the domain writes metadata, and libvirt checks only that it is XML.
+//! `roxmltree` refuses a DTD, so no entities are expanded; length and number of nodes are bounded.
 
 use ebb_core::config::{Metadata, NAMESPACE, Overrides};
 use ebb_core::text::{in_command, printable};

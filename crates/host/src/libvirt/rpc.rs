@@ -59,7 +59,6 @@ pub struct Rpc {
     outbox: Vec<u8>,
     serial: u32,
     pending: BTreeMap<u32, (u32, u32)>,
-    /// The peer is in a container.
     contained: bool,
 }
 

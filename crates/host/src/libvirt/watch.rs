@@ -18,7 +18,7 @@ use super::rpc::Refused;
 
 /// Time after which it is read again if no event has come.
 const READ_EVERY: Duration = Duration::from_secs(50);
-/// A note that was written is replaced after so long; it is removed at once.
+/// A note that was written is replaced after this time; it is removed at once.
 const WRITE_EVERY: Duration = Duration::from_secs(5);
 
 /// What the thread has read of a domain's metadata.
@@ -96,7 +96,7 @@ impl Watcher {
         Watcher { name, watch, domain: None, read: None, written: None, busy: false }
     }
 
-    /// Whether anybody wants to know.
+    /// Whether a VM still uses it.
     pub fn is_wanted(&self) -> bool {
         Arc::strong_count(&self.watch.0) > 1
     }

@@ -29,7 +29,7 @@ use super::watch::{Watch, Watcher};
 use super::{Address, Ask, Attach};
 use crate::beside::Beside;
 use crate::qmp::Words;
-use crate::sockets;
+use crate::sockets::{self, interest};
 use crate::waker::Waker;
 
 /// Connections to one daemon for questions; libvirt has 20 threads for all its clients.
@@ -102,7 +102,7 @@ pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
         }
         let now = Instant::now();
         daemons.values_mut().for_each(|d| d.turn(now));
-        daemons.retain(|_, d| !d.is_left(now));
+        daemons.retain(|_, d| !d.count_idle(now));
         let until = daemons.values().filter_map(|d| d.due(now)).min();
         let left = until.unwrap_or(Duration::from_secs(10));
         let ready = wait(&daemons, waker, left);
@@ -116,15 +116,12 @@ pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
 /// For each daemon, which of its peers are ready: its connections, then its clients.
 fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> Vec<Vec<bool>> {
     let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
-    let interest = |output: bool| {
-        if output { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
-    };
     for daemon in daemons.values() {
         for c in &daemon.connections {
             fds.push(PollFd::new(&c.socket, interest(!c.rpc.outgoing().is_empty())));
         }
         for c in daemon.clients.values() {
-            fds.extend(c.end.as_ref().map(|end| PollFd::new(end, interest(c.owes()))));
+            fds.extend(c.end.as_ref().map(|end| PollFd::new(end, interest(!c.bridge.is_silent()))));
         }
     }
     let Ok(timeout) = left.try_into() else { return Vec::new() };
@@ -149,10 +146,6 @@ fn received(socket: &OwnedFd) -> Option<Vec<u8>> {
 }
 
 impl Client {
-    fn owes(&self) -> bool {
-        !self.bridge.is_silent()
-    }
-
     /// Statistics that were asked for at `asked` have come.
     fn heard(&mut self, stats: &[(Domain, Numbers)], asked: Instant, now: Instant) {
         let domain = self.bridge.domain();
@@ -162,10 +155,6 @@ impl Client {
             self.bridge.heard_stats(asked, numbers.clone(), now);
         }
         self.bridge.tried(asked);
-    }
-
-    fn leave(&self, why: &str) {
-        self.words.say(why);
     }
 }
 
@@ -200,7 +189,7 @@ impl Daemon {
     }
 
     /// Whether Ebb is to disconnect from it and forget it.
-    fn is_left(&mut self, now: Instant) -> bool {
+    fn count_idle(&mut self, now: Instant) -> bool {
         if self.has_work() {
             self.idle_since = None;
             return false;
@@ -249,7 +238,7 @@ impl Daemon {
         self.connections.clear();
         (self.bulk, self.gather) = (None, None);
         self.left.clear();
-        std::mem::take(&mut self.clients).values().for_each(|c| c.leave(why));
+        std::mem::take(&mut self.clients).values().for_each(|c| c.words.say(why));
         std::mem::take(&mut self.watchers).values().for_each(|w| w.end(why));
     }
 
@@ -352,7 +341,7 @@ impl Daemon {
                 }
             };
             if let Some(why) = c.bridge.over() {
-                c.leave(why);
+                c.words.say(why);
             }
             let stays = there && c.bridge.over().is_none();
             if !stays && c.busy {

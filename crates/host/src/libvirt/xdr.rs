@@ -63,14 +63,12 @@ impl Writer {
 pub struct Reader<'a>(pub &'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// So many bytes.
     pub fn fixed(&mut self, n: usize) -> Result<&'a [u8], Malformed> {
         let (taken, left) = self.0.split_at_checked(n).ok_or(Malformed)?;
         self.0 = left;
         Ok(taken)
     }
 
-    /// An array of so many bytes.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         self.fixed(N)?.try_into().map_err(|_| Malformed)
     }

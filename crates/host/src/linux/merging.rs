@@ -85,7 +85,7 @@ impl LinuxHost {
             };
             let (look, found) = merger.vm(sample.id);
             vm.go_on_merging(look.as_ref());
-            if steer && vm.wants_look(look.as_ref(), copied, part.stat.merging_pages, working) {
+            if steer && vm.decide_look(look.as_ref(), copied, part.stat.merging_pages, working) {
                 merger.look(sample.id);
             }
             // By ranges, only what lies in them is to be had.

@@ -25,7 +25,7 @@ pub struct Options {
     pub trust: Trust,
     /// How often `/proc` is scanned for new VMs; at once when one vanishes.
     pub scan_every: Duration,
-    /// Where it is written down which VMs are left alone at the operator's word.
+    /// Where it is written down which VMs are left alone at the operator's request.
     pub hands_off: Option<PathBuf>,
     /// Where it is written down how often QEMU asked guests for statistics before.
     pub intervals: Option<PathBuf>,

@@ -58,19 +58,15 @@ impl LinuxHost {
             unanswered: matches!(r, Err(ActError::Unanswered { .. } | ActError::Lost(_))),
             error: r.err().map(|e| e.to_string()),
         };
-        actions.iter().zip(self.set_balloons(&orders)).map(outcome).collect()
+        let results = self.set_balloons(&orders, self.options.deadline);
+        actions.iter().zip(results).map(outcome).collect()
     }
 
     /// Tells QEMU what each guest shall be left with (whole MiB make sense).
     /// Every VM's process is checked right before. All share one deadline;
     /// results are in the order of the orders. `Ok` means that QEMU has asked
-    /// the guest, not that the guest has done it.
-    pub fn set_balloons(&mut self, orders: &[BalloonOrder]) -> Vec<Result<(), ActError>> {
-        self.set_balloons_within(orders, self.options.deadline)
-    }
-
-    /// The same; QEMU has the time `wait` to answer.
-    pub fn set_balloons_within(
+    /// the guest, not that the guest has done it. QEMU has the time `wait` to answer.
+    pub fn set_balloons(
         &mut self,
         orders: &[BalloonOrder],
         wait: Duration,
@@ -131,7 +127,7 @@ impl LinuxHost {
     /// interval. The answers are in a later sample.
     pub fn kick_stats(&mut self, vms: &[VmId]) {
         let at = LinuxHost::now();
-        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(Vm::may_be_kicked));
+        vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(Vm::prepare_kick));
         self.keep_intervals();
         vms.iter().for_each(|id| self.vms.get_mut(id).into_iter().for_each(|vm| vm.kick(at)));
     }
@@ -209,7 +205,7 @@ impl LinuxHost {
         plan.partial_thp.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
     }
 
-    /// Leaves a VM alone for so long; 0 ms: no longer. The error is for people.
+    /// Leaves a VM alone for `ms`; 0: no longer. The error is for people.
     pub fn hands_off(&mut self, name: &str, ms: u64) -> Result<(), String> {
         let named = |vm: &Vm| vm.process.name == name;
         let found = self.vms.iter().find(|(_, vm)| named(vm)).map(|(id, _)| *id);

@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
 use ebb_core::units::Stamp;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
 use crate::agent_link::AgentLink;
 use crate::qmp::{poll_all, pump_ready};
+use crate::sockets::interest;
 use crate::vm::Vm;
 
 /// How long a tick waits for answers of agents that are not at work.
@@ -65,7 +66,7 @@ impl LinuxHost {
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
         let keep_open = self.keeps_open();
-        let questions = self.vms.values_mut().filter_map(Vm::asks_for_mappers).collect();
+        let questions = self.vms.values_mut().filter_map(Vm::mappers_question).collect();
         let waker = self.waker.clone();
         let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
         for (vm, generation, found) in found {
@@ -102,12 +103,8 @@ impl LinuxHost {
             }
             let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent());
             let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
-            let mut fds: Vec<PollFd<'_>> = fds
-                .map(|(fd, write)| {
-                    let out = if write { PollFlags::OUT } else { PollFlags::empty() };
-                    PollFd::from_borrowed_fd(fd, PollFlags::IN | out)
-                })
-                .collect();
+            let mut fds: Vec<PollFd<'_>> =
+                fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();
             let _ = rustix::event::poll(&mut fds, Some(&left));
         }
     }

@@ -55,10 +55,8 @@ impl LinuxHost {
             let has_section = config.section(&process.given, process.uuid.as_deref()).is_some();
             if has_section || !config.listed_only || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
-                let was = self.intervals.of(id);
-                let libvirt = &self.libvirt;
-                let new = || Vm::new(process, interval_s, Access::default());
-                let new = || new().with_interval(was).with_libvirt(libvirt);
+                let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+                let new = || Vm::new(process, interval_s, Access::default()).with(was, libvirt);
                 self.vms.entry(id).or_insert_with(new);
             }
         }
@@ -118,10 +116,8 @@ impl LinuxHost {
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
         let access = access(&self.options, &self.owed, &process, (&claim, &Metadata::None));
-        let was = self.intervals.of(id);
-        let libvirt = &self.libvirt;
-        let new = || Vm::new(process.clone(), interval_s, access).with_interval(was);
-        let new = || new().with_libvirt(libvirt);
+        let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+        let new = || Vm::new(process.clone(), interval_s, access).with(was, libvirt);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named, vm.access) = (process, true, access);
         vm.adopt(client);

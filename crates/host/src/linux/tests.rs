@@ -101,12 +101,12 @@ fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
     let Link::Down(why) = &sample.vms[0].link else { panic!("{:?}", sample.vms[0].link) };
     assert!(why.contains(&format!("served by process {}", std::process::id())), "{why}");
     let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
-    let act = host.set_balloons(&[order]).remove(0).unwrap_err();
+    let act = host.set_balloons(&[order], Duration::ZERO).remove(0).unwrap_err();
     assert_eq!(act, ActError::NoLink(why.clone()));
     // The pid is another process's now.
     std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 8 0", " 0".repeat(18))).unwrap();
     let order = BalloonOrder { vm: sample.vms[0].id, to: Bytes::mib(1), gives: false };
-    let act = host.set_balloons(&[order]).remove(0).unwrap_err();
+    let act = host.set_balloons(&[order], Duration::ZERO).remove(0).unwrap_err();
     assert_eq!(act, ActError::Gone { pid: 10 });
 }
 

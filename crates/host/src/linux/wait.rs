@@ -10,11 +10,11 @@ use crate::probe::vmpressure::PressureEvents;
 use crate::qmp::{Client, interest};
 use crate::vm::Vm;
 
-/// Notifications of reclaim end a sleep at most so often: they come for every 512
+/// The least time between sleeps that notifications of reclaim end: they come for every 512
 /// pages that are looked at.
 const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 
-/// While the loop sleeps, what QEMUs say within this is read at once: they answer in a heap.
+/// While the loop sleeps, answers of QEMUs that come within this time are read together.
 const TOGETHER: Duration = Duration::from_millis(5);
 /// The least sleep between two looks at connections whose time may be up.
 const LEAST: Duration = Duration::from_millis(1);

@@ -20,7 +20,7 @@ use crate::root::{ParseError, ProbeError, Root, parse_number, unescape_octal};
 const NO_LIMIT: u64 = 1 << 62;
 /// Deepest nesting looked at; systemd's own default maximum is far lower.
 const MAX_DEPTH: usize = 64;
-/// A pool stays the bound so long after another one would be chosen: VMs come and go.
+/// How long a pool stays the bound after another one would be chosen: VMs come and go.
 pub const POOL_STAYS: Duration = Duration::from_secs(30);
 
 /// A line of `/proc/self/mountinfo`, the fields in use.
@@ -58,9 +58,7 @@ pub fn parse_mountinfo(text: &str) -> Result<Vec<Mount>, ParseError> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
-    /// cgroup v1.
     V1,
-    /// cgroup v2.
     V2,
 }
 
@@ -101,7 +99,6 @@ pub fn read_hierarchy(root: &Root) -> Result<Option<Hierarchy>, ProbeError> {
     Ok(memory.then(|| found(Version::V2, m)))
 }
 
-/// Reads the memory cgroup of a process.
 pub fn read_process_cgroup(
     root: &Root,
     version: Version,
@@ -218,7 +215,6 @@ pub fn read_limit(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Byt
     }
 }
 
-/// Whether a cgroup limits memory or swap.
 pub fn is_limited(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<bool, ProbeError> {
     Ok(read_limit(root, h, cgroup)?.is_some() || limits_swap(root, h, cgroup)?)
 }

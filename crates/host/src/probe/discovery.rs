@@ -338,7 +338,6 @@ impl Scanner {
             name,
             uuid: args.uuid,
             qmp: absolute(root, pid, args.qmp)?,
-            balloon: args.balloon,
             passthrough: args.passthrough,
             hugepages,
             pinned: args.pinned,

@@ -4,8 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-pub use ebb_core::sample::KsmStat;
-use ebb_core::sample::{Ksm, VmId, VmSample};
+use ebb_core::sample::{Ksm, KsmStat, VmId, VmSample};
 
 use super::process::{is_named, processes, read_run_time};
 use crate::beside::Beside;
@@ -74,7 +73,7 @@ pub fn ksmtuned(root: &Root) -> Option<u32> {
 const AROUND_EVERY: Duration = Duration::from_secs(30);
 
 /// A look at many processes may take longer: what was seen before is told meanwhile.
-pub const PATIENCE: Duration = Duration::from_millis(100);
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// What processes other than VMs have to do with KSM.
 #[derive(Debug, Default)]

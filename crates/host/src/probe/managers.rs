@@ -30,7 +30,7 @@ pub enum Manager {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketKind {
-    /// Ebb stays connected: nobody else uses it.
+    /// Ebb stays connected: no other program uses it.
     Own,
     /// Ebb connects for the commands of a tick, and leaves.
     Shared,
@@ -70,7 +70,7 @@ impl Manager {
         }
     }
 
-    /// Whether it stays connected itself, so that nobody else is ever served.
+    /// Whether it stays connected itself, so that no other client is ever served.
     pub fn stays(self) -> bool {
         self == Manager::Kata
     }

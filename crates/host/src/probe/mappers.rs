@@ -25,7 +25,7 @@ const LONG: Duration = Duration::from_secs(5);
 /// A file as `/proc/PID/maps` names it: device and inode.
 type Inode = (String, u64);
 
-/// Of a VM: who else maps its RAM? The number goes with the answer.
+/// Which other processes map a VM's RAM? The number goes with the answer.
 #[derive(Clone, Debug)]
 pub struct Question {
     pub vm: VmId,
@@ -73,12 +73,12 @@ impl Search {
             }
             Err(TryRecvError::Disconnected) => {
                 self.0 = None;
-                "it could not be looked who maps its RAM".to_owned()
+                "which processes map its RAM could not be looked up".to_owned()
             }
             Err(TryRecvError::Empty) if search.begun.elapsed() < LONG => return Vec::new(),
             Err(TryRecvError::Empty) => {
                 let pid = search.at.load(Relaxed);
-                format!("it is not known who maps its RAM: process {pid} keeps its mappings locked")
+                format!("process {pid} keeps its mappings locked: it may map this VM's RAM")
             }
         };
         let say = |q: Question| (q.vm, q.generation, Err(why.clone()));

@@ -5,7 +5,6 @@ use ebb_core::units::Bytes;
 
 use crate::root::{ParseError, ProbeError, Root};
 
-/// Reads `/proc/meminfo`.
 pub fn read_meminfo(root: &Root) -> Result<Option<Meminfo>, ProbeError> {
     root.parse("/proc/meminfo", parse_meminfo)
 }

@@ -1,11 +1,10 @@
-//! What a process holds: `/proc/PID/{stat,status,smaps_rollup}` (Linux
-//! `fs/proc/array.c`, `fs/proc/task_mmu.c`). A process that has ended is `None`.
+//! What a process holds: `/proc/PID/{stat,status}` (Linux `fs/proc/array.c`). A process that has
+//! ended is `None`.
 
 use std::fs::File;
 use std::time::Duration;
 
 use ebb_core::sample::{ProcessMemory, VmId};
-use ebb_core::units::Bytes;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
@@ -33,7 +32,6 @@ pub fn processes(root: &Root) -> std::io::Result<impl Iterator<Item = u32>> {
     Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()))
 }
 
-/// Whether a process has this name.
 pub fn is_named(root: &Root, pid: u32, name: &str) -> bool {
     let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
     comm.is_some_and(|c| c.trim_end_matches('\n') == name)
@@ -72,7 +70,6 @@ pub fn is_hosts_own(root: &Root, pid: u32) -> bool {
     matches!(whose, Ok(Some(c)) if c.inner.is_none() && c.uids.iter().all(|uid| *uid == 0))
 }
 
-/// Reads `/proc/PID/stat`.
 pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
     root.parse(format!("/proc/{pid}/stat"), parse_stat)
 }
@@ -143,18 +140,20 @@ pub fn read_status(root: &Root, pid: u32) -> Result<Option<ProcessMemory>, Probe
 /// threads and zombies, which have none of them.
 pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
     let (mut memory, mut seen) = (ProcessMemory::default(), false);
-    fields(text, ['R', 'V'], |key, value| {
-        match key {
-            "RssAnon" => memory.anon = parse_kib(value)?,
-            "RssFile" => memory.file = parse_kib(value)?,
-            "RssShmem" => memory.shmem = parse_kib(value)?,
-            "VmSwap" => memory.swap = parse_kib(value)?,
-            "VmLck" => memory.locked = parse_kib(value)?,
-            _ => return Some(()),
-        }
+    let all = text.lines().enumerate();
+    for (i, line) in all.filter(|(_, line)| line.starts_with(['R', 'V'])) {
+        let Some((key, value)) = line.split_once(':') else { continue };
+        let field = match key {
+            "RssAnon" => &mut memory.anon,
+            "RssFile" => &mut memory.file,
+            "RssShmem" => &mut memory.shmem,
+            "VmSwap" => &mut memory.swap,
+            "VmLck" => &mut memory.locked,
+            _ => continue,
+        };
+        *field = parse_kib(value).ok_or_else(|| ParseError::new(i + 1, line))?;
         seen = true;
-        Some(())
-    })?;
+    }
     Ok(seen.then_some(memory))
 }
 
@@ -245,53 +244,10 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
     Ok(Credentials { uids, inner })
 }
 
-/// `/proc/PID/smaps_rollup`: exact, but walks the whole page table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SmapsRollup {
-    /// `Rss`.
-    pub rss: Bytes,
-    /// `AnonHugePages`.
-    pub anon_huge: Bytes,
-    /// `KSM` (6.7+): pages that KSM merged, zero pages not counted.
-    pub ksm: Bytes,
-}
-
-/// Reads `/proc/PID/smaps_rollup`. Milliseconds per GiB of 4 KiB pages: rarely.
-pub fn read_smaps_rollup(root: &Root, pid: u32) -> Result<Option<SmapsRollup>, ProbeError> {
-    root.parse(format!("/proc/{pid}/smaps_rollup"), parse_smaps_rollup)
-}
-
-pub fn parse_smaps_rollup(text: &str) -> Result<SmapsRollup, ParseError> {
-    let mut s = SmapsRollup::default();
-    fields(text, ['R', 'A', 'K'], |key, value| {
-        match key {
-            "Rss" => s.rss = parse_kib(value)?,
-            "AnonHugePages" => s.anon_huge = parse_kib(value)?,
-            "KSM" => s.ksm = parse_kib(value)?,
-            _ => {}
-        }
-        Some(())
-    })?;
-    Ok(s)
-}
-
-/// Calls `field` for each `Key:  123 kB` line of which the key begins with one of these letters;
-/// `None` from it is an error there.
-fn fields<const N: usize>(
-    text: &str,
-    letters: [char; N],
-    mut field: impl FnMut(&str, &str) -> Option<()>,
-) -> Result<(), ParseError> {
-    let all = text.lines().enumerate();
-    for (i, line) in all.filter(|(_, line)| line.starts_with(letters)) {
-        let Some((key, value)) = line.split_once(':') else { continue };
-        field(key, value).ok_or_else(|| ParseError::new(i + 1, line))?;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
+    use ebb_core::units::Bytes;
+
     use super::*;
 
     #[test]
@@ -406,8 +362,6 @@ mod tests {
         assert_eq!((locked.locked, locked.resident()), (Bytes::kib(8), Bytes::kib(9)));
         assert_eq!(parse_status("Name:\tkthreadd\nState:\tS\n").unwrap(), None);
         assert_eq!(parse_status("Name:\tx\nRssAnon:\t-1 kB\n").unwrap_err().line, 2);
-        let r = parse_smaps_rollup("00400000-7fff ---p 0 [rollup]\nRss: 9 kB\nSwap: 2 kB\n");
-        assert_eq!(r.unwrap().rss, Bytes::kib(9));
     }
 
     #[test]
@@ -436,7 +390,6 @@ mod tests {
         let stat = read_stat(&root, me).unwrap().unwrap();
         assert!(stat.start > 0);
         assert!(read_status(&root, me).unwrap().unwrap().resident() > Bytes::kib(100));
-        assert!(read_smaps_rollup(&root, me).unwrap().unwrap().rss > Bytes::kib(100));
         assert!(read_stat(&root, u32::MAX).unwrap().is_none());
     }
 }

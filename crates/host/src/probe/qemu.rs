@@ -1,4 +1,4 @@
-//! What QEMU's command lines tell: name, QMP socket, balloon, and what pins the memory.
+//! What QEMU's command lines tell: name, QMP socket, and what pins the memory.
 //! What may write to it is asked of QEMU itself (`inventory`).
 //!
 //! A command line is what its user typed: any bytes, any length up to the read
@@ -46,13 +46,10 @@ impl Default for QmpAddress {
 /// What a QEMU command line says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuArgs {
-    /// `-name`.
     pub name: Option<String>,
-    /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets as written, perhaps relative.
     pub qmp: QmpAddress,
-    pub balloon: bool,
     /// A VFIO or vhost-vDPA device: guest memory is pinned.
     pub passthrough: bool,
     /// RAM in huge pages, as far as the options alone tell.
@@ -76,13 +73,10 @@ pub struct QemuProcess {
     pub given: String,
     /// `-name` as typed, also where the configuration calls it otherwise.
     pub own_name: String,
-    /// `-uuid`.
     pub uuid: Option<String>,
     /// Monitor sockets, absolute.
     pub qmp: QmpAddress,
-    /// A virtio-balloon device is on the command line.
-    pub balloon: bool,
-    /// A VFIO or vhost-vDPA device is: guest memory is pinned.
+    /// A VFIO or vhost-vDPA device is on the command line: guest memory is pinned.
     pub passthrough: bool,
     /// RAM lies in huge pages.
     pub hugepages: bool,
@@ -151,7 +145,7 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
 }
 
 /// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 18] = [
+const OPTIONS: [&str; 17] = [
     "name",
     "uuid",
     "qmp",
@@ -163,7 +157,6 @@ const OPTIONS: [&str; 18] = [
     "netdev",
     "blockdev",
     "mem-path",
-    "balloon",
     "plugin",
     "machine",
     "M",
@@ -185,10 +178,8 @@ impl QemuArgs {
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
             "device" => {
                 let driver = Options::parse(value, "driver").get("driver").unwrap_or_default();
-                self.balloon |= driver.starts_with("virtio-balloon");
                 self.passthrough |= driver.starts_with("vfio-") || driver.starts_with("vhost-vdpa");
             }
-            "balloon" => self.balloon |= value.starts_with("virtio"),
             "object" => {
                 let options = Options::parse(value, "qom-type");
                 self.hugetlb |= options.is_on("hugetlb");
@@ -484,10 +475,10 @@ mod tests {
             "memory-backend-memfd,id=r,hugetlb=on,size=1G",
         ]);
         assert_eq!((a.name.as_deref(), a.uuid.as_deref()), (Some("web,1"), Some("u-1")));
-        assert!(a.balloon && a.passthrough && a.hugetlb && !a.is_probe);
+        assert!(a.passthrough && a.hugetlb && !a.is_probe);
         assert!(args(&["-S", "-machine", "none,accel=kvm:tcg"]).is_probe);
         let b = args(&["-name", "x", "-device", "vfio-pci,host=1", "-mem-path", "/huge/1"]);
-        assert_eq!((b.name.as_deref(), b.balloon, b.passthrough), (Some("x"), false, true));
+        assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
         assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));

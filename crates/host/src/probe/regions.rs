@@ -26,7 +26,6 @@ pub struct Region {
     /// Private, readable, writable, of no file.
     pub plain: bool,
     pub resident: Bytes,
-    pub swap: Bytes,
     /// `KSM` (6.7+): merged, zero pages not counted.
     pub ksm: Bytes,
     pub huge: Bytes,
@@ -88,7 +87,6 @@ fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(),
     }
     let field = match key {
         "Rss" => &mut region.resident,
-        "Swap" => &mut region.swap,
         "KSM" => &mut region.ksm,
         "AnonHugePages" => &mut region.huge,
         _ => return Ok(()),

@@ -1,4 +1,4 @@
-//! Which processes are taken for VMs. A name on a command line proves nothing: whoever can
+//! Which processes are taken for VMs. A name on a command line proves nothing: a user who can
 //! start a process can call it `kvm`. So its user must be one that VMs run as, its program a
 //! file named like QEMU that only root can change, at a place where QEMU is installed, and
 //! it must be in the pid namespace of `/proc` and in Ebb's user namespace. A mount namespace
@@ -13,8 +13,8 @@ use ebb_core::config::User;
 use super::process::read_credentials;
 use crate::root::{ProbeError, Root};
 
-/// Users that VMs run as: of QEMU's packages, libvirt, OpenNebula, Incus and LXD. Where a
-/// host does not have one, it is nobody's.
+/// Users that VMs run as: of QEMU's packages, libvirt, OpenNebula, Incus and LXD. One that
+/// a host does not have is passed over.
 const VM_USERS: [&str; 7] = ["root", "qemu", "libvirt-qemu", "kvm", "oneadmin", "incus", "lxd"];
 
 /// Where QEMU is installed: Debian, Ubuntu, Proxmox, SUSE, Arch; Fedora and RHEL; from source;
@@ -163,7 +163,7 @@ pub fn is_qemu(path: &str) -> bool {
     name.starts_with("qemu-system") || name == "qemu-kvm" || name == "kvm"
 }
 
-/// Whether nobody but root can change a file of this owner and mode.
+/// Whether only root can change a file of this owner and mode.
 fn only_roots(owner: u32, mode: u32) -> bool {
     owner == 0 && mode & 0o022 == 0
 }

@@ -1,5 +1,5 @@
 //! cgroup v1's `memory.pressure_level` (Linux `Documentation/admin-guide/cgroup-v1/memory.rst`,
-//! `mm/vmpressure.c`): the kernel's word that it has to reclaim, where there is no PSI.
+//! `mm/vmpressure.c`): the kernel's notice that it has to reclaim, where there is no PSI.
 //!
 //! One eventfd for each level. A listener of `low` is told of the higher ones too,
 //! so what is counted for a level is what the one above it did not get. The kernel
@@ -60,7 +60,7 @@ impl PressureEvents {
         &self.cgroup
     }
 
-    /// For `poll`: medium and critical. Low is the daily life of a cache.
+    /// For `poll`: medium and critical. Low is usual wherever files are cached.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.levels[1].as_fd(), self.levels[2].as_fd()]
     }

@@ -4,7 +4,6 @@ use ebb_core::sample::Vmstat;
 
 use crate::root::{ParseError, ProbeError, Root};
 
-/// Reads `/proc/vmstat`.
 pub fn read_vmstat(root: &Root) -> Result<Option<Vmstat>, ProbeError> {
     root.parse("/proc/vmstat", parse_vmstat)
 }

@@ -36,7 +36,7 @@ pub enum QmpError {
     NoSocket(String),
     /// ECONNREFUSED.
     #[error(
-        "{0}: nobody listens there: QEMU has ended and left its socket behind, \
+        "{0}: no process listens there: QEMU has ended and left its socket behind, \
          or this is not a QMP server socket"
     )]
     Refused(String),
@@ -55,7 +55,7 @@ pub enum QmpError {
     /// End of file; ` during COMMAND` where one was under way.
     #[error("{0}: QEMU closed the connection{1}")]
     Closed(String, String),
-    /// Who serves in QEMU's place closed the connection or does not answer, and why.
+    /// The peer that stands in for QEMU closed the connection or does not answer, and why.
     #[error("{0}: {1}")]
     Left(String, String),
     /// The socket is shared, and nothing was sent: QEMU did not serve Ebb, and why.
@@ -64,7 +64,7 @@ pub enum QmpError {
     /// The peer does not speak QMP, and in what; the connection is gone.
     #[error("{0}: not QMP: {1}; connection dropped")]
     Garbage(String, String),
-    /// No answer in time to this command (or no such event), after so many
+    /// No answer in time to this command (or no such event), after this number of
     /// milliseconds. The connection stays, a late answer is dropped.
     #[error("{0}: {1}: no answer within {2} ms")]
     Timeout(String, String, u64),
@@ -106,7 +106,7 @@ impl State {
 #[derive(Debug)]
 struct Pending {
     command: String,
-    /// Nobody waits any more: drop the answer.
+    /// The answer is not wanted any more: it is dropped.
     forgotten: bool,
     /// The answer is wanted whenever it comes; until then nothing is held up.
     late: bool,
@@ -377,7 +377,7 @@ impl Protocol {
         self.replies.contains_key(&id)
     }
 
-    /// Nobody waits for this answer any more; a late one is dropped quietly.
+    /// This answer is not wanted any more; a late one is dropped.
     pub fn forget(&mut self, id: u64) {
         let _ = self.take_reply(id);
         if let Some(p) = self.pending.get_mut(&id) {
@@ -405,11 +405,6 @@ impl Protocol {
     /// The events since the last call, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.drain(..).collect()
-    }
-
-    /// Whether an event of one of these names is queued.
-    pub fn has_event(&self, names: &[&str]) -> bool {
-        self.events.iter().any(|e| names.contains(&e.name.as_str()))
     }
 
     /// Whether an event is queued of which this is true.

@@ -1,4 +1,4 @@
-//! The agents' part of a scan: who is inside a VMM hashes its pages for less than it
+//! The agents' part of a scan: an agent inside a VMM hashes its pages for less than it
 //! costs to read them from outside.
 //!
 //! The other end may be a guest that took over its VMM. What it says is bounded and
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const THREAD: &str = "ebb-hash\n";
 
 /// Gives a VM's agent the weight of `ksmd` where it could not take it: QEMU's sandbox
-/// forbids all but to run when nobody else wants the CPU, which on a full host is never.
+/// forbids all but to run when nothing else needs the CPU, which on a full host is never.
 /// A whole QEMU that runs so is left alone.
 pub fn lift(root: &Root, vm: VmId) {
     if Pid::from_raw(vm.pid as i32).is_none_or(is_idle) {

@@ -20,7 +20,7 @@ use crate::sys::{Range, fetch};
 const PLACES: u64 = 16;
 /// More are of no use: a tag has 32 bits.
 const PLACES_MAX: u64 = 1 << 32;
-/// So many pages ahead what is needed of the field is fetched.
+/// How many pages ahead the field is prefetched.
 pub(super) const AHEAD: usize = 16;
 /// Places in a word.
 const WORD: usize = 32;
@@ -62,7 +62,6 @@ impl DuplicateFilter {
         word.load(Relaxed) >> shift & 2 == 2
     }
 
-    /// Its size, bytes.
     pub fn bytes(&self) -> u64 {
         self.0.len() as u64 * 8
     }

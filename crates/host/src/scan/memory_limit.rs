@@ -27,7 +27,7 @@ fn own_limit(root: &Root) -> Option<Bytes> {
     tightest(root, &hierarchy, &own).ok()?.map(|(_, limit)| limit)
 }
 
-/// One piece in so many of so much memory is to be read; 1: all.
+/// Of how many pieces of `held` memory one is to be read; 1: all.
 pub fn one_in(held: Bytes, room: Bytes) -> u32 {
     let needed = (held.0 / PAGE).saturating_mul(EACH);
     u32::try_from(needed.div_ceil(room.0.max(1))).unwrap_or(u32::MAX).max(1)

@@ -144,14 +144,14 @@ pub enum Changes {
 pub struct Options {
     /// Threads; `None`: as many as there are idle cores.
     pub threads: Option<usize>,
-    /// Read one 64 KiB piece in so many, chosen at random; 1 reads all.
+    /// Read one of this many pieces of 64 KiB, chosen at random; 1 reads all.
     pub one_in: u32,
     /// Other pieces for each number.
     pub salt: u64,
     pub limits: Limits,
     /// The share of a core instead, where it may change meanwhile.
     pub dial: Option<Arc<Dial>>,
-    /// Run only when nobody else wants the CPU; with a dial, while it says gently.
+    /// Run only when nothing else needs the CPU; with a dial, only while that is gentle.
     pub idle: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
@@ -179,7 +179,7 @@ impl Default for Options {
     }
 }
 
-/// What became of a VM in a scan.
+/// How the scan of a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
     Scanned,
@@ -317,7 +317,7 @@ pub fn random_key() -> io::Result<Key> {
     Ok(Key::new(secret))
 }
 
-/// Cores that nobody has used of late: all less the load average of the last
+/// Cores that were idle lately: all less the load average of the last
 /// minute, at least one.
 pub fn idle_cores(root: &Root) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

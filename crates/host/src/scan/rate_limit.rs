@@ -40,7 +40,7 @@ impl Dial {
         f64::from_bits(self.0.load(Relaxed))
     }
 
-    /// Whether that is so little that nobody is to notice.
+    /// Whether that is little enough to be used in pulses.
     pub fn is_gentle(&self) -> bool {
         is_gentle(self.get())
     }
@@ -51,7 +51,7 @@ impl Dial {
 pub fn ahead(limits: &Limits, elapsed: Duration, bytes: u64, cpu: Duration) -> Duration {
     let due = |used: f64, rate: Option<f64>| rate.filter(|r| *r > 0.0).map_or(0.0, |r| used / r);
     let due = due(bytes as f64, limits.bytes_per_second).max(due(cpu.as_secs_f64(), limits.cores));
-    // A day is for ever here, and what no Duration holds is a panic.
+    // A day is long enough here, and a value that no Duration holds would panic.
     Duration::from_secs_f64((due - elapsed.as_secs_f64()).clamp(0.0, 86_400.0))
 }
 
@@ -141,7 +141,7 @@ impl Pace {
         stretch
     }
 
-    /// Whether pieces are to be so small that nobody beside it notices one.
+    /// Whether pieces are to be so small that one slows nothing beside it.
     pub fn is_gentle(&self) -> bool {
         self.stretch().limits.cores.is_some_and(is_gentle)
     }

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::{Moments, Options, Scan, Scanner, Target};
 
-/// A sample reads one 64 KiB piece in so many.
+/// A sample reads one of this many pieces of 64 KiB.
 pub const ONE_IN: u32 = 8;
 /// What each thread reads in about two seconds is read without a sample before.
 const AT_ONCE: u64 = 10 << 30;

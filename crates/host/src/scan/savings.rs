@@ -269,7 +269,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::scan::table::Table;
+    use crate::scan::table::{SHARDS, Table};
 
     fn ram() -> Vec<Range> {
         vec![Range { start: 0, len: 1 << 24 }]
@@ -290,7 +290,7 @@ mod tests {
         let blocks: Vec<Blocks> = groups.iter().map(|_| Blocks::new(&ram())).collect();
         let rules = Rules { groups, ended, blocks: &blocks };
         let mut tally = Savings::new(groups.len());
-        (0..table.shards()).for_each(|s| table.drain(s, |pages| tally.content(pages, &rules)));
+        (0..SHARDS).for_each(|s| table.drain(s, |pages| tally.content(pages, &rules)));
         (tally, blocks)
     }
 

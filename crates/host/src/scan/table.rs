@@ -11,7 +11,7 @@
 use std::sync::{Mutex, PoisonError};
 
 /// How many shards; a power of two.
-const SHARDS: usize = 256;
+pub(super) const SHARDS: usize = 256;
 /// Entries of a block: 4 KiB.
 const BLOCK: usize = 256;
 const VM_BITS: u32 = 16;
@@ -70,10 +70,6 @@ pub struct Filler<'a> {
 impl Table {
     pub fn filler(&self) -> Filler<'_> {
         Filler { table: self, open: vec![Vec::new(); SHARDS] }
-    }
-
-    pub fn shards(&self) -> usize {
-        SHARDS
     }
 
     pub fn bytes(&self) -> u64 {
@@ -163,7 +159,7 @@ mod tests {
         });
         assert!(table.bytes() < 40_000 * 16 + 4 * 256 * 4096, "{}", table.bytes());
         let mut contents = 0;
-        for shard in 0..table.shards() {
+        for shard in 0..SHARDS {
             table.drain(shard, |pages| {
                 contents += 1;
                 let vms: Vec<usize> = pages.iter().map(|e| e.vm()).collect();
@@ -192,7 +188,7 @@ mod tests {
             expected.iter_mut().for_each(|e| e.sort_unstable());
             expected.sort_unstable();
             let mut found = Vec::new();
-            for shard in 0..table.shards() {
+            for shard in 0..SHARDS {
                 table.drain(shard, |e| found.push(e.iter().map(|e| (e.vm(), e.page())).collect::<Vec<_>>()));
             }
             found.sort_unstable();

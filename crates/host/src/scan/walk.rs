@@ -24,15 +24,17 @@ use rustix::io::Errno;
 use crate::root::Root;
 use crate::sys::{Range, pagemap_scan};
 
-const PRESENT: u64 = 1 << 63;
+/// Bits of `/proc/PID/pagemap`.
+pub(crate) const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
-const FILE: u64 = 1 << 61;
-/// Mapped by nobody else.
+/// Of a file, or shared memory.
+pub(crate) const FILE: u64 = 1 << 61;
+/// No other place maps it.
 const EXCLUSIVE: u64 = 1 << 56;
 /// Page frame number; 0 where we may not know (no CAP_SYS_ADMIN).
-const PFN: u64 = (1 << 55) - 1;
+pub(crate) const PFN: u64 = (1 << 55) - 1;
 /// `/proc/kpageflags`: it is the zero page.
-const ZERO_PAGE: u64 = 1 << 24;
+pub(crate) const ZERO_PAGE: u64 = 1 << 24;
 /// `/proc/kpageflags`: KSM made it.
 const KSM: u64 = 1 << 21;
 
@@ -64,13 +66,6 @@ pub enum Listing {
     Scan,
     /// `/proc/PID/pagemap`, for kernels before 6.7.
     Entries,
-}
-
-/// What a walk over a range found besides the pages to read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Passed {
-    /// Pages merged with one that is listed: they hold no memory.
-    pub merged: u64,
 }
 
 #[derive(Debug, Default)]
@@ -120,15 +115,16 @@ impl Walker {
     }
 
     /// Adds to `runs` the pages to read of a range. Nothing where the process
-    /// has ended. `merged`: where KSM has merged some, disjoint and sorted.
+    /// has ended. `merged`: where KSM has merged some, disjoint and sorted. Returns the number of
+    /// pages merged with one that is listed: they hold no memory.
     pub fn runs(
         &mut self,
         range: Range,
         merged: &[Range],
         seen: &Seen,
         runs: &mut Runs,
-    ) -> Result<Passed> {
-        let mut passed = Passed::default();
+    ) -> Result<u64> {
+        let mut passed = 0;
         match self.listing {
             Listing::Scan => {
                 let mut held = Vec::new();
@@ -156,7 +152,7 @@ impl Walker {
         range: Range,
         seen: Option<&Seen>,
         runs: &mut Runs,
-        passed: &mut Passed,
+        passed: &mut u64,
     ) -> Result<()> {
         self.entries.resize((range.len / PAGE * 8) as usize, 0);
         let n = self.pagemap.read_at(&mut self.entries, range.start / PAGE * 8)?;
@@ -172,7 +168,7 @@ impl Walker {
                 Some(_) if pfn == 0 => push(&mut runs.shared, page),
                 Some(seen) if self.is_shared(entry, pfn) => match seen.first(pfn) {
                     true => push(&mut runs.shared, page),
-                    false => passed.merged += 1,
+                    false => *passed += 1,
                 },
                 _ => push(&mut runs.own, page),
             }
@@ -197,8 +193,8 @@ impl Walker {
     }
 }
 
-/// A word of a file of words.
-fn word(file: &File, index: u64) -> Option<u64> {
+/// The word at `index` in a file of 64-bit words.
+pub(crate) fn word(file: &File, index: u64) -> Option<u64> {
     let mut word = [0; 8];
     file.read_exact_at(&mut word, index * 8).ok()?;
     Some(u64::from_ne_bytes(word))

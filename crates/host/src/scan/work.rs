@@ -112,7 +112,7 @@ struct Worker<'j, 'a> {
     memory: Option<File>,
     buffer: Vec<u8>,
     cpu: Duration,
-    /// Whether it runs only when nobody else wants the CPU, once that is settled.
+    /// Whether it runs only when nothing else needs the CPU, once that is settled.
     idle: Option<bool>,
 }
 
@@ -240,7 +240,7 @@ impl<'j, 'a> Worker<'j, 'a> {
         let job = self.job;
         job.settle(&mut self.idle);
         let first = job.threads.fetch_add(1, Relaxed);
-        // An agent does one window at a time: where there are several VMs nobody waits.
+        // An agent does one window at a time: where there are several VMs no thread waits.
         for i in 0..job.targets.len() {
             let vm = (first + i) % job.targets.len();
             while let Some(window) = job.windows[vm].take() {
@@ -256,7 +256,7 @@ impl<'j, 'a> Worker<'j, 'a> {
                 if let Err(e) = done {
                     job.vms[vm].end(fate_of(&e, &job.targets[vm]));
                 }
-                if !self.is_alive(vm) {
+                if life(job.root, job.targets[vm].id) != Life::Alive {
                     // What was read last may be another process's.
                     job.vms[vm].end(Fate::Ended);
                 }
@@ -264,10 +264,6 @@ impl<'j, 'a> Worker<'j, 'a> {
                 job.read.fetch_add(pages.read, Relaxed);
             }
         }
-    }
-
-    fn is_alive(&self, vm: usize) -> bool {
-        life(self.job.root, self.job.targets[vm].id) == Life::Alive
     }
 
     /// Bytes that were read; `others`: processor time beside this thread's.

@@ -1,4 +1,4 @@
-//! Whether a VM's agent is spoken to, and what of QEMU's word it is told in a tick. What is
+//! Whether a VM's agent is spoken to, and what of QEMU's answers it is told in a tick. What is
 //! said to it is `agent_link.rs`'s.
 
 use std::time::Instant;
@@ -15,7 +15,7 @@ impl Vm {
         self.may_use_agent() && self.access.hands_off_ms.is_none()
     }
 
-    /// The same when nobody wants it left alone for a while.
+    /// The same where the VM is not to be left alone.
     pub(super) fn may_use_agent(&self) -> bool {
         let may = self.access.managed && !self.access.look_only;
         may && self.agent.is_some() && self.access.agent != AgentUse::Off
@@ -32,7 +32,7 @@ impl Vm {
     }
 
     /// What its agent waits for: whether other processes map its RAM.
-    pub fn asks_for_mappers(&mut self) -> Option<Question> {
+    pub fn mappers_question(&mut self) -> Option<Question> {
         let (private, vm) = (self.access.private_ram, self.process.id);
         let agent = self.agent.as_mut()?;
         let (generation, segments) = agent.wants_mappers()?;
@@ -45,7 +45,7 @@ impl Vm {
     }
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
-    /// who else discards its pages.
+    /// what else discards its pages.
     pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
         self.take_events();
         if !self.uses_agent() {

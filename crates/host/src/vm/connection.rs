@@ -19,7 +19,7 @@ use crate::qmp_balloon;
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Why a VM is let be, for people.
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
-/// A shared socket where Ebb is not served for so long is left for another one, if there is one.
+/// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;
@@ -61,7 +61,7 @@ impl Vm {
                 ));
             }
             return Err(format!(
-                "its QMP socket {} may be somebody else's: start it with a further -qmp \
+                "its QMP socket {} may be another program's: start it with a further -qmp \
                  unix:/run/NAME-ebb.qmp,server=on,wait=off, or name the socket as qmp in \
                  [vm.NAME], or set host.sockets = \"shared\"",
                 paths[0].display()
@@ -143,16 +143,16 @@ impl Vm {
         let (actual, ordered) = (of_balloon(self.actual), of_balloon(self.ordered));
         let ready = self.ready;
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().has_event(&qmp_balloon::URGENT)
-                || c.protocol()
-                    .any_event(|e| qmp_balloon::tells_more_than_ordered(e, actual, ordered))
-                || ready && c.state() == State::Failed
+            c.protocol().any_event(|e| {
+                qmp_balloon::URGENT.contains(&e.name.as_str())
+                    || qmp_balloon::tells_more_than_ordered(e, actual, ordered)
+            }) || ready && c.state() == State::Failed
         })
     }
 
     /// Closes a connection that must not be kept; whether one is still to be closed. A managed VM
     /// keeps the one through libvirt while it has no socket for Ebb.
-    pub(super) fn leaves(&mut self) -> bool {
+    pub(super) fn close_unwanted(&mut self) -> bool {
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
         let sockets = self.sockets();
         let reached = sockets.is_ok() || self.may_ask_libvirt() && through && self.is_reached();

@@ -12,7 +12,7 @@ use crate::qmp::Client;
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
 const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
-/// And when so many merged pages were copied on the host since the last look at it (16 MiB).
+/// And when this many merged pages were copied on the host since the last look at it (16 MiB).
 const LOOK_COPIES: u64 = 4096;
 /// But not before this, or a hundred times as long as a look takes, and not much later.
 const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Duration::from_secs(30));
@@ -41,7 +41,7 @@ impl Vm {
     /// Whether its mappings are to be looked at: never yet, because an order waits
     /// for it, because pages were merged or merged pages copied, or because it is time.
     /// `working`: `ksmd` is at it.
-    pub fn wants_look(
+    pub fn decide_look(
         &mut self,
         look: Option<&Look>,
         copied: Option<u64>,
@@ -76,7 +76,7 @@ impl Vm {
     }
 }
 
-/// Whether a look is due that is so old and took so much processor time.
+/// Whether a new look is due, by the age of the last and the processor time that it took.
 pub(super) fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
     let (least, times, most) = LOOK_CALM;
     let calm = (took * times).clamp(least, most);

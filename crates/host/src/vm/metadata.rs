@@ -12,7 +12,7 @@ use crate::probe::qemu::QemuProcess;
 
 /// First and longest wait before a watch that ended is begun again.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// A VM that is not of libvirt's is looked up again after so long: its pid file may come late.
+/// A VM that is not of libvirt's is looked up again after this time: its pid file may come late.
 const LOOK_UP: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]

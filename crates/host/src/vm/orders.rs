@@ -10,7 +10,7 @@ use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
-/// So often libvirt may refuse to have an interval put back.
+/// How often libvirt may refuse to have an interval put back.
 const REFUSALS: u32 = 10;
 
 impl Vm {
@@ -45,7 +45,7 @@ impl Vm {
         let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
         let over: Vec<Order> = self.orders.drain(..=at).collect();
         let to = over.last().map(|order| order.to);
-        // Nobody takes what QEMU answers to those before.
+        // QEMU's answers to those before are not taken any more.
         self.client
             .iter_mut()
             .for_each(|c| over.iter().for_each(|o| c.protocol().forget(o.command)));
@@ -146,7 +146,7 @@ impl Vm {
         }
     }
 
-    /// Takes a VM up that was only looked at, or to be let go: its interval may be another one.
+    /// Takes a VM up that was only looked at, or to be left: its interval may be another one.
     pub(super) fn take_up(&mut self) {
         let again = std::mem::replace(&mut self.was_looked_at, self.access.look_only);
         let restored = self.restoring.take();
@@ -173,7 +173,7 @@ impl Vm {
 
     /// Before its guest is asked out of turn: that takes two settings, and if the daemon ends between
     /// both, QEMU keeps the first. Notes the period to be put back.
-    pub fn may_be_kicked(&mut self) {
+    pub fn prepare_kick(&mut self) {
         if let (Some(_), Some(interval)) = (&self.device, self.interval)
             && !self.access.look_only
         {

@@ -13,8 +13,8 @@ use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 /// asked this often, and before an agent gives memory back. QEMU reads its socket byte by byte, at
 /// some nine system calls each. An ordinary tick, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
-/// Ticks in which a VM is asked that is still are so far apart at most: its guest's words are
-/// looked for from so long before the next are due.
+/// The longest time between ticks in which a still VM is asked: its guest's statistics are
+/// looked for from this time before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
 /// Statistics are late after this number of intervals: another program may have set the interval.
 const LATE: u32 = 3;

@@ -81,7 +81,6 @@ fn vm(path: std::path::PathBuf) -> Vm {
     Vm::new(
         QemuProcess {
             qmp: QmpAddress::Paths(vec![path]),
-            balloon: true,
             ..QemuProcess::plain(VmId { pid: std::process::id(), start: 0 }, "v".into())
         },
         1,

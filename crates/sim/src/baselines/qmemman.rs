@@ -49,7 +49,6 @@ impl Domain {
     }
 }
 
-/// qmemman.
 #[derive(Default)]
 pub struct Qmemman {
     /// Last orders to shrink: the target, and the size and moment last looked at.

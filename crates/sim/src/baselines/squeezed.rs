@@ -31,7 +31,6 @@ struct Progress {
     moved: Stamp,
 }
 
-/// squeezed.
 #[derive(Default)]
 pub struct Squeezed {
     progress: BTreeMap<VmId, Progress>,

@@ -15,7 +15,6 @@ const END: &str = "<!-- comparison: end -->";
 
 /// Settings of a comparison.
 pub struct Compare {
-    /// Seeds of each scenario.
     pub seeds: Range<u64>,
     /// Only these scenarios; empty: all.
     pub only: Vec<String>,

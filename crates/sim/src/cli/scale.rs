@@ -22,13 +22,10 @@ const ODD_ONE_IN: u32 = 10;
 pub struct Run {
     /// How many guests.
     pub vms: u32,
-    /// RAM of each.
     pub ram: Bytes,
     /// The host's memory.
     pub host: Bytes,
-    /// Seed.
     pub seed: u64,
-    /// Simulated seconds.
     pub seconds: u64,
 }
 

@@ -21,7 +21,6 @@ impl Guest {
         self.alloc - self.guest_swapped
     }
 
-    /// Page cache.
     pub fn cache(&self) -> Bytes {
         self.hot_cache + self.cold_cache
     }

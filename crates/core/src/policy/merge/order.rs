@@ -1,12 +1,12 @@
-//! Whom KSM may look at, when VMs are scanned, and what `ksmd` does this tick.
+//! Which VMs KSM may merge, when VMs are scanned, and what `ksmd` does this tick.
 //!
 //! KSM has one domain: it merges all that is open to it. So VMs of one share group
 //! only are open (unless the operator joins groups), and `ksmd` rests while any
-//! other is, or may be: who is new is looked at first. What the operator said of a
+//! other is, or may be: a new VM is looked at first. What the operator said of a
 //! VM comes before all: `merge = false` takes it out, `merge = true` opens it, and
 //! one of which nothing is said stays as QEMU was started.
 //!
-//! Whose merged pages are written soon after (a storm of copies) is taken out for a
+//! A VM whose merged pages are written soon after (a storm of copies) is taken out for a
 //! while, but only where the host has room for what is still merged of it: breaking
 //! merges takes memory, and VMs that boot have a claim on it first. Where there is no
 //! room it stays as it is, and no new burst begins.
@@ -26,21 +26,21 @@ use crate::sample::{Ksm, Link, MergeSample};
 use crate::state::Memory;
 use crate::units::{Bytes, PAGE, Stamp};
 
-/// A VM is taken out for so long after a storm; doubled each time.
+/// How long a VM is taken out after a storm; doubled each time.
 const STORM_MS: (u64, u64) = (60_000, 3_600_000);
 /// An order that did nothing is given again after this.
 const AGAIN_MS: u64 = 30_000;
-/// So many VMs are opened or closed in a tick: QEMU does nothing else meanwhile.
+/// Most VMs that are opened or closed in a tick: QEMU does nothing else meanwhile.
 const SWITCHES: usize = 4;
 /// A VM that has run for less is still booting: its pages will change, and are not scanned yet.
 const YOUNG_MS: u64 = 60_000;
 /// The same where the host lacks memory: a scan of pages that will change is better than a late one.
 const YOUNG_SHORT_MS: u64 = 10_000;
-/// Scans that found next to nothing make the next one wait longer, so often doubled.
+/// Scans that found next to nothing double the time to the next one, this often at most.
 const LEAN_MOST: u32 = 3;
-/// After so many looks at a few pages all is scanned again, whatever they saw.
+/// After this many looks at a few pages all is scanned again, whatever they saw.
 const LOOKS_MOST: u32 = 7;
-/// A look that finds so much changed has all scanned again.
+/// A look that finds this much changed has all scanned again.
 const CHANGED: Bytes = Bytes::mib(8);
 /// Most that a scan reads in a second.
 const SCAN_RATE: f64 = 2e9;
@@ -58,7 +58,7 @@ pub struct MergeMemory {
     pub lean: u32,
     /// What merging saved at the last tick, pages.
     pub saved: u64,
-    /// The operator's last word on all VMs.
+    /// The operator's last request for all VMs.
     pub asked: Option<bool>,
 }
 
@@ -70,7 +70,7 @@ pub struct VmMerge {
     pub was: Option<bool>,
     /// The last order, and when.
     pub ordered: Option<(Stamp, bool)>,
-    /// The operator's last word on it.
+    /// The operator's last request for it.
     pub asked: Option<bool>,
     /// What its mappings showed as merged at the last look.
     pub seen: Option<Seen>,
@@ -93,7 +93,7 @@ pub struct Seen {
 
 impl VmMerge {
     /// Takes in a look: whether merged pages were broken by writes. A page that went
-    /// in another way (a balloon that grows) was copied for nobody.
+    /// in another way (a balloon that grows) was not copied.
     pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
         let (Some((when, merged)), Some(true)) = (vm.seen, vm.open) else {
             return self.seen = None;
@@ -256,7 +256,7 @@ fn out(
 
 type Parties<'a> = (&'a Result<Option<String>, String>, &'a [(&'a VmModel, &'a MergeVm)]);
 
-/// Who is opened and closed, and what `ksmd` does.
+/// Which VMs are opened and closed, and what `ksmd` does.
 fn steer(
     model: &Model,
     memory: &Memory,
@@ -291,7 +291,7 @@ fn steer(
         }
         if let Some(out) = &out {
             // What is still merged of it, unless it must go whatever it takes: then
-            // who carries it out looks whether the memory is there.
+            // the host crate checks whether the memory is there.
             let needed = Bytes::pages(part.sample.stat.merged());
             if !out.must && open == Some(true) && room < needed {
                 let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);

@@ -13,8 +13,8 @@ use std::ops::Range;
 use super::Candidates;
 use crate::units::{Bytes, PAGE};
 
-/// Most ranges of a VM: Linux gives a process 65,530 mappings, and who checks that
-/// nothing else is open asks once for each.
+/// Most ranges of a VM: Linux gives a process 65,530 mappings, and the check that
+/// nothing else is open takes a call for each.
 pub const RANGES_MAX: usize = 4096;
 /// Pages without a duplicate that are opened rather than one range more: KSM's own memory
 /// for them is less than that for its mappings.
@@ -150,7 +150,7 @@ fn block(
     }
 }
 
-/// Joins runs no further apart than so many pages.
+/// Joins runs no further apart than `gap` pages.
 fn join(runs: &mut Vec<Run>, gap: u64) {
     runs.dedup_by(|next, run| {
         let between = (next.start - run.end) / PAGE;

@@ -85,8 +85,6 @@ pub struct Order {
     pub to: Bytes,
     /// The size when it last moved.
     pub moved_from: Bytes,
-    /// When it last moved (or was given).
-    pub moved_at: Stamp,
     /// How long it has not moved while it was looked at, milliseconds.
     pub still_ms: u64,
     /// When the first of the orders in this direction was given.
@@ -115,7 +113,7 @@ impl VmMemory {
         let cuts_short =
             self.order.is_some_and(|o| o.to < action.from && (o.to < action.to || o.cuts_short));
         let (to, moved_from) = (action.to, action.from);
-        let order = Order { to, moved_from, moved_at: at, still_ms, since, cuts_short };
+        let order = Order { to, moved_from, still_ms, since, cuts_short };
         if self.order.is_none_or(|o| !same(&o)) {
             self.rate = 0.0;
         }
@@ -279,7 +277,7 @@ impl VmMemory {
         }
     }
 
-    pub(super) fn follow_order(&mut self, at: Stamp, dt_ms: u64, actual: Option<Bytes>) {
+    pub(super) fn follow_order(&mut self, dt_ms: u64, actual: Option<Bytes>) {
         let (Some(order), Some(actual)) = (self.order.as_mut(), actual) else { return };
         let was = self.seen.and_then(|s| s.actual).unwrap_or(actual);
         if dt_ms > 0 {
@@ -299,7 +297,6 @@ impl VmMemory {
             self.stuck_until = None;
         } else if actual.abs_diff(order.moved_from) >= Bytes::mib(1) {
             order.moved_from = actual;
-            order.moved_at = at;
             order.still_ms = 0;
         } else {
             // A tick that came late has not looked meanwhile.

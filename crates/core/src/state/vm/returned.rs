@@ -1,7 +1,7 @@
 //! What came back to the host of a VM, by what took it, and what its VMM holds itself.
 //!
-//! A new mechanism that frees memory takes its part here, the surest first; what is left is
-//! free page reporting's, or nobody's.
+//! A new mechanism that frees memory takes its part here, the surest first; what is left
+//! counts as free page reporting's, or as other.
 
 use serde::{Deserialize, Serialize};
 

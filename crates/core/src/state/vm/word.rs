@@ -1,8 +1,8 @@
-//! The guest's word: which of its two voices is heard, when it spoke, how fast its numbers move,
+//! The guest's statistics: which of the two sources counts, when they came, how fast they move,
 //! and what in them contradicts what is known.
 //!
-//! How long a word, a rate or a doubt lives is set here; what is believed of it is reckoned in
-//! `model/guest.rs`.
+//! How long statistics, a rate or a doubt count is set here; what is believed of them is decided
+//! in `model/guest.rs`.
 
 use serde::{Deserialize, Serialize};
 

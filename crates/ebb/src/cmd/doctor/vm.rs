@@ -6,10 +6,11 @@
 use ebb_core::model::Standing;
 use ebb_core::sample::{AgentSample, Link, SharedSocket};
 use ebb_core::text::in_command;
+use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
 use ebb_host::probe::managers::{proxmox_id, proxmox_sets_balloon};
-use ebb_host::probe::process::read_smaps_rollup;
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
+use ebb_host::probe::regions::{Region, read_smaps};
 use ebb_host::root::Root;
 
 use super::{Check, Verdict, check};
@@ -185,12 +186,14 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
 }
 
 /// Huge pages behind guest RAM: what is partly given back still counts as
-/// resident elsewhere, so it is worth knowing. Reads `smaps_rollup`, which is
-/// too dear for every tick.
+/// resident elsewhere, so it is worth knowing. Reads `smaps`, which takes
+/// too long for every tick.
 pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
-    let maps = read_smaps_rollup(root, vm.pid).ok()??;
-    let found = format!("{} resident, {} of it in huge pages", maps.rss, maps.anon_huge);
-    let merged = if maps.ksm.0 > 0 { format!(", {} merged", maps.ksm) } else { String::new() };
+    let regions = read_smaps(root, vm.pid).ok()??;
+    let sum = |of: fn(&Region) -> Bytes| regions.iter().map(of).sum::<Bytes>();
+    let (resident, huge, merged) = (sum(|r| r.resident), sum(|r| r.huge), sum(|r| r.ksm));
+    let found = format!("{resident} resident, {huge} of it in huge pages");
+    let merged = if merged.0 > 0 { format!(", {merged} merged") } else { String::new() };
     Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
 }
 

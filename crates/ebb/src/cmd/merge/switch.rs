@@ -158,7 +158,7 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
     switch(config, names, true)
 }
 
-/// Opens VMs to KSM or takes them out, and says what came of each.
+/// Opens VMs to KSM or takes them out, and prints the result for each.
 pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
     let root = Root::default();
     let (mut changed, mut failed) = (false, Vec::new());

@@ -195,8 +195,8 @@ fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
     };
     let mut daemon = Daemon::new(address);
     let now = Instant::now();
-    assert!(!daemon.is_left(now));
-    assert!(!daemon.is_left(now + IDLE / 2));
+    assert!(!daemon.count_idle(now));
+    assert!(!daemon.count_idle(now + IDLE / 2));
     assert_eq!(daemon.due(now), Some(IDLE));
-    assert!(daemon.is_left(now + IDLE));
+    assert!(daemon.count_idle(now + IDLE));
 }

@@ -56,7 +56,7 @@ fn scene_with(intervals: &str) -> Scene {
 impl Scene {
     fn order(&mut self, to: u64, gives: bool, wait: Duration) -> Result<(), ActError> {
         let order = BalloonOrder { vm: self.vm, to: Bytes::mib(to), gives };
-        self.host.set_balloons_within(&[order], wait).remove(0)
+        self.host.set_balloons(&[order], wait).remove(0)
     }
 
     fn orders(&self) -> Vec<u64> {

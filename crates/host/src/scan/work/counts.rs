@@ -10,6 +10,7 @@ use super::{Job, Round, VmState, Worker};
 use crate::scan::page_hashes::tag;
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::savings::{Blocks, Rules, Savings, VmTally};
+use crate::scan::table::SHARDS;
 use crate::scan::{Changes, Fate, Pages, Target, VmResult};
 
 impl Worker<'_, '_> {
@@ -77,7 +78,7 @@ impl Job<'_> {
                     let mut tally = Savings::new(self.targets.len());
                     loop {
                         let (shard, before) = (next.fetch_add(1, Relaxed), thread_cpu());
-                        if shard >= self.table.shards() {
+                        if shard >= SHARDS {
                             break;
                         }
                         self.table.drain(shard, |pages| tally.content(pages, &rules));
@@ -92,7 +93,7 @@ impl Job<'_> {
             let split = all.vms[vm].split(state.pages().zero);
             all.split.zero += split.zero;
         }
-        // Whose lines are alone is alone.
+        // A page whose lines have no duplicate has none.
         let alone = self.by_lines.load(Relaxed) as f64;
         all.moments.pages += alone;
         all.moments.distinct += alone;

@@ -117,7 +117,7 @@ fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> 
     Ok(done)
 }
 
-/// Pieces of a run, so large at most.
+/// Pieces of a run, of `most` bytes at most.
 pub(super) fn cut(run: Range, most: usize) -> impl Iterator<Item = Range> {
     (run.start..run.end())
         .step_by(most)

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Worker;
 use super::windows::SAMPLE;
 use crate::scan::agents::HashLink;
-use crate::scan::walk::{Passed, Runs, Walker};
+use crate::scan::walk::{Runs, Walker};
 use crate::scan::{Changes, Pages};
 use crate::sys::Range;
 
@@ -36,8 +36,7 @@ impl Worker<'_, '_> {
         runs.clear();
         let chosen = if look { job.glances(vm, window) } else { vec![window] };
         for part in chosen {
-            let Passed { merged } = walker.runs(part, &target.merged, &job.seen, &mut runs)?;
-            pages.merged += merged;
+            pages.merged += walker.runs(part, &target.merged, &job.seen, &mut runs)?;
         }
         pages.held += runs.pages();
         if job.options.one_in > 1 && !look {

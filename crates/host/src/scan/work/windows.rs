@@ -16,7 +16,7 @@ pub(super) const WINDOW: u64 = 32 << 20;
 pub(super) const GENTLE_WINDOW: u64 = 2 << 20;
 /// What is copied at a time: fits the second-level cache.
 pub(super) const PIECE: usize = 1 << 20;
-/// The same where nobody is to notice: ten to thirty microseconds.
+/// The same for gentle work: ten to thirty microseconds.
 pub(super) const GENTLE_PIECE: usize = 64 << 10;
 /// The same where only lines are read.
 pub(super) const GENTLE_LINES: usize = 512 << 10;

@@ -368,7 +368,7 @@ fn an_interval_that_was_left_at_none_is_set_again_and_not_taken_for_the_managers
     vm.interval_s = 2;
     (0..4).for_each(|_| drop(visit(&mut vm)));
     qemu.0.lock().unwrap().sets = Some(1);
-    vm.may_be_kicked();
+    vm.prepare_kick();
     vm.kick(Stamp(1));
     visit(&mut vm);
     assert_eq!(qemu.0.lock().unwrap().interval, 0, "the second setting was not carried out");

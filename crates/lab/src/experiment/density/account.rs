@@ -175,7 +175,6 @@ mod tests {
             range: Range { start, len: mib << 20 },
             plain: start < 6 << 30,
             resident: Bytes::mib(mib),
-            swap: Bytes::ZERO,
             ksm: Bytes::ZERO,
             huge: Bytes::ZERO,
             mergeable: false,

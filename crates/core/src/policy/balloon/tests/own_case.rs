@@ -42,7 +42,6 @@ fn an_order_that_moves_nothing_is_withdrawn_and_one_under_way_is_waited_for() {
         order: Some(Order {
             to: Bytes::mib(to),
             moved_from: Bytes::mib(1024),
-            moved_at: Stamp(NOW.0 - age),
             still_ms: age,
             since: Stamp(NOW.0 - age),
             cuts_short: false,
@@ -96,7 +95,6 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
     let moves = |to: u64| crate::state::Order {
         to: Bytes::mib(to),
         moved_from: Bytes::mib(900),
-        moved_at: at,
         still_ms: 0,
         since: at,
         cuts_short: false,
@@ -126,7 +124,6 @@ fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_
         let order = Order {
             to: Bytes::mib(512),
             moved_from: Bytes::mib(700),
-            moved_at: Stamp(NOW.0 - 500),
             still_ms: 500,
             since: Stamp(NOW.0 - 4_000),
             cuts_short: false,

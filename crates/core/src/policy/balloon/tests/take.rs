@@ -291,7 +291,6 @@ fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
         let order = Order {
             to: Bytes::mib(600),
             moved_from: Bytes::mib(1024),
-            moved_at: Stamp(NOW.0 - still_ms),
             still_ms,
             since: Stamp(NOW.0 - 4_000),
             cuts_short: false,
