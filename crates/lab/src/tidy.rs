@@ -25,6 +25,10 @@ const BUILD_FILES: &[&str] =
 
 /// The document whose tables say what Ebb does when something fails.
 const FAILURES: &str = "docs/failures.md";
+/// The document that says in which file what is, and where that begins.
+const MAP: (&str, &str) = ("ARCHITECTURE.md", "### From a sample");
+/// Characters in a line of prose. Tables, code and what programs print may have more.
+const PROSE_MAX: usize = 120;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
@@ -65,8 +69,9 @@ pub fn count(root: &Path) -> Result<Count, LabError> {
 pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
     let mut findings = Vec::new();
     let (mut tables, mut code) = (String::new(), String::new());
-    let mut documents = Vec::new();
+    let (mut documents, mut paths) = (Vec::new(), Vec::new());
     for (path, text) in texts(root)? {
+        paths.push(path.clone());
         check(&path, &text, &mut findings);
         if path == FAILURES {
             tables.clone_from(&text);
@@ -78,8 +83,54 @@ pub fn check_repository(root: &Path) -> Result<Vec<Finding>, LabError> {
         }
     }
     findings.extend(tests_named(&tables, &code));
-    documents.iter().for_each(|(path, text)| findings.extend(tests_meant(path, text, &code)));
+    for (path, text) in &documents {
+        findings.extend(tests_meant(path, text, &code));
+        if path == MAP.0 {
+            findings.extend(paths_named(text, &paths));
+        }
+    }
     Ok(findings)
+}
+
+/// Each path that the map of the code names is there. A path begins with a crate, `guest/` or
+/// `packaging/`; one that does not is in the `src/` of the crate before it, and a name alone in the
+/// directory of the path before it.
+fn paths_named(map: &str, paths: &[String]) -> Vec<Finding> {
+    let is_path = |word: &&str| {
+        let ends = [".rs", ".c", ".h", ".toml", "/"].iter().any(|end| word.ends_with(end));
+        ends && word.chars().all(|c| c.is_ascii_alphanumeric() || "._-/".contains(c))
+    };
+    let below = |folder: &str| {
+        paths.iter().any(|p| p.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/')))
+    };
+    let is_there = |path: &str| below(path) || paths.iter().any(|p| p == path);
+    let (mut of_crate, mut folder) = (String::new(), String::new());
+    let mut findings = Vec::new();
+    let lines = map.lines().enumerate().skip_while(|(_, l)| !l.starts_with(MAP.1));
+    for (i, line) in lines.take_while(|(_, l)| !l.starts_with("## ")) {
+        if !line.starts_with(' ') {
+            (of_crate, folder) = (String::new(), String::new());
+        }
+        for word in line.split('`').skip(1).step_by(2).filter(is_path) {
+            let name = word.trim_end_matches('/');
+            let path = match word.split_once('/') {
+                Some((first, _)) if below(&format!("crates/{first}")) => {
+                    of_crate = first.into();
+                    format!("crates/{name}")
+                }
+                Some(("guest" | "packaging", _)) => name.into(),
+                Some((_, rest)) if !rest.is_empty() => format!("crates/{of_crate}/src/{name}"),
+                _ => format!("{folder}/{name}"),
+            };
+            if !is_there(&path) {
+                let what = format!("there is no {path}");
+                findings.push(Finding { path: MAP.0.into(), line: i + 1, what });
+            }
+            let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+            folder = if word.ends_with('/') { path } else { parent.into() };
+        }
+    }
+    findings
 }
 
 /// A document's words that can only be a test's name are one. Metrics and what is QEMU's begin
@@ -123,9 +174,15 @@ pub fn check(path: &str, text: &str, findings: &mut Vec<Finding>) {
         findings.push(Finding { path: path.into(), line, what: what.into() });
     };
     let markdown = path.ends_with(".md");
+    let mut prose = markdown;
     for (i, line) in text.lines().enumerate() {
         if line.ends_with([' ', '\t']) && !markdown {
             found(i + 1, "blanks at the end of the line");
+        }
+        prose ^= markdown && line.starts_with("```");
+        let other = line.starts_with(['|', '<']) || line.starts_with("    ");
+        if prose && !other && line.chars().count() > PROSE_MAX {
+            found(i + 1, "a line of prose has at most 120 characters");
         }
     }
     if path.ends_with(".rs") {
@@ -258,10 +315,31 @@ mod tests {
     }
 
     #[test]
+    fn a_path_that_the_map_of_the_code_names_is_there() {
+        let paths = ["crates/core/src/policy/a.rs", "crates/core/src/b.rs", "guest/c.c"];
+        let paths: Vec<String> = paths.map(String::from).into();
+        let found = |text: &str| {
+            let map = format!("`x.rs`\n### From a sample\n{text}\n## Invariants\n`x.rs`\n");
+            paths_named(&map, &paths).iter().map(|f| f.what.clone()).collect::<Vec<_>>()
+        };
+        let good =
+            "1. `core/src/policy/` has `a.rs` (`decide`), then `b.rs`\n   is `core/src/b.rs`,";
+        assert_eq!(found(good), ["there is no crates/core/src/policy/b.rs"]);
+        assert_eq!(found("| `core/src/b.rs`; `policy/a.rs`; `guest/c.c` |"), [""; 0]);
+        assert_eq!(
+            found("| `core/src/b.rs` |\n| `policy/a.rs` |"),
+            ["there is no crates//src/policy/a.rs"]
+        );
+    }
+
+    #[test]
     fn a_clean_file_has_no_findings() {
         let text =
             "//! Good.\n#![deny(unsafe_code)]\n// unsafe in a comment\nlet s = \"unsafe {\";\n";
         assert_eq!(findings("crates/core/src/x.rs", text), [""; 0]);
+        let long = "x".repeat(PROSE_MAX + 1);
+        let text = format!("|{long}|\n```\n{long}\n```\n    {long}\n");
+        assert_eq!(findings("docs/x.md", &text), [""; 0]);
     }
 
     #[test]
@@ -276,6 +354,7 @@ mod tests {
             ("crates/core/src/x.rs", &todo, "todo! is left"),
             ("crates/core/src/x.rs", &long, "longer than 600"),
             ("guest/tool/x.c", "int x;\n", "SPDX"),
+            ("docs/x.md", &"x".repeat(PROSE_MAX + 1), "120 characters"),
             ("guest/Kbuild", "X := https://x.example\n", "names no host"),
             ("crates/lab/tests/vm_x.rs", "//! x\n#[test]\nfn boots() {}\n", "vm_ in its name"),
         ] {
