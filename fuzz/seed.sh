@@ -6,7 +6,7 @@ cd "$(dirname "$0")"
 for target in proc_text qemu_cmdline qmp_stream guest_stats guest_lines config replay guest_header guest_map \
 	agent_requests agent_replies page_hashes libvirt_stream; do mkdir -p "corpus/$target"; done
 
-# proc_text: the first byte chooses the parser (modulo 22).
+# proc_text: the first byte chooses the parser (modulo 23).
 put() { { printf "$1"; cat; } >"corpus/proc_text/$2"; }
 put '\000' meminfo </proc/meminfo
 put '\001' vmstat </proc/vmstat
