@@ -276,9 +276,10 @@ impl Engine {
         let rests = |vm: &&VmModel| at_rest(vm, rest_ms).is_some_and(lately);
         // Only where there are too many to ask all of them in time.
         let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
-        let told = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
-        let calm =
-            |vm: &&VmModel| told(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some();
+        let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
+        let calm = |vm: &&VmModel| {
+            by_module(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some()
+        };
         Next {
             at,
             resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect(),

@@ -259,13 +259,13 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// What it cannot do without.
     need: Option<Bytes> = m.guest.map(|g| g.need);
     /// The memory that its guest says it manages, what of it is free, and what page cache.
-    guest_total: Option<Bytes> = s.balloon.as_ref().and_then(|b| b.guest).and_then(|g| g.total);
-    guest_free: Option<Bytes> = s.balloon.as_ref().and_then(|b| b.guest).and_then(|g| g.free);
-    guest_caches: Option<Bytes> = s.balloon.as_ref().and_then(|b| b.guest).and_then(|g| g.caches);
-    stats_age_ms: Option<u64> = s.balloon.as_ref().and_then(|b| b.guest).map(|g| g.age_ms);
+    guest_total: Option<Bytes> = s.guest_stats().and_then(|g| g.total);
+    guest_free: Option<Bytes> = s.guest_stats().and_then(|g| g.free);
+    guest_caches: Option<Bytes> = s.guest_stats().and_then(|g| g.caches);
+    stats_age_ms: Option<u64> = s.guest_stats().map(|g| g.age_ms);
     /// Its guest is Windows, by its statistics.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    windows: bool = s.balloon.as_ref().and_then(|b| b.guest).is_some_and(|g| g.is_windows);
+    windows: bool = s.guest_stats().is_some_and(|g| g.is_windows);
     reporting: Option<bool> = s.balloon.as_ref().and_then(|b| b.reporting);
     /// The guest's driver may free balloon pages before its OOM killer runs.
     deflate_on_oom: Option<bool> = s.balloon.as_ref().and_then(|b| b.deflate_on_oom);

@@ -149,7 +149,7 @@ pub(super) fn standing(
         ));
     }
     if model.guest.is_none() {
-        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        let stats = vm.guest_stats();
         return give_only(match stats {
             None => "its guest sends no statistics: no balloon driver, or not up yet".into(),
             Some(s) if s.age_ms > STALE_MS && s.available.or(s.free).is_some() => {

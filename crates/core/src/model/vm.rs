@@ -193,7 +193,7 @@ impl VmModel {
         };
         let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {
             // Not observed: as it stands in the sample.
-            vm.balloon.as_ref().and_then(|b| b.guest)
+            vm.guest_stats()
         });
         if let (Some(actual), Some(stats)) = (actual, stats) {
             let rates = remembered.and_then(|m| m.rates_at(sample.at));

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{AgentSample, BalloonSample, MergeSample};
+use super::{AgentSample, BalloonSample, GuestStats, MergeSample};
 use crate::config::Metadata;
 use crate::units::Bytes;
 
@@ -134,6 +134,11 @@ impl VmSample {
     /// migrated into the other.
     pub fn given_name(&self) -> &str {
         self.given.as_deref().unwrap_or(&self.name)
+    }
+
+    /// The statistics of its guest, by its balloon.
+    pub fn guest_stats(&self) -> Option<GuestStats> {
+        self.balloon.as_ref()?.guest
     }
 }
 

@@ -140,7 +140,7 @@ fn held_for(vm: &Vm) -> Option<String> {
     Some(said)
 }
 
-/// What of a VM's resident memory is merged. KSM's pages of zeros are not resident.
+/// What of a VM's resident memory is merged. Zero pages that KSM found are not resident.
 fn merged_now(m: &MergeSample) -> Bytes {
     m.seen.map_or(Bytes::pages(m.stat.merging_pages.unwrap_or(0)), |(_, merged)| merged)
 }

@@ -22,13 +22,7 @@ impl LinuxHost {
         self.vms.iter_mut().for_each(|(id, vm)| vm.ask(started, at, resting.contains(id)));
         // From here: what reading took is not QEMU's doing.
         let deadline = Instant::now() + self.options.deadline;
-        // A balloon that was just found is asked at once, and then set up.
-        for _ in 0..3 {
-            poll_all(&mut clients(&mut self.vms), deadline);
-            if !self.vms.values_mut().map(Vm::hear).fold(false, |a, b| a | b) {
-                break;
-            }
-        }
+        self.hear_vms(|_| true, deadline);
         for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
             if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
                 vm.withdraw();
@@ -40,26 +34,30 @@ impl LinuxHost {
     /// Asks QEMU what can write to a VM's memory where an agent is to give some back and that was
     /// not asked in this tick. The order goes out when QEMU has answered.
     pub(super) fn query_for_orders(&mut self) {
-        let waits = |vm: &&mut Vm| vm.agent.as_ref().is_some_and(AgentLink::order_waits);
+        let waits = |vm: &Vm| vm.agent.as_ref().is_some_and(AgentLink::order_waits);
+        if !self.vms.values().any(waits) {
+            return;
+        }
         let (now, at) = (Instant::now(), LinuxHost::now());
-        self.vms.values_mut().filter(waits).for_each(|vm| vm.ask(now, at, false));
+        self.vms.values_mut().filter(|vm| waits(vm)).for_each(|vm| vm.ask(now, at, false));
         let deadline = now + self.options.deadline;
-        // Devices that have changed take a second question.
-        for _ in 0..2 {
-            let mut waiting: Vec<&mut Vm> = self.vms.values_mut().filter(waits).collect();
-            if waiting.is_empty() {
-                return;
-            }
-            let mut clients: Vec<_> =
-                waiting.iter_mut().filter_map(|vm| vm.client.as_mut()).collect();
+        self.hear_vms(waits, deadline);
+        let keep_open = self.keeps_open();
+        self.vms.values_mut().filter(|vm| waits(vm)).for_each(|vm| vm.ask_agent(now, keep_open));
+        self.hear_agents(now);
+    }
+
+    /// Takes the answers of these VMs, and asks what follows from them: a balloon that was just found
+    /// is asked at once, and then set up.
+    fn hear_vms(&mut self, which: impl Fn(&Vm) -> bool, deadline: Instant) {
+        for _ in 0..3 {
+            let mut vms: Vec<&mut Vm> = self.vms.values_mut().filter(|vm| which(vm)).collect();
+            let mut clients: Vec<_> = vms.iter_mut().filter_map(|vm| vm.client.as_mut()).collect();
             poll_all(&mut clients, deadline);
-            if !waiting.into_iter().map(Vm::hear).fold(false, |a, b| a | b) {
+            if !vms.into_iter().map(Vm::hear).fold(false, |a, b| a | b) {
                 break;
             }
         }
-        let keep_open = self.keeps_open();
-        self.vms.values_mut().filter(waits).for_each(|vm| vm.ask_agent(now, keep_open));
-        self.hear_agents(now);
     }
 
     /// The agents answer in microseconds, unless they are at work. One that was just

@@ -23,9 +23,9 @@ mod page_hashes;
 pub mod rate_limit;
 pub mod sampling;
 mod savings;
+mod steps;
 pub mod table;
 pub mod walk;
-mod work;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -263,7 +263,7 @@ impl Scanner {
             }
         }
         let pace = Pace::new(options.limits, options.dial.clone());
-        let mut job = work::Job::new(self, targets, options, &pace);
+        let mut job = steps::Job::new(self, targets, options, &pace);
         let watch = |done: &dyn Fn() -> bool| self.watch(&pace, done);
         let table = job.read(threads, watch);
         let cpu_reading = pace.cpu();

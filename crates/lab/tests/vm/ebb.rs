@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
+use ebb_host::qmp_balloon;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::image::Kernel;
@@ -55,17 +56,14 @@ fn start_holding(name: &str, kernel: Kernel, arena: &Arena) -> Vm {
 /// Has a guest say anew how it is. QEMU keeps what it said when it booted, and for five seconds
 /// Ebb believes that.
 fn renew_word(vm: &Vm) {
-    let of = |property: &str| json!({"path": "/machine/peripheral/balloon0", "property": property});
-    let interval = |seconds: u64| {
-        let mut set = of("guest-stats-polling-interval");
-        set["value"] = json!(seconds);
-        vm.qmp("qom-set", Some(set)).unwrap();
-    };
-    let updated = || vm.qmp("qom-get", Some(of("guest-stats"))).unwrap()["last-update"].as_u64();
+    const BALLOON: &str = "/machine/peripheral/balloon0";
+    let set = |arguments| drop(vm.qmp("qom-set", Some(arguments)).unwrap());
+    let stats = || vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS))).unwrap();
     let asked = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    interval(1);
-    vm.wait_for("a new word", MINUTE, |_| (updated() > Some(asked)).then_some(())).unwrap();
-    interval(0);
+    let renewed = || (stats()["last-update"].as_u64() > Some(asked)).then_some(());
+    qmp_balloon::ask_now(BALLOON, 1).into_iter().for_each(set);
+    vm.wait_for("a new word", MINUTE, |_| renewed()).unwrap();
+    set(qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(0)));
 }
 
 fn bytes(v: &Value, key: &str) -> u64 {

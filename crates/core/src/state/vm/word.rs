@@ -99,7 +99,7 @@ impl VmMemory {
     /// From the source that is fresher: the module's facts while they move, else the
     /// balloon's statistics.
     fn heard(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
-        let stats = vm.balloon.as_ref().and_then(|b| b.guest);
+        let stats = vm.guest_stats();
         let Some((changed, _)) = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS) else {
             return stats;
         };

@@ -1,7 +1,7 @@
 //! The threads of a scan: rounds, the work of a thread, and what goes wrong with it.
 //!
 //! A [`Job`] is one scan; in each of its rounds every [`Worker`] takes window after window. What
-//! stands here is what they share; the steps have files of their own in `work/`.
+//! stands here is what they share; the steps have files of their own in `steps/`.
 
 mod asked;
 mod counts;
