@@ -2,12 +2,15 @@
 //! interface, systemd's readiness. Looks at no VM of this machine
 //! (`vms = "listed"` and none is).
 
+mod common;
+
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Duration;
+
+use common::Notify;
 
 fn ebb(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_ebb")).args(args).output().unwrap()
@@ -36,21 +39,15 @@ impl Daemon {
     }
 
     fn start_as(mut ebb: Command, dir: &Path, config: &str) -> Daemon {
-        let notify = dir.join("notify");
-        let socket = UnixDatagram::bind(&notify).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let notify = Notify::bind(dir);
         let child = ebb
             .args(["run", "--config", config])
-            .env("NOTIFY_SOCKET", &notify)
+            .env("NOTIFY_SOCKET", &notify.path)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let daemon = Daemon(child);
-        let mut text = [0; 200];
-        // The watchdog is told of the first tick before that.
-        while !text.starts_with(b"READY=1") {
-            socket.recv(&mut text).expect("READY=1 from the daemon");
-        }
+        notify.await_ready().expect("READY=1 from the daemon");
         daemon
     }
 

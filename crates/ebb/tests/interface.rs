@@ -2,14 +2,17 @@
 //! connections, foreign names, floods of requests. Looks at no VM of this machine
 //! (`vms = "listed"` and none is).
 
+mod common;
+
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+use common::Notify;
 use serde_json::Value;
 
 /// Waits for what must come; a machine that is busy is slow.
@@ -45,8 +48,7 @@ impl Daemon {
              listen = \"127.0.0.1:{port}\"\n"
         );
         std::fs::write(dir.path().join("ebb.toml"), text).unwrap();
-        let socket = UnixDatagram::bind(dir.path().join("notify")).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let notify = Notify::bind(dir.path());
         let mut command = match descriptors {
             None => Command::new(env!("CARGO_BIN_EXE_ebb")),
             Some(n) => {
@@ -58,18 +60,14 @@ impl Daemon {
         let child = command
             .args(["run", "--config"])
             .arg(dir.path().join("ebb.toml"))
-            .env("NOTIFY_SOCKET", dir.path().join("notify"))
+            .env("NOTIFY_SOCKET", &notify.path)
             .stderr(File::create(dir.path().join("log")).unwrap())
             .spawn()
             .unwrap();
         let daemon = Daemon { child, dir, port };
-        let mut ready = [0; 200];
-        // The watchdog is told of the first tick before that.
-        while !ready.starts_with(b"READY=1") {
-            if let Err(e) = socket.recv(&mut ready) {
-                let log = std::fs::read_to_string(daemon.dir.path().join("log"));
-                panic!("no READY=1 from the daemon: {e}; it said: {log:?}");
-            }
+        if let Err(e) = notify.await_ready() {
+            let log = std::fs::read_to_string(daemon.dir.path().join("log"));
+            panic!("no READY=1 from the daemon: {e}; it said: {log:?}");
         }
         daemon
     }
