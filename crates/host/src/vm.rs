@@ -160,10 +160,14 @@ pub(crate) struct Vm {
     /// Its size at the last sample, and what it was told last.
     actual: Option<Bytes>,
     pub ordered: Option<Bytes>,
+    /// When its balloon was last seen to move, and whether its size was asked for in this tick.
+    moved: Option<Instant>,
+    size_asked: bool,
     /// When the guest's last words came.
     heard: Heard,
-    /// When it was last asked out of turn.
+    /// When it was last asked out of turn, and whether its answer to that was seen.
     kicked: Stamp,
+    answered: bool,
     /// Its guest is to be asked out of turn at the next visit of a shared socket, and was at the
     /// last one.
     to_kick: bool,

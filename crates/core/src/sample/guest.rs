@@ -93,6 +93,11 @@ impl Heard {
         self.seen = Some((words, at));
     }
 
+    /// The words seen last.
+    pub fn last(&self) -> Option<GuestStats> {
+        self.seen.map(|(words, _)| words)
+    }
+
     /// How old the words seen last are at most, milliseconds: by the wall clock (not
     /// where that was set back to before they came), or by when others were seen,
     /// whichever is younger.

@@ -75,9 +75,11 @@ impl Vm {
                 if self.answers.actual != Some(b) && !std::mem::replace(&mut self.ram_asked, true) {
                     self.send(Ask::MemorySize, "query-memory-size-summary", None);
                 }
-                let at = Some(Instant::now());
-                (self.answers.actual, self.answers.actual_at) = (Some(b), at);
-                self.answers.actual_new = true;
+                if self.answers.actual != Some(b) {
+                    self.moved = Some(Instant::now());
+                }
+                self.answers.actual = Some(b);
+                self.see_size();
             }),
             Ask::MemorySize => qmp_balloon::parse_memory_size(&value).map(|(base, plugged)| {
                 self.base = base;
@@ -99,6 +101,12 @@ impl Vm {
         if let Err(e) = checked {
             self.answers.problems.push(("qmp".into(), e.to_string()));
         }
+    }
+
+    /// The size that is known is the one that it has now.
+    fn see_size(&mut self) {
+        self.answers.actual_at = Some(Instant::now());
+        self.answers.actual_new = self.answers.actual.is_some();
     }
 
     /// Takes in what is plugged. An order under way still means the same size of the balloon.
@@ -144,8 +152,14 @@ impl Vm {
                     self.heard = Heard::default();
                     self.events.push(VmEvent::Reset);
                 }
+                let of_guest = guest.zip(self.heard.last());
+                let are_new = of_guest.is_some_and(|(words, last)| words != last);
+                self.answered |= are_new && self.asked_at > self.kicked;
                 guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
                 self.answers.guest = guest;
+                if !self.size_asked && !self.any_event(|e| e.name == BALLOON_CHANGE) {
+                    self.see_size();
+                }
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
                 self.answers.problems.extend(problems);
             }
@@ -162,7 +176,7 @@ impl Vm {
                     self.reporting = None;
                     self.device = self.found.take();
                     self.owed = DETAILS.to_vec();
-                    self.ask_balloon();
+                    self.ask_balloon(true);
                 }
             }
             _ => {}
@@ -178,6 +192,9 @@ impl Vm {
             }
             if event.name == "RESET" {
                 self.heard = Heard::default();
+            }
+            if event.name == BALLOON_CHANGE {
+                self.moved = Some(Instant::now());
             }
             // One that came while the tick asked may tell more than its answers.
             if event.name != BALLOON_CHANGE {

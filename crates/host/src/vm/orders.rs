@@ -181,8 +181,8 @@ impl Vm {
         }
     }
 
-    /// Has QEMU ask the guest now. What the guest has said before is looked at, so that its
-    /// answer can be told from that.
+    /// Has QEMU ask the guest now. What the guest has said before is known or looked at, so that
+    /// its answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
         let (Some(device), Some(interval)) = (self.device.clone(), self.interval) else { return };
         if self.access.look_only || self.usable().is_err() {
@@ -192,8 +192,13 @@ impl Vm {
             self.to_kick = true;
             return;
         }
-        self.kicked = at;
-        self.get(Ask::StatsBefore, qmp_balloon::STATS);
+        // Between its answer and QEMU's next question a guest says nothing.
+        let silent = self.answered && at.since(self.kicked) < interval.saturating_mul(1000);
+        match self.heard.last().filter(|_| silent) {
+            Some(words) => self.heard.see(at, words),
+            None => self.get(Ask::StatsBefore, qmp_balloon::STATS),
+        }
+        (self.kicked, self.answered) = (at, false);
         let Some(client) = &mut self.client else { return };
         for set in qmp_balloon::ask_now(&device, interval) {
             if let Ok(id) = client.send("qom-set", Some(set)) {

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::{Ask, Vm};
 use crate::agent_link::AgentLink;
+use crate::qmp::Event;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// How a VM runs, whether it migrates, what RAM it has, and with an agent what can write to that is
@@ -20,6 +21,8 @@ const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
 const LATE: u32 = 3;
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);
+/// QEMU tells of a move of the balloon within this time, and a margin.
+const TOLD_WITHIN: Duration = Duration::from_millis(1500);
 /// The event that a balloon has moved.
 pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
 /// Devices and RAM size are looked up this often without any event.
@@ -45,7 +48,12 @@ impl Vm {
             || self.to_kick
             || self.agent_awaits()
             || self.ran_asked.is_none_or(|at| now - at >= RARELY)
-            || self.client.as_mut().is_some_and(|c| c.protocol().any_event(|_| true))
+            || self.any_event(|_| true)
+    }
+
+    /// Whether QEMU has told such an event that was not taken yet.
+    pub(super) fn any_event(&mut self, is: impl FnMut(&Event) -> bool) -> bool {
+        self.client.as_mut().is_some_and(|c| c.protocol().any_event(is))
     }
 
     pub(super) fn questions(&mut self, now: Instant) {
@@ -69,7 +77,8 @@ impl Vm {
         }
         if self.ready {
             self.check_interval(now);
-            self.ask_balloon();
+            let size = anew || self.may_have_moved(now);
+            self.ask_balloon(size);
         }
         let shared = self.is_shared();
         self.was_kicked = shared && self.ready && std::mem::take(&mut self.to_kick);
@@ -93,8 +102,7 @@ impl Vm {
 
     /// Whether QEMU has told of anything but a balloon that moves.
     fn has_news(&mut self) -> bool {
-        let client = self.client.as_mut();
-        client.is_some_and(|c| c.protocol().any_event(|e| e.name != BALLOON_CHANGE))
+        self.any_event(|e| e.name != BALLOON_CHANGE)
     }
 
     /// Where a running guest's statistics are late, QEMU is asked how often it asks for them.
@@ -109,11 +117,26 @@ impl Vm {
         }
     }
 
-    pub(super) fn ask_balloon(&mut self) {
+    /// Whether its balloon may have another size than at the last answer. QEMU tells each move, by
+    /// an event a second at most.
+    fn may_have_moved(&mut self, now: Instant) -> bool {
+        let tells = self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared());
+        !tells
+            || self.answers.actual.is_none()
+            || self.ordered.is_some()
+            || !self.orders.is_empty()
+            || self.moved.is_some_and(|at| now - at < TOLD_WITHIN)
+            || self.any_event(|e| e.name == BALLOON_CHANGE)
+    }
+
+    pub(super) fn ask_balloon(&mut self, size: bool) {
         if self.device.is_none() {
             return;
         }
-        self.send(Ask::Balloon, "query-balloon", None);
+        self.size_asked = size;
+        if size {
+            self.send(Ask::Balloon, "query-balloon", None);
+        }
         self.get(Ask::Stats, qmp_balloon::STATS);
         for ask in self.owed.clone() {
             let property = match ask {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use serde_json::{Value, json};
 
 use super::merging::look_is_due;
-use super::questions::RARELY;
+use super::questions::{BALLOON_CHANGE, RARELY};
 use super::*;
 use crate::probe::qemu::QmpAddress;
 use crate::qmp_balloon;
@@ -135,7 +135,8 @@ fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
     drop(peer.join());
 }
 
-/// What a scripted QEMU is like, and how often it was asked how it runs, and how large it is.
+/// What a scripted QEMU is like, and how often it was asked how it runs, how large it is and what
+/// its guest has said.
 #[derive(Default)]
 struct Like {
     stopped: bool,
@@ -144,10 +145,11 @@ struct Like {
     plugged: [u64; 3],
     /// The last order.
     ordered: u64,
-    /// Its guest has said something.
-    words: bool,
+    /// What its guest has said that it has free.
+    free: Option<u64>,
     asked: usize,
     asked_size: usize,
+    asked_words: usize,
 }
 
 /// A QEMU with a balloon that answers at once, as `like` says.
@@ -182,8 +184,9 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
                     like.asked_size += 1;
                     json!({ "actual": (like.ram_mib + like.plugged[0]) << 20 })
                 }
-                "qom-get" if line.contains(qmp_balloon::STATS) && like.words => {
-                    json!({ "last-update": 5, "stats": { "stat-free-memory": 4096 } })
+                "qom-get" if line.contains(qmp_balloon::STATS) && like.free.is_some() => {
+                    like.asked_words += 1;
+                    json!({ "last-update": 5, "stats": { "stat-free-memory": like.free } })
                 }
                 _ => json!({}),
             };
@@ -208,31 +211,103 @@ fn with_balloon() -> (tempfile::TempDir, Arc<Mutex<Like>>, Vm, UnixStream) {
     (dir, like, vm, peer.join().unwrap())
 }
 
-#[test]
-fn how_a_vm_runs_is_asked_rarely_and_after_an_event_and_its_ram_when_its_balloon_moves() {
-    let (_dir, like, mut vm, mut peer) = with_balloon();
-    let asked = || like.lock().unwrap().asked;
-    let (before, begun) = (asked(), Instant::now());
-    (0..20).for_each(|_| assert_eq!(tick(&mut vm).run, Some(RunState::Running)));
-    let most = 1 + (begun.elapsed().as_millis() / RARELY.as_millis()) as usize;
-    assert!(asked() - before <= most, "{} of 20 ticks", asked() - before);
+/// QEMU tells of something, and Ebb has read it.
+fn told(vm: &mut Vm, peer: &mut UnixStream, event: &str) {
+    peer.write_all(format!("{{\"event\": \"{event}\", \"data\": {{}}}}\n").as_bytes()).unwrap();
+    let until = Instant::now() + Duration::from_secs(5);
+    while !vm.any_event(|_| true) {
+        assert!(Instant::now() < until, "{event} was not heard");
+        vm.client.iter_mut().for_each(Client::pump);
+    }
+}
 
+#[test]
+fn how_a_vm_runs_and_its_size_are_asked_rarely_and_after_an_event() {
+    let (_dir, like, mut vm, mut peer) = with_balloon();
+    vm.moved = None;
+    let asked = || {
+        let like = like.lock().unwrap();
+        [like.asked, like.asked_size]
+    };
+    let (before, begun) = (asked(), Instant::now());
+    for _ in 0..20 {
+        let sample = tick(&mut vm);
+        assert_eq!(sample.run, Some(RunState::Running));
+        assert!(sample.balloon.is_some_and(|b| b.age_ms == 0), "its size is known");
+    }
+    let most = 1 + (begun.elapsed().as_millis() / RARELY.as_millis()) as usize;
+    let more = [0, 1].map(|n| asked()[n] - before[n]);
+    assert!(more.iter().all(|more| *more <= most), "{more:?} of 20 ticks");
+
+    // The guest has taken in a DIMM.
     like.lock().unwrap().ram_mib = 1536;
+    told(&mut vm, &mut peer, "ACPI_DEVICE_OST");
     let sample = tick(&mut vm);
     let plugged = Some(Bytes::mib(1536));
     assert_eq!((sample.ram, sample.balloon.map(|b| b.actual)), (plugged, plugged));
 
     like.lock().unwrap().stopped = true;
-    peer.write_all(b"{\"event\": \"STOP\", \"timestamp\": {}}\n").unwrap();
-    let until = Instant::now() + Duration::from_secs(5);
-    while !vm.client.as_mut().unwrap().protocol().any_event(|_| true) && Instant::now() < until {
-        vm.client.iter_mut().for_each(Client::pump);
-    }
+    told(&mut vm, &mut peer, "STOP");
     assert_eq!(tick(&mut vm).run, Some(RunState::Paused));
     std::thread::sleep(RARELY);
     let before = asked();
     tick(&mut vm);
-    assert_eq!(asked(), before + 1, "and now and then without any");
+    assert_eq!(asked(), before.map(|n| n + 1), "and now and then without any");
+}
+
+#[test]
+fn a_balloon_that_moves_is_asked_for_its_size_in_each_tick() {
+    let (_dir, like, mut vm, mut peer) = with_balloon();
+    let asks = |vm: &mut Vm| {
+        let before = like.lock().unwrap().asked_size;
+        (0..5).for_each(|_| drop(tick(vm)));
+        like.lock().unwrap().asked_size - before
+    };
+    vm.moved = None;
+    assert!(asks(&mut vm) <= 1);
+    told(&mut vm, &mut peer, BALLOON_CHANGE);
+    assert_eq!(asks(&mut vm), 5, "its guest has moved it");
+    vm.moved = None;
+    assert!(asks(&mut vm) <= 1);
+    vm.order(Bytes::mib(900), false).unwrap();
+    assert_eq!(asks(&mut vm), 5, "it was told to move");
+}
+
+#[test]
+fn what_a_guest_has_said_is_looked_at_before_it_is_asked_only_where_it_is_not_known() {
+    let (_dir, like, mut vm, _peer) = with_balloon();
+    let says = |free: u64| like.lock().unwrap().free = Some(free);
+    let hear = |vm: &mut Vm| {
+        let until = Instant::now() + Duration::from_secs(5);
+        while !vm.asked.is_empty() && Instant::now() < until {
+            vm.client.iter_mut().for_each(Client::pump);
+            vm.hear();
+        }
+    };
+    let look = |vm: &mut Vm, at| {
+        vm.ask(Instant::now(), Stamp(at), false);
+        hear(vm);
+    };
+    let is_looked_at = |vm: &mut Vm, at| {
+        vm.kick(Stamp(at));
+        let looked_at = vm.asked.iter().any(|(ask, _)| *ask == Ask::StatsBefore);
+        hear(vm);
+        looked_at
+    };
+    says(1);
+    look(&mut vm, 100);
+    assert!(is_looked_at(&mut vm, 120), "nothing is known yet");
+    look(&mut vm, 200);
+    assert!(is_looked_at(&mut vm, 220), "its answer was not seen and may have come since");
+    says(2);
+    look(&mut vm, 300);
+    assert!(!is_looked_at(&mut vm, 320), "its answer was seen");
+    says(3);
+    look(&mut vm, 400);
+    assert_eq!(vm.heard.age_ms(Stamp(400), 9_000_000), 80, "it came after it was asked");
+    assert!(is_looked_at(&mut vm, 1_320), "QEMU itself has asked since");
+    look(&mut vm, 1_400);
+    assert!(is_looked_at(&mut vm, 1_420), "that was not seen either");
 }
 
 /// As QEMU 7.2 tells it: virtio-mem is a part of the plugged memory and not of the balloon's size.
@@ -260,7 +335,7 @@ fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happen
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
-    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, words: true, ..Like::default() }));
+    let like = Arc::new(Mutex::new(Like { ram_mib: 1024, free: Some(1), ..Like::default() }));
     let theirs = Arc::clone(&like);
     let peer = std::thread::spawn(move || qemu_like(listener, theirs));
     let mut vm = vm(path);
@@ -268,20 +343,16 @@ fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happen
     while tick(&mut vm).balloon.is_none_or(|b| b.guest.is_none()) {}
     let mut peer = peer.join().unwrap();
     let asks = |vm: &mut Vm| {
-        let before = like.lock().unwrap().asked_size;
+        let before = like.lock().unwrap().asked_words;
         let sample = tick(vm);
         assert!(sample.balloon.is_some_and(|b| b.guest.is_some()), "what is known is told");
-        like.lock().unwrap().asked_size > before
+        like.lock().unwrap().asked_words > before
     };
     let asked = (0..20).filter(|_| asks(&mut vm)).count();
     assert!(asked < 10, "{asked} of 20 ticks");
-    peer.write_all(b"{\"event\": \"BALLOON_CHANGE\", \"data\": {\"actual\": 1}}\n").unwrap();
-    let until = Instant::now() + Duration::from_secs(5);
-    while !vm.client.as_mut().unwrap().protocol().any_event(|_| true) && Instant::now() < until {
-        vm.client.iter_mut().for_each(Client::pump);
-    }
+    told(&mut vm, &mut peer, BALLOON_CHANGE);
     assert!(asks(&mut vm), "its balloon has moved");
-    vm.kick(Stamp(1));
+    vm.kicked = Stamp(1);
     assert!(asks(&mut vm), "its guest was asked out of turn");
     vm.words_new = Some(Instant::now() - Duration::from_millis(1500));
     assert!(asks(&mut vm), "its guest's next words are due");
