@@ -33,10 +33,10 @@ pub struct Plan {
     pub merge: Option<MergePlan>,
     /// VMs that nothing is done about, and why; same order as the sample's.
     pub held: Vec<Held>,
-    /// The ladder: what each mechanism is expected to bring of what is missing, in
+    /// Stage by stage: what each mechanism is expected to bring of what is missing, in
     /// their order. Empty while nothing is missing and nothing is done.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub rungs: Vec<Rung>,
+    pub stages: Vec<Stage>,
     /// What an operator could do if all of that is not enough, best first. Never
     /// done by Ebb.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -47,7 +47,7 @@ pub struct Plan {
 /// first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RungName {
+pub enum StageName {
     /// Pages that guests have freed.
     Recycle,
     /// Pages that are the same.
@@ -62,26 +62,26 @@ pub enum RungName {
     Protect,
 }
 
-impl RungName {
-    pub const ALL: [RungName; 6] = [
-        RungName::Recycle,
-        RungName::Merge,
-        RungName::Zeros,
-        RungName::Balloon,
-        RungName::Offload,
-        RungName::Protect,
+impl StageName {
+    pub const ALL: [StageName; 6] = [
+        StageName::Recycle,
+        StageName::Merge,
+        StageName::Zeros,
+        StageName::Balloon,
+        StageName::Offload,
+        StageName::Protect,
     ];
 }
 
-impl fmt::Display for RungName {
+impl fmt::Display for StageName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.serialize(f)
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Rung {
-    pub name: RungName,
+pub struct Stage {
+    pub name: StageName,
     /// What the host lacks before it.
     pub missing: Bytes,
     /// What this plan's orders of it are expected to bring the host.

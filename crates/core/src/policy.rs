@@ -1,4 +1,4 @@
-//! From model to plan: the policies in the order of the ladder.
+//! From model to plan: the policies, stage by stage.
 //!
 //! Each file in `policy/` is one pure function with its tests. This one joins
 //! what they say into a [`Plan`] and enforces [`Limits`]: a policy may be wrong,
@@ -19,7 +19,7 @@ pub mod zeros;
 use self::limits::{View, below};
 use self::merge::MergeMemory;
 use crate::model::{Model, Standing, VmModel};
-use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Rung, RungName};
+use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Stage, StageName};
 use crate::state::Memory;
 use crate::units::Bytes;
 
@@ -38,12 +38,13 @@ pub struct Decided {
     pub merging: Option<MergeMemory>,
 }
 
-/// Decides one tick. Same input, same plan. The rungs of the ladder in their
+/// Decides one tick. Same input, same plan. The stages in their
 /// order; each is told what those above it are expected to bring.
 pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Decided {
     let mut plan = Plan::default();
-    let mut rungs = Vec::new();
-    let mut rung = |name, missing, expected, why| rungs.push(Rung { name, missing, expected, why });
+    let mut stages = Vec::new();
+    let mut stage =
+        |name, missing, expected, why| stages.push(Stage { name, missing, expected, why });
 
     let recycle = recycle::recycle(model, memory, requests);
     let recycled = recycled(model, &recycle);
@@ -58,7 +59,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let missing = ballooned.missing;
     let expected: Bytes = ballooned.expected.iter().copied().sum();
 
-    // Merging goes on beside the rest and is slow: no rung below waits for it.
+    // Merging goes on beside the rest and is slow: no later stage waits for it.
     let (merge, merging) = merge::merge(model, memory, missing - freed).unzip();
     plan.merge = merge;
     let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
@@ -76,12 +77,12 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     let shrinks = |vm| plan.actions.iter().any(|a: &Action| a.vm == vm && !a.gives());
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
 
-    rung(RungName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
-    rung(RungName::Merge, missing - freed, Bytes::ZERO, merge_words);
-    rung(RungName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
+    stage(StageName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
+    stage(StageName::Merge, missing - freed, Bytes::ZERO, merge_words);
+    stage(StageName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
     let left = missing - freed;
-    rung(RungName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
+    stage(StageName::Balloon, left, expected, format!("{takes} guests asked{waiting}"));
     let mut view = View::new(model);
     let mut paged = vec![Bytes::ZERO; model.vms.len()];
     let (mut lefts, mut why) = (Vec::new(), String::new());
@@ -108,11 +109,11 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
     }
     let paged: Bytes = paged.into_iter().sum();
     let (before, after): (Vec<Bytes>, Vec<Bytes>) = lefts.into_iter().unzip();
-    rung(RungName::Offload, view.total(&before), paged, why);
+    stage(StageName::Offload, view.total(&before), paged, why);
     let left = view.total(&after);
-    rung(RungName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
+    stage(StageName::Protect, left, Bytes::ZERO, admission::words(&plan.last_resort));
     if missing > Bytes::ZERO || freed + expected + paged > Bytes::ZERO {
-        plan.rungs = rungs;
+        plan.stages = stages;
     }
     // Giving back never waits for taking.
     plan.actions.sort_by_key(|a| !a.gives());

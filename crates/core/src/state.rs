@@ -36,7 +36,7 @@ pub use self::vm::*;
 pub use self::yields::Yields;
 pub use self::zeros::ZeroMemory;
 use crate::model::{Limit, Model, Pressure};
-use crate::plan::{Action, MergeWish, Outcome, Plan, Rung, RungName};
+use crate::plan::{Action, MergeWish, Outcome, Plan, Stage, StageName};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
@@ -56,8 +56,8 @@ pub struct Memory {
     pub vmstat: Option<Vmstat>,
     pub vms: Vec<VmMemory>,
     pub urgency: f64,
-    /// What each rung of the ladder was expected to bring, and brought.
-    pub ladder: Vec<Tally>,
+    /// What each stage was expected to bring, and brought.
+    pub stages: Vec<Tally>,
     /// What others than VMs used lately.
     pub others: Recent,
     /// The bound and the VMs at the last tick: where another one comes, what it holds may count
@@ -66,7 +66,7 @@ pub struct Memory {
     /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
     /// and `others` are those of one.
     pub bounds: Vec<BoundMemory>,
-    /// Since when something has been missing that no rung above paging out brings.
+    /// Since when something has been missing that no earlier stage paging out brings.
     pub beyond_since: Option<Stamp>,
     /// The last notification of cgroup v1, and the state it stands for.
     pub notified: Option<(Stamp, Pressure)>,
@@ -87,11 +87,11 @@ pub struct BoundMemory {
     pub vms: Vec<VmId>,
 }
 
-/// What a rung was expected to bring the host, and what the host saw come, since
+/// What a stage was expected to bring the host, and what the host saw come, since
 /// the daemon's start. What came is a lower bound, like [`Returned`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tally {
-    pub name: RungName,
+    pub name: StageName,
     /// Sum of what plans expected.
     pub expected: Bytes,
     /// Sum of what was seen.
@@ -267,10 +267,10 @@ impl Memory {
             let ballooned = m.returned.balloon - was.balloon;
             let paged = m.cold.paged_out - paged;
             let zeros = m.returned.zeros - was.zeros;
-            self.tally(RungName::Recycle, |t| t.came += recycled);
-            self.tally(RungName::Balloon, |t| t.came += ballooned);
-            self.tally(RungName::Offload, |t| t.came += paged);
-            self.tally(RungName::Zeros, |t| t.came += zeros);
+            self.tally(StageName::Recycle, |t| t.came += recycled);
+            self.tally(StageName::Balloon, |t| t.came += ballooned);
+            self.tally(StageName::Offload, |t| t.came += paged);
+            self.tally(StageName::Zeros, |t| t.came += zeros);
         }
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
@@ -293,17 +293,17 @@ impl Memory {
         if let Some(scan) = &sample.host.scan {
             self.merge.observe(scan.number, &found);
             let came = Bytes::pages(saved.saturating_sub(self.merge.saved));
-            self.tally(RungName::Merge, |t| t.came += came);
+            self.tally(StageName::Merge, |t| t.came += came);
             self.merge.saved = saved;
         }
     }
 
-    fn tally(&mut self, name: RungName, add: impl FnOnce(&mut Tally)) {
-        if self.ladder.is_empty() {
+    fn tally(&mut self, name: StageName, add: impl FnOnce(&mut Tally)) {
+        if self.stages.is_empty() {
             let none = |name| Tally { name, expected: Bytes::ZERO, came: Bytes::ZERO };
-            self.ladder = RungName::ALL.map(none).to_vec();
+            self.stages = StageName::ALL.map(none).to_vec();
         }
-        if let Some(t) = self.ladder.iter_mut().find(|t| t.name == name) {
+        if let Some(t) = self.stages.iter_mut().find(|t| t.name == name) {
             add(t);
         }
     }
@@ -409,14 +409,14 @@ impl Memory {
         self.urgency = model.host.urgency;
         self.see_others(model);
         self.see_bounds(model);
-        let beyond = |r: &Rung| r.name == RungName::Offload && r.missing > Bytes::ZERO;
-        let beyond = plan.rungs.iter().any(beyond);
+        let beyond = |r: &Stage| r.name == StageName::Offload && r.missing > Bytes::ZERO;
+        let beyond = plan.stages.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));
         if !applied {
             return;
         }
-        for rung in &plan.rungs {
-            self.tally(rung.name, |t| t.expected += rung.expected);
+        for stage in &plan.stages {
+            self.tally(stage.name, |t| t.expected += stage.expected);
         }
         self.merge = decided.merging.unwrap_or(self.merge);
         for order in plan.merge.iter().flat_map(|m| &m.vms) {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::{Action, Limits, MergePlan, MergeWish, Outcome, Plan, Reclaim, RungName};
+use crate::plan::{Action, Limits, MergePlan, MergeWish, Outcome, Plan, Reclaim, StageName};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
 use crate::state::{Memory, Owned, VmMemory};
@@ -126,9 +126,9 @@ fn only_gives(plan: &mut Plan) {
     if let Some(merge) = &mut plan.merge {
         merge.vms.clear();
     }
-    for rung in &mut plan.rungs {
-        if matches!(rung.name, RungName::Balloon | RungName::Offload) {
-            rung.expected = Default::default();
+    for stage in &mut plan.stages {
+        if matches!(stage.name, StageName::Balloon | StageName::Offload) {
+            stage.expected = Default::default();
         }
     }
 }

@@ -6,7 +6,7 @@ mod common;
 use common::{Guest, Toy, id};
 use ebb_core::config::Config;
 use ebb_core::model::Progress;
-use ebb_core::plan::{Action, Reason, RungName};
+use ebb_core::plan::{Action, Reason, StageName};
 use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::Bytes;
 
@@ -108,17 +108,17 @@ fn four_gib_come_back_within_ten_seconds_by_squeezing_another_that_frees_first()
 }
 
 #[test]
-fn the_ladder_says_what_it_expects_and_what_came() {
+fn each_stage_says_what_it_expects_and_what_came() {
     let mut host = Toy::new(17, 0, vec![Guest::new(16, 2)]);
     let mut engine = engine(9, &host);
-    let mut rungs = Vec::new();
+    let mut stages = Vec::new();
     until(&mut engine, &mut host, 30, |h, tick| {
-        rungs.extend(tick.plan.rungs.clone());
+        stages.extend(tick.plan.stages.clone());
         h.guests[0].resident <= Bytes::gib(9)
     });
-    let names: Vec<RungName> = rungs.iter().take(RungName::ALL.len()).map(|r| r.name).collect();
-    assert_eq!(names, RungName::ALL);
-    let balloon = engine.memory.ladder.iter().find(|t| t.name == RungName::Balloon).unwrap();
+    let names: Vec<StageName> = stages.iter().take(StageName::ALL.len()).map(|r| r.name).collect();
+    assert_eq!(names, StageName::ALL);
+    let balloon = engine.memory.stages.iter().find(|t| t.name == StageName::Balloon).unwrap();
     assert!(balloon.came >= Bytes::gib(6) && balloon.expected >= balloon.came, "{balloon:?}");
 }
 

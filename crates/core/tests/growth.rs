@@ -111,7 +111,7 @@ fn grows_not(ticks: u64) {
     let mut most = [0; 10];
     let mut acted = 0;
     for n in 0..ticks {
-        // Each guest in turn wants much for a while: orders, gifts, holds of all kinds.
+        // Each guest in turn wants much for a while: orders, returns, holds of all kinds.
         let busy = (n / 40) as usize % 4;
         for (i, g) in host.toy.guests.iter_mut().enumerate() {
             g.wanted = if i == busy { g.ram.share(0.8) } else { g.ram.share(0.2) };

@@ -2,11 +2,11 @@
 //! kind here, once. It feeds the terminal's table and `/metrics`.
 
 use ebb_core::model::{Limit, Progress};
-use ebb_core::plan::RungName;
+use ebb_core::plan::StageName;
 use ebb_core::sample::Link;
 use ebb_core::units::Bytes;
 
-use crate::view::{Rung, State, Vm};
+use crate::view::{Stage, State, Vm};
 
 /// The unit of a field, which decides its metric's name and how people read it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -69,8 +69,8 @@ impl<T: Number> Number for Option<T> {
     }
 }
 
-fn stage(s: &State, name: RungName) -> Option<&Rung> {
-    s.host.ladder.iter().find(|r| r.name == name)
+fn stage(s: &State, name: StageName) -> Option<&Stage> {
+    s.host.stages.iter().find(|r| r.name == name)
 }
 
 /// A table: key, column title, unit and kind, help, and how it is read; `None` is not known.
@@ -121,17 +121,17 @@ fields! { HOST_FIELDS: State, s =>
     daemon_resident: Bytes Gauge "Resident memory of the daemon" = s.daemon.resident;
     urgency: Ratio Gauge "How much tasks suffer for memory" = s.host.urgency;
     vms_starting: Bytes Gauge "What VMs that have just started may still take" = s.host.starting;
-    ladder_missing: Bytes Gauge "What the ladder is to bring" = s.host.ladder.first()?.missing;
+    missing: Bytes Gauge "What the plan's stages are to bring" = s.host.stages.first()?.missing;
     recycle_expected: Bytes Counter "What recycling was expected to bring"
-        = stage(s, RungName::Recycle)?.expected_total;
-    recycle_came: Bytes Counter "What recycling brought" = stage(s, RungName::Recycle)?.came_total;
+        = stage(s, StageName::Recycle)?.expected_total;
+    recycle_came: Bytes Counter "What recycling brought" = stage(s, StageName::Recycle)?.came_total;
     balloon_expected: Bytes Counter "What ballooning was expected to bring"
-        = stage(s, RungName::Balloon)?.expected_total;
-    balloon_came: Bytes Counter "What ballooning brought" = stage(s, RungName::Balloon)?.came_total;
+        = stage(s, StageName::Balloon)?.expected_total;
+    balloon_came: Bytes Counter "What ballooning brought" = stage(s, StageName::Balloon)?.came_total;
     offload_expected: Bytes Counter "What was ordered to be paged out"
-        = stage(s, RungName::Offload)?.expected_total;
+        = stage(s, StageName::Offload)?.expected_total;
     offload_came: Bytes Counter "What was paged out on order"
-        = stage(s, RungName::Offload)?.came_total;
+        = stage(s, StageName::Offload)?.came_total;
     ksm_running: Plain Gauge "1: ksmd works" = s.host.ksm?.run == 1;
     ksm_saved: Bytes Gauge "What KSM saves, its own memory not counted" = s.host.ksm?.saved_now();
     ksm_profit: Bytes Gauge "What KSM saves less its own memory, signed" = s.host.ksm?.profit_now();
@@ -150,8 +150,8 @@ fields! { HOST_FIELDS: State, s =>
     merge_scans: Plain Counter "Scans for equal pages" = s.host.merge.as_ref()?.scan.number;
     merge_scan_cpu: Seconds Counter "CPU time of those scans" = s.host.merge.as_ref()?.scan.cpu_s;
     zeros_came: Bytes Counter "What freeing zero pages brought"
-        = stage(s, RungName::Zeros)?.came_total;
-    merge_came: Bytes Counter "What merging brought" = stage(s, RungName::Merge)?.came_total;
+        = stage(s, StageName::Zeros)?.came_total;
+    merge_came: Bytes Counter "What merging brought" = stage(s, StageName::Merge)?.came_total;
     record: Seconds Gauge "How far the flight recorder reaches back" = s.daemon.record_s;
     tick: Seconds Gauge "Duration of the last tick" = s.daemon.tick_ms / 1000.0;
     ticks: Plain Counter "Ticks since the start" = s.tick;

@@ -13,7 +13,7 @@ mod of_tick;
 
 use ebb_core::config::MergeMode;
 use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::{Plan, RungName};
+use ebb_core::plan::{Plan, StageName};
 use ebb_core::sample::{
     self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample,
     PartialThpSample, Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample,
@@ -183,9 +183,9 @@ Host(
     /// What in the configuration cannot work out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String> = h.warnings.clone();
-    /// The ladder: what each mechanism is to bring, and has brought so far.
+    /// Stage by stage: what each mechanism is to bring, and has brought so far.
     #[serde(deserialize_with = "lenient_list")]
-    ladder: Vec<Rung> = RungName::ALL.map(|rung| Rung::new(rung, &tick.plan, memory)).into();
+    stages: Vec<Stage> = StageName::ALL.map(|stage| Stage::new(stage, &tick.plan, memory)).into();
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -210,22 +210,22 @@ pub fn merge_words(why: &str) -> String {
 
 view! {
 #[derive(Clone, Debug, Serialize, Deserialize)]
-Rung(rung: RungName, plan: &Plan, memory: &Memory):
-    name: RungName = rung;
+Stage(stage: StageName, plan: &Plan, memory: &Memory):
+    name: StageName = stage;
     /// What the host lacked before it.
     #[serde(default)]
-    missing: Bytes = planned(plan, rung).map(|r| r.missing).unwrap_or_default();
+    missing: Bytes = planned(plan, stage).map(|r| r.missing).unwrap_or_default();
     /// What the last plan's orders are expected to bring.
     #[serde(default)]
-    expected: Bytes = planned(plan, rung).map(|r| r.expected).unwrap_or_default();
+    expected: Bytes = planned(plan, stage).map(|r| r.expected).unwrap_or_default();
     /// What all plans so far were expected to bring.
     #[serde(default)]
-    expected_total: Bytes = tally(memory, rung).map(|t| t.expected).unwrap_or_default();
+    expected_total: Bytes = tally(memory, stage).map(|t| t.expected).unwrap_or_default();
     /// What was seen to come, a lower bound.
     #[serde(default)]
-    came_total: Bytes = tally(memory, rung).map(|t| t.came).unwrap_or_default();
+    came_total: Bytes = tally(memory, stage).map(|t| t.came).unwrap_or_default();
     #[serde(default)]
-    why: String = planned(plan, rung).map(|r| r.why.clone()).unwrap_or_default();
+    why: String = planned(plan, stage).map(|r| r.why.clone()).unwrap_or_default();
 }
 
 view! {
@@ -416,10 +416,10 @@ mod tests {
     #[test]
     fn a_part_that_is_not_understood_is_as_if_it_were_not_told() {
         let text = r#"{"vms": [{"name": "a", "link": {"state": "resting"}, "ram": 7,
-            "trust": {"level": "much"}}], "host": {"state": "glad", "ladder": [{"name": "x"}]}}"#;
+            "trust": {"level": "much"}}], "host": {"state": "glad", "stages": [{"name": "x"}]}}"#;
         let state: State = serde_json::from_str(text).unwrap();
         let vm = &state.vms[0];
         assert_eq!((vm.ram, &vm.link, vm.trust.level), (Some(Bytes(7)), &Link::Unknown, 1.0));
-        assert!(state.host.ladder.is_empty());
+        assert!(state.host.stages.is_empty());
     }
 }

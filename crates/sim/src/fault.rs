@@ -98,7 +98,7 @@ fn forget(memory: &mut Memory, fault: Option<Fault>) {
             // A kernel that boots is silent: the second line of defence is off as well.
             Some(Fault::Reach | Fault::Reboots) => vm.reach = Default::default(),
             Some(Fault::Holds) => {
-                (vm.last_take, vm.last_give, vm.gift) = (None, None, None);
+                (vm.last_take, vm.last_give, vm.given) = (None, None, None);
                 vm.recent = Default::default();
                 vm.harm = 0;
             }

@@ -1,7 +1,7 @@
 //! Offload: cold memory goes to the host's swap on purpose, before the kernel has
 //! to choose in a hurry.
 //!
-//! The last rung that does anything: only while the host is hard or critical and tasks
+//! The last stage that does anything: only while the host is hard or critical and tasks
 //! stall, only for what recycling and ballooning have not brought for ten seconds, only
 //! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need
 //! and residency stood still, it read nothing back) or is paused; those idle longest go first.
@@ -20,7 +20,7 @@ use crate::units::Bytes;
 
 /// A running VM is cold when it has been quiet for this time.
 const QUIET_MS: u64 = 120_000;
-/// How long something must have been missing that no rung above brings: balloons move
+/// How long something must have been missing that no earlier stage brings: balloons move
 /// in seconds, and what was paged out in vain is read back while a guest waits.
 const PATIENCE_MS: u64 = 10_000;
 /// What a running VM keeps in DRAM of all it holds.
@@ -41,7 +41,7 @@ fn pace(state: Pressure) -> Bytes {
     }
 }
 
-/// Orders for `missing`, and the rung in words.
+/// Orders for `missing`, and the stage in words.
 pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOrder>, String) {
     let Some(room) = model.host.offload_room else {
         return (Vec::new(), "no swap, or host.offload = false".into());
@@ -55,7 +55,7 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
     }
     let since = memory.beyond_since.map_or(0, |t| model.at.since(t));
     if since < PATIENCE_MS {
-        return (Vec::new(), "what is missing may come from the rungs above".into());
+        return (Vec::new(), "what is missing may come from earlier stages".into());
     }
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let mut left = missing.min(room).min(pace.share(seconds));

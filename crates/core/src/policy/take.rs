@@ -18,7 +18,7 @@ use crate::policy::recycle::usable;
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
-/// The least step, and the least gift.
+/// The least step, and the least return.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
 /// A step for this time may be the least one, and a guest that was not asked lately takes one for
 /// at least this time.
@@ -250,7 +250,7 @@ fn candidate(
     if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
-    // The ladder: what is free already goes first, and never both at a time.
+    // What is free already goes first, and never both at a time.
     if let Some(agent) = usable(vm) {
         let held = agent.held.unwrap_or_default();
         if agent.busy || held >= LEAST_STEP {

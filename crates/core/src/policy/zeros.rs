@@ -37,7 +37,7 @@ fn enough(state: Pressure) -> u64 {
     }
 }
 
-/// Orders, and the rung in words.
+/// Orders, and the stage in words.
 pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroOrder>, String) {
     let Some(ways) = model.host.zeros else {
         return (Vec::new(), "merge.zeros is off".into());

@@ -496,17 +496,17 @@ mod tests {
     }
 
     #[test]
-    fn a_gift_that_was_on_its_way_when_the_daemon_died_leaves_the_debt() {
+    fn a_return_that_was_under_way_when_the_daemon_died_leaves_the_debt() {
         // Given in part, given once more, and given back as a whole.
-        for gifts in [&[464][..], &[400, 464], &[512]] {
+        for orders in [&[464][..], &[400, 464], &[512]] {
             let mut l = look(false);
             for actual in [512, 300] {
                 l.at(512, actual);
                 l.order(300);
             }
-            gifts.iter().for_each(|to| l.order(*to));
+            orders.iter().for_each(|to| l.order(*to));
             next_daemon(&mut l);
-            let end = *gifts.last().unwrap();
+            let end = *orders.last().unwrap();
             for actual in [310, 350, 400, end, end] {
                 assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
                 assert_eq!(l.ledger.owes(), actual < 512);

@@ -5,7 +5,7 @@
 //! back to the host. What was decided is taken in by [`super::Memory::learn`].
 //!
 //! Here is the record itself and the order in which a tick is taken in. What is learnt, and
-//! by which rules, is in `vm/`: starts and reboots in `boot.rs`, orders and gifts in
+//! by which rules, is in `vm/`: starts and reboots in `boot.rs`, orders and returns in
 //! `order.rs`, the guest's word in `word.rs`, what the host got in `returned.rs`. A new field
 //! has a default, as an older daemon's record lacks it, and one that is of the guest and not
 //! of its process is forgotten in `boot.rs`.
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 pub use self::boot::{Reboot, SETTLE_MS, Start};
 pub(super) use self::order::LOOK_MS;
 pub use self::order::{
-    Gift, HARM_MS, Order, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
+    Given, HARM_MS, Order, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
     STUCK_MOST_MS,
 };
 pub use self::returned::{Returned, Seen};
@@ -116,7 +116,7 @@ pub struct VmMemory {
     /// See `harm`.
     pub harm_at: Option<Stamp>,
     /// What was given last: it may be touched any moment.
-    pub gift: Option<Gift>,
+    pub given: Option<Given>,
     /// When an operator last asked for its idle memory.
     pub requested: Option<Stamp>,
     pub reach: Reach,

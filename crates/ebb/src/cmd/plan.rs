@@ -1,5 +1,5 @@
 //! `ebb plan`: whether more VMs fit, at whose expense, how soon, and what the worst
-//! case would be. Without a size: the last tick's plan, rung by rung.
+//! case would be. Without a size: the last tick's plan, stage by stage.
 
 use anyhow::Result;
 use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, PartialThpOrder, ZeroOrder};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::daemon_client;
 use crate::table::{emit_as, known, table};
-use crate::view::{Order, Rung, State, lenient, lenient_list};
+use crate::view::{Order, Stage, State, lenient, lenient_list};
 
 /// What of the daemon's plan is printed here.
 #[derive(Default, Deserialize)]
@@ -28,7 +28,7 @@ struct Told {
     merge: Option<MergePlan>,
     #[serde(deserialize_with = "lenient_list")]
     last_resort: Vec<LastResort>,
-    rungs: Vec<Value>,
+    stages: Vec<Value>,
 }
 
 /// `true` where they fit (or nothing was asked).
@@ -37,7 +37,7 @@ pub fn main(socket: &str, memory: Option<Bytes>, count: u32, json: bool) -> Resu
         let told: Value = daemon_client::get_json(socket, "/v1/plan")?;
         let text = || {
             let state: State = daemon_client::get_json(socket, "/v1/state")?;
-            Ok(ladder(&known(&told)?, &state.host.ladder))
+            Ok(by_stage(&known(&told)?, &state.host.stages))
         };
         return emit_as(json, &told, text).map(|()| true);
     };
@@ -74,8 +74,8 @@ fn text(a: &Admission) -> String {
     out + &format!("worst case: {}\n", a.worst_case.why)
 }
 
-fn ladder(plan: &Told, totals: &[Rung]) -> String {
-    if plan.rungs.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
+fn by_stage(plan: &Told, totals: &[Stage]) -> String {
+    if plan.stages.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
         return "nothing is missing, nothing is done\n".into();
     }
     let rows: Vec<Vec<String>> = totals
@@ -91,7 +91,7 @@ fn ladder(plan: &Told, totals: &[Rung]) -> String {
             ]
         })
         .collect();
-    let head = ["RUNG", "MISSING", "EXPECTED", "EXPECTED SO FAR", "CAME SO FAR", "HOW"];
+    let head = ["STAGE", "MISSING", "EXPECTED", "EXPECTED SO FAR", "CAME SO FAR", "HOW"];
     let mut out = table(&head, &rows, true);
     for a in &plan.actions {
         let reason =
@@ -126,12 +126,12 @@ mod tests {
     #[test]
     fn a_plan_of_another_version_is_told_as_far_as_it_is_understood() {
         let text = r#"{"actions": [{"name": "web", "from": 1073741824, "to": 536870912,
-            "reason": {"rule": "new"}}], "rungs": [{"x": 1}], "zeros": [{"name": 7}]}"#;
-        let said = ladder(&serde_json::from_str(text).unwrap(), &[]);
+            "reason": {"rule": "new"}}], "stages": [{"x": 1}], "zeros": [{"name": 7}]}"#;
+        let said = by_stage(&serde_json::from_str(text).unwrap(), &[]);
         assert!(said.contains("web: 1 GiB → 512 MiB: by a rule of another version"), "{said}");
         let own = serde_json::to_string(&Plan::default()).unwrap();
         assert!(
-            ladder(&serde_json::from_str(&own).unwrap(), &[]).starts_with("nothing is missing")
+            by_stage(&serde_json::from_str(&own).unwrap(), &[]).starts_with("nothing is missing")
         );
     }
 

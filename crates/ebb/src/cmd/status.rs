@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use ebb_core::model::{Limit, Progress, Standing};
-use ebb_core::plan::RungName;
+use ebb_core::plan::StageName;
 use ebb_core::sample::{Link, RunState};
 use ebb_core::units::Bytes;
 
@@ -49,7 +49,7 @@ pub fn text(state: &State) -> String {
         let merge = h.merge.as_ref().map_or(String::new(), |m| format!("; {}", m.why));
         out += &format!("     merging saves {}{profit}{merge}\n", k.saved_now());
     }
-    let zeros = h.ladder.iter().find(|r| r.name == RungName::Zeros).filter(|r| r.came_total.0 > 0);
+    let zeros = h.stages.iter().find(|r| r.name == StageName::Zeros).filter(|r| r.came_total.0 > 0);
     if let Some(zeros) = zeros {
         out += &format!("     zero pages freed without merging: {}\n", zeros.came_total);
     }

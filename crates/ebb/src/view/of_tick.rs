@@ -2,7 +2,7 @@
 //! a line beside the field (`view.rs`) does not tell.
 
 use ebb_core::model::{Model, VmModel};
-use ebb_core::plan::{Plan, Rung, RungName};
+use ebb_core::plan::{Plan, Stage, StageName};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{Link, VmSample};
 use ebb_core::state::{Memory, Tally};
@@ -49,12 +49,12 @@ impl Merge {
     }
 }
 
-pub(super) fn planned(plan: &Plan, name: RungName) -> Option<&Rung> {
-    plan.rungs.iter().find(|r| r.name == name)
+pub(super) fn planned(plan: &Plan, name: StageName) -> Option<&Stage> {
+    plan.stages.iter().find(|r| r.name == name)
 }
 
-pub(super) fn tally(memory: &Memory, name: RungName) -> Option<&Tally> {
-    memory.ladder.iter().find(|t| t.name == name)
+pub(super) fn tally(memory: &Memory, name: StageName) -> Option<&Tally> {
+    memory.stages.iter().find(|t| t.name == name)
 }
 
 /// The highest tier that works for a VM now.

@@ -115,7 +115,7 @@ impl Overhead {
         vm.tool().start("burst", "cycle", args).map_err(|e| vm.explain(e))?;
         vm.tool().wait_event("burst", "ready", MINUTE).map_err(|e| vm.explain(e))?;
         let began = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis() as u64;
-        let ordered = daemon.wait_for("gift", MINUTE, |_| {
+        let ordered = daemon.wait_for("order to grow", MINUTE, |_| {
             let decisions = daemon.get("/v1/decisions").ok()?;
             decisions.as_array()?.iter().find_map(|d| {
                 let ours = d["action"]["name"] == vm.name()

@@ -203,8 +203,8 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     tool.start("v", "verify", "size=330000000 seconds=100000 threads=2").unwrap();
     let stalls_of = |s: &Value| s["vms"][0]["agent"]["facts"]["alloc_stall"].as_u64().unwrap_or(0);
     let (calm, mut short) = (stalls_of(&daemon.get("/v1/state").unwrap()), None);
-    let gift = daemon
-        .wait_for("gift", MINUTE, |s| {
+    let order = daemon
+        .wait_for("order to grow", MINUTE, |s| {
             if stalls_of(s) > calm {
                 short.get_or_insert_with(Instant::now);
             }
@@ -220,16 +220,16 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     let late = short.map(|at: Instant| at.elapsed());
     let end = tool.finish("v", 3 * MINUTE).unwrap();
     let stalls = direct_reclaim(&place.vm) - before;
-    let is_ahead = gift["action"]["reason"]["rule"] == "likely";
-    let guest = gift["guest"].as_str().unwrap();
-    let after_ms = gift["wall_ms"].as_u64().unwrap() - began_ms;
-    println!("{after_ms} ms after the burst began: {gift}; {stalls} times in direct reclaim");
-    assert!(guest.contains("by its module"), "{gift}");
-    let [from, to] = ["from", "to"].map(|key| gift["action"][key].as_u64().unwrap());
-    assert!(to > from, "{gift}");
+    let is_ahead = order["action"]["reason"]["rule"] == "likely";
+    let guest = order["guest"].as_str().unwrap();
+    let after_ms = order["wall_ms"].as_u64().unwrap() - began_ms;
+    println!("{after_ms} ms after the burst began: {order}; {stalls} times in direct reclaim");
+    assert!(guest.contains("by its module"), "{order}");
+    let [from, to] = ["from", "to"].map(|key| order["action"][key].as_u64().unwrap());
+    assert!(to > from, "{order}");
     assert!(stalls > 0 || is_ahead, "the burst must be one that its kernel has to reclaim for");
     // How long it touches memory before it is short is the machine's doing.
-    assert!(late.is_none_or(|late| late < Duration::from_secs(5)), "{late:?}: {gift}");
+    assert!(late.is_none_or(|late| late < Duration::from_secs(5)), "{late:?}: {order}");
     assert_eq!(end.u64("errors"), 0, "{end:?}");
     tool.poke("base").unwrap();
     let held = tool.wait_event("base", "progress", MINUTE).unwrap();

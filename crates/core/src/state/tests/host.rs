@@ -76,7 +76,7 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
     assert_eq!((cold.back_until, cold.since), (None, Stamp(1_000)), "some is always read back");
     tick(&mut memory, &at(4_000, 60, 100));
     assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
-    let offloaded = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap();
+    let offloaded = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap();
     assert_eq!(offloaded.came, Bytes::mib(100));
 }
 

@@ -1,4 +1,4 @@
-//! Orders and gifts over several ticks: who follows, who does not, who was asked too much.
+//! Orders and returns over several ticks: who follows, who does not, who was asked too much.
 
 use super::*;
 
@@ -10,15 +10,15 @@ fn who_was_short_soon_after_it_was_asked_is_asked_more_gently_for_a_while() {
         &sample(1_000, vec![vm(1024, 600, 900)]),
         Some((1024, 900, short(Pressure::Soft))),
     );
-    let gift = Reason::GuestShort { signs: String::new() };
-    act(&mut memory, &sample(4_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift.clone())));
+    let given = Reason::GuestShort { signs: String::new() };
+    act(&mut memory, &sample(4_000, vec![vm(900, 20, 900)]), Some((900, 1024, given.clone())));
     let model = tick(&mut memory, &sample(5_000, vec![vm(1024, 600, 900)]));
     assert_eq!(only(&model).trust.level, 0.5);
     assert_eq!(memory.vms[0].harm, 1, "once for a take");
     let model = tick(&mut memory, &sample(70_000, vec![vm(1024, 600, 900)]));
     assert_eq!(only(&model).trust.level, 1.0);
     // Long after a take it is the guest's own doing.
-    act(&mut memory, &sample(90_000, vec![vm(900, 20, 900)]), Some((900, 1024, gift)));
+    act(&mut memory, &sample(90_000, vec![vm(900, 20, 900)]), Some((900, 1024, given)));
     assert_eq!(memory.vms[0].harm, 0);
 }
 
@@ -101,14 +101,14 @@ fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
 }
 
 #[test]
-fn a_gift_that_never_came_is_ordered_again() {
+fn a_return_that_never_came_is_ordered_again() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
     let take = short(Pressure::Hard);
     act(&mut memory, &sample(2_000, vec![vm(1024, 600, 900)]), Some((1024, 400, take)));
     tick(&mut memory, &sample(3_000, vec![vm(400, 100, 400)]));
-    let gift = Reason::GuestShort { signs: String::new() };
-    act(&mut memory, &sample(30_000, vec![vm(400, 10, 400)]), Some((400, 656, gift)));
+    let given = Reason::GuestShort { signs: String::new() };
+    act(&mut memory, &sample(30_000, vec![vm(400, 10, 400)]), Some((400, 656, given)));
     // QEMU has not got it, or was told something else since: nothing moves.
     let mut ordered = false;
     for s in 31..=90u64 {
@@ -262,8 +262,8 @@ fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
     }
     let mut its = vm(520, 60, 470);
     its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 1000;
-    let gift = Some((520, 900, Reason::GuestShort { signs: String::new() }));
-    act(&mut memory, &sample(10_000, vec![its]), gift);
+    let given = Some((520, 900, Reason::GuestShort { signs: String::new() }));
+    act(&mut memory, &sample(10_000, vec![its]), given);
     for s in 11..14 {
         tick(&mut memory, &sample(s * 1000, vec![vm(900, 420, 480)]));
         assert_eq!(memory.vms[0].ledger.left_ms(Stamp(s * 1000)), None, "{s}");

@@ -84,7 +84,7 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
     let paged = VmSample { offload: Some(paged_out), ..vm(900, 500, 800) };
     tick(&mut memory, &sample(901_000, vec![paged.clone()]));
     let model = tick(&mut memory, &sample(5_000, vec![paged]));
-    let came = memory.ladder.iter().find(|t| t.name == RungName::Offload).unwrap().came;
+    let came = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap().came;
     assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
@@ -155,7 +155,7 @@ fn two_vms_of_one_name_are_owed_apart() {
     assert_eq!(tick(&mut memory, &left).vms[0].owed, Bytes::ZERO);
 }
 
-/// Gifts go out before the disk is written: what is written then tells of them.
+/// Returns go out before the disk is written: what is written then tells of them.
 #[test]
 fn what_was_given_is_written_down_in_the_same_tick() {
     let mut memory = Memory::default();

@@ -76,7 +76,7 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
     }
 }
 
-/// One that waits in vain says the same before and after a gift.
+/// One that waits in vain says the same before and after a return.
 #[test]
 fn a_word_that_stands_at_a_larger_size_is_of_that_size() {
     let mut memory = Memory::default();
@@ -87,7 +87,7 @@ fn a_word_that_stands_at_a_larger_size_is_of_that_size() {
         only(&model).guest.unwrap().need.0 >> 20
     };
     assert_eq!(look(1_000, 512, 8, 0), 504);
-    assert_eq!(look(1_100, 612, 9, 0), 504, "it may have spoken before the gift");
+    assert_eq!(look(1_100, 612, 9, 0), 504, "it may have spoken before the return");
     assert_eq!([look(1_200, 612, 9, 100), look(1_300, 612, 9, 200)], [504; 2]);
     assert_eq!(look(1_400, 612, 9, 300), 603, "it has used that up");
     // A smaller size: nothing is taken by that.

@@ -197,7 +197,7 @@ impl VmMemory {
 
     /// Its statistics are the same as in the last sample. After some samples at one size QEMU has
     /// most likely asked it again since it was given memory, and it has used that up: a guest that
-    /// still waits for memory reports the same before and after a gift.
+    /// still waits for memory reports the same before and after a return.
     fn hear_again(&mut self, at: Stamp, actual: Bytes, now: &GuestStats) {
         self.again = if self.sizes.since() == Some(at) { 0 } else { self.again + 1 };
         let (Some(available), Some(was)) = (now.available.or(now.free), self.need()) else {

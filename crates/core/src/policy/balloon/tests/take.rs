@@ -409,7 +409,7 @@ fn a_guest_whose_need_grows_keeps_what_it_will_need_in_a_moment() {
 }
 
 #[test]
-fn rungs_above_are_waited_for() {
+fn earlier_stages_are_waited_for() {
     let v = |above| {
         let model = Model {
             at: NOW,
