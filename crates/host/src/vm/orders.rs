@@ -10,6 +10,8 @@ use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
+/// What a guest has said is not looked at before it is asked where it was this short a time ago.
+const LOOKED_AT_MS: u64 = 50;
 /// How often libvirt may refuse to have an interval put back.
 const REFUSALS: u32 = 10;
 
@@ -196,6 +198,7 @@ impl Vm {
         let silent = self.answered && at.since(self.kicked) < interval.saturating_mul(1000);
         match self.heard.last().filter(|_| silent) {
             Some(words) => self.heard.see(at, words),
+            None if at.since(self.asked_at) <= LOOKED_AT_MS => {}
             None => self.get(Ask::StatsBefore, qmp_balloon::STATS),
         }
         (self.kicked, self.answered) = (at, false);

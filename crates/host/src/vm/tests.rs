@@ -295,19 +295,21 @@ fn what_a_guest_has_said_is_looked_at_before_it_is_asked_only_where_it_is_not_kn
         looked_at
     };
     says(1);
-    look(&mut vm, 100);
-    assert!(is_looked_at(&mut vm, 120), "nothing is known yet");
-    look(&mut vm, 200);
-    assert!(is_looked_at(&mut vm, 220), "its answer was not seen and may have come since");
-    says(2);
-    look(&mut vm, 300);
-    assert!(!is_looked_at(&mut vm, 320), "its answer was seen");
-    says(3);
-    look(&mut vm, 400);
-    assert_eq!(vm.heard.age_ms(Stamp(400), 9_000_000), 80, "it came after it was asked");
-    assert!(is_looked_at(&mut vm, 1_320), "QEMU itself has asked since");
+    look(&mut vm, 1_000);
+    assert!(is_looked_at(&mut vm, 1_120), "nothing is known yet");
+    look(&mut vm, 1_200);
+    assert!(is_looked_at(&mut vm, 1_320), "its answer was not seen and may have come since");
     look(&mut vm, 1_400);
-    assert!(is_looked_at(&mut vm, 1_420), "that was not seen either");
+    assert!(!is_looked_at(&mut vm, 1_420), "its words were seen a moment ago");
+    says(2);
+    look(&mut vm, 1_500);
+    assert!(!is_looked_at(&mut vm, 1_620), "its answer was seen");
+    says(3);
+    look(&mut vm, 1_700);
+    assert_eq!(vm.heard.age_ms(Stamp(1_700), 9_000_000), 80, "it came after it was asked");
+    assert!(is_looked_at(&mut vm, 2_620), "QEMU itself has asked since");
+    look(&mut vm, 2_700);
+    assert!(is_looked_at(&mut vm, 2_820), "that was not seen either");
 }
 
 /// As QEMU 7.2 tells it: virtio-mem is a part of the plugged memory and not of the balloon's size.
