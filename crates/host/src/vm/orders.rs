@@ -11,7 +11,7 @@ use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
 /// What a guest has said is not looked at before it is asked where it was this short a time ago.
-const LOOKED_AT_MS: u64 = 50;
+const LOOKED_AT_MS: u64 = 100;
 /// How often libvirt may refuse to have an interval put back.
 const REFUSALS: u32 = 10;
 
