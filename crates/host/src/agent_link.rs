@@ -85,8 +85,8 @@ pub(crate) struct AgentLink {
     known_at: Option<Instant>,
     /// Whether that was in this tick.
     known_now: bool,
-    /// An order that is sent when QEMU has told that anew, and since when it waits.
-    waiting: Option<(Instant, Recycle)>,
+    /// An order that is sent when QEMU has told that anew.
+    waiting: Option<Waiting>,
     objections: Vec<String>,
     firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.
@@ -112,6 +112,15 @@ pub(crate) struct AgentLink {
     /// Since when it may be at work on the VM's memory for a connection that has ended, this
     /// daemon's or an earlier one's. `None`: it has answered since.
     unsettled: Option<Instant>,
+}
+
+/// An order to give memory back that waits for QEMU's word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Waiting {
+    since: Instant,
+    recycle: Recycle,
+    /// The map is copied after it: it goes by the copy before.
+    mark: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

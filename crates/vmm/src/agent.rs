@@ -297,6 +297,7 @@ impl Agent {
             module: vm.tracker.module(),
             free: free.map(|f| f.0),
             held: free.and_then(|f| f.1),
+            open: Some(vm.open.size()),
             counters: vm.counters(),
             unclear: vm.devices.unclear(),
             wires: vm.guard.wires(),
@@ -323,6 +324,7 @@ impl Agent {
             let why = "a socket was opened beside shared RAM: the daemon has to look first";
             return Err(refuse(Refused::NotReady, why));
         }
+        vm.close_free(want, faults)?;
         let (recycling, limit) = (Arc::clone(&vm.recycling), vm.window_limit);
         let mut recycler = vm.recycler(faults)?;
         recycling.store(true, SeqCst);
@@ -455,6 +457,16 @@ impl Attached {
         }
         self.closed_at = now;
         self.open.keep_rest_out(&self.ram)
+    }
+
+    /// Closes what is free in ranges that are open to KSM, so that it can be given back. Where that
+    /// cannot be, it stays open.
+    fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
+        if !self.open.is_empty() {
+            let free = self.recycler(faults)?.free_and_open(want);
+            let _ = self.open.close(&free, faults);
+        }
+        Ok(())
     }
 
     /// The scanner's thread leaves out what the map calls free.

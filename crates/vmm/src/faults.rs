@@ -46,6 +46,7 @@ faults! {
     no_doubt: "State, generation and tripwire are not looked at again.";
     no_turns: "Discards of the VMM's own do not wait for the window.";
     no_apart: "What is open to KSM is recycled too.";
+    no_close: "What is recycled of open ranges counts as closed and is not.";
     no_devices: "Devices are not looked for in a window.";
     no_beats: "A map is used although its beat stands still.";
     no_self_test: "The kernel does not have to prove that it keeps protection.";

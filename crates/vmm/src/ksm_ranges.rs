@@ -1,4 +1,4 @@
-//! RAM that is recycled is closed to KSM; what is open to KSM is not recycled.
+//! RAM that is recycled is closed to KSM first; what is open to KSM is not recycled.
 //!
 //! When KSM replaces a page by a merged one, or by the zero page, the new mapping
 //! has lost its userfaultfd write-protection (`mm/ksm.c`, `replace_page`; found on
@@ -11,7 +11,9 @@
 //! The daemon may then name ranges that are worth merging: [`Open`]. They are taken
 //! out of recycling, and only then opened; on the way back they are closed, which
 //! breaks their merges, and only then recycled again. One thread does this and the
-//! recycling, so no window is open meanwhile. `tests/model.rs` has both orders.
+//! recycling, so no window is open meanwhile. `tests/model.rs` has both orders. What a guest
+//! frees in such ranges is closed before memory is given back, in stretches of 64 KiB and more:
+//! ranges last until the next scan, which may be ten minutes away.
 //!
 //! Closing breaks what is merged already, which takes memory: where it is not
 //! there, the agent stands aside, or leaves a range as it is.
@@ -24,9 +26,16 @@ use ebb_core::wire::Advise;
 use ebb_core::wire::abi::{self, PAGE};
 use ebb_core::wire::firmware::NEVER_OPEN;
 
+use crate::faults::Faults;
 use crate::ram::{Bits, Kind, Part, Ram};
 use crate::sys::{self, Range};
 
+/// Shorter runs of free pages, in pages, stay open: each makes two more mappings.
+pub const LEAST_CLOSED: usize = 16;
+/// What is closed for one call of recycling at most, bytes: to break merges takes as much.
+pub const MOST_CLOSED: u64 = 32 << 20;
+/// With as many ranges nothing more is closed in parts. Linux gives a process 65,530 mappings.
+const MOST_RANGES: usize = 8192;
 /// What must stay free beside what breaking merges takes, pages.
 const SPARE: u64 = (256 << 20) / 4096;
 
@@ -82,7 +91,19 @@ impl Open {
         // From here on nothing of it is recycled, whatever becomes of the advice.
         self.0 = want;
         opening.iter().try_for_each(|r| sys::mergeable(*r)).map_err(|e| e.to_string())?;
-        Ok(Bytes(self.0.iter().map(|r| r.len).sum()))
+        Ok(self.size())
+    }
+
+    /// Closes these ranges, which lie in what is open: their pages are free.
+    pub fn close(&mut self, free: &[Range], faults: Faults) -> Result<(), String> {
+        let room = MOST_RANGES.saturating_sub(self.0.len());
+        let free = &free[..free.len().min(room)];
+        has_room(free.iter().map(|r| r.len / PAGE).sum())?;
+        if !faults.no_close() {
+            close(free)?;
+        }
+        range::subtract(&mut self.0, free);
+        Ok(())
     }
 
     pub fn close_all(self) -> Result<(), String> {
@@ -107,6 +128,22 @@ impl Open {
 
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// The runs of these bits that are open and long enough to be closed. The bits of shorter ones
+    /// are cleared.
+    pub fn closable(&self, part: &Part, bits: &mut Bits, least: usize) -> Vec<(usize, usize)> {
+        let mut closed = *bits;
+        self.mask(part, &mut closed);
+        let mut open = *bits;
+        open.iter_mut().zip(&closed).for_each(|(open, closed)| *open &= !closed);
+        let (long, short): (Vec<_>, Vec<_>) = abi::runs(&open).partition(|r| r.1 >= least);
+        short.iter().for_each(|(first, len)| abi::fill(bits, *first, *len, false));
+        long
+    }
+
+    pub fn size(&self) -> Bytes {
+        Bytes(self.0.iter().map(|r| r.len).sum())
     }
 
     /// Clears the bits of what is open.

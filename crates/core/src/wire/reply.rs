@@ -110,8 +110,10 @@ pub struct Status {
     pub module: Option<Module>,
     /// Free in the guest, from its map.
     pub free: Option<Bytes>,
-    /// Of that, still held by the host; where it was asked for.
+    /// Of that, still held by the host and recyclable; where it was asked for.
     pub held: Option<Bytes>,
+    /// Open to KSM.
+    pub open: Option<Bytes>,
     pub counters: Counters,
     /// RAM is shared, and a socket was opened over which another process may be given it:
     /// nothing is given back before the daemon has looked and told [`Command::Cleared`].

@@ -99,6 +99,7 @@ impl AgentLink {
                     (true, since) => since.or_else(|| Some(Instant::now())),
                     (false, _) => None,
                 };
+                self.open = status.open.or(self.open);
                 self.status = Some(status);
             }
             (Ask::Facts, Ok(Answer::Facts(facts))) => {

@@ -8,7 +8,7 @@ use ebb_core::plan::RecycleOrder;
 use ebb_core::units::Bytes;
 use ebb_core::wire::{Advise, Command};
 
-use super::{AgentLink, Ask, Stage};
+use super::{AgentLink, Ask, Stage, Waiting};
 use crate::scan::agents::HashLink;
 
 /// Nothing is given back when QEMU has not told for this time what can write to RAM, and no order
@@ -22,13 +22,16 @@ impl AgentLink {
         if self.stage != Stage::Attached {
             return;
         }
-        if let Some(recycle) = order.recycle {
-            self.waiting = Some((Instant::now(), recycle));
+        match (order.recycle, &mut self.waiting) {
+            (Some(recycle), waiting) => {
+                let mark = order.mark || waiting.is_some_and(|w| w.mark);
+                *waiting = Some(Waiting { since: Instant::now(), recycle, mark });
+            }
+            (None, Some(waiting)) => waiting.mark |= order.mark,
+            (None, None) if order.mark => self.send(Ask::Other, Command::Mark),
+            (None, None) => {}
         }
         self.send_waiting();
-        if order.mark {
-            self.send(Ask::Other, Command::Mark);
-        }
         if let Some(agent) = self.agent.as_mut() {
             agent.pump();
         }
@@ -41,10 +44,13 @@ impl AgentLink {
 
     /// Sends it, where QEMU has told in this tick, and not long ago.
     pub(super) fn send_waiting(&mut self) {
-        self.waiting.take_if(|(since, _)| since.elapsed() >= VERDICT_OLD);
+        self.waiting.take_if(|w| w.since.elapsed() >= VERDICT_OLD);
         let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
-        let Some((_, recycle)) = self.waiting.take_if(|_| known) else { return };
-        self.send(Ask::Recycle, Command::Recycle(recycle));
+        let Some(order) = self.waiting.take_if(|_| known) else { return };
+        self.send(Ask::Recycle, Command::Recycle(order.recycle));
+        if order.mark {
+            self.send(Ask::Other, Command::Mark);
+        }
         // What is held is news afterwards.
         self.held_at = None;
     }

@@ -113,33 +113,35 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     // Attached, and QEMU has not told anything for long.
     link.stage = Stage::Attached;
     (link.known_at, link.known_now) = (Some(Instant::now() - VERDICT_OLD), true);
-    let order = |recycle| RecycleOrder {
+    let order = |recycle, mark| RecycleOrder {
         vm: ebb_core::sample::VmId { pid: 1, start: 1 },
         name: "a".into(),
         recycle,
-        mark: false,
+        mark,
         reason: String::new(),
     };
-    let before = link.asked.len();
-    link.order(&order(Some(Default::default())));
-    assert_eq!(link.asked.len(), before, "what QEMU has told is old");
+    let given = |link: &AgentLink| link.asked.iter().map(|(ask, _)| *ask).collect::<Vec<_>>();
+    link.asked.clear();
+    link.order(&order(Some(Default::default()), true));
+    assert_eq!(given(&link), [], "what QEMU has told is old");
     (link.known_at, link.known_now) = (Some(Instant::now()), false);
-    link.order(&order(Some(Default::default())));
-    assert_eq!(link.asked.len(), before, "that was in an earlier tick");
+    link.order(&order(Some(Default::default()), false));
+    assert_eq!(given(&link), [], "that was in an earlier tick");
     assert!(link.awaits_verdict());
     link.known_now = true;
     link.send_waiting();
-    assert_eq!((link.asked.len(), link.awaits_verdict()), (before + 1, false));
-    let (long_ago, recycle) = (Instant::now() - VERDICT_OLD, Default::default());
-    link.waiting = Some((long_ago, recycle));
+    // The map is copied after pages were given back by the copy before.
+    assert_eq!((given(&link), link.awaits_verdict()), (vec![Ask::Recycle, Ask::Other], false));
+    link.order(&order(None, true));
+    assert_eq!(given(&link), [Ask::Recycle, Ask::Other, Ask::Other]);
+    let since = Instant::now() - VERDICT_OLD;
+    link.waiting = Some(Waiting { since, recycle: Default::default(), mark: true });
     link.send_waiting();
-    assert_eq!(
-        (link.asked.len(), link.order_waits()),
-        (before + 1, false),
-        "it has waited too long"
-    );
+    assert_eq!((link.asked.len(), link.order_waits()), (3, false), "it has waited too long");
     link.known_now = false;
-    link.order(&order(Some(Default::default())));
+    link.order(&order(Some(Default::default()), false));
+    link.order(&order(None, true));
+    assert_eq!(link.asked.len(), 3, "nor is the map copied before");
     link.stand_down(Stage::Met);
     assert_eq!(link.waiting, None, "it is not sent once RAM was handed over anew");
 }

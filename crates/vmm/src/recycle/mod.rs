@@ -39,10 +39,10 @@ use self::window::{BLOCK, Batch, GAP, Grain, Run, weight_of};
 use crate::blockers::Devices;
 use crate::faults::Faults;
 use crate::guard::Guard;
-use crate::ksm_ranges::Open;
+use crate::ksm_ranges::{LEAST_CLOSED, MOST_CLOSED, Open};
 use crate::priority::Bursts;
 use crate::ram::{Bits, Part, Ram, blocks};
-use crate::sys;
+use crate::sys::{self, Range};
 
 /// How long a window is to take; a vCPU waits for about one window at most.
 const WINDOW_GOAL: Duration = Duration::from_micros(1000);
@@ -227,12 +227,8 @@ impl Recycler<'_> {
     }
 
     fn page(&mut self, page: &MapPage, pass: Pass, call: &mut Call<'_>) -> Result<(), Stop> {
-        let Some(mut free) = self.ram.bits(page.gpa) else { return Err(Stop::Doubt) };
-        self.keep_usable(page, &mut free);
-        if call.want.marked {
-            let Some(marked) = self.marks.of(page.pfn) else { return Ok(()) };
-            free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
-        }
+        let Some(bits) = self.ram.bits(page.gpa) else { return Err(Stop::Doubt) };
+        let Some(free) = self.usable(page, bits, call.want) else { return Ok(()) };
         for part in self.ram.parts(page.pfn) {
             let choice = self.choose(&part, &free, call.want);
             if pass != Pass::Rest {
@@ -442,16 +438,63 @@ impl Recycler<'_> {
                 mask.iter_mut().zip(&bits).for_each(|(m, b)| *m &= b);
                 free += abi::count(&mask);
                 if held {
-                    let (mut here, mut huge) = ([0; abi::MAP_WORDS], [0; abi::MAP_WORDS]);
-                    for some in stretches(&part, &mask) {
-                        self.ram.held(&some, &mut here, &mut huge).ok()?;
-                    }
+                    let here = self.held(&part, &mask)?;
                     mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
+                    self.open.closable(&part, &mut mask, LEAST_CLOSED);
                     kept += abi::count(&mask);
                 }
             }
         }
         Some((Bytes::pages(free), held.then_some(Bytes::pages(kept))))
+    }
+
+    /// What `want` would take of what is open to KSM if it were closed: ranges that are free and
+    /// held, up to [`MOST_CLOSED`].
+    pub fn free_and_open(&self, want: &Recycle) -> Vec<Range> {
+        let least = LEAST_CLOSED.max(want.min_run_pages as usize);
+        let (mut found, mut left) = (Vec::new(), MOST_CLOSED);
+        for page in &self.layout.pages {
+            let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
+            let Some(free) = free else { continue };
+            for part in self.ram.parts(page.pfn) {
+                let mut mask = [0; abi::MAP_WORDS];
+                abi::fill(&mut mask, part.first, part.len, true);
+                mask.iter_mut().zip(&free).for_each(|(m, f)| *m &= f);
+                if self.open.closable(&part, &mut mask, least).is_empty() {
+                    continue;
+                }
+                let Some(here) = self.held(&part, &mask) else { continue };
+                mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
+                for (first, len) in self.open.closable(&part, &mut mask, least) {
+                    let range = part.range(first, len);
+                    if range.len > left {
+                        return found;
+                    }
+                    left -= range.len;
+                    found.push(range);
+                }
+            }
+        }
+        found
+    }
+
+    /// What the host holds of the stretches of a part in which these bits are.
+    fn held(&self, part: &Part, bits: &Bits) -> Option<Bits> {
+        let (mut here, mut huge) = ([0; abi::MAP_WORDS], [0; abi::MAP_WORDS]);
+        for some in stretches(part, bits) {
+            self.ram.held(&some, &mut here, &mut huge).ok()?;
+        }
+        Some(here)
+    }
+
+    /// The free pages of a map page that `want` may take; `None`: it was not there at the last mark.
+    fn usable(&self, page: &MapPage, mut free: Bits, want: &Recycle) -> Option<Bits> {
+        self.keep_usable(page, &mut free);
+        if want.marked {
+            let marked = self.marks.of(page.pfn)?;
+            free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
+        }
+        Some(free)
     }
 
     /// Copies the map, for `marked`.
