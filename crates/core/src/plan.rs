@@ -35,7 +35,7 @@ pub struct Plan {
     pub held: Vec<Held>,
     /// Stage by stage: what each mechanism is expected to bring of what is missing, in
     /// their order. Empty while nothing is missing and nothing is done.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, alias = "rungs", skip_serializing_if = "Vec::is_empty")]
     pub stages: Vec<Stage>,
     /// What an operator could do if all of that is not enough, best first. Never
     /// done by Ebb.

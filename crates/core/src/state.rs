@@ -57,6 +57,7 @@ pub struct Memory {
     pub vms: Vec<VmMemory>,
     pub urgency: f64,
     /// What each stage was expected to bring, and brought.
+    #[serde(alias = "ladder")]
     pub stages: Vec<Tally>,
     /// What others than VMs used lately.
     pub others: Recent,

@@ -116,6 +116,7 @@ pub struct VmMemory {
     /// See `harm`.
     pub harm_at: Option<Stamp>,
     /// What was given last: it may be touched any moment.
+    #[serde(alias = "gift")]
     pub given: Option<Given>,
     /// When an operator last asked for its idle memory.
     pub requested: Option<Stamp>,

@@ -296,6 +296,45 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     what_agents_tell_is_what_is_there(agents.path(), &vms);
 }
 
+/// What a guest frees in ranges that are open does not wait for the next scan, which closes them.
+/// What the other guest holds of the same is what it wrote.
+#[test]
+fn vm_what_is_freed_in_open_ranges_is_recycled_before_the_next_scan() {
+    let _arena = held();
+    let (dir, agents) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
+    let rarely = MERGE.replace("scan = \"2s\"", "scan = \"1h\"");
+    assert_ne!(rarely, MERGE);
+    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], &rarely).unwrap();
+    let open = |state: &Value| state["vms"][0]["agent"]["open"].as_u64().unwrap_or(0);
+    let scans = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
+    let before = daemon
+        .wait_for("merged ranges", 3 * MINUTE, |state| {
+            let merges = merged(state).iter().all(|pages| *pages > 6000);
+            (merges && open(state) > 48 << 20).then(|| state.clone())
+        })
+        .unwrap();
+    let holds_what_it_wrote = |vm: &Vm| {
+        vm.tool().poke("h").unwrap();
+        let said = vm.tool().wait_event("h", "progress", MINUTE).unwrap();
+        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
+    };
+    vms.iter().for_each(holds_what_it_wrote);
+    vms[0].tool().stop("h").unwrap();
+    let after = daemon
+        .wait_for("recycled ranges", MINUTE, |state| {
+            let came = recycled(state)[0] - recycled(&before)[0];
+            let closed = open(&before).saturating_sub(open(state));
+            (came > 40 << 20 && closed > 40 << 20).then(|| state.clone())
+        })
+        .unwrap();
+    println!("{} open, then {}", Bytes(open(&before)), Bytes(open(&after)));
+    assert_eq!(scans(&after), scans(&before), "no scan has closed them");
+    assert!(merged(&after)[1] > 1000, "the other's stay merged: {after:#}");
+    holds_what_it_wrote(&vms[1]);
+    assert!(daemon.stop());
+}
+
 /// Hashes by the agents of paused VMs, some of whose pages are merged, against every page
 /// read from outside; and that it leaves everything as it was.
 fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
