@@ -104,9 +104,9 @@ pub(crate) struct AgentLink {
     hashes: bool,
     scanner: Option<Arc<HashLink>>,
     segments: Vec<Segment>,
-    /// What it was told to open to KSM since it was attached; `None`: what is open is
-    /// not known.
-    told: Option<Vec<(u64, u64)>>,
+    /// What it was told to open to KSM since it was attached, and after how many scans; `None`: what
+    /// is open is not known.
+    told: Option<(Vec<(u64, u64)>, u64)>,
     open: Option<Bytes>,
     refused: Option<String>,
     /// Since when it may be at work on the VM's memory for a connection that has ended, this

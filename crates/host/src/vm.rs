@@ -66,6 +66,18 @@ enum Ask {
 /// What is asked of a balloon until it is answered, once.
 const DETAILS: [Ask; 3] = [Ask::Reporting, Ask::DeflateOnOom, Ask::Interval];
 
+/// What is known of a guest's answer to being asked out of turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Kick {
+    /// What it had said before is not known: its answer cannot be told from that.
+    #[default]
+    Unknown,
+    /// That is known, or is looked at.
+    Known,
+    /// Its answer was seen.
+    Answered,
+}
+
 /// An order to the balloon that QEMU has not answered.
 #[derive(Clone, Copy, Debug)]
 struct Order {
@@ -160,14 +172,16 @@ pub(crate) struct Vm {
     /// Its size at the last sample, and what it was told last.
     actual: Option<Bytes>,
     pub ordered: Option<Bytes>,
-    /// When its balloon was last seen to move, and whether its size was asked for in this tick.
+    /// When its balloon was last seen to move, and whether its size was among the last questions.
     moved: Option<Instant>,
     size_asked: bool,
     /// When the guest's last words came.
     heard: Heard,
-    /// When it was last asked out of turn, and whether its answer to that was seen.
+    /// When it was last asked out of turn, and what is known of its answer.
     kicked: Stamp,
-    answered: bool,
+    kick: Kick,
+    /// Its last words that were read were new.
+    spoke: bool,
     /// Its guest is to be asked out of turn at the next visit of a shared socket, and was at the
     /// last one.
     to_kick: bool,

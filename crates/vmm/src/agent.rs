@@ -464,7 +464,7 @@ impl Attached {
     fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
         if !self.open.is_empty() {
             let free = self.recycler(faults)?.free_and_open(want);
-            let _ = self.open.close(&free, faults);
+            self.open.close_free(free, faults);
         }
         Ok(())
     }

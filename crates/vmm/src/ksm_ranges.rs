@@ -34,7 +34,8 @@ use crate::sys::{self, Range};
 pub const LEAST_CLOSED: usize = 16;
 /// What is closed for one call of recycling at most, bytes: to break merges takes as much.
 pub const MOST_CLOSED: u64 = 32 << 20;
-/// With as many ranges nothing more is closed in parts. Linux gives a process 65,530 mappings.
+/// No ranges are closed in parts where there would be more than this. Linux gives a process 65,530
+/// mappings.
 const MOST_RANGES: usize = 8192;
 /// What must stay free beside what breaking merges takes, pages.
 const SPARE: u64 = (256 << 20) / 4096;
@@ -65,13 +66,17 @@ fn close(ranges: &[Range]) -> Result<(), String> {
 
 /// What is open to KSM: ranges of anonymous RAM, sorted and apart.
 #[derive(Debug, Default)]
-pub struct Open(Vec<Range>);
+pub struct Open {
+    ranges: Vec<Range>,
+    /// What was free in them could not be closed at the last try.
+    keeps_free: bool,
+}
 
 impl Open {
     /// What of this may stay open where RAM is now that; the rest is forgotten.
     pub fn still(self, ram: &Ram) -> Open {
         let good = |r: &&Range| check(ram, &[(r.start, r.len)]).is_ok();
-        Open(self.0.iter().filter(good).copied().collect())
+        Open { ranges: self.ranges.iter().filter(good).copied().collect(), keeps_free: false }
     }
 
     /// Opens these ranges of a stretch and no others there.
@@ -80,41 +85,46 @@ impl Open {
         let mut want = check(ram, &named)?;
         let (from, to) = advise.within;
         let stretch = [Range { start: from, len: to.saturating_sub(from) }];
-        let rest = without(self.0.clone(), &stretch);
+        let rest = without(self.ranges.clone(), &stretch);
         let before: Vec<Range> = rest.iter().filter(|r| r.start < from).copied().collect();
         want.splice(0..0, before);
         want.extend(rest.iter().filter(|r| r.start >= to));
-        let closing = without(self.0.clone(), &want);
+        let closing = without(self.ranges.clone(), &want);
         has_room(closing.iter().map(|r| r.len / PAGE).sum())?;
         close(&closing)?;
-        let opening = without(want.clone(), &self.0);
+        let opening = without(want.clone(), &self.ranges);
         // From here on nothing of it is recycled, whatever becomes of the advice.
-        self.0 = want;
+        self.ranges = want;
         opening.iter().try_for_each(|r| sys::mergeable(*r)).map_err(|e| e.to_string())?;
         Ok(self.size())
     }
 
-    /// Closes these ranges, which lie in what is open: their pages are free.
-    pub fn close(&mut self, free: &[Range], faults: Faults) -> Result<(), String> {
-        let room = MOST_RANGES.saturating_sub(self.0.len());
-        let free = &free[..free.len().min(room)];
-        has_room(free.iter().map(|r| r.len / PAGE).sum())?;
-        if !faults.no_close() {
-            close(free)?;
+    /// Closes these ranges, which lie in what is open: their pages are free. All of them or, as far
+    /// as this knows, none.
+    pub fn close_free(&mut self, mut free: Vec<Range>, faults: Faults) {
+        if free.is_empty() {
+            return;
         }
-        range::subtract(&mut self.0, free);
-        Ok(())
+        free.sort_unstable_by_key(|r| r.start);
+        let few = self.ranges.len() + free.len() <= MOST_RANGES;
+        let closed = few
+            && has_room(free.iter().map(|r| r.len / PAGE).sum()).is_ok()
+            && (faults.no_close() || close(&free).is_ok());
+        if closed {
+            range::subtract(&mut self.ranges, &free);
+        }
+        self.keeps_free = !closed;
     }
 
     pub fn close_all(self) -> Result<(), String> {
-        has_room(self.0.iter().map(|r| r.len / PAGE).sum())?;
-        close(&self.0)
+        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum())?;
+        close(&self.ranges)
     }
 
     /// Closes the rest once more: another program may have opened it again. Costs a
     /// microsecond for each stretch of it that is still closed.
     pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
-        close(&without(anonymous(ram), &self.0))
+        close(&without(anonymous(ram), &self.ranges))
     }
 
     /// The same for what is never open, which is protected all the time.
@@ -123,34 +133,39 @@ impl Open {
     }
 
     pub fn count(&self) -> usize {
-        self.0.len()
+        self.ranges.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.ranges.is_empty()
     }
 
-    /// The runs of these bits that are open and long enough to be closed. The bits of shorter ones
-    /// are cleared.
-    pub fn closable(&self, part: &Part, bits: &mut Bits, least: usize) -> Vec<(usize, usize)> {
-        let mut closed = *bits;
+    /// Those of these bits that are open.
+    pub fn of(&self, part: &Part, bits: &Bits) -> Bits {
+        let (mut closed, mut open) = (*bits, *bits);
         self.mask(part, &mut closed);
-        let mut open = *bits;
         open.iter_mut().zip(&closed).for_each(|(open, closed)| *open &= !closed);
-        let (long, short): (Vec<_>, Vec<_>) = abi::runs(&open).partition(|r| r.1 >= least);
-        short.iter().for_each(|(first, len)| abi::fill(bits, *first, *len, false));
-        long
+        open
+    }
+
+    /// Clears the bits of what is open and will not be closed, though it is free: runs that are too
+    /// short, and all of it where it could not be closed.
+    pub fn clear_kept(&self, part: &Part, bits: &mut Bits) {
+        let least = if self.keeps_free { usize::MAX } else { LEAST_CLOSED };
+        for (first, len) in abi::runs(&self.of(part, bits)).filter(|r| r.1 < least) {
+            abi::fill(bits, first, len, false);
+        }
     }
 
     pub fn size(&self) -> Bytes {
-        Bytes(self.0.iter().map(|r| r.len).sum())
+        Bytes(self.ranges.iter().map(|r| r.len).sum())
     }
 
     /// Clears the bits of what is open.
     pub fn mask(&self, part: &Part, bits: &mut Bits) {
         let all = part.range(part.first, part.len);
-        let first = self.0.partition_point(|r| r.end() <= all.start);
-        for r in self.0[first..].iter().take_while(|r| r.start < all.end()) {
+        let first = self.ranges.partition_point(|r| r.end() <= all.start);
+        for r in self.ranges[first..].iter().take_while(|r| r.start < all.end()) {
             let (from, to) = (r.start.max(all.start), r.end().min(all.end()));
             if from < to {
                 abi::fill(bits, part.bit(from), ((to - from) / PAGE) as usize, false);

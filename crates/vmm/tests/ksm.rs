@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
+use ebb_core::units::Bytes;
 use ebb_core::wire::abi::PAGE;
 use ebb_core::wire::{Advise, Answer, Attach, Command, Recycle, Refusal};
 use ebb_vmm::agent::Agent;
@@ -104,6 +105,38 @@ fn left(agent: &mut Agent, guest: &Guest, first: u64, pages: u64) -> u64 {
     (first..first + pages).filter(|p| guest.holds(*p, !*p)).count() as u64
 }
 
+/// The pages that can be recycled, and those that are open, as the agent says.
+fn held_and_open(agent: &mut Agent) -> (u64, u64) {
+    let answer = ask(agent, Command::Status { held: true }).unwrap();
+    let Answer::Status(status) = answer else { panic!("{answer:?}") };
+    (status.held.unwrap().0 >> 12, status.open.unwrap().0 >> 12)
+}
+
+/// Of a run that is longer than is closed at once a part goes with each order, and no more is closed
+/// than an order takes. Blocks go whole.
+#[test]
+fn a_long_free_run_that_is_open_goes_part_by_part() {
+    for memory in [Memory::Small, Memory::Huge] {
+        let guest = Guest::new(64, memory);
+        if guest.mergeable().is_err() {
+            return eprintln!("skipped: this kernel has no KSM");
+        }
+        let (mut agent, beats) = attached(&guest, Faults::default());
+        // 46 MiB.
+        let (first, pages) = (4096, 11_776);
+        advise(&mut agent, &guest, &[(first, pages)]).unwrap();
+        guest.fill_and_free(first, pages);
+        let small = Recycle { max_bytes: Some(Bytes::mib(2)), ..Recycle::default() };
+        recycle(&mut agent, small).unwrap();
+        assert_eq!(held_and_open(&mut agent), (pages - 512, pages - 512));
+        assert_eq!(left(&mut agent, &guest, first, pages), pages - 512 - 8192);
+        assert_eq!(left(&mut agent, &guest, first, pages), 0);
+        assert!(!open(&guest));
+        guest.stop.store(true, SeqCst);
+        beats.join().unwrap();
+    }
+}
+
 /// What a guest frees in ranges that are open is closed, 64 KiB and more at a time, and recycled.
 /// What it has in use there stays open.
 #[test]
@@ -117,15 +150,10 @@ fn what_is_free_in_open_ranges_is_closed_and_then_recycled() {
     assert_eq!(advise(&mut agent, &guest, &[(4096, 4096)]).unwrap(), 4096 << 12);
     guest.fill_and_free(4600, 2000);
     guest.fill_and_free(7000, 15);
-    let told = |agent: &mut Agent| {
-        let answer = ask(agent, Command::Status { held: true }).unwrap();
-        let Answer::Status(status) = answer else { panic!("{answer:?}") };
-        (status.held.unwrap().0 >> 12, status.open.unwrap().0 >> 12)
-    };
-    assert_eq!(told(&mut agent), (2000, 4096), "what is too short for it is not promised");
+    assert_eq!(held_and_open(&mut agent), (2000, 4096), "what is too short is not promised");
     assert_eq!(left(&mut agent, &guest, 4600, 2000), 0);
     assert_eq!(left(&mut agent, &guest, 7000, 15), 15);
-    assert_eq!(told(&mut agent), (0, 2096));
+    assert_eq!(held_and_open(&mut agent), (0, 2096));
     assert!(!open_among(&guest, 4600, 2000));
     assert!(open_among(&guest, 4096, 504) && open_among(&guest, 6600, 1592));
     guest.stop.store(true, SeqCst);

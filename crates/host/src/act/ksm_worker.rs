@@ -197,6 +197,11 @@ impl KsmWorker {
         lock(&self.told).ranges.get(&vm).cloned()
     }
 
+    /// How many scans have ended.
+    pub fn scans(&self) -> u64 {
+        lock(&self.told).scan.number
+    }
+
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
         let mut told = lock(&self.told);
         told.looks.retain(|id, _| alive(id));

@@ -67,7 +67,7 @@ impl AgentLink {
             }
             (Ask::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
-                self.told = (!self.terms.keep_open).then(Vec::new);
+                self.told = (!self.terms.keep_open).then(Default::default);
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (Ask::Advise, Ok(Answer::Advised { open })) => {

@@ -22,6 +22,7 @@ impl AgentLink {
         if self.stage != Stage::Attached {
             return;
         }
+        self.drop_expired();
         match (order.recycle, &mut self.waiting) {
             (Some(recycle), waiting) => {
                 let mark = order.mark || waiting.is_some_and(|w| w.mark);
@@ -42,9 +43,13 @@ impl AgentLink {
         self.waiting.is_some()
     }
 
+    fn drop_expired(&mut self) {
+        self.waiting.take_if(|w| w.since.elapsed() >= VERDICT_OLD);
+    }
+
     /// Sends it, where QEMU has told in this tick, and not long ago.
     pub(super) fn send_waiting(&mut self) {
-        self.waiting.take_if(|w| w.since.elapsed() >= VERDICT_OLD);
+        self.drop_expired();
         let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
         let Some(order) = self.waiting.take_if(|_| known) else { return };
         self.send(Ask::Recycle, Command::Recycle(order.recycle));
@@ -55,14 +60,14 @@ impl AgentLink {
         self.held_at = None;
     }
 
-    /// Has it open these ranges to KSM, and no others, unless it was told so last;
-    /// whether it was told now.
-    pub fn advise(&mut self, open: &[(u64, u64)]) -> bool {
-        let same = self.told.as_ref().is_some_and(|told| told == open);
+    /// Has it open these ranges to KSM, and no others, unless it was told so last and no further
+    /// scan has ended: the agent closes what the guest frees in them. Whether it was told now.
+    pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> bool {
+        let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
         if self.stage != Stage::Attached || !self.advises || self.terms.observe || same {
             return false;
         }
-        self.told = Some(open.to_vec());
+        self.told = Some((open.to_vec(), scans));
         for part in Advise::all(open) {
             self.send(Ask::Advise, Command::Advise(part));
         }

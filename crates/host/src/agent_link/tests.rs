@@ -120,20 +120,20 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
         mark,
         reason: String::new(),
     };
-    let given = |link: &AgentLink| link.asked.iter().map(|(ask, _)| *ask).collect::<Vec<_>>();
+    let sent = |link: &AgentLink| link.asked.iter().map(|(ask, _)| *ask).collect::<Vec<_>>();
     link.asked.clear();
     link.order(&order(Some(Default::default()), true));
-    assert_eq!(given(&link), [], "what QEMU has told is old");
+    assert_eq!(sent(&link), [], "what QEMU has told is old");
     (link.known_at, link.known_now) = (Some(Instant::now()), false);
     link.order(&order(Some(Default::default()), false));
-    assert_eq!(given(&link), [], "that was in an earlier tick");
+    assert_eq!(sent(&link), [], "that was in an earlier tick");
     assert!(link.awaits_verdict());
     link.known_now = true;
     link.send_waiting();
     // The map is copied after pages were given back by the copy before.
-    assert_eq!((given(&link), link.awaits_verdict()), (vec![Ask::Recycle, Ask::Other], false));
+    assert_eq!((sent(&link), link.awaits_verdict()), (vec![Ask::Recycle, Ask::Other], false));
     link.order(&order(None, true));
-    assert_eq!(given(&link), [Ask::Recycle, Ask::Other, Ask::Other]);
+    assert_eq!(sent(&link), [Ask::Recycle, Ask::Other, Ask::Other]);
     let since = Instant::now() - VERDICT_OLD;
     link.waiting = Some(Waiting { since, recycle: Default::default(), mark: true });
     link.send_waiting();

@@ -33,12 +33,13 @@ impl LinuxHost {
                 Err(why) => vm.merging.refuse(why),
             }
         }
+        let scans = merger.scans();
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
             let told = match plan.ranged.contains(id) {
                 // Before the first scan what is open stays so.
-                true => merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open)),
-                false => agent.advise(&[]),
+                true => merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open, scans)),
+                false => agent.advise(&[], 0),
             };
             if told {
                 // The answer is there in a moment, and something follows from it.

@@ -8,7 +8,7 @@ use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
-use super::{Ask, DETAILS, Vm};
+use super::{Ask, DETAILS, Kick, Vm};
 use crate::qmp::QmpError;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
@@ -60,7 +60,7 @@ impl Vm {
             Err(_) if matches!(ask, Ask::Migrate | Ask::DeflateOnOom | Ask::Reporting) => return,
             Err(e) => {
                 if matches!(ask, Ask::Balloon | Ask::Stats) {
-                    self.looked_up = None;
+                    (self.looked_up, self.moved) = (None, Some(Instant::now()));
                 }
                 return self.answers.problems.push(("qmp".into(), e.to_string()));
             }
@@ -71,12 +71,12 @@ impl Vm {
                 qmp_balloon::parse_status(&value).map(|run| self.answers.run = Some(run))
             }
             Ask::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
-                // What is plugged moves the RAM and this: both are of the same tick.
-                if self.answers.actual != Some(b) && !std::mem::replace(&mut self.ram_asked, true) {
-                    self.send(Ask::MemorySize, "query-memory-size-summary", None);
-                }
                 if self.answers.actual != Some(b) {
                     self.moved = Some(Instant::now());
+                    // What is plugged moves the RAM and this: both are of the same tick.
+                    if !std::mem::replace(&mut self.ram_asked, true) {
+                        self.send(Ask::MemorySize, "query-memory-size-summary", None);
+                    }
                 }
                 self.answers.actual = Some(b);
                 self.see_size();
@@ -101,6 +101,11 @@ impl Vm {
         if let Err(e) = checked {
             self.answers.problems.push(("qmp".into(), e.to_string()));
         }
+    }
+
+    /// What its guest has said does not hold any more.
+    pub(super) fn forget_words(&mut self) {
+        (self.heard, self.kick, self.spoke) = (Heard::default(), Kick::Unknown, false);
     }
 
     /// The size that is known is the one that it has now.
@@ -149,15 +154,17 @@ impl Vm {
                 if let (true, Some(was), Some(is)) = (shared, self.answers.guest, guest)
                     && is_of_another_boot(&was, &is)
                 {
-                    self.heard = Heard::default();
+                    self.forget_words();
                     self.events.push(VmEvent::Reset);
                 }
-                let of_guest = guest.zip(self.heard.last());
-                let are_new = of_guest.is_some_and(|(words, last)| words != last);
-                self.answered |= are_new && self.asked_at > self.kicked;
+                let words = guest.zip(self.heard.last());
+                self.spoke = words.is_some_and(|(new, last)| new != last);
+                if self.spoke && self.asked_at > self.kicked && self.kick == Kick::Known {
+                    self.kick = Kick::Answered;
+                }
                 guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
                 self.answers.guest = guest;
-                if !self.size_asked && !self.any_event(|e| e.name == BALLOON_CHANGE) {
+                if !self.size_asked && !self.has_moved(Instant::now()) {
                     self.see_size();
                 }
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
@@ -191,7 +198,7 @@ impl Vm {
                 self.inventory.look_anew();
             }
             if event.name == "RESET" {
-                self.heard = Heard::default();
+                self.forget_words();
             }
             if event.name == BALLOON_CHANGE {
                 self.moved = Some(Instant::now());

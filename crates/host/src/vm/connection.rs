@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::AgentUse;
-use ebb_core::sample::{Heard, Link, SharedSocket, VmEvent};
+use ebb_core::sample::{Link, SharedSocket, VmEvent};
 use ebb_core::units::{Bytes, Stamp};
 
 use super::{Access, Answers, Vm};
@@ -278,7 +278,8 @@ impl Vm {
         self.ready = true;
         self.backoff = BACKOFF.0;
         self.looked = false;
-        (self.device, self.interval, self.heard) = (None, None, Heard::default());
+        (self.device, self.interval) = (None, None);
+        self.forget_words();
         (self.reporting, self.deflate_on_oom) = (None, None);
         self.owed.clear();
         self.events.push(VmEvent::Connected);

@@ -5,12 +5,13 @@ use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
 
-use super::{Ask, Order, Vm};
+use super::{Ask, Kick, Order, Vm};
 use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 
-/// What a guest has said is not looked at before it is asked where it was this short a time ago.
+/// What an idle guest has said is not looked at before it is asked where that was read within this
+/// time.
 const LOOKED_AT_MS: u64 = 100;
 /// How often libvirt may refuse to have an interval put back.
 const REFUSALS: u32 = 10;
@@ -195,13 +196,21 @@ impl Vm {
             return;
         }
         // Between its answer and QEMU's next question a guest says nothing.
-        let silent = self.answered && at.since(self.kicked) < interval.saturating_mul(1000);
-        match self.heard.last().filter(|_| silent) {
-            Some(words) => self.heard.see(at, words),
-            None if at.since(self.asked_at) <= LOOKED_AT_MS => {}
-            None => self.get(Ask::StatsBefore, qmp_balloon::STATS),
-        }
-        (self.kicked, self.answered) = (at, false);
+        let soon = at.since(self.kicked) < interval.saturating_mul(1000);
+        let silent = self.kick == Kick::Answered && soon;
+        self.kick = match self.heard.last().filter(|_| silent) {
+            Some(words) => {
+                self.heard.see(at, words);
+                Kick::Known
+            }
+            // An idle guest says the same again and again.
+            None if !self.spoke && at.since(self.asked_at) <= LOOKED_AT_MS => Kick::Unknown,
+            None => {
+                self.get(Ask::StatsBefore, qmp_balloon::STATS);
+                Kick::Known
+            }
+        };
+        self.kicked = at;
         let Some(client) = &mut self.client else { return };
         for set in qmp_balloon::ask_now(&device, interval) {
             if let Ok(id) = client.send("qom-set", Some(set)) {

@@ -10,8 +10,9 @@ use crate::agent_link::AgentLink;
 use crate::qmp::Event;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
-/// How a VM runs, whether it migrates, what RAM it has, and with an agent what can write to that is
-/// asked this often, and before an agent gives memory back. QEMU reads its socket byte by byte, at
+/// How a VM runs, whether it migrates, what RAM it has, how large it is where its balloon does not
+/// move, and with an agent what can write to its RAM is asked this often, and before an agent gives
+/// memory back. QEMU reads its socket byte by byte, at
 /// some nine system calls each. An ordinary tick, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
 /// The longest time between ticks in which a still VM is asked: its guest's statistics are
@@ -21,7 +22,7 @@ const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
 const LATE: u32 = 3;
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);
-/// QEMU tells of a move of the balloon within this time, and a margin.
+/// QEMU tells of a move of the balloon within a second; this has a margin.
 const TOLD_WITHIN: Duration = Duration::from_millis(1500);
 /// The event that a balloon has moved.
 pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
@@ -125,7 +126,12 @@ impl Vm {
             || self.answers.actual.is_none()
             || self.ordered.is_some()
             || !self.orders.is_empty()
-            || self.moved.is_some_and(|at| now - at < TOLD_WITHIN)
+            || self.has_moved(now)
+    }
+
+    /// Whether its balloon has moved lately, as far as QEMU has told.
+    pub(super) fn has_moved(&mut self, now: Instant) -> bool {
+        self.moved.is_some_and(|at| now - at < TOLD_WITHIN)
             || self.any_event(|e| e.name == BALLOON_CHANGE)
     }
 

@@ -84,7 +84,7 @@ pub struct Recycler<'a> {
     pub header: &'a Header,
     pub layout: &'a Layout,
     pub marks: &'a Marks,
-    /// What is open to KSM and therefore stays.
+    /// What is open to KSM: [`Recycler::run`] leaves it.
     pub open: &'a Open,
     /// Kept from call to call.
     pub pace: &'a mut Pace,
@@ -426,7 +426,7 @@ impl Recycler<'_> {
         }
     }
 
-    /// Free by the map, in bytes; with `held`, how much of it the host holds.
+    /// Free by the map, in bytes; with `held`, how much of it the host holds and can be recycled.
     pub fn free(&self, held: bool) -> Option<(Bytes, Option<Bytes>)> {
         let (mut free, mut kept) = (0, 0);
         for page in &self.layout.pages {
@@ -440,7 +440,7 @@ impl Recycler<'_> {
                 if held {
                     let here = self.held(&part, &mask)?;
                     mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
-                    self.open.closable(&part, &mut mask, LEAST_CLOSED);
+                    self.open.clear_kept(&part, &mut mask);
                     kept += abi::count(&mask);
                 }
             }
@@ -448,11 +448,12 @@ impl Recycler<'_> {
         Some((Bytes::pages(free), held.then_some(Bytes::pages(kept))))
     }
 
-    /// What `want` would take of what is open to KSM if it were closed: ranges that are free and
-    /// held, up to [`MOST_CLOSED`].
+    /// What is open to KSM, free and held, as far as `want` may take it: ranges, in the map's order.
+    /// No more than `want` takes, and than [`MOST_CLOSED`].
     pub fn free_and_open(&self, want: &Recycle) -> Vec<Range> {
         let least = LEAST_CLOSED.max(want.min_run_pages as usize);
-        let (mut found, mut left) = (Vec::new(), MOST_CLOSED);
+        let most = want.max_bytes.map_or(MOST_CLOSED, |b| b.0.min(MOST_CLOSED));
+        let (mut found, mut left) = (Vec::new(), (most / PAGE) as usize);
         for page in &self.layout.pages {
             let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
             let Some(free) = free else { continue };
@@ -460,18 +461,16 @@ impl Recycler<'_> {
                 let mut mask = [0; abi::MAP_WORDS];
                 abi::fill(&mut mask, part.first, part.len, true);
                 mask.iter_mut().zip(&free).for_each(|(m, f)| *m &= f);
-                if self.open.closable(&part, &mut mask, least).is_empty() {
-                    continue;
-                }
-                let Some(here) = self.held(&part, &mask) else { continue };
-                mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
-                for (first, len) in self.open.closable(&part, &mut mask, least) {
-                    let range = part.range(first, len);
-                    if range.len > left {
+                let mut open = self.open.of(&part, &mask);
+                let Some(here) = self.held(&part, &open) else { continue };
+                open.iter_mut().zip(&here).for_each(|(o, h)| *o &= h);
+                for (first, len) in abi::runs(&open).filter(|r| r.1 >= least) {
+                    if left < least {
                         return found;
                     }
-                    left -= range.len;
-                    found.push(range);
+                    let len = len.min(left);
+                    left -= len;
+                    found.push(part.range(first, len));
                 }
             }
         }
@@ -487,7 +486,7 @@ impl Recycler<'_> {
         Some(here)
     }
 
-    /// The free pages of a map page that `want` may take; `None`: it was not there at the last mark.
+    /// The free pages of a map page that `want` may take; `None`: the last mark had no such page.
     fn usable(&self, page: &MapPage, mut free: Bits, want: &Recycle) -> Option<Bits> {
         self.keep_usable(page, &mut free);
         if want.marked {
