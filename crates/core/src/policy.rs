@@ -39,7 +39,7 @@ pub struct Decided {
 }
 
 /// Decides one tick. Same input, same plan. The stages in their
-/// order; each is told what those above it are expected to bring.
+/// order; each knows what those before it are expected to bring.
 pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Decided {
     let mut plan = Plan::default();
     let mut stages = Vec::new();

@@ -67,7 +67,7 @@ pub struct Memory {
     /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
     /// and `others` are those of one.
     pub bounds: Vec<BoundMemory>,
-    /// Since when something has been missing that no earlier stage paging out brings.
+    /// Since when something has been missing that no stage before paging out brings.
     pub beyond_since: Option<Stamp>,
     /// The last notification of cgroup v1, and the state it stands for.
     pub notified: Option<(Stamp, Pressure)>,

@@ -170,7 +170,7 @@ fields! { VM_FIELDS: Vm, v =>
     swap as "SWAP": Bytes Gauge "What of it is in the host's swap" = v.swap;
     available as "AVAILABLE": Bytes Gauge "Available in the guest, as it says" = v.available;
     guest_free: Bytes Gauge "Free in the guest, exactly, from its map" = v.agent.as_ref()?.free;
-    guest_free_held as "FREED": Bytes Gauge "Of that, still held by the host"
+    guest_free_held as "FREED": Bytes Gauge "Of that, held by the host and recyclable"
         = v.agent.as_ref()?.held;
     recycled: Bytes Counter "Given back page by page by the agent"
         = v.agent.as_ref()?.counters.recycled;

@@ -25,9 +25,9 @@ use crate::state::{Memory, Reboot, VmMemory};
 use crate::units::Bytes;
 
 /// A guest in distress gets at least this.
-const LEAST_RETURN: Bytes = Bytes::mib(64);
-/// Still short this soon after a return: a second buffer, where the host has it.
-const RETURN_AGAIN_MS: u64 = 5_000;
+const LEAST_GIVEN: Bytes = Bytes::mib(64);
+/// Still short this soon after it was given memory: a second buffer, where the host has it.
+const GIVEN_AGAIN_MS: u64 = 5_000;
 /// Where the host has it, one in distress gets this share of its RAM.
 const MORE: f64 = 0.25;
 /// One that has less than its part by more than this share of what that is beyond its need is given
@@ -231,14 +231,14 @@ struct Distress {
 impl Distress {
     fn of(model: &Model, vm: &VmModel, m: &VmMemory) -> Distress {
         let actual = vm.actual.unwrap_or(vm.ceiling);
-        // One return for each report: it has not reported yet since it was given memory.
+        // It is given memory once for each report: it has not reported since.
         let age_ms = vm.guest.map_or(0, |g| g.age_ms);
         let before = m.last_give.is_some_and(|t| model.at.since(t) <= age_ms);
         let spoke = m.stats.map_or(actual, |(_, size, _)| size.min(actual));
         let spoken = if before { spoke } else { actual };
         let helped = m.deflated_on_oom.is_some_and(|t| model.at.since(t) < DEFLATED_LIFE_MS);
         match &vm.guest {
-            None => Distress { must: spoken + LEAST_RETURN, spoken, short: true },
+            None => Distress { must: spoken + LEAST_GIVEN, spoken, short: true },
             Some(g) => {
                 Distress { must: must(g), spoken, short: helped || g.available < g.short_mark }
             }
@@ -247,7 +247,7 @@ impl Distress {
 
     /// The size that it is to have in any case. One that only grows may have more already.
     fn least(&self) -> Bytes {
-        if self.short { self.must.max(self.spoken + LEAST_RETURN) } else { self.must }
+        if self.short { self.must.max(self.spoken + LEAST_GIVEN) } else { self.must }
     }
 }
 
@@ -332,7 +332,7 @@ fn relieve(
     deferred
 }
 
-/// What of earlier returns will be touched in a moment: what lies idle can be had again.
+/// What was given earlier and will be touched in a moment: what lies idle can be had again.
 fn spoken_for(model: &Model) -> Bytes {
     let of = |vm: &VmModel| match (&vm.guest, vm.guest_held()) {
         // Its margin is not touched: a guest that has nothing left does not wait for that.
@@ -378,7 +378,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
         let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
-        let urgent = (from + LEAST_RETURN).min(all);
+        let urgent = (from + LEAST_GIVEN).min(all);
         let bare = from;
         return Wish { from, bare, urgent, well: urgent, comfort: all, good: all, all, weight };
     }
@@ -393,14 +393,14 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
     let urgent = d.least().max(d.spoken);
-    let mut well = d.must.max(d.spoken + LEAST_RETURN);
+    let mut well = d.must.max(d.spoken + LEAST_GIVEN);
     let mut good = well.max(good);
     if let Some(g) = &vm.guest {
         if d.short {
             // It is likely on its way to what it needed before.
             well = well.max((g.highest + g.short_mark.share(2.0)).min(vm.whole));
         }
-        let again = m.last_give.is_some_and(|t| model.at.since(t) < RETURN_AGAIN_MS);
+        let again = m.last_give.is_some_and(|t| model.at.since(t) < GIVEN_AGAIN_MS);
         let buffers = g.buffer.share(if again { 2.0 } else { 1.0 });
         good = good.max(g.working_set + buffers);
     }

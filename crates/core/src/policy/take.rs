@@ -18,7 +18,7 @@ use crate::policy::recycle::usable;
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
-/// The least step, and the least return.
+/// The least step in either direction.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
 /// A step for this time may be the least one, and a guest that was not asked lately takes one for
 /// at least this time.

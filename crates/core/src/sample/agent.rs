@@ -25,7 +25,7 @@ pub struct AgentSample {
     pub module: Option<String>,
     /// Free in the guest.
     pub free: Option<Bytes>,
-    /// Of that, still held by the host.
+    /// Of that, held by the host and recyclable.
     pub held: Option<Bytes>,
     /// Allocated in the guest since its boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]

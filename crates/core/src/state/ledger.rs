@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn a_return_that_was_under_way_when_the_daemon_died_leaves_the_debt() {
+    fn what_was_being_given_when_the_daemon_died_leaves_the_debt() {
         // Given in part, given once more, and given back as a whole.
         for orders in [&[464][..], &[400, 464], &[512]] {
             let mut l = look(false);

@@ -10,7 +10,8 @@ use crate::wire::AgentState;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RecycleMemory {
-    /// When free pages were last remembered by the agent.
+    /// When the agent was last ordered to remember free pages. It does so after what was ordered
+    /// before, up to three seconds later.
     pub marked: Option<Stamp>,
     /// Bytes a second that the guest allocates, averaged over two seconds: a quarter of
     /// how long pages must have been free, so that a burst that is over does not hold

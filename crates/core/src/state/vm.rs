@@ -5,7 +5,7 @@
 //! back to the host. What was decided is taken in by [`super::Memory::learn`].
 //!
 //! Here is the record itself and the order in which a tick is taken in. What is learnt, and
-//! by which rules, is in `vm/`: starts and reboots in `boot.rs`, orders and returns in
+//! by which rules, is in `vm/`: starts and reboots in `boot.rs`, orders in
 //! `order.rs`, the guest's word in `word.rs`, what the host got in `returned.rs`. A new field
 //! has a default, as an older daemon's record lacks it, and one that is of the guest and not
 //! of its process is forgotten in `boot.rs`.

@@ -110,7 +110,7 @@ pub struct Status {
     pub module: Option<Module>,
     /// Free in the guest, from its map.
     pub free: Option<Bytes>,
-    /// Of that, still held by the host and recyclable; where it was asked for.
+    /// Of that, held by the host and recyclable; where it was asked for.
     pub held: Option<Bytes>,
     /// Open to KSM.
     pub open: Option<Bytes>,

@@ -180,7 +180,7 @@ fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
         vm.tool().wait_event("burst", "ready", MINUTE).unwrap();
         let at = Instant::now();
         daemon
-            .wait_for("order to grow", MINUTE, |s| {
+            .wait_for("more memory", MINUTE, |s| {
                 let v = of(s, "dis");
                 (bytes(v, "actual") > 400 << 20 || bytes(v, "target") > 400 << 20).then_some(())
             })
@@ -224,7 +224,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     vms[0].tool().start("burst", "cycle", args).unwrap();
     let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(48));
     let given = daemon
-        .wait_for("order to grow", MINUTE, |s| {
+        .wait_for("more memory", MINUTE, |s| {
             let size = bytes(of(s, "needs"), "actual");
             (size >= 360 << 20).then_some(size)
         })
@@ -259,7 +259,7 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
     vm.tool().start("burst", "cycle", args).unwrap();
     daemon
-        .wait_for("order to grow", MINUTE, |s| {
+        .wait_for("more memory", MINUTE, |s| {
             (bytes(of(s, "moves"), "actual") >= 360 << 20).then_some(())
         })
         .unwrap();

@@ -329,6 +329,7 @@ fn vm_what_is_freed_in_open_ranges_is_recycled_before_the_next_scan() {
         })
         .unwrap();
     println!("{} open, then {}", Bytes(open(&before)), Bytes(open(&after)));
+    assert!(scans(&before).is_some());
     assert_eq!(scans(&after), scans(&before), "no scan has closed them");
     assert!(merged(&after)[1] > 1000, "the other's stay merged: {after:#}");
     holds_what_it_wrote(&vms[1]);

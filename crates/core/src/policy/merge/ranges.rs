@@ -6,14 +6,15 @@
 //! between, closer or less close, until there are few enough.
 //!
 //! A page that is open stays so: what is merged is not read by a scan, and closing it
-//! would break that. It is closed when a scan reads it and finds it alone.
+//! would break that. It is closed when a scan reads it and finds it alone, and by the agent when
+//! its guest has freed it.
 
 use std::ops::Range;
 
 use super::Candidates;
 use crate::units::{Bytes, PAGE};
 
-/// Most ranges of a VM: Linux gives a process 65,530 mappings, and the check that
+/// Most ranges of a VM that a scan names: Linux gives a process 65,530 mappings, and the check that
 /// nothing else is open takes a call for each.
 pub const RANGES_MAX: usize = 4096;
 /// Pages without a duplicate that are opened rather than one range more: KSM's own memory

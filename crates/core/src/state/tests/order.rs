@@ -101,7 +101,7 @@ fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
 }
 
 #[test]
-fn a_return_that_never_came_is_ordered_again() {
+fn what_was_given_and_never_came_is_ordered_again() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
     let take = short(Pressure::Hard);

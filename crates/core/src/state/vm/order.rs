@@ -1,4 +1,4 @@
-//! Orders to a balloon and returns: whether the guest follows, how fast, whether it was asked too
+//! Orders to a balloon, in both directions: whether the guest follows, how fast, whether it was asked too
 //! much, and whose moves its balloon makes.
 //!
 //! Here is decided when a guest counts as slow, stuck or harmed. Who ordered a balloon's size,
@@ -29,7 +29,7 @@ pub const SLOW_RATE: f64 = (32 << 20) as f64;
 /// was not looked at meanwhile.
 pub(in crate::state) const LOOK_MS: u64 = 2_000;
 /// How long what was given and is not touched counts as gone.
-const RETURN_LIFE_MS: u64 = 10_000;
+const GIVEN_LIFE_MS: u64 = 10_000;
 /// A guest that is short so soon after it was asked was asked too much.
 pub const HARM_MS: u64 = 10_000;
 /// A guest with less available than this share of RAM may have deflated its balloon itself.
@@ -141,7 +141,7 @@ impl VmMemory {
                     r.nudged = Some(at);
                 }
             }
-            _ if action.gives() => self.learn_return(at, action, given),
+            _ if action.gives() => self.learn_given(at, action, given),
             _ => {
                 if action.reason == Reason::Requested {
                     self.requested = Some(at);
@@ -151,8 +151,8 @@ impl VmMemory {
         }
     }
 
-    fn learn_return(&mut self, at: Stamp, action: &Action, given: Bytes) {
-        let live = self.given.filter(|g| at.since(g.at) < RETURN_LIFE_MS);
+    fn learn_given(&mut self, at: Stamp, action: &Action, given: Bytes) {
+        let live = self.given.filter(|g| at.since(g.at) < GIVEN_LIFE_MS);
         let before = live.map_or(Bytes::ZERO, |g| g.bytes);
         self.given = Some(Given { at, bytes: before + given });
         let taken = self.last_take.filter(|t| at.since(*t) < HARM_MS);
@@ -344,9 +344,9 @@ impl VmMemory {
         }
     }
 
-    /// What of its last return it has not touched yet and may touch any moment.
+    /// What it was given last and has not touched yet and may touch any moment.
     pub fn outstanding(&self, at: Stamp, actual: Option<Bytes>, host_side: Bytes) -> Bytes {
-        let live = |g: &Given| at.since(g.at) < RETURN_LIFE_MS;
+        let live = |g: &Given| at.since(g.at) < GIVEN_LIFE_MS;
         let (Some(given), Some(actual)) = (self.given.filter(live), actual) else {
             return Bytes::ZERO;
         };

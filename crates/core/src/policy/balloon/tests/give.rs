@@ -126,7 +126,7 @@ fn one_whose_need_has_grown_since_it_was_asked_is_given_its_whole_part() {
 }
 
 #[test]
-fn a_word_from_before_a_return_brings_no_second_one() {
+fn words_from_before_it_was_given_memory_bring_no_more() {
     let ask = |age_ms| {
         let mut poor = vm(1, 400, 60);
         poor.distress = "swapping in".into();
