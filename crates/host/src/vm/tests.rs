@@ -77,6 +77,22 @@ fn tick(vm: &mut Vm) -> VmSample {
     vm.sample(Stamp(0), 0, &mut Vec::new())
 }
 
+/// A tick at that time in which QEMU has answered everything.
+fn answered(vm: &mut Vm, at: Stamp) -> VmSample {
+    vm.ask(Instant::now(), at, false);
+    hear_all(vm);
+    vm.sample(at, 0, &mut Vec::new())
+}
+
+fn hear_all(vm: &mut Vm) {
+    let until = Instant::now() + Duration::from_secs(30);
+    while !vm.asked.is_empty() {
+        assert!(Instant::now() < until, "QEMU does not answer");
+        vm.client.iter_mut().for_each(Client::pump);
+        vm.hear();
+    }
+}
+
 fn vm(path: std::path::PathBuf) -> Vm {
     Vm::new(
         QemuProcess {
@@ -231,7 +247,7 @@ fn how_a_vm_runs_and_its_size_are_asked_rarely_and_after_an_event() {
     };
     let (before, begun) = (asked(), Instant::now());
     for _ in 0..20 {
-        let sample = tick(&mut vm);
+        let sample = answered(&mut vm, Stamp(0));
         assert_eq!(sample.run, Some(RunState::Running));
         assert!(sample.balloon.is_some_and(|b| b.age_ms == 0), "its size is known");
     }
@@ -242,16 +258,16 @@ fn how_a_vm_runs_and_its_size_are_asked_rarely_and_after_an_event() {
     // The guest has taken in a DIMM.
     like.lock().unwrap().ram_mib = 1536;
     hears(&mut vm, &mut peer, "ACPI_DEVICE_OST");
-    let sample = tick(&mut vm);
+    let sample = answered(&mut vm, Stamp(0));
     let plugged = Some(Bytes::mib(1536));
     assert_eq!((sample.ram, sample.balloon.map(|b| b.actual)), (plugged, plugged));
 
     like.lock().unwrap().stopped = true;
     hears(&mut vm, &mut peer, "STOP");
-    assert_eq!(tick(&mut vm).run, Some(RunState::Paused));
+    assert_eq!(answered(&mut vm, Stamp(0)).run, Some(RunState::Paused));
     std::thread::sleep(RARELY);
     let before = asked();
-    tick(&mut vm);
+    answered(&mut vm, Stamp(0));
     assert_eq!(asked(), before.map(|n| n + 1), "and now and then without any");
 }
 
@@ -260,7 +276,7 @@ fn a_balloon_that_moves_is_asked_for_its_size_in_each_tick() {
     let (_dir, like, mut vm, mut peer) = with_balloon();
     let asks = |vm: &mut Vm| {
         let before = like.lock().unwrap().asked_size;
-        (0..5).for_each(|_| drop(tick(vm)));
+        (0..5).for_each(|_| drop(answered(vm, Stamp(0))));
         like.lock().unwrap().asked_size - before
     };
     vm.moved = None;
@@ -277,21 +293,11 @@ fn a_balloon_that_moves_is_asked_for_its_size_in_each_tick() {
 fn what_a_guest_has_said_is_looked_at_before_it_is_asked_only_where_it_is_not_known() {
     let (_dir, like, mut vm, _peer) = with_balloon();
     let says = |free: u64| like.lock().unwrap().free = Some(free);
-    let hear = |vm: &mut Vm| {
-        let until = Instant::now() + Duration::from_secs(5);
-        while !vm.asked.is_empty() && Instant::now() < until {
-            vm.client.iter_mut().for_each(Client::pump);
-            vm.hear();
-        }
-    };
-    let look = |vm: &mut Vm, at| {
-        vm.ask(Instant::now(), Stamp(at), false);
-        hear(vm);
-    };
+    let look = |vm: &mut Vm, at| drop(answered(vm, Stamp(at)));
     let is_looked_at = |vm: &mut Vm, at| {
         vm.kick(Stamp(at));
         let looked_at = vm.asked.iter().any(|(ask, _)| *ask == Ask::StatsBefore);
-        hear(vm);
+        hear_all(vm);
         looked_at
     };
     says(1);
