@@ -38,12 +38,14 @@ pub const MOST_CLOSED: u64 = 32 << 20;
 /// mappings.
 const MOST_RANGES: usize = 8192;
 /// What must stay free beside what breaking merges takes, pages.
-const SPARE: u64 = (256 << 20) / 4096;
+const SPARE: u64 = (256 << 20) / PAGE;
+/// The same where what is closed is given back a moment later.
+const SPARE_FOR_FREE: u64 = (32 << 20) / PAGE;
 
 /// Takes all of it out of KSM but what is to stay open; the error is a reason to stand
 /// aside.
 pub fn leave_ksm(ram: &Ram, open: &Open) -> Result<(), String> {
-    has_room(u64::MAX)?;
+    has_room(u64::MAX, SPARE)?;
     open.keep_rest_out(ram)
 }
 
@@ -90,7 +92,7 @@ impl Open {
         want.splice(0..0, before);
         want.extend(rest.iter().filter(|r| r.start >= to));
         let closing = without(self.ranges.clone(), &want);
-        has_room(closing.iter().map(|r| r.len / PAGE).sum())?;
+        has_room(closing.iter().map(|r| r.len / PAGE).sum(), SPARE)?;
         close(&closing)?;
         let opening = without(want.clone(), &self.ranges);
         // From here on nothing of it is recycled, whatever becomes of the advice.
@@ -108,7 +110,7 @@ impl Open {
         free.sort_unstable_by_key(|r| r.start);
         let few = self.ranges.len() + free.len() <= MOST_RANGES;
         let closed = few
-            && has_room(free.iter().map(|r| r.len / PAGE).sum()).is_ok()
+            && has_room(free.iter().map(|r| r.len / PAGE).sum(), SPARE_FOR_FREE).is_ok()
             && (faults.no_close() || close(&free).is_ok());
         if closed {
             range::subtract(&mut self.ranges, &free);
@@ -117,7 +119,7 @@ impl Open {
     }
 
     pub fn close_all(self) -> Result<(), String> {
-        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum())?;
+        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum(), SPARE)?;
         close(&self.ranges)
     }
 
@@ -207,18 +209,18 @@ fn without(mut a: Vec<Range>, b: &[Range]) -> Vec<Range> {
     a
 }
 
-/// Whether there is memory to break the merges of this many pages.
-fn has_room(pages: u64) -> Result<(), String> {
+/// Whether there is memory to break the merges of this many pages, and to spare.
+fn has_room(pages: u64, spare: u64) -> Result<(), String> {
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     match pages {
         0 => Ok(()),
-        _ => room(pages, &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
+        _ => room((pages, spare), &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
     }
 }
 
 /// Whether there is memory for what is merged; unknown numbers count as 0 merged
 /// and as nothing available.
-fn room(pages: u64, ksm_stat: &str, meminfo: &str) -> Result<(), String> {
+fn room((pages, spare): (u64, u64), ksm_stat: &str, meminfo: &str) -> Result<(), String> {
     let number = |text: &str, key: &str| {
         let line = text.lines().find_map(|l| l.strip_prefix(key));
         line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
@@ -226,7 +228,7 @@ fn room(pages: u64, ksm_stat: &str, meminfo: &str) -> Result<(), String> {
     let merged = number(ksm_stat, "ksm_merging_pages ") + number(ksm_stat, "ksm_zero_pages ");
     let merged = merged.min(pages);
     let available = number(meminfo, "MemAvailable:") / 4;
-    if merged > 0 && merged + SPARE > available {
+    if merged > 0 && merged + spare > available {
         return Err(format!(
             "KSM has merged {} MiB of this VM, which does not go together with recycling, and {} \
              MiB of available memory are too few to undo it: free some, then restart Ebb",
@@ -245,10 +247,12 @@ mod tests {
     fn merges_are_undone_only_where_there_is_room() {
         let stat = "ksm_rmap_items 9\nksm_zero_pages 50000\nksm_merging_pages 50000\n";
         let mem = |kib: u64| format!("MemTotal: 1 kB\nMemAvailable:  {kib} kB\n");
-        let why = room(u64::MAX, stat, &mem(600_000)).unwrap_err();
+        let why = room((u64::MAX, SPARE), stat, &mem(600_000)).unwrap_err();
         assert!(why.contains("390 MiB of this VM") && why.contains("585 MiB of avail"), "{why}");
-        assert_eq!(room(u64::MAX, stat, &mem(700_000)), Ok(()));
-        assert_eq!(room(u64::MAX, "", &mem(0)), Ok(()), "nothing is merged");
-        assert_eq!(room(u64::MAX, "ksm_merging_pages 0\n", ""), Ok(()));
+        assert_eq!(room((u64::MAX, SPARE), stat, &mem(700_000)), Ok(()));
+        assert_eq!(room((u64::MAX, SPARE), "", &mem(0)), Ok(()), "nothing is merged");
+        assert_eq!(room((8192, SPARE_FOR_FREE), stat, &mem(65_536)), Ok(()));
+        assert!(room((8192, SPARE_FOR_FREE), stat, &mem(65_532)).is_err());
+        assert_eq!(room((u64::MAX, SPARE), "ksm_merging_pages 0\n", ""), Ok(()));
     }
 }
