@@ -3,8 +3,9 @@
 //! Before an agent may work, everything that can write has to be known: devices, backends,
 //! network and block drivers, machine, firmware. What is not on a list here is unknown, and
 //! unknown means that the agent stands aside. It is asked each second, and in each tick
-//! in which an agent gives memory back, since devices come and go without an event. A process that shares the memory writes to it past
-//! the page tables that userfaultfd watches, so a discard could lose what it wrote.
+//! in which an agent gives memory back, since devices come and go without an event. A process
+//! that shares the memory writes to it past the page tables that userfaultfd watches, so a discard
+//! could lose what it wrote.
 //!
 //! Nothing blocks: [`Inventory::questions`] says what to ask, [`Inventory::answer`] takes an
 //! answer and may say what to ask next, [`Inventory::verdict`] is there when all have come.

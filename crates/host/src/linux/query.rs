@@ -47,8 +47,8 @@ impl LinuxHost {
         self.hear_agents(now);
     }
 
-    /// Takes the answers of these VMs, and asks what follows from them: a balloon that was just found
-    /// is asked at once, and then set up.
+    /// Takes the answers of these VMs, and asks what follows from them: a balloon that was just
+    /// found is asked at once, and then set up.
     fn hear_vms(&mut self, which: impl Fn(&Vm) -> bool, deadline: Instant) {
         for _ in 0..3 {
             let mut vms: Vec<&mut Vm> = self.vms.values_mut().filter(|vm| which(vm)).collect();

@@ -12,8 +12,8 @@ use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// How a VM runs, whether it migrates, what RAM it has, how large it is where its balloon does not
 /// move, and with an agent what can write to its RAM is asked this often, and before an agent gives
-/// memory back. QEMU reads its socket byte by byte, at
-/// some nine system calls each. An ordinary tick, the clock's steps left out.
+/// memory back. QEMU reads its socket byte by byte, at some nine system calls each. An ordinary
+/// tick, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
 /// The longest time between ticks in which a still VM is asked: its guest's statistics are
 /// looked for from this time before the next are due.

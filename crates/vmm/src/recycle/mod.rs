@@ -254,9 +254,7 @@ impl Recycler<'_> {
 
     /// What of a part is free, held, and worth it.
     fn choose(&self, part: &Part, free: &Bits, want: &Recycle) -> Choice {
-        let mut mask = Box::new([0; abi::MAP_WORDS]);
-        abi::fill(&mut mask[..], part.first, part.len, true);
-        mask.iter_mut().zip(free).for_each(|(m, f)| *m &= f);
+        let mut mask = Box::new(within(part, free));
         if !self.faults.no_apart() {
             self.open.mask(part, &mut mask);
         }
@@ -433,9 +431,7 @@ impl Recycler<'_> {
             let mut bits = self.ram.bits(page.gpa)?;
             self.keep_usable(page, &mut bits);
             for part in self.ram.parts(page.pfn) {
-                let mut mask = [0; abi::MAP_WORDS];
-                abi::fill(&mut mask, part.first, part.len, true);
-                mask.iter_mut().zip(&bits).for_each(|(m, b)| *m &= b);
+                let mut mask = within(&part, &bits);
                 free += abi::count(&mask);
                 if held {
                     let here = self.held(&part, &mask)?;
@@ -458,10 +454,7 @@ impl Recycler<'_> {
             let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
             let Some(free) = free else { continue };
             for part in self.ram.parts(page.pfn) {
-                let mut mask = [0; abi::MAP_WORDS];
-                abi::fill(&mut mask, part.first, part.len, true);
-                mask.iter_mut().zip(&free).for_each(|(m, f)| *m &= f);
-                let mut open = self.open.of(&part, &mask);
+                let mut open = self.open.of(&part, &within(&part, &free));
                 let Some(here) = self.held(&part, &open) else { continue };
                 open.iter_mut().zip(&here).for_each(|(o, h)| *o &= h);
                 for (first, len) in abi::runs(&open).filter(|r| r.1 >= least) {
@@ -522,6 +515,14 @@ fn next_pace(pace: usize, (done, less): (usize, bool), took: Duration) -> usize 
 pub fn cpu_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Those of these bits that are of this part.
+fn within(part: &Part, bits: &Bits) -> Bits {
+    let mut mask = [0; abi::MAP_WORDS];
+    abi::fill(&mut mask, part.first, part.len, true);
+    mask.iter_mut().zip(bits).for_each(|(m, b)| *m &= b);
+    mask
 }
 
 /// The stretches of a part that have bits set: page tables of the others need not be walked.

@@ -1,5 +1,5 @@
-//! Orders to a balloon, in both directions: whether the guest follows, how fast, whether it was asked too
-//! much, and whose moves its balloon makes.
+//! Orders to a balloon, in both directions: whether the guest follows, how fast, whether it was
+//! asked too much, and whose moves its balloon makes.
 //!
 //! Here is decided when a guest counts as slow, stuck or harmed. Who ordered a balloon's size,
 //! Ebb or others, is decided in `state/ledger.rs`.
