@@ -514,10 +514,12 @@ fn grow(
         let above = || (0..left.len()).filter(|n| is_above(*n, vm));
         let least = above().map(|n| left[n]).min().unwrap_or_default();
         if least < LEAST_STEP {
-            verdicts[i] = Some(Verdict::Hold(format!(
-                "{} ballooned; the host gives back slowly, others first",
-                vm.owed
-            )));
+            let nothing = above().find(|n| surplus[*n].1 < LEAST_STEP);
+            let why = match nothing.and_then(|n| limits.get(surplus[n].0)) {
+                Some(l) => format!("{} has nothing to spare beside its reserve and a margin", l.name),
+                None => "the host gives back slowly, others first".into(),
+            };
+            verdicts[i] = Some(Verdict::Hold(format!("{} ballooned; {why}", vm.owed)));
             continue;
         }
         if m.and_then(|m| m.order).is_some_and(|o| o.to > actual) {

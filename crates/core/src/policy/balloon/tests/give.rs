@@ -191,6 +191,21 @@ fn the_last_mebibytes_that_are_owed_are_given_back() {
 }
 
 #[test]
+fn one_that_waits_for_its_memory_is_told_for_what() {
+    let why = |spare: u64, vms: Vec<VmModel>| {
+        let host = limited(host(Pressure::Clear, 0, 0), 200 + 50 + spare, 200);
+        match decide(host, vms, vec![]).pop() {
+            Some(Verdict::Hold(why)) => why,
+            other => panic!("{other:?}"),
+        }
+    };
+    let alone = why(0, vec![vm(1, 1011, 500)]);
+    assert_eq!(alone, "13 MiB ballooned; host has nothing to spare beside its reserve and a margin");
+    let second = why(8, vec![vm(1, 400, 20), vm(2, 1011, 500)]);
+    assert_eq!(second, "13 MiB ballooned; the host gives back slowly, others first");
+}
+
+#[test]
 fn a_clear_host_gives_nothing_to_who_is_to_be_left_alone() {
     let ask = |change: fn(&mut VmModel, &mut VmMemory)| {
         let (mut one, mut m) = (vm(1, 600, 300), remembered(1));
