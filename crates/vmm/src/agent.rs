@@ -228,6 +228,7 @@ impl Agent {
         }
         match self.attachment(attach, device.as_ref().map(AsFd::as_fd)) {
             Ok(vm) => {
+                self.kept = Open::default();
                 self.vm = Some(vm);
                 Ok(Answer::Done)
             }
@@ -247,7 +248,6 @@ impl Agent {
         device: Option<BorrowedFd<'_>>,
     ) -> Result<Attached, Refusal> {
         let aside = |why: String| refuse(Refused::Aside, why);
-        let kept = std::mem::take(&mut self.kept);
         let mut devices = Devices::default();
         devices.look().map_or(Ok(()), |why| Err(aside(why)))?;
         let ram = Ram::check(&attach.segments).map_err(aside)?;
@@ -263,13 +263,12 @@ impl Agent {
                 Failed::Unknown(why) => refuse(Refused::System, why),
             })?;
         }
-        let kept = kept.still(&ram);
-        let open = if attach.keep_open {
-            kept
-        } else {
-            kept.close_all().map_err(aside)?;
-            Open::default()
-        };
+        let mut open = self.kept.still(&ram);
+        if !attach.keep_open {
+            open.close_all().map_err(aside)?;
+            self.kept = Open::default();
+            open = Open::default();
+        }
         // The daemon names what is to be open, so what QEMU opened by default is closed. Else
         // that stays open as long as nothing has to be protected.
         if attach.keep_open && !attach.observe {

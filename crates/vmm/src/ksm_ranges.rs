@@ -76,7 +76,7 @@ pub struct Open {
 
 impl Open {
     /// What of this may stay open where RAM is now that; the rest is forgotten.
-    pub fn still(self, ram: &Ram) -> Open {
+    pub fn still(&self, ram: &Ram) -> Open {
         let good = |r: &&Range| check(ram, &[(r.start, r.len)]).is_ok();
         Open { ranges: self.ranges.iter().filter(good).copied().collect(), keeps_free: false }
     }
@@ -118,7 +118,7 @@ impl Open {
         self.keeps_free = !closed;
     }
 
-    pub fn close_all(self) -> Result<(), String> {
+    pub fn close_all(&self) -> Result<(), String> {
         has_room(self.ranges.iter().map(|r| r.len / PAGE).sum(), SPARE)?;
         close(&self.ranges)
     }

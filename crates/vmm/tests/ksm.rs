@@ -267,6 +267,10 @@ fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_
     advise(&mut agent, &guest, &[(1100, 8), (1536, 15)]).unwrap();
     agent.detach();
     assert!(open(&guest), "merged stays merged");
+    // An attachment that fails forgets nothing of it.
+    let Command::Attach(mut wrong) = guest.attach() else { panic!() };
+    wrong.segments.clear();
+    assert!(ask(&mut agent, Command::Attach(Attach { keep_open: true, ..wrong })).is_err());
     attach(&mut agent, true);
     assert!(open(&guest));
     // It is known what is: the rest is recycled, this is not, and it can be closed.
