@@ -91,7 +91,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
         let found: Bytes =
             [&recycled, &ballooned.expected, &paged].map(|by| below(model, by)).into_iter().sum();
         let left = *missing - found - arriving(model, memory);
-        let (orders, words) = offload::offload(model, memory, left);
+        let (orders, words) = offload::offload(model, memory, left, &paged);
         if why.is_empty() || !orders.is_empty() {
             why = words;
         }

@@ -68,8 +68,8 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
     let mut view = View::new(model);
     let allots = view.allot(memory, &least);
     let deferred = relieve(&mut view, model, memory, &allots, &mut verdicts);
-    for request in requests {
-        on_request(model, memory, request, &mut verdicts);
+    for request in left_of(requests, model, above) {
+        on_request(model, memory, &request, &mut verdicts);
     }
     let mut done = Ballooned { expected: vec![Bytes::ZERO; model.vms.len()], ..Default::default() };
     let mut surplus = Vec::new();
@@ -423,6 +423,20 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
     let most = step(vm, m, model, CALM_STEP).min(idle(model.at, base, keep, g, m));
     (most > Bytes::ZERO && !busy(m, actual, most))
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
+}
+
+/// What operators' requests still ask for: `above` is had of the VMs that each means, as far as no
+/// request before it means them.
+fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim> {
+    let mut left = requests.to_vec();
+    for (vm, had) in model.vms.iter().zip(above) {
+        if let Some(Reclaim { bytes: Some(bytes), .. }) =
+            left.iter_mut().find(|r| r.means(&vm.name))
+        {
+            *bytes = *bytes - *had;
+        }
+    }
+    left
 }
 
 /// The operator wants idle memory now: no step limit, no hold, but every guest

@@ -13,6 +13,7 @@
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::OffloadOrder;
+use crate::policy::limits::below;
 use crate::policy::recycle::usable;
 use crate::sample::AgentSample;
 use crate::state::{Memory, VmMemory};
@@ -41,11 +42,19 @@ fn pace(state: Pressure) -> Bytes {
     }
 }
 
-/// Orders for `missing`, and the stage in words.
-pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOrder>, String) {
+/// Orders for `missing`, and the stage in words. `ordered` is what other limits have had paged out
+/// of each VM in this tick: it counts below this one, and none of these VMs is asked again.
+pub fn offload(
+    model: &Model,
+    memory: &Memory,
+    missing: Bytes,
+    ordered: &[Bytes],
+) -> (Vec<OffloadOrder>, String) {
     let Some(room) = model.host.offload_room else {
         return (Vec::new(), "no swap, or host.offload = false".into());
     };
+    let before = below(model, ordered);
+    let room = room - before;
     let pace = pace(model.host.state);
     if pace == Bytes::ZERO || missing < LEAST {
         return (Vec::new(), "only for what is missing on a hard host".into());
@@ -58,11 +67,13 @@ pub fn offload(model: &Model, memory: &Memory, missing: Bytes) -> (Vec<OffloadOr
         return (Vec::new(), "what is missing may come from earlier stages".into());
     }
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
-    let mut left = missing.min(room).min(pace.share(seconds));
+    let mut left = missing.min(room).min(pace.share(seconds) - before);
     let mut cold: Vec<(u64, &VmModel, Bytes)> = model
         .vms
         .iter()
-        .filter_map(|vm| {
+        .zip(ordered)
+        .filter(|(_, ordered)| **ordered == Bytes::ZERO)
+        .filter_map(|(vm, _)| {
             let m = memory.vm(vm.id)?;
             let quiet_ms = coldness(model, vm, m)?;
             Some((quiet_ms, vm, spare(vm).min(vm.swap_left.unwrap_or(room))))
@@ -171,7 +182,8 @@ mod tests {
         let model = Model { at: NOW, dt_ms: 1000, host, vms };
         let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
         let memory = Memory { vms: remembered, beyond_since, ..Memory::default() };
-        let (orders, _) = offload(&model, &memory, Bytes::mib(missing));
+        let none = vec![Bytes::ZERO; model.vms.len()];
+        let (orders, _) = offload(&model, &memory, Bytes::mib(missing), &none);
         orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect()
     }
 
@@ -201,9 +213,8 @@ mod tests {
             let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1)] };
             let beyond_since = since_ms.map(|ms| Stamp(NOW.0 - ms));
             let vms = vec![quiet_for(1, 200)];
-            offload(&model, &Memory { vms, beyond_since, ..Memory::default() }, Bytes::mib(99))
-                .0
-                .len()
+            let memory = Memory { vms, beyond_since, ..Memory::default() };
+            offload(&model, &memory, Bytes::mib(99), &[Bytes::ZERO]).0.len()
         };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
         assert_eq!(ask(Pressure::Critical, soft, Some(PATIENCE_MS)), 1);
@@ -226,6 +237,28 @@ mod tests {
             (vm(4), quiet_for(4, 100)),
         ];
         assert_eq!(ask(Pressure::Critical, Some(9000), 600, vms), [(3, 90), (2, 166)]);
+    }
+
+    #[test]
+    fn what_an_inner_limit_has_paged_out_counts_for_the_outer_one() {
+        let host = HostModel {
+            state: Pressure::Critical,
+            stalled: Pressure::Soft,
+            offload_room: Some(Bytes::mib(300)),
+            ..HostModel::default()
+        };
+        let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1), vm(2)] };
+        let vms = vec![quiet_for(1, 200), quiet_for(2, 200)];
+        let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
+        let memory = Memory { vms, beyond_since, ..Memory::default() };
+        let ask = |ordered: u64| {
+            let ordered = [Bytes::mib(ordered), Bytes::ZERO];
+            let orders = offload(&model, &memory, Bytes::mib(500), &ordered).0;
+            orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect::<Vec<_>>()
+        };
+        assert_eq!(ask(0), [(1, 256)]);
+        assert_eq!(ask(100), [(2, 156)], "of the pace of 256");
+        assert_eq!(ask(256), []);
     }
 
     #[test]

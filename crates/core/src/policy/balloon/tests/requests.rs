@@ -19,6 +19,22 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
 }
 
 #[test]
+fn what_agents_bring_for_a_request_is_not_taken_again() {
+    let ask = |request: Reclaim| {
+        let host = host(Pressure::Clear, 0, 0);
+        let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
+        let model = Model { at: NOW, dt_ms: 1000, host, vms };
+        let had = [Bytes::ZERO, Bytes::mib(100)];
+        let verdicts = balloon(&model, &Memory::default(), &[request], &had).verdicts;
+        size(&verdicts[0])
+    };
+    let bytes = Some(Bytes::mib(172));
+    assert_eq!(ask(Reclaim { vm: None, bytes }), Some(1024 - 72));
+    assert_eq!(ask(Reclaim { vm: Some("vm1".into()), bytes }), Some(1024 - 172));
+    assert_eq!(ask(Reclaim::default()), Some(480), "all of it");
+}
+
+#[test]
 fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
     let m = VmMemory { recent: needed(900, 2_000), ..remembered(1) };
     let host = host(Pressure::Clear, 0, 2000);
