@@ -239,7 +239,8 @@ impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Amount::Bytes(b) => b.fmt(f),
-            Amount::Share(s) => write!(f, "{}%", s * 100.0),
+            // As a person wrote it: 0.07 is not 7.000000000000001 %.
+            Amount::Share(s) => write!(f, "{}%", (s * 1e6).round() / 1e4),
         }
     }
 }
@@ -520,6 +521,7 @@ mod tests {
             ),
             ("[vm.a]\nmin = \"600\"", "f:2: vm.a.min: 600 B is below 1 MiB: write the unit"),
             ("[vm.a]\nmax = 600", "f:2: vm.a.max: 600 B is below 1 MiB: write the unit"),
+            ("[merge]\nfloor = 32", "f:2: merge.floor: 32 B is below 1 MiB: write the unit"),
             ("[host]\nreserve = 8", "f:2: host.reserve: 8 B is below 1 MiB: write the unit"),
             ("[vm.a]\nuuid = \"7\"", "f:2: vm.a.uuid: 8-4-4-4-12 hexadecimal digits"),
             ("[vm.a]\ncgroup = \"b\"", "f:2: vm.a.cgroup: “b” is not an absolute path"),

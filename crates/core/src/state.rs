@@ -380,6 +380,7 @@ impl Memory {
             *vm = VmMemory {
                 id: vm.id,
                 name: std::mem::take(&mut vm.name),
+                socket: vm.socket.take(),
                 ledger: Ledger { foreign: vm.ledger.foreign.map(|_| now), ..vm.ledger },
                 reboot: vm.reboot.map(|r| Reboot { wall_s: r.wall_s, ..Reboot::default() }),
                 seen: vm.seen,

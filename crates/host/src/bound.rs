@@ -18,6 +18,9 @@ use crate::vm::{Vm, problem};
 /// Most cgroups with a limit that are looked at beside the pool: each costs some ten reads a tick.
 const MOST: usize = 1000;
 
+/// How long a scan waits for what VMs are bound to: to read it takes each one's mmap lock.
+const PATIENCE: Duration = Duration::from_millis(250);
+
 /// See the top of this file.
 #[derive(Debug, Default)]
 pub(crate) struct Bounds {
@@ -121,17 +124,33 @@ impl Bounds {
         });
     }
 
-    /// An error, if there is one; a VM that it concerns is bound as it was.
+    /// An error, if there is one; a VM that it concerns is bound as it was, and so is one that is
+    /// still looked at.
     fn find_nodes(&mut self, root: &Root, vms: &mut [&mut Vm]) -> Result<(), ProbeError> {
-        let nodes = numa::read_nodes(root)?;
+        let all = numa::read_nodes(root)?;
         let mut error = Ok(());
-        for vm in vms.iter_mut() {
-            match nodes.len() {
-                0 | 1 => vm.nodes.clear(),
-                _ => match numa::read_binding(root, vm.process.id.pid, &nodes) {
-                    Ok(bound) => vm.nodes = bound,
-                    Err(e) => error = Err(e),
-                },
+        if all.len() < 2 {
+            vms.iter_mut().for_each(|vm| vm.nodes.clear());
+        } else {
+            let mut look = |vm: &mut Vm, patience| {
+                let (root, pid, all) = (root.clone(), vm.process.id.pid, all.clone());
+                match vm.binding.look(move || numa::read_binding(&root, pid, &all), patience) {
+                    Some(Ok(bound)) => vm.nodes = bound,
+                    Some(Err(e)) => error = Err(e),
+                    None => {}
+                }
+            };
+            let until = Instant::now() + PATIENCE;
+            let mut begun = Vec::new();
+            for vm in vms.iter_mut() {
+                let is_late = !vm.binding.is_idle();
+                look(vm, Duration::ZERO);
+                if !is_late && !vm.binding.is_idle() {
+                    begun.push(vm);
+                }
+            }
+            for vm in begun {
+                look(vm, until.saturating_duration_since(Instant::now()));
             }
         }
         let bound = vms.iter().map(|vm| &vm.nodes).filter(|nodes| !nodes.is_empty());

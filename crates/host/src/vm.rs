@@ -38,7 +38,7 @@ use crate::merge_link::MergeLink;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
-use crate::root::Root;
+use crate::root::{ProbeError, Root};
 
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
@@ -133,6 +133,8 @@ pub(crate) struct Vm {
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
     pub nodes: Vec<u32>,
+    /// Under way: what they are now.
+    pub binding: Beside<Result<Vec<u32>, ProbeError>>,
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
     pub client: Option<Client>,

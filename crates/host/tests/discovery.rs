@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
 use ebb_core::sample::{Sample, VmId, VmSample};
@@ -327,6 +327,33 @@ fn nodes_that_vms_are_bound_to_are_limits() {
     machine.write("sys/devices/system/node/has_memory", "0\n");
     let sample = host.sample();
     assert_eq!((nodes(&sample), others(&sample)), ([vec![], vec![], vec![]], vec![]));
+}
+
+/// To read `numa_maps` waits for the process's mmap lock. Here it is a pipe that nobody writes to.
+#[test]
+fn a_vm_that_keeps_its_mmap_lock_is_bound_later_and_holds_nobody_up() {
+    let machine = Machine::new();
+    machine.write("sys/devices/system/node/has_memory", "0-1\n");
+    machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
+    let pipe = machine.dir.path().join("proc/10/numa_maps");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let switch = Switch::default();
+    let mut host = machine.host(switch.root(&machine));
+    let mut nodes = || {
+        let sample = host.sample();
+        VMS.map(|pid| vm(&sample, pid).nodes.clone())
+    };
+    for _ in 0..3 {
+        assert_eq!(nodes(), [vec![], vec![1], vec![]]);
+    }
+    fs::write(&pipe, "").unwrap();
+    fs::remove_file(&pipe).unwrap();
+    machine.write("proc/10/numa_maps", "55ac bind:0 file=/usr/bin/kvm\n");
+    let until = Instant::now() + Duration::from_secs(60);
+    while nodes()[0] != [0] {
+        assert!(Instant::now() < until, "it is never bound");
+    }
 }
 
 #[test]

@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use ebb_core::histogram::Histogram;
-use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
@@ -354,9 +353,8 @@ impl Agent {
         let vm = self.attached()?;
         let recycler = vm.recycler(faults)?;
         let gone = || refuse(Refused::System, "the map cannot be read");
-        let (free, _) = recycler.free(false).ok_or_else(gone)?;
         vm.marks = recycler.mark().ok_or_else(gone)?;
-        Ok(Answer::Marked { free: Bytes(free.0) })
+        Ok(Answer::Marked)
     }
 
     fn facts(&mut self) -> Result<Facts, Refusal> {

@@ -284,7 +284,13 @@ impl Tracker {
             self.forget(guard, &format!("cannot watch guest page {:#x}: {e}", wires[0].0));
             return Ok(());
         }
-        let challenge = sys::random().max(1);
+        let challenge = match sys::random() {
+            Ok(number) => number.max(1),
+            Err(e) => {
+                self.forget(guard, &format!("the kernel gives no random number: {e}"));
+                return Ok(());
+            }
+        };
         if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
             if !self.faults.no_challenge() {
                 sys::store_u64(at, challenge);

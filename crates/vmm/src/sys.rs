@@ -405,11 +405,13 @@ pub fn block_signals() {
 }
 
 /// A random number, from the kernel.
-pub fn random() -> u64 {
+pub fn random() -> Result<u64> {
     let mut number = 0u64;
     // SAFETY: eight bytes of our own.
-    unsafe { libc::getrandom(std::ptr::from_mut(&mut number).cast(), 8, 0) };
-    number
+    match unsafe { libc::getrandom(std::ptr::from_mut(&mut number).cast(), 8, 0) } {
+        8 => Ok(number),
+        _ => Err(Error::last_os_error()),
+    }
 }
 
 /// The listening socket, which a forked child must not hold: it is not served

@@ -209,7 +209,11 @@ fn amount(value: &str) -> Result<Amount, String> {
     if !value.is_empty() && value.bytes().all(|b| b.is_ascii_digit() || b == b'.') {
         return Err(not_allowed(value, "a size has a unit, as in 512MiB or 25%"));
     }
-    read::amount(value)
+    let amount = read::amount(value)?;
+    if let Amount::Bytes(size) = amount {
+        read::has_unit(size)?;
+    }
+    Ok(amount)
 }
 
 fn weight(value: &str) -> Result<f64, String> {
@@ -247,6 +251,7 @@ mod tests {
     fn a_wrong_attribute_is_named_with_what_is_allowed() {
         for (name, value, expected) in [
             ("min", "512", "attribute min: “512” is not allowed: a size has a unit"),
+            ("max", "600B", "attribute max: 600 B is below 1 MiB: write the unit"),
             ("min", "", "attribute min: “” is not a size"),
             ("max", "12 potatoes", "attribute max: “12 potatoes” is not a size"),
             ("min", "120%", "attribute min: “120%” is not a share: 0% to 100%"),

@@ -96,7 +96,7 @@ struct RawMerge {
     across_groups: Option<bool>,
     cpu: Option<Spanned<String>>,
     cpu_clear: Option<Spanned<String>>,
-    floor: Option<Bytes>,
+    floor: Option<Spanned<Bytes>>,
     scan: Option<Spanned<String>>,
     advisor: Option<bool>,
     hold_khugepaged: Option<bool>,
@@ -149,6 +149,14 @@ impl<'de> Deserialize<'de> for RawAmount {
             Any::Text(t) => amount(&t).map_err(serde::de::Error::custom)?,
         };
         Ok(RawAmount(amount))
+    }
+}
+
+/// Refuses what was meant with a unit, most likely.
+pub(super) fn has_unit(size: Bytes) -> Result<(), String> {
+    match size.0 {
+        1..LEAST_SIZE => Err(format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"")),
+        _ => Ok(()),
     }
 }
 
@@ -329,10 +337,13 @@ impl Checker<'_> {
 
     fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
         let Settings { cores, clear_cores, floor } = base.settings;
+        if let Some(floor) = &raw.floor {
+            self.has_unit("merge.floor", floor.span(), *floor.get_ref())?;
+        }
         let settings = Settings {
             cores: self.share("merge.cpu", 1.0, raw.cpu)?.unwrap_or(cores),
             clear_cores: self.share("merge.cpu_clear", 0.1, raw.cpu_clear)?.unwrap_or(clear_cores),
-            floor: raw.floor.unwrap_or(floor),
+            floor: raw.floor.map_or(floor, Spanned::into_inner),
         };
         Ok(MergeConfig {
             mode: self.one_of("merge.mode", raw.mode, MERGE)?.unwrap_or(base.mode),
@@ -346,15 +357,8 @@ impl Checker<'_> {
         })
     }
 
-    /// Refuses what was meant with a unit, most likely.
     fn has_unit(&self, field: &str, span: Range<usize>, size: Bytes) -> Result<(), ConfigError> {
-        match size.0 {
-            1..LEAST_SIZE => {
-                let message = format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"");
-                Err((self.fail)(Some(span), field, message))
-            }
-            _ => Ok(()),
-        }
+        has_unit(size).map_err(|message| (self.fail)(Some(span), field, message))
     }
 
     /// Cores, given as percent of one; `least` percent at least.

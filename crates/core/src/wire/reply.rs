@@ -37,10 +37,8 @@ pub enum Answer {
     Status(Status),
     /// To [`Command::Recycle`].
     Recycled(Recycled),
-    Marked {
-        /// Free now, by the guest's map.
-        free: Bytes,
-    },
+    /// To [`Command::Mark`].
+    Marked,
     Facts(Facts),
     /// To [`Command::Advise`].
     Advised {

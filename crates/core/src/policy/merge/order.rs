@@ -407,7 +407,7 @@ fn due(
         return Some((format!("some {changed} have changed since the last"), false));
     }
     let wait = match state {
-        Pressure::Clear => every << memory.lean,
+        Pressure::Clear => every << memory.lean.min(LEAN_MOST),
         _ => every / 2,
     };
     // Of a sample there is nothing to compare with.

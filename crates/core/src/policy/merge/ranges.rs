@@ -103,9 +103,15 @@ fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run>
         // Whether all since the last run is open.
         let mut gap_open = false;
         while at < usable.end {
+            let open = opened(at, before);
             let known = blocks.binary_search_by_key(&at, |b| b.start);
-            let block = known.map_or(Block { start: at, ..Block::default() }, |i| blocks[i]);
-            self::block(&block, &opened(at, before), &usable, (&mut runs, &mut gap_open));
+            if known.is_err() && open == [0; WORDS] {
+                // Most of a large VM: nothing was found there, and none of it is open.
+                gap_open = false;
+            } else {
+                let block = known.map_or(Block { start: at, ..Block::default() }, |i| blocks[i]);
+                self::block(&block, &open, &usable, (&mut runs, &mut gap_open));
+            }
             at += BLOCK;
         }
     }

@@ -80,12 +80,14 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
         Some((1024, 900, short(Pressure::Hard))),
     );
     memory.vms[0].stuck_until = Some(Stamp(990_000));
+    memory.vms[0].socket = Some("/run/a".into());
     let paged_out = OffloadSample { paged_out: Bytes::mib(70), ..OffloadSample::default() };
     let paged = VmSample { offload: Some(paged_out), ..vm(900, 500, 800) };
     tick(&mut memory, &sample(901_000, vec![paged.clone()]));
     let model = tick(&mut memory, &sample(5_000, vec![paged]));
     let came = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap().came;
     assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
+    assert_eq!(memory.vms[0].socket.as_deref(), Some("/run/a"), "`ebb release` may need it");
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
     let owned = memory.owned(&model, &Plan::default(), &[]);
