@@ -530,7 +530,9 @@ fn grow(
         if least < LEAST_STEP {
             let nothing = above().find(|n| surplus[*n].1 < LEAST_STEP);
             let why = match nothing.and_then(|n| limits.get(surplus[n].0)) {
-                Some(l) => format!("{} has nothing to spare beside its reserve and a margin", l.name),
+                Some(l) => {
+                    format!("{} has nothing to spare beside its reserve and a margin", l.name)
+                }
                 None => "the host gives back slowly, others first".into(),
             };
             verdicts[i] = Some(Verdict::Hold(format!("{} ballooned; {why}", vm.owed)));

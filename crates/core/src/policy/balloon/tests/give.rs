@@ -200,7 +200,10 @@ fn one_that_waits_for_its_memory_is_told_for_what() {
         }
     };
     let alone = why(0, vec![vm(1, 1011, 500)]);
-    assert_eq!(alone, "13 MiB ballooned; host has nothing to spare beside its reserve and a margin");
+    assert_eq!(
+        alone,
+        "13 MiB ballooned; host has nothing to spare beside its reserve and a margin"
+    );
     let second = why(100, vec![vm(1, 1011, 500), vm(2, 1011, 500)]);
     assert_eq!(second, "13 MiB ballooned; the host gives back slowly, others first");
 }
