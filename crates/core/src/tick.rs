@@ -108,6 +108,11 @@ pub struct Tick {
 const FAST_MS_A_VM: f64 = 2.5;
 /// The time between questions to VMs that rest, milliseconds for each VM that there is.
 const REST_MS_A_VM: f64 = 10.0;
+/// A VM that has been quiet for so long on a clear host is asked less often, milliseconds: what an
+/// answer costs is for the most part QEMU's.
+const QUIET_MS: u64 = 60_000;
+/// The time between questions to such a VM, milliseconds.
+const QUIET_ASK_MS: u64 = 500;
 /// QEMU asks each guest of its own at least once in this time, milliseconds.
 const QEMU_ASKS_MS: u64 = 2_000;
 /// The share of its RAM by which any guest may grow in a second.
@@ -272,8 +277,15 @@ impl Engine {
             let memory = self.memory.vm(vm.id).filter(|_| !pages_out);
             memory.filter(|m| is_at_rest(vm, m, within_ms))
         };
-        let lately = |m: &VmMemory| m.asked.is_some_and(|t| at.since(t) < rest_ms);
-        let rests = |vm: &&VmModel| at_rest(vm, rest_ms).is_some_and(lately);
+        let is_quiet = |m: &VmMemory| {
+            model.host.state == Pressure::Clear && model.at.since(m.cold.since) >= QUIET_MS
+        };
+        let rests = |vm: &&VmModel| {
+            let quiet = self.memory.vm(vm.id).is_some_and(is_quiet);
+            let ask_ms = if quiet { rest_ms.max(QUIET_ASK_MS) } else { rest_ms };
+            let lately = |m: &VmMemory| m.asked.is_some_and(|t| at.since(t) < ask_ms);
+            at_rest(vm, ask_ms).is_some_and(lately)
+        };
         // Only where there are too many to ask all of them in time.
         let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
         let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
@@ -418,6 +430,28 @@ mod tests {
         engine.memory.vms = vec![asked(2000)];
         assert_eq!(next(&engine, 90, 500), (false, true), "a second after it was asked");
         assert_eq!(next(&engine, 250, 500), (false, false), "far from short: QEMU asks its guest");
+    }
+
+    #[test]
+    fn one_that_has_been_quiet_for_a_minute_is_asked_twice_a_second() {
+        let id = VmId { pid: 1, start: 1 };
+        let rests = |state, asked, available| {
+            let guest =
+                Some(GuestModel { available: Bytes::mib(available), ..GuestModel::default() });
+            let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
+            let vm = VmModel { id, ram, owed, guest, ..VmModel::default() };
+            let host = HostModel { state, ..HostModel::default() };
+            let mut engine = Engine::new(Config::default(), false);
+            engine.memory.vms =
+                vec![VmMemory { id, asked: Some(Stamp(asked)), ..VmMemory::default() }];
+            engine
+                .next(&Model { at: Stamp(QUIET_MS), host, vms: vec![vm], ..Model::default() })
+                .rests(id)
+        };
+        assert!(rests(Pressure::Clear, QUIET_MS - 390, 100));
+        assert!(!rests(Pressure::Clear, QUIET_MS - 410, 100), "half a second after it was asked");
+        assert!(!rests(Pressure::Clear, QUIET_MS - 100, 20), "it may grow by 51 MiB a second");
+        assert!(!rests(Pressure::Soft, QUIET_MS - 100, 100));
     }
 
     #[test]

@@ -172,7 +172,7 @@ fields! { VM_FIELDS: Vm, v =>
     guest_free: Bytes Gauge "Free in the guest, exactly, from its map" = v.agent.as_ref()?.free;
     guest_free_held as "FREED": Bytes Gauge "Of that, held by the host and recyclable"
         = v.agent.as_ref()?.held;
-    recycled: Bytes Counter "Given back page by page by the agent"
+    recycled: Bytes Counter "Freed by the guest and reclaimed page by page by the agent"
         = v.agent.as_ref()?.counters.recycled;
     recycle_saved_pages: Plain Counter "Pages the guest took between proof and discard"
         = v.agent.as_ref()?.counters.saved_pages;
@@ -203,5 +203,5 @@ fields! { VM_FIELDS: Vm, v =>
     returned_swap: Bytes Counter "Went to swap" = v.returned.swap;
     returned_zeros: Bytes Counter "Zero pages, freed on order" = v.returned.zeros;
     returned_other: Bytes Counter "Came back in another way" = v.returned.other;
-    given_back: Bytes Counter "Given back to the guest by deflating" = v.returned.given_back;
+    given_back: Bytes Counter "Given back to the guest by its balloon" = v.returned.given_back;
 }

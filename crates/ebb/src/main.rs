@@ -118,7 +118,7 @@ enum Command {
         #[arg(long, requires = "fix")]
         dry_run: bool,
     },
-    /// Has idle memory given back now, and tells how much came back
+    /// Takes idle memory from VMs now, and tells how much the host got
     Reclaim {
         /// Of this VM
         #[arg(required_unless_present = "all", conflicts_with = "all")]
@@ -126,7 +126,7 @@ enum Command {
         /// Of all VMs
         #[arg(long)]
         all: bool,
-        /// How much in all [default: all that is idle]
+        /// How much in all, such as 512MiB [default: all that is idle]
         #[arg(long)]
         bytes: Option<Bytes>,
         /// The result as JSON
@@ -165,7 +165,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Gives back what a daemon that is gone had taken
+    /// Gives VMs the memory that a daemon which is gone had taken
     ///
     /// The state file says what is owed. The configuration says which processes are VMs; where it is not valid, the
     /// defaults count. Exit code: 0 nothing is owed any more, 1 there is no state file, 2 something is left, with its

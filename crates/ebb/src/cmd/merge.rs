@@ -49,7 +49,7 @@ pub enum What {
         #[arg(long)]
         json: bool,
     },
-    /// Lets KSM look at these VMs: all of one share group, and no other on this host
+    /// Opens these VMs to KSM. All must be of one share group, and no VM of another may be open
     On {
         /// The VMs
         #[arg(required = true)]
@@ -58,7 +58,7 @@ pub enum What {
         #[arg(long)]
         across_groups: bool,
     },
-    /// Takes VMs out of merging and breaks what is merged of them; without a name, of all the host
+    /// Takes VMs out of KSM and unmerges their pages; without a name, all merged pages of the host
     Off {
         /// The VMs
         vm: Vec<String>,

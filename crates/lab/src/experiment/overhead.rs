@@ -60,13 +60,13 @@ impl Overhead {
         daemon.wait_for("VMs that are owed nothing", 5 * MINUTE, |s| {
             all(s, &names, "ballooned", |b| b == 0)
         })?;
-        self.cost(&daemon, "clear", &mut outcome)?;
+        self.cost((&daemon, &vms), "clear", &mut outcome)?;
         daemon.stop();
 
         let daemon = Daemon::start(dir.path(), &names, "reserve = \"600MiB\"")?;
         let is_small = |actual| actual < SMALL.0;
         daemon.wait_for("ballooned VMs", MINUTE, |s| all(s, &names, "actual", is_small))?;
-        self.cost(&daemon, "ballooned", &mut outcome)?;
+        self.cost((&daemon, &vms), "ballooned", &mut outcome)?;
         let mut reactions = Vec::new();
         for _ in 0..self.bursts {
             // On a host that is short a guest keeps what it needed within the last half hour.
@@ -103,18 +103,26 @@ impl Overhead {
         Ok(vms)
     }
 
-    fn cost(&self, daemon: &Daemon, arm: &str, outcome: &mut Outcome) -> Result<()> {
-        let cpu = || -> Result<f64> {
-            let stat =
-                read_stat(&Root::default(), daemon.pid())?.context("the daemon has ended")?;
+    /// What the daemon takes, and what all QEMUs take, their guests at rest included.
+    fn cost(
+        &self,
+        (daemon, vms): (&Daemon, &[Vm]),
+        arm: &str,
+        outcome: &mut Outcome,
+    ) -> Result<()> {
+        let cpu = |pid| -> Result<f64> {
+            let stat = read_stat(&Root::default(), pid)?.context("a process has ended")?;
             Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
         };
-        let before = cpu()?;
+        let all = || vms.iter().map(|vm| cpu(vm.pid())).sum::<Result<f64>>();
+        let before = (cpu(daemon.pid())?, all()?);
         std::thread::sleep(Duration::from_secs(self.seconds));
-        let share = (cpu()? - before) / self.seconds as f64;
+        let share = (cpu(daemon.pid())? - before.0) / self.seconds as f64;
+        let vms_share = (all()? - before.1) / self.seconds as f64;
         let memory =
             read_status(&Root::default(), daemon.pid())?.context("the daemon has ended")?;
         outcome.add(arm, "cpu_share", "ratio", &[share]);
+        outcome.add(arm, "vms_cpu_share", "ratio", &[vms_share]);
         outcome.add(arm, "resident", "bytes", &[memory.resident().0 as f64]);
         Ok(())
     }
