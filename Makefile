@@ -124,9 +124,10 @@ bench: ## what a tick costs and how Ebb compares with others, on synthetic guest
 	@./target/release/ebb-sim --hosts 1000 --vms 10 --seconds 60
 	@./target/release/ebb-sim --compare --markdown docs/comparison.md --commit "$$(git describe --always --dirty)"
 
-report: target/.setup ## most figures of README and docs/experiments.md measured again, into target/lab (density: demo)
+report: target/.setup ## most figures of README and docs/experiments.md measured again, into target/lab
 	@$(BUILD)
 	@$(CARGO) lab overhead --json target/lab/overhead.json
+	@$(CARGO) lab density --quick --json target/lab/density.json
 	@$(CARGO) lab demo --json target/lab/demo.json
 	@$(CARGO) lab dedup --json target/lab/dedup.json
 	@for e in scan corunner mark-cost recycle fragmented paused refault; do \

@@ -168,6 +168,27 @@ fn of_regions(regions: &[Region], memory: Bytes) -> Rest {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vm::Accel;
+
+    #[test]
+    fn shares_are_of_one_processor_and_what_came_back_costs_what_is_ours() {
+        let account = |seconds: &[(&str, f64)], returned, idle, all| Account {
+            seconds: seconds.iter().map(|(name, s)| (name.to_string(), *s)).collect(),
+            returned,
+            idle,
+            all,
+        };
+        let before = account(&[("daemon", 1.0), ("qemu", 10.0)], 1e9, 100.0, 1000.0);
+        let after = [("daemon", 3.0), ("ksmd", 4.0), ("qemu", 30.0)];
+        let after = account(&after, 501e9, 150.0, 1200.0);
+        let part = after.since(&before, Duration::from_secs(10));
+        assert_eq!(part.idle, 0.25);
+        let mut outcome = Outcome::new("density", "6.1", Accel::Tcg);
+        part.add(&mut outcome, "ebb");
+        let of = |metric: &str| outcome.results.iter().find(|r| r.metric == metric).unwrap().value;
+        assert_eq!((of("cpu_daemon"), of("cpu_ksmd"), of("cpu_qemu")), (0.2, 0.4, 2.0));
+        assert_eq!((of("returned"), of("cpu_s_per_tb")), (5e11, 12.0), "QEMU's is not ours");
+    }
 
     #[test]
     fn ram_that_is_open_to_ksm_in_parts_is_ram() {
