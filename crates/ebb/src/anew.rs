@@ -96,7 +96,6 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
 }
 
-/// Beside the state file.
 fn file(state_file: &str) -> PathBuf {
     Path::new(state_file).with_file_name("handed-over.json")
 }

@@ -95,7 +95,6 @@ impl Latest {
         state
     }
 
-    /// What there is to admit VMs with.
     fn stock(&self) -> &Stock {
         self.stock.get_or_init(|| admission::stock(&self.model, &self.memory))
     }
@@ -275,7 +274,6 @@ fn router(shared: Shared) -> Router {
         .fallback(|| async { (StatusCode::NOT_FOUND, INDEX) })
 }
 
-/// What there is on TCP.
 fn on_loopback(shared: Shared) -> Router {
     let metrics = |uri: Uri, headers: HeaderMap| async move {
         match foreign_name(&uri, &headers) {

@@ -59,7 +59,6 @@ pub struct HandsOffWish {
 const REQUESTS: usize = 1000;
 
 impl Inbox {
-    /// Has the loop look at everything now.
     pub fn wake(&self) {
         self.waker.wake();
     }
@@ -76,7 +75,6 @@ impl Inbox {
     }
 }
 
-/// All that waits in a list.
 fn taken<T>(list: &Mutex<Vec<T>>) -> Vec<T> {
     std::mem::take(&mut *list.lock().unwrap_or_else(|e| e.into_inner()))
 }
@@ -174,7 +172,6 @@ impl Daemon {
         }
     }
 
-    /// Puts KSM's knobs back, where they were taken.
     pub fn release_ksm(&mut self) -> Result<()> {
         self.host.leave_shared();
         let said = self.host.release_ksm(Duration::from_secs(5));

@@ -56,7 +56,6 @@ pub fn give_back(
     }
 }
 
-/// Sends what is due, all at once.
 fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     let now = Instant::now();
     let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();

@@ -54,7 +54,6 @@ pub struct Observer {
     said: Said,
 }
 
-/// What the log said last.
 #[derive(Default)]
 struct Said {
     state: Pressure,

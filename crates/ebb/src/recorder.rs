@@ -91,7 +91,6 @@ struct Segment {
     first: Option<Stamp>,
 }
 
-/// The part that is being written.
 struct Open {
     frame: Encoder<'static, Vec<u8>>,
     text: u64,
@@ -142,7 +141,6 @@ impl Recorder {
         self.drop_oldest();
     }
 
-    /// What it holds, bytes.
     pub fn bytes(&self) -> usize {
         self.closed.iter().map(|s| s.frame.len()).sum::<usize>()
             + self.open.as_ref().map_or(0, |o| o.frame.get_ref().len())

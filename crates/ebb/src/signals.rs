@@ -12,7 +12,6 @@ use anyhow::Result;
 use ebb_host::sys;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// All that end the loop.
 pub const SIGNALS: [i32; 3] = [SIGTERM, SIGINT, SIGHUP];
 
 #[derive(Clone, Debug)]

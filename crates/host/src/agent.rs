@@ -40,13 +40,10 @@ pub enum AgentError {
     /// Another system call that failed.
     #[error("{0}: {1}: {2}")]
     Io(String, &'static str, String),
-    /// End of file.
     #[error("{0}: the agent closed the connection")]
     Closed(String),
-    /// Not our protocol; the connection is gone.
     #[error("{0}: not the agent's protocol: {1}; connection dropped")]
     Garbage(String, String),
-    /// [`MAX_PENDING`] requests wait already.
     #[error("{0}: more than {MAX_PENDING} requests without an answer")]
     Full(String),
     /// The agent said no; the connection is fine.
@@ -54,7 +51,6 @@ pub enum AgentError {
     Refused(String, Refusal),
 }
 
-/// A connection to the agent of one VM.
 #[derive(Debug, Default)]
 pub struct Agent {
     path: PathBuf,
@@ -93,7 +89,6 @@ impl Agent {
         self.socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// Whether to poll for writing too.
     pub fn wants_write(&self) -> bool {
         !self.outbox.is_empty()
     }

@@ -21,7 +21,6 @@ const MOST: usize = 1000;
 /// How long a scan waits for what VMs are bound to: to read it takes each one's mmap lock.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// See the top of this file.
 #[derive(Debug, Default)]
 pub(crate) struct Bounds {
     configured: Option<String>,

@@ -21,10 +21,8 @@ pub enum ClientError {
          ebb), or name its socket with --socket"
     )]
     NoDaemon { socket: PathBuf, error: std::io::Error },
-    /// The connection broke, or the answer took too long.
     #[error("{path} on {socket}: the daemon broke its answer off, or took 10 s: {error}")]
     CutOff { socket: PathBuf, path: String, error: std::io::Error },
-    /// Not what was asked for.
     #[error("{path} on {socket}: {why}")]
     Answer { socket: PathBuf, path: String, why: String },
 }
@@ -33,7 +31,6 @@ pub fn is_up(socket: impl AsRef<Path>) -> bool {
     UnixStream::connect(socket).is_ok()
 }
 
-/// GETs a path; the body.
 pub fn get(socket: impl AsRef<Path>, path: &str) -> Result<Vec<u8>, ClientError> {
     ask(socket.as_ref(), &format!("GET {path} HTTP/1.1\r\n"), path, "")
 }

@@ -15,7 +15,6 @@ use crate::durable;
 /// Longest time, ms: a request that is forgotten comes to its end.
 pub const MOST_MS: u64 = 24 * 3600 * 1000;
 
-/// Which VMs, and until when.
 #[derive(Debug, Default)]
 pub struct HandsOffs {
     file: Option<PathBuf>,

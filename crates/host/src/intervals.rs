@@ -24,7 +24,6 @@ impl Intervals {
         Intervals { file, was: all.unwrap_or_default().into_iter().collect() }
     }
 
-    /// Whether nothing is to be put back.
     pub fn is_empty(&self) -> bool {
         self.was.is_empty()
     }

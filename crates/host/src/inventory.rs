@@ -89,7 +89,6 @@ pub enum Look {
 /// A command, its arguments, and what it is for.
 pub type Question = (Look, &'static str, Option<Value>);
 
-/// What a whole round says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     pub begun: Instant,
@@ -368,7 +367,6 @@ fn untold(what: &str) -> String {
     format!("QEMU does not tell {what}")
 }
 
-/// Whether a name is on a list of words.
 fn matches(list: &str, name: &str) -> bool {
     list.split(' ').any(|known| match known.strip_suffix('*') {
         Some(start) => name.starts_with(start),

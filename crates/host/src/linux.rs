@@ -154,7 +154,6 @@ impl LinuxHost {
         Stamp(t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000)
     }
 
-    /// For ending [`LinuxHost::wait`] from elsewhere.
     pub fn waker(&self) -> Waker {
         self.waker.clone()
     }

@@ -341,7 +341,6 @@ fn poll_once(
     ready.map(|(i, _)| i).collect()
 }
 
-/// The poll flags that suit a client now.
 pub fn interest(client: &Client) -> PollFlags {
     sockets::interest(!client.protocol.outgoing().is_empty())
 }

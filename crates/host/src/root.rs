@@ -36,7 +36,6 @@ impl ParseError {
         ParseError { line, message: message.into() }
     }
 
-    /// A field that the whole text lacks.
     pub fn missing(field: &str) -> ParseError {
         ParseError::new(0, format!("no {field}"))
     }
@@ -46,10 +45,8 @@ impl ParseError {
 pub enum ProbeError {
     #[error("{path}: {error}{}", hint(.error))]
     Io { path: PathBuf, error: io::Error },
-    /// More than [`MAX_FILE`].
     #[error("{path}: longer than {MAX_FILE} bytes: this is not the kernel's file")]
     TooLong { path: PathBuf },
-    /// Not what the kernel documents.
     #[error("{path}: {error}: this kernel's format is unknown, please report it")]
     Parse { path: PathBuf, error: ParseError },
 }
@@ -62,7 +59,6 @@ fn hint(error: &io::Error) -> &'static str {
 }
 
 impl ProbeError {
-    /// Whether the reason is a lack of permission.
     pub fn is_denied(&self) -> bool {
         matches!(self, ProbeError::Io { error, .. }
             if error.kind() == io::ErrorKind::PermissionDenied)
@@ -88,7 +84,6 @@ pub struct Root {
 }
 
 impl Default for Root {
-    /// The machine's own `/`.
     fn default() -> Root {
         Root::at("/")
     }
@@ -246,7 +241,6 @@ impl Root {
         Ok(self.read_bytes(absolute)?.map(text))
     }
 
-    /// Reads and parses; errors name the file.
     pub fn parse<T>(
         &self,
         absolute: impl AsRef<Path>,

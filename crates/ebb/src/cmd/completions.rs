@@ -18,7 +18,6 @@ use crate::table::emit;
 /// Asks the daemon for the names; nothing is said where none answers.
 const ASK: &str = "ebb completions --vms 2>/dev/null";
 
-/// Completions for a shell, on standard output.
 pub fn script(ebb: Command, shell: Shell) -> Result<()> {
     emit(&text(ebb, shell))
 }

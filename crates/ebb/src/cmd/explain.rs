@@ -165,7 +165,6 @@ fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     Some((used + held, uses, "the VMM's own, and what was freed in the last 3 s"))
 }
 
-/// The same by its balloon's statistics.
 fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     // With `deflate-on-oom` the total does not shrink with the balloon.
     let used = vm.guest_total?.min(vm.actual?) - vm.guest_free?;

@@ -12,7 +12,6 @@ use crate::daemon_client;
 use crate::table::{emit_as, known, table};
 use crate::view::{Order, Stage, State, lenient, lenient_list};
 
-/// What of the daemon's plan is printed here.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Told {

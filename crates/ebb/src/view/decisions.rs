@@ -116,7 +116,6 @@ pub fn forbidden(tick: &Tick) -> Option<String> {
     tick.forbidden.as_ref().map(|why| format!("nothing is taken: {why}"))
 }
 
-/// A guest as it was, for people.
 pub fn guest_words(vm: &VmModel) -> String {
     let size = |b: Option<Bytes>| b.map_or("unknown".to_string(), |b| b.to_string());
     let guest = vm.guest.map_or("its numbers are not known".to_string(), |g| {

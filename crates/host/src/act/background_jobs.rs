@@ -30,7 +30,6 @@ fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
     told.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes orders and tells the results.
 #[derive(Debug)]
 pub(crate) struct BackgroundJobs<J, S: Told, C> {
     root: Root,

@@ -44,17 +44,14 @@ pub enum KsmError {
     Probe(#[from] ProbeError),
     #[error("{path}: {error}")]
     Write { path: PathBuf, error: io::Error },
-    /// What an earlier Ebb wrote down is not readable.
     #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
     Damaged { path: PathBuf, why: String },
-    /// There is no room for the pages that merging saved.
     #[error(
         "breaking all merges takes {needed}, and {SPARE} must stay free, but {available} are \
          available: free memory first (stop VMs, or take from them), or let it be broken VM by VM \
          (`ebb merge off VM`)"
     )]
     NoRoom {
-        /// What merging saves now.
         needed: Bytes,
         /// MemAvailable.
         available: Bytes,

@@ -123,7 +123,6 @@ impl KsmWorker {
         self.dial.set(cores);
     }
 
-    /// What `ksmd` is to do from now on.
     pub fn order(&mut self, order: &Order) {
         let same =
             self.sent.as_ref().is_some_and(|(o, at)| alike(o, order) && at.elapsed() < REPEAT);
@@ -181,7 +180,6 @@ impl KsmWorker {
         (told.scan.clone(), told.knobs.clone())
     }
 
-    /// Whether a scan that is under way reads this VM.
     pub fn reads(&self, vm: VmId) -> bool {
         lock(&self.told).reading.contains(&vm)
     }
@@ -197,7 +195,6 @@ impl KsmWorker {
         lock(&self.told).ranges.get(&vm).cloned()
     }
 
-    /// How many scans have ended.
     pub fn scans(&self) -> u64 {
         lock(&self.told).scan.number
     }
@@ -362,7 +359,6 @@ fn united(mut ranges: Vec<Range>) -> Vec<Range> {
     ranges
 }
 
-/// Scans; returns what was scanned.
 fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Told>) -> Vec<Target> {
     let look = |(id, name, group): &(VmId, String, String)| {
         Found::look(root, *id, name, group).ok().flatten()

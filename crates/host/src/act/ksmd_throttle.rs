@@ -23,7 +23,6 @@ const PACE: Duration = Duration::from_millis(100);
 /// this much time, which is counted in nanoseconds here.
 const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 
-/// The knobs, and what is under way.
 #[derive(Debug)]
 pub struct KsmdThrottle {
     root: Root,

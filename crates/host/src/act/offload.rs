@@ -64,7 +64,6 @@ pub(crate) fn offloader(root: Root) -> Offloader {
 }
 
 impl Job {
-    /// Pages this much of a VM out.
     pub fn new(
         root: &Root,
         (vm, bytes): (VmId, Bytes),

@@ -144,7 +144,6 @@ struct Partial {
     missing: usize,
 }
 
-/// What the kernel tells of page tables and frames.
 struct Tables {
     pagemap: File,
     flags: File,

@@ -35,10 +35,8 @@ pub enum MergeableError {
     Gone(u32),
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
-    /// QEMU said yes, and nothing changed.
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
-    /// Its mappings could not be read when it was done.
     #[error("whether it was done is not known: {0}")]
     NotSeen(String),
 }

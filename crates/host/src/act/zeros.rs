@@ -39,7 +39,6 @@ const HUGE: u64 = 2 << 20;
 const WINDOW: u64 = 32 << 20;
 const PAGES: usize = (HUGE / PAGE) as usize;
 
-/// What this kernel can do.
 pub fn ways(root: &Root) -> ZeroWays {
     // Came with the splitting that maps the zero page.
     let split = root.path("/sys/kernel/mm/transparent_hugepage/shrink_underused").exists();

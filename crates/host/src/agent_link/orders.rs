@@ -38,7 +38,6 @@ impl AgentLink {
         }
     }
 
-    /// Whether an order waits until QEMU has been asked.
     pub fn order_waits(&self) -> bool {
         self.waiting.is_some()
     }
@@ -92,7 +91,6 @@ impl AgentLink {
         self.scanner.clone()
     }
 
-    /// What it says is open to KSM.
     pub fn open(&self) -> Bytes {
         self.open.unwrap_or_default()
     }

@@ -118,7 +118,6 @@ impl Bridge {
         self.output.is_empty()
     }
 
-    /// Whether [`Bridge::next_call`] has one.
     pub fn has_call(&self) -> bool {
         !self.greeted
             || !self.orders.is_empty()
@@ -438,7 +437,6 @@ impl Bridge {
         }
     }
 
-    /// Answers what can be answered by now.
     fn settle(&mut self, now: Instant) {
         for q in std::mem::take(&mut self.questions) {
             let since = |at: Option<Instant>| at.is_some_and(|at| at + TOGETHER >= q.at);
@@ -468,7 +466,6 @@ impl Bridge {
         gone.iter().for_each(|q| self.refused(&q.id, why));
     }
 
-    /// The answer to a question in QEMU's terms.
     fn answer(&self, command: &Value) -> Result<Value, String> {
         let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
         let text = |name: &str| command.get("arguments")?.get(name)?.as_str();

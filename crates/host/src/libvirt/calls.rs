@@ -16,7 +16,6 @@ pub type Procedure = (u32, u32);
 pub const AUTH_LIST: Procedure = (REMOTE, 66);
 /// Which hypervisor, by its URI.
 pub const OPEN: Procedure = (REMOTE, 1);
-/// A domain by its name.
 pub const LOOK_UP: Procedure = (REMOTE, 23);
 /// Its description as XML.
 pub const DESCRIBE: Procedure = (REMOTE, 14);
@@ -219,12 +218,10 @@ pub fn is_busy(result: &[u8]) -> Result<bool, Malformed> {
     Ok(told.get(name) != Some(&backup))
 }
 
-/// Arguments of [`SET_MEMORY`], for the running domain only.
 pub fn set_memory(domain: &Domain, kib: u64) -> Vec<u8> {
     domain.args().u64(kib).u32(LIVE).done()
 }
 
-/// Arguments of [`SET_PERIOD`], for the running domain only.
 pub fn set_period(domain: &Domain, seconds: i32) -> Vec<u8> {
     domain.args().i32(seconds).u32(LIVE).done()
 }

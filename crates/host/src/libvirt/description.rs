@@ -81,7 +81,6 @@ impl Balloon {
         })
     }
 
-    /// A property of the device, as QEMU would tell it.
     pub fn property(&self, name: &str) -> Option<Value> {
         match name {
             REPORTING => Some(json!(self.reporting)),

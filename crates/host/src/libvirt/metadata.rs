@@ -80,7 +80,6 @@ pub(super) fn of_answer(
     }))
 }
 
-/// What is said of wrong metadata.
 fn wrong(domain: &str, why: &str) -> String {
     let name = in_command(domain);
     format!(

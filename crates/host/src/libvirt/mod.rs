@@ -188,7 +188,6 @@ impl Libvirt {
         Ok(watch)
     }
 
-    /// Has the thread look at what is wanted of it.
     pub fn wake(&self) {
         self.waker.wake();
     }
@@ -278,7 +277,6 @@ fn pid_file(name: &str) -> String {
     name.chars().map(escaped).collect::<String>() + ".pid"
 }
 
-/// Which file it is, in words.
 fn inode(file: &OwnedFd) -> rustix::io::Result<PathBuf> {
     let stat = fstat(file)?;
     Ok(PathBuf::from(format!("{}:{}", stat.st_dev, stat.st_ino)))

@@ -33,11 +33,7 @@ const MAX_OF_CONTAINER: usize = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Heard {
     /// The answer to a call: what the procedure returns, or libvirt's error.
-    Answer {
-        /// Which call, as [`Rpc::call`] numbered it.
-        serial: u32,
-        result: Result<Vec<u8>, Refused>,
-    },
+    Answer { serial: u32, result: Result<Vec<u8>, Refused> },
     /// An event: its procedure and what that says.
     Event(u32, Vec<u8>),
 }

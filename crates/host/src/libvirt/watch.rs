@@ -25,7 +25,6 @@ const WRITE_EVERY: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Watch(Arc<Mutex<Seen>>);
 
-/// See [`Watch`].
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     /// What it says; `None`: not read yet.
@@ -36,7 +35,6 @@ pub(crate) struct Seen {
     there: Option<Option<Bytes>>,
     /// The one that is to be there; `None`: whatever is.
     wanted: Option<Option<Bytes>>,
-    /// Why libvirt did not take it.
     pub refused: Option<String>,
     /// Why the watch has ended, if it has.
     pub over: Option<String>,
@@ -70,7 +68,6 @@ impl Watch {
     }
 }
 
-/// A call for a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     LookUp,
@@ -112,7 +109,6 @@ impl Watcher {
         (!self.busy).then(|| write.map_or(read, |at| at.min(read)))
     }
 
-    /// When the note is to be written.
     fn write_at(&self, now: Instant) -> Option<Instant> {
         let seen = self.watch.seen();
         let replaces = seen.to_write()?.is_some() && seen.there.flatten().is_some();

@@ -209,7 +209,6 @@ impl Daemon {
         Some(due.saturating_duration_since(now))
     }
 
-    /// Makes the calls that are due, and writes.
     fn turn(&mut self, now: Instant) {
         self.watchers.retain(|_, w| w.is_wanted());
         if self.connections.is_empty() && self.has_work() {

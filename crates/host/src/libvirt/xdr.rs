@@ -17,18 +17,15 @@ pub struct Malformed;
 pub struct Writer(Vec<u8>);
 
 impl Writer {
-    /// An `unsigned int`.
     pub fn u32(mut self, n: u32) -> Writer {
         self.0.extend(n.to_be_bytes());
         self
     }
 
-    /// An `int`.
     pub fn i32(self, n: i32) -> Writer {
         self.u32(n.cast_unsigned())
     }
 
-    /// An `unsigned hyper`.
     pub fn u64(mut self, n: u64) -> Writer {
         self.0.extend(n.to_be_bytes());
         self
@@ -52,7 +49,6 @@ impl Writer {
         self.u32(1).text(text)
     }
 
-    /// The bytes.
     pub fn done(self) -> Vec<u8> {
         self.0
     }
@@ -73,7 +69,6 @@ impl<'a> Reader<'a> {
         self.fixed(N)?.try_into().map_err(|_| Malformed)
     }
 
-    /// An `unsigned int`.
     pub fn u32(&mut self) -> Result<u32, Malformed> {
         Ok(u32::from_be_bytes(self.array()?))
     }
@@ -83,7 +78,6 @@ impl<'a> Reader<'a> {
         Ok(i32::from_be_bytes(self.array()?))
     }
 
-    /// An `unsigned hyper`.
     pub fn u64(&mut self) -> Result<u64, Malformed> {
         Ok(u64::from_be_bytes(self.array()?))
     }

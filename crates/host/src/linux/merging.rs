@@ -55,7 +55,6 @@ impl LinuxHost {
         }
     }
 
-    /// Puts KSM's knobs back, where they were taken.
     pub fn release_ksm(&mut self, patience: Duration) -> Result<(), String> {
         self.merger.as_mut().map_or(Ok(()), |m| m.release(patience))
     }

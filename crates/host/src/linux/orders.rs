@@ -32,16 +32,10 @@ pub enum ActError {
     /// The process has ended; its pid may be another's by now.
     #[error("the VM's process {pid} has ended")]
     Gone { pid: u32 },
-    /// QMP cannot be used now.
     #[error("no QMP connection: {0}")]
     NoLink(String),
-    /// QEMU was told and has not answered in time: it may still follow.
     #[error("QEMU has not answered within {ms} ms: it may still follow")]
-    Unanswered {
-        /// How long was waited, milliseconds.
-        ms: u64,
-    },
-    /// The connection ended before QEMU answered: it may have done it.
+    Unanswered { ms: u64 },
     #[error("{0} before QEMU answered: it may have done it")]
     Lost(String),
     #[error(transparent)]

@@ -19,7 +19,6 @@ const TOGETHER: Duration = Duration::from_millis(5);
 /// The least sleep between two looks at connections whose time may be up.
 const LEAST: Duration = Duration::from_millis(1);
 
-/// Why [`LinuxHost::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     Timer,
@@ -28,7 +27,6 @@ pub enum Wake {
     /// A VM reset, stopped, resumed, migrated or went away. Stays until the
     /// next [`LinuxHost::sample`].
     Event,
-    /// A [`Waker`](crate::waker::Waker) was used.
     Woken,
 }
 
@@ -106,7 +104,6 @@ impl LinuxHost {
 #[derive(Clone, Copy, Debug, Default)]
 struct Polled {
     woken: bool,
-    /// The host told of pressure.
     pressure: bool,
     answered: bool,
 }

@@ -34,7 +34,6 @@ pub struct Mount {
     pub options: String,
 }
 
-/// Reads `/proc/self/mountinfo`.
 pub fn read_mounts(root: &Root) -> Result<Option<Vec<Mount>>, ProbeError> {
     root.parse("/proc/self/mountinfo", parse_mountinfo)
 }

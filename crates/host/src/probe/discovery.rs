@@ -56,7 +56,6 @@ fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
     if called { Program::Refused(Refused::new(pid, why)) } else { Program::Other }
 }
 
-/// Scans `/proc` once; see [`Scanner::scan`].
 pub fn discover(root: &Root, trust: &Trust) -> Result<Scan, ProbeError> {
     Scanner::new(trust.clone()).scan(root, &HashSet::new())
 }
@@ -140,7 +139,6 @@ pub struct Scanner {
     scans: u32,
 }
 
-/// See [`Scanner`].
 const THOROUGH: u32 = 15;
 
 #[derive(Debug)]
@@ -166,7 +164,6 @@ enum Look {
 }
 
 impl Scanner {
-    /// One that has seen nothing yet.
     pub fn new(trust: Trust) -> Scanner {
         Scanner {
             trust,

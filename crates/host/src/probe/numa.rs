@@ -51,7 +51,6 @@ pub fn read_bound(root: &Root, nodes: &[u32]) -> Result<Option<Pool>, ProbeError
     Ok(Some(pool))
 }
 
-/// What they are called as a limit.
 pub fn name(nodes: &[u32]) -> String {
     let list: Vec<String> = nodes.iter().map(u32::to_string).collect();
     format!("node{} {}", if nodes.len() == 1 { "" } else { "s" }, list.join(","))
@@ -71,7 +70,6 @@ fn read_huge(root: &Root, dir: &str) -> Result<Bytes, ProbeError> {
     Ok(huge)
 }
 
-/// What a node's `meminfo` tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeMemory {
     /// `MemTotal`.

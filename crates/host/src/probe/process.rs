@@ -26,7 +26,6 @@ pub struct Stat {
     pub start: u64,
 }
 
-/// The pids that there are.
 pub fn processes(root: &Root) -> std::io::Result<impl Iterator<Item = u32>> {
     let entries = std::fs::read_dir(root.path("/proc"))?;
     Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()))
@@ -166,7 +165,6 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// The process that started then.
     pub fn new(id: VmId) -> Watched {
         Watched { id, file: None }
     }
@@ -214,7 +212,6 @@ pub struct Credentials {
     pub inner: Option<u32>,
 }
 
-/// Reads whose a process is.
 pub fn read_credentials(root: &Root, pid: u32) -> Result<Option<Credentials>, ProbeError> {
     root.parse(format!("/proc/{pid}/status"), parse_credentials)
 }

@@ -10,7 +10,6 @@ use ebb_core::sample::{Psi, PsiLine};
 
 use crate::root::{ParseError, ProbeError, Root};
 
-/// The host's memory pressure file.
 pub const MEMORY: &str = "/proc/pressure/memory";
 
 /// Reads its text: `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, then `full …`.

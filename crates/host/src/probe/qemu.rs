@@ -24,7 +24,6 @@ const MAX_SOCKETS: usize = 8;
 /// How a VM gets a QMP socket that Ebb can use.
 const ADD: &str = "; add -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off";
 
-/// Where QMP is to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QmpAddress {
     /// Server sockets, in the order in which to try them: those with `ebb` in
@@ -43,7 +42,6 @@ impl Default for QmpAddress {
     }
 }
 
-/// What a QEMU command line says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuArgs {
     pub name: Option<String>,

@@ -32,7 +32,6 @@ const FOLDERS: [&str; 7] = [
 /// Longest part of a foreign path that is shown.
 const SHOWN: usize = 120;
 
-/// What a process must be to be taken for a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trust {
     /// Users beside those that VMs always run as; `None`: any user.
@@ -70,7 +69,6 @@ impl Trust {
         Ok(Uids { allowed: Some(allowed), unknown })
     }
 
-    /// Looks at a process that is called QEMU.
     pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<Verdict, ProbeError> {
         if uids.allowed.is_some() || !self.containers {
             let Some(whose) = read_credentials(root, pid)? else { return Ok(Verdict::Gone) };
@@ -108,12 +106,9 @@ pub struct Uids {
     pub unknown: Vec<String>,
 }
 
-/// How a look at a process came out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is taken for a VM.
     Trusted,
-    /// It is not: why, for people.
     Refused(String),
     Gone,
 }

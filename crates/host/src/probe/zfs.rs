@@ -6,7 +6,6 @@ use ebb_core::units::Bytes;
 
 use crate::root::{ParseError, ProbeError, Root};
 
-/// Reads it; `None` without ZFS.
 pub fn read_arcstats(root: &Root) -> Result<Option<ZfsArc>, ProbeError> {
     root.parse("/proc/spl/kstat/zfs/arcstats", parse_arcstats)
 }

@@ -9,7 +9,6 @@ pub(super) struct Cutter {
     escape: bool,
 }
 
-/// What one byte meant to the [`Cutter`].
 pub(super) enum Cut {
     Between,
     Inside,

@@ -9,17 +9,8 @@ use serde_json::Value;
 pub enum Message {
     Greeting,
     Event(Event),
-    Return {
-        /// The id it was sent with.
-        id: Option<u64>,
-        value: Value,
-    },
-    Error {
-        /// The id it was sent with.
-        id: Option<u64>,
-        class: String,
-        desc: String,
-    },
+    Return { id: Option<u64>, value: Value },
+    Error { id: Option<u64>, class: String, desc: String },
 }
 
 /// An event, e.g. `RESET`.
@@ -31,7 +22,6 @@ pub struct Event {
     pub data: Value,
 }
 
-/// What was wrong with a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct BadMessage(String);
@@ -78,7 +68,6 @@ pub(super) fn excerpt(bytes: &[u8]) -> String {
     text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
 }
 
-/// A command on the wire.
 #[derive(Serialize)]
 struct Sent<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]

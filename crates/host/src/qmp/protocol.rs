@@ -68,7 +68,6 @@ pub enum QmpError {
     /// milliseconds. The connection stays, a late answer is dropped.
     #[error("{0}: {1}: no answer within {2} ms")]
     Timeout(String, String, u64),
-    /// More than the limit of something that this file limits.
     #[error("{0}: more than {2} {1}")]
     Full(String, &'static str, usize),
     /// QEMU answered with an error; the connection is fine.
@@ -81,10 +80,8 @@ pub enum QmpError {
     },
 }
 
-/// How far a connection has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
-    /// QEMU has not greeted yet.
     #[default]
     Greeting,
     /// `qmp_capabilities` is under way.
@@ -146,7 +143,6 @@ impl Protocol {
         Protocol { state: State::Away, shared: true, ..Protocol::new(path) }
     }
 
-    /// Whether a command waits for a connection.
     pub fn wants_connection(&self) -> bool {
         self.state == State::Away && !self.early.is_empty()
     }
@@ -200,7 +196,6 @@ impl Protocol {
         self.failure = Some(error);
     }
 
-    /// Ends the connection because the peer did.
     pub fn end_of_file(&mut self) {
         let during = match self.pending.values().next() {
             Some(p) => format!(" during {}", p.command),
@@ -372,7 +367,6 @@ impl Protocol {
         Some(answer)
     }
 
-    /// Whether the answer to a command is there.
     pub fn has_reply(&self, id: u64) -> bool {
         self.replies.contains_key(&id)
     }
@@ -392,7 +386,6 @@ impl Protocol {
         }
     }
 
-    /// Whether QEMU has still to answer it.
     pub fn is_pending(&self, id: u64) -> bool {
         self.pending.contains_key(&id)
     }

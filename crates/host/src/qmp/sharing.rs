@@ -22,7 +22,6 @@ const MOST: Duration = Duration::from_secs(1);
 /// Why a client is not served, for people: which of the two is unknown.
 const UNSERVED: &str = "another client is served, or QEMU hangs";
 
-/// What is kept between two connections.
 #[derive(Debug)]
 pub(super) struct Sharing {
     /// The process that must serve the socket, where that is known.

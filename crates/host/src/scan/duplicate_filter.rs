@@ -109,7 +109,6 @@ impl Marks {
         gone
     }
 
-    /// The pages of a window that are marked.
     pub fn runs(&self, window: Range) -> Vec<Range> {
         let mut runs = Vec::new();
         for address in (window.start..window.end()).step_by(PAGE as usize) {

@@ -179,7 +179,6 @@ impl Default for Options {
     }
 }
 
-/// How the scan of a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
     Scanned,
@@ -310,7 +309,6 @@ impl Scanner {
     }
 }
 
-/// A key that was never used before.
 pub fn random_key() -> io::Result<Key> {
     let mut secret = [0; SECRET];
     File::open("/dev/urandom")?.read_exact(&mut secret)?;

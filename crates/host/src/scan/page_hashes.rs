@@ -11,7 +11,6 @@ use ebb_core::units::PAGE;
 
 use crate::sys::Range;
 
-/// What is noted of a hash.
 pub(super) fn tag(hash: u128) -> u32 {
     ((hash >> 8) as u32).max(1)
 }
@@ -41,7 +40,6 @@ impl PageHashes {
         self.compare(address, hash, true)
     }
 
-    /// Whether a page's hash is what was noted.
     pub fn still(&self, address: u64, hash: u128) -> bool {
         self.compare(address, hash, false)
     }

@@ -283,7 +283,6 @@ fn fate_of(error: &Error, target: &Target) -> Fate {
     refusal(Errno::from_io_error(error).unwrap_or(Errno::IO), target)
 }
 
-/// Why a process cannot be read, and what to do.
 pub(super) fn refusal(errno: Errno, target: &Target) -> Fate {
     let pid = target.id.pid;
     Fate::Refused(match errno {

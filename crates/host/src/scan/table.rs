@@ -18,7 +18,6 @@ const VM_BITS: u32 = 16;
 const PAGE_BITS: u32 = 36;
 const PLACE_BITS: u32 = VM_BITS + PAGE_BITS;
 
-/// Most VMs of one table.
 pub const VMS_MAX: usize = 1 << VM_BITS;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,7 +47,6 @@ impl Entry {
 
 type Blocks = Vec<Vec<Entry>>;
 
-/// All pages that were read.
 #[derive(Debug)]
 pub struct Table {
     shards: Vec<Mutex<Blocks>>,

@@ -49,7 +49,6 @@ impl Default for Seen {
 }
 
 impl Seen {
-    /// Whether this is the first time.
     fn first(&self, pfn: u64) -> bool {
         let shard = &self.0[pfn as usize % self.0.len()];
         shard.lock().unwrap_or_else(PoisonError::into_inner).insert(pfn)

@@ -17,7 +17,6 @@ use crate::qmp_balloon;
 
 /// First and longest wait before a lost connection is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Why a VM is let be, for people.
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
@@ -90,7 +89,6 @@ impl Vm {
         self.access.libvirt || self.interval_was.is_some()
     }
 
-    /// How a socket of this VM may be used.
     pub fn kind(&self, path: &Path) -> SocketKind {
         kind(path, self.named, self.access.sockets)
     }

@@ -18,7 +18,6 @@ const LOOK_COPIES: u64 = 4096;
 const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Duration::from_secs(30));
 
 impl Vm {
-    /// Opens its RAM to KSM, or closes it.
     pub fn switch_merging(&mut self, open: bool) {
         let mut merging = std::mem::take(&mut self.merging);
         match self.usable() {
@@ -31,7 +30,6 @@ impl Vm {
         self.merging = merging;
     }
 
-    /// Goes on with that, where it is under way.
     pub fn go_on_merging(&mut self, look: Option<&Look>) {
         let client = self.client.as_mut().filter(|c| c.takes_late());
         self.merging.go_on(client, look);

@@ -133,7 +133,6 @@ impl Vm {
         self.domain.watch.as_ref().is_some_and(|w| w.seen().is_note_due())
     }
 
-    /// What is wrong with it, as a problem.
     pub(super) fn metadata_problem(&self) -> Option<String> {
         match &self.domain.says {
             Metadata::Wrong(why) => Some(why.clone()),

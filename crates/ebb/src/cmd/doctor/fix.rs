@@ -12,7 +12,6 @@ use serde::{Serialize, Serializer};
 
 use super::{Check, Verdict, check};
 
-/// A change of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fix {
     /// Runs a program with these arguments.

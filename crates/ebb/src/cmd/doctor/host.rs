@@ -263,7 +263,6 @@ pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Ve
     checks
 }
 
-/// Whether zero pages can be freed, where that is wanted.
 pub(super) fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
     let ways = config.merge.zeros.then(|| zeros::ways(root))?;
     let (verdict, found, advice) = match (ways.split, ways.pageout) {

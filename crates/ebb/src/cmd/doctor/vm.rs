@@ -104,7 +104,6 @@ fn left_alone(vm: &Vm, down: &str) -> bool {
     matches!(&vm.standing, Standing::Off(why) if why != down)
 }
 
-/// Whether Proxmox sets the VM's balloon, too.
 pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
     let id = process.and_then(proxmox_id_of)?;
     let (verdict, found) = match proxmox_sets_balloon(root, &id) {
@@ -121,7 +120,6 @@ pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root)
     Some(check(&vm.name, "Proxmox VE", verdict, found, &advice))
 }
 
-/// What a shared socket means.
 fn shared_words(shared: &SharedSocket) -> String {
     let with = shared.with.as_deref().unwrap_or("other programs");
     let ms = shared.longest_us.div_ceil(1000);
@@ -238,7 +236,6 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
     }
 }
 
-/// How a VM gets the agent.
 fn agent_advice(domain: Option<&str>) -> String {
     let file = "file=/usr/lib/ebb/libebb_vmm.so";
     let (how, reporting) = match domain {

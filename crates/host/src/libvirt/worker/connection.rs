@@ -18,7 +18,6 @@ const AT_ONCE: usize = 3;
 
 pub(super) type Connected = rustix::io::Result<OwnedFd>;
 
-/// What a call of a connection is for.
 #[derive(Debug)]
 pub(super) enum For {
     Auth,
