@@ -5,29 +5,29 @@
 //! known is passed over, and a part that this version does not understand counts as not
 //! told ([`lenient`]).
 //!
-//! This file has the fields of host and VM, each with how a tick fills it; the rest of that is in
-//! `of_tick`, what is said of decisions in `decisions`.
+//! This file has the fields of host and VM, each with how a tick fills it; what is said of
+//! decisions is in `decisions`.
 
 mod decisions;
-mod of_tick;
 
 use ebb_core::config::MergeMode;
 use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::{Plan, StageName};
+use ebb_core::plan::{self, Plan, StageName};
+use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
     self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample,
     PartialThpSample, Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample,
     ZeroSample,
 };
-use ebb_core::state::{Memory, Returned, VmMemory};
+use ebb_core::state::{Memory, Returned, Tally, VmMemory};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
+use ebb_core::wire::AgentState;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::decisions::Done;
 pub use self::decisions::{DRY_RUN, Decision, Order, decisions, forbidden, guest_words, unheeded};
-use self::of_tick::{planned, tally, tier};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
@@ -320,6 +320,63 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     merge: Option<MergeSample> = s.merge.clone();
 }
 
+impl State {
+    /// The view of a tick. `daemon` is filled by the caller.
+    pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
+        let (samples, done) = (&tick.sample.vms, Done::of(tick));
+        let several = model.host.limits.len() > 1;
+        let vm = |(m, s): (&VmModel, &VmSample)| Vm {
+            bound: model.limit_of(m).filter(|_| several).map(|l| l.name.clone()),
+            ..Vm::new(m, s, tick, &done, memory.vm(m.id))
+        };
+        let vms: Vec<Vm> = model.vms.iter().zip(samples).map(vm).collect();
+        State {
+            wall_ms: tick.sample.wall_ms,
+            tick: tick.number,
+            daemon,
+            host: Host::new(&model.host, &tick.sample.host, tick, model, memory, &vms),
+            vms,
+            problems: tick.sample.problems.iter().map(|p| Problem::new(p, model)).collect(),
+        }
+    }
+}
+
+impl Merge {
+    fn new(tick: &Tick, model: &Model) -> Option<Merge> {
+        let host = model.host.merge.as_ref()?;
+        let mut found = Candidates::default();
+        let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
+        parts.for_each(|f| found.add(f));
+        Some(Merge {
+            mode: host.config.mode,
+            why: tick.plan.merge.as_ref().map(|m| m.why.clone()).unwrap_or_default(),
+            scan: host.scan.clone(),
+            found: found.saves(),
+            found_cpu_s: found.cost_s(),
+        })
+    }
+}
+
+fn planned(plan: &Plan, name: StageName) -> Option<&plan::Stage> {
+    plan.stages.iter().find(|r| r.name == name)
+}
+
+fn tally(memory: &Memory, name: StageName) -> Option<&Tally> {
+    memory.stages.iter().find(|t| t.name == name)
+}
+
+/// The highest tier that works for a VM now.
+fn tier(s: &VmSample) -> &'static str {
+    match (&s.agent, &s.balloon) {
+        (Some(a), None) if a.observes => "none",
+        (Some(a), Some(_)) if a.observes => "stock",
+        (Some(a), _) if a.link == Link::Up && a.state == AgentState::Ready => "guest",
+        (Some(a), _) if a.link == Link::Up && a.state != AgentState::Aside => "agent",
+        (_, Some(_)) => "stock",
+        _ => "none",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use ebb_core::sample;
@@ -421,5 +478,15 @@ mod tests {
         let vm = &state.vms[0];
         assert_eq!((vm.ram, &vm.link, vm.trust.level), (Some(Bytes(7)), &Link::Unknown, 1.0));
         assert!(state.host.stages.is_empty());
+    }
+
+    #[test]
+    fn problems_name_their_vm() {
+        let (state, _) = told();
+        let name = state.vms[0].name.clone();
+        assert_eq!(state.problems.last().unwrap().name.as_ref(), Some(&name));
+        assert!(
+            state.problems.last().unwrap().to_string().starts_with(&format!("{name}: /proc/1"))
+        );
     }
 }

@@ -7,12 +7,10 @@
 //! An agent is handed RAM, and told to give some back, only while QEMU's last word on what
 //! can write to that RAM is young and holds nothing against it.
 //!
-//! Here are the steps from an introduced agent to one at work, and what it is told and asked
-//! each tick; connections, orders and answers have files of their own.
+//! Here are connections, the steps from an introduced agent to one at work, and what it is told
+//! and asked each tick, orders too; what it answers has a file of its own.
 
 mod answers;
-mod connection;
-mod orders;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -20,13 +18,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_core::plan::RecycleOrder;
 use ebb_core::sample::{Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{AgentState, Attach, Command, OTHERS_DISCARD, Recycle, Segment, Status};
+use ebb_core::wire::{
+    Advise, AgentState, Attach, BUDGET_MS_MAX, Command, OTHERS_DISCARD, Recycle, Segment, Status,
+};
 
-use crate::agent::Agent;
+use crate::agent::{Agent, AgentError};
 use crate::inventory::Verdict;
 use crate::scan::agents::HashLink;
 
@@ -39,6 +40,14 @@ const PASSES: Duration = Duration::from_secs(10);
 const MAPPED_EVERY: Duration = Duration::from_secs(60);
 /// What is held of the free pages costs the agent 5–10 ns a page.
 const HELD_EVERY: Duration = Duration::from_secs(2);
+/// A lost agent is looked for again after this.
+const RETRY: Duration = Duration::from_secs(5);
+/// An agent whose connection has ended gives up all protection when its batch of recycling is
+/// over, at the latest.
+const GONE: Duration = Duration::from_millis(BUDGET_MS_MAX + 1000);
+/// Nothing is given back when QEMU has not told for this time what can write to RAM, and no order
+/// waits longer.
+const VERDICT_OLD: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
@@ -142,6 +151,74 @@ impl AgentLink {
     /// The connection, for `poll`.
     pub fn agent(&self) -> Option<&Agent> {
         self.agent.as_ref()
+    }
+
+    fn connect(&mut self, now: Instant) {
+        if self.agent.is_some() || self.retry_at.is_some_and(|at| now < at) {
+            return;
+        }
+        self.retry_at = Some(now + RETRY);
+        let mut agent = match Agent::connect(&self.path) {
+            Ok(agent) => agent,
+            Err(e) => {
+                if matches!(e, AgentError::None(_)) {
+                    self.settle(now);
+                }
+                return self.down = Link::Down(e.to_string());
+            }
+        };
+        let peer = agent.peer_pid();
+        if peer != Some(self.pid) {
+            let path = self.path.display();
+            let by =
+                peer.map_or("a process that cannot be seen".into(), |p| format!("process {p}"));
+            let why = format!("{path}: served by {by}, not by this VM's {}", self.pid);
+            return self.down = Link::Down(why);
+        }
+        if let Ok(id) = agent.send(Command::Hello) {
+            self.asked.push((Ask::Hello, id));
+        }
+        self.stage = Stage::Hello;
+        self.agent = Some(agent);
+    }
+
+    fn lose(&mut self, why: String) {
+        if self.stage != Stage::Hello {
+            self.unsettled = Some(Instant::now());
+        }
+        self.down = Link::Down(why);
+        self.agent = None;
+        self.asked.clear();
+        (self.status, self.facts, self.waits_since) = (None, None, None);
+        (self.open, self.scanner, self.waiting) = (None, None, None);
+    }
+
+    /// Has the agent give up all protection, and hangs up when it has said so. To be `sure`, one
+    /// whose connection was lost is asked on another, and so is one that an earlier daemon may
+    /// have had: it serves one at a time, and gives up all protection with each.
+    pub fn leave(&mut self, now: Instant, sure: bool) {
+        match self.stage {
+            _ if self.agent.is_none() && !sure => self.settle(now),
+            _ if self.agent.is_none() && self.unsettled.is_some() => self.connect(now),
+            _ if self.agent.is_none() => {}
+            Stage::Leaving if self.asked.is_empty() => {
+                (self.stage, self.retry_at) = (Stage::Hello, None);
+                self.lose("left alone".into());
+                self.unsettled = None;
+            }
+            Stage::Leaving => {}
+            _ => self.stand_down(Stage::Leaving),
+        }
+    }
+
+    /// Whether [`AgentLink::leave`] has come to its end: the agent has said so, or there is none.
+    pub fn has_left(&self) -> bool {
+        self.agent.is_none() && self.unsettled.is_none()
+    }
+
+    /// What it did for a connection that has ended is over by now.
+    fn settle(&mut self, now: Instant) {
+        self.unsettled.take_if(|since| now - *since >= GONE);
     }
 
     /// Queues what is to be asked in this tick. `verdict`: what QEMU has told of all that can
@@ -326,6 +403,90 @@ impl AgentLink {
     pub fn goes_on(&self) -> bool {
         let idle = self.agent.is_some() && self.asked.is_empty();
         idle && (self.stage == Stage::Met || self.stage == Stage::Attached && self.status.is_none())
+    }
+
+    /// Hands over what the policy ordered; what it did shows in the counters. Memory is given back
+    /// when QEMU has told what can write to RAM: [`AgentLink::order_waits`].
+    pub fn order(&mut self, order: &RecycleOrder) {
+        if self.stage != Stage::Attached {
+            return;
+        }
+        self.drop_expired();
+        match (order.recycle, &mut self.waiting) {
+            (Some(recycle), waiting) => {
+                let mark = order.mark || waiting.is_some_and(|w| w.mark);
+                *waiting = Some(Waiting { since: Instant::now(), recycle, mark });
+            }
+            (None, Some(waiting)) => waiting.mark |= order.mark,
+            (None, None) if order.mark => self.send(Ask::Other, Command::Mark),
+            (None, None) => {}
+        }
+        self.send_waiting();
+        if let Some(agent) = self.agent.as_mut() {
+            agent.pump();
+        }
+    }
+
+    pub fn order_waits(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    fn drop_expired(&mut self) {
+        self.waiting.take_if(|w| w.since.elapsed() >= VERDICT_OLD);
+    }
+
+    /// Sends it, where QEMU has told in this tick, and not long ago.
+    fn send_waiting(&mut self) {
+        self.drop_expired();
+        let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
+        let Some(order) = self.waiting.take_if(|_| known) else { return };
+        self.send(Ask::Recycle, Command::Recycle(order.recycle));
+        if order.mark {
+            self.send(Ask::Other, Command::Mark);
+        }
+        // What is held is news afterwards.
+        self.held_at = None;
+    }
+
+    /// Has it open these ranges to KSM, and no others, unless it was told so last and no further
+    /// scan has ended: the agent closes what the guest frees in them. Whether it was told now.
+    pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> bool {
+        let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
+        if self.stage != Stage::Attached || !self.advises || self.terms.observe || same {
+            return false;
+        }
+        self.told = Some((open.to_vec(), scans));
+        for part in Advise::all(open) {
+            self.send(Ask::Advise, Command::Advise(part));
+        }
+        if let Some(agent) = self.agent.as_mut() {
+            agent.pump();
+        }
+        true
+    }
+
+    /// Where a scan asks it for hashes of pages, if it can do that. What it does not take
+    /// on shows there.
+    pub fn scanner(&mut self) -> Option<Arc<HashLink>> {
+        if self.stage != Stage::Attached || !self.hashes {
+            return None;
+        }
+        if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
+            let (ours, theirs) = HashLink::pair(&self.segments).ok()?;
+            self.send_with(Ask::Other, Command::Hashes, Some(theirs));
+            self.agent.as_mut()?.pump();
+            self.scanner = Some(Arc::new(ours));
+        }
+        self.scanner.clone()
+    }
+
+    pub fn open(&self) -> Bytes {
+        self.open.unwrap_or_default()
+    }
+
+    /// Why it did not do what it was told of merging.
+    pub fn refused(&self) -> Option<&String> {
+        self.refused.as_ref()
     }
 }
 

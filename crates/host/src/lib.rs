@@ -18,7 +18,6 @@ mod intervals;
 mod inventory;
 pub mod libvirt;
 pub mod linux;
-mod merge_link;
 pub mod probe;
 pub mod qmp;
 pub mod qmp_balloon;

@@ -5,8 +5,6 @@
 //! hung QEMU delays nobody. What commands *mean* stands in `qmp_balloon.rs`; only
 //! transport belongs here.
 
-mod cutter;
-mod left;
 mod message;
 mod protocol;
 mod sharing;

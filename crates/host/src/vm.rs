@@ -6,10 +6,9 @@
 //! the deadline is used in a later tick. A VM that does not
 //! answer is not asked again until it has: its questions never pile up.
 //!
-//! Here is what is kept of a VM, and how a tick begins and ends; what happens in between stands
-//! in a file of `vm/` for each subject.
+//! Here is what is kept of a VM, how a tick begins and ends, and when its agent is spoken to; what
+//! happens in between stands in a file of `vm/` for each subject.
 
-mod agent;
 mod answers;
 mod connection;
 mod merging;
@@ -28,13 +27,14 @@ use ebb_core::sample::{
 use ebb_core::units::{Bytes, Stamp};
 
 use self::connection::BACKOFF;
+use self::merging::MergeLink;
 use self::metadata::DomainSettings;
-use crate::agent_link::AgentLink;
+use crate::agent_link::{AgentLink, Terms};
 use crate::beside::Beside;
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::libvirt::metadata::METADATA;
 use crate::libvirt::{Address, Libvirt};
-use crate::merge_link::MergeLink;
+use crate::probe::mappers::Question;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
@@ -386,6 +386,66 @@ impl Vm {
         let guest = self.answers.guest.map(|said| GuestStats { age_ms: heard_ms, ..said });
         let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
         Some(BalloonSample { actual, age_ms, reporting, deflate_on_oom, guest })
+    }
+
+    fn uses_agent(&self) -> bool {
+        self.may_use_agent() && self.access.hands_off_ms.is_none()
+    }
+
+    /// The same where the VM is not to be left alone.
+    fn may_use_agent(&self) -> bool {
+        let may = self.access.managed && !self.access.look_only;
+        may && self.agent.is_some() && self.access.agent != AgentUse::Off
+    }
+
+    /// Whether its agent awaits what QEMU tells of all that can write to the VM's memory.
+    fn agent_awaits(&self) -> bool {
+        self.uses_agent() && self.agent.as_ref().is_some_and(AgentLink::awaits_verdict)
+    }
+
+    /// Whether QEMU has said if a balloon reports free pages, or that it cannot.
+    fn known(&self) -> bool {
+        self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
+    }
+
+    /// What its agent waits for: whether other processes map its RAM.
+    pub fn mappers_question(&mut self) -> Option<Question> {
+        let (private, vm) = (self.access.private_ram, self.process.id);
+        let agent = self.agent.as_mut()?;
+        let (generation, segments) = agent.wants_mappers()?;
+        let segments = segments.to_vec();
+        if private {
+            agent.mappers(generation, Ok(()));
+            return None;
+        }
+        Some(Question { vm, generation, segments })
+    }
+
+    /// Has the agent asked, after QMP has told how the VM is; not before it is known
+    /// what else discards its pages.
+    pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
+        self.take_events();
+        if !self.uses_agent() {
+            // It is looked for only if it may be used and could be running.
+            let on = self.access.agent != AgentUse::Off && !self.access.look_only;
+            let sure = on && self.access.managed && self.access.hands_off_ms.is_some();
+            self.agent.iter_mut().for_each(|agent| agent.leave(now, sure));
+            // What QEMU has told may not hold when the agent is used again.
+            self.inventory.look_anew();
+            return;
+        }
+        let migrating = self.answers.migrating;
+        let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
+        let usable = self.slow_since.is_none() && self.known();
+        let Some(agent) = self.agent.as_mut() else { return };
+        let terms = Terms {
+            reports: self.reporting == Some(true),
+            keep_open,
+            observe: self.access.agent == AgentUse::Observe,
+            window_limit_ms: self.access.window_limit_ms,
+        };
+        let verdict = self.verdict.as_ref().filter(|_| usable);
+        agent.ask(now, run.as_ref(), &self.events, terms, verdict);
     }
 }
 

@@ -8,8 +8,6 @@ use ebb_core::plan::RecycleOrder;
 use ebb_core::wire::{Answer, Hello, Lines, Outcome, PROTOCOL, Reply, Request};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::connection::GONE;
-use super::orders::VERDICT_OLD;
 use super::*;
 
 /// A peer that says hello and tells what came with `attach`, how many descriptors, and

@@ -11,8 +11,6 @@
 //! asked together again. A domain with a call under way gets no other call, so hung calls do not
 //! add up.
 
-mod connection;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -20,18 +18,20 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
-use self::connection::{Connected, Connection, For};
-use super::bridge::Bridge;
-use super::calls::{self, Domain, Numbers};
-use super::rpc::{Heard, Refused};
-use super::watch::{Watch, Watcher};
-use super::{Address, Ask, Attach};
+use super::bridge::{Bridge, Purpose};
+use super::calls::{self, Domain, Numbers, Procedure};
+use super::rpc::{Heard, Refused, Rpc};
+use super::watch::{Step, Watch, Watcher};
+use super::{Address, Ask, Attach, PATIENCE};
 use crate::beside::Beside;
 use crate::qmp::Words;
 use crate::sockets::{self, interest};
 use crate::waker::Waker;
 
+/// Calls under way on one connection; libvirt's own limit is 5.
+const AT_ONCE: usize = 3;
 /// Connections to one daemon for questions; libvirt has 20 threads for all its clients.
 const CONNECTIONS: usize = 4;
 /// Connections to one daemon in all. The last is for orders only: they go out although QEMUs hang.
@@ -48,6 +48,31 @@ const AGAIN: Duration = Duration::from_millis(20);
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
 /// Ebb disconnects after this time without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
+
+type Connected = rustix::io::Result<OwnedFd>;
+
+#[derive(Debug)]
+enum For {
+    Auth,
+    Open,
+    Register,
+    /// Statistics of all domains, and when they were asked for.
+    Bulk(Instant),
+    /// Statistics of this client's domain alone, and when they were asked for.
+    Alone(u64, Instant),
+    Domain(u64, Purpose),
+    Watch(u64, Step),
+}
+
+#[derive(Debug)]
+struct Connection {
+    socket: OwnedFd,
+    rpc: Rpc,
+    calls: BTreeMap<u32, For>,
+    open: bool,
+    /// Events come on this connection.
+    tells: bool,
+}
 
 /// A VM's QMP client, as the thread sees it; `busy`: a call for it is under way.
 #[derive(Debug)]
@@ -143,6 +168,57 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
 /// What has come; `None`: the peer is gone.
 fn received(socket: &OwnedFd) -> Option<Vec<u8>> {
     sockets::receive(socket).ok().filter(|(all, there)| *there || !all.is_empty()).map(|r| r.0)
+}
+
+impl Connection {
+    /// Connects to libvirt's socket and queues the first call. The error is a text for people.
+    /// What a container has mounted may keep the look at its socket waiting: that is `inside`.
+    fn open(address: &Address, inside: &mut Beside<Connected>) -> Result<Connection, String> {
+        let path = address.socket.display();
+        let socket = match &address.container {
+            None => address.connect(),
+            Some(_) => {
+                let address = address.clone();
+                let found = inside.look(move || address.connect(), PATIENCE);
+                found.unwrap_or(Err(Errno::TIMEDOUT))
+            }
+        };
+        let socket = socket.map_err(|e| match e {
+            Errno::NOENT | Errno::CONNREFUSED => {
+                format!("{path}: libvirt does not run: start libvirtd or virtqemud")
+            }
+            Errno::ACCESS | Errno::PERM => format!("{path}: permission denied: run Ebb as root"),
+            e => format!("{path}: {e}"),
+        })?;
+        let peer = rustix::net::sockopt::socket_peercred(&socket).map_err(|e| e.to_string())?;
+        let pid = peer.pid.as_raw_pid().cast_unsigned();
+        if !address.is_of(pid) {
+            return Err(format!("{path}: served by process {pid} of another pid namespace"));
+        }
+        let peer = peer.uid.as_raw();
+        // A link in a user's directory may lead to the system's socket.
+        if let Some(owner) = address.owner.filter(|owner| *owner != peer) {
+            return Err(format!("{path}: served by a process of uid {peer}, not of uid {owner}"));
+        }
+        let mut new = Connection {
+            socket,
+            rpc: Rpc::new(address.container.is_some()),
+            calls: BTreeMap::new(),
+            open: false,
+            tells: false,
+        };
+        new.call(calls::AUTH_LIST, &[], For::Auth);
+        Ok(new)
+    }
+
+    fn call(&mut self, (program, procedure): Procedure, arguments: &[u8], purpose: For) {
+        let serial = self.rpc.call(program, procedure, arguments);
+        self.calls.insert(serial, purpose);
+    }
+
+    fn is_free(&self) -> bool {
+        self.open && self.calls.len() < AT_ONCE
+    }
 }
 
 impl Client {

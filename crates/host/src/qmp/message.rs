@@ -1,5 +1,5 @@
-//! QMP messages: what QEMU's bytes say, and a command in bytes. Foreign text is cut and cleaned
-//! here, before anything shows it.
+//! QMP messages: where they end, what QEMU's bytes say, and a command in bytes. Foreign text is
+//! cut and cleaned here, before anything shows it. How long a message may be is `protocol.rs`'s.
 
 use ebb_core::text::printable;
 use serde::Serialize;
@@ -80,6 +80,50 @@ pub(super) fn encode(out: &mut Vec<u8>, execute: &str, arguments: Option<Value>,
     // Writing to memory does not fail, and a `Value` is always JSON.
     let _ = serde_json::to_writer(&mut *out, &Sent { arguments, execute, id });
     out.push(b'\n');
+}
+
+/// Where messages end: counts nesting outside strings.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cutter {
+    depth: u32,
+    string: bool,
+    escape: bool,
+}
+
+pub(super) enum Cut {
+    Between,
+    Inside,
+    End,
+    Garbage,
+}
+
+impl Cutter {
+    pub(super) fn byte(&mut self, b: u8) -> Cut {
+        if self.string {
+            match b {
+                _ if self.escape => self.escape = false,
+                b'\\' => self.escape = true,
+                b'"' => self.string = false,
+                _ => {}
+            }
+            return Cut::Inside;
+        }
+        match b {
+            b'{' => self.depth += 1,
+            b' ' | b'\t' | b'\r' | b'\n' if self.depth == 0 => return Cut::Between,
+            _ if self.depth == 0 => return Cut::Garbage,
+            b'[' => self.depth += 1,
+            b'"' => self.string = true,
+            b'}' | b']' => {
+                self.depth -= 1;
+                if self.depth == 0 {
+                    return Cut::End;
+                }
+            }
+            _ => {}
+        }
+        Cut::Inside
+    }
 }
 
 #[cfg(test)]

@@ -10,8 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use serde_json::Value;
 
-use super::cutter::{Cut, Cutter};
-use super::message::{Event, Message, encode, excerpt, parse_message};
+use super::message::{Cut, Cutter, Event, Message, encode, excerpt, parse_message};
 
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.

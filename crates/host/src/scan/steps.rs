@@ -1,17 +1,16 @@
 //! The threads of a scan: rounds, the work of a thread, and what goes wrong with it.
 //!
 //! A [`Job`] is one scan; in each of its rounds every [`Worker`] takes window after window. What
-//! stands here is what they share; the steps have files of their own in `steps/`.
+//! each [`Round`] does with one window of one VM stands here: read what is in memory, sift what
+//! is known by lines, read the rest whole. How pages are read and counted has files in `steps/`.
 
-mod asked;
 mod counts;
-mod outside;
-mod passes;
+mod reading;
 mod windows;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::Error;
+use std::io::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -21,7 +20,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use self::windows::{GENTLE_WINDOW, GLANCE_WINDOW, PIECE, WINDOW, Windows};
+use self::windows::{GENTLE_WINDOW, GLANCE_WINDOW, PIECE, SAMPLE, WINDOW, Windows};
 use super::agents::HashLink;
 use super::duplicate_filter::{DuplicateFilter, Marks};
 use super::page_hashes::PageHashes;
@@ -32,7 +31,7 @@ use super::walk::{Runs, Seen, Walker};
 use super::{Changes, Fate, Options, Pages, Scanner, Target};
 use crate::probe::process::{Life, life};
 use crate::root::{Root, is_absent};
-use crate::sys::set_idle;
+use crate::sys::{Range, set_idle};
 
 /// What is done window by window, for all VMs, before the next begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -273,6 +272,87 @@ impl<'j, 'a> Worker<'j, 'a> {
         self.cpu = cpu;
         self.job.pace.used(bytes, used + others);
         self.job.settle(&mut self.idle);
+    }
+}
+
+impl Worker<'_, '_> {
+    fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
+        let (job, target) = (self.job, &self.job.targets[vm]);
+        let look = job.options.changes == Changes::Look;
+        if look && let Some(agent) = job.agent(vm, window) {
+            // It lists pages itself, and pins none.
+            let pieces = job.glances(vm, window);
+            // What it leaves out when it fails others will look at.
+            return self.ask(vm, agent, &pieces, false, pages).map(drop);
+        }
+        if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
+            let (pid, merged) = (target.id.pid, !target.merged.is_empty());
+            self.memory = None;
+            if merged {
+                self.memory = Some(File::open(job.root.path(format!("/proc/{pid}/mem")))?);
+            }
+            self.walker = Some((vm, Walker::open(job.root, pid, merged, job.options.listing)?));
+        }
+        let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
+        let mut runs = std::mem::take(&mut self.runs);
+        runs.clear();
+        let chosen = if look { job.glances(vm, window) } else { vec![window] };
+        for part in chosen {
+            pages.merged += walker.runs(part, &target.merged, &job.seen, &mut runs)?;
+        }
+        pages.held += runs.pages();
+        if job.options.one_in > 1 && !look {
+            let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
+            runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
+        }
+        let agent = job.agent(vm, window);
+        let done = self.read(vm, agent, &runs.own, false, pages);
+        let done = done.and_then(|()| self.read(vm, agent, &runs.shared, true, pages));
+        self.runs = runs;
+        done
+    }
+
+    /// Leaves out pages that are alone by their lines.
+    fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
+        let job = self.job;
+        if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
+            let alone = job.marks[vm].sift(window, tags, filter);
+            job.by_lines.fetch_add(alone, Relaxed);
+            self.account(0, Duration::ZERO);
+        }
+        Ok(())
+    }
+
+    /// Has pages read whole of which only lines were read.
+    fn whole(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
+        let runs = self.job.marks[vm].runs(window);
+        let rest = match self.job.agent(vm, window) {
+            Some(agent) => self.ask(vm, agent, &runs, false, pages)?,
+            None => runs,
+        };
+        if !rest.is_empty() {
+            // Its agent has failed meanwhile. Some of it may be merged.
+            let pid = self.job.targets[vm].id.pid;
+            self.memory = Some(File::open(self.job.root.path(format!("/proc/{pid}/mem")))?);
+            self.read_from_outside(vm, &rest, true, pages)?;
+        }
+        Ok(())
+    }
+
+    /// Reads runs, or has them read; `shared`: without pinning a page.
+    fn read(
+        &mut self,
+        vm: usize,
+        agent: Option<&HashLink>,
+        runs: &[Range],
+        shared: bool,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        let rest = match agent {
+            Some(agent) => self.ask(vm, agent, runs, shared, pages)?,
+            None => runs.to_vec(),
+        };
+        self.read_from_outside(vm, &rest, shared, pages)
     }
 }
 

@@ -1,13 +1,20 @@
-//! A VM's RAM opened to KSM or closed, and when its mappings are looked at for what has come
-//! of that. How QEMU is told is `merge_link.rs`'s; how often is looked is decided here.
+//! A VM's RAM opened to KSM or closed between ticks, and when its mappings are looked at for
+//! what has come of that.
+//!
+//! QEMU is told the same as `act/vm_mergeable.rs` tells it at once, over the connection that a
+//! tick drives, and without waiting: ask for the memory backends, set each, have the mappings
+//! looked at, ask for the opposite where QEMU has it inverted.
 
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
+use serde_json::json;
 
 use super::Vm;
 use crate::act::ksm_worker::Look;
-use crate::qmp::Client;
+use crate::act::vm_mergeable::{MergeableError, PATIENCE, parse_backends};
+use crate::qmp::{Client, QmpError};
+use crate::qmp_balloon;
 
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
@@ -79,4 +86,233 @@ pub(super) fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
     let (least, times, most) = LOOK_CALM;
     let calm = (took * times).clamp(least, most);
     news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0)
+}
+
+/// An order under way, and what was wrong with the last one.
+#[derive(Debug, Default)]
+pub(crate) struct MergeLink {
+    step: Option<(Step, Instant)>,
+    error: Option<String>,
+}
+
+#[derive(Debug)]
+enum Step {
+    Listing { want: bool, id: u64 },
+    Setting { want: bool, value: bool, backends: Vec<String>, ids: Vec<u64> },
+    Looking { want: bool, value: bool, backends: Vec<String>, since: Instant },
+}
+
+impl Step {
+    /// Those that QEMU has not answered.
+    fn commands(&self) -> &[u64] {
+        match self {
+            Step::Listing { id, .. } => std::slice::from_ref(id),
+            Step::Setting { ids, .. } => ids,
+            Step::Looking { .. } => &[],
+        }
+    }
+}
+
+impl MergeLink {
+    /// Begins, unless an order is under way.
+    pub fn order(&mut self, want: bool, client: &mut Client) {
+        if self.step.is_some() {
+            return;
+        }
+        self.error = None;
+        match client.send("query-memdev", None) {
+            Ok(id) => self.step = Some((Step::Listing { want, id }, Instant::now())),
+            Err(e) => self.error = Some(e.to_string()),
+        }
+    }
+
+    /// An order was refused before it was given.
+    pub fn refuse(&mut self, why: String) {
+        self.error = Some(why);
+    }
+
+    pub fn is_busy(&self) -> bool {
+        self.step.is_some()
+    }
+
+    pub fn error(&self) -> Option<&String> {
+        self.error.as_ref()
+    }
+
+    /// Since when it waits for a look at the mappings.
+    pub fn waits_for_look(&self) -> Option<Instant> {
+        match &self.step {
+            Some((Step::Looking { since, .. }, _)) => Some(*since),
+            _ => None,
+        }
+    }
+
+    /// Takes what is there and goes on.
+    pub fn go_on(&mut self, client: Option<&mut Client>, look: Option<&Look>) {
+        let Some((step, begun)) = self.step.take() else { return };
+        let Some(client) = client else {
+            return self.error = Some("the QMP connection was lost meanwhile".into());
+        };
+        if begun.elapsed() > PATIENCE {
+            step.commands().iter().for_each(|id| client.protocol().forget(*id));
+            return self.error = Some(format!("not done in {} s", PATIENCE.as_secs()));
+        }
+        match next(step, client, look) {
+            Ok(step) => self.step = step.map(|step| (step, begun)),
+            Err(e) => self.error = Some(e.to_string()),
+        }
+    }
+}
+
+fn next(
+    step: Step,
+    client: &mut Client,
+    look: Option<&Look>,
+) -> Result<Option<Step>, MergeableError> {
+    match step {
+        Step::Listing { want, id } => match client.take_reply(id) {
+            None => Ok(Some(Step::Listing { want, id })),
+            Some(said) => Ok(Some(set(client, want, want, parse_backends(&said?)?)?)),
+        },
+        Step::Setting { want, value, backends, mut ids } => {
+            let mut failed = None;
+            ids.retain(|id| match client.take_reply(*id) {
+                None => true,
+                Some(said) => {
+                    failed = failed.take().or(said.err());
+                    false
+                }
+            });
+            if let Some(error) = failed {
+                ids.iter().for_each(|id| client.protocol().forget(*id));
+                return Err(error.into());
+            }
+            Ok(Some(match ids.is_empty() {
+                true => Step::Looking { want, value, backends, since: Instant::now() },
+                false => Step::Setting { want, value, backends, ids },
+            }))
+        }
+        Step::Looking { want, value, backends, since } => match look {
+            Some(look) if look.begun >= since => match &look.open {
+                Ok(open) if *open == want => Ok(None),
+                // QEMU 9.1.0 does the opposite of what it is told.
+                Ok(_) if value == want => Ok(Some(set(client, want, !want, backends)?)),
+                Ok(_) => Err(MergeableError::NoEffect),
+                Err(why) => Err(MergeableError::NotSeen(why.clone())),
+            },
+            _ => Ok(Some(Step::Looking { want, value, backends, since })),
+        },
+    }
+}
+
+fn set(
+    client: &mut Client,
+    want: bool,
+    value: bool,
+    backends: Vec<String>,
+) -> Result<Step, QmpError> {
+    let set = |path: &str| qmp_balloon::set(path, "merge", json!(value));
+    let one = |path: &String| client.send("qom-set", Some(set(path)));
+    let ids = backends.iter().map(one).collect::<Result<Vec<u64>, QmpError>>()?;
+    Ok(Step::Setting { want, value, backends, ids })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::{Arc, Mutex};
+
+    use ebb_core::units::Stamp;
+    use serde_json::Value;
+
+    use super::*;
+
+    /// A stand-in for QEMU with one private and one shared backend: what it is told
+    /// to do with its RAM shows in the mark, `turned` round, or not at all.
+    fn qemu(listener: UnixListener, mark: Arc<Mutex<bool>>, does: Option<bool>) {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
+        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
+            let asked: Value = serde_json::from_str(&line).unwrap();
+            let said = match asked["execute"].as_str().unwrap() {
+                "query-memdev" => json!([
+                    { "id": "pc.ram", "share": false },
+                    { "id": "other", "share": true },
+                ]),
+                "qom-set" => {
+                    assert_eq!(asked["arguments"]["path"], "/objects/pc.ram");
+                    let value = asked["arguments"]["value"].as_bool().unwrap();
+                    if let Some(turned) = does {
+                        *mark.lock().unwrap() = value != turned;
+                    }
+                    json!({})
+                }
+                _ => json!({}),
+            };
+            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
+            if stream.write_all(answer.as_bytes()).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// An order carried out; the mark afterwards, and the error.
+    fn carried_out(from: bool, want: bool, does: Option<bool>) -> (bool, Option<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mark = Arc::new(Mutex::new(from));
+        let theirs = Arc::clone(&mark);
+        let peer = std::thread::spawn(move || qemu(listener, theirs, does));
+        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        // From before: what it says of now does not count.
+        let look = |open| Look {
+            begun: Instant::now(),
+            at: Stamp(0),
+            took: Duration::ZERO,
+            open: Ok(open),
+            merged: Bytes::ZERO,
+        };
+        let stale = look(want);
+        let mut link = MergeLink::default();
+        link.order(want, &mut client);
+        let until = Instant::now() + Duration::from_secs(20);
+        while link.is_busy() && Instant::now() < until {
+            client.pump();
+            link.go_on(Some(&mut client), Some(&stale));
+            if link.waits_for_look().is_some() {
+                assert!(link.is_busy(), "an old look is no proof");
+                let now = look(*mark.lock().unwrap());
+                link.go_on(Some(&mut client), Some(&now));
+            }
+            std::thread::yield_now();
+        }
+        assert!(!link.is_busy(), "it comes to an end");
+        drop(client);
+        peer.join().unwrap();
+        let open = *mark.lock().unwrap();
+        (open, link.error().cloned())
+    }
+
+    #[test]
+    fn an_order_is_done_when_the_mappings_show_it_also_where_qemu_has_it_inverted() {
+        for want in [true, false] {
+            assert_eq!(carried_out(!want, want, Some(false)), (want, None));
+            assert_eq!(carried_out(!want, want, Some(true)), (want, None), "9.1.0");
+            let (open, error) = carried_out(!want, want, None);
+            assert!(open != want && error.unwrap().contains("not done"));
+        }
+    }
+
+    #[test]
+    fn a_lost_connection_ends_an_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut link = MergeLink::default();
+        link.order(true, &mut Client::new(dir.path().join("none")));
+        assert!(!link.is_busy() && link.error().unwrap().contains("no such socket"));
+        link.step = Some((Step::Listing { want: true, id: 1 }, Instant::now()));
+        link.go_on(None, None);
+        assert!(!link.is_busy() && link.error().unwrap().contains("was lost"));
+    }
 }
