@@ -188,7 +188,7 @@ pub enum Fate {
     Refused(String),
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct VmResult {
     pub target: Target,
     pub fate: Fate,
@@ -201,7 +201,7 @@ pub struct VmResult {
     pub blocks: Blocks,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Scan {
     /// The VMs, in the order of the targets.
     pub vms: Vec<VmResult>,

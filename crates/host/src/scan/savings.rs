@@ -210,15 +210,6 @@ pub struct Blocks {
     ranges: Vec<(Range, Vec<Cells>)>,
 }
 
-impl Clone for Blocks {
-    fn clone(&self) -> Blocks {
-        let word = |w: &AtomicU64| AtomicU64::new(w.load(Relaxed));
-        let copy = |c: &Cells| Cells(c.0.each_ref().map(|bits| bits.each_ref().map(word)));
-        let copies = |(r, cells): &(Range, Vec<Cells>)| (*r, cells.iter().map(copy).collect());
-        Blocks { ranges: self.ranges.iter().map(copies).collect() }
-    }
-}
-
 impl Blocks {
     pub(super) fn new(ram: &[Range]) -> Blocks {
         let cells = |r: &Range| {
