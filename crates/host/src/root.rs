@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -65,13 +65,9 @@ impl ProbeError {
     }
 }
 
-/// What a read gives instead of what is there.
-#[derive(Debug)]
-pub enum Fault {
-    Error(io::Error),
-    /// A file holds this, a link names it, a directory lists it line by line.
-    Bytes(Vec<u8>),
-}
+/// What a read gives instead of what is there: a file holds these bytes, a link names them, a
+/// directory lists them line by line.
+pub type Fault = io::Result<Vec<u8>>;
 
 /// Asked before each read of a path below the root; may also take its time.
 pub type Faults = Arc<dyn Fn(&Path) -> Option<Fault> + Send + Sync>;
@@ -95,20 +91,6 @@ impl fmt::Debug for Root {
         write!(f, "Root({:?}{faulty})", self.prefix)
     }
 }
-
-impl PartialEq for Root {
-    /// The same directory with the same faults.
-    fn eq(&self, other: &Root) -> bool {
-        let same = match (&self.faults, &other.faults) {
-            (None, None) => true,
-            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
-            _ => false,
-        };
-        same && self.prefix == other.prefix
-    }
-}
-
-impl Eq for Root {}
 
 impl Root {
     /// A tree that looks like a machine, for tests.
@@ -136,15 +118,12 @@ impl Root {
     /// process has ended, or the kernel has it switched off (`psi=0`).
     pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Result<Option<Vec<u8>>, ProbeError> {
         let path = self.path(absolute);
-        let read = || -> io::Result<Vec<u8>> {
-            if let Some(bytes) = self.faulty(&path)? {
-                return Ok(bytes);
-            }
+        let bytes = self.get(&path, Ok, || {
             let mut bytes = Vec::with_capacity(USUAL);
             File::open(&path)?.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
-        };
-        match present(&path, read())? {
+        })?;
+        match bytes {
             Some(bytes) if bytes.len() as u64 > MAX_FILE => Err(ProbeError::TooLong { path }),
             bytes => Ok(bytes),
         }
@@ -158,37 +137,27 @@ impl Root {
         absolute: impl AsRef<Path>,
         kept: &mut Option<File>,
     ) -> Result<Option<String>, ProbeError> {
-        let path = self.path(absolute);
-        let mut read = || -> io::Result<String> {
-            let file = kept.take();
-            if let Some(bytes) = self.faulty(&path)? {
-                return Ok(text(bytes));
-            }
+        let (path, file) = (self.path(absolute), kept.take());
+        let bytes = self.get(&path, Ok, || {
             let file = file.map_or_else(|| File::open(&path), Ok)?;
             let bytes = read_from_start(&file)?;
             *kept = self.is_machine().then_some(file);
-            Ok(text(bytes))
-        };
-        present(&path, read())
+            Ok(bytes)
+        })?;
+        Ok(bytes.map(text))
     }
 
     /// The first line of a file in `/proc`, as far as its first 4 KiB hold it: the rest is not
     /// made by the kernel.
     pub fn read_line(&self, absolute: impl AsRef<Path>) -> Result<Option<String>, ProbeError> {
         let path = self.path(absolute);
-        let read = || -> io::Result<String> {
-            let bytes = match self.faulty(&path)? {
-                Some(bytes) => bytes,
-                None => {
-                    let mut bytes = vec![0; 4096];
-                    let n = File::open(&path)?.read_at(&mut bytes, 0)?;
-                    bytes.truncate(n);
-                    bytes
-                }
-            };
-            Ok(text(bytes).lines().next().unwrap_or_default().to_owned())
-        };
-        present(&path, read())
+        let bytes = self.get(&path, Ok, || {
+            let mut bytes = vec![0; 4096];
+            let n = File::open(&path)?.read_at(&mut bytes, 0)?;
+            bytes.truncate(n);
+            Ok(bytes)
+        })?;
+        Ok(bytes.map(|bytes| text(bytes).lines().next().unwrap_or_default().to_owned()))
     }
 
     /// The names in a directory; an error also where reading it ends early.
@@ -197,42 +166,43 @@ impl Root {
         absolute: impl AsRef<Path>,
     ) -> Result<Option<Vec<OsString>>, ProbeError> {
         let path = self.path(absolute);
-        let read = || -> io::Result<Vec<OsString>> {
-            if let Some(bytes) = self.faulty(&path)? {
-                let lines = bytes.split(|b| *b == b'\n');
-                return Ok(lines.map(|l| OsString::from_vec(l.to_vec())).collect());
-            }
-            std::fs::read_dir(&path)?.map(|entry| Ok(entry?.file_name())).collect()
+        let lines = |bytes: Vec<u8>| {
+            Ok(bytes.split(|b| *b == b'\n').map(|l| OsString::from_vec(l.to_vec())).collect())
         };
-        present(&path, read())
+        self.get(&path, lines, || {
+            std::fs::read_dir(&path)?.map(|entry| Ok(entry?.file_name())).collect()
+        })
     }
 
     pub fn read_link(&self, absolute: impl AsRef<Path>) -> Result<Option<PathBuf>, ProbeError> {
         let path = self.path(absolute);
-        let read = || match self.faulty(&path)? {
-            Some(bytes) => Ok(PathBuf::from(std::ffi::OsStr::from_bytes(&bytes))),
-            None => std::fs::read_link(&path),
-        };
-        present(&path, read())
+        let named = |bytes| Ok(OsString::from_vec(bytes).into());
+        self.get(&path, named, || std::fs::read_link(&path))
     }
 
     /// `stat` of what a path leads to.
     pub fn metadata(&self, absolute: impl AsRef<Path>) -> Result<Option<Metadata>, ProbeError> {
         let path = self.path(absolute);
-        let read = || match self.faulty(&path)? {
-            Some(_) => Err(io::ErrorKind::InvalidData.into()),
-            None => std::fs::metadata(&path),
-        };
-        present(&path, read())
+        let none = |_| Err(io::ErrorKind::InvalidData.into());
+        self.get(&path, none, || std::fs::metadata(&path))
     }
 
-    fn faulty(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
-        let Some(faults) = &self.faults else { return Ok(None) };
-        let below = Path::new("/").join(path.strip_prefix(&self.prefix).unwrap_or(path));
-        match faults(&below) {
-            None => Ok(None),
-            Some(Fault::Error(error)) => Err(error),
-            Some(Fault::Bytes(bytes)) => Ok(Some(bytes)),
+    /// What is at a path: what a fault has `told` instead, or what is `there`. What is absent is
+    /// `None`; other errors name the path.
+    fn get<T>(
+        &self,
+        path: &Path,
+        told: impl FnOnce(Vec<u8>) -> io::Result<T>,
+        there: impl FnOnce() -> io::Result<T>,
+    ) -> Result<Option<T>, ProbeError> {
+        let fault = self.faults.as_ref().and_then(|faults| {
+            let below = path.strip_prefix(&self.prefix).unwrap_or(path);
+            faults(&Path::new("/").join(below))
+        });
+        match fault.map_or_else(there, |fault| fault.and_then(told)) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(ProbeError::Io { path: path.to_owned(), error }),
         }
     }
 
@@ -273,15 +243,6 @@ fn read_from_start(file: &File) -> io::Result<Vec<u8>> {
         if bytes.len() < bytes.capacity() || bytes.len() as u64 >= MAX_FILE {
             return Ok(bytes);
         }
-    }
-}
-
-/// What is absent is `None`; other errors name the path.
-fn present<T>(path: &Path, read: io::Result<T>) -> Result<Option<T>, ProbeError> {
-    match read {
-        Ok(value) => Ok(Some(value)),
-        Err(error) if is_absent(&error) => Ok(None),
-        Err(error) => Err(ProbeError::Io { path: path.to_owned(), error }),
     }
 }
 
@@ -349,19 +310,18 @@ mod tests {
                 Some(fault())
             }))
         };
-        let emfile = failing(|| Fault::Error(Errno::MFILE.into()));
+        let emfile = failing(|| Err(Errno::MFILE.into()));
         assert!(emfile.read("/f").is_err() && emfile.metadata("/f").is_err());
         assert!(emfile.read_dir("/f").is_err() && emfile.read_link("/f").is_err());
-        let absent = failing(|| Fault::Error(Errno::NOENT.into()));
+        let absent = failing(|| Err(Errno::NOENT.into()));
         assert!(absent.read("/f").unwrap().is_none());
-        let bytes = failing(|| Fault::Bytes(b"a\nb".to_vec()));
+        let bytes = failing(|| Ok(b"a\nb".to_vec()));
         assert_eq!(bytes.read("/f").unwrap().unwrap(), "a\nb");
         assert_eq!(bytes.read_dir("/f").unwrap().unwrap(), ["a", "b"]);
         assert_eq!(bytes.read_link("/f").unwrap().unwrap(), Path::new("a\nb"));
         assert!(bytes.metadata("/f").is_err());
         let none = plain.clone().with_faults(Arc::new(|_: &Path| None));
         assert_eq!(none.read("/f").unwrap().unwrap(), "there");
-        assert!(plain != none && none == none.clone() && plain == plain.clone());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use ebb_core::sample::{Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::Trust;
-use ebb_host::root::{Fault, Faults, Root};
+use ebb_host::root::{Faults, Root};
 use proptest::prelude::*;
 use rustix::io::Errno;
 
@@ -106,8 +106,8 @@ impl Switch {
 
     fn set(&self, say: impl Fn(&Path) -> Say + Send + Sync + 'static) {
         let fault = move |path: &Path| match say(path)? {
-            Ok(bytes) => Some(Fault::Bytes(bytes)),
-            Err(errno) => Some(Fault::Error(io::Error::from(errno))),
+            Ok(bytes) => Some(Ok(bytes)),
+            Err(errno) => Some(Err(io::Error::from(errno))),
         };
         *self.0.lock().unwrap() = Some(Arc::new(fault));
     }
@@ -418,7 +418,7 @@ fn two_thousand_vms_are_held() {
     let now = Arc::clone(&ended);
     let root = Root::at("/nonexistent").with_faults(Arc::new(move |path: &Path| {
         let answer = crowd(path.to_str().unwrap(), now.load(Ordering::Relaxed));
-        Some(answer.map_or_else(|| Fault::Error(Errno::NOENT.into()), Fault::Bytes))
+        Some(answer.ok_or_else(|| Errno::NOENT.into()))
     }));
     let mut host = Machine::new().host(root);
     for there in [2_000, 2_000, 1_900] {

@@ -335,7 +335,7 @@ mod tests {
         let switch = fails.clone();
         let root = Root::default().with_faults(std::sync::Arc::new(move |_: &std::path::Path| {
             let fails = switch.load(std::sync::atomic::Ordering::Relaxed);
-            fails.then(|| crate::root::Fault::Error(Errno::MFILE.into()))
+            fails.then(|| Err(Errno::MFILE.into()))
         }));
         let pid = std::process::id();
         let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };

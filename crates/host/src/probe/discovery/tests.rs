@@ -6,7 +6,6 @@ use proptest::prelude::*;
 use rustix::io::Errno;
 
 use super::*;
-use crate::root::Fault;
 
 /// Every process that is called QEMU: a fixture's files belong to the user of the tests.
 fn anything() -> Trust {
@@ -186,7 +185,7 @@ fn a_vm_that_is_not_listed_or_not_read_stays() {
     assert_eq!(scanner.scan(&fixture.root(), &none()).unwrap().found.len(), 1);
     let failing = |what: &'static str, errno: Errno| {
         fixture.root().with_faults(Arc::new(move |path: &Path| {
-            (path == Path::new(what)).then(|| Fault::Error(errno.into()))
+            (path == Path::new(what)).then(|| Err(errno.into()))
         }))
     };
     for errno in [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::IO, Errno::ACCESS] {
@@ -198,7 +197,7 @@ fn a_vm_that_is_not_listed_or_not_read_stays() {
         }
     }
     let unlisted = fixture.root().with_faults(Arc::new(|path: &Path| {
-        (path == Path::new("/proc")).then(|| Fault::Bytes(b"self\n".to_vec()))
+        (path == Path::new("/proc")).then(|| Ok(b"self\n".to_vec()))
     }));
     let scan = scanner.scan(&unlisted, &none()).unwrap();
     assert_eq!((ids(&scan.found), &scan.gone[..]), (vec![10], &[][..]));
@@ -216,7 +215,7 @@ fn a_vm_whose_first_read_fails_is_found_whole_by_the_next_scan() {
         let mut scanner = Scanner::new(anything());
         let failing = fixture.root().with_faults(Arc::new(move |path: &Path| {
             let fails = path == Path::new("/proc/10").join(file);
-            fails.then(|| Fault::Error(Errno::NOMEM.into()))
+            fails.then(|| Err(Errno::NOMEM.into()))
         }));
         assert_eq!(scanner.scan(&failing, &none()).unwrap().problems.len(), 1, "{file}");
         let scan = scanner.scan(&fixture.root(), &none()).unwrap();
@@ -236,7 +235,7 @@ fn of_processes_that_are_closed_even_to_root_only_one_called_qemu_is_told_of() {
     fixture.write(11, "stat", &format!("{}(init{}", &stat[..open], &stat[close..]));
     let closed = fixture.root().with_faults(Arc::new(|path: &Path| {
         let kept = path.ends_with("exe") || path.ends_with("status") || path.ends_with("ns/user");
-        kept.then(|| Fault::Error(Errno::ACCESS.into()))
+        kept.then(|| Err(Errno::ACCESS.into()))
     }));
     let scan = Scanner::new(Trust::default()).scan(&closed, &none()).unwrap();
     let told: Vec<&str> = scan.problems.iter().map(|p| p.0.as_str()).collect();
@@ -307,7 +306,7 @@ fn of_vms_of_one_name_the_oldest_has_it_and_then_the_next() {
 fn answering(answer: impl Fn(&str) -> Option<Vec<u8>> + Send + Sync + 'static) -> Root {
     Root::at("/nonexistent").with_faults(Arc::new(move |path: &Path| {
         let answer = answer(path.to_str().unwrap());
-        Some(answer.map_or_else(|| Fault::Error(Errno::NOENT.into()), Fault::Bytes))
+        Some(answer.ok_or_else(|| Errno::NOENT.into()))
     }))
 }
 

@@ -16,7 +16,7 @@ use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::Trust;
-use ebb_host::root::{Fault, Root};
+use ebb_host::root::Root;
 use fastrand::Rng;
 use rustix::io::Errno;
 use serde_json::json;
@@ -78,8 +78,8 @@ fn root(switch: &Switch) -> Root {
             wrong.as_ref()?.at(path, rng)?
         };
         match how {
-            How::Fails(errno) => Some(Fault::Error(errno.into())),
-            How::Says(text) => Some(Fault::Bytes(text.into())),
+            How::Fails(errno) => Some(Err(errno.into())),
+            How::Says(text) => Some(Ok(text.into())),
             How::Takes(time) => {
                 std::thread::sleep(time);
                 None
