@@ -107,7 +107,7 @@ impl QemuProcess {
 /// is not `qemu-system…`, `qemu-kvm` or `kvm`.
 pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     let text = String::from_utf8_lossy(bytes.strip_suffix(b"\0").unwrap_or(bytes));
-    let mut args = text.split('\0');
+    let mut args = text.split('\0').peekable();
     if !is_qemu(args.next()?) {
         return None;
     }
@@ -116,10 +116,9 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     while let Some(arg) = args.next() {
         let Some(option) = arg.strip_prefix('-') else { continue };
         let option = option.strip_prefix('-').unwrap_or(option);
-        if OPTIONS.contains(&option)
-            && let Some(value) = args.next()
-        {
-            found.option(option, value, &mut monitors);
+        // The value of one that is known may look like an option.
+        if args.peek().is_some_and(|value| found.option(option, value, &mut monitors)) {
+            args.next();
         }
     }
     found.qmp = monitors.address();
@@ -142,29 +141,9 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
     get("EBB_AGENT_SOCKET").filter(|path| loaded && !path.is_empty()).map(PathBuf::from)
 }
 
-/// The options looked at, and one whose value may look like an option.
-const OPTIONS: [&str; 17] = [
-    "name",
-    "uuid",
-    "qmp",
-    "qmp-pretty",
-    "chardev",
-    "mon",
-    "device",
-    "object",
-    "netdev",
-    "blockdev",
-    "mem-path",
-    "plugin",
-    "machine",
-    "M",
-    "overcommit",
-    "realtime",
-    "append",
-];
-
 impl QemuArgs {
-    fn option(&mut self, option: &str, value: &str, monitors: &mut Monitors) {
+    /// Takes in an option with its value; whether it is one that has a value.
+    fn option(&mut self, option: &str, value: &str, monitors: &mut Monitors) -> bool {
         match option {
             "name" => {
                 let name = Options::parse(value, "guest").get("guest").unwrap_or_default();
@@ -200,8 +179,10 @@ impl QemuArgs {
                     self.pin(why);
                 }
             }
-            "overcommit" if Options::parse(value, "mem-lock").is_on("mem-lock") => {
-                self.pin("it is locked (-overcommit mem-lock)".into());
+            "overcommit" => {
+                if Options::parse(value, "mem-lock").is_on("mem-lock") {
+                    self.pin("it is locked (-overcommit mem-lock)".into());
+                }
             }
             // Until QEMU 3.1, and on unless it says off.
             "realtime" => {
@@ -218,9 +199,12 @@ impl QemuArgs {
                     self.agent = options.get("socket").map(PathBuf::from);
                 }
             }
-            _ => {}
+            // Words for the guest's kernel, which may look like options.
+            "append" => {}
+            _ => return false,
         }
         self.mem_paths.truncate(MAX_SOCKETS);
+        true
     }
 
     fn pin(&mut self, why: String) {
