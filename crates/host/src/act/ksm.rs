@@ -80,34 +80,23 @@ impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
     pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
-        let saved = BTreeMap::new();
-        let mut owner = KsmOwner { root, state: state.into(), saved, manners };
-        let mut found = BTreeMap::new();
+        let mut owner = KsmOwner { root, state: state.into(), saved: BTreeMap::new(), manners };
+        if owner.read("run")?.is_none() {
+            return Err(KsmError::None);
+        }
+        // What an earlier one had not taken is as it was.
+        let mut saved = owner.written()?.unwrap_or_default();
+        let known = saved.len();
         let held: &[&'static str] = if manners.hold_khugepaged { &KHUGEPAGED } else { &[] };
         for &knob in KNOBS.iter().chain(held) {
             // Old kernels lack some: Ebb does without.
-            if let Some(value) = owner.read(knob)? {
-                found.insert(knob.to_string(), value);
-            }
+            let Some(value) = owner.read(knob)? else { continue };
+            saved.entry(knob.to_string()).or_insert(value);
         }
-        if !found.contains_key("run") {
-            return Err(KsmError::None);
+        if saved.len() > known {
+            owner.write_down(&saved)?;
         }
-        owner.saved = match owner.written()? {
-            // What an earlier one had not taken is as it was.
-            Some(mut saved) if found.keys().any(|knob| !saved.contains_key(knob)) => {
-                found.into_iter().for_each(|(knob, value)| {
-                    saved.entry(knob).or_insert(value);
-                });
-                owner.write_down(&saved)?;
-                saved
-            }
-            Some(saved) => saved,
-            None => {
-                owner.write_down(&found)?;
-                found
-            }
-        };
+        owner.saved = saved;
         Ok(owner)
     }
 
