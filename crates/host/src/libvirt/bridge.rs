@@ -271,11 +271,10 @@ impl Bridge {
     }
 
     pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
-        let why = match self.take(purpose, result, now) {
-            Ok(()) => return self.settle(now),
-            Err(why) => why,
-        };
-        self.over = Some(why);
+        match self.take(purpose, result, now) {
+            Ok(()) => self.settle(now),
+            Err(why) => self.over = Some(why),
+        }
     }
 
     /// An error ends the client's connection.
@@ -286,9 +285,9 @@ impl Bridge {
         now: Instant,
     ) -> Result<(), String> {
         let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
-        match purpose {
-            Purpose::LookUp => self.domain = Some(calls::running(&self.name, result)?),
-            Purpose::Describe => {
+        match (purpose, result) {
+            (Purpose::LookUp, result) => self.domain = Some(calls::running(&self.name, result)?),
+            (Purpose::Describe, result) => {
                 let xml = result.map_err(|e| e.to_string())?;
                 let xml = calls::text(&xml).map_err(|e| odd(&e))?;
                 let Description { balloon, virtio_mem } = Description::of(&xml)?;
@@ -305,42 +304,32 @@ impl Bridge {
                     self.say(&json!({ "QMP": { "version": { "package": "by libvirt" } } }));
                 }
             }
-            Purpose::Memory(asked) => match result {
-                Ok(stats) => {
-                    let stats = calls::memory_stats_of(&stats).map_err(|e| odd(&e))?;
-                    self.forget_words();
-                    self.numbers.extend(stats);
-                    self.memory = Some(asked);
-                }
-                Err(e) => self.refuse_all(Need::Memory, &e.message),
-            },
-            Purpose::Job(asked) => match result {
-                Ok(job) => {
-                    self.job = Some((asked, calls::is_busy(&job).map_err(|e| odd(&e))?));
-                }
-                Err(e) => self.refuse_all(Need::Job, &e.message),
-            },
-            Purpose::Order(id) => match result {
-                Ok(_) => {
-                    self.moved = Some(now);
-                    self.done(&id, json!({}));
-                }
-                Err(e) => self.refused(&id, &e.message),
-            },
-            Purpose::Period(id, seconds) => match result {
-                Ok(_) => {
-                    self.balloon.iter_mut().for_each(|b| b.period = seconds);
-                    self.done(&id, json!({}));
-                }
-                Err(e) => self.refused(&id, &e.message),
-            },
-            Purpose::Monitor(id) => match result {
-                Ok(said) => {
-                    let said = calls::text(&said).map_err(|e| odd(&e))?;
-                    self.pass_on(&id, &said);
-                }
-                Err(e) => self.refused(&id, &e.message),
-            },
+            (Purpose::Memory(asked), Ok(stats)) => {
+                let stats = calls::memory_stats_of(&stats).map_err(|e| odd(&e))?;
+                self.forget_words();
+                self.numbers.extend(stats);
+                self.memory = Some(asked);
+            }
+            (Purpose::Job(asked), Ok(job)) => {
+                self.job = Some((asked, calls::is_busy(&job).map_err(|e| odd(&e))?));
+            }
+            (Purpose::Order(id), Ok(_)) => {
+                self.moved = Some(now);
+                self.done(&id, json!({}));
+            }
+            (Purpose::Period(id, seconds), Ok(_)) => {
+                self.balloon.iter_mut().for_each(|b| b.period = seconds);
+                self.done(&id, json!({}));
+            }
+            (Purpose::Monitor(id), Ok(said)) => {
+                let said = calls::text(&said).map_err(|e| odd(&e))?;
+                self.pass_on(&id, &said);
+            }
+            (Purpose::Memory(_), Err(e)) => self.refuse_all(Need::Memory, &e.message),
+            (Purpose::Job(_), Err(e)) => self.refuse_all(Need::Job, &e.message),
+            (Purpose::Order(id) | Purpose::Period(id, _) | Purpose::Monitor(id), Err(e)) => {
+                self.refused(&id, &e.message);
+            }
         }
         Ok(())
     }
