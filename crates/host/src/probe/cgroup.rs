@@ -181,22 +181,21 @@ pub fn choose_pool(
     }
 }
 
-/// The cgroup with the smallest limit from here upwards, and that limit.
-pub fn tightest(
-    root: &Root,
-    hierarchy: &Hierarchy,
+/// The smallest limit from a cgroup upwards.
+pub fn tightest(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Bytes>, ProbeError> {
+    least(cgroup, |at| read_limit(root, h, at))
+}
+
+/// The least of what is read of a cgroup and of each above it.
+fn least(
     cgroup: &str,
-) -> Result<Option<(String, Bytes)>, ProbeError> {
-    let mut tightest: Option<(String, Bytes)> = None;
-    for at in way_up(cgroup) {
-        let Some(at) = at.to_str() else { continue };
-        if let Some(limit) = read_limit(root, hierarchy, at)?
-            && tightest.as_ref().is_none_or(|(_, t)| limit < *t)
-        {
-            tightest = Some((at.to_owned(), limit));
-        }
+    read: impl Fn(&str) -> Result<Option<Bytes>, ProbeError>,
+) -> Result<Option<Bytes>, ProbeError> {
+    let mut least: Option<Bytes> = None;
+    for at in way_up(cgroup).filter_map(Path::to_str) {
+        least = least.into_iter().chain(read(at)?).min();
     }
-    Ok(tightest)
+    Ok(least)
 }
 
 /// A cgroup's own limit: where it is throttled, if that is less. `None` for no limit, or
@@ -232,11 +231,7 @@ pub fn read_swap_left(
     h: &Hierarchy,
     cgroup: &str,
 ) -> Result<Option<Bytes>, ProbeError> {
-    let mut least: Option<Bytes> = None;
-    for at in way_up(cgroup).filter_map(Path::to_str) {
-        least = least.into_iter().chain(read_swap_room(root, h, at)?).min();
-    }
-    Ok(least)
+    least(cgroup, |at| read_swap_room(root, h, at))
 }
 
 /// Swap that a cgroup may still use by its own limit alone.

@@ -24,7 +24,7 @@ pub fn room(root: &Root) -> Bytes {
 fn own_limit(root: &Root) -> Option<Bytes> {
     let hierarchy = read_hierarchy(root).ok()??;
     let own = read_process_cgroup(root, hierarchy.version, std::process::id()).ok()??;
-    tightest(root, &hierarchy, &own).ok()?.map(|(_, limit)| limit)
+    tightest(root, &hierarchy, &own).ok()?
 }
 
 /// Of how many pieces of `held` memory one is to be read; 1: all.
