@@ -107,15 +107,14 @@ pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<St
 /// KSM has one domain: it merges whatever is open to it, so one group only may be.
 pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
     let all = look(config, &Root::default(), &[])?;
-    let group = |k: &&Known| k.group.clone();
-    let wanted = all.iter().filter(|k| names.contains(&k.process.name));
-    let groups: BTreeSet<String> = wanted.map(|k| group(&k)).collect();
-    let open = |k: &&Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
-    let by_name: Vec<&str> = all
-        .iter()
-        .filter(|k| names.contains(&k.process.name) && !k.group_is_proven)
-        .map(|k| k.process.name.as_str())
-        .collect();
+    let is_wanted = |k: &Known| names.contains(&k.process.name);
+    let wanted = all.iter().filter(|k| is_wanted(k));
+    let groups: BTreeSet<&str> = wanted.map(|k| k.group.as_str()).collect();
+    let names_of = |those: &dyn Fn(&Known) -> bool| -> Vec<&str> {
+        all.iter().filter(|k| those(k)).map(|k| k.process.name.as_str()).collect()
+    };
+    let is_open = |k: &Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+    let by_name = names_of(&|k| is_wanted(k) && !k.group_is_proven);
     if !by_name.is_empty() && !across_groups {
         bail!(
             "{}: of a share group by a name that the VM gives itself. Where there are several \
@@ -123,12 +122,10 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
             by_name.join(", ")
         );
     }
-    let others: Vec<&str> = all
-        .iter()
-        .filter(|k| open(k))
-        .filter(|k| groups.len() != 1 || !groups.contains(&k.group) || !k.group_is_proven)
-        .map(|k| k.process.name.as_str())
-        .collect();
+    let others = names_of(&|k| {
+        is_open(k)
+            && (groups.len() != 1 || !groups.contains(k.group.as_str()) || !k.group_is_proven)
+    });
     if (groups.len() > 1 || !others.is_empty()) && !across_groups {
         bail!(
             "KSM merges all VMs that are open to it, and a VM can find out what its neighbours \
@@ -143,11 +140,7 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
             }
         );
     }
-    let agents: Vec<&str> = all
-        .iter()
-        .filter(|k| names.contains(&k.process.name) && k.process.agent.is_some())
-        .map(|k| k.process.name.as_str())
-        .collect();
+    let agents = names_of(&|k| is_wanted(k) && k.process.agent.is_some());
     if !agents.is_empty() {
         bail!(
             "{}: their RAM is recycled page by page, and what KSM merges loses the protection that \
