@@ -66,7 +66,7 @@ fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Debt {
     vm: OwnedVm,
     /// Its size when it was last seen, and the one it is to have.
@@ -82,14 +82,7 @@ struct Debt {
 
 impl Debt {
     fn new(vm: &OwnedVm) -> Debt {
-        Debt {
-            vm: vm.clone(),
-            goal: None,
-            told: None,
-            unanswered: None,
-            said: false,
-            why: String::new(),
-        }
+        Debt { vm: vm.clone(), ..Debt::default() }
     }
 
     /// Takes in what is seen of it; whether nothing is owed any more.

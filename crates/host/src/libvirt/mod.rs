@@ -43,7 +43,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 
 /// Which libvirt daemon manages a domain, and the domain's name.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Address {
     socket: PathBuf,
     /// The same for all domains of one daemon.

@@ -86,7 +86,7 @@ struct Client {
     alone: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Daemon {
     address: Address,
     connections: Vec<Connection>,
@@ -236,17 +236,7 @@ impl Client {
 
 impl Daemon {
     fn new(address: Address) -> Daemon {
-        Daemon {
-            address,
-            connections: Vec::new(),
-            clients: BTreeMap::new(),
-            left: BTreeMap::new(),
-            watchers: BTreeMap::new(),
-            bulk: None,
-            gather: None,
-            idle_since: None,
-            inside: Beside::default(),
-        }
+        Daemon { address, ..Daemon::default() }
     }
 
     fn attach(&mut self, key: u64, ask: Attach) {

@@ -129,7 +129,7 @@ pub enum Program {
 /// processes are no VMs and stay what they are: of those only the name is read, as
 /// `stat` costs several times as much, but for every `THOROUGH`th scan, which
 /// also finds a VM with the pid and the name of a process that has ended.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Scanner {
     trust: Trust,
     uids: Option<Uids>,
@@ -165,14 +165,7 @@ enum Look {
 
 impl Scanner {
     pub fn new(trust: Trust) -> Scanner {
-        Scanner {
-            trust,
-            uids: None,
-            owed: HashSet::new(),
-            seen: HashMap::new(),
-            hugetlbfs: None,
-            scans: 0,
-        }
+        Scanner { trust, ..Scanner::default() }
     }
 
     /// Processes that vanish meanwhile are passed over; what cannot be read

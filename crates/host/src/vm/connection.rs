@@ -15,7 +15,7 @@ use crate::probe::qemu::QmpAddress;
 use crate::qmp::{Client, QmpError, State};
 use crate::qmp_balloon;
 
-/// First and longest wait before a lost connection is tried again.
+/// First and longest wait before a lost connection, or a watch that ended, is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for this time is left for another one, if there is one.

@@ -7,18 +7,18 @@ use ebb_core::config::Metadata;
 use ebb_core::units::Bytes;
 
 use super::Vm;
+use super::connection::BACKOFF;
 use crate::libvirt::{Libvirt, Watch};
 use crate::probe::qemu::QemuProcess;
 
-/// First and longest wait before a watch that ended is begun again.
-const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// A VM that is not of libvirt's is looked up again after this time: its pid file may come late.
 const LOOK_UP: Duration = Duration::from_secs(5);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct DomainSettings {
     watch: Option<Watch>,
     retry_at: Option<Instant>,
+    /// The last wait before it was begun again; zero: it has told something since.
     backoff: Duration,
     says: Metadata,
     /// It was read once: that holds on while libvirt does not answer.
@@ -29,31 +29,17 @@ pub(crate) struct DomainSettings {
     note: Option<Option<Bytes>>,
 }
 
-impl Default for DomainSettings {
-    fn default() -> DomainSettings {
-        DomainSettings {
-            watch: None,
-            retry_at: None,
-            backoff: BACKOFF.0,
-            says: Metadata::None,
-            was_read: false,
-            noted: None,
-            note: None,
-        }
-    }
-}
-
 impl DomainSettings {
     fn look(&mut self, libvirt: &Libvirt, process: &QemuProcess, now: Instant) {
         if let Some(seen) = self.watch.as_ref().map(Watch::seen) {
             if let Some(read) = seen.metadata {
                 self.noted = seen.noted;
-                (self.says, self.backoff, self.was_read) = (read, BACKOFF.0, true);
+                (self.says, self.backoff, self.was_read) = (read, Duration::ZERO, true);
             }
             if let Some(why) = seen.over {
                 self.watch = None;
+                self.backoff = (self.backoff * 2).clamp(BACKOFF.0, BACKOFF.1);
                 self.retry_at = Some(now + self.backoff);
-                self.backoff = (self.backoff * 2).min(BACKOFF.1);
                 if !self.was_read {
                     self.says = Metadata::Unread(why);
                 }
