@@ -15,7 +15,6 @@ use std::net::IpAddr;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::task::{Context as Task, Poll};
 
@@ -38,10 +37,11 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::de::DeserializeOwned;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::daemon::Inbox;
 use crate::metrics;
-use crate::recorder::{Record, Recorder};
+use crate::recorder::Recorder;
 use crate::server;
 use crate::view::{Daemon, Decision, State};
 
@@ -214,11 +214,13 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
             let tcp = listeners.tcp.and_then(|tcp| tokio::net::TcpListener::from_std(tcp).ok());
             let on_tcp = async {
                 if let Some(tcp) = tcp {
-                    server::accept(tcp, on_loopback(shared.clone()), limits.tcp).await;
+                    let next = async || Ok(tcp.accept().await?.0);
+                    server::accept(next, on_loopback(shared.clone()), limits.tcp).await;
                 }
             };
             let app = router(shared.clone()).merge(asking(inbox));
-            tokio::join!(server::accept(unix, app, limits.unix), on_tcp);
+            let next = async || Ok(unix.accept().await?.0);
+            tokio::join!(server::accept(next, app, limits.unix), on_tcp);
         });
     })?;
     Ok(())
@@ -257,7 +259,7 @@ fn posted<T: DeserializeOwned + Send + 'static>(
 
 fn router(shared: Shared) -> Router {
     let (a, b, c, d, e) = (shared.clone(), shared.clone(), shared.clone(), shared.clone(), shared);
-    let readers = Arc::new(AtomicUsize::new(0));
+    let readers = Arc::new(Semaphore::new(RECORDS));
     Router::new()
         .route("/", get(|| async { INDEX }))
         .route("/v1/state", get(|| async move { answer(a.latest().map(|l| json(&*l.state()))) }))
@@ -330,23 +332,26 @@ fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
 }
 
 /// The record: as zstd to those who take that, else as lines, unpacked while they are sent.
-fn record(shared: &Shared, readers: Arc<AtomicUsize>, headers: &HeaderMap) -> Response {
-    let reader = Reader::new(readers);
-    if reader.others >= RECORDS {
+fn record(shared: &Shared, readers: Arc<Semaphore>, headers: &HeaderMap) -> Response {
+    let Ok(reader) = readers.try_acquire_owned() else {
         let why = "others are reading the record: try again\n";
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
-    }
+    };
     let record = shared.lock().recorder.record();
     let accepts = headers.get(header::ACCEPT_ENCODING).and_then(|v| v.to_str().ok());
     let zstd = accepts.is_some_and(|a| a.split(',').any(|e| e.trim() == "zstd"));
-    let length = match zstd {
+    let left = match zstd {
         true => record.frames.iter().map(|f| f.len() as u64).sum(),
         false => record.text,
     };
-    let body = RecordBody::new(record, zstd, (length, reader));
-    let Ok(body) = body.map(Body::new) else {
+    let from: Box<dyn Read + Send> = if zstd {
+        Box::new(record.packed())
+    } else if let Ok(lines) = record.lines() {
+        Box::new(lines)
+    } else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
+    let body = Body::new(RecordBody { from, left, _reader: reader });
     let mut response = ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
     if zstd {
         let name = header::HeaderValue::from_static("zstd");
@@ -355,41 +360,11 @@ fn record(shared: &Shared, readers: Arc<AtomicUsize>, headers: &HeaderMap) -> Re
     response
 }
 
-struct Reader {
-    all: Arc<AtomicUsize>,
-    others: usize,
-}
-
-impl Reader {
-    fn new(all: Arc<AtomicUsize>) -> Reader {
-        let others = all.fetch_add(1, Ordering::Relaxed);
-        Reader { all, others }
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        self.all.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Sends a record piece by piece: its lines are some thirty times what is held of them.
 struct RecordBody {
     from: Box<dyn Read + Send>,
     left: u64,
-    _reader: Reader,
-}
-
-impl RecordBody {
-    fn new(
-        record: Record,
-        zstd: bool,
-        (left, reader): (u64, Reader),
-    ) -> std::io::Result<RecordBody> {
-        let from: Box<dyn Read + Send> =
-            if zstd { Box::new(record.packed()) } else { Box::new(record.lines()?) };
-        Ok(RecordBody { from, left, _reader: reader })
-    }
+    _reader: OwnedSemaphorePermit,
 }
 
 impl hyper::body::Body for RecordBody {

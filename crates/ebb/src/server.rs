@@ -18,7 +18,6 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::process::{Resource, getrlimit};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, UnixListener};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -54,32 +53,14 @@ impl Limits {
     }
 }
 
-pub trait Listener {
-    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-    async fn next(&self) -> io::Result<Self::Stream>;
-}
-
-impl Listener for TcpListener {
-    type Stream = tokio::net::TcpStream;
-
-    async fn next(&self) -> io::Result<Self::Stream> {
-        Ok(self.accept().await?.0)
-    }
-}
-
-impl Listener for UnixListener {
-    type Stream = tokio::net::UnixStream;
-
-    async fn next(&self) -> io::Result<Self::Stream> {
-        Ok(self.accept().await?.0)
-    }
-}
-
-/// Serves what comes, for ever.
-pub async fn accept(listener: impl Listener, app: Router, limit: usize) {
+/// Serves what comes `next`, for ever.
+pub async fn accept<S>(next: impl AsyncFn() -> io::Result<S>, app: Router, limit: usize)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let mut clients = Clients { open: Vec::new(), limit };
     loop {
-        match listener.next().await {
+        match next().await {
             Ok(stream) => {
                 clients.make_room().await;
                 let moved = Moved::default();
@@ -246,7 +227,8 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
                 let app = Router::new().route("/", get(|| async { "here" }));
-                accept(UnixListener::from_std(listener).unwrap(), app, limit).await;
+                let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+                accept(async || Ok(listener.accept().await?.0), app, limit).await;
             });
         });
         path
