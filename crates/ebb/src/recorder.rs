@@ -9,7 +9,7 @@
 //! one after the other are a zstd file, so a client may have them as they are.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Cursor, Read, Write};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
@@ -186,11 +186,11 @@ pub struct Record {
 impl Record {
     /// Its lines of JSON, unpacked while they are read.
     pub fn lines(self) -> std::io::Result<impl Read + Send> {
-        Decoder::with_buffer(Frames { frames: self.frames, at: (0, 0) })
+        Decoder::new(self.packed())
     }
 
     pub fn packed(self) -> impl Read + Send {
-        Frames { frames: self.frames, at: (0, 0) }
+        Frames(self.frames.into_iter().map(Cursor::new).collect())
     }
 
     /// Its lines at once.
@@ -202,30 +202,19 @@ impl Record {
     }
 }
 
-/// Reads frames one after the other: which of them, and how far in it.
-struct Frames {
-    frames: Vec<Arc<[u8]>>,
-    at: (usize, usize),
-}
+/// Reads frames one after the other.
+struct Frames(VecDeque<Cursor<Arc<[u8]>>>);
 
 impl Read for Frames {
     fn read(&mut self, to: &mut [u8]) -> std::io::Result<usize> {
-        let n = self.fill_buf()?.read(to)?;
-        self.consume(n);
-        Ok(n)
-    }
-}
-
-impl BufRead for Frames {
-    fn fill_buf(&mut self) -> std::io::Result<&[u8]> {
-        while self.frames.get(self.at.0).is_some_and(|f| self.at.1 >= f.len()) {
-            self.at = (self.at.0 + 1, 0);
+        while let Some(frame) = self.0.front_mut() {
+            let n = frame.read(to)?;
+            if n > 0 || to.is_empty() {
+                return Ok(n);
+            }
+            self.0.pop_front();
         }
-        Ok(self.frames.get(self.at.0).map_or(&[], |f| &f[self.at.1..]))
-    }
-
-    fn consume(&mut self, n: usize) {
-        self.at.1 += n;
+        Ok(0)
     }
 }
 
