@@ -62,12 +62,7 @@ struct Look {
     /// The rule, or why nothing was done.
     rule: String,
     error: Option<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct Moment {
-    #[serde(flatten)]
-    look: Look,
+    /// What came of the order, where it is told of.
     result: Option<String>,
 }
 
@@ -138,14 +133,15 @@ fn look(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Look> {
             (None, None) => recorded.forbidden.clone().unwrap_or_default(),
         },
         error,
+        result: None,
     })
 }
 
 /// Orders in the window; without any, why there was none, each reason once.
-fn moments(looks: &[Look], window: Window) -> Vec<Moment> {
+fn moments(looks: &[Look], window: Window) -> Vec<Look> {
     let inside: Vec<usize> = (0..looks.len()).filter(|i| window.holds(looks[*i].wall_ms)).collect();
     let orders: Vec<usize> = inside.iter().copied().filter(|i| looks[*i].to.is_some()).collect();
-    let moment = |i: &usize| Moment { look: looks[*i].clone(), result: result(looks, *i) };
+    let moment = |i: &usize| Look { result: result(looks, *i), ..looks[*i].clone() };
     if !orders.is_empty() {
         return orders.iter().map(moment).collect();
     }
@@ -179,8 +175,8 @@ fn result(looks: &[Look], i: usize) -> Option<String> {
     ))
 }
 
-fn from_list(d: Decision) -> Moment {
-    let look = Look {
+fn from_list(d: Decision) -> Look {
+    Look {
         wall_ms: d.wall_ms,
         tick: d.tick,
         actual: Some(d.action.from),
@@ -190,12 +186,11 @@ fn from_list(d: Decision) -> Moment {
         to: Some(d.action.to),
         rule: d.reason,
         error: d.error,
-    };
-    Moment { look, result: None }
+        result: None,
+    }
 }
 
-fn text(m: &Moment) -> String {
-    let l = &m.look;
+fn text(l: &Look) -> String {
     let what = match l.to {
         Some(to) => format!("{} → {to}", size(l.actual)),
         None => format!("stays at {}", size(l.actual)),
@@ -208,7 +203,7 @@ fn text(m: &Moment) -> String {
         l.host,
         l.guest
     );
-    if let Some(result) = &m.result {
+    if let Some(result) = &l.result {
         out += &format!("  result    {result}\n");
     }
     out
