@@ -142,39 +142,38 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
     let mut add = |what: &str, verdict, found: String, advice: &str| {
         checks.push(check("host", what, verdict, found, advice));
     };
-    match host.available.zip(host.total) {
+    let (verdict, found, advice) = match host.available.zip(host.total) {
         Some((available, total)) => {
-            add("memory", Verdict::Good, format!("{available} available of {total}"), "")
+            (Verdict::Good, format!("{available} available of {total}"), "")
         }
-        None => add(
-            "memory",
-            Verdict::Bad,
-            "/proc/meminfo cannot be read".into(),
-            "run as root, with /proc mounted",
-        ),
-    }
-    match host.psi_some {
-        Some(_) => add("pressure (PSI)", Verdict::Good, "available".into(), ""),
-        None => add(
-            "pressure (PSI)",
+        None => {
+            let found = "/proc/meminfo cannot be read".into();
+            (Verdict::Bad, found, "run as root, with /proc mounted")
+        }
+    };
+    add("memory", verdict, found, advice);
+    let (verdict, found, advice) = match host.psi_some {
+        Some(_) => (Verdict::Good, "available", ""),
+        None => (
             Verdict::Missing,
-            "not in this kernel, or switched off".into(),
+            "not in this kernel, or switched off",
             "boot with psi=1; without it Ebb goes by free memory and swapping alone",
         ),
-    }
+    };
+    add("pressure (PSI)", verdict, found.into(), advice);
     let swap: Bytes = host.swaps.iter().map(|s| s.size).sum();
     let areas: Vec<&str> = host.swaps.iter().map(|s| s.path.as_str()).collect();
-    match areas.is_empty() {
-        true => add(
-            "swap",
+    let (verdict, found, advice) = match areas.is_empty() {
+        true => (
             Verdict::Note,
             "none".into(),
             "give the host swap, or zram (apt-get install zram-tools): it is used when many guests \
              want memory at once",
         ),
-        false => add("swap", Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
-    }
-    match &host.ksm {
+        false => (Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
+    };
+    add("swap", verdict, found, advice);
+    let (verdict, found) = match &host.ksm {
         Some(k) => {
             let run = if k.run == 1 { "running" } else { "stopped" };
             let (saved, stale) = (k.saved_now(), k.saved() - k.saved_now());
@@ -182,20 +181,16 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
                 (None, _) | (_, Bytes(0)) => String::new(),
                 _ => format!("; its counters still hold {stale} of processes that have ended"),
             };
-            let found = format!("{run}, saves {saved}{stale}");
-            add("page merging (KSM)", Verdict::Good, found, "");
+            (Verdict::Good, format!("{run}, saves {saved}{stale}"))
         }
-        None => add("page merging (KSM)", Verdict::Note, "not in this kernel".into(), ""),
-    }
-    match &host.pool {
-        Some(p) => add(
-            "VMs' cgroup",
-            Verdict::Good,
-            format!("{} of {} used in {}", p.usage, p.limit, p.path),
-            "",
-        ),
-        None => add("VMs' cgroup", Verdict::Note, "no limit that most VMs are under".into(), ""),
-    }
+        None => (Verdict::Note, "not in this kernel".into()),
+    };
+    add("page merging (KSM)", verdict, found, "");
+    let (verdict, found) = match &host.pool {
+        Some(p) => (Verdict::Good, format!("{} of {} used in {}", p.usage, p.limit, p.path)),
+        None => (Verdict::Note, "no limit that most VMs are under".into()),
+    };
+    add("VMs' cgroup", verdict, found, "");
     if let Some(arc) = zfs {
         let found = format!("{}, half of it counts as available", arc.size);
         add("ZFS cache", Verdict::Note, found, "");

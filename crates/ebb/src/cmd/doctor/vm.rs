@@ -27,21 +27,20 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut add = |what: &str, verdict, found: &str, advice: &str| {
         checks.push(check(&vm.name, what, verdict, found, advice));
     };
-    match &vm.link {
+    let (verdict, found, advice) = match &vm.link {
         Link::Down(why) if left_alone(vm, why) => {
             let why = vm.standing.why();
             // As the operator wants it.
             let is_wanted = why.starts_with("manage = ");
             let verdict = if is_wanted { Verdict::Note } else { Verdict::Missing };
-            add("QMP", verdict, &format!("not connected: {why}"), "");
+            (verdict, format!("not connected: {why}"), "")
         }
-        Link::Up => add("QMP", Verdict::Good, "answers", ""),
-        Link::Unknown => add("QMP", Verdict::Note, "not tried yet", ""),
-        Link::Slow(why) => add("QMP", Verdict::Missing, why, "it is tried again each tick"),
-        Link::Taken(why) => add(
-            "QMP",
+        Link::Up => (Verdict::Good, "answers".into(), ""),
+        Link::Unknown => (Verdict::Note, "not tried yet".into(), ""),
+        Link::Slow(why) => (Verdict::Missing, why.clone(), "it is tried again each tick"),
+        Link::Taken(why) => (
             Verdict::Bad,
-            why,
+            why.clone(),
             "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp \
              unix:/run/NAME-ebb.qmp,server=on,wait=off",
         ),
@@ -55,12 +54,11 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
                 }
                 false => "Ebb tries again; `virsh list` shows whether libvirt answers",
             };
-            add("QMP", Verdict::Bad, why, advice);
+            (Verdict::Bad, why.clone(), advice)
         }
-        Link::Down(why) if why.contains("libvirt") => add(
-            "QMP",
+        Link::Down(why) if why.contains("libvirt") => (
             Verdict::Bad,
-            why,
+            why.clone(),
             "start libvirtd or virtqemud: its socket must be in /run/libvirt or \
              /run/user/UID/libvirt, and host.libvirt must not be false; or give the VM a socket \
              for Ebb in <qemu:commandline>: \
@@ -68,10 +66,10 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         ),
         Link::Down(why) => {
             let own = "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start";
-            let advice = if why.contains("-qmp unix:") { "" } else { own };
-            add("QMP", Verdict::Bad, why, advice);
+            (Verdict::Bad, why.clone(), if why.contains("-qmp unix:") { "" } else { own })
         }
-    }
+    };
+    add("QMP", verdict, &found, advice);
     if let Some(shared) = &vm.shared {
         let found = shared_words(shared);
         add("QMP socket", Verdict::Note, &found, &own_socket(process));
@@ -151,36 +149,32 @@ fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
 fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
     let why = a.why.as_deref().unwrap_or_default();
     let module = a.module.as_deref().unwrap_or_default();
-    match (&a.link, a.state) {
-        (Link::Up, AgentState::Ready) if a.observes => {
-            let found = format!("stock: ebb.ko {module} is there, its agent only observes");
-            let advice = "agent = \"on\" in the VM's section: freed pages then return one by one";
-            add("tier", Verdict::Note, &found, advice);
-        }
+    let (verdict, found, advice) = match (&a.link, a.state) {
+        (Link::Up, AgentState::Ready) if a.observes => (
+            Verdict::Note,
+            format!("stock: ebb.ko {module} is there, its agent only observes"),
+            "agent = \"on\" in the VM's section: freed pages then return one by one",
+        ),
         (Link::Up, AgentState::Ready) => {
-            add(
-                "tier",
-                Verdict::Good,
-                &format!("guest: ebb.ko {module}, freed pages return one by one"),
-                "",
-            );
+            (Verdict::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
         }
-        (Link::Up, AgentState::Aside) => {
-            let found = format!("stock: the agent stands aside: {why}");
-            let advice = "remove what it names, or `agent = \"off\"` in the VM's section; \
-                          docs/security.md says what it works beside";
-            add("tier", Verdict::Missing, &found, advice);
-        }
-        (Link::Up, _) => {
-            let found = format!("agent: no live module in the guest {why}");
-            let advice = "load ebb.ko in the guest: freed pages then return one by one";
-            add("tier", Verdict::Note, found.trim_end(), advice);
-        }
-        (Link::Unknown, _) => add("tier", Verdict::Note, "stock: the agent is being asked", ""),
+        (Link::Up, AgentState::Aside) => (
+            Verdict::Missing,
+            format!("stock: the agent stands aside: {why}"),
+            "remove what it names, or `agent = \"off\"` in the VM's section; docs/security.md says \
+             what it works beside",
+        ),
+        (Link::Up, _) => (
+            Verdict::Note,
+            format!("agent: no live module in the guest {why}").trim_end().into(),
+            "load ebb.ko in the guest: freed pages then return one by one",
+        ),
+        (Link::Unknown, _) => (Verdict::Note, "stock: the agent is being asked".into(), ""),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => {
-            add("tier", Verdict::Missing, &format!("stock: the agent does not answer: {w}"), "");
+            (Verdict::Missing, format!("stock: the agent does not answer: {w}"), "")
         }
-    }
+    };
+    add("tier", verdict, &found, advice);
 }
 
 /// Huge pages behind guest RAM: what is partly given back still counts as
@@ -212,28 +206,29 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verd
                       memory deflates it at once, so Ebb keeps 12 % of its RAM as a buffer instead of 25 %";
         add("deflate-on-oom", Verdict::Missing, "off", advice);
     }
-    match vm.stats_age_ms {
-        None => add(
-            "guest statistics",
+    let (verdict, found, advice) = match vm.stats_age_ms {
+        None => (
             Verdict::Missing,
-            "none",
+            "none".into(),
             "the guest needs its virtio_balloon driver, Windows the service of virtio-win, too; \
              FreeBSD's driver has no statistics; a guest without them is never shrunk",
         ),
-        Some(age_ms) if age_ms > ebb_core::model::STALE_MS => {
-            let advice = "the guest is paused or hangs, or its driver does not run (Windows: the \
-                          service of virtio-win)";
-            add("guest statistics", Verdict::Missing, &format!("{} s old", age_ms / 1000), advice);
-        }
-        Some(_) if vm.windows => add(
-            "guest statistics",
+        Some(age_ms) if age_ms > ebb_core::model::STALE_MS => (
+            Verdict::Missing,
+            format!("{} s old", age_ms / 1000),
+            "the guest is paused or hangs, or its driver does not run (Windows: the service of \
+             virtio-win)",
+        ),
+        Some(_) if vm.windows => (
             Verdict::Good,
             "fresh, of Windows: its page-ins count reads of files, so they are not taken for a \
-             shortage, and its driver does not deflate on its own",
+             shortage, and its driver does not deflate on its own"
+                .into(),
             "",
         ),
-        Some(_) => add("guest statistics", Verdict::Good, "fresh", ""),
-    }
+        Some(_) => (Verdict::Good, "fresh".into(), ""),
+    };
+    add("guest statistics", verdict, &found, advice);
 }
 
 fn agent_advice(domain: Option<&str>) -> String {
