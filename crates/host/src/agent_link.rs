@@ -80,7 +80,7 @@ pub(crate) struct Terms {
 pub(crate) struct AgentLink {
     path: PathBuf,
     pid: u32,
-    agent: Option<Agent>,
+    pub agent: Option<Agent>,
     stage: Stage,
     down: Link,
     retry_at: Option<Instant>,
@@ -117,7 +117,8 @@ pub(crate) struct AgentLink {
     /// is open is not known.
     told: Option<(Vec<(u64, u64)>, u64)>,
     open: Option<Bytes>,
-    refused: Option<String>,
+    /// Why it did not do what it was told of merging.
+    pub refused: Option<String>,
     /// Since when it may be at work on the VM's memory for a connection that has ended, this
     /// daemon's or an earlier one's. `None`: it has answered since.
     unsettled: Option<Instant>,
@@ -146,11 +147,6 @@ enum Ask {
 impl AgentLink {
     pub fn new(path: PathBuf, pid: u32) -> AgentLink {
         AgentLink { path, pid, unsettled: Some(Instant::now()), ..AgentLink::default() }
-    }
-
-    /// The connection, for `poll`.
-    pub fn agent(&self) -> Option<&Agent> {
-        self.agent.as_ref()
     }
 
     fn connect(&mut self, now: Instant) {
@@ -482,11 +478,6 @@ impl AgentLink {
 
     pub fn open(&self) -> Bytes {
         self.open.unwrap_or_default()
-    }
-
-    /// Why it did not do what it was told of merging.
-    pub fn refused(&self) -> Option<&String> {
-        self.refused.as_ref()
     }
 }
 

@@ -30,7 +30,7 @@ impl LinuxHost {
             let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
             match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
-                Err(why) => vm.merging.refuse(why),
+                Err(why) => vm.merging.error = Some(why),
             }
         }
         let scans = merger.scans();
@@ -92,8 +92,8 @@ impl LinuxHost {
             let ranged = vm.agent.as_ref().and_then(|_| merger.ranges(sample.id));
             part.found = ranged.map(|(_, found)| found).or(found);
             part.busy = vm.merging.is_busy();
-            part.error =
-                vm.merging.error().or(vm.agent.as_ref().and_then(|a| a.refused())).cloned();
+            let refused = vm.agent.as_ref().and_then(|a| a.refused.as_ref());
+            part.error = vm.merging.error.as_ref().or(refused).cloned();
             if let Some(look) = look {
                 // An agent that reports mergeable RAM is believed over an older look; that nothing
                 // is mergeable is believed when it is seen.

@@ -99,7 +99,7 @@ impl LinuxHost {
             if !owed || now >= deadline {
                 return;
             }
-            let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent());
+            let agents = self.vms.values().filter_map(|vm| vm.agent.as_ref()?.agent.as_ref());
             let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
             let mut fds: Vec<PollFd<'_>> =
                 fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();

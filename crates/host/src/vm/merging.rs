@@ -32,7 +32,7 @@ impl Vm {
                 merging.order(open, client);
                 client.flush();
             }
-            Err(_) => merging.refuse("no QMP connection".into()),
+            Err(_) => merging.error = Some("no QMP connection".into()),
         }
         self.merging = merging;
     }
@@ -91,130 +91,138 @@ pub(super) fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
 /// An order under way, and what was wrong with the last one.
 #[derive(Debug, Default)]
 pub(crate) struct MergeLink {
-    step: Option<(Step, Instant)>,
-    error: Option<String>,
+    under_way: Option<UnderWay>,
+    pub error: Option<String>,
+}
+
+#[derive(Debug)]
+struct UnderWay {
+    want: bool,
+    /// What QEMU is told.
+    value: bool,
+    backends: Vec<String>,
+    begun: Instant,
+    step: Step,
 }
 
 #[derive(Debug)]
 enum Step {
-    Listing { want: bool, id: u64 },
-    Setting { want: bool, value: bool, backends: Vec<String>, ids: Vec<u64> },
-    Looking { want: bool, value: bool, backends: Vec<String>, since: Instant },
-}
-
-impl Step {
+    /// The command that asks for the backends.
+    Listing(u64),
     /// Those that QEMU has not answered.
-    fn commands(&self) -> &[u64] {
-        match self {
-            Step::Listing { id, .. } => std::slice::from_ref(id),
-            Step::Setting { ids, .. } => ids,
-            Step::Looking { .. } => &[],
-        }
-    }
+    Setting(Vec<u64>),
+    /// Since when a look is awaited.
+    Looking(Instant),
 }
 
 impl MergeLink {
     /// Begins, unless an order is under way.
     pub fn order(&mut self, want: bool, client: &mut Client) {
-        if self.step.is_some() {
+        if self.is_busy() {
             return;
         }
         self.error = None;
         match client.send("query-memdev", None) {
-            Ok(id) => self.step = Some((Step::Listing { want, id }, Instant::now())),
+            Ok(id) => self.under_way = Some(UnderWay::new(want, id)),
             Err(e) => self.error = Some(e.to_string()),
         }
     }
 
-    /// An order was refused before it was given.
-    pub fn refuse(&mut self, why: String) {
-        self.error = Some(why);
-    }
-
     pub fn is_busy(&self) -> bool {
-        self.step.is_some()
-    }
-
-    pub fn error(&self) -> Option<&String> {
-        self.error.as_ref()
+        self.under_way.is_some()
     }
 
     /// Since when it waits for a look at the mappings.
     pub fn waits_for_look(&self) -> Option<Instant> {
-        match &self.step {
-            Some((Step::Looking { since, .. }, _)) => Some(*since),
+        match self.under_way.as_ref()?.step {
+            Step::Looking(since) => Some(since),
             _ => None,
         }
     }
 
     /// Takes what is there and goes on.
     pub fn go_on(&mut self, client: Option<&mut Client>, look: Option<&Look>) {
-        let Some((step, begun)) = self.step.take() else { return };
+        let Some(mut order) = self.under_way.take() else { return };
         let Some(client) = client else {
             return self.error = Some("the QMP connection was lost meanwhile".into());
         };
-        if begun.elapsed() > PATIENCE {
-            step.commands().iter().for_each(|id| client.protocol().forget(*id));
+        if order.begun.elapsed() > PATIENCE {
+            order.forget(client);
             return self.error = Some(format!("not done in {} s", PATIENCE.as_secs()));
         }
-        match next(step, client, look) {
-            Ok(step) => self.step = step.map(|step| (step, begun)),
+        match order.go_on(client, look) {
+            Ok(true) => {}
+            Ok(false) => self.under_way = Some(order),
             Err(e) => self.error = Some(e.to_string()),
         }
     }
 }
 
-fn next(
-    step: Step,
-    client: &mut Client,
-    look: Option<&Look>,
-) -> Result<Option<Step>, MergeableError> {
-    match step {
-        Step::Listing { want, id } => match client.take_reply(id) {
-            None => Ok(Some(Step::Listing { want, id })),
-            Some(said) => Ok(Some(set(client, want, want, parse_backends(&said?)?)?)),
-        },
-        Step::Setting { want, value, backends, mut ids } => {
-            let mut failed = None;
-            ids.retain(|id| match client.take_reply(*id) {
-                None => true,
-                Some(said) => {
-                    failed = failed.take().or(said.err());
-                    false
-                }
-            });
-            if let Some(error) = failed {
-                ids.iter().for_each(|id| client.protocol().forget(*id));
-                return Err(error.into());
-            }
-            Ok(Some(match ids.is_empty() {
-                true => Step::Looking { want, value, backends, since: Instant::now() },
-                false => Step::Setting { want, value, backends, ids },
-            }))
-        }
-        Step::Looking { want, value, backends, since } => match look {
-            Some(look) if look.begun >= since => match &look.open {
-                Ok(open) if *open == want => Ok(None),
-                // QEMU 9.1.0 does the opposite of what it is told.
-                Ok(_) if value == want => Ok(Some(set(client, want, !want, backends)?)),
-                Ok(_) => Err(MergeableError::NoEffect),
-                Err(why) => Err(MergeableError::NotSeen(why.clone())),
-            },
-            _ => Ok(Some(Step::Looking { want, value, backends, since })),
-        },
+impl UnderWay {
+    fn new(want: bool, id: u64) -> UnderWay {
+        let (begun, step) = (Instant::now(), Step::Listing(id));
+        UnderWay { want, value: want, backends: Vec::new(), begun, step }
     }
-}
 
-fn set(
-    client: &mut Client,
-    want: bool,
-    value: bool,
-    backends: Vec<String>,
-) -> Result<Step, QmpError> {
-    let set = |path: &str| qmp_balloon::set(path, "merge", json!(value));
-    let one = |path: &String| client.send("qom-set", Some(set(path)));
-    let ids = backends.iter().map(one).collect::<Result<Vec<u64>, QmpError>>()?;
-    Ok(Step::Setting { want, value, backends, ids })
+    /// Whether it is done.
+    fn go_on(&mut self, client: &mut Client, look: Option<&Look>) -> Result<bool, MergeableError> {
+        match &mut self.step {
+            Step::Listing(id) => {
+                let Some(said) = client.take_reply(*id) else { return Ok(false) };
+                self.backends = parse_backends(&said?)?;
+                self.set(client)?;
+            }
+            Step::Setting(ids) => {
+                let mut failed = None;
+                ids.retain(|id| match client.take_reply(*id) {
+                    None => true,
+                    Some(said) => {
+                        failed = failed.take().or(said.err());
+                        false
+                    }
+                });
+                let is_last = ids.is_empty();
+                if let Some(error) = failed {
+                    self.forget(client);
+                    return Err(error.into());
+                }
+                if is_last {
+                    self.step = Step::Looking(Instant::now());
+                }
+            }
+            Step::Looking(since) => {
+                let Some(look) = look.filter(|look| look.begun >= *since) else { return Ok(false) };
+                match &look.open {
+                    Ok(open) if *open == self.want => return Ok(true),
+                    // QEMU 9.1.0 does the opposite of what it is told.
+                    Ok(_) if self.value == self.want => {
+                        self.value = !self.want;
+                        self.set(client)?;
+                    }
+                    Ok(_) => return Err(MergeableError::NoEffect),
+                    Err(why) => return Err(MergeableError::NotSeen(why.clone())),
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    fn set(&mut self, client: &mut Client) -> Result<(), QmpError> {
+        let set = |path: &str| qmp_balloon::set(path, "merge", json!(self.value));
+        let one = |path: &String| client.send("qom-set", Some(set(path)));
+        self.step = Step::Setting(self.backends.iter().map(one).collect::<Result<_, _>>()?);
+        Ok(())
+    }
+
+    /// Has QEMU's answers dropped that are still to come.
+    fn forget(&self, client: &mut Client) {
+        let commands = match &self.step {
+            Step::Listing(id) => std::slice::from_ref(id),
+            Step::Setting(ids) => ids,
+            Step::Looking(_) => &[],
+        };
+        commands.iter().for_each(|id| client.protocol().forget(*id));
+    }
 }
 
 #[cfg(test)]
@@ -292,7 +300,7 @@ mod tests {
         drop(client);
         peer.join().unwrap();
         let open = *mark.lock().unwrap();
-        (open, link.error().cloned())
+        (open, link.error)
     }
 
     #[test]
@@ -310,9 +318,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut link = MergeLink::default();
         link.order(true, &mut Client::new(dir.path().join("none")));
-        assert!(!link.is_busy() && link.error().unwrap().contains("no such socket"));
-        link.step = Some((Step::Listing { want: true, id: 1 }, Instant::now()));
+        assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("no such socket"));
+        link.under_way = Some(UnderWay::new(true, 1));
         link.go_on(None, None);
-        assert!(!link.is_busy() && link.error().unwrap().contains("was lost"));
+        assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("was lost"));
     }
 }
