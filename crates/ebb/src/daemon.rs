@@ -34,7 +34,7 @@ pub struct Daemon {
     tick_ms: u64,
     read_at: Stamp,
     running: Vec<VmId>,
-    inbox: Inbox,
+    pub inbox: Inbox,
 }
 
 /// What clients ask of the loop; a request wakes it.
@@ -127,10 +127,6 @@ impl Daemon {
             read_at: Stamp(0),
             running: Vec::new(),
         })
-    }
-
-    pub fn inbox(&self) -> Inbox {
-        self.inbox.clone()
     }
 
     /// What is owed already was taken over these sockets.

@@ -24,8 +24,9 @@ const PATIENCE: Duration = Duration::from_millis(250);
 #[derive(Debug, Default)]
 pub(crate) struct Bounds {
     configured: Option<String>,
-    hierarchy: Option<Hierarchy>,
-    pool: Option<String>,
+    /// The hierarchy with the memory controller.
+    pub hierarchy: Option<Hierarchy>,
+    pub pool: Option<String>,
     /// When that was last the one that would be chosen.
     confirmed: Option<Instant>,
     /// The deepest cgroup of all VMs.
@@ -52,15 +53,6 @@ impl Bounds {
     /// With a pool from the configuration, that is the one.
     pub fn new(configured: Option<String>) -> Bounds {
         Bounds { pool: configured.clone(), configured, ..Bounds::default() }
-    }
-
-    /// The hierarchy with the memory controller.
-    pub fn hierarchy(&self) -> Option<&Hierarchy> {
-        self.hierarchy.as_ref()
-    }
-
-    pub fn pool(&self) -> Option<&str> {
-        self.pool.as_deref()
     }
 
     /// Finds each VM's cgroup, the pool that most share, and the others with a limit.

@@ -268,7 +268,7 @@ impl LinuxHost {
 
     /// Where memory cgroups are, so that a VM's is found.
     fn cgroups(&self) -> Version {
-        self.bounds.hierarchy().map_or(Version::V2, |h| h.version)
+        self.bounds.hierarchy.as_ref().map_or(Version::V2, |h| h.version)
     }
 
     /// Measured anew each minute: it takes less than a millisecond. A tree of tests has none.
@@ -311,7 +311,7 @@ impl LinuxHost {
         let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
         let one = |(id, vm): (&VmId, &mut Vm)| {
             // One that was just found.
-            if vm.is_unseen() && !self.resting.contains(id) {
+            if !vm.seen && !self.resting.contains(id) {
                 vm.look(root, keep);
             }
             let mut sample = vm.sample(at, wall_ms, problems);

@@ -236,7 +236,7 @@ pub(crate) struct Vm {
     /// Why that could not be read.
     unread: Option<String>,
     /// Its process was looked at since the last sample.
-    seen: bool,
+    pub seen: bool,
 }
 
 impl Vm {
@@ -259,11 +259,6 @@ impl Vm {
         self.unread = memory.as_ref().err().map(ToString::to_string);
         (self.memory, self.seen) = (memory.ok().flatten(), true);
         life
-    }
-
-    /// Whether that is to be done before the next sample.
-    pub fn is_unseen(&self) -> bool {
-        !self.seen
     }
 
     /// `interval_was`: an earlier daemon found this interval of its statistics. It may be reached

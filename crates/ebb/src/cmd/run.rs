@@ -70,7 +70,7 @@ pub fn main(
     let (tick, model) = engine.step(&mut daemon);
     let mut model = Arc::new(model);
     observer.observe(&engine, tick, &model);
-    api::serve(listeners, shared, daemon.inbox())?;
+    api::serve(listeners, shared, daemon.inbox.clone())?;
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
         env!("CARGO_PKG_VERSION"),

@@ -265,7 +265,7 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
                 lock(told).knobs = done.err();
             }
             Job::Look(vm) => {
-                let look = look(keeper.root(), vm);
+                let look = look(&keeper.root, vm);
                 let mut told = lock(told);
                 told.looking.remove(&vm);
                 told.looks.insert(vm, look);

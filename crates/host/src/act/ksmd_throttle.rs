@@ -25,7 +25,7 @@ const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 
 #[derive(Debug)]
 pub struct KsmdThrottle {
-    root: Root,
+    pub root: Root,
     note: PathBuf,
     manners: Manners,
     wake: Waker,
@@ -47,10 +47,6 @@ impl KsmdThrottle {
     /// Takes nothing yet; see [`KsmOwner::take`].
     pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> KsmdThrottle {
         KsmdThrottle { root, note, manners, wake, owner: None, burst: None }
-    }
-
-    pub fn root(&self) -> &Root {
-        &self.root
     }
 
     pub fn order(&mut self, order: &Order) -> Result<(), String> {

@@ -57,9 +57,9 @@ pub(super) type Call = (Purpose, Procedure, Vec<u8>);
 
 #[derive(Debug, Default)]
 pub(super) struct Bridge {
-    name: String,
+    pub name: String,
     /// Known once libvirt has told it.
-    domain: Option<Domain>,
+    pub domain: Option<Domain>,
     /// QEMU itself is asked, through libvirt: see [`Bridge::new`].
     monitor: bool,
     greeted: bool,
@@ -83,8 +83,10 @@ pub(super) struct Bridge {
     questions: Vec<Question>,
     orders: VecDeque<Call>,
     input: Vec<u8>,
-    output: Vec<u8>,
-    over: Option<String>,
+    /// Bytes for the client.
+    pub output: Vec<u8>,
+    /// Why the client's connection is to be closed, if it is.
+    pub over: Option<String>,
 }
 
 impl Bridge {
@@ -93,29 +95,6 @@ impl Bridge {
     /// tainted.
     pub fn new(name: String, monitor: bool) -> Bridge {
         Bridge { name, monitor, ..Bridge::default() }
-    }
-
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The domain, once libvirt has told it.
-    pub fn domain(&self) -> Option<&Domain> {
-        self.domain.as_ref()
-    }
-
-    /// Why the client's connection is to be closed, if it is.
-    pub fn over(&self) -> Option<&str> {
-        self.over.as_deref()
-    }
-
-    pub fn output(&mut self) -> &mut Vec<u8> {
-        &mut self.output
-    }
-
-    /// Whether there are no bytes for the client.
-    pub fn is_silent(&self) -> bool {
-        self.output.is_empty()
     }
 
     pub fn has_call(&self) -> bool {

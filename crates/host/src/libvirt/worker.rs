@@ -146,7 +146,9 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
             fds.push(PollFd::new(&c.socket, interest(!c.rpc.outgoing().is_empty())));
         }
         for c in daemon.clients.values() {
-            fds.extend(c.end.as_ref().map(|end| PollFd::new(end, interest(!c.bridge.is_silent()))));
+            fds.extend(
+                c.end.as_ref().map(|end| PollFd::new(end, interest(!c.bridge.output.is_empty()))),
+            );
         }
     }
     let Ok(timeout) = left.try_into() else { return Vec::new() };
@@ -224,7 +226,7 @@ impl Connection {
 impl Client {
     /// Statistics that were asked for at `asked` have come.
     fn heard(&mut self, stats: &[(Domain, Numbers)], asked: Instant, now: Instant) {
-        let domain = self.bridge.domain();
+        let domain = self.bridge.domain.as_ref();
         let its =
             |(d, _): &&(Domain, Numbers)| domain.is_some_and(|i| (i.uuid, i.id) == (d.uuid, d.id));
         if let Some((_, numbers)) = stats.iter().find(its) {
@@ -325,7 +327,7 @@ impl Daemon {
         let keys: Vec<u64> =
             self.clients.iter().filter(|(_, c)| alone(c)).map(|(k, _)| *k).collect();
         for key in keys {
-            let Some(domain) = self.clients.get(&key).and_then(|c| c.bridge.domain()) else {
+            let Some(domain) = self.clients.get(&key).and_then(|c| c.bridge.domain.as_ref()) else {
                 continue;
             };
             let arguments = calls::all_stats(std::iter::once(domain));
@@ -346,7 +348,7 @@ impl Daemon {
             return;
         };
         let together = self.clients.values().filter(|c| !c.alone);
-        let domains: Vec<_> = together.filter_map(|c| c.bridge.domain()).collect();
+        let domains: Vec<_> = together.filter_map(|c| c.bridge.domain.as_ref()).collect();
         let arguments = calls::all_stats(domains.into_iter());
         self.connections[i].call(calls::ALL_STATS, &arguments, For::Bulk(now));
         (self.bulk, self.gather) = (Some(now), None);
@@ -354,9 +356,9 @@ impl Daemon {
 
     fn ask_each(&mut self, now: Instant) {
         // Domains with a call under way for them alone, also one of an earlier client.
-        let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name());
+        let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name.as_str());
         let busy: BTreeSet<&str> = busy.chain(self.left.values().map(String::as_str)).collect();
-        let due = |c: &Client| c.bridge.has_call() && !busy.contains(c.bridge.name());
+        let due = |c: &Client| c.bridge.has_call() && !busy.contains(c.bridge.name.as_str());
         let keys: Vec<u64> = self.clients.iter().filter(|(_, c)| due(c)).map(|(k, _)| *k).collect();
         for key in keys {
             let Some(client) = self.clients.get_mut(&key) else { continue };
@@ -396,21 +398,21 @@ impl Daemon {
         self.clients.retain(|key, c| {
             let there = match &c.end {
                 Ok(end) => {
-                    let sent = sockets::send(end, c.bridge.output());
-                    let sent = sent.map(|n| drop(c.bridge.output().drain(..n)));
-                    sent.is_ok() && c.bridge.output().len() <= MAX_OUTPUT
+                    let sent = sockets::send(end, &c.bridge.output);
+                    let sent = sent.map(|n| drop(c.bridge.output.drain(..n)));
+                    sent.is_ok() && c.bridge.output.len() <= MAX_OUTPUT
                 }
                 Err(left) => {
-                    c.bridge.output().clear();
+                    c.bridge.output.clear();
                     (c.busy || c.bridge.has_order()) && left.elapsed() < LAST_WISHES
                 }
             };
-            if let Some(why) = c.bridge.over() {
+            if let Some(why) = &c.bridge.over {
                 c.words.say(why);
             }
-            let stays = there && c.bridge.over().is_none();
+            let stays = there && c.bridge.over.is_none();
             if !stays && c.busy {
-                left.insert(*key, c.bridge.name().to_owned());
+                left.insert(*key, c.bridge.name.clone());
             }
             stays
         });

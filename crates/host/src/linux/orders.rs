@@ -189,7 +189,7 @@ impl LinuxHost {
         self.query_for_orders();
         for order in &plan.offload {
             let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
-            let (root, hierarchy) = (&self.options.root, self.bounds.hierarchy());
+            let (root, hierarchy) = (&self.options.root, self.bounds.hierarchy.as_ref());
             let job = Job::new(root, (order.vm, order.bytes), hierarchy, cgroup);
             self.offloader.order(order.vm, job);
         }

@@ -141,12 +141,12 @@ impl LinuxHost {
 
     /// Without PSI of its own (cgroup v1) the pool tells by notifications.
     fn open_notifications(&mut self, problems: &mut Vec<Problem>) {
-        let (Some(h), Some(pool)) = (self.bounds.hierarchy(), self.bounds.pool()) else {
+        let (Some(h), Some(pool)) = (&self.bounds.hierarchy, &self.bounds.pool) else {
             self.notifications = None;
             return;
         };
         if self.options.psi_trigger_us.is_none()
-            || self.notifications.as_ref().is_some_and(|n| n.cgroup() == pool)
+            || self.notifications.as_ref().is_some_and(|n| n.cgroup == *pool)
         {
             return;
         }

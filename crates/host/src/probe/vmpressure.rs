@@ -16,7 +16,7 @@ use crate::root::{ProbeError, Root};
 
 #[derive(Debug)]
 pub struct PressureEvents {
-    cgroup: String,
+    pub cgroup: String,
     levels: [OwnedFd; 3],
     // Registrations end with it.
     _level: File,
@@ -54,10 +54,6 @@ impl PressureEvents {
                 .map_err(fail(&control))?;
         }
         Ok(Some(PressureEvents { cgroup: cgroup.to_owned(), levels, _level: level }))
-    }
-
-    pub fn cgroup(&self) -> &str {
-        &self.cgroup
     }
 
     /// For `poll`: medium and critical. Low is usual wherever files are cached.

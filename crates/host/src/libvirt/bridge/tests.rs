@@ -28,14 +28,14 @@ fn greeted_at(monitor: bool, now: Instant) -> Bridge {
     assert_eq!((&purpose, procedure), (&Purpose::LookUp, calls::LOOK_UP));
     b.answered(purpose, Ok(found(4)), now);
     let (purpose, _, _) = b.next_call(now).unwrap();
-    assert_eq!((&purpose, b.is_silent()), (&Purpose::Describe, true));
+    assert_eq!((&purpose, b.output.is_empty()), (&Purpose::Describe, true));
     b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
     assert!(said(&mut b)[0].get("QMP").is_some());
     b
 }
 
 fn said(b: &mut Bridge) -> Vec<Value> {
-    let bytes = std::mem::take(b.output());
+    let bytes = std::mem::take(&mut b.output);
     bytes.split(|c| *c == b'\n').filter_map(|l| serde_json::from_slice(l).ok()).collect()
 }
 
@@ -69,7 +69,7 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     let mut b = greeted(false, now);
     let all = ["query-status", "query-balloon", "query-memory-size-summary"];
     tell(&mut b, &[ask(1, all[0]), ask(2, all[1])], now);
-    assert!(b.bulk_at() == Some(now) && !b.has_call() && b.is_silent());
+    assert!(b.bulk_at() == Some(now) && !b.has_call() && b.output.is_empty());
     b.heard_stats(now + Duration::from_millis(2), numbers(512), now);
     let answers = said(&mut b);
     assert_eq!(answers[0], json!({ "id": 1, "return": { "status": "running" } }));
@@ -80,7 +80,7 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     tell(&mut b, &[ask(4, all[1])], now + Duration::from_millis(500));
     b.tried(now + Duration::from_millis(2));
     let next = Some(now + Duration::from_millis(500));
-    assert!(b.bulk_at() == next && b.is_silent(), "the next tick asks anew");
+    assert!(b.bulk_at() == next && b.output.is_empty(), "the next tick asks anew");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
     assert_eq!(said(&mut b), [json!({ "id": 7, "return": {} })]);
     // libvirt has not heard yet that the balloon moves.
     b.heard_stats(now, numbers(512 << 10), now);
-    assert!(b.is_silent());
+    assert!(b.output.is_empty());
     let (purpose, procedure, _) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::MEMORY_STATS);
     let moved = Writer::default().u32(1).u32(6).u64(400 << 10).done();
@@ -110,7 +110,7 @@ fn the_first_size_is_asked_of_qemu() {
     let mut b = greeted_at(false, now);
     tell(&mut b, &[ask(1, "query-balloon")], now);
     b.heard_stats(now, numbers(143 << 10), now);
-    assert!(b.is_silent(), "libvirt has not heard yet that it was given back");
+    assert!(b.output.is_empty(), "libvirt has not heard yet that it was given back");
     let (purpose, procedure, _) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::MEMORY_STATS);
     b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done()), now);
@@ -150,7 +150,7 @@ fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
         tell(b, &[ask(1, "query-balloon"), ask(2, "query-memory-size-summary")], now);
         let maximum = ("balloon.maximum".to_string(), 2048);
         b.heard_stats(now, numbers(400 << 10).into_iter().chain([maximum]).collect(), now);
-        assert!(b.is_silent() && b.has_call());
+        assert!(b.output.is_empty() && b.has_call());
         let (purpose, procedure, _) = b.next_call(now).unwrap();
         assert_eq!(procedure, calls::DESCRIBE);
         purpose
@@ -242,15 +242,15 @@ fn a_domain_that_stops_or_starts_anew_is_left() {
     let mut b = greeted(false, now);
     let other = Domain { uuid: [2; 16], ..domain() };
     b.event(&other, Event::Lifecycle(5), now);
-    assert_eq!(b.over(), None);
+    assert_eq!(b.over.as_deref(), None);
     b.event(&domain(), Event::Lifecycle(3), now);
     assert_eq!(said(&mut b)[0]["event"], "STOP");
     b.event(&Domain { id: -1, ..domain() }, Event::Lifecycle(5), now);
-    assert_eq!(b.over(), Some("the domain has stopped"));
+    assert_eq!(b.over.as_deref(), Some("the domain has stopped"));
     let mut b = Bridge::new("a".into(), false);
     let (purpose, _, _) = b.next_call(now).unwrap();
     b.answered(purpose, Ok(found(-1)), now);
-    assert!(b.over().unwrap().contains("does not run"));
+    assert!(b.over.as_deref().unwrap().contains("does not run"));
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn a_refused_call_is_an_error_to_its_question_alone() {
     assert_eq!(procedure, calls::JOB);
     b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
     assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
-    assert_eq!((b.over(), b.bulk_at()), (None, Some(now)));
+    assert_eq!((b.over.as_deref(), b.bulk_at()), (None, Some(now)));
 }
 
 #[test]
