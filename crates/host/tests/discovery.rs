@@ -105,10 +105,7 @@ impl Switch {
     }
 
     fn set(&self, say: impl Fn(&Path) -> Say + Send + Sync + 'static) {
-        let fault = move |path: &Path| match say(path)? {
-            Ok(bytes) => Some(Ok(bytes)),
-            Err(errno) => Some(Err(io::Error::from(errno))),
-        };
+        let fault = move |path: &Path| Some(say(path)?.map_err(io::Error::from));
         *self.0.lock().unwrap() = Some(Arc::new(fault));
     }
 

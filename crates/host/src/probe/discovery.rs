@@ -5,13 +5,12 @@
 //! must not lose sight of its VMs.
 
 use std::collections::{HashMap, HashSet};
-use std::io;
 use std::path::{Path, PathBuf};
 
 use ebb_core::sample::VmId;
 
 use super::cgroup::read_mounts;
-use super::process::{Life, Stat, life, read_stat};
+use super::process::{Life, Stat, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{Trust, Uids, Verdict, is_qemu};
 use crate::root::{ProbeError, Root};
@@ -173,14 +172,12 @@ impl Scanner {
     /// whatever the configuration has come to say of their users.
     pub fn scan(&mut self, root: &Root, owed: &HashSet<VmId>) -> Result<Scan, ProbeError> {
         self.owed.clone_from(owed);
-        let absent =
-            || ProbeError::Io { path: root.path("/proc"), error: io::ErrorKind::NotFound.into() };
-        let names = root.read_dir("/proc")?.ok_or_else(absent)?;
+        let pids = processes(root)?;
         self.scans = (self.scans + 1) % THOROUGH;
         let mut scan = Scan::default();
         let mut seen = HashMap::with_capacity(self.seen.len());
         let before: Vec<VmId> = self.seen.values().filter_map(Seen::vm).collect();
-        for pid in names.iter().filter_map(|n| n.to_str()?.parse().ok()) {
+        for pid in pids {
             let known = self.seen.remove(&pid);
             let look = self.look(root, pid, known.as_ref()).unwrap_or_else(|e| {
                 scan.problems.push((format!("/proc/{pid}"), e.to_string()));

@@ -44,7 +44,7 @@ pub fn read_mapped(root: &Root, but: &[u32]) -> Option<u64> {
         Ok(stat) => Some(stat.and_then(|s| s.merging_pages).unwrap_or(0)),
         Err(_) => None,
     };
-    let others = processes(root).ok()?.filter(|pid| !but.contains(pid));
+    let others = processes(root).ok()?.into_iter().filter(|pid| !but.contains(pid));
     others.map(stat).try_fold(0, |sum: u64, n| Some(sum.saturating_add(n?)))
 }
 
@@ -152,7 +152,7 @@ impl Stats {
 }
 
 fn find(root: &Root, name: &str, also: impl Fn(u32) -> bool) -> Option<u32> {
-    processes(root).ok()?.find(|pid| is_named(root, *pid, name) && also(*pid))
+    processes(root).ok()?.into_iter().find(|pid| is_named(root, *pid, name) && also(*pid))
 }
 
 /// Reads `/proc/PID/ksm_stat`; `None` where the process has ended or the kernel

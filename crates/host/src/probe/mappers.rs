@@ -14,6 +14,7 @@ use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 
 use crate::probe::maps::parse_line;
+use crate::probe::process::processes;
 use crate::root::Root;
 
 /// Most bytes read of one process: a QEMU of which KSM has 65,530 ranges has 6 MB.
@@ -120,8 +121,8 @@ fn look(root: &Root, questions: Vec<Question>, at: &AtomicU32) -> Vec<Answer> {
     if files.is_empty() {
         return answers;
     }
-    let pids: Vec<u32> = match root.read_dir("/proc") {
-        Ok(all) => all.iter().flatten().filter_map(|name| name.to_str()?.parse().ok()).collect(),
+    let pids = match processes(root) {
+        Ok(pids) => pids,
         Err(e) => {
             refuse(&mut answers, |_, _| true, &e.to_string());
             return answers;

@@ -2,6 +2,7 @@
 //! ended is `None`.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use ebb_core::sample::{ProcessMemory, VmId};
@@ -26,9 +27,11 @@ pub struct Stat {
     pub start: u64,
 }
 
-pub fn processes(root: &Root) -> std::io::Result<impl Iterator<Item = u32>> {
-    let entries = std::fs::read_dir(root.path("/proc"))?;
-    Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()))
+/// The pids that there are; an error also where they are not all listed.
+pub fn processes(root: &Root) -> Result<Vec<u32>, ProbeError> {
+    let absent = || ProbeError::Io { path: root.path("/proc"), error: ErrorKind::NotFound.into() };
+    let names = root.read_dir("/proc")?.ok_or_else(absent)?;
+    Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
 }
 
 pub fn is_named(root: &Root, pid: u32, name: &str) -> bool {
@@ -46,7 +49,10 @@ pub fn running(root: &Root, name: &str) -> Option<u32> {
         let scripted = by.starts_with("python") || by.starts_with("perl");
         Some(scripted && file(&words.next()?) == name)
     };
-    processes(root).ok()?.find(|pid| is_named(root, *pid, name) || script(*pid) == Some(true))
+    processes(root)
+        .ok()?
+        .into_iter()
+        .find(|pid| is_named(root, *pid, name) || script(*pid) == Some(true))
 }
 
 /// The pids of all `ebb run` on this host that change something, in order.
