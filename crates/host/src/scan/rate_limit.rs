@@ -5,7 +5,7 @@
 //! [`ahead`], a pure function; the rest counts. The share of a core may be changed while a
 //! scan is under way: it counts from then on.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -59,106 +59,107 @@ pub fn ahead(limits: &Limits, elapsed: Duration, bytes: u64, cpu: Duration) -> D
 #[derive(Debug)]
 pub struct Pace {
     dial: Option<Arc<Dial>>,
-    stretch: Mutex<Stretch>,
-    bytes: AtomicU64,
-    cpu_ns: AtomicU64,
-    paused: AtomicBool,
-    /// Since when it is paused, and how long it was before.
-    pauses: Mutex<(Option<Instant>, Duration)>,
+    state: Mutex<State>,
 }
 
-/// A time with the same limits, and what had been used when it began.
 #[derive(Debug)]
-struct Stretch {
+struct State {
     limits: Limits,
+    /// Since when these are the limits, and what had been used by then.
     started: Instant,
-    paused: Duration,
+    before: Used,
+    used: Used,
+    /// Since when it is paused, where it is.
+    paused: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Used {
     bytes: u64,
     cpu: Duration,
+    /// In pauses: what was not allowed to run is not owed.
+    paused: Duration,
 }
 
-impl Stretch {
-    fn begin(limits: Limits, pace: Option<&Pace>) -> Stretch {
-        let used = pace.map(|p| (p.paused(), p.bytes(), p.cpu()));
-        let (paused, bytes, cpu) = used.unwrap_or_default();
-        Stretch { limits, started: Instant::now(), paused, bytes, cpu }
+impl State {
+    fn used(&self) -> Used {
+        let paused = self.paused.map_or(Duration::ZERO, |since| since.elapsed());
+        Used { paused: self.used.paused + paused, ..self.used }
     }
 
-    fn ahead(&self, pace: &Pace) -> Duration {
-        let paused = pace.paused().saturating_sub(self.paused);
+    fn ahead(&self) -> Duration {
+        let (before, now) = (&self.before, self.used());
+        let paused = now.paused.saturating_sub(before.paused);
         let elapsed = self.started.elapsed().saturating_sub(paused);
-        let (bytes, cpu) = (pace.bytes() - self.bytes, pace.cpu().saturating_sub(self.cpu));
-        ahead(&self.limits, elapsed, bytes, cpu)
+        ahead(&self.limits, elapsed, now.bytes - before.bytes, now.cpu - before.cpu)
     }
 }
 
 impl Pace {
     /// Starts the clock. What the dial says goes before the limit of CPU time.
     pub fn new(limits: Limits, dial: Option<Arc<Dial>>) -> Pace {
-        Pace {
-            dial,
-            stretch: Mutex::new(Stretch::begin(limits, None)),
-            bytes: AtomicU64::new(0),
-            cpu_ns: AtomicU64::new(0),
-            paused: AtomicBool::new(false),
-            pauses: Mutex::default(),
-        }
+        let (before, used, started) = (Used::default(), Used::default(), Instant::now());
+        Pace { dial, state: Mutex::new(State { limits, started, before, used, paused: None }) }
     }
 
     /// Holds all threads, or lets them go on.
     pub fn pause(&self, on: bool) {
-        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
-        match (on, pauses.0) {
-            (true, None) => pauses.0 = Some(Instant::now()),
-            (false, Some(since)) => *pauses = (None, pauses.1 + since.elapsed()),
+        let mut state = self.lock();
+        match (on, state.paused) {
+            (true, None) => state.paused = Some(Instant::now()),
+            (false, Some(_)) => (state.used, state.paused) = (state.used(), None),
             _ => {}
         }
-        self.paused.store(on, Relaxed);
     }
 
-    /// How long it was paused in all; what was not allowed to run is not owed.
+    /// How long it was paused in all.
     pub fn paused(&self) -> Duration {
-        let pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
-        pauses.1 + pauses.0.map_or(Duration::ZERO, |since| since.elapsed())
+        self.lock().used().paused
     }
 
     /// Memory read so far, bytes.
     pub fn bytes(&self) -> u64 {
-        self.bytes.load(Relaxed)
+        self.lock().used.bytes
     }
 
     pub fn cpu(&self) -> Duration {
-        Duration::from_nanos(self.cpu_ns.load(Relaxed))
+        self.lock().used.cpu
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The limits now; with others than before a new stretch begins.
-    fn stretch(&self) -> MutexGuard<'_, Stretch> {
-        let mut stretch = self.stretch.lock().unwrap_or_else(PoisonError::into_inner);
-        let cores = self.dial.as_ref().map_or(stretch.limits.cores, |d| Some(d.get()));
-        if cores != stretch.limits.cores {
-            *stretch = Stretch::begin(Limits { cores, ..stretch.limits }, Some(self));
+    fn limited(&self) -> MutexGuard<'_, State> {
+        let mut state = self.lock();
+        let cores = self.dial.as_ref().map_or(state.limits.cores, |d| Some(d.get()));
+        if cores != state.limits.cores {
+            state.limits.cores = cores;
+            (state.started, state.before) = (Instant::now(), state.used());
         }
-        stretch
+        state
     }
 
     /// Whether pieces are to be so small that one slows nothing beside it.
     pub fn is_gentle(&self) -> bool {
-        self.stretch().limits.cores.is_some_and(is_gentle)
+        self.limited().limits.cores.is_some_and(is_gentle)
     }
 
     /// Notes what a thread used, and sleeps as long as it must.
     pub fn used(&self, bytes: u64, cpu: Duration) {
-        self.bytes.fetch_add(bytes, Relaxed);
-        self.cpu_ns.fetch_add(cpu.as_nanos() as u64, Relaxed);
-        while self.paused.load(Relaxed) {
-            std::thread::sleep(NAP);
-        }
+        let mut state = self.lock();
+        state.used.bytes += bytes;
+        state.used.cpu += cpu;
+        drop(state);
         loop {
-            let sleep = self.stretch().ahead(self);
+            let state = self.limited();
+            let sleep = if state.paused.is_some() { NAP } else { state.ahead().min(NAP) };
+            drop(state);
             if sleep.is_zero() {
                 return;
             }
-            std::thread::sleep(sleep.min(NAP));
+            std::thread::sleep(sleep);
         }
     }
 }
@@ -193,17 +194,19 @@ mod tests {
         let dial = Arc::new(Dial::new(0.5));
         let pace = Pace::new(Limits::default(), Some(Arc::clone(&dial)));
         assert!(!pace.is_gentle());
-        pace.cpu_ns.store(3_000_000_000, Relaxed);
-        let sleep = pace.stretch().ahead(&pace);
+        pace.lock().used.cpu = S * 3;
+        let sleep = pace.limited().ahead();
         assert!(sleep > S * 5 && sleep <= S * 6, "{sleep:?}");
         dial.set(0.01);
+        // Returns at once: that was used before.
+        pace.used(0, S);
         assert!(pace.is_gentle());
-        assert_eq!(pace.stretch().ahead(&pace), Duration::ZERO, "nothing is owed from before");
-        pace.cpu_ns.fetch_add(20_000_000, Relaxed);
-        let sleep = pace.stretch().ahead(&pace);
+        assert_eq!(pace.limited().ahead(), Duration::ZERO, "nothing is owed from before");
+        pace.lock().used.cpu += Duration::from_millis(20);
+        let sleep = pace.limited().ahead();
         assert!(sleep > S && sleep <= S * 2, "{sleep:?}");
         dial.set(1.0);
-        assert_eq!(pace.stretch().ahead(&pace), Duration::ZERO);
+        assert_eq!(pace.limited().ahead(), Duration::ZERO);
     }
 
     #[test]
