@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use ebb_core::histogram::Histogram;
 use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
@@ -26,7 +25,7 @@ use crate::hasher::Hasher;
 use crate::ksm_ranges::{self, Open};
 use crate::madvise_hook::{self, Turns};
 use crate::ram::Ram;
-use crate::recycle::{Marks, Pace, Recycler};
+use crate::recycle::{Recycler, Work};
 use crate::selftest::{self, Failed};
 use crate::sys::Range;
 use crate::uffd::Uffd;
@@ -52,11 +51,8 @@ struct Attached {
     hasher: Option<Hasher>,
     recycling: Arc<AtomicBool>,
     tracker: Tracker,
-    marks: Marks,
     open: Open,
-    pace: Pace,
-    counters: Counters,
-    windows: Histogram,
+    work: Work,
     devices: Devices,
     firmware: Firmware,
     /// RAM can be protected: it is registered, and closed to KSM.
@@ -255,7 +251,7 @@ impl Agent {
             return Err(aside(objections.join("; ")));
         }
         let uffd = Uffd::open(device, !self.faults.no_unpopulated());
-        let uffd = uffd.map_err(|e| aside(e.to_string()))?;
+        let uffd = uffd.map_err(aside)?;
         if !self.faults.no_self_test() && !attach.observe {
             selftest::keeps_protection(&uffd).map_err(|failed| match failed {
                 Failed::Loses(why) => aside(why),
@@ -299,7 +295,7 @@ impl Agent {
             counters: vm.counters(),
             unclear: vm.devices.unclear(),
             wires: vm.guard.wires(),
-            windows: vm.windows.clone(),
+            windows: vm.work.windows.clone(),
             waits: vm.guard.waits(),
         }
     }
@@ -328,7 +324,7 @@ impl Agent {
         recycling.store(true, SeqCst);
         let done = recycler.run(want, interrupt);
         recycling.store(false, SeqCst);
-        let longest = Duration::from_nanos(recycler.counters.window_max_ns);
+        let longest = Duration::from_nanos(recycler.work.counters.window_max_ns);
         let late = limit.filter(|limit| longest > *limit).map(|limit| {
             format!(
                 "a window took {} ms, more than the operator's window_limit of {} ms: \
@@ -353,7 +349,7 @@ impl Agent {
         let vm = self.attached()?;
         let recycler = vm.recycler(faults)?;
         let gone = || refuse(Refused::System, "the map cannot be read");
-        vm.marks = recycler.mark().ok_or_else(gone)?;
+        vm.work.marks = recycler.mark().ok_or_else(gone)?;
         Ok(Answer::Marked)
     }
 
@@ -401,11 +397,8 @@ impl Attached {
             hasher: None,
             recycling: Arc::default(),
             tracker: Tracker::new(attach.running, attach.firmware, attach.observe, faults),
-            marks: Marks::default(),
             open,
-            pace: Pace::default(),
-            counters: Counters::default(),
-            windows: Histogram::default(),
+            work: Work::default(),
             devices,
             firmware: attach.firmware,
             registered: false,
@@ -484,13 +477,9 @@ impl Attached {
         Ok(Recycler {
             ram: &self.ram,
             guard: &self.guard,
-            header: &live.header,
-            layout: &live.layout,
-            marks: &self.marks,
+            live,
             open: &self.open,
-            pace: &mut self.pace,
-            counters: &mut self.counters,
-            windows: &mut self.windows,
+            work: &mut self.work,
             devices: &mut self.devices,
             beat,
             early: self.firmware.early(),
@@ -501,7 +490,7 @@ impl Attached {
 
     fn counters(&self) -> Counters {
         let (faults, trips) = self.guard.counts();
-        Counters { faults, trips, challenges: self.tracker.challenges(), ..self.counters }
+        Counters { faults, trips, challenges: self.tracker.challenges(), ..self.work.counters }
     }
 }
 

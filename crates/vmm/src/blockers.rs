@@ -146,14 +146,16 @@ impl Devices {
     }
 }
 
+/// A descriptor that need not be open.
+fn borrowed<'a>(fd: i32) -> BorrowedFd<'a> {
+    // SAFETY: borrowed for a call that fails, or tells, where nothing is open.
+    unsafe { BorrowedFd::borrow_raw(fd) }
+}
+
 /// Which of these are open now. A tenth of the time that a look at each of them takes.
 fn opened(closed: &[i32]) -> Vec<i32> {
-    // SAFETY: borrowed for a call that tells where nothing is open.
-    let borrowed = |fd: &i32| unsafe { BorrowedFd::borrow_raw(*fd) };
-    let mut polled: Vec<PollFd<'_>> = closed
-        .iter()
-        .map(|fd| PollFd::from_borrowed_fd(borrowed(fd), PollFlags::empty()))
-        .collect();
+    let unasked = |fd: &i32| PollFd::from_borrowed_fd(borrowed(*fd), PollFlags::empty());
+    let mut polled: Vec<PollFd<'_>> = closed.iter().map(unasked).collect();
     if poll(&mut polled, Some(&Timespec::default())).is_err() {
         return closed.to_vec();
     }
@@ -162,14 +164,11 @@ fn opened(closed: &[i32]) -> Vec<i32> {
 }
 
 fn stat(fd: i32) -> Option<Stat> {
-    // SAFETY: borrowed for a call that fails where nothing is open.
-    rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(fd) }).ok()
+    rustix::fs::fstat(borrowed(fd)).ok()
 }
 
 fn is_unix(fd: i32) -> bool {
-    // SAFETY: borrowed for a call that fails where nothing is open.
-    let domain = socket_domain(unsafe { BorrowedFd::borrow_raw(fd) });
-    domain.is_ok_and(|d| d == AddressFamily::UNIX)
+    socket_domain(borrowed(fd)).is_ok_and(|d| d == AddressFamily::UNIX)
 }
 
 /// A character device or a socket.
@@ -202,10 +201,10 @@ fn open_files(dir: &Path) -> Option<String> {
 
 fn of_file(link: &str) -> Option<String> {
     let why = match link {
-        l if l.starts_with("/dev/vfio/") || l.contains("[vfio-") || l == "/dev/iommu" => {
-            "a VFIO device writes to guest memory by itself"
-        }
-        "anon_inode:kvm-vfio" | "anon_inode:[kvm-vfio]" => {
+        l if l.starts_with("/dev/vfio/")
+            || l.contains("[vfio-")
+            || ["/dev/iommu", "anon_inode:kvm-vfio", "anon_inode:[kvm-vfio]"].contains(&l) =>
+        {
             "a VFIO device writes to guest memory by itself"
         }
         l if l.starts_with("/dev/infiniband/") => "an RDMA device writes to guest memory by itself",

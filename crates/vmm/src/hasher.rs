@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::page_hash::{Key, LINE, LINES};
+use ebb_core::range;
 use ebb_core::wire::abi::{MAP_PFNS, MapPage, PAGE};
 use ebb_core::wire::hashes::{Ask, Told};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -232,21 +233,14 @@ impl Free<'_> {
             runs.push(run);
             return 0;
         };
-        let (first, shift) = ((run.start - piece.hva + piece.gpa) / PAGE, run.start);
         let mut free = 0;
-        let mut kept: Option<Range> = None;
-        for i in 0..run.len / PAGE {
-            if self.is_free(first + i) {
+        for start in (run.start..run.end()).step_by(PAGE as usize) {
+            if self.is_free((start - piece.hva + piece.gpa) / PAGE) {
                 free += 1;
-                runs.extend(kept.take());
-                continue;
-            }
-            match &mut kept {
-                Some(kept) => kept.len += PAGE,
-                None => kept = Some(Range { start: shift + i * PAGE, len: PAGE }),
+            } else {
+                range::push(runs, Range { start, len: PAGE });
             }
         }
-        runs.extend(kept);
         free
     }
 

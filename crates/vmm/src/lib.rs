@@ -5,14 +5,6 @@
 //! is free, and `recycle` proves each page before it discards it. Nothing happens
 //! before a daemon speaks, and when it goes everything is as it was.
 //!
-//! Files, from the outside in: `server` (socket, thread), `agent` (commands), `find_module`
-//! (the guest's header: found, alive), `recycle` (the handshake), `guard` (window, tripwire, fault
-//! handler), `priority` (of the threads that a vCPU may wait for), `madvise_hook` (the VMM's own
-//! discards), `ram`, `uffd`, `sys` (system calls), `selftest` (whether the kernel keeps
-//! protection), `hasher` (what pages hold, for the scanner of merging), `blockers` (when to leave a
-//! VM alone), `ksm_ranges` (what is recycled is closed to KSM), `faults` (steps left out, for
-//! tests).
-//!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
 //! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not
 //! together with `-daemonize`: QEMU forks away from what was preloaded). The

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 
 use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::{KernelParts, Segment};
-use rustix::fs::{SeekFrom, fstat, fstatfs};
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs};
 
 use crate::sys::{self, Range};
 
@@ -151,7 +151,11 @@ impl Ram {
     pub fn bits(&self, gpa: u64) -> Option<Bits> {
         let mut bytes = [0u8; PAGE as usize];
         self.read(gpa, &mut bytes)?;
-        Some(words(&bytes))
+        let mut bits = [0; MAP_WORDS];
+        for (word, eight) in bits.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_le_bytes(eight.try_into().unwrap_or_default());
+        }
+        Some(bits)
     }
 
     /// The parts of RAM that a map page is about.
@@ -229,7 +233,7 @@ impl Ram {
     pub fn discard(&self, piece: usize, ranges: &[Range]) -> bool {
         let piece = &self.pieces[piece];
         if let Kind::Shared { fd, offset } = &piece.kind {
-            let punch = |r: &Range| sys::punch(fd.as_fd(), offset + (r.start - piece.hva), r.len);
+            let punch = |r: &Range| punch(fd, offset + (r.start - piece.hva), r.len);
             return ranges.iter().all(|r| punch(r).is_ok());
         }
         match &self.pidfd {
@@ -245,6 +249,12 @@ impl Ram {
             _ => ranges.iter().all(|r| sys::discard(*r).is_ok()),
         }
     }
+}
+
+/// Gives back a piece of a shared file: it reads as zeros from now on.
+pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    Ok(fallocate(fd, mode, offset, len)?)
 }
 
 /// The call was refused before it did anything.
@@ -289,15 +299,6 @@ fn data(
         at = hole.max(at + 1);
     }
     Ok(())
-}
-
-/// Little-endian words of a map page.
-fn words(bytes: &[u8; PAGE as usize]) -> Bits {
-    let mut bits = [0; MAP_WORDS];
-    for (word, eight) in bits.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = u64::from_le_bytes(eight.try_into().unwrap_or_default());
-    }
-    bits
 }
 
 /// The 2 MiB blocks (by our addresses) that lie wholly in a part, as bits.

@@ -13,6 +13,8 @@ use libc::{c_int, c_long, c_ulong, iovec};
 
 pub use ebb_core::range::Range;
 
+use crate::uffd::Uffd;
+
 /// What `read` on a userfaultfd gives.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -87,39 +89,46 @@ pub fn uffd_api(fd: &OwnedFd, features: u64) -> Result<u64> {
     Ok(api[1])
 }
 
-pub fn uffd_register(fd: &OwnedFd, range: Range) -> Result<()> {
-    let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
-    ioctl(fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
-}
-
-/// Takes a range out again; its protection is lifted, its waiting threads are woken.
-pub fn uffd_unregister(fd: &OwnedFd, range: Range) -> Result<()> {
-    ioctl(fd.as_raw_fd(), UFFDIO_UNREGISTER, &mut [range.start, range.len]).map(drop)
-}
-
-/// Protects a range, or lifts its protection and wakes the threads that wait there.
-pub fn uffd_protect(fd: &OwnedFd, range: Range, on: bool) -> Result<()> {
-    let mut arguments = [range.start, range.len, u64::from(on)];
-    ioctl(fd.as_raw_fd(), UFFDIO_WRITEPROTECT, &mut arguments).map(drop)
-}
-
-/// Wakes the threads that wait in a range.
-pub fn uffd_wake(fd: &OwnedFd, range: Range) -> Result<()> {
-    ioctl(fd.as_raw_fd(), UFFDIO_WAKE, &mut [range.start, range.len]).map(drop)
-}
-
-/// Reads what is there to read; empty where nothing is.
-pub fn uffd_read<'a>(fd: &OwnedFd, buffer: &'a mut [UffdMsg]) -> Result<&'a [UffdMsg]> {
-    let size = std::mem::size_of::<UffdMsg>();
-    // SAFETY: the buffer is ours, of that many bytes, and any bytes are a UffdMsg.
-    let n = unsafe {
-        libc::read(fd.as_raw_fd(), buffer.as_mut_ptr().cast(), std::mem::size_of_val(buffer))
-    };
-    match check(n as c_long) {
-        Ok(n) => Ok(&buffer[..n / size]),
-        Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(&[]),
-        Err(e) => Err(e),
+impl Uffd {
+    /// From now on ranges of this can be protected.
+    pub fn register(&self, range: Range) -> Result<()> {
+        let mut register = [range.start, range.len, REGISTER_MODE_WP, 0];
+        ioctl(self.fd.as_raw_fd(), UFFDIO_REGISTER, &mut register).map(drop)
     }
+
+    /// Ranges of this can no longer be protected; what is protected is lifted, and the threads
+    /// that wait are woken.
+    pub fn unregister(&self, range: Range) -> Result<()> {
+        ioctl(self.fd.as_raw_fd(), UFFDIO_UNREGISTER, &mut [range.start, range.len]).map(drop)
+    }
+
+    /// Protects a range, or lifts its protection and wakes the threads that wait there.
+    pub(crate) fn write_protect(&self, range: Range, on: bool) -> Result<()> {
+        let mut arguments = [range.start, range.len, u64::from(on)];
+        ioctl(self.fd.as_raw_fd(), UFFDIO_WRITEPROTECT, &mut arguments).map(drop)
+    }
+
+    /// Threads that wait in this range look again whether they have to.
+    pub fn wake(&self, range: Range) -> Result<()> {
+        ioctl(self.fd.as_raw_fd(), UFFDIO_WAKE, &mut [range.start, range.len]).map(drop)
+    }
+
+    /// Faults that wait; empty where there are none.
+    pub fn read<'a>(&self, buffer: &'a mut [UffdMsg]) -> Result<&'a [UffdMsg]> {
+        let (fd, bytes) = (self.fd.as_raw_fd(), std::mem::size_of_val(buffer));
+        // SAFETY: the buffer is ours, of that many bytes, and any bytes are a UffdMsg.
+        let n = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), bytes) };
+        match check(n as c_long) {
+            Ok(n) => Ok(&buffer[..n / std::mem::size_of::<UffdMsg>()]),
+            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(&[]),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+/// A place of our memory, for a vectored call.
+fn place(start: u64, len: usize) -> iovec {
+    iovec { iov_base: start as *mut libc::c_void, iov_len: len }
 }
 
 /// Copies from several places of our own memory, in their order, into one
@@ -130,16 +139,14 @@ pub fn copy_from(places: &[(u64, usize)], to: &mut [u8]) -> Result<()> {
         return Err(Error::from_raw_os_error(libc::EINVAL));
     }
     let local = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
-    let remote = |p: &(u64, usize)| iovec { iov_base: p.0 as *mut libc::c_void, iov_len: p.1 };
-    let mut few = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 4];
+    let remote = places.iter().map(|(start, len)| place(*start, *len));
+    let mut few = [place(0, 0); 4];
     let many: Vec<iovec>;
     let list = if places.len() <= few.len() {
-        for (slot, place) in few.iter_mut().zip(places) {
-            *slot = remote(place);
-        }
+        few.iter_mut().zip(remote).for_each(|(slot, place)| *slot = place);
         &few[..places.len()]
     } else {
-        many = places.iter().map(remote).collect();
+        many = remote.collect();
         &many[..]
     };
     // SAFETY: `local` describes `to`, which is exclusively ours; the remote side
@@ -169,9 +176,8 @@ pub fn store_u64(address: u64, value: u64) {
 /// would break merges, and what is not mapped is no fault of ours. What it pins is `to`,
 /// and that costs little where that is a huge page.
 pub fn copy_as_is(places: impl Iterator<Item = Range>, to: &mut [u8]) -> Result<usize> {
-    let from = |p: Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
     let mut list = Vec::with_capacity(VECTOR_MAX);
-    list.extend(places.map(from));
+    list.extend(places.map(|p| place(p.start, p.len as usize)));
     let total = list.iter().map(|p| p.iov_len).sum();
     if total > to.len() || list.len() > VECTOR_MAX {
         return Err(Error::from_raw_os_error(libc::EINVAL));
@@ -348,11 +354,8 @@ pub unsafe fn madvise_itself(start: *mut libc::c_void, len: usize, advice: c_int
 
 /// Discards many ranges with one call (6.13 on); returns bytes done, from the front.
 pub fn discard_all(pidfd: &OwnedFd, ranges: &[Range]) -> Result<u64> {
-    let vector: Vec<iovec> = ranges
-        .iter()
-        .take(VECTOR_MAX)
-        .map(|r| iovec { iov_base: r.start as *mut _, iov_len: r.len as usize })
-        .collect();
+    let ranges = ranges.iter().take(VECTOR_MAX);
+    let vector: Vec<iovec> = ranges.map(|r| place(r.start, r.len as usize)).collect();
     // SAFETY: as for `advise`; the vector outlives the call.
     let n = unsafe {
         libc::syscall(
@@ -375,14 +378,6 @@ pub fn discard_all_probe() -> Option<OwnedFd> {
     let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
     let done = discard_all(&pidfd, &[Range { start: page.address(), len: 4096 }]).ok()?;
     (done == 4096 && page.bytes_mut()[0] == 0).then_some(pidfd)
-}
-
-/// Gives back a piece of a shared file: it reads as zeros from now on.
-pub fn punch(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
-    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    // SAFETY: numbers only.
-    let done = unsafe { libc::fallocate(fd.as_raw_fd(), mode, offset as i64, len as i64) };
-    check(c_long::from(done)).map(drop)
 }
 
 /// The time stamp counter, for measurements; 0 where there is none.

@@ -17,55 +17,42 @@ const MISC_MAJOR: u32 = 10;
 /// Tries of a call that the kernel tells to come again.
 const TRIES: usize = 100;
 
-/// A userfaultfd of this process.
+/// A userfaultfd of this process. What it asks of the kernel without more ado is in `sys.rs`.
 #[derive(Debug)]
 pub struct Uffd {
-    fd: OwnedFd,
+    pub(crate) fd: OwnedFd,
 }
 
 impl Uffd {
     /// Opens one that sees faults of the kernel too: by the daemon's descriptor of
     /// `/dev/userfaultfd`, else by that device, else by the system call. The last
-    /// two want privilege. `unpopulated`: absent pages can be protected too.
-    pub fn open(device: Option<BorrowedFd<'_>>, unpopulated: bool) -> Result<Uffd, NoUffd> {
+    /// two want privilege. `unpopulated`: absent pages can be protected too. The error says what
+    /// to do.
+    pub fn open(device: Option<BorrowedFd<'_>>, unpopulated: bool) -> Result<Uffd, String> {
         let fd = match device {
-            Some(d) if !is_the_device(d) => return Err(NoUffd::Foreign),
-            Some(d) => sys::uffd_open(Some(d)).map_err(NoUffd::Descriptor)?,
+            Some(d) if !is_the_device(d) => {
+                let why = "the descriptor that came is not one of /dev/userfaultfd: it was closed";
+                return Err(why.into());
+            }
+            Some(d) => sys::uffd_open(Some(d)).map_err(|e| {
+                format!("the daemon's /dev/userfaultfd gives no userfaultfd here: {e}")
+            })?,
             None => open_ourselves()?,
         };
         let features = if unpopulated { WANTED } else { WANTED & !sys::FEATURE_WP_UNPOPULATED };
-        sys::uffd_api(&fd, features).map_err(NoUffd::Features)?;
+        sys::uffd_api(&fd, features)
+            .map_err(|e| format!("no userfaultfd with what is needed of it (Linux 6.4): {e}"))?;
         Ok(Uffd { fd })
-    }
-
-    /// From now on ranges of this can be protected.
-    pub fn register(&self, range: Range) -> std::io::Result<()> {
-        sys::uffd_register(&self.fd, range)
-    }
-
-    /// Ranges of this can no longer be protected; what is protected is lifted.
-    pub fn unregister(&self, range: Range) -> std::io::Result<()> {
-        sys::uffd_unregister(&self.fd, range)
     }
 
     /// Writes wait from now on.
     pub fn protect(&self, range: Range) -> std::io::Result<()> {
-        again(|| sys::uffd_protect(&self.fd, range, true))
+        again(|| self.write_protect(range, true))
     }
 
     /// Writes go on.
     pub fn lift(&self, range: Range) -> std::io::Result<()> {
-        again(|| sys::uffd_protect(&self.fd, range, false))
-    }
-
-    /// Threads that wait in this range look again whether they have to.
-    pub fn wake(&self, range: Range) -> std::io::Result<()> {
-        sys::uffd_wake(&self.fd, range)
-    }
-
-    /// Faults that wait; empty where there are none.
-    pub fn read<'a>(&self, buffer: &'a mut [sys::UffdMsg]) -> std::io::Result<&'a [sys::UffdMsg]> {
-        sys::uffd_read(&self.fd, buffer)
+        again(|| self.write_protect(range, false))
     }
 
     /// For `poll`.
@@ -73,44 +60,6 @@ impl Uffd {
         self.fd.as_fd()
     }
 }
-
-/// Why there is no userfaultfd for us, with what to do.
-#[derive(Debug)]
-pub enum NoUffd {
-    /// The daemon sent a descriptor of something else.
-    Foreign,
-    /// The daemon's descriptor gives none.
-    Descriptor(Error),
-    /// Neither the device nor the system call is for this process.
-    Privilege,
-    /// None at all.
-    System(Error),
-    /// Not with what is needed of it.
-    Features(Error),
-}
-
-impl std::fmt::Display for NoUffd {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            NoUffd::Foreign => f.write_str(
-                "the descriptor that came is not one of /dev/userfaultfd: it was closed",
-            ),
-            NoUffd::Descriptor(e) => {
-                write!(f, "the daemon's /dev/userfaultfd gives no userfaultfd here: {e}")
-            }
-            NoUffd::Privilege => f.write_str(
-                "this VMM may not make a userfaultfd that sees faults of KVM: run the daemon as \
-                 root on Linux 6.4 or later, so that it can pass /dev/userfaultfd on",
-            ),
-            NoUffd::System(e) => write!(f, "no userfaultfd: {e}"),
-            NoUffd::Features(e) => {
-                write!(f, "no userfaultfd with what is needed of it (Linux 6.4): {e}")
-            }
-        }
-    }
-}
-
-impl std::error::Error for NoUffd {}
 
 /// Whether a descriptor is one of `/dev/userfaultfd`, under whatever name it was
 /// opened. Asked before the request that makes a userfaultfd of it: for another
@@ -129,11 +78,16 @@ fn misc_minor(list: &str, device: &str) -> Option<u32> {
     pairs.filter(|p| p.1 == device).find_map(|p| p.0.parse().ok())
 }
 
-fn open_ourselves() -> Result<OwnedFd, NoUffd> {
+fn open_ourselves() -> Result<OwnedFd, String> {
     let device = File::options().read(true).write(true).open("/dev/userfaultfd").ok();
     sys::uffd_open(device.as_ref().map(AsFd::as_fd)).map_err(|e| match e.raw_os_error() {
-        Some(libc::EPERM) => NoUffd::Privilege,
-        _ => NoUffd::System(e),
+        Some(libc::EPERM) => {
+            "this VMM may not make a userfaultfd that sees faults of KVM: run the \
+                              daemon as root on Linux 6.4 or later, so that it can pass \
+                              /dev/userfaultfd on"
+                .into()
+        }
+        _ => format!("no userfaultfd: {e}"),
     })
 }
 
@@ -161,7 +115,7 @@ mod tests {
             let Ok(file) = File::open(other) else { continue };
             assert!(!is_the_device(file.as_fd()), "{other}");
             let refused = Uffd::open(Some(file.as_fd()), true).unwrap_err();
-            assert!(matches!(refused, NoUffd::Foreign), "{other}: {refused}");
+            assert!(refused.contains("not one of /dev/userfaultfd"), "{other}: {refused}");
         }
     }
 }

@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Instant;
 
@@ -11,6 +10,7 @@ use common::*;
 use ebb_core::wire::Recycle;
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
+use ebb_vmm::ram;
 use ebb_vmm::sys::{self, Range, cycles};
 
 const MIB: u64 = 128;
@@ -58,7 +58,7 @@ fn raw(guest: &Guest, step: u64) -> (f64, f64) {
             let (offset, len) = (first * 4096, run * 4096);
             let start = guest.memory.address() + offset;
             match &guest.file {
-                Some(file) => sys::punch(file.as_fd(), offset, len).unwrap(),
+                Some(file) => ram::punch(file, offset, len).unwrap(),
                 None => sys::discard(Range { start, len }).unwrap(),
             }
         }

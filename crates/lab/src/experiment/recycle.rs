@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
+use ebb_vmm::ram;
 use ebb_vmm::recycle::cpu_ns;
 use ebb_vmm::sys::{self, Mapping, Range, cycles};
 use serde_json::json;
@@ -178,7 +179,7 @@ fn discard(memory: Memory, shape: Shape, size: Bytes) -> Result<Timed> {
     for offset in (0..len as u64).step_by(step as usize) {
         let range = Range { start: mapping.address() + offset, len: piece };
         match &file {
-            Some(file) => sys::punch(file.as_fd(), offset, piece)?,
+            Some(file) => ram::punch(file, offset, piece)?,
             None => sys::discard(range)?,
         }
         let last = (offset + step).is_multiple_of(2 << 20);

@@ -32,12 +32,13 @@ use std::time::{Duration, Instant};
 
 use ebb_core::histogram::Histogram;
 use ebb_core::units::Bytes;
-use ebb_core::wire::abi::{self, Header, Layout, MapPage, PAGE};
+use ebb_core::wire::abi::{self, MapPage, PAGE};
 use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
 
 use self::window::{BLOCK, Batch, GAP, Grain, Run, weight_of};
 use crate::blockers::Devices;
 use crate::faults::Faults;
+use crate::find_module::Live;
 use crate::guard::Guard;
 use crate::ksm_ranges::{LEAST_CLOSED, MOST_CLOSED, Open};
 use crate::priority::Bursts;
@@ -65,7 +66,7 @@ impl Marks {
 /// The size of the next window, in what single pages cost, and the pfn where the next call
 /// begins.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+struct Pace {
     window: usize,
     next: u64,
 }
@@ -76,21 +77,25 @@ impl Default for Pace {
     }
 }
 
+/// What is kept from call to call.
+#[derive(Debug, Default)]
+pub struct Work {
+    pub marks: Marks,
+    pace: Pace,
+    /// Since attach.
+    pub counters: Counters,
+    pub windows: Histogram,
+}
+
 /// What one call works with.
 pub struct Recycler<'a> {
     pub ram: &'a Ram,
     pub guard: &'a Guard,
-    /// As it was proven alive.
-    pub header: &'a Header,
-    pub layout: &'a Layout,
-    pub marks: &'a Marks,
+    /// The map, and its header as it was proven alive.
+    pub live: &'a Live,
     /// What is open to KSM: [`Recycler::run`] leaves it.
     pub open: &'a Open,
-    /// Kept from call to call.
-    pub pace: &'a mut Pace,
-    /// Since attach.
-    pub counters: &'a mut Counters,
-    pub windows: &'a mut Histogram,
+    pub work: &'a mut Work,
     /// Devices that were found harmless.
     pub devices: &'a mut Devices,
     /// While vCPUs run: the last beat, and when it was new.
@@ -169,9 +174,10 @@ impl Recycler<'_> {
         let passes: &[Pass] =
             if want.max_bytes.is_some() { &[Pass::Whole, Pass::Rest] } else { &[Pass::All] };
         // From where the last call ended, so that short budgets come round too.
-        let pages = &self.layout.pages;
-        let (before, after) = pages.split_at(pages.partition_point(|p| p.pfn < self.pace.next));
-        self.pace.next = 0;
+        let pages = &self.live.layout.pages;
+        let (before, after) =
+            pages.split_at(pages.partition_point(|p| p.pfn < self.work.pace.next));
+        self.work.pace.next = 0;
         let mut stopped = None;
         for pass in passes {
             stopped = self.pass(*pass, after.iter().chain(before), &mut call);
@@ -180,7 +186,7 @@ impl Recycler<'_> {
             }
         }
         if let Some(pfn) = stopped {
-            self.pace.next = call.batch.first().map_or(pfn, |page| page.pfn);
+            self.work.pace.next = call.batch.first().map_or(pfn, |page| page.pfn);
             call.done.more = true;
         }
         call.done.ns = begun.elapsed().as_nanos() as u64;
@@ -327,7 +333,7 @@ impl Recycler<'_> {
                 let weight = call.batch.weight_with(page, part);
                 // One unit goes, however small a window is to be.
                 let least = if empty { cost } else { 0 };
-                let room = self.pace.window.saturating_sub(weight).max(least) / cost * unit;
+                let room = self.work.pace.window.saturating_sub(weight).max(least) / cost * unit;
                 let left = usize::try_from(call.left).unwrap_or(usize::MAX) / unit * unit;
                 let len = run.len.min(room).min(left);
                 if len > 0 && call.batch.runs.len() < RUNS_MAX {
@@ -368,10 +374,10 @@ impl Recycler<'_> {
 
     /// Takes runs of a batch, as many as fit; gives their number.
     fn one_window(&mut self, batch: &Batch, call: &mut Call<'_>) -> Result<usize, Stop> {
-        let runs = batch.first_runs(self.pace.window);
+        let runs = batch.first_runs(self.work.pace.window);
         // Brings the map's pages in, so that nothing in the window waits for them.
         if let Err(stop) = self.read_again(batch, runs) {
-            self.counters.dropped_batches += 1;
+            self.work.counters.dropped_batches += 1;
             return Err(stop);
         }
         call.bursts.before_window();
@@ -381,16 +387,18 @@ impl Recycler<'_> {
         let took = begun.elapsed();
         drop(open);
         call.bursts.after_window();
-        self.windows.add(took.as_nanos() as u64);
-        call.done.window_ns += took.as_nanos() as u64;
-        self.counters.batches += 1;
-        self.counters.window_max_ns = self.counters.window_max_ns.max(took.as_nanos() as u64);
+        let took_ns = took.as_nanos() as u64;
+        call.done.window_ns += took_ns;
+        let work = &mut *self.work;
+        work.windows.add(took_ns);
+        work.counters.batches += 1;
+        work.counters.window_max_ns = work.counters.window_max_ns.max(took_ns);
         let taken = found.unwrap_or(0);
         let done = weight_of(&runs[..taken]);
-        let next = next_pace(self.pace.window, (done, taken < runs.len()), took);
-        self.pace.window = next.clamp(*WEIGHT.start(), *WEIGHT.end());
+        let next = next_pace(work.pace.window, (done, taken < runs.len()), took);
+        work.pace.window = next.clamp(*WEIGHT.start(), *WEIGHT.end());
         if found.is_err() {
-            self.counters.dropped_batches += 1;
+            work.counters.dropped_batches += 1;
         }
         found
     }
@@ -419,7 +427,7 @@ impl Recycler<'_> {
             let one = bits.find(|b| touched && bit(&choice.held, *b) && !bit(&call.taken, *b));
             if one.is_some_and(|bit| sys::cold(part.range(bit, 1)).is_ok()) {
                 call.done.splits += 1;
-                self.counters.splits += 1;
+                self.work.counters.splits += 1;
             }
         }
     }
@@ -427,7 +435,7 @@ impl Recycler<'_> {
     /// Free by the map, in bytes; with `held`, how much of it the host holds and can be recycled.
     pub fn free(&self, held: bool) -> Option<(Bytes, Option<Bytes>)> {
         let (mut free, mut kept) = (0, 0);
-        for page in &self.layout.pages {
+        for page in &self.live.layout.pages {
             let mut bits = self.ram.bits(page.gpa)?;
             self.keep_usable(page, &mut bits);
             for part in self.ram.parts(page.pfn) {
@@ -450,7 +458,7 @@ impl Recycler<'_> {
         let least = LEAST_CLOSED.max(want.min_run_pages as usize);
         let most = want.max_bytes.map_or(MOST_CLOSED, |b| b.0.min(MOST_CLOSED));
         let (mut found, mut left) = (Vec::new(), (most / PAGE) as usize);
-        for page in &self.layout.pages {
+        for page in &self.live.layout.pages {
             let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
             let Some(free) = free else { continue };
             for part in self.ram.parts(page.pfn) {
@@ -483,7 +491,7 @@ impl Recycler<'_> {
     fn usable(&self, page: &MapPage, mut free: Bits, want: &Recycle) -> Option<Bits> {
         self.keep_usable(page, &mut free);
         if want.marked {
-            let marked = self.marks.of(page.pfn)?;
+            let marked = self.work.marks.of(page.pfn)?;
             free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
         }
         Some(free)
@@ -492,7 +500,7 @@ impl Recycler<'_> {
     /// Copies the map, for `marked`.
     pub fn mark(&self) -> Option<Marks> {
         let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
-        Some(Marks(self.layout.pages.iter().map(copy).collect::<Option<_>>()?))
+        Some(Marks(self.live.layout.pages.iter().map(copy).collect::<Option<_>>()?))
     }
 }
 
