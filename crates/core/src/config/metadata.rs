@@ -34,12 +34,9 @@ pub struct Overrides {
     pub manage: Option<bool>,
     pub min: Option<Amount>,
     pub max: Option<Amount>,
-    /// How much its idle memory is worth.
     pub weight: Option<f64>,
     pub group: Option<String>,
-    /// Whether it is open to KSM.
     pub merge: Option<bool>,
-    /// Whether its zero pages may be freed.
     pub zeros: Option<bool>,
     pub agent: Option<AgentUse>,
 }
@@ -209,11 +206,7 @@ fn amount(value: &str) -> Result<Amount, String> {
     if !value.is_empty() && value.bytes().all(|b| b.is_ascii_digit() || b == b'.') {
         return Err(not_allowed(value, "a size has a unit, as in 512MiB or 25%"));
     }
-    let amount = read::amount(value)?;
-    if let Amount::Bytes(size) = amount {
-        read::has_unit(size)?;
-    }
-    Ok(amount)
+    read::with_unit(read::amount(value)?)
 }
 
 fn weight(value: &str) -> Result<f64, String> {

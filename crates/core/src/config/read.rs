@@ -10,18 +10,12 @@ use super::*;
 use crate::units::NotASize;
 
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
-    let fail = |span: Option<Range<usize>>, field: &str, message: String| ConfigError {
-        file: file.to_string(),
-        line: span.map(|s| line_of(text, s.start)),
-        field: field.to_string(),
-        message,
-    };
+    let check = Checker { file, text };
     let raw: RawConfig = toml::from_str(text).map_err(|e| {
         let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
         let field = e.span().map(|s| key_at(text, s.start)).unwrap_or_default();
-        fail(e.span(), &field, message)
+        check.fail(e.span(), &field, message)
     })?;
-    let check = Checker { fail: &fail };
     check.config(raw)
 }
 
@@ -153,10 +147,18 @@ impl<'de> Deserialize<'de> for RawAmount {
 }
 
 /// Refuses what was meant with a unit, most likely.
-pub(super) fn has_unit(size: Bytes) -> Result<(), String> {
+fn has_unit(size: Bytes) -> Result<Bytes, String> {
     match size.0 {
         1..LEAST_SIZE => Err(format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"")),
-        _ => Ok(()),
+        _ => Ok(size),
+    }
+}
+
+/// The same; a share has none.
+pub(super) fn with_unit(amount: Amount) -> Result<Amount, String> {
+    match amount {
+        Amount::Bytes(size) => has_unit(size).map(Amount::Bytes),
+        share => Ok(share),
     }
 }
 
@@ -223,57 +225,147 @@ pub(super) fn word(agent: AgentUse) -> &'static str {
     AGENT.iter().find(|(_, its, _)| *its == agent).map_or("", |(word, ..)| word)
 }
 
-type Fail<'a> = dyn Fn(Option<Range<usize>>, &str, String) -> ConfigError + 'a;
+/// Cores, given as percent of one; `least` percent at least.
+fn share(said: &str, least: f64) -> Result<f64, String> {
+    match said.trim().strip_suffix('%').map(|p| p.trim().parse()) {
+        Some(Ok(p)) if (least..=3200.0).contains(&p) => Ok(p / 100.0),
+        _ => Err(format!("“{said}” is not allowed: percent of a core, \"{least}%\" to \"3200%\"")),
+    }
+}
+
+fn duration(text: &str, (least, most): (&str, &str)) -> Result<u64, String> {
+    let limit = |text| milliseconds(text).unwrap_or(f64::NAN);
+    match milliseconds(text) {
+        Some(ms) if (limit(least)..=limit(most)).contains(&ms) => Ok(ms as u64),
+        _ => Err(format!("“{text}” is not allowed: a time from \"{least}\" to \"{most}\"")),
+    }
+}
+
+/// What one of these words stands for.
+fn one_of<T: Copy, const N: usize>(said: &str, choices: [(&str, T, &str); N]) -> Result<T, String> {
+    if let Some((_, value, _)) = choices.iter().find(|c| c.0 == said) {
+        return Ok(*value);
+    }
+    let allowed = choices.map(|(word, _, meaning)| format!("\"{word}\" ({meaning})"));
+    let (last, others) = allowed.split_last().expect("there are words");
+    Err(format!("“{said}” is not allowed: {} or {last}", others.join(", ")))
+}
+
+fn user(raw: RawUser) -> Result<User, String> {
+    match raw {
+        // The last is no user: the kernel takes it for “unchanged”.
+        RawUser::Uid(uid) => match u32::try_from(uid) {
+            Ok(uid) if uid < u32::MAX => Ok(User::Uid(uid)),
+            _ => Err(format!("{uid} is not a uid: 0 to {}", u32::MAX - 1)),
+        },
+        RawUser::Name(name) => {
+            let odd = |c: char| c == ':' || c.is_whitespace() || c.is_control();
+            match name.is_empty() || name.contains(odd) {
+                true => Err(format!("“{}” is not the name of a user", name.escape_debug())),
+                false => Ok(User::Name(name)),
+            }
+        }
+    }
+}
+
+fn path(path: String) -> Result<String, String> {
+    match path.starts_with('/') && !path.contains('\0') {
+        true => Ok(path),
+        false => Err(format!("“{path}” is not an absolute path")),
+    }
+}
+
+fn listen(text: String) -> Result<String, String> {
+    match text.parse::<std::net::SocketAddr>() {
+        Ok(a) if a.ip().is_loopback() => Ok(text),
+        _ => Err(format!(
+            "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:9177\" \
+             (the interface has no passwords; publish it through a proxy that has)"
+        )),
+    }
+}
 
 struct Checker<'a> {
-    fail: &'a Fail<'a>,
+    file: &'a str,
+    text: &'a str,
 }
 
 impl Checker<'_> {
+    fn fail(&self, span: Option<Range<usize>>, field: &str, message: String) -> ConfigError {
+        ConfigError {
+            file: self.file.to_string(),
+            line: span.map(|s| line_of(self.text, s.start)),
+            field: field.to_string(),
+            message,
+        }
+    }
+
+    /// What a field says; the error of `parse` tells what is allowed.
+    fn one<T, U>(
+        &self,
+        field: &str,
+        raw: Spanned<T>,
+        parse: impl FnOnce(T) -> Result<U, String>,
+    ) -> Result<U, ConfigError> {
+        let span = raw.span();
+        parse(raw.into_inner()).map_err(|message| self.fail(Some(span), field, message))
+    }
+
+    /// The same of a field that may be absent.
+    fn read<T, U>(
+        &self,
+        field: &str,
+        raw: Option<Spanned<T>>,
+        parse: impl FnOnce(T) -> Result<U, String>,
+    ) -> Result<Option<U>, ConfigError> {
+        raw.map(|raw| self.one(field, raw, parse)).transpose()
+    }
+
     fn config(&self, raw: RawConfig) -> Result<Config, ConfigError> {
         let base = Config::default();
-        let tick_ms = self.duration("daemon.tick", raw.daemon.tick, TICK, base.tick_ms)?;
-        let fast_tick_ms = self.duration(
-            "daemon.fast_tick",
-            raw.daemon.fast_tick,
-            TICK,
-            base.fast_tick_ms.min(tick_ms),
-        )?;
+        let (daemon, host) = (raw.daemon, raw.host);
+        let tick = |text: String| duration(&text, TICK);
+        let tick_ms = self.read("daemon.tick", daemon.tick, tick)?.unwrap_or(base.tick_ms);
+        let fast_tick_ms = self.read("daemon.fast_tick", daemon.fast_tick, tick)?;
+        let fast_tick_ms = fast_tick_ms.unwrap_or(base.fast_tick_ms.min(tick_ms));
         if fast_tick_ms > tick_ms {
             let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
-            return Err((self.fail)(None, "daemon.fast_tick", message));
+            return Err(self.fail(None, "daemon.fast_tick", message));
         }
-        if let Some(reserve) = &raw.host.reserve {
-            self.has_unit("host.reserve", reserve.span(), *reserve.get_ref())?;
-        }
+        let reserve = self.read("host.reserve", host.reserve, has_unit)?;
         let mut defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
         let mut vms = BTreeMap::new();
         for (name, section) in raw.vm {
             let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &defaults)?;
             vms.insert(self.vm_name(name, &vms)?, settings);
         }
-        let listed_only = self.one_of("host.vms", raw.host.vms, [ALL, LISTED])?.unwrap_or(false);
+        let listed_only = self.read("host.vms", host.vms, |word| one_of(&word, [ALL, LISTED]))?;
+        let listed_only = listed_only.unwrap_or(false);
         if listed_only {
             // A VM without a section that is still owed memory is given it back.
             (defaults.manage, defaults.own.manage) = (false, Some(false));
         }
+        let user = |raw| self.one("host.users", raw, user);
+        let program = |raw| self.one("host.programs", raw, path);
         Ok(Config {
             tick_ms,
             fast_tick_ms,
-            socket: self.path("daemon.socket", raw.daemon.socket)?.unwrap_or(base.socket),
-            listen: self.listen(raw.daemon.listen)?,
+            socket: self.read("daemon.socket", daemon.socket, path)?.unwrap_or(base.socket),
+            listen: self.read("daemon.listen", daemon.listen, listen)?,
             state_file: self
-                .path("daemon.state_file", raw.daemon.state_file)?
+                .read("daemon.state_file", daemon.state_file, path)?
                 .unwrap_or(base.state_file),
-            reserve: raw.host.reserve.map(Spanned::into_inner),
-            pool: self.path("host.cgroup", raw.host.cgroup)?,
+            reserve,
+            pool: self.read("host.cgroup", host.cgroup, path)?,
             listed_only,
-            sockets: self.one_of("host.sockets", raw.host.sockets, SOCKETS)?.unwrap_or_default(),
-            libvirt: raw.host.libvirt.unwrap_or(base.libvirt),
-            users: self.users(raw.host.users.unwrap_or_default())?,
-            programs: self.programs(raw.host.programs.unwrap_or_default())?,
-            containers: raw.host.containers.unwrap_or(base.containers),
-            offload: raw.host.offload,
+            sockets: self
+                .read("host.sockets", host.sockets, |word| one_of(&word, SOCKETS))?
+                .unwrap_or_default(),
+            libvirt: host.libvirt.unwrap_or(base.libvirt),
+            users: host.users.into_iter().flatten().map(user).collect::<Result<_, _>>()?,
+            programs: host.programs.into_iter().flatten().map(program).collect::<Result<_, _>>()?,
+            containers: host.containers.unwrap_or(base.containers),
+            offload: host.offload,
             merge: self.merge(raw.merge, base.merge)?,
             defaults,
             vms,
@@ -281,43 +373,35 @@ impl Checker<'_> {
     }
 
     fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
+        let field = |name: &str| format!("{at}.{name}");
         let identity = self.identity(at, &mut raw)?;
         let min_span = raw.min.as_ref().map(Spanned::span);
-        if let Some(max) = raw.max.as_ref().filter(|max| max.get_ref().0.is_nothing()) {
-            let message = no_memory(max.get_ref().0);
-            return Err((self.fail)(Some(max.span()), &format!("{at}.max"), message));
-        }
-        for (field, raw) in [("min", &raw.min), ("max", &raw.max)] {
-            if let Some(raw) = raw
-                && let Amount::Bytes(size) = raw.get_ref().0
-            {
-                self.has_unit(&format!("{at}.{field}"), raw.span(), size)?;
-            }
-        }
-        if let Some(w) = raw.weight.as_ref().filter(|w| !is_weight(*w.get_ref())) {
-            let message = format!("{} is not a weight: a number from 0.001 to 1000", w.get_ref());
-            return Err((self.fail)(Some(w.span()), &format!("{at}.weight"), message));
-        }
+        let max = self.read(&field("max"), raw.max, |RawAmount(max)| match max.is_nothing() {
+            true => Err(no_memory(max)),
+            false => with_unit(max),
+        })?;
+        let min = self.read(&field("min"), raw.min, |RawAmount(min)| with_unit(min))?;
+        let weight = self.read(&field("weight"), raw.weight, |w| match is_weight(w) {
+            true => Ok(w),
+            false => Err(format!("{w} is not a weight: a number from 0.001 to 1000")),
+        })?;
         let own = Overrides {
             manage: raw.manage,
-            min: raw.min.map(|m| m.into_inner().0),
-            max: raw.max.map(|m| m.into_inner().0),
-            weight: raw.weight.map(Spanned::into_inner),
+            min,
+            max,
+            weight,
             group: raw.group.map(Spanned::into_inner),
             merge: raw.merge,
             zeros: raw.zeros,
-            agent: self.one_of(&format!("{at}.agent"), raw.agent, AGENT)?,
+            agent: self.read(&field("agent"), raw.agent, |word| one_of(&word, AGENT))?,
         };
+        let window_limit = |text: String| duration(&text, ("1ms", "10s"));
         let mut settings = VmSettings {
-            qmp: self.path(&format!("{at}.qmp"), raw.qmp)?,
+            qmp: self.read(&field("qmp"), raw.qmp, path)?,
             private_ram: raw.private_ram.unwrap_or(base.private_ram),
-            window_limit_ms: match raw.window_limit {
-                None => base.window_limit_ms,
-                limit => {
-                    let name = format!("{at}.window_limit");
-                    Some(self.duration(&name, limit, ("1ms", "10s"), 0)?)
-                }
-            },
+            window_limit_ms: self
+                .read(&field("window_limit"), raw.window_limit, window_limit)?
+                .or(base.window_limit_ms),
             identity,
             ..base.set(&own)
         };
@@ -330,121 +414,33 @@ impl Checker<'_> {
                 settings.min,
                 settings.max.map(|m| m.to_string()).unwrap_or_default()
             );
-            return Err((self.fail)(min_span, &format!("{at}.min"), message));
+            return Err(self.fail(min_span, &field("min"), message));
         }
         Ok(settings)
     }
 
     fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
         let Settings { cores, clear_cores, floor } = base.settings;
-        if let Some(floor) = &raw.floor {
-            self.has_unit("merge.floor", floor.span(), *floor.get_ref())?;
-        }
+        let floor = self.read("merge.floor", raw.floor, has_unit)?.unwrap_or(floor);
+        let cpu = self.read("merge.cpu", raw.cpu, |said| share(&said, 1.0))?;
+        let cpu_clear = self.read("merge.cpu_clear", raw.cpu_clear, |said| share(&said, 0.1))?;
         let settings = Settings {
-            cores: self.share("merge.cpu", 1.0, raw.cpu)?.unwrap_or(cores),
-            clear_cores: self.share("merge.cpu_clear", 0.1, raw.cpu_clear)?.unwrap_or(clear_cores),
-            floor: raw.floor.map_or(floor, Spanned::into_inner),
+            cores: cpu.unwrap_or(cores),
+            clear_cores: cpu_clear.unwrap_or(clear_cores),
+            floor,
         };
+        let mode = self.read("merge.mode", raw.mode, |word| one_of(&word, MERGE))?;
+        let scan_ms = self.read("merge.scan", raw.scan, |text| duration(&text, SCAN))?;
         Ok(MergeConfig {
-            mode: self.one_of("merge.mode", raw.mode, MERGE)?.unwrap_or(base.mode),
+            mode: mode.unwrap_or(base.mode),
             group: raw.group.or(base.group),
             across_groups: raw.across_groups.unwrap_or(base.across_groups),
             settings,
-            scan_ms: self.duration("merge.scan", raw.scan, SCAN, base.scan_ms)?,
+            scan_ms: scan_ms.unwrap_or(base.scan_ms),
             advisor: raw.advisor.unwrap_or(base.advisor),
             hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
             zeros: raw.zeros.unwrap_or(base.zeros),
         })
-    }
-
-    fn has_unit(&self, field: &str, span: Range<usize>, size: Bytes) -> Result<(), ConfigError> {
-        has_unit(size).map_err(|message| (self.fail)(Some(span), field, message))
-    }
-
-    /// Cores, given as percent of one; `least` percent at least.
-    fn share(
-        &self,
-        field: &str,
-        least: f64,
-        raw: Option<Spanned<String>>,
-    ) -> Result<Option<f64>, ConfigError> {
-        let Some(text) = raw else { return Ok(None) };
-        let said = text.get_ref();
-        match said.trim().strip_suffix('%').map(|p| p.trim().parse()) {
-            Some(Ok(p)) if (least..=3200.0).contains(&p) => Ok(Some(p / 100.0)),
-            _ => {
-                let message = format!(
-                    "“{said}” is not allowed: percent of a core, \"{least}%\" to \"3200%\""
-                );
-                Err((self.fail)(Some(text.span()), field, message))
-            }
-        }
-    }
-
-    fn duration(
-        &self,
-        field: &str,
-        raw: Option<Spanned<String>>,
-        (least, most): (&str, &str),
-        default: u64,
-    ) -> Result<u64, ConfigError> {
-        let Some(raw) = raw else { return Ok(default) };
-        let (span, text) = (raw.span(), raw.into_inner());
-        let limit = |text| milliseconds(text).unwrap_or(f64::NAN);
-        match milliseconds(&text) {
-            Some(ms) if (limit(least)..=limit(most)).contains(&ms) => Ok(ms as u64),
-            _ => Err((self.fail)(
-                Some(span),
-                field,
-                format!("“{text}” is not allowed: a time from \"{least}\" to \"{most}\""),
-            )),
-        }
-    }
-
-    /// What one of these words stands for.
-    fn one_of<T: Copy, const N: usize>(
-        &self,
-        field: &str,
-        raw: Option<Spanned<String>>,
-        choices: [(&str, T, &str); N],
-    ) -> Result<Option<T>, ConfigError> {
-        let Some(raw) = raw else { return Ok(None) };
-        let (span, said) = (raw.span(), raw.into_inner());
-        if let Some((_, value, _)) = choices.iter().find(|c| c.0 == said) {
-            return Ok(Some(*value));
-        }
-        let allowed = choices.map(|(word, _, meaning)| format!("\"{word}\" ({meaning})"));
-        let (last, others) = allowed.split_last().expect("there are words");
-        let message = format!("“{said}” is not allowed: {} or {last}", others.join(", "));
-        Err((self.fail)(Some(span), field, message))
-    }
-
-    fn users(&self, raw: Vec<Spanned<RawUser>>) -> Result<Vec<User>, ConfigError> {
-        raw.into_iter().map(|raw| self.user("host.users", raw)).collect()
-    }
-
-    fn user(&self, field: &str, raw: Spanned<RawUser>) -> Result<User, ConfigError> {
-        let span = raw.span();
-        let fail = |message| Err((self.fail)(Some(span), field, message));
-        match raw.into_inner() {
-            // The last is no user: the kernel takes it for “unchanged”.
-            RawUser::Uid(uid) => match u32::try_from(uid) {
-                Ok(uid) if uid < u32::MAX => Ok(User::Uid(uid)),
-                _ => fail(format!("{uid} is not a uid: 0 to {}", u32::MAX - 1)),
-            },
-            RawUser::Name(name) => {
-                let odd = |c: char| c == ':' || c.is_whitespace() || c.is_control();
-                match name.is_empty() || name.contains(odd) {
-                    true => fail(format!("“{}” is not the name of a user", name.escape_debug())),
-                    false => Ok(User::Name(name)),
-                }
-            }
-        }
-    }
-
-    fn programs(&self, raw: Vec<Spanned<String>>) -> Result<Vec<String>, ConfigError> {
-        let path = |raw| Ok(self.path("host.programs", Some(raw))?.unwrap_or_default());
-        raw.into_iter().map(path).collect()
     }
 
     fn identity(&self, at: &str, raw: &mut RawVm) -> Result<Identity, ConfigError> {
@@ -457,18 +453,17 @@ impl Checker<'_> {
         let given = spans.into_iter().find(|(_, span)| span.is_some());
         if let (DEFAULTS, Some((field, span))) = (at, given) {
             let message = "this is of one VM only: write it in a [vm.NAME] section";
-            return Err((self.fail)(span, &format!("{at}.{field}"), message.into()));
+            return Err(self.fail(span, &format!("{at}.{field}"), message.into()));
         }
-        let user = raw.user.take().map(|user| self.user(&format!("{at}.user"), user));
-        let uuid = raw.uuid.take().map(|uuid| {
-            let field = format!("{at}.uuid");
-            match is_uuid(uuid.get_ref()) {
-                true => Ok(uuid.into_inner().to_ascii_lowercase()),
-                false => Err((self.fail)(Some(uuid.span()), &field, UUID.into())),
-            }
-        });
-        let cgroup = self.path(&format!("{at}.cgroup"), raw.cgroup.take())?;
-        Ok(Identity { user: user.transpose()?, uuid: uuid.transpose()?, cgroup })
+        let uuid = |uuid: String| match is_uuid(&uuid) {
+            true => Ok(uuid.to_ascii_lowercase()),
+            false => Err(UUID.into()),
+        };
+        Ok(Identity {
+            user: self.read(&format!("{at}.user"), raw.user.take(), user)?,
+            uuid: self.read(&format!("{at}.uuid"), raw.uuid.take(), uuid)?,
+            cgroup: self.read(&format!("{at}.cgroup"), raw.cgroup.take(), path)?,
+        })
     }
 
     /// The name of a section, one by uuid in small letters.
@@ -477,46 +472,17 @@ impl Checker<'_> {
         name: Spanned<String>,
         others: &BTreeMap<String, VmSettings>,
     ) -> Result<String, ConfigError> {
-        let (span, written) = (name.span(), name.into_inner());
-        let Some(uuid) = written.strip_prefix(BY_UUID) else { return Ok(written) };
-        let fail = |message| Err((self.fail)(Some(span), &format!("vm.{written}"), message));
-        if !is_uuid(uuid) {
-            return fail(format!("after “uuid:” comes the VM's -uuid: {UUID}"));
-        }
-        let name = by_uuid(uuid);
-        match others.contains_key(&name) {
-            true => fail("there is a section of this VM already".into()),
-            false => Ok(name),
-        }
-    }
-
-    fn path(
-        &self,
-        field: &str,
-        raw: Option<Spanned<String>>,
-    ) -> Result<Option<String>, ConfigError> {
-        let Some(raw) = raw else { return Ok(None) };
-        let (span, path) = (raw.span(), raw.into_inner());
-        if path.starts_with('/') && !path.contains('\0') {
-            Ok(Some(path))
-        } else {
-            Err((self.fail)(Some(span), field, format!("“{path}” is not an absolute path")))
-        }
-    }
-
-    fn listen(&self, raw: Option<Spanned<String>>) -> Result<Option<String>, ConfigError> {
-        let Some(raw) = raw else { return Ok(None) };
-        let (span, text) = (raw.span(), raw.into_inner());
-        match text.parse::<std::net::SocketAddr>() {
-            Ok(a) if a.ip().is_loopback() => Ok(Some(text)),
-            _ => Err((self.fail)(
-                Some(span),
-                "daemon.listen",
-                format!(
-                    "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:9177\" \
-                     (the interface has no passwords; publish it through a proxy that has)"
-                ),
-            )),
-        }
+        let field = format!("vm.{}", name.get_ref());
+        self.one(&field, name, |written| {
+            let Some(uuid) = written.strip_prefix(BY_UUID) else { return Ok(written) };
+            let name = by_uuid(uuid);
+            match () {
+                () if !is_uuid(uuid) => Err(format!("after “uuid:” comes the VM's -uuid: {UUID}")),
+                () if others.contains_key(&name) => {
+                    Err("there is a section of this VM already".into())
+                }
+                () => Ok(name),
+            }
+        })
     }
 }
