@@ -4,9 +4,7 @@
 //! this. Formulas stand here once, with their reasons; `docs/policies.md` tells
 //! them to operators.
 //!
-//! The host is understood in `host.rs` (how much its tasks suffer: `stall.rs`), a VM in
-//! `vm.rs` (whether it may be acted upon: `standing.rs`), its guest in `guest.rs`. Here they
-//! are put together, and warned of what cannot work out.
+//! Here host and VMs are put together, and what cannot work out is warned of.
 
 pub(crate) mod guest;
 mod host;
@@ -14,7 +12,6 @@ mod merge;
 mod stall;
 mod standing;
 mod vm;
-mod zeros;
 
 use std::cmp::Reverse;
 use std::fmt;

@@ -356,20 +356,7 @@ impl Outcome {
     }
 }
 
-/// Bounds that every plan keeps, whatever the policy says.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Limits {
-    /// Changes below this are not worth an order.
-    pub deadband: Bytes,
-    /// The most actions in one plan: a tick must end.
-    pub actions: usize,
-}
-
 /// The smallest change of a size that is worth an order.
 pub const DEADBAND: Bytes = Bytes::mib(4);
-
-impl Default for Limits {
-    fn default() -> Self {
-        Limits { deadband: DEADBAND, actions: 4096 }
-    }
-}
+/// The most actions in one plan: a tick must end.
+pub const MOST_ACTIONS: usize = 4096;

@@ -1,7 +1,7 @@
 //! From model to plan: the policies, stage by stage.
 //!
 //! Each file in `policy/` is one pure function with its tests. This one joins
-//! what they say into a [`Plan`] and enforces [`Limits`]: a policy may be wrong,
+//! what they say into a [`Plan`] and enforces its bounds: a policy may be wrong,
 //! a plan may not.
 
 pub mod admission;
@@ -19,7 +19,9 @@ pub mod zeros;
 use self::limits::{View, below};
 use self::merge::MergeMemory;
 use crate::model::{Model, Standing, VmModel};
-use crate::plan::{Action, Held, Limits, Plan, Reason, Reclaim, RecycleOrder, Stage, StageName};
+use crate::plan::{
+    Action, DEADBAND, Held, MOST_ACTIONS, Plan, Reason, Reclaim, RecycleOrder, Stage, StageName,
+};
 use crate::state::Memory;
 use crate::units::Bytes;
 
@@ -40,7 +42,7 @@ pub struct Decided {
 
 /// Decides one tick. Same input, same plan. The stages in their
 /// order; each knows what those before it are expected to bring.
-pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Limits) -> Decided {
+pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
     let mut plan = Plan::default();
     let mut stages = Vec::new();
     let mut stage =
@@ -68,8 +70,8 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim], limits: &Lim
         d => format!(", {d} of it for guests in distress that wait for it"),
     };
     for (vm, verdict) in model.vms.iter().zip(ballooned.verdicts) {
-        match within_limits(vm, verdict, limits) {
-            Ok(action) if plan.actions.len() < limits.actions => plan.actions.push(action),
+        match within_limits(vm, verdict) {
+            Ok(action) if plan.actions.len() < MOST_ACTIONS => plan.actions.push(action),
             Ok(_) => plan.held.push(held(vm, "the plan is full: next tick".into())),
             Err(why) => plan.held.push(held(vm, why)),
         }
@@ -146,7 +148,7 @@ fn held(vm: &VmModel, why: String) -> Held {
 
 /// What holds whatever a policy says: Ebb orders no VM below its floor, none above its RAM, and
 /// nothing to a VM that must be left alone.
-fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Action, String> {
+fn within_limits(vm: &VmModel, verdict: Verdict) -> Result<Action, String> {
     let (to, reason) = match verdict {
         Verdict::Hold(why) => return Err(why),
         Verdict::Set { to, reason } => (to, reason),
@@ -165,7 +167,7 @@ fn within_limits(vm: &VmModel, verdict: Verdict, limits: &Limits) -> Result<Acti
         other => return Err(other.why().to_string()),
     }
     let to = if gives { to.min(vm.ram.unwrap_or(to)) } else { to.max(vm.floor).min(actual) };
-    if to.abs_diff(actual) < limits.deadband && !order && to != vm.ceiling && to != vm.whole {
+    if to.abs_diff(actual) < DEADBAND && !order && to != vm.ceiling && to != vm.whole {
         return Err(format!("a change of {} is too small to make", to.abs_diff(actual)));
     }
     if to == actual && !order {

@@ -6,9 +6,7 @@
 //! A source that failed leaves `None` and a [`Problem`]; the tick goes on.
 //! A record of a run is a sequence of these, so every type here serialises.
 //!
-//! The host is in `host.rs`, a VM and its process in `vm.rs`, its balloon and its guest's
-//! word in `guest.rs`, its agent in `agent.rs`, KSM and its part in each VM in `merge.rs`.
-//! A new fact is a field there, with a default where older records lack it.
+//! A new fact is a field, with a default where older records lack it.
 
 mod agent;
 mod guest;

@@ -3,11 +3,10 @@
 //! Small, serialisable and owned by the loop: a record that starts with a
 //! [`Memory`] replays to the same plans. [`Memory::observe`] takes in a sample,
 //! [`Memory::learn`] what was decided and done, [`Memory::adopt`] what an earlier
-//! daemon left. One VM's part is in `state/vm.rs` and below `state/vm/`.
+//! daemon left.
 
 mod cold;
 mod contact;
-mod fastest;
 mod growth;
 mod ledger;
 mod rates;
@@ -25,8 +24,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::cold::Cold;
 pub use self::contact::{Reach, SILENT_MS};
-pub use self::fastest::Fastest;
-pub use self::growth::Growth;
+pub use self::growth::{Fastest, Growth};
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::rates::GuestRates;
 pub use self::recent::Recent;
@@ -264,14 +262,15 @@ impl Memory {
             m.name.clone_from(&vm.name);
             let (was, paged) = (m.returned, m.cold.paged_out);
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);
-            let recycled = m.returned.recycled - was.recycled;
-            let ballooned = m.returned.balloon - was.balloon;
-            let paged = m.cold.paged_out - paged;
-            let zeros = m.returned.zeros - was.zeros;
-            self.tally(StageName::Recycle, |t| t.came += recycled);
-            self.tally(StageName::Balloon, |t| t.came += ballooned);
-            self.tally(StageName::Offload, |t| t.came += paged);
-            self.tally(StageName::Zeros, |t| t.came += zeros);
+            let all_came = [
+                (StageName::Recycle, m.returned.recycled - was.recycled),
+                (StageName::Balloon, m.returned.balloon - was.balloon),
+                (StageName::Offload, m.cold.paged_out - paged),
+                (StageName::Zeros, m.returned.zeros - was.zeros),
+            ];
+            for (name, came) in all_came {
+                self.tally(name, |t| t.came += came);
+            }
         }
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::{Action, Limits, MergePlan, MergeWish, Outcome, Plan, Reclaim, StageName};
+use crate::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim, StageName};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
 use crate::state::{Memory, Owned, VmMemory};
@@ -80,7 +80,6 @@ pub enum Wake {
     Timer,
     /// Pressure rose or a VM told something: look now.
     Event,
-    /// The loop is to end.
     Stop,
 }
 
@@ -144,9 +143,7 @@ type Said = (Vec<Reclaim>, Vec<MergeWish>);
 pub struct Engine {
     pub config: Config,
     pub memory: Memory,
-    /// Decide, but change nothing.
     pub dry_run: bool,
-    pub limits: Limits,
     number: u64,
     written: Option<Owned>,
 }
@@ -154,14 +151,7 @@ pub struct Engine {
 impl Engine {
     /// A loop that knows nothing yet.
     pub fn new(config: Config, dry_run: bool) -> Engine {
-        Engine {
-            config,
-            memory: Memory::default(),
-            dry_run,
-            limits: Limits::default(),
-            number: 0,
-            written: None,
-        }
+        Engine { config, memory: Memory::default(), dry_run, number: 0, written: None }
     }
 
     /// Takes over what an earlier daemon had taken, and what it remembered, where that was
@@ -234,7 +224,7 @@ impl Engine {
         self.memory.observe(sample);
         self.memory.wish(wishes);
         let model = Model::new(&self.config, sample, &self.memory);
-        let decided = decide(&model, &self.memory, requests, &self.limits);
+        let decided = decide(&model, &self.memory, requests);
         (model, decided)
     }
 

@@ -13,9 +13,7 @@
 //! ← {"id":3,"error":{"kind":"not_ready","text":"…"}}
 //! ```
 //!
-//! Here are the versions and limits that both sides keep; what is asked is in `request.rs`,
-//! what is answered in `reply.rs`, and how either becomes a line in `lines.rs`. An agent may
-//! be older or newer than its daemon: a field that comes later has a default.
+//! An agent may be older or newer than its daemon: a field that comes later has a default.
 //!
 //! [`abi`] holds the other input that is not trusted: what the guest shows.
 

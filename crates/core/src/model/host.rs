@@ -4,9 +4,6 @@
 //! The machine is the outermost limit. Cgroups with a limit and NUMA nodes to which VMs are bound
 //! are others; each is judged by the same marks. Policies are shown one at a time
 //! ([`Model::under`](super::Model::under)); what else looks at the host sees the tightest.
-//!
-//! The marks of the states and the default reserve are set here; what tells that tasks
-//! suffer is weighed in `stall.rs`.
 
 use std::cmp::Reverse;
 

@@ -1,6 +1,7 @@
-//! What merging is decided on: the operator's wish, KSM's counters, each VM's part.
+//! What merging is decided on: the operator's wish, KSM's counters, each VM's part; and whose
+//! zero pages may be freed without it.
 
-use super::standing::{is_managed, left_alone, unread};
+use super::standing::{left_alone, unread};
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
@@ -27,8 +28,6 @@ impl MergeHost {
 pub struct MergeVm {
     /// What the configuration says of it.
     pub wanted: Option<bool>,
-    /// Ebb may act on it.
-    pub managed: bool,
     /// Why it cannot be opened or closed now; `None`: it can.
     pub fixed: Option<String>,
     /// How long it has run, where that is known.
@@ -42,8 +41,7 @@ impl MergeVm {
         let settings = &config.settings_of(vm);
         let sample = vm.merge.clone()?;
         let fixed = untouchable(config, settings, vm);
-        let (wanted, managed) = (settings.merge, is_managed(config, settings, vm));
-        Some(MergeVm { wanted, managed, fixed, age_ms: vm.age_ms, sample })
+        Some(MergeVm { wanted: settings.merge, fixed, age_ms: vm.age_ms, sample })
     }
 }
 
@@ -65,5 +63,24 @@ pub(super) fn untouchable(config: &Config, settings: &VmSettings, vm: &VmSample)
         (Link::Up, Some(RunState::Migrating)) => Some("it is being migrated or saved".into()),
         (Link::Up, Some(RunState::Ended)) => Some("its guest has ended".into()),
         (Link::Up, None) => Some("its run state is not known".into()),
+    }
+}
+
+/// Why a VM's zero pages stay where they are; `None`: they may go. An agent's write-protection
+/// must not be lost with a page, pinned pages cannot go, and of what is open to it KSM
+/// takes care where Ebb steers it.
+pub(super) fn zeros_stay(config: &Config, vm: &VmSample) -> Option<String> {
+    let settings = &config.settings_of(vm);
+    let steered = config.merge.mode == MergeMode::On;
+    let open = vm.merge.as_ref().and_then(|m| m.open);
+    match () {
+        () if !settings.zeros => Some("zeros = false in the configuration".into()),
+        () if vm.agent.is_some() => Some("its agent recycles its RAM page by page".into()),
+        () if vm.pinned.is_some() => vm.pinned.clone(),
+        () if steered && open != Some(false) => Some(match open {
+            Some(_) => "it is open to KSM, which merges them".into(),
+            None => "it was not looked at yet".into(),
+        }),
+        () => untouchable(config, settings, vm),
     }
 }

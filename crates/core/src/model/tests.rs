@@ -220,7 +220,7 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
     let model = Model::new(&Config::default(), &s, &memory);
     let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
     assert_eq!((model.host.bound.as_str(), outside), ("/full", vec![false, true, true]));
-    let Decided { plan, .. } = decide(&model, &memory, &[], &Default::default());
+    let Decided { plan, .. } = decide(&model, &memory, &[]);
     let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
     assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
     assert!(order(2).is_none(), "shrinking it brings the full one nothing");
@@ -274,7 +274,7 @@ fn an_unreadable_host_takes_nothing() {
     memory.observe(&sample);
     let model = Model::new(&Config::default(), &sample, &memory);
     assert_eq!(model.vms[0].standing, Standing::Ready);
-    let decided = crate::policy::decide(&model, &memory, &[], &Default::default());
+    let decided = crate::policy::decide(&model, &memory, &[]);
     assert_eq!(decided.plan.actions, []);
 }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::guest::{Around, distress, trust};
 use super::host::is_in;
 use super::standing::{beyond_balloon, is_managed, left_alone, standing};
-use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge, zeros};
+use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample};
 use crate::state::Memory;
@@ -50,7 +50,6 @@ pub struct VmModel {
     pub own: Bytes,
     /// In the host's swap.
     pub swap: Option<Bytes>,
-    /// The agent inside the VMM.
     pub agent: Option<AgentSample>,
     /// What the guest says, if it can be believed.
     pub guest: Option<GuestModel>,
@@ -63,14 +62,11 @@ pub struct VmModel {
     /// Its share group is proven by more than its own name; or there is one group.
     pub group_is_proven: bool,
     pub group: String,
-    /// How far its guest's numbers are believed.
     pub trust: Trust,
-    /// How far the last order has come.
     pub convergence: Convergence,
     /// Swap that it may still use by its cgroups' limits; `None`: they have none.
     pub swap_left: Option<Bytes>,
     pub paused: bool,
-    /// It is left alone at the operator's request.
     pub hands_off: Option<HandsOff>,
     /// It has just started: what it may still take of what it was promised.
     pub promised: Bytes,
@@ -81,7 +77,6 @@ pub struct VmModel {
     pub beyond_balloon: bool,
     /// Why it cannot be paged out.
     pub pinned: Option<String>,
-    /// What was paged out of it.
     pub offload: Option<crate::sample::OffloadSample>,
     pub merge: Option<MergeVm>,
     /// Why its pages of zeros are left where they are; empty: they need not be.
@@ -103,7 +98,6 @@ pub struct Convergence {
     pub eta_ms: Option<u64>,
 }
 
-/// The states of [`Convergence`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
@@ -185,7 +179,7 @@ impl VmModel {
             swap: vm.process.map(|p| p.swap),
             agent: vm.agent.clone(),
             merge: MergeVm::new(config, vm),
-            zeros_stay: zeros::stay(config, vm).unwrap_or_default(),
+            zeros_stay: merge::zeros_stay(config, vm).unwrap_or_default(),
             zeros: vm.zeros.clone(),
             partial_thp: merge::advisable(config, vm)
                 .then(|| vm.partial_thp.clone().unwrap_or_default()),

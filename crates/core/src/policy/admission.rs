@@ -58,7 +58,6 @@ pub struct Stock {
     pub others: Bytes,
     /// Free swap.
     pub swap: Bytes,
-    /// What each VM could give.
     pub vms: Vec<Spare>,
 }
 
@@ -100,7 +99,6 @@ pub struct Admission {
     pub missing: Bytes,
     /// When all of it would be there, seconds.
     pub seconds: f64,
-    /// What if every guest used all it is owed.
     pub worst_case: WorstCase,
 }
 

@@ -32,7 +32,6 @@ const IDLE_COST: f64 = 4.0;
 /// Shares of RAM a second: while guests wait for it or will, or the host is critical; while the
 /// host is hard; and else.
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
-/// See [`STEPS`].
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
 /// If not even all needs fit, a guest that was given memory keeps what it must have for this time.
@@ -61,7 +60,6 @@ pub(super) struct Candidate {
     pub share: Bytes,
 }
 
-/// What is to be collected.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Missing {
     pub all: Bytes,
@@ -94,8 +92,7 @@ pub(super) fn take(
         Pressure::Hard => STEPS.1,
         _ => STEPS.2,
     };
-    let mut asked: Vec<Asked> = vec![Asked::default(); model.vms.len()];
-    let mut candidates = Vec::new();
+    let (mut candidates, mut not_asked) = (Vec::new(), Vec::new());
     for (index, vm) in model.vms.iter().enumerate() {
         let given = match &verdicts[index] {
             None => None,
@@ -104,7 +101,7 @@ pub(super) fn take(
         };
         match candidate(model, vm, of(vm), (index, given), (pace, urgent, late, allot)) {
             Ok(c) => candidates.push(c),
-            Err(why) => asked[index].why = why,
+            Err(why) => not_asked.push((index, why)),
         }
     }
     // To read page cache again takes less time than the host's swap.
@@ -122,33 +119,34 @@ pub(super) fn take(
         // Nothing is to be had, or too little for an order: then free memory for all of it.
         candidates.iter_mut().for_each(|c| c.most = c.most.min(c.free));
     }
-    for (c, share) in candidates.iter().zip(shares) {
-        asked[c.index].take(c, share);
-    }
     let mut expected = vec![Bytes::ZERO; model.vms.len()];
-    for (index, a) in asked.into_iter().enumerate() {
-        let to = round_up(a.base - a.share);
-        let asks = a.share >= Bytes::mib(1) && to < a.base;
-        if !asks && verdicts[index].is_some() {
+    // `share` is what each was to give before small shares were made few large ones.
+    for (c, share) in candidates.iter().zip(shares) {
+        if c.share < Bytes::mib(1) {
+            let why = match share < Bytes::mib(1) {
+                true => "others, or what was ordered before, cover what the host lacks",
+                false => "what is to be taken of it is too little for an order",
+            };
+            not_asked.push((c.index, format!("{} idle, but {why}", c.idle)));
             continue;
         }
-        verdicts[index] = Some(if !asks {
-            Verdict::Hold(a.why)
-        } else {
-            expected[index] = a.yields;
-            let shortage = model.host.shortage.max(missing.all);
-            let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
-            let waits = deferred.max(lacks.min(missing.all));
-            // Those that wait below an inner limit still do.
-            let (waits, idle) = match &verdicts[index] {
-                Some(Verdict::Set {
-                    reason: Reason::HostShort { waits: inner, idle, .. }, ..
-                }) => (waits.max(*inner), a.idle.max(*idle)),
-                _ => (waits, a.idle),
-            };
-            let reason = Reason::HostShort { state, shortage, waits, idle, limit };
-            Verdict::Set { to, reason }
-        });
+        let verdict = &mut verdicts[c.index];
+        expected[c.index] = c.share.share(c.yields);
+        let shortage = model.host.shortage.max(missing.all);
+        let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
+        let waits = deferred.max(lacks.min(missing.all));
+        // Those that wait below an inner limit still do.
+        let (waits, idle) = match verdict {
+            Some(Verdict::Set { reason: Reason::HostShort { waits: inner, idle, .. }, .. }) => {
+                (waits.max(*inner), c.idle.max(*idle))
+            }
+            _ => (waits, c.idle),
+        };
+        let reason = Reason::HostShort { state, shortage, waits, idle, limit };
+        *verdict = Some(Verdict::Set { to: round_up(c.base - c.share), reason });
+    }
+    for (index, why) in not_asked {
+        verdicts[index].get_or_insert(Verdict::Hold(why));
     }
     expected
 }
@@ -191,34 +189,6 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     match missing {
         Bytes(0) => Bytes::ZERO,
         _ => vms().map(uses).sum::<Bytes>() - model.host.headroom,
-    }
-}
-
-/// What one VM is asked for.
-#[derive(Clone, Debug, Default)]
-struct Asked {
-    base: Bytes,
-    idle: Bytes,
-    share: Bytes,
-    /// What of it the host holds.
-    yields: Bytes,
-    /// Why it is not asked, if it is not.
-    why: String,
-}
-
-impl Asked {
-    /// `share` is what it was to give before small shares were made few large ones.
-    fn take(&mut self, c: &Candidate, share: Bytes) {
-        if c.share < Bytes::mib(1) {
-            let why = match share < Bytes::mib(1) {
-                true => "others, or what was ordered before, cover what the host lacks",
-                false => "what is to be taken of it is too little for an order",
-            };
-            self.why = format!("{} idle, but {why}", c.idle);
-            return;
-        }
-        (self.base, self.idle, self.share) = (c.base, c.idle, c.share);
-        self.yields = c.share.share(c.yields);
     }
 }
 

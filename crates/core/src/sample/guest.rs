@@ -111,10 +111,10 @@ impl Heard {
 
 impl GuestStats {
     /// The facts block of the guest's module as balloon statistics.
-    pub fn from_facts(f: &Facts, wall_s: u64, age_ms: u64) -> GuestStats {
+    pub fn from_facts(f: &Facts, updated_s: u64, age_ms: u64) -> GuestStats {
         let pages = |n: u64| Some(Bytes::pages(n));
         GuestStats {
-            updated_s: wall_s.saturating_sub(age_ms / 1000),
+            updated_s,
             age_ms,
             total: pages(f.total),
             free: pages(f.free),

@@ -1,7 +1,5 @@
 //! A VM as the host sees it: which process it is, what that holds, how QEMU answers, and what
 //! was done to its memory on order.
-//!
-//! What its guest says of itself is in `guest.rs`, what its agent says in `agent.rs`.
 
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +33,6 @@ pub enum Claim {
 }
 
 impl Claim {
-    /// Nothing that it cannot change is asked for.
     pub fn is_open(&self) -> bool {
         *self == Claim::Open
     }

@@ -24,7 +24,6 @@ pub struct Cold {
     pub paged_out: Bytes,
     /// Read back since it was last paged out, and paged out before.
     pub back: Bytes,
-    /// See `back`.
     pub out: Bytes,
     /// Not paged out until then, because it read back what was.
     pub back_until: Option<Stamp>,

@@ -1,4 +1,5 @@
-//! How fast a guest's need grows, by words that a moving balloon makes unsure.
+//! How fast a guest's need grows, by words that a moving balloon makes unsure, and the fastest
+//! that it grew lately.
 //!
 //! While a balloon moves, a guest's word allows for several needs (`sizes.rs`). Which of them is
 //! likely says how fast the need grew before, as far as the words since the last sure one allow.
@@ -11,6 +12,8 @@ use crate::units::{Bytes, Stamp};
 
 /// A sure need that is older says nothing of how fast it grows now.
 const SURE_LIFE_MS: u64 = 2_000;
+/// The fastest is forgotten with this time constant, milliseconds.
+const FASTEST_LIFE_MS: f64 = 600_000.0;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
@@ -42,6 +45,30 @@ impl Growth {
             self.sure = Some((at, need));
         }
         need
+    }
+}
+
+/// The fastest that the need grew between two of the guest's answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Fastest {
+    /// When that was.
+    at: Stamp,
+    /// Bytes a second.
+    bytes: Bytes,
+}
+
+impl Fastest {
+    /// Takes in a rate, bytes a second.
+    pub(crate) fn see(&mut self, at: Stamp, rate: f64) {
+        let rate = Bytes(rate.max(0.0) as u64);
+        if rate >= self.rate(at) {
+            *self = Fastest { at, bytes: rate };
+        }
+    }
+
+    /// What is left of it, bytes a second.
+    pub fn rate(&self, at: Stamp) -> Bytes {
+        self.bytes.share((-(at.since(self.at) as f64) / FASTEST_LIFE_MS).exp())
     }
 }
 
@@ -82,5 +109,16 @@ mod tests {
         let words: Vec<_> = (0..60).map(|i| (100 * i, 100 + 10 * i, 150 + 10 * i)).collect();
         let (need, rate) = *see(&words).last().unwrap();
         assert!((690..=740).contains(&need) && (60..=140).contains(&rate), "{need} {rate}");
+    }
+
+    #[test]
+    fn the_fastest_counts_until_it_is_old() {
+        let mut fastest = Fastest::default();
+        fastest.see(Stamp(1_000), 4e6);
+        fastest.see(Stamp(2_000), -9e9);
+        fastest.see(Stamp(3_000), 3e6);
+        let rate = |ms| fastest.rate(Stamp(ms)).0;
+        assert!((3_980_000..4_000_000).contains(&rate(3_000)), "{}", rate(3_000));
+        assert!(rate(601_000) < 1_500_000 && rate(10_000_000) == 0);
     }
 }

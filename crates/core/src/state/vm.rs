@@ -4,11 +4,8 @@
 //! that move or do not, reboots, rates, peaks of need, contradictions, what came
 //! back to the host. What was decided is taken in by [`super::Memory::learn`].
 //!
-//! Here is the record itself and the order in which a tick is taken in. What is learnt, and
-//! by which rules, is in `vm/`: starts and reboots in `boot.rs`, orders in
-//! `order.rs`, the guest's word in `word.rs`, what the host got in `returned.rs`. A new field
-//! has a default, as an older daemon's record lacks it, and one that is of the guest and not
-//! of its process is forgotten in `boot.rs`.
+//! A new field has a default, as an older daemon's record lacks it, and one that is of the guest
+//! and not of its process is forgotten in `boot.rs`.
 
 mod boot;
 mod order;
@@ -65,7 +62,6 @@ pub struct VmMemory {
     pub reboot: Option<Reboot>,
     /// Resets, each within ten minutes of the one before, and when the last was.
     pub resets: u32,
-    /// See `resets`.
     pub reset_at: Option<Stamp>,
     /// Its last statistics that differed from those before, when they came, and
     /// the size that goes with them.
@@ -113,7 +109,6 @@ pub struct VmMemory {
     pub doubt: Option<Doubt>,
     /// How often lately it was short soon after it had been asked, and when.
     pub harm: u32,
-    /// See `harm`.
     pub harm_at: Option<Stamp>,
     /// What was given last: it may be touched any moment.
     #[serde(alias = "gift")]

@@ -11,7 +11,6 @@ const REST_MS: (u64, u64) = (60_000, 3_600_000);
 /// Less than this of what was looked through is next to nothing; so is less than
 /// [`LITTLE`].
 const LITTLE_SHARE: f64 = 1.0 / 256.0;
-/// See [`LITTLE_SHARE`].
 const LITTLE: Bytes = Bytes::mib(4);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -14,6 +14,7 @@
 //!
 //! Both sides take the other's numbers for hostile: a side that breaks a rule is disconnected.
 
+use super::abi::{u32_at, u64_at};
 use crate::page_hash::SECRET;
 use crate::units::PAGE;
 
@@ -76,9 +77,9 @@ impl Ask {
         }
         let mut secret = [0; SECRET];
         secret.copy_from_slice(&head[16..]);
-        let lines = [false, true].into_iter().find(|l| u64::from(*l) == number(&head[8..]))?;
+        let lines = [false, true].into_iter().find(|l| u64::from(*l) == u64_at(head, 8))?;
         let ranges: Vec<(u64, u64)> =
-            rest.chunks_exact(RANGE).map(|r| (number(r), number(&r[8..]))).collect();
+            rest.chunks_exact(RANGE).map(|r| (u64_at(r, 0), u64_at(r, 8))).collect();
         let (mut at, mut pages) = (0, 0u64);
         for &(start, len) in &ranges {
             let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
@@ -126,10 +127,10 @@ impl Told {
         if Told::rest(head)? != rest.len() {
             return None;
         }
-        let [held, free, cpu_ns] = [8, 16, 24].map(|at| number(&head[at..]));
-        let hash = |r: &[u8]| (u128::from(number(&r[16..])) << 64) | u128::from(number(&r[8..]));
+        let [held, free, cpu_ns] = [8, 16, 24].map(|at| u64_at(head, at));
+        let hash = |r: &[u8]| (u128::from(u64_at(r, 16)) << 64) | u128::from(u64_at(r, 8));
         let pages: Vec<(u64, u128)> =
-            rest.chunks_exact(RECORD).map(|r| (number(r), hash(r))).collect();
+            rest.chunks_exact(RECORD).map(|r| (u64_at(r, 0), hash(r))).collect();
         let asked: u64 = ranges.iter().map(|r| r.1 / PAGE).sum();
         let mut ranges = ranges.iter().map(|r| r.0 / PAGE..(r.0 + r.1) / PAGE);
         let mut range = ranges.next();
@@ -149,14 +150,8 @@ impl Told {
 }
 
 fn rest(head: &[u8], most: usize, each: usize) -> Option<usize> {
-    let word = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
-    let count = word(4)? as usize;
-    (word(0)? == MAGIC && count <= most).then_some(count * each)
-}
-
-/// The first eight bytes; there always are as many.
-fn number(bytes: &[u8]) -> u64 {
-    bytes.first_chunk().map_or(0, |b| u64::from_le_bytes(*b))
+    let count = u32_at(head, 4) as usize;
+    (u32_at(head, 0) == MAGIC && count <= most).then_some(count * each)
 }
 
 #[cfg(test)]

@@ -161,8 +161,8 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
         steer(model, memory, (host, state), (&group, &vms), &mut plan, &mut next);
     }
     let inside = |v: &VmModel, m: &MergeVm| match host.config.mode {
-        MergeMode::On => m.managed && out(v, m, memory, &group, model.at).is_none(),
-        _ => m.managed,
+        MergeMode::On => v.managed && out(v, m, memory, &group, model.at).is_none(),
+        _ => v.managed,
     };
     let read = |v: &VmModel, m: &MergeVm| inside(v, m) && v.hands_off.is_none();
     let targets: Vec<&(&VmModel, &MergeVm)> = vms.iter().filter(|(v, m)| read(v, m)).collect();

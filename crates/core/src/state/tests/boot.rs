@@ -71,7 +71,7 @@ fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     assert_eq!(memory.vms[0].unsure, Bytes::ZERO, "that was of the guest before");
     for at in [12_000, 13_000, 14_000, 25_000, 26_000] {
         let model = tick(&mut memory, &sample(at, vec![vm(512, 200, 500)]));
-        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        let plan = crate::policy::decide(&model, &memory, &[]).plan;
         assert_eq!(plan.actions, [], "at {at}");
     }
     assert_eq!(memory.owed_ids(), []);

@@ -113,7 +113,7 @@ fn what_was_given_and_never_came_is_ordered_again() {
     let mut ordered = false;
     for s in 31..=90u64 {
         let model = tick(&mut memory, &sample(s * 1_000, vec![vm(400, 10, 400)]));
-        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        let plan = crate::policy::decide(&model, &memory, &[]).plan;
         ordered |= plan.actions.iter().any(|a| a.to > Bytes::mib(400));
     }
     assert!(ordered, "it has 10 MiB available, the host 8 GiB");

@@ -199,7 +199,7 @@ fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for
     let orders = |config: &str| {
         let config = Config::parse("f", config).unwrap();
         let model = Model::new(&config, &after, &memory);
-        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        let plan = crate::policy::decide(&model, &memory, &[]).plan;
         let sizes = plan.actions.iter().map(|a| a.to.0 >> 20).collect::<Vec<_>>();
         (sizes, only(&model).standing.why().to_owned())
     };

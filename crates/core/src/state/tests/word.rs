@@ -61,7 +61,7 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
         let model = tick(&mut memory, &word(at, actual, available, age));
         assert_eq!(only(&model).distress, "", "{at}");
         assert_eq!(only(&model).trust.level, 1.0, "{at}: {}", only(&model).trust.why);
-        let plan = decide(&model, &memory, &[], &Default::default()).plan;
+        let plan = decide(&model, &memory, &[]).plan;
         assert_eq!(plan.actions, [], "{at}");
     }
     assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);

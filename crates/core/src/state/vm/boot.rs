@@ -17,9 +17,7 @@ const YOUNG_MS: u64 = 60_000;
 /// A VM has settled when its residency grows by less than [`SETTLED_GROWTH`] of
 /// RAM in this time, or after [`START_MOST_MS`].
 const START_LOOK_MS: u64 = 10_000;
-/// See [`START_LOOK_MS`].
 const SETTLED_GROWTH: f64 = 0.02;
-/// See [`START_LOOK_MS`].
 const START_MOST_MS: u64 = 180_000;
 /// A guest that resets this often within this time, milliseconds, is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
@@ -46,7 +44,6 @@ pub struct Reboot {
     pub updated_s: u64,
     /// The size that it was given for its new kernel, and when.
     pub to: Option<Bytes>,
-    /// See `to`.
     pub given: Option<Stamp>,
     /// When it was moved by one MiB.
     pub nudged: Option<Stamp>,

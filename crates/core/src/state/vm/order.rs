@@ -107,14 +107,15 @@ impl VmMemory {
             self.ledger.order(ram, action.to, answered);
         }
         let same = |o: &Order| (o.to > action.from) == action.gives();
-        let given = action.to - self.order.filter(same).map_or(action.from, |o| o.to);
-        let since = self.order.filter(same).map_or(at, |o| o.since);
-        let still_ms = self.order.filter(same).map_or(0, |o| o.still_ms);
+        let before = self.order.filter(same);
+        let given = action.to - before.map_or(action.from, |o| o.to);
+        let since = before.map_or(at, |o| o.since);
+        let still_ms = before.map_or(0, |o| o.still_ms);
         let cuts_short =
             self.order.is_some_and(|o| o.to < action.from && (o.to < action.to || o.cuts_short));
         let (to, moved_from) = (action.to, action.from);
         let order = Order { to, moved_from, still_ms, since, cuts_short };
-        if self.order.is_none_or(|o| !same(&o)) {
+        if before.is_none() {
             self.rate = 0.0;
         }
         self.order = Some(order);

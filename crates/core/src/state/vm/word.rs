@@ -106,7 +106,7 @@ impl VmMemory {
         let facts = vm.agent.as_ref().and_then(|a| a.facts).as_ref().map(|f| {
             // The wall clock matters only to tell a new kernel's words from the old's.
             let updated_s = stats.map_or(0, |s| s.updated_s);
-            GuestStats { updated_s, ..GuestStats::from_facts(f, 0, at.since(changed)) }
+            GuestStats::from_facts(f, updated_s, at.since(changed))
         });
         facts.or(stats)
     }

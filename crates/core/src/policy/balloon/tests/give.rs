@@ -186,7 +186,7 @@ fn the_last_mebibytes_that_are_owed_are_given_back() {
     let host = host(Pressure::Clear, 0, 4000);
     let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
     let memory = Memory { vms: vec![remembered(1)], ..Memory::default() };
-    let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+    let plan = crate::policy::decide(&model, &memory, &[]).plan;
     assert_eq!(plan.actions.iter().map(|a| a.to).collect::<Vec<_>>(), [Bytes::mib(800)]);
 }
 

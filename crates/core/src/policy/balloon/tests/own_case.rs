@@ -135,7 +135,7 @@ fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_
         host.limits[0].swap_left = Bytes::ZERO;
         let model = Model { at: NOW, dt_ms: 500, host, vms: vec![one] };
         let memory = Memory { vms: vec![m], ..Memory::default() };
-        let plan = crate::policy::decide(&model, &memory, &[], &Default::default()).plan;
+        let plan = crate::policy::decide(&model, &memory, &[]).plan;
         plan.actions.iter().any(|a| a.to >= Bytes::mib(600))
     };
     assert!(kept(10, |vm| vm.distress = "10 MiB available".into()));
