@@ -19,6 +19,7 @@ mod zeros;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
@@ -191,6 +192,12 @@ impl OwnedVm {
 impl Memory {
     pub fn vm(&self, id: VmId) -> Option<&VmMemory> {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
+    }
+
+    /// The same of a VM that was [observed](Memory::observe): there is something of each.
+    pub fn of(&self, id: VmId) -> &VmMemory {
+        static NOTHING: LazyLock<VmMemory> = LazyLock::new(VmMemory::default);
+        self.vm(id).unwrap_or(&NOTHING)
     }
 
     fn vm_mut(&mut self, id: VmId) -> &mut VmMemory {

@@ -83,7 +83,7 @@ impl GuestModel {
     pub(super) fn new(
         around: &Around,
         stats: &GuestStats,
-        remembered: Option<&VmMemory>,
+        m: &VmMemory,
         rates: Option<GuestRates>,
     ) -> Option<GuestModel> {
         if stats.age_ms > STALE_MS {
@@ -94,11 +94,11 @@ impl GuestModel {
         // No guest has more available than its size.
         let said = stats.available.or(stats.free)?.min(actual);
         // Its balloon may have moved since it spoke.
-        let need = remembered.and_then(VmMemory::need).unwrap_or(actual - said).min(actual);
+        let need = m.need().unwrap_or(actual - said).min(actual);
         let available = actual - need;
         let cache = stats.caches.unwrap_or_default().min(actual);
         // No more cache can be given up than is counted as available.
-        let hot = remembered.map_or(Bytes::ZERO, |m| m.hot.bytes).min(cache).min(available);
+        let hot = m.hot.bytes.min(cache).min(available);
         let working_set = need + hot;
         // What a guest can touch before Ebb can answer. One that can deflate its
         // balloon itself waits meanwhile; one that cannot would kill processes.
@@ -106,7 +106,7 @@ impl GuestModel {
         Some(GuestModel {
             available,
             need,
-            highest: remembered.map_or(Bytes::ZERO, |m| m.recent.highest()),
+            highest: m.recent.highest(),
             buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
             deflate_on_oom,
             short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
@@ -204,13 +204,12 @@ pub(crate) fn implausible(
 const DOUBTS: u32 = 2;
 
 /// How far this guest is believed now.
-pub(super) fn trust(guest: Option<&GuestModel>, remembered: Option<&VmMemory>) -> Trust {
+pub(super) fn trust(guest: Option<&GuestModel>, m: &VmMemory) -> Trust {
     let mut trust = Trust::default();
     if let Some(g) = guest.filter(|g| g.age_ms > FRESH_MS) {
         let over = (g.age_ms - FRESH_MS) as f64 / (STALE_MS - FRESH_MS) as f64;
         trust.lower(1.0 - 0.5 * over.min(1.0), || format!("its numbers are {} ms old", g.age_ms));
     }
-    let Some(m) = remembered else { return trust };
     if m.harm > 0 {
         trust.lower(1.0 / f64::from(1 + m.harm), || {
             format!("{} times lately it was short soon after it had been asked", m.harm)
@@ -288,13 +287,14 @@ mod tests {
     fn absurd_and_stale_guest_numbers_are_bounded_or_refused() {
         let ram = Bytes::gib(1);
         let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
-        let g = GuestModel::new(&around(true), &lie, None, None).unwrap();
+        let new = VmMemory::default();
+        let g = GuestModel::new(&around(true), &lie, &new, None).unwrap();
         assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
-        let careful = GuestModel::new(&around(false), &lie, None, None).unwrap();
+        let careful = GuestModel::new(&around(false), &lie, &new, None).unwrap();
         assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
         let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(&around(true), &stale, None, None), None);
-        assert_eq!(GuestModel::new(&around(true), &GuestStats::default(), None, None), None);
+        assert_eq!(GuestModel::new(&around(true), &stale, &new, None), None);
+        assert_eq!(GuestModel::new(&around(true), &GuestStats::default(), &new, None), None);
     }
 
     #[test]
@@ -305,7 +305,7 @@ mod tests {
             ..VmMemory::default()
         };
         let set = |mib| {
-            let g = GuestModel::new(&around(true), &stats, Some(&hot(mib)), None).unwrap();
+            let g = GuestModel::new(&around(true), &stats, &hot(mib), None).unwrap();
             (g.working_set.0 >> 20, g.idle.0 >> 20)
         };
         assert_eq!(set(0), (424, 600));
@@ -396,7 +396,7 @@ mod tests {
     #[test]
     fn trust_falls_with_age_doubt_and_harm() {
         let g = |age_ms| GuestModel { age_ms, ..GuestModel::default() };
-        let level = |age, m: VmMemory| trust(Some(&g(age)), Some(&m)).level;
+        let level = |age, m: VmMemory| trust(Some(&g(age)), &m).level;
         assert_eq!(level(2_000, VmMemory::default()), 1.0);
         assert_eq!(level(5_000, VmMemory::default()), 0.5);
         assert_eq!(level(0, VmMemory { harm: 1, ..VmMemory::default() }), 0.5);
@@ -405,7 +405,7 @@ mod tests {
             ..VmMemory::default()
         };
         assert_eq!((level(0, doubt(1)), level(0, doubt(2))), (0.5, 0.0));
-        assert_eq!(trust(None, Some(&doubt(2))).why, "it claims x");
+        assert_eq!(trust(None, &doubt(2)).why, "it claims x");
     }
 
     #[test]

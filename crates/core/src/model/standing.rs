@@ -76,7 +76,7 @@ pub(super) fn standing(
     left_alone: Option<String>,
     vm: &VmSample,
     model: &VmModel,
-    memory: Option<&VmMemory>,
+    m: &VmMemory,
     at: Stamp,
 ) -> Standing {
     let off = |why: &str| Standing::Off(why.to_string());
@@ -117,32 +117,31 @@ pub(super) fn standing(
     if let Link::Slow(why) = &vm.link {
         return give_only(format!("QEMU is slow to answer: {why}"));
     }
-    if memory.is_some_and(|m| m.reboot.is_some()) {
+    if m.reboot.is_some() {
         return give_only("it rebooted: its size is not known yet".into());
     }
-    if let Some(left) = memory.and_then(|m| m.settle_until).map(|s| s.since(at)).filter(|l| *l > 0)
-    {
+    if let Some(left) = m.settle_until.map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));
     }
     if model.guest.is_some() && model.trust.level <= 0.0 {
         return give_only(format!("its numbers are not believed: {}", model.trust.why));
     }
-    if memory.is_some_and(|m| m.ledger.suspect) {
+    if m.ledger.suspect {
         return give_only("its size has changed, not by Ebb's order".into());
     }
-    if let Some(left) = memory.and_then(|m| m.ledger.left_ms(at)) {
+    if let Some(left) = m.ledger.left_ms(at) {
         return give_only(format!(
             "its size was set, not by Ebb: left alone for {} s unless it is short",
             left.div_ceil(1000)
         ));
     }
-    if let Some(left) = memory.and_then(|m| m.stuck_until).map(|s| s.since(at)).filter(|l| *l > 0) {
+    if let Some(left) = m.stuck_until.map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
             "it did not follow its last order: asked again in {} s",
             left.div_ceil(1000)
         ));
     }
-    if let Some(left) = memory.and_then(|m| m.reach.left_ms(at)) {
+    if let Some(left) = m.reach.left_ms(at) {
         return give_only(format!(
             "it was not heard for a while: not asked for {} s",
             left.div_ceil(1000)
@@ -162,10 +161,9 @@ pub(super) fn standing(
 }
 
 /// Whether a VM that could be acted upon has no balloon that brings anything.
-pub(super) fn beyond_balloon(vm: &VmSample, memory: Option<&VmMemory>, at: Stamp) -> bool {
-    let boots = memory
-        .is_some_and(|m| m.reboot.is_some() || m.settle_until.is_some_and(|settled| settled > at));
-    let stuck = memory.and_then(|m| m.stuck_until).is_some_and(|until| until > at);
+pub(super) fn beyond_balloon(vm: &VmSample, m: &VmMemory, at: Stamp) -> bool {
+    let boots = m.reboot.is_some() || m.settle_until.is_some_and(|settled| settled > at);
+    let stuck = m.stuck_until.is_some_and(|until| until > at);
     let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
     vm.link == Link::Up && vm.run == Some(RunState::Running) && !boots && (deaf || stuck)
 }

@@ -36,18 +36,19 @@ fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing()
     };
     let now = Stamp(100_000);
     let well = runs(balloon(Some(Default::default())));
-    assert!(!beyond_balloon(&well, None, now));
+    let new = VmMemory::default();
+    assert!(!beyond_balloon(&well, &new, now));
     assert!(
-        beyond_balloon(&runs(None), None, now) && beyond_balloon(&runs(balloon(None)), None, now)
+        beyond_balloon(&runs(None), &new, now) && beyond_balloon(&runs(balloon(None)), &new, now)
     );
     let until = |ms| Some(now.plus(ms));
     let stuck = VmMemory { stuck_until: until(1), ..VmMemory::default() };
-    assert!(beyond_balloon(&well, Some(&stuck), now));
+    assert!(beyond_balloon(&well, &stuck, now));
     let boots = VmMemory { settle_until: until(1), ..VmMemory::default() };
-    assert!(!beyond_balloon(&runs(None), Some(&boots), now));
+    assert!(!beyond_balloon(&runs(None), &boots, now));
     let migrates = VmSample { run: Some(RunState::Migrating), ..runs(None) };
     let silent = VmSample { link: Link::Slow("x".into()), ..runs(None) };
-    assert!(!beyond_balloon(&migrates, None, now) && !beyond_balloon(&silent, None, now));
+    assert!(!beyond_balloon(&migrates, &new, now) && !beyond_balloon(&silent, &new, now));
 }
 
 #[test]

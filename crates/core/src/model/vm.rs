@@ -143,11 +143,10 @@ impl VmModel {
 
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
         let settings = &*config.settings_of(vm);
-        let remembered = memory.vm(vm.id);
+        let m = memory.of(vm.id);
         let actual = vm.balloon.as_ref().map(|b| b.actual);
         let ram = vm.ram.or(actual).unwrap_or_default();
-        let ledger = remembered.map(|m| m.ledger).unwrap_or_default();
-        let whole = ledger.whole(ram).unwrap_or(ram);
+        let whole = m.ledger.whole(ram).unwrap_or(ram);
         let ceiling = settings.max.map_or(ram, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
         // A floor above the ceiling gives way to it.
         let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
@@ -159,7 +158,7 @@ impl VmModel {
             floor,
             ceiling,
             whole,
-            owed: actual.map_or(Bytes::ZERO, |a| ledger.owed(ram, a)),
+            owed: actual.map_or(Bytes::ZERO, |a| m.ledger.owed(ram, a)),
             managed: is_managed(config, settings, vm),
             by_metadata: config.metadata_words(vm),
             // The configuration's reader refuses others; a record may hold any.
@@ -185,29 +184,22 @@ impl VmModel {
                 .then(|| vm.partial_thp.clone().unwrap_or_default()),
             ..VmModel::default()
         };
-        let stats = remembered.and_then(|m| m.words(sample.at, vm)).or_else(|| {
-            // Not observed: as it stands in the sample.
-            vm.guest_stats()
-        });
-        if let (Some(actual), Some(stats)) = (actual, stats) {
-            let rates = remembered.and_then(|m| m.rates_at(sample.at));
+        if let (Some(actual), Some(stats)) = (actual, m.words(sample.at, vm)) {
             let deflate_on_oom = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
             let around = Around { ram, actual, deflate_on_oom };
-            model.guest = GuestModel::new(&around, &stats, remembered, rates);
+            model.guest = GuestModel::new(&around, &stats, m, m.rates_at(sample.at));
         }
         let limits = sample.host.pool.iter().chain(&sample.host.bounds);
         let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
         model.swap_left = above.filter_map(|p| p.swap_left).min();
-        model.trust = trust(model.guest.as_ref(), remembered);
-        model.standing =
-            standing(left_alone(config, settings, vm), vm, &model, remembered, sample.at);
-        model.beyond_balloon = model.managed && beyond_balloon(vm, remembered, sample.at);
-        let inflating = remembered.is_some_and(|m| m.inflates(sample.at, actual));
+        model.trust = trust(model.guest.as_ref(), m);
+        model.standing = standing(left_alone(config, settings, vm), vm, &model, m, sample.at);
+        model.beyond_balloon = model.managed && beyond_balloon(vm, m, sample.at);
+        let inflating = m.inflates(sample.at, actual);
         model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
         if !model.distress.is_empty() && model.guest.is_some_and(|g| g.by_module) {
             model.distress += ", by its module's facts";
         }
-        let Some(m) = remembered else { return model };
         if model.distress.is_empty()
             && model.guest.is_none_or(|g| g.available < g.buffer)
             && m.deflated_on_oom.is_some_and(|t| sample.at.since(t) < DEFLATED_LIFE_MS)

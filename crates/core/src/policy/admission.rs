@@ -134,8 +134,7 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
         model.to_mut().aim(limit);
     }
     let host = &model.host;
-    let none = VmMemory::default();
-    let spare = |vm: &VmModel| spare(model.at, vm, memory.vm(vm.id).unwrap_or(&none));
+    let spare = |vm: &VmModel| spare(model.at, vm, memory.of(vm.id));
     Stock {
         known: host.known,
         state: host.state,

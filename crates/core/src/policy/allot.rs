@@ -254,14 +254,13 @@ pub(super) fn allot(
     least: &[Bytes],
     most_of: &[Bytes],
 ) -> Allotment {
-    let none = VmMemory::default();
     let (at, host) = (model.at, &model.host);
     let claim = |index: usize| {
         let vm = &model.vms[index];
         // RAM that is pinned is all there, or of a pool of its own.
         let g = vm.guest.as_ref().filter(|_| !vm.outside && vm.pinned.is_none())?;
         let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
-        let m = memory.vm(vm.id).unwrap_or(&none);
+        let m = memory.of(vm.id);
         let apart = g.need - held;
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
         let (least, most) = (least[index], most_of[index]);

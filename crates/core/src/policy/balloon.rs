@@ -60,8 +60,7 @@ pub struct Ballooned {
 
 /// Decides. `above` is what the stages before this one are expected to bring of each VM.
 pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[Bytes]) -> Ballooned {
-    let none = VmMemory::default();
-    let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
+    let of = |vm: &VmModel| memory.of(vm.id);
     let mut verdicts: Vec<Option<Verdict>> =
         model.vms.iter().map(|vm| own_case(model, vm, of(vm))).collect();
     let least: Vec<Bytes> = model.vms.iter().map(|vm| least(model, vm, of(vm))).collect();
@@ -282,8 +281,7 @@ fn relieve(
     allots: &[Allotment],
     verdicts: &mut [Option<Verdict>],
 ) -> Vec<Bytes> {
-    let none = VmMemory::default();
-    let of = |i: &usize| memory.vm(model.vms[*i].id).unwrap_or(&none);
+    let of = |i: &usize| memory.of(model.vms[*i].id);
     let parts = least_parts(allots);
     let poor = (0..model.vms.len()).filter(|i| {
         let vm = &model.vms[*i];
@@ -444,8 +442,7 @@ fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim>
 fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut [Option<Verdict>]) {
     let mut candidates: Vec<Candidate> = Vec::new();
     for (index, vm) in model.vms.iter().enumerate() {
-        let known = VmMemory::default();
-        let m = memory.vm(vm.id).unwrap_or(&known);
+        let m = memory.of(vm.id);
         let meant = request.means(&vm.name) && verdicts[index].is_none();
         if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
             continue;
@@ -514,9 +511,9 @@ fn grow(
     order.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
     for (.., i) in order {
         let vm = &model.vms[i];
-        let m = memory.vm(vm.id);
+        let m = memory.of(vm.id);
         let Some(actual) = vm.actual else { continue };
-        let set_by_others = m.and_then(|m| m.ledger.left_ms(model.at)).is_some();
+        let set_by_others = m.ledger.left_ms(model.at).is_some();
         if set_by_others || vm.hands_off.is_some() {
             continue;
         }
@@ -538,12 +535,11 @@ fn grow(
             verdicts[i] = Some(Verdict::Hold(format!("{} ballooned; {why}", vm.owed)));
             continue;
         }
-        if m.and_then(|m| m.order).is_some_and(|o| o.to > actual) {
+        if m.order.is_some_and(|o| o.to > actual) {
             verdicts[i] = Some(Verdict::Hold("it is still growing".into()));
             continue;
         }
-        let hold =
-            m.and_then(|m| m.last_take).and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
+        let hold = m.last_take.and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
         if let Some(hold) = hold {
             verdicts[i] = Some(Verdict::Hold(format!(
                 "{} ballooned; given back in {} s at the earliest, unless it needs it",

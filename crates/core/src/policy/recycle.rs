@@ -19,7 +19,7 @@
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Reclaim, RecycleOrder};
 use crate::sample::{AgentSample, Link};
-use crate::state::{Memory, RecycleMemory, VmMemory, Whole};
+use crate::state::{Memory, RecycleMemory, Whole};
 use crate::units::Bytes;
 use crate::wire::{AgentState, HugePages, Recycle};
 
@@ -75,18 +75,16 @@ fn manner(state: Pressure) -> Manner {
 pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<RecycleOrder> {
     let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
     let mut of = |vm: &VmModel| {
-        let agent = usable(vm)?;
+        let (agent, m) = (usable(vm)?, memory.of(vm.id));
         // A balloon that grows has QEMU discard pages too, and that would lift the
         // agent's protection inside a window: one of the two at a time.
-        let at_rest = |m: &VmMemory| !m.inflates(model.at, vm.actual);
-        if agent.busy || !memory.vm(vm.id).is_none_or(at_rest) {
+        if agent.busy || m.inflates(model.at, vm.actual) {
             return None;
         }
         if let Some(i) = requests.iter().position(|r| r.means(&vm.name)) {
             return on_request(vm, agent, &mut asked[i]);
         }
-        let remembered = memory.vm(vm.id).map(|m| m.recycle).unwrap_or_default();
-        one(model, vm, agent, &remembered, &manner(model.state_of(vm)))
+        one(model, vm, agent, &m.recycle, &manner(model.state_of(vm)))
     };
     model.vms.iter().filter_map(&mut of).collect()
 }
@@ -207,6 +205,7 @@ mod tests {
     use super::*;
     use crate::model::HostModel;
     use crate::sample::VmId;
+    use crate::state::VmMemory;
     use crate::units::Stamp;
 
     const ID: VmId = VmId { pid: 1, start: 1 };

@@ -80,8 +80,7 @@ pub(super) fn take(
 ) -> Vec<Bytes> {
     let deferred = missing.deferred;
     let state = model.host.state.max(Pressure::Soft);
-    let none = VmMemory::default();
-    let of = |vm: &VmModel| memory.vm(vm.id).unwrap_or(&none);
+    let of = |vm: &VmModel| memory.of(vm.id);
     let inside = model.vms.iter().filter(|v| !v.outside);
     let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
@@ -171,8 +170,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     let vms = || model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none());
     for vm in vms().filter(|vm| vm.standing == Standing::Ready && vm.distress.is_empty()) {
         let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { continue };
-        let pace = memory.vm(vm.id).map_or(1.0, pace);
-        speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace;
+        speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace(memory.of(vm.id));
         let spare = actual - g.working_set;
         idle += spare;
         held += spare.share(held_share(vm, g));

@@ -98,7 +98,7 @@ fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a 
         if model.state_of(vm) < Pressure::Soft {
             return false;
         }
-        let rest = memory.vm(vm.id).and_then(|m| m.zeros.rest_until);
+        let rest = memory.of(vm.id).zeros.rest_until;
         let none = found(vm).is_some_and(|pages| pages < LEAST.0 / PAGE / 8);
         rest.is_none_or(|until| until <= model.at) && !none
     };

@@ -225,7 +225,7 @@ fn out(
     at: Stamp,
 ) -> Option<Out> {
     let must = |why: String| Some(Out { why, must: true });
-    let remembered = memory.vm(vm.id).map(|m| m.merge).unwrap_or_default();
+    let remembered = memory.of(vm.id).merge;
     match group {
         Err(why) => return must(why.clone()),
         Ok(Some(group)) if *group != vm.group => {
@@ -278,7 +278,7 @@ fn steer(
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
     for (vm, part) in vms {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
-        let remembered = memory.vm(vm.id).map(|m| m.merge).unwrap_or_default();
+        let remembered = memory.of(vm.id).merge;
         if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
             blocked.get_or_insert_with(|| blocks(vm, part, out, open));
         }
