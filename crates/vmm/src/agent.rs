@@ -477,7 +477,7 @@ impl Attached {
         Ok(Recycler {
             ram: &self.ram,
             guard: &self.guard,
-            live,
+            proven: live,
             open: &self.open,
             work: &mut self.work,
             devices: &mut self.devices,

@@ -92,7 +92,7 @@ pub struct Recycler<'a> {
     pub ram: &'a Ram,
     pub guard: &'a Guard,
     /// The map, and its header as it was proven alive.
-    pub live: &'a Live,
+    pub proven: &'a Live,
     /// What is open to KSM: [`Recycler::run`] leaves it.
     pub open: &'a Open,
     pub work: &'a mut Work,
@@ -174,7 +174,7 @@ impl Recycler<'_> {
         let passes: &[Pass] =
             if want.max_bytes.is_some() { &[Pass::Whole, Pass::Rest] } else { &[Pass::All] };
         // From where the last call ended, so that short budgets come round too.
-        let pages = &self.live.layout.pages;
+        let pages = &self.proven.layout.pages;
         let (before, after) =
             pages.split_at(pages.partition_point(|p| p.pfn < self.work.pace.next));
         self.work.pace.next = 0;
@@ -435,7 +435,7 @@ impl Recycler<'_> {
     /// Free by the map, in bytes; with `held`, how much of it the host holds and can be recycled.
     pub fn free(&self, held: bool) -> Option<(Bytes, Option<Bytes>)> {
         let (mut free, mut kept) = (0, 0);
-        for page in &self.live.layout.pages {
+        for page in &self.proven.layout.pages {
             let mut bits = self.ram.bits(page.gpa)?;
             self.keep_usable(page, &mut bits);
             for part in self.ram.parts(page.pfn) {
@@ -458,7 +458,7 @@ impl Recycler<'_> {
         let least = LEAST_CLOSED.max(want.min_run_pages as usize);
         let most = want.max_bytes.map_or(MOST_CLOSED, |b| b.0.min(MOST_CLOSED));
         let (mut found, mut left) = (Vec::new(), (most / PAGE) as usize);
-        for page in &self.live.layout.pages {
+        for page in &self.proven.layout.pages {
             let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
             let Some(free) = free else { continue };
             for part in self.ram.parts(page.pfn) {
@@ -500,7 +500,7 @@ impl Recycler<'_> {
     /// Copies the map, for `marked`.
     pub fn mark(&self) -> Option<Marks> {
         let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
-        Some(Marks(self.live.layout.pages.iter().map(copy).collect::<Option<_>>()?))
+        Some(Marks(self.proven.layout.pages.iter().map(copy).collect::<Option<_>>()?))
     }
 }
 

@@ -259,7 +259,7 @@ impl Recycler<'_> {
             places.push((map + first as u64 * 8, (end - first) * 8));
             words.push(first..end);
         }
-        places.push((self.ram.hva(self.live.header.gpa, PAGE).ok_or(Stop::Doubt)?, HEADER_BYTES));
+        places.push((self.ram.hva(self.proven.header.gpa, PAGE).ok_or(Stop::Doubt)?, HEADER_BYTES));
         let mut bytes = vec![0; places.iter().map(|p| p.1).sum()];
         sys::copy_from(&places, &mut bytes).map_err(|_| Stop::Doubt)?;
         let (maps, header) = bytes.split_last_chunk::<HEADER_BYTES>().ok_or(Stop::Doubt)?;
@@ -283,9 +283,9 @@ impl Recycler<'_> {
         self.faults.no_doubt()
             || (!self.guard.tripped()
                 && self.beats(&live)
-                && bytes[..abi::STATIC_BYTES] == self.live.header.fixed
+                && bytes[..abi::STATIC_BYTES] == self.proven.header.fixed
                 && live.state == GuestState::Running
-                && live.generation == self.live.layout.generation)
+                && live.generation == self.proven.layout.generation)
     }
 
     /// Whether the module has beaten lately, if the daemon says that the vCPUs run. If it has
@@ -294,7 +294,7 @@ impl Recycler<'_> {
     fn beats(&mut self, live: &LivePart) -> bool {
         let Some((last, at)) = &mut self.beat else { return true };
         let now = Instant::now();
-        if live.beat != *last && live.beats_right(self.live.header.key) {
+        if live.beat != *last && live.beats_right(self.proven.header.key) {
             (*last, *at) = (live.beat, now);
         }
         let most = Duration::from_millis(live.tick_ms.into()) * BEATS_MISSED;
