@@ -236,9 +236,14 @@ fn a_guest_under_kvm_loses_nothing_at_full_speed() {
         return println!("skipped: {why}");
     }
     for memory in [Memory::Small, Memory::Huge, Memory::Memfd] {
-        let (checks, lost, recycled, saved) = contest(memory, Faults::default(), seconds(3));
-        assert_eq!(lost, 0, "{memory:?}");
-        assert!(checks > 1000 && recycled > 1000 && saved > 0, "{memory:?}");
+        // On a busy machine the guest is seldom at work in a window.
+        let met = (0..20).any(|_| {
+            let (checks, lost, recycled, saved) = contest(memory, Faults::default(), seconds(3));
+            assert_eq!(lost, 0, "{memory:?}");
+            assert!(checks > 1000 && recycled > 1000, "{memory:?}");
+            saved > 0
+        });
+        assert!(met, "{memory:?}: the guest took no page in a window");
     }
 }
 

@@ -167,8 +167,8 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
         true => (
             Verdict::Note,
             "none".into(),
-            "give the host swap, or zram (apt-get install zram-tools): it is used when many guests \
-             want memory at once",
+            "give the host swap, or zram (Debian: zram-tools, Fedora: zram-generator): it is used \
+             when many guests want memory at once",
         ),
         false => (Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
     };
