@@ -4,7 +4,7 @@
 //! this. Formulas stand here once, with their reasons; `docs/policies.md` tells
 //! them to operators.
 //!
-//! Here host and VMs are put together, and what cannot work out is warned of.
+//! Here host and VMs are put together. A setting that cannot be kept gives a warning.
 
 pub(crate) mod guest;
 mod host;

@@ -267,15 +267,15 @@ impl Engine {
             let memory = self.memory.vm(vm.id).filter(|_| !pages_out);
             memory.filter(|m| is_at_rest(vm, m, within_ms))
         };
-        let is_quiet = |m: &VmMemory| {
-            model.host.state == Pressure::Clear && model.at.since(m.cold.since) >= QUIET_MS
+        let waits = |vm: &VmModel, ms| {
+            at_rest(vm, ms).is_some_and(|m| m.asked.is_some_and(|t| at.since(t) < ms))
         };
-        let rests = |vm: &&VmModel| {
-            let quiet = self.memory.vm(vm.id).is_some_and(is_quiet);
-            let ask_ms = if quiet { rest_ms.max(QUIET_ASK_MS) } else { rest_ms };
-            let lately = |m: &VmMemory| m.asked.is_some_and(|t| at.since(t) < ask_ms);
-            at_rest(vm, ask_ms).is_some_and(lately)
+        let is_quiet = |vm: &VmModel| {
+            let since = self.memory.of(vm.id).cold.since;
+            model.host.state == Pressure::Clear && model.at.since(since) >= QUIET_MS
         };
+        let quiet_ms = QUIET_ASK_MS.min(tick_ms);
+        let rests = |vm: &&VmModel| waits(vm, rest_ms) || is_quiet(vm) && waits(vm, quiet_ms);
         // Only where there are too many to ask all of them in time.
         let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
         let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
@@ -424,24 +424,25 @@ mod tests {
 
     #[test]
     fn one_that_has_been_quiet_for_a_minute_is_asked_twice_a_second() {
-        let id = VmId { pid: 1, start: 1 };
-        let rests = |state, asked, available| {
-            let guest =
-                Some(GuestModel { available: Bytes::mib(available), ..GuestModel::default() });
+        let id = |pid| VmId { pid, start: 1 };
+        let (clear, soft) = (Pressure::Clear, Pressure::Soft);
+        let rests = |vms: u32, state, asked_ago, available| {
+            let available = Bytes::mib(available);
+            let guest = Some(GuestModel { available, ..GuestModel::default() });
             let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
-            let vm = VmModel { id, ram, owed, guest, ..VmModel::default() };
+            let vm = |pid| VmModel { id: id(pid), ram, owed, guest, ..VmModel::default() };
+            let asked = Some(Stamp(QUIET_MS - asked_ago));
             let host = HostModel { state, ..HostModel::default() };
             let mut engine = Engine::new(Config::default(), false);
-            engine.memory.vms =
-                vec![VmMemory { id, asked: Some(Stamp(asked)), ..VmMemory::default() }];
-            engine
-                .next(&Model { at: Stamp(QUIET_MS), host, vms: vec![vm], ..Model::default() })
-                .rests(id)
+            engine.memory.vms = vec![VmMemory { id: id(1), asked, ..VmMemory::default() }];
+            let vms = (1..=vms).map(vm).collect();
+            engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() }).rests(id(1))
         };
-        assert!(rests(Pressure::Clear, QUIET_MS - 390, 100));
-        assert!(!rests(Pressure::Clear, QUIET_MS - 410, 100), "half a second after it was asked");
-        assert!(!rests(Pressure::Clear, QUIET_MS - 100, 20), "it may grow by 51 MiB a second");
-        assert!(!rests(Pressure::Soft, QUIET_MS - 100, 100));
+        assert!(rests(1, clear, 390, 100));
+        assert!(!rests(1, clear, 410, 100), "the next tick is half a second after it was asked");
+        assert!(!rests(1, clear, 90, 20), "it may grow by 51 MiB a second");
+        assert!(!rests(1, soft, 90, 100));
+        assert!(rests(20, clear, 90, 20), "of twenty one waits for 200 ms in any case");
     }
 
     #[test]

@@ -172,7 +172,7 @@ fields! { VM_FIELDS: Vm, v =>
     guest_free: Bytes Gauge "Free in the guest, exactly, from its map" = v.agent.as_ref()?.free;
     guest_free_held as "FREED": Bytes Gauge "Of that, held by the host and recyclable"
         = v.agent.as_ref()?.held;
-    recycled: Bytes Counter "Freed by the guest and reclaimed page by page by the agent"
+    recycled: Bytes Counter "Free pages that the agent returned to the host"
         = v.agent.as_ref()?.counters.recycled;
     recycle_saved_pages: Plain Counter "Pages the guest took between proof and discard"
         = v.agent.as_ref()?.counters.saved_pages;

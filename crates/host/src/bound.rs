@@ -1,14 +1,16 @@
 //! The memory cgroups of the VMs: each one's own, the pool whose limit is a bound for most of
 //! them, all others with a limit on the way up, and the deepest that holds them all, whose stalls
 //! are the VMs' own. Beside them the NUMA nodes to which VMs are bound. Found with each scan, read
-//! with each sample; a read that fails leaves what was known.
+//! with each sample; a read that fails leaves what was known. What VMs are bound to is read beside
+//! the loop: while one keeps its mmap lock, all are bound as they were.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{Pool, Problem, Psi};
+use ebb_core::sample::{Pool, Problem, Psi, VmId};
 
+use crate::beside::Beside;
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
 use crate::probe::numa;
 use crate::probe::psi::parse_psi;
@@ -19,7 +21,7 @@ use crate::vm::{Vm, problem};
 const MOST: usize = 1000;
 
 /// How long a scan waits for what VMs are bound to: to read it takes each one's mmap lock.
-const PATIENCE: Duration = Duration::from_millis(250);
+const PATIENCE: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Default)]
 pub(crate) struct Bounds {
@@ -35,6 +37,8 @@ pub(crate) struct Bounds {
     others: Vec<String>,
     /// The sets of NUMA nodes to which VMs are bound.
     nodes: BTreeSet<Vec<u32>>,
+    /// Under way: what each VM is bound to now.
+    binding: Beside<BTreeMap<VmId, Result<Vec<u32>, ProbeError>>>,
     /// Pool and others as they were last read.
     last: HashMap<String, (Instant, Pool)>,
 }
@@ -115,33 +119,27 @@ impl Bounds {
         });
     }
 
-    /// An error, if there is one; a VM that it concerns is bound as it was, and so is one that is
-    /// still looked at.
+    /// An error, if there is one; a VM that it concerns is bound as it was, and so are all while
+    /// they are looked at.
     fn find_nodes(&mut self, root: &Root, vms: &mut [&mut Vm]) -> Result<(), ProbeError> {
         let all = numa::read_nodes(root)?;
         let mut error = Ok(());
         if all.len() < 2 {
             vms.iter_mut().for_each(|vm| vm.nodes.clear());
         } else {
-            let mut look = |vm: &mut Vm, patience| {
-                let (root, pid, all) = (root.clone(), vm.process.id.pid, all.clone());
-                match vm.binding.look(move || numa::read_binding(&root, pid, &all), patience) {
+            let (its, ids): (_, Vec<VmId>) =
+                (root.clone(), vms.iter().map(|vm| vm.process.id).collect());
+            let one = move |id: VmId| (id, numa::read_binding(&its, id.pid, &all));
+            // A look that is under way is waited for no more.
+            let patience = if self.binding.is_idle() { PATIENCE } else { Duration::ZERO };
+            let found = self.binding.look(move || ids.into_iter().map(one).collect(), patience);
+            let mut found: BTreeMap<_, _> = found.unwrap_or_default();
+            for vm in vms.iter_mut() {
+                match found.remove(&vm.process.id) {
                     Some(Ok(bound)) => vm.nodes = bound,
                     Some(Err(e)) => error = Err(e),
                     None => {}
                 }
-            };
-            let until = Instant::now() + PATIENCE;
-            let mut begun = Vec::new();
-            for vm in vms.iter_mut() {
-                let is_late = !vm.binding.is_idle();
-                look(vm, Duration::ZERO);
-                if !is_late && !vm.binding.is_idle() {
-                    begun.push(vm);
-                }
-            }
-            for vm in begun {
-                look(vm, until.saturating_duration_since(Instant::now()));
             }
         }
         let bound = vms.iter().map(|vm| &vm.nodes).filter(|nodes| !nodes.is_empty());

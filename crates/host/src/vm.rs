@@ -38,7 +38,7 @@ use crate::probe::mappers::Question;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
-use crate::root::{ProbeError, Root};
+use crate::root::Root;
 
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
@@ -133,8 +133,6 @@ pub(crate) struct Vm {
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
     pub nodes: Vec<u32>,
-    /// Under way: what they are now.
-    pub binding: Beside<Result<Vec<u32>, ProbeError>>,
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
     pub client: Option<Client>,
@@ -387,7 +385,7 @@ impl Vm {
         self.may_use_agent() && self.access.hands_off_ms.is_none()
     }
 
-    /// The same where the VM is not to be left alone.
+    /// Whether it would be used without `ebb hands-off`.
     fn may_use_agent(&self) -> bool {
         let may = self.access.managed && !self.access.look_only;
         may && self.agent.is_some() && self.access.agent != AgentUse::Off
@@ -422,8 +420,7 @@ impl Vm {
         self.take_events();
         if !self.uses_agent() {
             // It is looked for only if it may be used and could be running.
-            let on = self.access.agent != AgentUse::Off && !self.access.look_only;
-            let sure = on && self.access.managed && self.access.hands_off_ms.is_some();
+            let sure = self.may_use_agent();
             self.agent.iter_mut().for_each(|agent| agent.leave(now, sure));
             // What QEMU has told may not hold when the agent is used again.
             self.inventory.look_anew();

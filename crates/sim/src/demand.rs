@@ -105,11 +105,6 @@ impl Curve {
         Curve::new(moments.map(|ms| (ms, self.at(ms) + other.at(ms))).collect())
     }
 
-    /// Every value bounded.
-    pub fn at_most(&self, most: Bytes) -> Curve {
-        Curve(self.0.iter().map(|p| (p.0, p.1.min(most))).collect())
-    }
-
     /// Every value changed, by its moment.
     pub fn map(&self, change: impl Fn(u64, Bytes) -> Bytes) -> Curve {
         Curve(self.0.iter().map(|p| (p.0, change(p.0, p.1))).collect())

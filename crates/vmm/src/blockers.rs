@@ -148,7 +148,8 @@ impl Devices {
 
 /// A descriptor that need not be open.
 fn borrowed<'a>(fd: i32) -> BorrowedFd<'a> {
-    // SAFETY: borrowed for a call that fails, or tells, where nothing is open.
+    // SAFETY: never -1, as callers count from 0; borrowed for one call that fails, or tells, where
+    // nothing is open.
     unsafe { BorrowedFd::borrow_raw(fd) }
 }
 

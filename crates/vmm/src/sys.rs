@@ -1,4 +1,4 @@
-//! The system calls that no safe wrapper offers, each as a small function.
+//! The system calls that no safe wrapper offers, each as a small function or a method of [`Uffd`].
 //!
 //! All of them act on this process's own memory by address. None of them
 //! dereferences such an address in user space: a mapping that is gone, or

@@ -17,7 +17,7 @@ const MISC_MAJOR: u32 = 10;
 /// Tries of a call that the kernel tells to come again.
 const TRIES: usize = 100;
 
-/// A userfaultfd of this process. What it asks of the kernel without more ado is in `sys.rs`.
+/// A userfaultfd of this process. Its single system calls are in `sys.rs`.
 #[derive(Debug)]
 pub struct Uffd {
     pub(crate) fd: OwnedFd,

@@ -433,6 +433,7 @@ fn only_what_was_marked_is_taken_when_asked_so() {
     let guest = Guest::new(64, Memory::Small);
     let (mut agent, _) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 100);
+    assert_eq!(status(&mut agent, false).free, Some(Bytes::pages(100)));
     assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked));
     guest.fill_and_free(FIRST + 200, 100);
     let want = Recycle { marked: true, ..Recycle::default() };

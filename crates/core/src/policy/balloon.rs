@@ -423,8 +423,8 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
 }
 
-/// What operators' requests still ask for: `above` is had of the VMs that each means, as far as no
-/// request before it means them.
+/// What requests still ask for. What the stages `above` bring of a VM counts for the first request
+/// that means it.
 fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim> {
     let mut left = requests.to_vec();
     for (vm, had) in model.vms.iter().zip(above) {
@@ -434,6 +434,7 @@ fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim>
             *bytes = *bytes - *had;
         }
     }
+    left.retain(|r| r.bytes != Some(Bytes::ZERO));
     left
 }
 
@@ -465,10 +466,12 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
     share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));
     for c in candidates {
         let to = round_up(c.base - c.share);
-        verdicts[c.index] = Some(if c.share < Bytes::mib(1) {
-            Verdict::Hold(format!("asked for its idle memory, but has only {}", c.idle))
-        } else {
-            Verdict::Set { to, reason: Reason::Requested }
+        verdicts[c.index] = Some(match () {
+            () if c.share >= Bytes::mib(1) => Verdict::Set { to, reason: Reason::Requested },
+            () if c.idle >= Bytes::mib(1) => Verdict::Hold(
+                "asked for its idle memory, but others bring what was asked for".into(),
+            ),
+            () => Verdict::Hold(format!("asked for its idle memory, but has only {}", c.idle)),
         });
     }
 }

@@ -13,7 +13,6 @@
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::OffloadOrder;
-use crate::policy::limits::below;
 use crate::policy::recycle::usable;
 use crate::sample::AgentSample;
 use crate::state::{Memory, VmMemory};
@@ -43,7 +42,8 @@ fn pace(state: Pressure) -> Bytes {
 }
 
 /// Orders for `missing`, and the stage in words. `ordered` is what other limits have had paged out
-/// of each VM in this tick: it counts below this one, and none of these VMs is asked again.
+/// of each VM in this tick. It goes to the same swap, at the same pace, and none of these VMs is
+/// asked again.
 pub fn offload(
     model: &Model,
     memory: &Memory,
@@ -53,7 +53,7 @@ pub fn offload(
     let Some(room) = model.host.offload_room else {
         return (Vec::new(), "no swap, or host.offload = false".into());
     };
-    let before = below(model, ordered);
+    let before: Bytes = ordered.iter().copied().sum();
     let room = room - before;
     let pace = pace(model.host.state);
     if pace == Bytes::ZERO || missing < LEAST {
@@ -240,25 +240,27 @@ mod tests {
     }
 
     #[test]
-    fn what_an_inner_limit_has_paged_out_counts_for_the_outer_one() {
+    fn what_other_limits_have_paged_out_counts() {
         let host = HostModel {
             state: Pressure::Critical,
             stalled: Pressure::Soft,
             offload_room: Some(Bytes::mib(300)),
             ..HostModel::default()
         };
-        let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1), vm(2)] };
+        let mut model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1), vm(2)] };
         let vms = vec![quiet_for(1, 200), quiet_for(2, 200)];
         let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
         let memory = Memory { vms, beyond_since, ..Memory::default() };
-        let ask = |ordered: u64| {
+        let ask = |model: &Model, ordered: u64| {
             let ordered = [Bytes::mib(ordered), Bytes::ZERO];
-            let orders = offload(&model, &memory, Bytes::mib(500), &ordered).0;
+            let orders = offload(model, &memory, Bytes::mib(500), &ordered).0;
             orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect::<Vec<_>>()
         };
-        assert_eq!(ask(0), [(1, 256)]);
-        assert_eq!(ask(100), [(2, 156)], "of the pace of 256");
-        assert_eq!(ask(256), []);
+        assert_eq!(ask(&model, 0), [(1, 256)]);
+        assert_eq!(ask(&model, 100), [(2, 156)], "of the pace of 256");
+        assert_eq!(ask(&model, 256), []);
+        model.vms[0].outside = true;
+        assert_eq!(ask(&model, 100), [(2, 156)], "below a limit beside this one");
     }
 
     #[test]

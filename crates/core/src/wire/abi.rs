@@ -142,7 +142,7 @@ pub struct LivePart {
     pub extent_pages: u32,
 }
 
-/// 0 where there are too few bytes; so is [`u64_at`].
+/// 0 where there are too few bytes, as [`u64_at`].
 pub(super) fn u32_at(b: &[u8], at: usize) -> u32 {
     b.get(at..at + 4).and_then(|s| s.try_into().ok()).map_or(0, u32::from_le_bytes)
 }

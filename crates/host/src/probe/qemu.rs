@@ -142,7 +142,7 @@ pub fn preloaded(environ: &[u8]) -> Option<PathBuf> {
 }
 
 impl QemuArgs {
-    /// Takes in an option with its value; whether it is one that has a value.
+    /// Takes in an option with its value; `false` where the option is not known here.
     fn option(&mut self, option: &str, value: &str, monitors: &mut Monitors) -> bool {
         match option {
             "name" => {

@@ -130,7 +130,7 @@ impl Pace {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The limits now; with others than before a new stretch begins.
+    /// The limits now. Where they have changed, counting begins anew.
     fn limited(&self) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         let cores = self.dial.as_ref().map_or(state.limits.cores, |d| Some(d.get()));
@@ -198,7 +198,7 @@ mod tests {
         let sleep = pace.limited().ahead();
         assert!(sleep > S * 5 && sleep <= S * 6, "{sleep:?}");
         dial.set(0.01);
-        // Returns at once: that was used before.
+        // Returns at once: what was used before the change is not owed.
         pace.used(0, S);
         assert!(pace.is_gentle());
         assert_eq!(pace.limited().ahead(), Duration::ZERO, "nothing is owed from before");

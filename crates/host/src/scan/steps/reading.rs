@@ -1,6 +1,6 @@
 //! Reading a VM's pages: by its agent, which hashes them, or from outside its process, piece by
-//! piece. When an agent does it, how much it is asked for at once, what its answers count as, and
-//! what of pages that have gone when their turn comes.
+//! piece. Here is when an agent does it, how much it is asked for at once, what its answers count
+//! as, and what becomes of pages that have gone meanwhile.
 
 use std::fs::File;
 use std::io::Result;

@@ -32,6 +32,7 @@ fn what_agents_bring_for_a_request_is_not_taken_again() {
     assert_eq!(ask(Reclaim { vm: None, bytes }), Some(1024 - 72));
     assert_eq!(ask(Reclaim { vm: Some("vm1".into()), bytes }), Some(1024 - 172));
     assert_eq!(ask(Reclaim::default()), Some(480), "all of it");
+    assert_eq!(ask(Reclaim { vm: None, bytes: Some(Bytes::mib(100)) }), None);
 }
 
 #[test]
