@@ -29,7 +29,9 @@ pub use self::reply::{
     AgentState, Answer, Counters, Hello, KernelParts, Module, Outcome, Recycled, Refusal, Refused,
     Reply, Status,
 };
-pub use self::request::{Advise, Attach, Command, HugePages, Recycle, Request, Segment};
+pub use self::request::{
+    Advise, Attach, Command, HugePages, MOST_CLOSED, Recycle, Request, Segment,
+};
 
 /// Version of this protocol; the agent says which it speaks.
 pub const PROTOCOL: u32 = 2;

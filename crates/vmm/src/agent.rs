@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, FACTS_BYTES, Facts};
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
@@ -22,7 +23,7 @@ use crate::faults::Faults;
 use crate::find_module::{Sight, Tracker};
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
-use crate::ksm_ranges::{self, Open};
+use crate::ksm_ranges::{self, LEAST_CLOSED, Open};
 use crate::madvise_hook::{self, Turns};
 use crate::ram::Ram;
 use crate::recycle::{Recycler, Work};
@@ -454,7 +455,11 @@ impl Attached {
     fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
         if !self.open.is_empty() {
             let free = self.recycler(faults)?.free_and_open(want);
-            self.open.close_free(free, faults);
+            if want.room_to_close() < Bytes::pages(LEAST_CLOSED as u64) {
+                self.open.keep_free();
+            } else {
+                self.open.close_free(free, faults);
+            }
         }
         Ok(())
     }

@@ -19,6 +19,7 @@
 //! there, the agent stands aside, or leaves a range as it is.
 
 use std::io;
+use std::time::{Duration, Instant};
 
 use ebb_core::range;
 use ebb_core::units::Bytes;
@@ -32,8 +33,6 @@ use crate::sys::{self, Range};
 
 /// Shorter runs of free pages, in pages, stay open: each makes two more mappings.
 pub const LEAST_CLOSED: usize = 16;
-/// What is closed for one call of recycling at most, bytes: to break merges takes as much.
-pub const MOST_CLOSED: u64 = 32 << 20;
 /// No ranges are closed in parts where there would be more than this. Linux gives a process 65,530
 /// mappings.
 const MOST_RANGES: usize = 8192;
@@ -49,9 +48,14 @@ pub fn leave_ksm(ram: &Ram, open: &Open) -> Result<(), String> {
     open.keep_rest_out(ram)
 }
 
+/// Anonymous RAM; pieces that adjoin in this process are one range, as the scanner sees them.
 fn anonymous(ram: &Ram) -> Vec<Range> {
     let pieces = ram.pieces().iter().filter(|p| matches!(p.kind, Kind::Anonymous));
-    pieces.map(|p| Range { start: p.hva, len: p.size }).collect()
+    let mut ranges: Vec<Range> = pieces.map(|p| Range { start: p.hva, len: p.size }).collect();
+    ranges.sort_unstable_by_key(|r| r.start);
+    let mut joined = Vec::new();
+    ranges.into_iter().for_each(|r| range::push(&mut joined, r));
+    joined
 }
 
 fn close(ranges: &[Range]) -> Result<(), String> {
@@ -70,15 +74,18 @@ fn close(ranges: &[Range]) -> Result<(), String> {
 #[derive(Debug, Default)]
 pub struct Open {
     ranges: Vec<Range>,
-    /// What was free in them could not be closed at the last try.
-    keeps_free: bool,
+    /// When what was free in them could not be closed.
+    kept: Option<Instant>,
 }
+
+/// How long what could not be closed counts as what will not be.
+const KEPT: Duration = Duration::from_secs(5);
 
 impl Open {
     /// What of this may stay open where RAM is now that; the rest is forgotten.
     pub fn still(&self, ram: &Ram) -> Open {
         let good = |r: &&Range| check(ram, &[(r.start, r.len)]).is_ok();
-        Open { ranges: self.ranges.iter().filter(good).copied().collect(), keeps_free: false }
+        Open { ranges: self.ranges.iter().filter(good).copied().collect(), kept: None }
     }
 
     /// Opens these ranges of a stretch and no others there.
@@ -115,7 +122,12 @@ impl Open {
         if closed {
             range::subtract(&mut self.ranges, &free);
         }
-        self.keeps_free = !closed;
+        self.kept = (!closed).then(Instant::now);
+    }
+
+    /// There is no room to close what is free.
+    pub fn keep_free(&mut self) {
+        self.kept = Some(Instant::now());
     }
 
     pub fn close_all(&self) -> Result<(), String> {
@@ -153,7 +165,8 @@ impl Open {
     /// Clears the bits of what is open and will not be closed, though it is free: runs that are too
     /// short, and all of it where it could not be closed.
     pub fn clear_kept(&self, part: &Part, bits: &mut Bits) {
-        let least = if self.keeps_free { usize::MAX } else { LEAST_CLOSED };
+        let stays = self.kept.is_some_and(|at| at.elapsed() < KEPT);
+        let least = if stays { usize::MAX } else { LEAST_CLOSED };
         for (first, len) in abi::runs(&self.of(part, bits)).filter(|r| r.1 < least) {
             abi::fill(bits, first, len, false);
         }

@@ -137,6 +137,28 @@ fn a_long_free_run_that_is_open_goes_part_by_part() {
     }
 }
 
+/// Where little memory is left, to close a range that is merged has the kernel kill a process.
+#[test]
+fn no_more_is_closed_than_there_is_room_for() {
+    let guest = Guest::new(32, Memory::Small);
+    if guest.mergeable().is_err() {
+        return eprintln!("skipped: this kernel has no KSM");
+    }
+    let (mut agent, beats) = attached(&guest, Faults::default());
+    advise(&mut agent, &guest, &[(4096, 2048)]).unwrap();
+    guest.fill_and_free(4096, 2048);
+    let mut with = |mib| {
+        let most_closed = Some(Bytes::mib(mib));
+        recycle(&mut agent, Recycle { most_closed, ..Recycle::default() }).unwrap();
+        held_and_open(&mut agent)
+    };
+    assert_eq!(with(2), (1536, 1536));
+    assert_eq!(with(0), (0, 1536), "it is not promised");
+    assert_eq!(with(8), (0, 0));
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+}
+
 /// What a guest frees in ranges that are open is closed, 64 KiB and more at a time, and recycled.
 /// What it has in use there stays open.
 #[test]

@@ -21,7 +21,7 @@ use crate::plan::{Reclaim, RecycleOrder};
 use crate::sample::{AgentSample, Link};
 use crate::state::{Memory, RecycleMemory, Whole};
 use crate::units::Bytes;
-use crate::wire::{AgentState, HugePages, Recycle};
+use crate::wire::{AgentState, HugePages, MOST_CLOSED, Recycle};
 
 /// Less than this is not worth a call.
 const LEAST: Bytes = Bytes::mib(1);
@@ -86,7 +86,23 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
         }
         one(model, vm, agent, &m.recycle, &manner(model.state_of(vm)))
     };
-    model.vms.iter().filter_map(&mut of).collect()
+    let mut orders: Vec<RecycleOrder> = model.vms.iter().filter_map(&mut of).collect();
+    let agents = orders.iter().filter(|o| o.recycle.is_some()).count();
+    for order in &mut orders {
+        let vm = model.vms.iter().find(|vm| vm.id == order.vm);
+        if let Some((vm, job)) = vm.zip(order.recycle.as_mut()) {
+            job.most_closed = most_closed(model, vm, agents);
+        }
+    }
+    orders
+}
+
+/// How much one of so many agents may close to KSM: half of what is left under the limits above its
+/// VM is for all. Where a limit is reached, the kernel kills a process, and that may be a VM.
+fn most_closed(model: &Model, vm: &VmModel, agents: usize) -> Option<Bytes> {
+    let above = model.host.limits.iter().filter(|limit| vm.is_below(limit));
+    let left = above.map(|limit| limit.headroom).min()?;
+    Some(Bytes(left.0 / 2 / agents.max(1) as u64)).filter(|most| *most < MOST_CLOSED)
 }
 
 /// The agent, if its map can be used. A paused guest's can, a migrating one's not, nor one's
@@ -113,6 +129,7 @@ fn on_request(vm: &VmModel, agent: &AgentSample, left: &mut Option<Bytes>) -> Op
         huge: HugePages::Split,
         split_min_pages: 1,
         marked: false,
+        most_closed: None,
     };
     (want != Some(Bytes::ZERO)).then(|| RecycleOrder {
         vm: vm.id,
@@ -145,6 +162,7 @@ fn one(
         huge: if manner.split.is_some() { HugePages::Split } else { HugePages::Keep },
         split_min_pages: manner.split.unwrap_or(1),
         marked,
+        most_closed: None,
     };
     if manner.period_ms == 0 {
         let why = format!("host {}: all of {held} at once", model.state_of(vm));
@@ -203,7 +221,7 @@ fn whole_at_once(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::HostModel;
+    use crate::model::{HostModel, Limit};
     use crate::sample::VmId;
     use crate::state::VmMemory;
     use crate::units::Stamp;
@@ -230,6 +248,22 @@ mod tests {
         let model = Model { at: Stamp(100_000), dt_ms: 1000, host, vms: vec![vm] };
         let vms = vec![VmMemory { id: ID, recycle: m, ..VmMemory::default() }];
         recycle(&model, &Memory { vms, ..Memory::default() }, &[]).pop()
+    }
+
+    #[test]
+    fn no_more_is_closed_than_half_of_what_is_left() {
+        let most = |headroom: Option<u64>, agents| {
+            let headroom = headroom.map(Bytes::mib);
+            let name = "host".to_string();
+            let limits = headroom.map(|headroom| Limit { name, headroom, ..Limit::default() });
+            let host = HostModel { limits: limits.into_iter().collect(), ..HostModel::default() };
+            let model = Model { host, ..Model::default() };
+            most_closed(&model, &VmModel::default(), agents)
+        };
+        assert_eq!(most(Some(14), 2), Some(Bytes::kib(3584)));
+        assert_eq!(most(Some(0), 1), Some(Bytes::ZERO));
+        assert_eq!((most(Some(64), 1), most(None, 1)), (None, None));
+        assert_eq!(most(Some(64), 2), Some(Bytes::mib(16)));
     }
 
     #[test]

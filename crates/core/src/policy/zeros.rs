@@ -56,7 +56,8 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         reason,
     };
     let able: Vec<&VmModel> = model.vms.iter().filter(|vm| may_go(vm)).collect();
-    let asked = |vm: &&&VmModel| requests.iter().any(|r| r.means(&vm.name));
+    // How much one brings is not known before: for so many bytes agents and balloons are asked.
+    let asked = |vm: &&&VmModel| requests.iter().any(|r| r.bytes.is_none() && r.means(&vm.name));
     let mut orders: Vec<ZeroOrder> = able
         .iter()
         .filter(asked)

@@ -179,9 +179,21 @@ pub struct Recycle {
     pub split_min_pages: u32,
     /// Only pages that were free at the last [`Command::Mark`] as well.
     pub marked: bool,
+    /// How much may be closed to KSM for it, as breaking merges takes as much; `None`:
+    /// [`MOST_CLOSED`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub most_closed: Option<Bytes>,
 }
 
+/// What an agent closes to KSM for one call of recycling at most.
+pub const MOST_CLOSED: Bytes = Bytes::mib(32);
+
 impl Recycle {
+    /// How much may be closed to KSM for it.
+    pub fn room_to_close(&self) -> Bytes {
+        self.most_closed.map_or(MOST_CLOSED, |most| most.min(MOST_CLOSED))
+    }
+
     /// Only blocks that are free as a whole, and runs as long as one.
     pub fn is_whole(&self) -> bool {
         self.min_run_pages >= BLOCK_PAGES
@@ -197,6 +209,7 @@ impl Default for Recycle {
             huge: HugePages::Keep,
             split_min_pages: 32,
             marked: false,
+            most_closed: None,
         }
     }
 }

@@ -33,14 +33,14 @@ use std::time::{Duration, Instant};
 use ebb_core::histogram::Histogram;
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, MapPage, PAGE};
-use ebb_core::wire::{Counters, HugePages, Recycle, Recycled};
+use ebb_core::wire::{Counters, HugePages, MOST_CLOSED, Recycle, Recycled};
 
 use self::window::{BLOCK, Batch, GAP, Grain, Run, weight_of};
 use crate::blockers::Devices;
 use crate::faults::Faults;
 use crate::find_module::Live;
 use crate::guard::Guard;
-use crate::ksm_ranges::{LEAST_CLOSED, MOST_CLOSED, Open};
+use crate::ksm_ranges::{LEAST_CLOSED, Open};
 use crate::priority::Bursts;
 use crate::ram::{Bits, Part, Ram, blocks};
 use crate::sys::{self, Range};
@@ -456,8 +456,8 @@ impl Recycler<'_> {
     /// No more than `want` takes, and than [`MOST_CLOSED`].
     pub fn free_and_open(&self, want: &Recycle) -> Vec<Range> {
         let least = LEAST_CLOSED.max(want.min_run_pages as usize);
-        let most = want.max_bytes.map_or(MOST_CLOSED, |b| b.0.min(MOST_CLOSED));
-        let (mut found, mut left) = (Vec::new(), (most / PAGE) as usize);
+        let most = want.max_bytes.unwrap_or(MOST_CLOSED).min(want.room_to_close());
+        let (mut found, mut left) = (Vec::new(), (most.0 / PAGE) as usize);
         for page in &self.proven.layout.pages {
             let free = self.ram.bits(page.gpa).and_then(|bits| self.usable(page, bits, want));
             let Some(free) = free else { continue };
