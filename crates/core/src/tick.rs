@@ -107,8 +107,8 @@ pub struct Tick {
 const FAST_MS_A_VM: f64 = 2.5;
 /// The time between questions to VMs that rest, milliseconds for each VM that there is.
 const REST_MS_A_VM: f64 = 10.0;
-/// A VM that has been quiet for so long on a clear host is asked less often, milliseconds: what an
-/// answer costs is for the most part QEMU's.
+/// A VM whose need and memory stand still for this time on a clear host is asked less often,
+/// milliseconds. An answer costs QEMU more than Ebb.
 const QUIET_MS: u64 = 60_000;
 /// The time between questions to such a VM, milliseconds.
 const QUIET_ASK_MS: u64 = 500;

@@ -326,7 +326,7 @@ fn nodes_that_vms_are_bound_to_are_limits() {
     assert_eq!((nodes(&sample), others(&sample)), ([vec![], vec![], vec![]], vec![]));
 }
 
-/// To read `numa_maps` waits for the process's mmap lock. Here it is a pipe that nobody writes to.
+/// A read of `numa_maps` waits for the process's mmap lock. Here the file is a pipe without a writer.
 #[test]
 fn a_vm_that_keeps_its_mmap_lock_does_not_hold_up_a_scan() {
     let machine = Machine::new();

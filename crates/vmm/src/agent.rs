@@ -453,14 +453,15 @@ impl Attached {
     /// Closes what is free in ranges that are open to KSM, so that it can be given back. Where that
     /// cannot be, it stays open.
     fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
-        if !self.open.is_empty() {
-            let free = self.recycler(faults)?.free_and_open(want);
-            if want.room_to_close() < Bytes::pages(LEAST_CLOSED as u64) {
-                self.open.keep_free();
-            } else {
-                self.open.close_free(free, faults);
-            }
+        if self.open.is_empty() {
+            return Ok(());
         }
+        if want.room_to_close() < Bytes::pages(LEAST_CLOSED as u64) {
+            self.open.keep_free();
+            return Ok(());
+        }
+        let free = self.recycler(faults)?.free_and_open(want);
+        self.open.close_free(free, faults);
         Ok(())
     }
 

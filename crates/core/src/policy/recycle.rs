@@ -74,7 +74,7 @@ fn manner(state: Pressure) -> Manner {
 /// What to ask of which agent; VMs without a usable map are left out.
 pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<RecycleOrder> {
     let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
-    let mut of = |vm: &VmModel| {
+    let mut of = |vm: &VmModel| -> Option<RecycleOrder> {
         let (agent, m) = (usable(vm)?, memory.of(vm.id));
         // A balloon that grows has QEMU discard pages too, and that would lift the
         // agent's protection inside a window: one of the two at a time.
@@ -86,19 +86,20 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
         }
         one(model, vm, agent, &m.recycle, &manner(model.state_of(vm)))
     };
-    let mut orders: Vec<RecycleOrder> = model.vms.iter().filter_map(&mut of).collect();
-    let agents = orders.iter().filter(|o| o.recycle.is_some()).count();
-    for order in &mut orders {
-        let vm = model.vms.iter().find(|vm| vm.id == order.vm);
-        if let Some((vm, job)) = vm.zip(order.recycle.as_mut()) {
+    let mut orders: Vec<(&VmModel, RecycleOrder)> =
+        model.vms.iter().filter_map(|vm| Some((vm, of(vm)?))).collect();
+    let agents = orders.iter().filter(|(_, o)| o.recycle.is_some()).count();
+    for (vm, order) in &mut orders {
+        if let Some(job) = &mut order.recycle {
             job.most_closed = most_closed(model, vm, agents);
         }
     }
-    orders
+    orders.into_iter().map(|(_, order)| order).collect()
 }
 
-/// How much one of so many agents may close to KSM: half of what is left under the limits above its
-/// VM is for all. Where a limit is reached, the kernel kills a process, and that may be a VM.
+/// How much the agent of a VM may close to KSM, where this many agents recycle. Together they may
+/// close half of what is left under the VM's tightest limit: where a limit is reached, the kernel
+/// kills a process, and that may be a VM.
 fn most_closed(model: &Model, vm: &VmModel, agents: usize) -> Option<Bytes> {
     let above = model.host.limits.iter().filter(|limit| vm.is_below(limit));
     let left = above.map(|limit| limit.headroom).min()?;

@@ -56,7 +56,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         reason,
     };
     let able: Vec<&VmModel> = model.vms.iter().filter(|vm| may_go(vm)).collect();
-    // How much one brings is not known before: for so many bytes agents and balloons are asked.
+    // How much an order frees is not known before: a number of bytes is left to agents and balloons.
     let asked = |vm: &&&VmModel| requests.iter().any(|r| r.bytes.is_none() && r.means(&vm.name));
     let mut orders: Vec<ZeroOrder> = able
         .iter()

@@ -213,7 +213,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     let (calm, mut short) = (stalls_of(&daemon.get("/v1/state").unwrap()), None);
     let order = daemon
         .wait_for("order to grow", MINUTE, |s| {
-            // One that has page cache left drops that, and waits for nobody.
+            // A guest with page cache left drops that, and is not short.
             let available = s["vms"][0]["available"].as_u64().unwrap_or(0);
             if stalls_of(s) > calm && available < 100 << 20 {
                 short.get_or_insert_with(Instant::now);
