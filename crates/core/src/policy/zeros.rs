@@ -170,6 +170,8 @@ mod tests {
         let of = |name: Option<&str>| [Reclaim { vm: name.map(Into::into), bytes: None }];
         assert_eq!(ask(&clear, &Memory::default(), &of(Some("vm2"))), [2]);
         assert_eq!(ask(&clear, &Memory::default(), &of(None)), [1, 2]);
+        let some = [Reclaim { vm: None, bytes: Some(Bytes::mib(16)) }];
+        assert_eq!(ask(&clear, &Memory::default(), &some), NONE, "they may be far more than that");
         let off = model("", Pressure::Clear, vec![vm(1)]);
         assert_eq!(ask(&off, &Memory::default(), &of(None)), NONE, "not wanted at all");
     }

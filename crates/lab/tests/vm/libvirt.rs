@@ -50,12 +50,13 @@ fn watched(libvirtd: &Libvirtd, name: &str) -> (Domain, TempDir, Daemon) {
     (domain, dir, daemon)
 }
 
-/// The same with two domains.
-fn two_watched(libvirtd: &Libvirtd) -> (Domain, Domain, TempDir, Daemon) {
-    let (one, two) = (boot(libvirtd, "one"), boot(libvirtd, "two"));
+/// The same with two domains. A test that runs beside this one must call its own otherwise: to the
+/// daemon a second VM of that name is another, and it adds the process to the name.
+fn two_watched(libvirtd: &Libvirtd, names: [&str; 2]) -> (Domain, Domain, TempDir, Daemon) {
+    let [one, two] = names.map(|name| boot(libvirtd, name));
     let dir = tempfile::tempdir().unwrap();
-    let daemon = start(libvirtd, dir.path(), &["one", "two"]);
-    ["one", "two"].iter().for_each(|name| wait_up(&daemon, name));
+    let daemon = start(libvirtd, dir.path(), &names);
+    names.iter().for_each(|name| wait_up(&daemon, name));
     (one, two, dir, daemon)
 }
 
@@ -153,25 +154,25 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
 fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let (one, _two, _dir, daemon) = two_watched(&libvirtd);
-    daemon.squeeze("one", Bytes::mib(300)).unwrap();
-    let down = |s: &Value| (of(s, "one")?["link"]["state"] != "up").then_some(());
+    let (one, _two, _dir, daemon) = two_watched(&libvirtd, ["hit", "spared"]);
+    daemon.squeeze("hit", Bytes::mib(300)).unwrap();
+    let down = |s: &Value| (of(s, "hit")?["link"]["state"] != "up").then_some(());
 
     // A libvirtd that is killed and started again: orders go on.
     libvirtd.kill_and_start().unwrap();
-    wait_up(&daemon, "one");
+    wait_up(&daemon, "hit");
     one.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
-    let given = |s: &Value| (of(s, "one")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
+    let given = |s: &Value| (of(s, "hit")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
     daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
     one.tool().stop("hog").unwrap();
 
     // A QEMU that hangs: its neighbour is asked and told as before.
-    wait_up(&daemon, "two");
+    wait_up(&daemon, "spared");
     signal(one.pid(), Signal::STOP);
     daemon.wait_for("one that hangs", PATIENCE, down).unwrap();
-    wait_up(&daemon, "two");
+    wait_up(&daemon, "spared");
     signal(one.pid(), Signal::CONT);
-    wait_up(&daemon, "one");
+    wait_up(&daemon, "hit");
 
     // A libvirtd that hangs: ticks go on in time.
     signal(libvirtd.pid(), Signal::STOP);
@@ -182,7 +183,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     let (ticks, took) = (tick(&daemon) - was, begun.elapsed().as_secs());
     assert!(ticks + 2 >= took, "{ticks} ticks in {took} s");
     signal(libvirtd.pid(), Signal::CONT);
-    let names = ["one", "two"];
+    let names = ["hit", "spared"];
     names.iter().for_each(|name| wait_up(&daemon, name));
     assert!(daemon.stop());
     names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
@@ -193,21 +194,21 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
 fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start().unwrap();
-    let (one, _two, _dir, daemon) = two_watched(&libvirtd);
-    daemon.squeeze("one", Bytes::mib(300)).unwrap();
-    daemon.squeeze("two", Bytes::mib(300)).unwrap();
+    let (one, _two, _dir, daemon) = two_watched(&libvirtd, ["free", "locked"]);
+    daemon.squeeze("free", Bytes::mib(300)).unwrap();
+    daemon.squeeze("locked", Bytes::mib(300)).unwrap();
     let fifo = libvirtd.dir().join("fifo");
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
     let path = fifo.display().to_string();
     std::thread::scope(|scope| {
-        let dump = scope.spawn(|| libvirtd.virsh(&["dump", "two", &path]));
+        let dump = scope.spawn(|| libvirtd.virsh(&["dump", "locked", &path]));
         let helped = || -> Result<(), Box<dyn std::error::Error>> {
-            let down = |s: &Value| (of(s, "two")?["link"]["state"] != "up").then_some(());
+            let down = |s: &Value| (of(s, "locked")?["link"]["state"] != "up").then_some(());
             daemon.wait_for("one that is locked", PATIENCE, down)?;
             one.tool().start_ready("hog", "hold", HOG, PATIENCE)?;
             let all_up = |s: &Value| {
-                let actual = of(s, "one")?["actual"].as_u64()?;
+                let actual = of(s, "free")?["actual"].as_u64()?;
                 (actual > Bytes::mib(330).0).then_some(())
             };
             Ok(daemon.wait_for("what the guest needs", PATIENCE, all_up)?)
@@ -218,9 +219,9 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
         let _ = dump.join().unwrap();
         helped.unwrap();
     });
-    wait_up(&daemon, "two");
+    wait_up(&daemon, "locked");
     assert!(daemon.stop());
-    ["one", "two"].iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
+    ["free", "locked"].iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
 }
 
 #[test]

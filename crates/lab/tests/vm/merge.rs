@@ -3,6 +3,7 @@
 //! guests hold is what they wrote. KSM is the whole machine's: the arena holds it, and only
 //! guests beside that KSM does not look at.
 
+mod full;
 mod huge;
 mod orders;
 mod pulses;
@@ -14,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_core::sample::VmId;
-use ebb_core::units::Bytes;
+use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
 use ebb_core::wire::hashes::Ask;
 use ebb_host::act::vm_mergeable::{Marks, marks};
@@ -24,7 +25,7 @@ use ebb_host::root::Root;
 use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
 use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{Daemon, run};
 use ebb_lab::ground_truth::Truth;
 use ebb_lab::guest_stack;
@@ -39,7 +40,11 @@ const KNOBS: [&str; 5] =
 
 /// The machine with KSM set as an operator might have it, at a snail's pace.
 fn held() -> Arena {
-    let arena = Arena::beside(Beside::KsmIsMine).unwrap();
+    held_with(ArenaConfig::default())
+}
+
+fn held_with(config: ArenaConfig) -> Arena {
+    let arena = Arena::enter(&ArenaConfig { beside: Beside::KsmIsMine, ..config }).unwrap();
     for (knob, value) in KNOBS.iter().zip(["1", "7", "5000", "1", "0"]) {
         arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
     }

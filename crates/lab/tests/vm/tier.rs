@@ -127,11 +127,17 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
     let now = |key| agent(&daemon.get("/v1/state").unwrap(), key);
     let freed_and_paused = || {
         place.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
-        // Its free pages as the daemon has them: not older than a second or two.
-        std::thread::sleep(Duration::from_secs(4));
-        // Pages that are free already and still held come back as well.
-        let kept = now("free") - now("held");
-        let full = place.usage();
+        // Pages that are free already and still held come back as well. What the daemon knows of
+        // them is a second or two old: they are counted when nothing comes back any more.
+        let mut before = (0, Bytes::ZERO);
+        let counted = |_: &Vm| {
+            std::thread::sleep(Duration::from_secs(4));
+            let was = std::mem::replace(&mut before, (now("free") - now("held"), place.usage()));
+            let moved = was.0.abs_diff(before.0).max(was.1.0.abs_diff(before.1.0));
+            (moved < 2 << 20).then_some(())
+        };
+        place.vm.wait_for("a guest at rest", MINUTE, counted).unwrap();
+        let (kept, full) = before;
         place.vm.tool().stop("h").unwrap();
         place.vm.pause().unwrap();
         // A tick may have fallen in between.

@@ -5,7 +5,6 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use ebb_core::sample::KsmStat;
-use ebb_core::units::PAGE;
 use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
 use ebb_lab::ebb::binary;
 use ebb_lab::setup;

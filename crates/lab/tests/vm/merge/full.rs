@@ -1,0 +1,77 @@
+//! A cgroup without swap that is nearly full: what a guest frees of merged memory is closed to KSM
+//! before it is given back, and closing takes memory.
+
+use ebb_lab::vm::Balloon;
+
+use super::*;
+
+const NAMES: [&str; 2] = ["full-1", "full-2"];
+const MERGE: &str = "reserve = \"16MiB\"\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\n\
+    floor = \"1MiB\"\nscan = \"1h\"\n";
+const ALIKE: Bytes = Bytes::mib(160);
+
+fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
+    let vms = state["vms"].as_array();
+    vms.and_then(|vms| vms.iter().find(|vm| vm["name"] == name)).unwrap_or(&Value::Null)
+}
+
+/// All at once it would take 160 MiB in the VM's own cgroup, where 14 are left: the kernel's OOM
+/// killer would end the VM.
+#[test]
+fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
+    let budget = Some(Bytes::gib(8));
+    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
+    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
+    let start = |name| {
+        let mut config = VmConfig::new(name, Bytes::mib(448));
+        guest_stack::prepare(&mut config, &image, dir.path()).unwrap();
+        config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
+        config.cgroup = Some(slice.dir.clone());
+        Vm::spawn(&config).unwrap()
+    };
+    let mut vms = NAMES.map(start);
+    for vm in &mut vms {
+        vm.wait_ready().unwrap();
+        guest_stack::load(vm).unwrap();
+        let tool = vm.tool();
+        tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
+        tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();
+        let alike = format!("size={} pattern=template share=1.0", ALIKE.0);
+        tool.start_ready("h", "hold", &alike, MINUTE).unwrap();
+    }
+    let daemon = Daemon::start(dir.path(), &NAMES, MERGE).unwrap();
+    let merged = |s: &Value| {
+        let most = NAMES.iter().all(|name| {
+            let stat = &of(s, name)["merge"]["stat"];
+            let pages = |key: &str| stat[key].as_u64().unwrap_or(0);
+            pages("merging_pages") + pages("zero_pages") > ALIKE.0 / PAGE * 95 / 100
+        });
+        (most && s["host"]["ksm"]["run"] == 0).then_some(())
+    };
+    daemon.wait_for("memory that is merged, and KSM at rest", 4 * MINUTE, merged).unwrap();
+    slice.resize(slice.usage() + Bytes::mib(14)).unwrap();
+    let left = |s: &Value| {
+        let limits = s["host"]["limits"].as_array()?;
+        let own = limits.iter().find(|l| l["name"].as_str().is_some_and(|n| n.ends_with("slice")));
+        (own?["headroom"].as_u64()? < Bytes::mib(16).0).then_some(())
+    };
+    daemon.wait_for("a limit that is nearly reached", MINUTE, left).unwrap();
+
+    let recycled = |s: &Value| of(s, NAMES[0])["agent"]["counters"]["recycled"].as_u64();
+    let before = daemon.vm(NAMES[0]).unwrap()["agent"]["counters"]["recycled"].as_u64().unwrap();
+    vms[0].tool().stop("h").unwrap();
+    let back = |s: &Value| {
+        assert_eq!(slice.oom_kills(), 0, "{s}");
+        (recycled(s)? > before + ALIKE.0 / 2).then_some(())
+    };
+    daemon.wait_for("what was freed, part by part", 2 * MINUTE, back).unwrap();
+    for vm in &vms {
+        vm.check().unwrap();
+        vm.tool().poke("v").unwrap();
+        assert_eq!(vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
+    }
+    assert!(daemon.stop());
+    assert_eq!(slice.oom_kills(), 0);
+}
