@@ -122,6 +122,9 @@ impl fmt::Display for Progress {
     }
 }
 
+/// What a VMM holds beside its guest's RAM, as long as no more was seen.
+const VMM_OWN: Bytes = Bytes::mib(64);
+
 impl VmModel {
     /// Whether a limit holds for it: the machine's does for all.
     pub fn is_below(&self, limit: &Limit) -> bool {
@@ -139,6 +142,12 @@ impl VmModel {
     /// What the host holds of its guest's memory, at most.
     pub fn guest_held(&self) -> Option<Bytes> {
         self.resident.map(|r| r - self.own)
+    }
+
+    /// The same at least: a VMM may hold more itself than was seen. What a guest needs it has touched.
+    pub fn guest_held_at_least(&self) -> Option<Bytes> {
+        let held = self.resident? - self.own.max(VMM_OWN);
+        Some(held.max(self.guest.map_or(held, |g| g.need - self.swap.unwrap_or_default())))
     }
 
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {

@@ -298,8 +298,12 @@ fn relieve(
         let inside = |n: &usize| !model.vms[poor[*n]].outside;
         let inside: Vec<usize> = (0..poor.len()).filter(inside).collect();
         let asked: Vec<Wish> = inside.iter().map(|n| left[*n]).collect();
+        // What those take that ask is in their wishes.
+        let others = model.vms.iter().enumerate().filter(|(i, _)| !poor.contains(i)).map(|o| o.1);
+        let others = others.filter(|vm| !vm.outside);
         let fund = Fund {
-            spoken_for: spoken_for(model),
+            outstanding: others.clone().map(|vm| vm.outstanding).sum(),
+            spoken_for: others.map(spoken_for).sum(),
             keep: allot.keep_by_cache,
             ..Fund::of(&model.host)
         };
@@ -331,13 +335,12 @@ fn relieve(
 }
 
 /// What was given earlier and will be touched in a moment: what lies idle can be had again.
-fn spoken_for(model: &Model) -> Bytes {
-    let of = |vm: &VmModel| match (&vm.guest, vm.guest_held()) {
+fn spoken_for(vm: &VmModel) -> Bytes {
+    match (&vm.guest, vm.guest_held()) {
         // Its margin is not touched: a guest that has nothing left does not wait for that.
         (Some(g), Some(held)) => vm.outstanding.min(g.soon() - held),
         _ => vm.outstanding,
-    };
-    model.vms.iter().filter(|vm| !vm.outside).map(of).sum()
+    }
 }
 
 fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
@@ -372,13 +375,18 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
     let from = m.grows_to(actual);
+    let swap = vm.swap.unwrap_or_default();
+    let untouched = from - vm.guest_held().map_or(from, |held| held + swap);
+    let in_doubt = from - untouched - vm.guest_held_at_least().map_or(from, |held| held + swap);
+    let spoken_for = spoken_for(vm);
     let weight = weight(vm);
+    let none = Wish { from, untouched, in_doubt, spoken_for, weight, ..Wish::default() };
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
         let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
         let urgent = (from + LEAST_GIVEN).min(all);
         let bare = from;
-        return Wish { from, bare, urgent, well: urgent, comfort: all, good: all, all, weight };
+        return Wish { bare, urgent, well: urgent, comfort: all, good: all, all, ..none };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
     let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
@@ -386,7 +394,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // It may need nothing: no other guest is squeezed for it.
         let all = if is_unseen(vm) { vm.whole.max(good) } else { good };
         let comfort = if is_unseen(vm) { all } else { soon };
-        return Wish { from, bare: from, urgent: from, well: soon, comfort, good, all, weight };
+        return Wish { bare: from, urgent: from, well: soon, comfort, good, all, ..none };
     }
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
@@ -411,7 +419,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(urgent));
     let (well, good) = (well.min(most), good.min(most));
     let bare = vm.guest.map_or(urgent, |g| g.need + g.short_mark.share(0.5)).min(urgent);
-    Wish { from, bare, urgent, well, comfort: well, good, all: good, weight }
+    Wish { bare, urgent, well, comfort: well, good, all: good, ..none }
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {

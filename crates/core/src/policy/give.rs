@@ -7,8 +7,9 @@
 //! cgroup's, would take a whole VM. What makes it comfortable
 //! comes from headroom above the mark of critical, everything else from headroom
 //! above the reserve. What does not fit is deferred: others are squeezed for it at
-//! once, and it is granted as what they freed shows up as headroom. Memory that was
-//! granted and not touched yet counts as spent, so that no byte is granted twice.
+//! once, and it is granted as what they freed shows up as headroom. A guest that is given more for
+//! its comfort takes all that it had before, too: what the host does not hold of that yet counts as
+//! spent. So does what others were granted and have not touched yet: no byte is granted twice.
 //!
 //! Where there is not enough for all, each gets as much of what it cannot live without; the rest is
 //! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
@@ -29,6 +30,12 @@ const SWAP_SHARE: f64 = 0.5;
 pub struct Wish {
     /// Its size, or the one it is growing to.
     pub from: Bytes,
+    /// What of that the host does not hold yet, nor swap.
+    pub untouched: Bytes,
+    /// What it may not hold beside that: a VMM may hold more itself than was seen.
+    pub in_doubt: Bytes,
+    /// What of that it will touch in a moment, as it was given it lately.
+    pub spoken_for: Bytes,
     /// Without this it cannot live: half a short mark above its need.
     pub bare: Bytes,
     /// Without this it is harmed.
@@ -47,11 +54,10 @@ pub struct Wish {
 impl Wish {
     /// The same as far as a size.
     pub fn up_to(self, most: Bytes) -> Wish {
-        let Wish { from, weight, .. } = self;
         let [bare, urgent, well, comfort, good, all] =
             [self.bare, self.urgent, self.well, self.comfort, self.good, self.all]
                 .map(|size| size.min(most));
-        Wish { from, bare, urgent, well, comfort, good, all, weight }
+        Wish { bare, urgent, well, comfort, good, all, ..self }
     }
 }
 
@@ -72,7 +78,7 @@ pub struct Fund {
     pub swap_left: Bytes,
     /// What is to be kept.
     pub reserve: Bytes,
-    /// Given lately and not touched yet.
+    /// Given to others lately and not touched yet.
     pub outstanding: Bytes,
     /// What of it will be touched in a moment.
     pub spoken_for: Bytes,
@@ -113,7 +119,7 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     };
     let all = Bytes(u64::MAX);
     let there = fund.headroom.unwrap_or(all);
-    let left = there - fund.spoken_for;
+    let left = there - fund.spoken_for - wishes.iter().map(|w| w.spoken_for).sum();
     let last = fund.reserve.share(LAST);
     let mut spent = serve(left - last, false, all, |w| w.bare);
     spent += serve(left - last - spent, true, all, |w| w.urgent);
@@ -122,8 +128,16 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
     spent += serve(swap, false, most, |w| w.urgent);
+    // What may be untouched and is not costs a guest its comfort only. Where no swap covers it, it
+    // would cost another VM its life.
+    let untouched = |upto: fn(&Wish) -> Bytes| {
+        let takes = || wishes.iter().filter(|w| upto(w) > w.from);
+        let in_doubt: Bytes = takes().map(|w| w.in_doubt).sum();
+        takes().map(|w| w.untouched).sum::<Bytes>() + (in_doubt - fund.swap_left)
+    };
+    let left = there - fund.spoken_for - untouched(|w| w.comfort);
     spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
-    let left = there - fund.outstanding;
+    let left = there - fund.outstanding - untouched(|w| w.good);
     spent += serve(left - fund.keep - spent, true, all, |w| w.good);
     if fund.calm {
         serve(left - fund.reserve - spent, true, all, |w| w.all);
@@ -172,6 +186,9 @@ mod tests {
     fn wish(weight: f64) -> Wish {
         Wish {
             from: Bytes::mib(400),
+            untouched: Bytes::ZERO,
+            in_doubt: Bytes::ZERO,
+            spoken_for: Bytes::ZERO,
             bare: Bytes::mib(420),
             urgent: Bytes::mib(500),
             well: Bytes::mib(800),

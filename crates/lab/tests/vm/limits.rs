@@ -2,11 +2,12 @@
 //! not.
 
 use std::fs;
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::vm::Vm;
+use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
 use crate::{MINUTE, of, replays, stock};
@@ -89,5 +90,57 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     assert!(daemon.stop());
     let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
     assert!(!record.contains("\"name\":\"lim3\",\"from\""), "an order to the one beside");
+    replays(dir.path());
+}
+
+/// Guests that cannot deflate their balloons themselves burst, one after the other, in a slice that has
+/// what one needs and little more. The host does not hold all of a guest's size: what it has not
+/// touched yet it takes too. Too large a gift has the kernel kill a whole VM; one that is too small
+/// costs its guest a process.
+#[test]
+fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
+    let all =
+        ArenaConfig { budget: Some(Bytes::gib(8)), beside: Beside::AnyTest, ..Default::default() };
+    let arena = Arena::enter(&all).unwrap();
+    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
+    let names = ["gift1", "gift2"];
+    let mut vms = names.map(|name| {
+        let mut config = stock(name, RAM);
+        config.cgroup = Some(slice.dir.clone());
+        config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
+        config.translations = Bytes::mib(16);
+        Vm::spawn(&config).unwrap()
+    });
+    // Some of their RAM is never touched, so that it is not seen what their QEMUs hold themselves.
+    for vm in &mut vms {
+        vm.wait_ready().unwrap();
+        vm.tool().start_ready("w", "hold", "size=314572800", MINUTE).unwrap();
+        vm.tool().stop("w").unwrap();
+    }
+    std::thread::sleep(Duration::from_secs(20));
+    let dir = tempfile::tempdir().unwrap();
+    let config = "reserve = \"200MiB\"\n[defaults]\nmin = \"48%\"\n";
+    let daemon = Daemon::start(dir.path(), &names, config).unwrap();
+    let known = |s: &Value| {
+        names.iter().all(|name| of(s, name)["available"].as_u64().is_some()).then_some(())
+    };
+    daemon.wait_for("statistics", MINUTE, known).unwrap();
+    for (name, vm) in names.iter().zip(&vms) {
+        slice.resize(Bytes::gib(4)).unwrap();
+        names.iter().for_each(|name| daemon.squeeze(name, Bytes::mib(250)).unwrap());
+        std::thread::sleep(Duration::from_secs(5));
+        let limit = slice.usage() + Bytes::mib(290);
+        slice.resize(limit).unwrap();
+        std::thread::sleep(Duration::from_secs(2));
+        let was = vm.resident();
+        let job = "size=377487360 period_ms=1000 hold_ms=500 count=1";
+        vm.tool().start("b", "cycle", job).unwrap();
+        let end = vm.tool().wait_end("b", MINUTE).map(|end| end.str("state").to_string());
+        let (held, is) = (slice.usage(), vm.resident());
+        println!("{name}: {was} then {is}; {held} of {limit}; {end:?}");
+        assert_eq!(slice.oom_kills(), 0, "{}", daemon.log());
+        vm.check().unwrap();
+    }
+    assert!(daemon.stop());
     replays(dir.path());
 }

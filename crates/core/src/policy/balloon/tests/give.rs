@@ -96,6 +96,30 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
 }
 
+/// It holds half of what it could touch, and grows.
+#[test]
+fn one_that_is_given_more_takes_what_it_had_before_too() {
+    let given_at = |need: u64, (resident, own, swap): (u64, u64, u64)| {
+        let mut growing = vm(1, 400, 30);
+        growing.distress = "30 MiB available".into();
+        (growing.resident, growing.own) = (Some(Bytes::mib(resident)), Bytes::mib(own));
+        growing.guest.as_mut().unwrap().need = Bytes::mib(need);
+        growing.guest.as_mut().unwrap().highest = Bytes::mib(800);
+        let mut host = limited(host(Pressure::Soft, 0, 0), 300, 200);
+        host.limits[0].swap_left = Bytes::mib(swap);
+        size(&decide(host, vec![growing], vec![])[0])
+    };
+    let given = |resident, own, swap| given_at(200, (resident, own, swap));
+    // A quarter of the reserve is kept.
+    assert_eq!(given(500, 64, 0), Some(400 + 250), "all of its size is held");
+    assert_eq!(given(380, 80, 0), Some(400 + 250 - 100));
+    assert_eq!(given(300, 0, 1024), Some(400 + 250 - 100), "as far as was seen");
+    assert_eq!(given(300, 0, 0), Some(400 + 250 - 164), "its VMM may hold 64 MiB");
+    assert_eq!(given(300, 0, 40), Some(400 + 250 - 124), "which swap covers in part");
+    assert_eq!(given_at(260, (264, 0, 0)), Some(400 + 250 - 140), "what it needs it has touched");
+    assert_eq!(given(200, 0, 0), Some(464), "what keeps it from harm it is given in any case");
+}
+
 /// Its part is 500 MiB beyond its need of 200.
 #[test]
 fn what_is_missing_of_a_part_is_given_where_it_is_worth_an_order() {
