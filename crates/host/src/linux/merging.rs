@@ -36,10 +36,13 @@ impl LinuxHost {
         let scans = merger.scans();
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
-            let told = match plan.ranged.contains(id) {
+            let told = match () {
+                () if plan.kept.contains(id) => false,
                 // Before the first scan what is open stays so.
-                true => merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open, scans)),
-                false => agent.advise(&[], 0),
+                () if plan.ranged.contains(id) => {
+                    merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open, scans))
+                }
+                () => agent.advise(&[], 0),
             };
             if told {
                 // The answer is there in a moment, and something follows from it.

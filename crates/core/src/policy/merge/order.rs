@@ -8,8 +8,8 @@
 //!
 //! A VM whose merged pages are written soon after (a storm of copies) is taken out for a
 //! while, but only where the host has room for what is still merged of it: breaking
-//! merges takes memory, and VMs that boot have a claim on it first. Where there is no
-//! room it stays as it is, and no new burst begins.
+//! merges takes memory, and VMs that boot have a claim on it first. One that must go is taken
+//! out where the limits above it have room. Where there is none it stays as it is, and `ksmd` rests.
 
 #[cfg(test)]
 mod tests;
@@ -268,17 +268,33 @@ fn steer(
     let Some(ksm) = &host.ksm else {
         return plan.why = "this kernel has no KSM (CONFIG_KSM)".into();
     };
+    let mut room = Room {
+        spare: model.host.headroom - model.host.promised - model.host.reserve,
+        taken: Bytes::ZERO,
+    };
     if let Err(why) = group {
         next.govern.burst = None;
         plan.ksmd = Some(Order::Rest { why: why.clone() });
+        let stays = |(vm, part): &&(&VmModel, &MergeVm)| {
+            part.sample.open == Some(true) && !room.take(model, vm, part, true)
+        };
+        plan.kept = vms.iter().filter(stays).map(|(vm, _)| vm.id).collect();
         return plan.why = format!("ksmd rests: {why}");
     }
     let mut blocked = None;
-    let mut room = model.host.headroom - model.host.promised - model.host.reserve;
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
     for (vm, part) in vms {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
         let remembered = memory.of(vm.id).merge;
+        if let Some(out) = out.as_ref().filter(|_| open == Some(true))
+            && !room.take(model, vm, part, out.must)
+        {
+            let needed = Bytes::pages(part.sample.stat.merged());
+            let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);
+            blocked.get_or_insert(why);
+            plan.kept.push(vm.id);
+            continue;
+        }
         if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
             blocked.get_or_insert_with(|| blocks(vm, part, out, open));
         }
@@ -288,17 +304,6 @@ fn steer(
         if out.is_none() && open == Some(true) {
             part.sample.found.iter().for_each(|f| planned.add(f));
             saved_now += saved(&part.sample, ksm);
-        }
-        if let Some(out) = &out {
-            // What is still merged of it, unless it must go whatever it takes: then
-            // the host crate checks whether the memory is there.
-            let needed = Bytes::pages(part.sample.stat.merged());
-            if !out.must && open == Some(true) && room < needed {
-                let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);
-                blocked.get_or_insert(why);
-                continue;
-            }
-            room = room - needed;
         }
         if let Some(order) = switch(model.at, vm, part, &remembered, out)
             && plan.vms.len() < SWITCHES
@@ -328,6 +333,32 @@ fn steer(
         Order::Rest { why } => format!("ksmd rests: {why}"),
     };
     plan.ksmd = Some(order);
+}
+
+/// What others below a limit may take while merges are broken.
+const MEANWHILE: Bytes = Bytes::mib(64);
+
+/// Memory for breaking merges, in a tick.
+struct Room {
+    /// What the host has beyond what it keeps.
+    spare: Bytes,
+    taken: Bytes,
+}
+
+impl Room {
+    /// Takes what breaking all merges of a VM takes, where it is there. Where a limit is reached, the
+    /// kernel kills a process, and that may be a VM. For what need not go the host keeps its reserve.
+    fn take(&mut self, model: &Model, vm: &VmModel, part: &MergeVm, must: bool) -> bool {
+        let needed = Bytes::pages(part.sample.stat.merged());
+        let above = model.host.limits.iter().filter(|limit| vm.is_below(limit));
+        let left = above.map(|limit| limit.headroom - MEANWHILE).min();
+        let spare = (!must).then_some(self.spare);
+        let there = left.into_iter().chain(spare).min().unwrap_or(Bytes(u64::MAX)) - self.taken;
+        if needed <= there {
+            self.taken += needed;
+        }
+        needed <= there
+    }
 }
 
 /// Why `ksmd` rests because of a VM.

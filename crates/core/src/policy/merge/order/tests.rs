@@ -7,8 +7,8 @@ use crate::config::Config;
 use crate::plan::{MergeWish, Plan};
 use crate::policy::Decided;
 use crate::sample::{
-    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, RunState, Sample, ScanSample, VmId,
-    VmSample, Vmstat,
+    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, Pool, RunState, Sample, ScanSample,
+    VmId, VmSample, Vmstat,
 };
 use crate::state::Owned;
 use crate::tick::{Engine, Host, Next, Tick, Wake};
@@ -319,6 +319,33 @@ fn nothing_is_broken_for_a_storm_where_the_memory_is_not_there_or_promised() {
     assert!(plan.vms.is_empty() && !runs(&plan) && plan.why.contains("no room"), "{plan:?}");
     let plan = stormy(Bytes::gib(50), true);
     assert!(plan.vms.is_empty() && !runs(&plan) && plan.why.contains("no room"), "{plan:?}");
+}
+
+/// What must go takes memory, too: in a full cgroup the kernel would kill a VM for it.
+#[test]
+fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
+    let off = format!("{ON}[vm.a]\nmerge = false\n");
+    let asked = |limit_mib: u64, agent: bool| {
+        let mut s = seen(10_000, Bytes::mib(200), 51_200, Bytes::gib(50), 0);
+        let usage = Bytes::gib(1);
+        let limit = usage + Bytes::mib(limit_mib);
+        let pool = Pool { path: "/slice".into(), limit, usage, ..Default::default() };
+        s.host.pool = Some(pool);
+        s.vms[0].cgroup = Some("/slice/a".into());
+        s.vms[0].process = Some(Default::default());
+        s.vms[0].agent =
+            agent.then(|| AgentSample { link: Link::Up, advises: true, ..Default::default() });
+        tick(&off, &mut Memory::default(), &s)
+    };
+    let kept = |plan: &MergePlan| plan.kept.iter().map(|id| id.pid).collect::<Vec<_>>();
+    for agent in [false, true] {
+        let tight = asked(250, agent);
+        assert_eq!((switched(&tight), kept(&tight)), (vec![], vec![1]), "{tight:?}");
+        assert!(tight.why.contains("no room to break 200 MiB of it"), "{tight:?}");
+        let wide = asked(300, agent);
+        assert!(kept(&wide).is_empty() && !wide.why.contains("no room"), "{wide:?}");
+        assert_eq!(switched(&wide), if agent { vec![] } else { vec![(1, false)] }, "{wide:?}");
+    }
 }
 
 #[test]
