@@ -427,14 +427,17 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
         return Bytes(u64::MAX);
     }
     let below = || vms.iter().filter(|vm| vm.is_below(limit));
-    let guests = below().map(|vm| match (vm.ram, vm.resident) {
+    // Merged memory may have to be copied again.
+    let merged = |vm: &VmModel| vm.merge.as_ref().map_or(0, |part| part.sample.stat.merged());
+    let apart = |vm: &VmModel| vm.resident.map(|resident| resident - Bytes::pages(merged(vm)));
+    let guests = below().map(|vm| match (vm.ram, apart(vm)) {
         (Some(ram), Some(resident)) => {
             let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
             (ram + own - resident).max(OWN_GROWS)
         }
         _ => limit.capacity,
     });
-    let held: Bytes = below().filter_map(|vm| vm.resident).sum();
+    let held: Bytes = below().filter_map(apart).sum();
     let others = (limit.capacity - limit.headroom) - held;
     let beyond = held - limit.capacity;
     guests.fold(others + beyond, |sum, one| (sum + one).min(limit.capacity))

@@ -144,7 +144,8 @@ impl VmModel {
         self.resident.map(|r| r - self.own)
     }
 
-    /// The same at least: a VMM may hold more itself than was seen. What a guest needs it has touched.
+    /// What the host holds of its guest's memory, at least. A VMM may hold more itself than was seen.
+    /// A guest has touched what it needs.
     pub fn guest_held_at_least(&self) -> Option<Bytes> {
         let held = self.resident? - self.own.max(VMM_OWN);
         Some(held.max(self.guest.map_or(held, |g| g.need - self.swap.unwrap_or_default())))

@@ -298,7 +298,7 @@ fn relieve(
         let inside = |n: &usize| !model.vms[poor[*n]].outside;
         let inside: Vec<usize> = (0..poor.len()).filter(inside).collect();
         let asked: Vec<Wish> = inside.iter().map(|n| left[*n]).collect();
-        // What those take that ask is in their wishes.
+        // What the asking VMs take is in their wishes.
         let others = model.vms.iter().enumerate().filter(|(i, _)| !poor.contains(i)).map(|o| o.1);
         let others = others.filter(|vm| !vm.outside);
         let fund = Fund {
@@ -376,11 +376,13 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     let actual = vm.actual.unwrap_or(vm.ceiling);
     let from = m.grows_to(actual);
     let swap = vm.swap.unwrap_or_default();
-    let untouched = from - vm.guest_held().map_or(from, |held| held + swap);
+    let outstanding = vm.outstanding;
+    let untouched = (from - vm.guest_held().map_or(from, |held| held + swap)).max(outstanding);
     let in_doubt = from - untouched - vm.guest_held_at_least().map_or(from, |held| held + swap);
     let spoken_for = spoken_for(vm);
     let weight = weight(vm);
-    let none = Wish { from, untouched, in_doubt, spoken_for, weight, ..Wish::default() };
+    let none =
+        Wish { from, untouched, in_doubt, outstanding, spoken_for, weight, ..Wish::default() };
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
         let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };

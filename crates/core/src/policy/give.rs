@@ -8,8 +8,8 @@
 //! comes from headroom above the mark of critical, everything else from headroom
 //! above the reserve. What does not fit is deferred: others are squeezed for it at
 //! once, and it is granted as what they freed shows up as headroom. A guest that is given more for
-//! its comfort takes all that it had before, too: what the host does not hold of that yet counts as
-//! spent. So does what others were granted and have not touched yet: no byte is granted twice.
+//! its comfort takes all that it had before, too: it pays for what the host does not hold of that
+//! yet. What a guest was granted lately and has not touched counts as spent.
 //!
 //! Where there is not enough for all, each gets as much of what it cannot live without; the rest is
 //! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
@@ -34,7 +34,8 @@ pub struct Wish {
     pub untouched: Bytes,
     /// What it may not hold beside that: a VMM may hold more itself than was seen.
     pub in_doubt: Bytes,
-    /// What of that it will touch in a moment, as it was given it lately.
+    /// What it was given lately and has not touched, and what of that it will touch in a moment.
+    pub outstanding: Bytes,
     pub spoken_for: Bytes,
     /// Without this it cannot live: half a short mark above its need.
     pub bare: Bytes,
@@ -106,44 +107,79 @@ impl Fund {
 
 /// Divides what there is among the wishes; grants in their order.
 pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
-    let mut to: Vec<Bytes> = wishes.iter().map(|w| w.from).collect();
-    let mut serve = |room: Bytes, weighted: bool, most: Bytes, upto: fn(&Wish) -> Bytes| {
-        let wants: Vec<(Bytes, f64)> = wishes
-            .iter()
-            .zip(&to)
-            .map(|(w, to)| ((upto(w) - *to).min(most), if weighted { w.weight } else { 1.0 }))
-            .collect();
-        let parts = fair(room, &wants);
-        to.iter_mut().zip(&parts).for_each(|(to, part)| *to += *part);
-        parts.iter().copied().sum::<Bytes>()
-    };
+    let to: Vec<Bytes> = wishes.iter().map(|w| w.from).collect();
+    let mut parts = Parts { wishes, unpaid: vec![Bytes::ZERO; to.len()], to };
     let all = Bytes(u64::MAX);
     let there = fund.headroom.unwrap_or(all);
     let left = there - fund.spoken_for - wishes.iter().map(|w| w.spoken_for).sum();
     let last = fund.reserve.share(LAST);
-    let mut spent = serve(left - last, false, all, |w| w.bare);
-    spent += serve(left - last - spent, true, all, |w| w.urgent);
+    let equally = |_: &Wish| 1.0;
+    let by_weight = |w: &Wish| w.weight;
+    let mut spent = parts.serve(left - last, all, equally, |w| w.bare);
+    spent += parts.serve(left - last - spent, all, by_weight, |w| w.urgent);
     // What of the last tenth is missing, swap covers first.
     let swap = fund.swap_left - (last - left);
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
-    spent += serve(swap, false, most, |w| w.urgent);
-    // What may be untouched and is not costs a guest its comfort only. Where no swap covers it, it
-    // would cost another VM its life.
-    let untouched = |upto: fn(&Wish) -> Bytes| {
-        let takes = || wishes.iter().filter(|w| upto(w) > w.from);
-        let in_doubt: Bytes = takes().map(|w| w.in_doubt).sum();
-        takes().map(|w| w.untouched).sum::<Bytes>() + (in_doubt - fund.swap_left)
-    };
-    let left = there - fund.spoken_for - untouched(|w| w.comfort);
-    spent += serve(left - fund.reserve.share(KEPT) - spent, true, all, |w| w.comfort);
-    let left = there - fund.outstanding - untouched(|w| w.good);
-    spent += serve(left - fund.keep - spent, true, all, |w| w.good);
+    spent += parts.serve(swap, most, equally, |w| w.urgent);
+    // From here on each pays for what it has not touched.
+    parts.unpaid = untouched(fund, wishes);
+    let left = there - fund.spoken_for - parts.not_taken(|w| w.comfort, |w| w.spoken_for);
+    spent += parts.serve(left - fund.reserve.share(KEPT) - spent, all, by_weight, |w| w.comfort);
+    let left = there - fund.outstanding - parts.not_taken(|w| w.good, |w| w.outstanding);
+    spent += parts.serve(left - fund.keep - spent, all, by_weight, |w| w.good);
     if fund.calm {
-        serve(left - fund.reserve - spent, true, all, |w| w.all);
+        parts.serve(left - fund.reserve - spent, all, by_weight, |w| w.all);
     }
     let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.well - to };
-    wishes.iter().zip(to).map(grant).collect()
+    wishes.iter().zip(parts.to).map(grant).collect()
+}
+
+/// What each may not have touched of its size. Too much of it, and a guest gets less comfort. Too
+/// little where there is no swap, and the kernel kills a VM.
+fn untouched(fund: &Fund, wishes: &[Wish]) -> Vec<Bytes> {
+    let in_doubt: Bytes = wishes.iter().map(|w| w.in_doubt).sum();
+    let not_by_swap = (in_doubt - fund.swap_left).fraction_of(in_doubt);
+    wishes.iter().map(|w| w.untouched + w.in_doubt.share(not_by_swap)).collect()
+}
+
+/// How far the wishes are granted.
+struct Parts<'a> {
+    wishes: &'a [Wish],
+    to: Vec<Bytes>,
+    /// What each has to pay before it is given more.
+    unpaid: Vec<Bytes>,
+}
+
+impl Parts<'_> {
+    /// Brings all up to a size as far as there is room, none by more than `most`; returns what that
+    /// takes.
+    fn serve(
+        &mut self,
+        room: Bytes,
+        most: Bytes,
+        weight: fn(&Wish) -> f64,
+        upto: fn(&Wish) -> Bytes,
+    ) -> Bytes {
+        let want = |(i, w): (usize, &Wish)| match (upto(w) - self.to[i]).min(most) {
+            Bytes(0) => (Bytes::ZERO, weight(w)),
+            more => (more + self.unpaid[i], weight(w)),
+        };
+        let wants: Vec<(Bytes, f64)> = self.wishes.iter().enumerate().map(want).collect();
+        let parts = fair(room, &wants);
+        for (i, part) in parts.iter().enumerate() {
+            let paid = self.unpaid[i].min(*part);
+            self.unpaid[i] = self.unpaid[i] - paid;
+            self.to[i] += *part - paid;
+        }
+        parts.into_iter().sum()
+    }
+
+    /// What counts as spent of those that want no more.
+    fn not_taken(&self, upto: fn(&Wish) -> Bytes, spent: fn(&Wish) -> Bytes) -> Bytes {
+        let done = self.wishes.iter().zip(&self.to).filter(|(w, to)| upto(w) <= **to);
+        done.map(|(w, _)| spent(w)).sum()
+    }
 }
 
 /// Parts of `room` by weight, none larger than what is wanted; what one does not want
@@ -188,6 +224,7 @@ mod tests {
             from: Bytes::mib(400),
             untouched: Bytes::ZERO,
             in_doubt: Bytes::ZERO,
+            outstanding: Bytes::ZERO,
             spoken_for: Bytes::ZERO,
             bare: Bytes::mib(420),
             urgent: Bytes::mib(500),
@@ -265,6 +302,34 @@ mod tests {
         let idle = Fund { outstanding: Bytes::mib(1000), ..fund(2000) };
         let good = Wish { good: Bytes::mib(1900), ..wish(1.0) };
         assert_eq!(sizes(&idle, &[good]), [(1150, 0)], "400 are needed, 250 kept of the rest");
+    }
+
+    /// One was granted all of it a moment ago and grows into it; the other comes now.
+    #[test]
+    fn what_one_was_granted_a_moment_ago_is_not_granted_to_another() {
+        let given = Bytes::mib(600);
+        let (outstanding, spoken_for) = (given, given);
+        let first =
+            Wish { from: Bytes::mib(1000), outstanding, spoken_for, ..wish(1.0).up_to(given) };
+        let second = Wish { comfort: Bytes::mib(1100), good: Bytes::mib(1100), ..wish(1.0) };
+        // A quarter of the reserve is kept: 250.
+        assert_eq!(
+            sizes(&Fund { keep: Bytes::mib(500), ..fund(1000) }, &[first, second])[1].0,
+            550
+        );
+    }
+
+    /// One has not touched 2000 MiB of its size, and there are 450 beyond what is kept.
+    #[test]
+    fn each_pays_for_what_it_has_not_touched_and_no_other_does() {
+        let large = Wish { untouched: Bytes::mib(2000), ..wish(1.0) };
+        let fund = Fund { keep: Bytes::mib(1000), calm: false, ..fund(700) };
+        // 200 are the urgent parts; each has a half of 250.
+        assert_eq!(sizes(&fund, &[large, wish(1.0)]), [(500, 300), (625, 175)]);
+        let doubt = Wish { in_doubt: Bytes::mib(100), ..wish(1.0) };
+        assert_eq!(sizes(&fund, &[doubt]), [(750, 50)]);
+        let swap = Fund { swap_left: Bytes::mib(50), ..fund };
+        assert_eq!(sizes(&swap, &[doubt]), [(800, 0)]);
     }
 
     proptest! {

@@ -139,6 +139,7 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
         let (held, is) = (slice.usage(), vm.resident());
         println!("{name}: {was} then {is}; {held} of {limit}; {end:?}");
         assert_eq!(slice.oom_kills(), 0, "{}", daemon.log());
+        assert!(is > was + Bytes::mib(150), "it was given little: {}", daemon.log());
         vm.check().unwrap();
     }
     assert!(daemon.stop());

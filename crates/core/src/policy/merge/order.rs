@@ -268,28 +268,32 @@ fn steer(
     let Some(ksm) = &host.ksm else {
         return plan.why = "this kernel has no KSM (CONFIG_KSM)".into();
     };
-    let mut room = Room {
-        spare: model.host.headroom - model.host.promised - model.host.reserve,
-        taken: Bytes::ZERO,
-    };
+    let mut room = Room::of(model, ksm);
     if let Err(why) = group {
         next.govern.burst = None;
         plan.ksmd = Some(Order::Rest { why: why.clone() });
-        let stays = |(vm, part): &&(&VmModel, &MergeVm)| {
-            part.sample.open == Some(true) && !room.take(model, vm, part, true)
+        // Their agents are told to close all.
+        let agents = vms.iter().filter(|(vm, _)| vm.agent.as_ref().is_some_and(|a| !a.observes));
+        let stays = agents.filter(|(vm, part)| !room.take(vm, part, true));
+        plan.kept = stays.map(|(vm, _)| vm.id).collect();
+        let kept = match plan.kept.len() {
+            0 => String::new(),
+            n => format!("; no room to break what is merged of {n} VMs"),
         };
-        plan.kept = vms.iter().filter(stays).map(|(vm, _)| vm.id).collect();
-        return plan.why = format!("ksmd rests: {why}");
+        return plan.why = format!("ksmd rests: {why}{kept}");
     }
     let mut blocked = None;
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
     for (vm, part) in vms {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
         let remembered = memory.of(vm.id).merge;
-        if let Some(out) = out.as_ref().filter(|_| open == Some(true))
-            && !room.take(model, vm, part, out.must)
+        // An agent is told to close all.
+        let by_agent = vm.agent.as_ref().is_some_and(|a| !a.observes);
+        let closable = (by_agent || part.fixed.is_none()) && open != Some(false);
+        if let Some(out) = out.as_ref().filter(|_| closable)
+            && !room.take(vm, part, out.must)
         {
-            let needed = Bytes::pages(part.sample.stat.merged());
+            let needed = room.needed(part);
             let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);
             blocked.get_or_insert(why);
             plan.kept.push(vm.id);
@@ -298,7 +302,7 @@ fn steer(
         if let Some(out) = out.as_ref().filter(|o| o.must && open != Some(false)) {
             blocked.get_or_insert_with(|| blocks(vm, part, out, open));
         }
-        if out.is_none() && vm.agent.as_ref().is_some_and(|a| !a.observes) {
+        if out.is_none() && by_agent {
             plan.ranged.push(vm.id);
         }
         if out.is_none() && open == Some(true) {
@@ -339,25 +343,54 @@ fn steer(
 const MEANWHILE: Bytes = Bytes::mib(64);
 
 /// Memory for breaking merges, in a tick.
-struct Room {
+struct Room<'a> {
+    model: &'a Model,
     /// What the host has beyond what it keeps.
     spare: Bytes,
-    taken: Bytes,
+    /// What is left under each limit.
+    left: Vec<Bytes>,
+    /// `ksmd` works: it still has to count what was broken.
+    counts: bool,
 }
 
-impl Room {
-    /// Takes what breaking all merges of a VM takes, where it is there. Where a limit is reached, the
-    /// kernel kills a process, and that may be a VM. For what need not go the host keeps its reserve.
-    fn take(&mut self, model: &Model, vm: &VmModel, part: &MergeVm, must: bool) -> bool {
-        let needed = Bytes::pages(part.sample.stat.merged());
-        let above = model.host.limits.iter().filter(|limit| vm.is_below(limit));
-        let left = above.map(|limit| limit.headroom - MEANWHILE).min();
-        let spare = (!must).then_some(self.spare);
-        let there = left.into_iter().chain(spare).min().unwrap_or(Bytes(u64::MAX)) - self.taken;
-        if needed <= there {
-            self.taken += needed;
+impl Room<'_> {
+    fn of<'a>(model: &'a Model, ksm: &Ksm) -> Room<'a> {
+        let host = &model.host;
+        Room {
+            model,
+            spare: host.headroom - host.promised - host.reserve,
+            left: host.limits.iter().map(|limit| limit.headroom - MEANWHILE).collect(),
+            counts: ksm.run == 1,
         }
-        needed <= there
+    }
+
+    /// What breaking all merges of a VM takes. While `ksmd` rests the kernel goes on counting what was
+    /// broken since; a look at the mappings does not.
+    fn needed(&self, part: &MergeVm) -> Bytes {
+        let stat = &part.sample.stat;
+        let merged = Bytes::pages(stat.merged());
+        let Some((_, seen)) = part.sample.seen.filter(|_| !self.counts) else { return merged };
+        merged.min(seen + Bytes::pages(stat.zero_pages.unwrap_or(0)))
+    }
+
+    /// Takes that, where it is there. Where a limit is reached, the kernel kills a process, and that
+    /// may be a VM. A VM that need not go is closed only from what the host has beyond its reserve.
+    fn take(&mut self, vm: &VmModel, part: &MergeVm, must: bool) -> bool {
+        let needed = self.needed(part);
+        let limits = self.model.host.limits.iter();
+        let mut above: Vec<&mut Bytes> = limits
+            .zip(&mut self.left)
+            .filter(|(l, _)| vm.is_below(l))
+            .map(|(_, left)| left)
+            .collect();
+        if !must {
+            above.push(&mut self.spare);
+        }
+        let there = above.iter().all(|left| **left >= needed);
+        if there {
+            above.into_iter().for_each(|left| *left = *left - needed);
+        }
+        there
     }
 }
 

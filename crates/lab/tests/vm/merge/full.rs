@@ -62,7 +62,18 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     };
     daemon.wait_for("a limit that is nearly reached", MINUTE, left).unwrap();
 
-    // It comes back by the agent and by the balloon.
+    // A VM that is to go out of KSM stays where it would have to be broken as a whole.
+    let config = daemon.config().display().to_string();
+    let off = |name: &str| run(&["merge", "off", name, "--config", &config]).unwrap();
+    println!("{:?}", off(NAMES[1]));
+    let told = |s: &Value| {
+        let why = s["host"]["merge"]["why"].as_str()?;
+        why.contains("no room to break").then(|| why.to_string())
+    };
+    println!("{}", daemon.wait_for("why it stays", MINUTE, told).unwrap());
+    assert_eq!(of(&daemon.get("/v1/state").unwrap(), NAMES[1])["merge"]["open"], true);
+
+    // What the other frees comes back by its agent and by the balloon.
     let was = vms[0].resident();
     vms[0].tool().stop("h").unwrap();
     let back = |s: &Value| {
@@ -70,6 +81,9 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
         (vms[0].resident() + Bytes(ALIKE.0 / 2) < was).then_some(())
     };
     daemon.wait_for("what was freed, part by part", 2 * MINUTE, back).unwrap();
+    slice.resize(Bytes::gib(4)).unwrap();
+    let closed = |s: &Value| (of(s, NAMES[1])["agent"]["open"] == 0).then_some(());
+    daemon.wait_for("a VM that goes where there is room", MINUTE, closed).unwrap();
     for vm in &vms {
         vm.check().unwrap();
         vm.tool().poke("v").unwrap();

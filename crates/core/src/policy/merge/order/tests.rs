@@ -7,8 +7,8 @@ use crate::config::Config;
 use crate::plan::{MergeWish, Plan};
 use crate::policy::Decided;
 use crate::sample::{
-    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, Pool, RunState, Sample, ScanSample,
-    VmId, VmSample, Vmstat,
+    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, Pool, ProcessMemory, RunState, Sample,
+    ScanSample, VmId, VmSample, Vmstat,
 };
 use crate::state::Owned;
 use crate::tick::{Engine, Host, Next, Tick, Wake};
@@ -332,7 +332,9 @@ fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
         let pool = Pool { path: "/slice".into(), limit, usage, ..Default::default() };
         s.host.pool = Some(pool);
         s.vms[0].cgroup = Some("/slice/a".into());
-        s.vms[0].process = Some(Default::default());
+        let anon = Bytes::gib(1);
+        s.vms[0].ram = Some(anon);
+        s.vms[0].process = Some(ProcessMemory { anon, ..ProcessMemory::default() });
         s.vms[0].agent =
             agent.then(|| AgentSample { link: Link::Up, advises: true, ..Default::default() });
         tick(&off, &mut Memory::default(), &s)
