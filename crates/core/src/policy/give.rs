@@ -175,10 +175,11 @@ impl Parts<'_> {
         parts.into_iter().sum()
     }
 
-    /// What counts as spent of those that want no more.
+    /// What counts as spent of those that want no more and have not paid.
     fn not_taken(&self, upto: fn(&Wish) -> Bytes, spent: fn(&Wish) -> Bytes) -> Bytes {
-        let done = self.wishes.iter().zip(&self.to).filter(|(w, to)| upto(w) <= **to);
-        done.map(|(w, _)| spent(w)).sum()
+        let all = self.wishes.iter().zip(&self.to).zip(&self.unpaid);
+        let done = all.filter(|((w, to), _)| upto(w) <= **to);
+        done.map(|((w, _), unpaid)| spent(w).min(*unpaid)).sum()
     }
 }
 
@@ -308,9 +309,9 @@ mod tests {
     #[test]
     fn what_one_was_granted_a_moment_ago_is_not_granted_to_another() {
         let given = Bytes::mib(600);
-        let (outstanding, spoken_for) = (given, given);
-        let first =
-            Wish { from: Bytes::mib(1000), outstanding, spoken_for, ..wish(1.0).up_to(given) };
+        let (untouched, outstanding, spoken_for) = (given, given, given);
+        let from = Bytes::mib(1000);
+        let first = Wish { from, untouched, outstanding, spoken_for, ..wish(1.0).up_to(given) };
         let second = Wish { comfort: Bytes::mib(1100), good: Bytes::mib(1100), ..wish(1.0) };
         // A quarter of the reserve is kept: 250.
         assert_eq!(
