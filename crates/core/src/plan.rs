@@ -138,7 +138,7 @@ pub struct MergePlan {
     /// other agents close theirs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranged: Vec<VmId>,
-    /// VMs whose agents leave open what is: there is no room to break what is merged of it.
+    /// VMs whose agents leave open what is: there is no room to break what is merged of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kept: Vec<VmId>,
     /// VMs whose memory is to be scanned now.

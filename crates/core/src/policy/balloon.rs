@@ -299,8 +299,8 @@ fn relieve(
         let inside: Vec<usize> = (0..poor.len()).filter(inside).collect();
         let asked: Vec<Wish> = inside.iter().map(|n| left[*n]).collect();
         // What the asking VMs take is in their wishes.
-        let others = model.vms.iter().enumerate().filter(|(i, _)| !poor.contains(i)).map(|o| o.1);
-        let others = others.filter(|vm| !vm.outside);
+        let others = model.vms.iter().enumerate().filter(|(i, _)| poor.binary_search(i).is_err());
+        let others = others.map(|(_, vm)| vm).filter(|vm| !vm.outside);
         let fund = Fund {
             outstanding: others.clone().map(|vm| vm.outstanding).sum(),
             spoken_for: others.map(spoken_for).sum(),

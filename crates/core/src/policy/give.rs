@@ -90,15 +90,16 @@ pub struct Fund {
 }
 
 impl Fund {
-    /// What there is for the VMs below the limit that is shown as the host.
+    /// What there is for the VMs below the limit that is shown as the host, if nothing was given to
+    /// others.
     pub fn of(host: &HostModel) -> Fund {
         let limit = host.limit();
         Fund {
             headroom: limit.map(|l| l.headroom),
             swap_left: host.swap_left(),
             reserve: limit.map_or(host.reserve, |l| l.reserve),
-            outstanding: host.outstanding,
-            spoken_for: host.outstanding,
+            outstanding: Bytes::ZERO,
+            spoken_for: Bytes::ZERO,
             keep: Bytes::ZERO,
             calm: host.state <= Pressure::Soft,
         }

@@ -1,19 +1,15 @@
-//! A cgroup without swap that is nearly full: what a guest frees of merged memory is closed to KSM
-//! before it is given back, and closing takes memory.
+//! A cgroup without swap that is nearly full: to take a VM out of KSM, or to give back what a guest
+//! frees of merged memory, breaks merges, and that takes memory there.
 
 use ebb_lab::vm::Balloon;
 
 use super::*;
+use crate::of;
 
 const NAMES: [&str; 2] = ["full-1", "full-2"];
 const MERGE: &str = "reserve = \"16MiB\"\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\n\
     floor = \"1MiB\"\nscan = \"1h\"\n";
 const ALIKE: Bytes = Bytes::mib(160);
-
-fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array();
-    vms.and_then(|vms| vms.iter().find(|vm| vm["name"] == name)).unwrap_or(&Value::Null)
-}
 
 /// All at once it would take 160 MiB in the VM's own cgroup, where 14 are left: the kernel's OOM
 /// killer would end the VM.

@@ -325,8 +325,9 @@ fn nothing_is_broken_for_a_storm_where_the_memory_is_not_there_or_promised() {
 #[test]
 fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
     let off = format!("{ON}[vm.a]\nmerge = false\n");
-    let asked = |limit_mib: u64, agent: bool| {
+    let asked_with = |limit_mib: u64, agent: bool, change: fn(&mut Sample)| {
         let mut s = seen(10_000, Bytes::mib(200), 51_200, Bytes::gib(50), 0);
+        change(&mut s);
         let usage = Bytes::gib(1);
         let limit = usage + Bytes::mib(limit_mib);
         let pool = Pool { path: "/slice".into(), limit, usage, ..Default::default() };
@@ -339,6 +340,7 @@ fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
             agent.then(|| AgentSample { link: Link::Up, advises: true, ..Default::default() });
         tick(&off, &mut Memory::default(), &s)
     };
+    let asked = |limit_mib, agent| asked_with(limit_mib, agent, |_| ());
     let kept = |plan: &MergePlan| plan.kept.iter().map(|id| id.pid).collect::<Vec<_>>();
     for agent in [false, true] {
         let tight = asked(250, agent);
@@ -348,6 +350,18 @@ fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
         assert!(kept(&wide).is_empty() && !wide.why.contains("no room"), "{wide:?}");
         assert_eq!(switched(&wide), if agent { vec![] } else { vec![(1, false)] }, "{wide:?}");
     }
+    let unseen = asked_with(250, true, |s| s.vms[0].merge.as_mut().unwrap().open = None);
+    assert_eq!(kept(&unseen), [1], "it was not looked at yet");
+    // The kernel goes on counting what was broken until ksmd works again.
+    let broken = |s: &mut Sample| {
+        s.vms[0].merge.as_mut().unwrap().seen = Some((Stamp(10_000), Bytes::mib(20)));
+    };
+    assert!(kept(&asked_with(250, true, broken)).is_empty());
+    let works = |s: &mut Sample| {
+        s.vms[0].merge.as_mut().unwrap().seen = Some((Stamp(10_000), Bytes::mib(20)));
+        s.host.ksm.as_mut().unwrap().run = 1;
+    };
+    assert_eq!(kept(&asked_with(250, true, works)), [1]);
 }
 
 #[test]
