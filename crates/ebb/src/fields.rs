@@ -167,6 +167,7 @@ fields! { VM_FIELDS: Vm, v =>
     ceiling: Bytes Gauge "Size above which it is not given more" = v.ceiling;
     ballooned: Bytes Gauge "Held by the balloon of what it is owed" = v.ballooned;
     resident as "RESIDENT": Bytes Gauge "What the host holds for it" = v.resident;
+    vmm: Bytes Gauge "What of it is the VMM's own, not guest RAM" = v.vmm;
     swap as "SWAP": Bytes Gauge "What of it is in the host's swap" = v.swap;
     available as "AVAILABLE": Bytes Gauge "Available in the guest, as it says" = v.available;
     guest_free: Bytes Gauge "Free in the guest, exactly, from its map" = v.agent.as_ref()?.free;

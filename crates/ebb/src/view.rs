@@ -252,6 +252,8 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// What the balloon holds of what it is owed.
     ballooned: Bytes = m.owed;
     resident: Option<Bytes> = m.resident;
+    /// What of it is the VMM's own, where that was counted.
+    vmm: Option<Bytes> = m.own_is_counted.then_some(m.own);
     /// In the host's swap.
     swap: Option<Bytes> = m.swap;
     /// Available in the guest, as it says.

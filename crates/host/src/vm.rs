@@ -35,6 +35,7 @@ use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::libvirt::metadata::METADATA;
 use crate::libvirt::{Address, Libvirt};
 use crate::probe::mappers::Question;
+use crate::probe::own_memory::OwnMemory;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
@@ -231,6 +232,7 @@ pub(crate) struct Vm {
     watched: Watched,
     /// What its process held when that was last read.
     memory: Option<ProcessMemory>,
+    own_memory: OwnMemory,
     /// Why that could not be read.
     unread: Option<String>,
     /// Its process was looked at since the last sample.
@@ -256,6 +258,9 @@ impl Vm {
         let (life, memory) = self.watched.look(root, keep_open);
         self.unread = memory.as_ref().err().map(ToString::to_string);
         (self.memory, self.seen) = (memory.ok().flatten(), true);
+        if let Some(memory) = self.memory.as_mut().filter(|_| self.access.managed) {
+            memory.own = self.own_memory.count(root, self.process.id.pid, Instant::now());
+        }
         life
     }
 

@@ -182,6 +182,7 @@ impl Voice {
             process: Some(ProcessMemory {
                 anon: g.resident(),
                 swap: g.out,
+                own: Some(Bytes::ZERO),
                 ..ProcessMemory::default()
             }),
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },

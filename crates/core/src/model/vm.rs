@@ -46,8 +46,9 @@ pub struct VmModel {
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
     pub nodes: Vec<u32>,
     pub resident: Option<Bytes>,
-    /// What of it is the VMM's own, at least.
+    /// What of it is the VMM's own, at least; and whether it was counted.
     pub own: Bytes,
+    pub own_is_counted: bool,
     /// In the host's swap.
     pub swap: Option<Bytes>,
     pub agent: Option<AgentSample>,
@@ -122,7 +123,7 @@ impl fmt::Display for Progress {
     }
 }
 
-/// What a VMM holds beside its guest's RAM, as long as no more was seen.
+/// What a VMM holds beside its guest's RAM, as long as that was not counted and no more was seen.
 const VMM_OWN: Bytes = Bytes::mib(64);
 
 impl VmModel {
@@ -144,10 +145,11 @@ impl VmModel {
         self.resident.map(|r| r - self.own)
     }
 
-    /// What the host holds of its guest's memory, at least. A VMM may hold more itself than was seen.
-    /// A guest has touched what it needs.
+    /// What the host holds of its guest's memory, at least. A VMM may hold more itself than was seen,
+    /// unless that was counted. A guest has touched what it needs.
     pub fn guest_held_at_least(&self) -> Option<Bytes> {
-        let held = self.resident? - self.own.max(VMM_OWN);
+        let unseen = if self.own_is_counted { Bytes::ZERO } else { VMM_OWN };
+        let held = self.resident? - self.own.max(unseen);
         Some(held.max(self.guest.map_or(held, |g| g.need - self.swap.unwrap_or_default())))
     }
 
@@ -216,7 +218,7 @@ impl VmModel {
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
-        model.own = m.own;
+        (model.own, model.own_is_counted) = (m.own, m.own_is_counted);
         model.unseen = m.reach.unseen(sample.at);
         if model.unseen.is_empty() && vm.run == Some(RunState::Migrating) {
             model.unseen = "it is being migrated or saved: the other side may not know what \

@@ -207,6 +207,9 @@ pub struct ProcessMemory {
     /// `VmLck`.
     #[serde(default)]
     pub locked: Bytes,
+    /// What of it is not guest RAM, as it was counted last; up to a minute old. `None`: not counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub own: Option<Bytes>,
 }
 
 impl ProcessMemory {

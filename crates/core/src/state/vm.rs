@@ -79,8 +79,10 @@ pub struct VmMemory {
     pub again: u32,
     pub sizes: Sizes,
     /// What the host holds for its VMM itself, at least: what is resident beyond the
-    /// guest's size cannot be the guest's. Forgotten over ten minutes.
+    /// guest's size cannot be the guest's. Forgotten over ten minutes, down to what was counted.
     pub own: Bytes,
+    /// It was counted, too, and is exact.
+    pub own_is_counted: bool,
     /// When its balloon last moved by another's order than Ebb's.
     pub strayed: Option<Stamp>,
     /// When its balloon was last seen to grow, whoever ordered that.

@@ -120,13 +120,15 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
 }
 
 /// What the host's memory of a VM is held for: what its guest uses, what of its free memory the
-/// host still holds (only its module tells), and the rest, which is the VMM's. A guest uses memory
+/// host still holds (only its module tells), what is the VMM's, and the rest. A guest uses memory
 /// that the host does not hold, too: in swap, or freed as zeros.
 fn held_for(vm: &Vm) -> Option<String> {
     let (resident, swap) = (vm.resident?, vm.swap.unwrap_or_default());
     let (known, uses, rest) = by_module(vm).or_else(|| by_statistics(vm))?;
-    let mut said = if known <= resident {
-        format!("{uses}; {rest}: {} or more", resident - known)
+    let mut said = if let Some(vmm) = vm.vmm.filter(|vmm| known + *vmm <= resident) {
+        format!("{uses}, {vmm} of the VMM itself; {rest}: {}", resident - known - vmm)
+    } else if known <= resident {
+        format!("{uses}; {rest}, or the VMM's own: {} or more", resident - known)
     } else {
         format!(
             "{uses}; of that {} or more are not in memory ({swap} in swap, or pages of zeros)",
@@ -162,7 +164,7 @@ fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
         format!("{anon} of programs, {cache} page cache, {kernel} of the guest's kernel, {free}")
     };
     // `held` is counted every two seconds.
-    Some((used + held, uses, "the VMM's own, and what was freed in the last 3 s"))
+    Some((used + held, uses, "freed in the last 3 s"))
 }
 
 fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
@@ -172,7 +174,7 @@ fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     Some((
         used,
         format!("{used} that the guest uses{cache}"),
-        "free in the guest, its kernel's image, and the VMM's own",
+        "free in the guest, or its kernel's image",
     ))
 }
 
@@ -236,9 +238,14 @@ mod tests {
         assert_eq!(
             said,
             "30 MiB of programs, 50 MiB page cache, 32 MiB of the guest's kernel, 14 MiB free in \
-             the guest (400 MiB are free in all); the VMM's own, and what was freed in the last 3 s: \
+             the guest (400 MiB are free in all); freed in the last 3 s, or the VMM's own: \
              44 MiB or more"
         );
+        vm.vmm = Some(mib(40));
+        let said = held_for(&vm).unwrap();
+        let end = "in all), 40 MiB of the VMM itself; freed in the last 3 s: 4 MiB";
+        assert!(said.ends_with(end), "{said}");
+        vm.vmm = None;
         let full = (vm.resident, vm.swap);
         (vm.resident, vm.swap) = (Some(mib(90)), Some(mib(80)));
         let said = held_for(&vm).unwrap();
@@ -256,8 +263,8 @@ mod tests {
         let said = held_for(&vm).unwrap();
         assert_eq!(
             said,
-            "90 MiB that the guest uses (50 MiB page cache); free in the guest, its kernel's image, \
-             and the VMM's own: 80 MiB or more",
+            "90 MiB that the guest uses (50 MiB page cache); free in the guest, or its kernel's \
+             image, or the VMM's own: 80 MiB or more",
             "without a module its balloon's statistics tell"
         );
         vm.actual = Some(mib(450));

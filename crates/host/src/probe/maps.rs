@@ -20,6 +20,11 @@ pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, 
     root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
 }
 
+/// Reads the mappings of a process that are not guest RAM.
+pub fn read_own_mappings(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+    root.parse(format!("/proc/{pid}/maps"), parse_own_mappings)
+}
+
 pub struct Mapping<'a> {
     pub start: u64,
     /// The address after the last.
@@ -74,6 +79,26 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
     Ok(ranges)
 }
 
+/// Parses them: the program, its heap and stacks, translated code, and small mappings. What lies
+/// side by side is one, as ranges that are open to KSM cut RAM up.
+pub fn parse_own_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
+    let (mut own, mut writable): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
+    for (i, line) in text.lines().enumerate() {
+        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        let Mapping { start, end, permissions, path, .. } = parse_line(line).ok_or_else(bad)?;
+        let range = Range { start, len: end.saturating_sub(start) };
+        let named = ["[heap", "[stack", "[v"].iter().any(|p| path.starts_with(p));
+        match (permissions, writable.last_mut()) {
+            ("---p" | "---s", _) => {}
+            ("rw-p" | "rw-s", Some(last)) if !named && last.end() == start => last.len += range.len,
+            ("rw-p" | "rw-s", _) if !named => writable.push(range),
+            _ => own.push(range),
+        }
+    }
+    own.extend(writable.into_iter().filter(|r| r.len < LEAST_MAPPING));
+    Ok(own)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +112,21 @@ mod tests {
         7f0050000000-7f0060000000 ---p 00000000 00:00 0 \n\
         7f0070000000-7f0080000000 rw-s 00000000 00:01 99 /memfd:ram (deleted)\n\
         7f0090000000-7f00a0000000 rw-s 00000000 fe:00 98 /var/lib/disk.img\n";
+
+    #[test]
+    fn what_is_not_ram_is_the_vmms_own() {
+        let starts = |text| {
+            let own = parse_own_mappings(text).unwrap();
+            own.iter().map(|r| (r.start, r.len >> 20)).collect::<Vec<_>>()
+        };
+        let own = [(0x55d0c0000000, 8), (0x55d0d0000000, 128), (0x7f0030000000, 256)];
+        assert_eq!(starts(MAPS), own, "a file that is mapped for writing may be RAM");
+        let small = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\
+                     7f0000900000-7f0001100000 rw-p 00000000 00:00 0 \n\
+                     7f0001100000-7f0001900000 rw-p 00000000 00:00 0 \n";
+        assert_eq!(starts(small), [(0x7f0000000000, 8)], "two that lie side by side are large");
+        assert_eq!(parse_own_mappings("nonsense\n").unwrap_err().line, 1);
+    }
 
     #[test]
     fn only_what_can_be_ram_is_walked() {

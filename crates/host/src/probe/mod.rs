@@ -10,6 +10,7 @@ pub mod mappers;
 pub mod maps;
 pub mod meminfo;
 pub mod numa;
+pub mod own_memory;
 pub mod process;
 pub mod psi;
 pub mod qemu;

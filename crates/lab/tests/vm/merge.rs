@@ -21,6 +21,7 @@ use ebb_core::wire::hashes::Ask;
 use ebb_host::act::vm_mergeable::{Marks, marks};
 use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
+use ebb_host::probe::regions::read_smaps;
 use ebb_host::root::Root;
 use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
@@ -294,11 +295,27 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         .unwrap();
     let again = Truth::of(&pids(&vms)).unwrap();
     println!("{before:?}, its end: {after:?}, the next: {again:?}");
+    daemon
+        .wait_for("what QEMU itself holds", MINUTE, |s| all(s, &|v| number(&v["vmm"]) > 0))
+        .unwrap();
+    let state = daemon.get("/v1/state").unwrap();
+    state["vms"].as_array().unwrap().iter().for_each(what_qemu_itself_holds_is_right);
     for later in [after, again] {
         assert!(later.merged() >= before.merged().share(0.99), "{before:?}, then {later:?}");
     }
     assert!(daemon.stop());
     what_agents_tell_is_what_is_there(agents.path(), &vms);
+}
+
+/// It is counted although ranges that are open to KSM cut RAM up, against what lies outside of
+/// what QEMU marks as guest RAM.
+fn what_qemu_itself_holds_is_right(vm: &Value) {
+    let pid = vm["pid"].as_u64().unwrap() as u32;
+    let regions = read_smaps(&Root::default(), pid).unwrap().unwrap();
+    let own: Bytes = regions.iter().filter(|r| !r.dontfork).map(|r| r.resident).sum();
+    let counted = bytes(&vm["vmm"]);
+    println!("{counted} counted as QEMU's own, {own} by its mappings ({})", regions.len());
+    assert!(own > Bytes::mib(20) && counted.abs_diff(own) < Bytes::mib(16), "{counted} of {own}");
 }
 
 /// What a guest frees in ranges that are open does not wait for the next scan, which closes them.

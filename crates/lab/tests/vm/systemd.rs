@@ -290,6 +290,9 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
             && number(&s["vms"][1]["partial_thp"]["freed"]) > 1 << 20
     });
     let (state, log) = (state(), systemd.log());
+    for vm in state["vms"].as_array().unwrap() {
+        assert!(number(&vm["vmm"]) > 16 << 20, "what QEMU itself holds is counted: {vm:#}");
+    }
     assert_eq!(state["problems"].as_array().unwrap().len(), 0, "{state:#}");
     assert!(!log.contains("denied") && !log.contains("not permitted"), "{log}");
     assert_eq!(systemd.systemctl(&["stop", "ebb"]).0, 0);

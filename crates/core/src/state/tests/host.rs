@@ -19,6 +19,28 @@ fn what_a_vmm_holds_itself_is_learnt_and_not_counted_as_its_guests() {
 }
 
 #[test]
+fn what_a_vmm_holds_itself_is_what_was_counted_or_more_where_more_was_seen() {
+    let mut memory = Memory::default();
+    let counted = |at: u64, own: Option<u64>, (size, resident): (u64, u64)| {
+        let mut one = vm(size, size / 2, resident);
+        one.process.as_mut().unwrap().own = own.map(Bytes::mib);
+        sample(at, vec![one])
+    };
+    let mut seen = |s: Sample| {
+        let model = tick(&mut memory, &s);
+        let vm = only(&model);
+        let at_least = vm.guest_held_at_least().unwrap().0 >> 20;
+        (vm.own.0 >> 20, vm.guest_held().unwrap().0 >> 20, at_least)
+    };
+    assert_eq!(seen(counted(1_000, None, (1024, 600))), (0, 600, 536), "it may be 64 MiB");
+    assert_eq!(seen(counted(2_000, Some(40), (1024, 600))), (40, 560, 560), "no more than that");
+    assert_eq!(seen(counted(3_000, Some(40), (1024, 1124))), (100, 1024, 1024), "more was seen");
+    assert_eq!(seen(counted(603_000, Some(40), (1024, 600))), (40, 560, 560), "long ago");
+    assert_eq!(seen(counted(604_000, Some(900), (1024, 600))), (600, 0, 512), "all it holds");
+    // It needs 512 MiB by its word, which it has touched.
+}
+
+#[test]
 fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
     let mut memory = Memory::default();
     let at = |ms, medium, critical| {

@@ -53,6 +53,10 @@ impl VmMemory {
             let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
             self.own = (p.resident() - size).max(self.own.share(left));
         }
+        self.own_is_counted = p.own.is_some();
+        if let Some(counted) = p.own {
+            self.own = self.own.max(counted.min(p.resident()));
+        }
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let actual = actual.or(self.seen.and_then(|s| s.actual));
         let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };

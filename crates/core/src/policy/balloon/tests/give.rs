@@ -99,16 +99,18 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
 /// It holds half of what it could touch, and grows.
 #[test]
 fn one_that_is_given_more_takes_what_it_had_before_too() {
-    let given_at = |need: u64, (resident, own, swap): (u64, u64, u64)| {
+    let size_of = |need: u64, (resident, own, counted, swap): (u64, u64, bool, u64)| {
         let mut growing = vm(1, 400, 30);
         growing.distress = "30 MiB available".into();
         (growing.resident, growing.own) = (Some(Bytes::mib(resident)), Bytes::mib(own));
+        growing.own_is_counted = counted;
         growing.guest.as_mut().unwrap().need = Bytes::mib(need);
         growing.guest.as_mut().unwrap().highest = Bytes::mib(800);
         let mut host = limited(host(Pressure::Soft, 0, 0), 300, 200);
         host.limits[0].swap_left = Bytes::mib(swap);
         size(&decide(host, vec![growing], vec![])[0])
     };
+    let given_at = |need, (resident, own, swap)| size_of(need, (resident, own, false, swap));
     let given = |resident, own, swap| given_at(200, (resident, own, swap));
     // A quarter of the reserve is kept.
     assert_eq!(given(500, 64, 0), Some(400 + 250), "all of its size is held");
@@ -118,6 +120,8 @@ fn one_that_is_given_more_takes_what_it_had_before_too() {
     assert_eq!(given(300, 0, 40), Some(400 + 250 - 124), "which swap covers in part");
     assert_eq!(given_at(260, (264, 0, 0)), Some(400 + 250 - 140), "what it needs it has touched");
     assert_eq!(given(200, 0, 0), Some(464), "what keeps it from harm it is given in any case");
+    let counted = size_of(200, (300, 0, true, 0));
+    assert_eq!(counted, Some(400 + 250 - 100), "its VMM was counted, and holds nothing");
 }
 
 /// Its part is 500 MiB beyond its need of 200.
