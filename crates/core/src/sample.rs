@@ -23,8 +23,8 @@ pub use self::host::{
 };
 pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};
 pub use self::vm::{
-    Claim, HandsOff, Link, OffloadSample, PartialThpSample, ProcessMemory, RunState, SharedSocket,
-    VmEvent, VmId, VmSample, ZeroSample,
+    Claim, HandsOff, Link, OffloadSample, OwnMemory, PartialThpSample, ProcessMemory, RunState,
+    SharedSocket, VmEvent, VmId, VmSample, ZeroSample,
 };
 use crate::units::Stamp;
 

@@ -52,6 +52,8 @@ use crate::waker::Waker;
 pub use self::orders::{ActError, BalloonOrder};
 pub use self::wait::Wake;
 
+/// Most counts of what VMMs hold themselves that are begun in a tick.
+const COUNTS: u32 = 4;
 /// Up to this many VMs, their files in `/proc` are kept open; with more, descriptors are for
 /// their sockets.
 const KEPT_OPEN: usize = 1000;
@@ -309,11 +311,13 @@ impl LinuxHost {
         problems: &mut Vec<Problem>,
     ) -> Vec<VmSample> {
         let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
+        let (now, mut begins) = (Instant::now(), COUNTS);
         let one = |(id, vm): (&VmId, &mut Vm)| {
             // One that was just found.
             if !vm.seen && !self.resting.contains(id) {
                 vm.look(root, keep);
             }
+            vm.count_own(root, now, &mut begins);
             let mut sample = vm.sample(at, wall_ms, problems);
             sample.offload = self.offloader.sample(*id);
             sample.partial_thp = self.splitter.sample(*id);

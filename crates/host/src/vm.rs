@@ -35,7 +35,7 @@ use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::libvirt::metadata::METADATA;
 use crate::libvirt::{Address, Libvirt};
 use crate::probe::mappers::Question;
-use crate::probe::own_memory::OwnMemory;
+use crate::probe::own_memory::OwnCount;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
@@ -232,7 +232,8 @@ pub(crate) struct Vm {
     watched: Watched,
     /// What its process held when that was last read.
     memory: Option<ProcessMemory>,
-    own_memory: OwnMemory,
+    /// What of that is not guest RAM.
+    own: OwnCount,
     /// Why that could not be read.
     unread: Option<String>,
     /// Its process was looked at since the last sample.
@@ -258,10 +259,14 @@ impl Vm {
         let (life, memory) = self.watched.look(root, keep_open);
         self.unread = memory.as_ref().err().map(ToString::to_string);
         (self.memory, self.seen) = (memory.ok().flatten(), true);
-        if let Some(memory) = self.memory.as_mut().filter(|_| self.access.managed) {
-            memory.own = self.own_memory.count(root, self.process.id.pid, Instant::now());
-        }
         life
+    }
+
+    /// Has what its VMM itself holds counted, where that is due and there is one of `begins` left.
+    pub fn count_own(&mut self, root: &Root, now: Instant, begins: &mut u32) {
+        if let Some(memory) = self.memory.as_mut().filter(|_| self.access.managed) {
+            memory.own = self.own.count(root, self.process.id.pid, (now, begins));
+        }
     }
 
     /// `interval_was`: an earlier daemon found this interval of its statistics. It may be reached
@@ -312,8 +317,9 @@ impl Vm {
         let id = self.process.id;
         self.seen = false;
         let unread = self.unread.take().map(|why| (format!("/proc/{}/status", id.pid), why));
+        let own = self.own.error.take().map(|why| (format!("/proc/{}/pagemap", id.pid), why));
         let metadata = self.metadata_problem().map(|why| (METADATA.to_owned(), why));
-        let told = unread.into_iter().chain(metadata);
+        let told = unread.into_iter().chain(own).chain(metadata);
         let told = told.chain(std::mem::take(&mut self.answers.problems));
         problems.extend(told.map(|(source, message)| problem(id, source, message)));
         let run = match &self.answers.run {

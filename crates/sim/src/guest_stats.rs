@@ -8,8 +8,8 @@
 //! little as on a real host.
 
 use ebb_core::sample::{
-    AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, ProcessMemory, RunState,
-    VmEvent, VmId, VmSample,
+    AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, OwnMemory, ProcessMemory,
+    RunState, VmEvent, VmId, VmSample,
 };
 use ebb_core::units::{Bytes, PAGE, Stamp};
 use ebb_core::wire::abi::Facts;
@@ -182,7 +182,7 @@ impl Voice {
             process: Some(ProcessMemory {
                 anon: g.resident(),
                 swap: g.out,
-                own: Some(Bytes::ZERO),
+                own: Some(OwnMemory::default()),
                 ..ProcessMemory::default()
             }),
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },

@@ -49,8 +49,9 @@ pub struct VmModel {
     /// What of it is the VMM's own, at least; and whether it was counted.
     pub own: Bytes,
     pub own_is_counted: bool,
-    /// In the host's swap.
+    /// In the host's swap, and what of that is the VMM's own.
     pub swap: Option<Bytes>,
+    pub own_swap: Bytes,
     pub agent: Option<AgentSample>,
     /// What the guest says, if it can be believed.
     pub guest: Option<GuestModel>,
@@ -150,7 +151,12 @@ impl VmModel {
     pub fn guest_held_at_least(&self) -> Option<Bytes> {
         let unseen = if self.own_is_counted { Bytes::ZERO } else { VMM_OWN };
         let held = self.resident? - self.own.max(unseen);
-        Some(held.max(self.guest.map_or(held, |g| g.need - self.swap.unwrap_or_default())))
+        Some(held.max(self.guest.map_or(held, |g| g.need - self.guest_swap())))
+    }
+
+    /// What of its guest's memory is in the host's swap.
+    pub fn guest_swap(&self) -> Bytes {
+        self.swap.unwrap_or_default() - self.own_swap
     }
 
     pub(super) fn new(config: &Config, sample: &Sample, vm: &VmSample, memory: &Memory) -> VmModel {
@@ -218,7 +224,9 @@ impl VmModel {
         {
             model.distress = "it was out of memory and deflated its balloon itself".into();
         }
-        (model.own, model.own_is_counted) = (m.own, m.own_is_counted);
+        model.own = m.own().min(model.resident.unwrap_or_default());
+        model.own_is_counted = m.own_counted.is_some();
+        model.own_swap = m.own_counted.map_or(Bytes::ZERO, |own| own.swap);
         model.unseen = m.reach.unseen(sample.at);
         if model.unseen.is_empty() && vm.run == Some(RunState::Migrating) {
             model.unseen = "it is being migrated or saved: the other side may not know what \
@@ -226,7 +234,7 @@ impl VmModel {
                 .into();
         }
         model.convergence = m.convergence(sample.at, actual, model.trust.level);
-        let host_side = model.resident.unwrap_or_default() + model.swap.unwrap_or_default();
+        let host_side = model.guest_held().unwrap_or_default() + model.guest_swap();
         if m.start.is_some() && model.resident.is_some() {
             model.promised = model.actual.unwrap_or(ram) - host_side;
         }

@@ -375,7 +375,7 @@ fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
 fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish {
     let actual = vm.actual.unwrap_or(vm.ceiling);
     let from = m.grows_to(actual);
-    let swap = vm.swap.unwrap_or_default();
+    let swap = vm.guest_swap();
     let outstanding = vm.outstanding;
     let untouched = (from - vm.guest_held().map_or(from, |held| held + swap)).max(outstanding);
     let in_doubt = from - untouched - vm.guest_held_at_least().map_or(from, |held| held + swap);

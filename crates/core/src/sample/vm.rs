@@ -207,9 +207,16 @@ pub struct ProcessMemory {
     /// `VmLck`.
     #[serde(default)]
     pub locked: Bytes,
-    /// What of it is not guest RAM, as it was counted last; up to a minute old. `None`: not counted.
+    /// `None`: not counted lately.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub own: Option<Bytes>,
+    pub own: Option<OwnMemory>,
+}
+
+/// What of a VMM's memory is not guest RAM, as it was counted last: up to some minutes old.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnMemory {
+    pub resident: Bytes,
+    pub swap: Bytes,
 }
 
 impl ProcessMemory {

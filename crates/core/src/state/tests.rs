@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::model::{Progress, Standing, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::{
-    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, OffloadSample,
+    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, OffloadSample, OwnMemory,
     ProcessMemory, RunState, VmPressure, VmSample,
 };
 

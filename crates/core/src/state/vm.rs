@@ -27,7 +27,7 @@ use super::{
     ZeroMemory,
 };
 use crate::policy::merge::VmMerge;
-use crate::sample::{GuestStats, VmEvent, VmId, VmSample};
+use crate::sample::{GuestStats, OwnMemory, VmEvent, VmId, VmSample};
 use crate::units::{Bytes, Stamp};
 
 /// One harm is forgotten in this time, and the known hot cache decays over it.
@@ -78,11 +78,11 @@ pub struct VmMemory {
     /// The number of samples in a row with the same statistics and the same balloon size.
     pub again: u32,
     pub sizes: Sizes,
-    /// What the host holds for its VMM itself, at least: what is resident beyond the
-    /// guest's size cannot be the guest's. Forgotten over ten minutes, down to what was counted.
-    pub own: Bytes,
-    /// It was counted, too, and is exact.
-    pub own_is_counted: bool,
+    /// What is resident beyond the guest's size, which cannot be the guest's. Forgotten with a time
+    /// constant of ten minutes.
+    pub own_seen: Bytes,
+    /// What was counted as the VMM's own.
+    pub own_counted: Option<OwnMemory>,
     /// When its balloon last moved by another's order than Ebb's.
     pub strayed: Option<Stamp>,
     /// When its balloon was last seen to grow, whoever ordered that.

@@ -126,7 +126,7 @@ fn held_for(vm: &Vm) -> Option<String> {
     let (resident, swap) = (vm.resident?, vm.swap.unwrap_or_default());
     let (known, uses, rest) = by_module(vm).or_else(|| by_statistics(vm))?;
     let mut said = if let Some(vmm) = vm.vmm.filter(|vmm| known + *vmm <= resident) {
-        format!("{uses}, {vmm} of the VMM itself; {rest}: {}", resident - known - vmm)
+        format!("{uses}, {vmm} of the VMM itself; {rest}: {} or more", resident - known - vmm)
     } else if known <= resident {
         format!("{uses}; {rest}, or the VMM's own: {} or more", resident - known)
     } else {
@@ -243,7 +243,7 @@ mod tests {
         );
         vm.vmm = Some(mib(40));
         let said = held_for(&vm).unwrap();
-        let end = "in all), 40 MiB of the VMM itself; freed in the last 3 s: 4 MiB";
+        let end = "in all), 40 MiB of the VMM itself; freed in the last 3 s: 4 MiB or more";
         assert!(said.ends_with(end), "{said}");
         vm.vmm = None;
         let full = (vm.resident, vm.swap);

@@ -6,6 +6,8 @@ use crate::sys::Range;
 
 /// Mappings smaller than this are QEMU's own, not RAM.
 const LEAST_MAPPING: u64 = 16 << 20;
+/// Linux takes memory that is plugged in blocks of this size at least.
+const LEAST_PLUGGED: u64 = 128 << 20;
 /// Most mappings walked.
 const MAPPINGS: usize = 256;
 
@@ -79,8 +81,9 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
     Ok(ranges)
 }
 
-/// Parses them: the program, its heap and stacks, translated code, and small mappings. What lies
-/// side by side is one, as ranges that are open to KSM cut RAM up.
+/// Parses them: the program, its heap and stacks, translated code, and mappings that are small beside
+/// the guest's RAM, as that of a display is. What lies side by side is one, as ranges that are open to
+/// KSM cut RAM up.
 pub fn parse_own_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
     let (mut own, mut writable): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
     for (i, line) in text.lines().enumerate() {
@@ -95,7 +98,9 @@ pub fn parse_own_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
             _ => own.push(range),
         }
     }
-    own.extend(writable.into_iter().filter(|r| r.len < LEAST_MAPPING));
+    let largest = writable.iter().map(|r| r.len).max().unwrap_or(0);
+    let least = (largest / 16).clamp(LEAST_MAPPING, LEAST_PLUGGED);
+    own.extend(writable.into_iter().filter(|r| r.len < least));
     Ok(own)
 }
 
@@ -125,6 +130,10 @@ mod tests {
                      7f0000900000-7f0001100000 rw-p 00000000 00:00 0 \n\
                      7f0001100000-7f0001900000 rw-p 00000000 00:00 0 \n";
         assert_eq!(starts(small), [(0x7f0000000000, 8)], "two that lie side by side are large");
+        let display = "7f0000000000-7f0100000000 rw-p 00000000 00:00 0 \n\
+                       7f0200000000-7f0204000000 rw-p 00000000 00:00 0 \n\
+                       7f0300000000-7f0308000000 rw-p 00000000 00:00 0 \n";
+        assert_eq!(starts(display), [(0x7f0200000000, 64)], "beside RAM of 4 GiB and 128 MiB");
         assert_eq!(parse_own_mappings("nonsense\n").unwrap_err().line, 1);
     }
 

@@ -1,5 +1,5 @@
-//! What a VMM holds beside its guest's RAM: the pages in memory of its other mappings
-//! (`/proc/PID/maps`, `/proc/PID/pagemap`, Linux `Documentation/admin-guide/mm/pagemap.rst`).
+//! What a VMM holds beside its guest's RAM: the pages of its other mappings that are in memory or in
+//! swap (`/proc/PID/maps`, `/proc/PID/pagemap`, Linux `Documentation/admin-guide/mm/pagemap.rst`).
 //!
 //! `/proc/PID/status` tells the sum of both only. A look takes a few milliseconds, whatever the
 //! guest's size is. It may wait for the VMM's mmap lock, so it is taken beside the loop.
@@ -9,67 +9,77 @@ use std::io::{ErrorKind, Result};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use ebb_core::sample::OwnMemory;
 use ebb_core::units::{Bytes, PAGE};
 
 use super::maps::read_own_mappings;
 use crate::beside::Beside;
 use crate::root::{ProbeError, Root, is_absent};
-use crate::scan::walk::PRESENT;
+use crate::scan::walk::{EXCLUSIVE, FILE, PRESENT, SWAPPED};
 use crate::sys::Range;
 
-/// Larger mappings are passed over, and not more than this is looked at in all: a process that
-/// reserves terabytes would keep us busy.
-const LEAST_LEFT_OUT: u64 = 2 << 30;
-const MOST: u64 = 8 << 30;
+/// Most that is looked at: a process that reserves terabytes would keep us busy. What of more is
+/// held is not known.
+const MOST: u64 = 16 << 30;
 /// Entries read at a time.
 const ENTRIES: u64 = 8192;
 /// From one look to the next: at first, and at most. A VMM grows while its guest starts.
 const EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(60));
+/// A count that is older than this says nothing.
+const LIFE: Duration = Duration::from_secs(300);
 
 /// What of a process is counted, again and again.
 #[derive(Debug, Default)]
-pub struct OwnMemory {
-    look: Beside<Option<Bytes>>,
+pub struct OwnCount {
+    look: Beside<std::result::Result<Option<OwnMemory>, ProbeError>>,
+    /// When the look that is under way was begun.
+    begun: Option<Instant>,
     due: Option<Instant>,
     every: Duration,
-    counted: Option<Bytes>,
+    counted: Option<(Instant, OwnMemory)>,
+    /// Why it could not be counted.
+    pub error: Option<String>,
 }
 
-impl OwnMemory {
-    /// What was counted last; begins to count where that is due. `None`: it is not known.
-    pub fn count(&mut self, root: &Root, pid: u32, now: Instant) -> Option<Bytes> {
-        let due = self.due.is_none_or(|at| now >= at);
+impl OwnCount {
+    /// What was counted last. Begins to count where that is due, and takes one off `begins`, if
+    /// there is one left.
+    pub fn count(
+        &mut self,
+        root: &Root,
+        pid: u32,
+        (now, begins): (Instant, &mut u32),
+    ) -> Option<OwnMemory> {
+        let due = self.look.is_idle() && self.due.is_none_or(|at| now >= at) && *begins > 0;
+        if due {
+            *begins -= 1;
+            self.every = (self.every * 2).clamp(EVERY.0, EVERY.1);
+            (self.begun, self.due) = (Some(now), Some(now + self.every));
+        }
         if due || !self.look.is_idle() {
             let root = root.clone();
-            // What cannot be read is not known. The rest of what is told of the VM stands.
-            let look = move || count(&root, pid).ok().flatten();
-            if let Some(counted) = self.look.look(look, Duration::ZERO) {
-                self.counted = counted;
+            let found = self.look.look(move || count(&root, pid), Duration::ZERO);
+            if let (Some(found), Some(begun)) = (found, self.begun) {
+                self.error = found.as_ref().err().map(ToString::to_string);
+                self.counted = found.ok().flatten().map(|own| (begun, own));
             }
         }
-        if due {
-            self.every = (self.every * 2).clamp(EVERY.0, EVERY.1);
-            self.due = Some(now + self.every);
-        }
-        self.counted
+        self.counted.filter(|(at, _)| now.duration_since(*at) < LIFE).map(|(_, own)| own)
     }
 }
 
-/// Counts once; `None` where the process has ended.
-pub fn count(root: &Root, pid: u32) -> std::result::Result<Option<Bytes>, ProbeError> {
+/// Counts once; `None` where the process has ended, or there is too much to look at.
+pub fn count(root: &Root, pid: u32) -> std::result::Result<Option<OwnMemory>, ProbeError> {
     let Some(own) = read_own_mappings(root, pid)? else { return Ok(None) };
+    let all = own.iter().fold(0u64, |sum, r| sum.saturating_add(r.len));
+    if all == 0 || all > MOST {
+        return Ok(None);
+    }
     let path = root.path(format!("/proc/{pid}/pagemap"));
     let counted = File::open(&path).and_then(|pagemap| {
-        let mut left = MOST;
-        let mut pages = 0;
-        for range in own.into_iter().filter(|r| r.len < LEAST_LEFT_OUT) {
-            left = left.saturating_sub(range.len);
-            if left == 0 {
-                break;
-            }
-            pages += present(&pagemap, range)?;
-        }
-        Ok(Some(Bytes(pages * PAGE)))
+        let mut counted = OwnMemory::default();
+        own.into_iter().try_for_each(|range| add(&mut counted, &pagemap, range))?;
+        Ok(Some(counted))
     });
     match counted {
         Err(e) if is_absent(&e) => Ok(None),
@@ -77,11 +87,10 @@ pub fn count(root: &Root, pid: u32) -> std::result::Result<Option<Bytes>, ProbeE
     }
 }
 
-/// Pages of a range that are in memory.
-fn present(pagemap: &File, range: Range) -> Result<u64> {
+/// Adds what is held of a range. The zero page is of no file, and others map it, too.
+fn add(counted: &mut OwnMemory, pagemap: &File, range: Range) -> Result<()> {
     let mut entries = [0; 8 * ENTRIES as usize];
     let (mut page, end) = (range.start / PAGE, range.end() / PAGE);
-    let mut found = 0;
     while page < end {
         let wanted = 8 * (end - page).min(ENTRIES) as usize;
         let read = match pagemap.read_at(&mut entries[..wanted], page * 8) {
@@ -91,12 +100,17 @@ fn present(pagemap: &File, range: Range) -> Result<u64> {
             Err(e) if e.kind() == ErrorKind::Interrupted => continue,
             Err(e) => return Err(e),
         };
-        let words = entries[..8 * read].chunks_exact(8);
-        let word = |w: &[u8]| u64::from_ne_bytes(w.try_into().unwrap_or_default());
-        found += words.filter(|w| word(w) & PRESENT != 0).count() as u64;
+        for word in entries[..8 * read].chunks_exact(8) {
+            let entry = u64::from_ne_bytes(word.try_into().unwrap_or_default());
+            if entry & SWAPPED != 0 {
+                counted.swap += Bytes(PAGE);
+            } else if entry & PRESENT != 0 && entry & (EXCLUSIVE | FILE) != 0 {
+                counted.resident += Bytes(PAGE);
+            }
+        }
         page += read as u64;
     }
-    Ok(found)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -108,7 +122,7 @@ mod tests {
     fn what_is_not_ram_is_counted() {
         let root = Root::default();
         let me = std::process::id();
-        let of_me = || count(&root, me).unwrap().unwrap();
+        let of_me = || count(&root, me).unwrap().unwrap().resident;
         let before = of_me();
         assert!(before > Bytes::mib(1), "{before}: the program itself");
         let ram = vec![1u8; 256 << 20];
@@ -120,22 +134,57 @@ mod tests {
         assert_eq!(count(&root, u32::MAX - 1).unwrap(), None, "there is no such process");
     }
 
+    fn tree(maps: &str, entries: &[u64]) -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+        std::fs::write(dir.path().join("proc/7/maps"), maps).unwrap();
+        let bytes: Vec<u8> = entries.iter().flat_map(|e| e.to_ne_bytes()).collect();
+        std::fs::write(dir.path().join("proc/7/pagemap"), bytes).unwrap();
+        let root = Root::at(dir.path());
+        (dir, root)
+    }
+
     #[test]
-    fn it_is_counted_beside_and_less_and_less_often() {
+    fn swap_is_told_apart_and_the_zero_page_holds_nothing() {
+        let maps = "00001000-00006000 rw-p 00000000 00:00 0 \n";
+        let own = PRESENT | EXCLUSIVE;
+        let (_dir, root) = tree(maps, &[own, own, SWAPPED, PRESENT, PRESENT | FILE, 0, own]);
+        let pages = |n| Bytes(n * PAGE);
+        let counted = OwnMemory { resident: pages(2), swap: pages(1) };
+        assert_eq!(count(&root, 7).unwrap(), Some(counted), "page 1 to 5");
+    }
+
+    #[test]
+    fn a_process_that_reserves_terabytes_or_has_nothing_is_not_counted() {
+        let (_dir, root) = tree("000000000000-7fffffffffff r--p 00000000 00:00 0 \n", &[PRESENT]);
+        assert_eq!(count(&root, 7).unwrap(), None);
+        let (_dir, root) = tree("", &[]);
+        assert_eq!(count(&root, 7).unwrap(), None);
+        let (_dir, root) = tree("nonsense\n", &[]);
+        assert!(count(&root, 7).is_err());
+    }
+
+    #[test]
+    fn it_is_counted_beside_less_and_less_often_and_forgotten_where_it_is_not() {
         let root = Root::default();
-        let (mut own, begun) = (OwnMemory::default(), Instant::now());
-        let known = |own: &mut OwnMemory, at| loop {
-            if let Some(counted) = own.count(&root, std::process::id(), at) {
+        let (mut own, begun) = (OwnCount::default(), Instant::now());
+        let at = |s| begun + Duration::from_secs(s);
+        let known = |own: &mut OwnCount, now| loop {
+            let counted = own.count(&root, std::process::id(), (now, &mut 1));
+            if own.look.is_idle() {
                 return counted;
             }
             std::thread::yield_now();
         };
-        assert!(known(&mut own, begun) > Bytes::mib(1));
-        let due = |own: &OwnMemory| (own.due.unwrap() - begun).as_secs();
-        assert_eq!(due(&own), 2);
+        assert_eq!(own.count(&root, 1, (begun, &mut 0)), None, "no look is left in this tick");
+        assert!(own.look.is_idle() && own.due.is_none());
+        assert!(known(&mut own, begun).unwrap().resident > Bytes::mib(1));
         for (now, then) in [(1, 2), (2, 6), (6, 14), (14, 30), (30, 62), (62, 122), (122, 182)] {
-            known(&mut own, begun + Duration::from_secs(now));
-            assert_eq!(due(&own), then);
+            assert!(known(&mut own, at(now)).is_some());
+            assert_eq!(own.due, Some(at(then)));
         }
+        let mut later = |now| own.count(&root, std::process::id(), (at(now), &mut 0));
+        assert!(later(421).is_some());
+        assert_eq!(later(423), None, "counted 300 s ago");
     }
 }

@@ -26,11 +26,11 @@ use crate::sys::{Range, pagemap_scan};
 
 /// Bits of `/proc/PID/pagemap`.
 pub(crate) const PRESENT: u64 = 1 << 63;
-const SWAPPED: u64 = 1 << 62;
+pub(crate) const SWAPPED: u64 = 1 << 62;
 /// Of a file, or shared memory.
 pub(crate) const FILE: u64 = 1 << 61;
 /// No other place maps it.
-const EXCLUSIVE: u64 = 1 << 56;
+pub(crate) const EXCLUSIVE: u64 = 1 << 56;
 /// Page frame number; 0 where we may not know (no CAP_SYS_ADMIN).
 pub(crate) const PFN: u64 = (1 << 55) - 1;
 /// `/proc/kpageflags`: it is the zero page.

@@ -23,7 +23,8 @@ fn what_a_vmm_holds_itself_is_what_was_counted_or_more_where_more_was_seen() {
     let mut memory = Memory::default();
     let counted = |at: u64, own: Option<u64>, (size, resident): (u64, u64)| {
         let mut one = vm(size, size / 2, resident);
-        one.process.as_mut().unwrap().own = own.map(Bytes::mib);
+        let own = own.map(|own| OwnMemory { resident: Bytes::mib(own), swap: Bytes::mib(10) });
+        one.process.as_mut().unwrap().own = own;
         sample(at, vec![one])
     };
     let mut seen = |s: Sample| {
@@ -36,6 +37,8 @@ fn what_a_vmm_holds_itself_is_what_was_counted_or_more_where_more_was_seen() {
     assert_eq!(seen(counted(2_000, Some(40), (1024, 600))), (40, 560, 560), "no more than that");
     assert_eq!(seen(counted(3_000, Some(40), (1024, 1124))), (100, 1024, 1024), "more was seen");
     assert_eq!(seen(counted(603_000, Some(40), (1024, 600))), (40, 560, 560), "long ago");
+    assert_eq!(seen(counted(603_500, Some(300), (1024, 600))), (300, 300, 512));
+    assert_eq!(seen(counted(603_700, Some(40), (1024, 600))), (40, 560, 560), "it was freed");
     assert_eq!(seen(counted(604_000, Some(900), (1024, 600))), (600, 0, 512), "all it holds");
     // It needs 512 MiB by its word, which it has touched.
 }

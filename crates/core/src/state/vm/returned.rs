@@ -9,7 +9,7 @@ use super::VmMemory;
 use crate::sample::VmSample;
 use crate::units::{Bytes, Stamp};
 
-/// See [`VmMemory::own`].
+/// See [`VmMemory::own_seen`].
 const OWN_LIFE_MS: f64 = 600_000.0;
 
 /// Size and residency at a tick.
@@ -47,16 +47,18 @@ pub struct Returned {
 }
 
 impl VmMemory {
+    /// What the host holds for its VMM itself, at least.
+    pub fn own(&self) -> Bytes {
+        self.own_counted.map_or(Bytes::ZERO, |own| own.resident).max(self.own_seen)
+    }
+
     pub(super) fn account(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
         if let Some(size) = self.sizes.most() {
             let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
-            self.own = (p.resident() - size).max(self.own.share(left));
+            self.own_seen = (p.resident() - size).max(self.own_seen.share(left));
         }
-        self.own_is_counted = p.own.is_some();
-        if let Some(counted) = p.own {
-            self.own = self.own.max(counted.min(p.resident()));
-        }
+        self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let actual = actual.or(self.seen.and_then(|s| s.actual));
         let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
@@ -70,7 +72,7 @@ impl VmMemory {
                 self.returned.given_back += n - w;
             }
             // Only what was resident can come; by orders of others nothing is judged.
-            let held = (was.resident - self.own).min(was.actual.unwrap_or_default());
+            let held = (was.resident - self.own()).min(was.actual.unwrap_or_default());
             let free = was.actual.unwrap_or_default() - held;
             let grew = inflated - free;
             let fell = was.resident - now.resident;
