@@ -47,6 +47,8 @@ pub struct VmMemory {
     /// What its guest needed when it was last asked.
     pub need_then: Option<Bytes>,
     pub last_give: Option<Stamp>,
+    /// When it was last given what the host had too much of.
+    pub last_returned: Option<Stamp>,
     pub settle_until: Option<Stamp>,
     /// Not asked until then, because it did not follow.
     pub stuck_until: Option<Stamp>,

@@ -163,6 +163,9 @@ impl VmMemory {
             self.pace = 0;
         }
         self.last_give = Some(at);
+        if matches!(action.reason, Reason::HostClear { .. }) {
+            self.last_returned = Some(at);
+        }
     }
 
     /// Whose moves its balloon makes.

@@ -110,6 +110,22 @@ fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
     assert!(asked(1000, 1000, 900) > 0, "needs and least margins fit");
 }
 
+/// A soft host on which nobody waits. It has less than its part, or less than its reserve only.
+#[test]
+fn what_a_guest_needed_twenty_seconds_ago_is_taken_where_the_host_lacks_it_for_others() {
+    let asked = |(given_s, returned_s): (u64, u64), lacks_for_needs: bool| {
+        let ago = |s: u64| (s > 0).then(|| Stamp(NOW.0 - s * 1000));
+        let (last_give, last_returned) = (ago(given_s), ago(returned_s));
+        let m = VmMemory { last_give, last_returned, ..remembered(1) };
+        let short = if lacks_for_needs { 1100 } else { 300 };
+        taken(&decide(host(Pressure::Soft, short, 0), vec![vm(1, 1024, 900)], vec![m]), 0)
+    };
+    assert_eq!((asked((19, 0), true), asked((59, 0), false)), (0, 0));
+    assert!(asked((21, 0), true) > 0 && asked((61, 0), false) > 0);
+    assert_eq!(asked((59, 59), true), 0, "what the host had too much of is not taken back as soon");
+    assert!(asked((61, 61), true) > 0);
+}
+
 #[test]
 fn what_a_guest_was_given_and_the_host_cannot_back_is_taken_back_at_once() {
     let asked = |resident: u64, headroom: u64| {
