@@ -317,7 +317,8 @@ impl Vm {
         let id = self.process.id;
         self.seen = false;
         let unread = self.unread.take().map(|why| (format!("/proc/{}/status", id.pid), why));
-        let own = self.own.error.take().map(|why| (format!("/proc/{}/pagemap", id.pid), why));
+        let own = self.own.error.clone().filter(|_| self.access.managed);
+        let own = own.map(|why| (format!("/proc/{}/pagemap", id.pid), why));
         let metadata = self.metadata_problem().map(|why| (METADATA.to_owned(), why));
         let told = unread.into_iter().chain(own).chain(metadata);
         let told = told.chain(std::mem::take(&mut self.answers.problems));
