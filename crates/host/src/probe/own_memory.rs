@@ -115,22 +115,28 @@ fn add(counted: &mut OwnMemory, pagemap: &File, range: Range) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::process::{Command, Stdio};
 
-    /// The machine's own /proc, of this very process: memory that looks like RAM does not count.
+    use super::*;
+    use crate::probe::process::read_status;
+
+    /// A process that has read 256 MiB into one buffer, which looks like RAM, and waits for its reader.
     #[test]
     fn what_is_not_ram_is_counted() {
         let root = Root::default();
-        let me = std::process::id();
-        let of_me = || count(&root, me).unwrap().unwrap().resident;
-        let before = of_me();
-        assert!(before > Bytes::mib(1), "{before}: the program itself");
-        let ram = vec![1u8; 256 << 20];
-        let small: Vec<Vec<u8>> = (0..64).map(|_| vec![1u8; 64 << 10]).collect();
-        let grown = of_me() - before;
-        assert!(grown < Bytes::mib(64), "{grown}: RAM was counted");
-        assert!(grown >= Bytes::mib(3), "{grown}: 4 MiB of the heap were not counted");
-        drop((ram, small));
+        let mut dd = Command::new("dd");
+        let dd = dd.args(["if=/dev/zero", "bs=256M", "count=1"]).stderr(Stdio::null());
+        let mut child = dd.stdout(Stdio::piped()).spawn().unwrap();
+        let pid = child.id();
+        let resident = || read_status(&root, pid).unwrap().unwrap().resident();
+        while resident() < Bytes::mib(256) {
+            std::thread::yield_now();
+        }
+        let counted = count(&root, pid).unwrap().unwrap().resident;
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(counted > Bytes(512 << 10), "{counted}: the program is not counted");
+        assert!(counted < Bytes::mib(8), "{counted}: what could be RAM is counted");
         assert_eq!(count(&root, u32::MAX - 1).unwrap(), None, "there is no such process");
     }
 
