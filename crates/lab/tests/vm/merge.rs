@@ -315,7 +315,8 @@ fn what_qemu_itself_holds_is_right(vm: &Value) {
     let own: Bytes = regions.iter().filter(|r| !r.dontfork).map(|r| r.resident).sum();
     let counted = bytes(&vm["vmm"]);
     println!("{counted} counted as QEMU's own, {own} by its mappings ({})", regions.len());
-    assert!(own > Bytes::mib(20) && counted.abs_diff(own) < Bytes::mib(16), "{counted} of {own}");
+    // What happens to lie beside RAM is not told from it; translated code alone is half of all.
+    assert!(counted > own.share(0.5) && counted < own + Bytes::mib(16), "{counted} of {own}");
 }
 
 /// What a guest frees in ranges that are open does not wait for the next scan, which closes them.
