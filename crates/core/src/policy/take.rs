@@ -34,9 +34,9 @@ const IDLE_COST: f64 = 4.0;
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
-/// A guest that was given what it needs is left alone for this time where the host lacks memory for
-/// what guests will need, and so much that page cache is to be taken too.
-const LACKS_MS: u64 = 20_000;
+/// A guest that was given what it needs is left alone for this time where headroom is below what the
+/// host is to keep and what guests' needs will grow by.
+const SHORT_PAUSE_MS: u64 = 20_000;
 /// If not even all needs fit, a guest that was given memory keeps what it must have for this time.
 const SHORT_MS: u64 = 3_000;
 
@@ -217,7 +217,7 @@ fn candidate(
     // No guest waits for memory, or will: the order is not turned around for the host's reserve.
     let takes_no_cache = allot.cache_shortage == Bytes::ZERO;
     let calm = !urgent && !late && (model.host.state <= Pressure::Soft || takes_no_cache);
-    let pause = if takes_no_cache { CALM_MS } else { LACKS_MS };
+    let pause = if takes_no_cache { CALM_MS } else { SHORT_PAUSE_MS };
     let left = |t: Option<Stamp>, pause: u64| pause.checked_sub(model.at.since(t?));
     let left = left(m.last_give, pause).max(left(m.last_returned, CALM_MS));
     if let (true, Some(left)) = (calm, left) {

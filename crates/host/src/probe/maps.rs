@@ -1,6 +1,8 @@
 //! Which of a process's mappings can be guest RAM: `/proc/PID/maps` (proc(5)). Cheap beside
 //! `regions`: the kernel walks no page tables for it.
 
+use ebb_core::range::push;
+
 use crate::root::{ParseError, ProbeError, Root};
 use crate::sys::Range;
 
@@ -56,13 +58,21 @@ pub fn parse_line(line: &str) -> Option<Mapping<'_>> {
     })
 }
 
+/// The mappings of a text, line by line.
+fn mappings(text: &str) -> impl Iterator<Item = Result<Mapping<'_>, ParseError>> {
+    text.lines().enumerate().map(|(i, line)| {
+        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        parse_line(line).ok_or_else(bad)
+    })
+}
+
 /// Parses them (proc(5)): writable and not executable (translated code is), without
 /// a file or in shared memory, and large. `joined`: see [`read_ram_neighbours`].
 pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
     let mut ranges: Vec<Range> = Vec::new();
-    for (i, line) in text.lines().enumerate() {
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        let Mapping { start, end, permissions, path, .. } = parse_line(line).ok_or_else(bad)?;
+    for mapping in mappings(text) {
+        let Mapping { start, end, permissions, path, .. } = mapping?;
+        let range = Range { start, len: end.saturating_sub(start) };
         let shared = ["/memfd:", "/dev/shm/"].iter().any(|p| path.starts_with(p));
         let private = path.is_empty() || path.starts_with("[anon:");
         let ours = match permissions {
@@ -70,10 +80,10 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
             "rw-s" => shared,
             _ => false,
         };
-        match ranges.last_mut() {
+        match joined {
             _ if !ours => {}
-            Some(last) if joined && last.end() == start => last.len += end.saturating_sub(start),
-            _ => ranges.push(Range { start, len: end.saturating_sub(start) }),
+            true => push(&mut ranges, range),
+            false => ranges.push(range),
         }
     }
     ranges.retain(|r| r.len >= LEAST_MAPPING);
@@ -86,15 +96,13 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
 /// KSM cut RAM up.
 pub fn parse_own_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
     let (mut own, mut writable): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
-    for (i, line) in text.lines().enumerate() {
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        let Mapping { start, end, permissions, path, .. } = parse_line(line).ok_or_else(bad)?;
+    for mapping in mappings(text) {
+        let Mapping { start, end, permissions, path, .. } = mapping?;
         let range = Range { start, len: end.saturating_sub(start) };
         let named = ["[heap", "[stack", "[v"].iter().any(|p| path.starts_with(p));
-        match (permissions, writable.last_mut()) {
-            ("---p" | "---s", _) => {}
-            ("rw-p" | "rw-s", Some(last)) if !named && last.end() == start => last.len += range.len,
-            ("rw-p" | "rw-s", _) if !named => writable.push(range),
+        match permissions {
+            "---p" | "---s" => {}
+            "rw-p" | "rw-s" if !named => push(&mut writable, range),
             _ => own.push(range),
         }
     }

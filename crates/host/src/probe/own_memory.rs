@@ -31,9 +31,8 @@ const LIFE: Duration = Duration::from_secs(300);
 /// What of a process is counted, again and again.
 #[derive(Debug, Default)]
 pub struct OwnCount {
-    look: Beside<std::result::Result<Option<OwnMemory>, ProbeError>>,
-    /// When the look that is under way was begun.
-    begun: Option<Instant>,
+    /// Under way; with the time when it was begun.
+    look: Beside<(Instant, std::result::Result<Option<OwnMemory>, ProbeError>)>,
     due: Option<Instant>,
     every: Duration,
     counted: Option<(Instant, OwnMemory)>,
@@ -54,12 +53,12 @@ impl OwnCount {
         if due {
             *begins -= 1;
             self.every = (self.every * 2).clamp(EVERY.0, EVERY.1);
-            (self.begun, self.due) = (Some(now), Some(now + self.every));
+            self.due = Some(now + self.every);
         }
         if due || !self.look.is_idle() {
             let root = root.clone();
-            let found = self.look.look(move || count(&root, pid), Duration::ZERO);
-            if let (Some(found), Some(begun)) = (found, self.begun) {
+            let look = move || (now, count(&root, pid));
+            if let Some((begun, found)) = self.look.look(look, Duration::ZERO) {
                 self.error = found.as_ref().err().map(ToString::to_string);
                 self.counted = found.ok().flatten().map(|own| (begun, own));
             }

@@ -43,6 +43,21 @@ fn what_a_vmm_holds_itself_is_what_was_counted_or_more_where_more_was_seen() {
     // It needs 512 MiB by its word, which it has touched.
 }
 
+/// Of 600 MiB in memory and 100 in swap the VMM has 100 and 40.
+#[test]
+fn what_a_vmm_holds_itself_is_nothing_that_its_guest_has_touched() {
+    let mut memory = Memory::default();
+    let mut one = vm(1024, 512, 600);
+    let process = one.process.as_mut().unwrap();
+    process.swap = Bytes::mib(100);
+    process.own = Some(OwnMemory { resident: Bytes::mib(100), swap: Bytes::mib(40) });
+    one.age_ms = Some(1_000);
+    let model = tick(&mut memory, &sample(1_000, vec![one]));
+    let vm = only(&model);
+    assert_eq!(vm.guest_swap(), Bytes::mib(60));
+    assert_eq!(vm.promised, Bytes::mib(1024 - 500 - 60));
+}
+
 #[test]
 fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
     let mut memory = Memory::default();

@@ -110,7 +110,7 @@ fn where_all_are_short_what_was_given_is_not_taken_back_at_once() {
     assert!(asked(1000, 1000, 900) > 0, "needs and least margins fit");
 }
 
-/// A soft host on which nobody waits. It has less than its part, or less than its reserve only.
+/// No guest waits. Headroom is below what the host is to keep for needs, or only below its reserve.
 #[test]
 fn what_a_guest_needed_twenty_seconds_ago_is_taken_where_the_host_lacks_it_for_others() {
     let asked = |(given_s, returned_s): (u64, u64), lacks_for_needs: bool| {
