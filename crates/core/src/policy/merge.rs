@@ -382,7 +382,8 @@ pub fn is_gentle(cores: f64) -> bool {
 
 /// Batch and sleep that use this share of a core: as many pages as fit beside a
 /// short sleep; a longer sleep where that would be too few, and the longest batch
-/// with the shortest sleep where even that is too slow.
+/// with the shortest sleep where even that is too slow. Whole numbers are rounded
+/// so that the share is not exceeded.
 pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
     let (share, each_us) = (cores.clamp(0.001, 0.95), each_us.clamp(0.05, 100.0));
     let (least, sleep_ms) = match is_gentle(cores) {
@@ -392,8 +393,8 @@ pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
     let beside = |batch: u64| batch as f64 * each_us / 1000.0 * (1.0 - share) / share;
     let pages = (sleep_ms as f64 * share / (1.0 - share) * 1000.0 / each_us) as u64;
     match pages {
-        p if p < least => (least, (beside(least) as u64).clamp(1, 10_000)),
-        p if p > BATCH_MOST => (BATCH_MOST, (beside(BATCH_MOST) as u64).max(1)),
+        p if p < least => (least, (beside(least).ceil() as u64).clamp(1, 10_000)),
+        p if p > BATCH_MOST => (BATCH_MOST, (beside(BATCH_MOST).ceil() as u64).max(1)),
         p => (p, sleep_ms),
     }
 }
