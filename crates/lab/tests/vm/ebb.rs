@@ -204,7 +204,8 @@ fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
 /// needs its own.
 #[test]
 fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
-    let arena = arena(Some(Bytes::mib(1200)));
+    // Room for both guests' RAM, and for what QEMU holds beside it.
+    let arena = arena(Some(Bytes::mib(1400)));
     let names = ["needs", "idles"];
     let vms: Vec<Vm> = names.iter().map(|n| start_holding(n, Kernel::V6_1, &arena)).collect();
     for (seed, vm) in vms.iter().enumerate() {
