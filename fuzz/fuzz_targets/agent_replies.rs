@@ -42,7 +42,7 @@ fuzz_target!(|data: &[u8]| {
         let (piece, after) = after.split_at((*length as usize).min(after.len()));
         rest = after;
         if length % 4 == 0 {
-            asked.extend(agent.send(Command::Status { held: false }));
+            asked.extend(agent.send(Command::Status { held: false, room: None }));
         }
         let _ = theirs.write_all(piece);
         agent.pump();

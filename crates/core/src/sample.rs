@@ -21,6 +21,7 @@ pub use self::guest::{BalloonSample, GuestStats, Heard};
 pub use self::host::{
     HostSample, Meminfo, Pool, Psi, PsiLine, SwapArea, VmPressure, Vmstat, ZeroWays, ZfsArc, Zram,
 };
+pub(crate) use self::host::{is_below, is_in};
 pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};
 pub use self::vm::{
     Claim, HandsOff, Link, OffloadSample, OwnMemory, PartialThpSample, ProcessMemory, RunState,

@@ -291,7 +291,7 @@ mod tests {
         panic!("no answer within 5 s");
     }
 
-    const STATUS: Command = Command::Status { held: false };
+    const STATUS: Command = Command::Status { held: false, room: None };
 
     #[test]
     fn answers_and_refusals_arrive() {

@@ -74,6 +74,8 @@ pub(crate) struct Terms {
     pub observe: bool,
     /// Windows longer than this, ms, have it stand aside; 0: none do.
     pub window_limit_ms: u64,
+    /// What breaking merges may take below the VM's limits; `None`: there are none.
+    pub room: Option<Bytes>,
 }
 
 #[derive(Debug, Default)]
@@ -237,6 +239,7 @@ impl AgentLink {
         if self.agent.is_none() {
             return;
         }
+        self.terms.room = terms.room;
         let anew = Terms { keep_open: self.terms.keep_open, ..terms } != self.terms;
         let other = |v: &&Verdict| {
             let known = (&self.objections, &self.segments, self.firmware);
@@ -347,6 +350,7 @@ impl AgentLink {
             observe: terms.observe,
             window_limit_ms: terms.window_limit_ms,
             descriptor: device.is_some(),
+            room: terms.room,
         };
         self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
         (self.stage, self.scanner) = (Stage::Attaching, None);
@@ -372,7 +376,7 @@ impl AgentLink {
         if held {
             self.held_at = Some(now);
         }
-        self.send(Ask::Status, Command::Status { held });
+        self.send(Ask::Status, Command::Status { held, room: self.terms.room });
         if self.status.as_ref().is_some_and(|s| s.state == AgentState::Ready) {
             self.send(Ask::Facts, Command::Facts);
         }
@@ -388,6 +392,12 @@ impl AgentLink {
             Ok(id) => self.asked.push((ask, id)),
             Err(e) => self.lose(e.to_string()),
         }
+    }
+
+    /// Whether it may yet close all of RAM to KSM, which breaks what is merged.
+    pub fn may_close(&self) -> bool {
+        let ready = self.status.as_ref().is_some_and(|s| s.state == AgentState::Ready);
+        self.agent.is_some() && !ready
     }
 
     /// Whether it has just been met.

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{Pool, Problem, Psi, VmId};
+use ebb_core::units::Bytes;
 
 use crate::beside::Beside;
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
@@ -222,6 +223,13 @@ impl Bounds {
             (None, _) => None,
         };
         Bounded { pool, others, psi }
+    }
+
+    /// What may still be taken below the tightest limit of a VM of this cgroup, bound to these
+    /// nodes; `None` where there is none.
+    pub fn left(&self, cgroup: Option<&str>, nodes: &[u32]) -> Option<Bytes> {
+        let above = self.last.values().filter(|(_, pool)| pool.holds(cgroup, nodes));
+        above.map(|(_, pool)| pool.left()).min()
     }
 
     /// What was read, or is known of it still.

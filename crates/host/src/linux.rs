@@ -235,12 +235,12 @@ impl LinuxHost {
         problems.extend(self.scan_problems.iter().cloned());
         let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
         problems.extend(unread);
+        let bounded = self.bounds.sample(&self.options.root, started, &mut problems);
+        (host.pool, host.bounds, host.vms_psi) = (bounded.pool, bounded.others, bounded.psi);
         self.query(started, at);
         self.keep_intervals();
         let mut vms = self.sample_vms(at, wall_ms, &mut problems);
         self.sample_merging(&mut host, &mut vms, &mut problems);
-        let bounded = self.bounds.sample(&self.options.root, started, &mut problems);
-        (host.pool, host.bounds, host.vms_psi) = (bounded.pool, bounded.others, bounded.psi);
         let root = &self.options.root;
         let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
         let ended = owed.iter().filter(gone).copied().collect();

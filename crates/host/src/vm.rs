@@ -427,8 +427,8 @@ impl Vm {
     }
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
-    /// what else discards its pages.
-    pub fn ask_agent(&mut self, now: Instant, keep_open: bool) {
+    /// what else discards its pages. `room`: as [`Terms`] has it.
+    pub fn ask_agent(&mut self, now: Instant, keep_open: bool, room: Option<Bytes>) {
         self.take_events();
         if !self.uses_agent() {
             // It is looked for only if it may be used and could be running.
@@ -447,6 +447,7 @@ impl Vm {
             keep_open,
             observe: self.access.agent == AgentUse::Observe,
             window_limit_ms: self.access.window_limit_ms,
+            room,
         };
         let verdict = self.verdict.as_ref().filter(|_| usable);
         agent.ask(now, run.as_ref(), &self.events, terms, verdict);

@@ -84,7 +84,7 @@ pub trait Requests {
 
     /// How it does; with `held`, also what the host holds of the free pages.
     fn status(&mut self, held: bool, timeout: Duration) -> Result<Status, AgentError> {
-        match self.request(Command::Status { held }, timeout)? {
+        match self.request(Command::Status { held, room: None }, timeout)? {
             Answer::Status(status) => Ok(status),
             other => unexpected(&other),
         }

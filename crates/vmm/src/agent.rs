@@ -23,7 +23,7 @@ use crate::faults::Faults;
 use crate::find_module::{Sight, Tracker};
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
-use crate::ksm_ranges::{self, LEAST_CLOSED, Open};
+use crate::ksm_ranges::{self, Blocked, LEAST_CLOSED, Open};
 use crate::madvise_hook::{self, Turns};
 use crate::ram::Ram;
 use crate::recycle::{Recycler, Work};
@@ -59,6 +59,10 @@ struct Attached {
     /// RAM can be protected: it is registered, and closed to KSM.
     registered: bool,
     observe: bool,
+    /// What breaking merges may take below the limits of the VM's cgroups, if there are any.
+    room: Option<Bytes>,
+    /// RAM could not be closed to KSM, for want of memory.
+    lacks_room: bool,
     /// Windows longer than this have the agent stand aside.
     window_limit: Option<Duration>,
     aside_at: Instant,
@@ -113,6 +117,7 @@ impl Agent {
         }
         let now = Instant::now();
         let mut found = vm.step(now).err();
+        let mut passes = vm.lacks_room;
         vm.tell_map();
         let mut device = None;
         if found.is_none() && now >= vm.aside_at {
@@ -120,7 +125,7 @@ impl Agent {
             found = vm.keep_closed(now, false).err();
             device = vm.devices.look();
         }
-        let passes = device.is_some();
+        passes |= device.is_some();
         if let Some(why) = device.or(found) {
             self.stand_aside(&why, passes);
         }
@@ -143,7 +148,10 @@ impl Agent {
         match command {
             Command::Hello => Ok(Answer::Hello(Agent::hello())),
             Command::Attach(attach) => self.attach(attach, descriptor),
-            Command::Status { held } => Ok(Answer::Status(self.status(*held))),
+            Command::Status { held, room } => {
+                self.vm.iter_mut().for_each(|vm| vm.room = *room);
+                Ok(Answer::Status(self.status(*held)))
+            }
             Command::Recycle(want) => self.recycle(want, interrupt),
             Command::Mark => self.mark(),
             Command::Facts => self.facts().map(Answer::Facts),
@@ -163,7 +171,7 @@ impl Agent {
                 if vm.observe {
                     return Err(refuse(Refused::NotReady, "this VM is only observed"));
                 }
-                let done = vm.open.set(&vm.ram, want);
+                let done = vm.open.set(&vm.ram, want, vm.room);
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }
@@ -228,22 +236,24 @@ impl Agent {
                 self.vm = Some(vm);
                 Ok(Answer::Done)
             }
-            Err(refusal) => {
+            Err((refusal, passes)) => {
                 if refusal.kind == Refused::Aside {
-                    self.stand_aside(&refusal.text, blockers::reason().is_some());
+                    self.stand_aside(&refusal.text, passes || blockers::reason().is_some());
                 }
                 Err(refusal)
             }
         }
     }
 
-    /// All that is needed for work, each step only where those before allow it.
+    /// All that is needed for work, each step only where those before allow it. With an error:
+    /// whether it may pass.
     fn attachment(
         &mut self,
         attach: &Attach,
         device: Option<BorrowedFd<'_>>,
-    ) -> Result<Attached, Refusal> {
-        let aside = |why: String| refuse(Refused::Aside, why);
+    ) -> Result<Attached, (Refusal, bool)> {
+        let aside = |why: String| (refuse(Refused::Aside, why), false);
+        let blocked = |by: Blocked| (refuse(Refused::Aside, by.why), by.passes);
         let mut devices = Devices::default();
         devices.look().map_or(Ok(()), |why| Err(aside(why)))?;
         let ram = Ram::check(&attach.segments).map_err(aside)?;
@@ -256,19 +266,19 @@ impl Agent {
         if !self.faults.no_self_test() && !attach.observe {
             selftest::keeps_protection(&uffd).map_err(|failed| match failed {
                 Failed::Loses(why) => aside(why),
-                Failed::Unknown(why) => refuse(Refused::System, why),
+                Failed::Unknown(why) => (refuse(Refused::System, why), false),
             })?;
         }
         let mut open = self.kept.still(&ram);
         if !attach.keep_open {
-            open.close_all().map_err(aside)?;
+            open.close_all(attach.room).map_err(blocked)?;
             self.kept = Open::default();
             open = Open::default();
         }
         // The daemon names what is to be open, so what QEMU opened by default is closed. Else
         // that stays open as long as nothing has to be protected.
         if attach.keep_open && !attach.observe {
-            ksm_ranges::leave_ksm(&ram, &open).map_err(aside)?;
+            ksm_ranges::leave_ksm(&ram, &open, attach.room).map_err(blocked)?;
         }
         if ram.has_shared() {
             devices.watch_sockets();
@@ -404,6 +414,8 @@ impl Attached {
             firmware: attach.firmware,
             registered: false,
             observe: attach.observe,
+            room: attach.room,
+            lacks_room: false,
             window_limit: Some(limit).filter(|l| !l.is_zero()),
             aside_at: Instant::now() + ASIDE_EVERY,
             closed_at: Instant::now(),
@@ -413,14 +425,18 @@ impl Attached {
     /// Looks for the guest's header and at it. RAM is registered when something is to be
     /// protected, and no longer than that.
     fn step(&mut self, now: Instant) -> Result<(), String> {
-        let (ram, guard, open) = (&self.ram, &self.guard, &self.open);
+        let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
         // What is merged is to stay so, as long as nothing has to be protected.
         let gently = !open.is_empty() || !self.registered;
-        let registered = &mut self.registered;
+        let (registered, lacks_room) = (&mut self.registered, &mut self.lacks_room);
         let mut prepare = || {
             if !std::mem::replace(registered, true) {
                 // Before anything is protected: merging would lift the protection.
-                ksm_ranges::leave_ksm(ram, open)?;
+                let closed = ksm_ranges::leave_ksm(ram, open, room);
+                closed.map_err(|blocked| {
+                    *lacks_room = blocked.passes;
+                    blocked.why
+                })?;
                 register(ram, guard.uffd())?;
             }
             Ok(())

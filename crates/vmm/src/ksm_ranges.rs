@@ -16,7 +16,7 @@
 //! ranges last until the next scan, which may be ten minutes away.
 //!
 //! Closing breaks what is merged already, which takes memory: where it is not
-//! there, the agent stands aside, or leaves a range as it is.
+//! there, the agent stands aside until it is, or leaves a range as it is.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -40,12 +40,28 @@ const MOST_RANGES: usize = 8192;
 const SPARE: u64 = (256 << 20) / PAGE;
 /// The same where what is closed is given back a moment later.
 const SPARE_FOR_FREE: u64 = (32 << 20) / PAGE;
+/// The same below a limit: others below it may take that meanwhile.
+const SPARE_BELOW: u64 = (64 << 20) / PAGE;
+
+/// Why something was not closed.
+#[derive(Debug)]
+pub struct Blocked {
+    pub why: String,
+    /// There was no memory for it: that may pass.
+    pub passes: bool,
+}
+
+impl From<String> for Blocked {
+    fn from(why: String) -> Blocked {
+        Blocked { why, passes: false }
+    }
+}
 
 /// Takes all of it out of KSM but what is to stay open; the error is a reason to stand
-/// aside.
-pub fn leave_ksm(ram: &Ram, open: &Open) -> Result<(), String> {
-    has_room(u64::MAX, SPARE)?;
-    open.keep_rest_out(ram)
+/// aside. `below`: what may be taken below the VM's limits, if there are any.
+pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blocked> {
+    has_room(u64::MAX, (SPARE, below))?;
+    Ok(open.keep_rest_out(ram)?)
 }
 
 /// Anonymous RAM; pieces that adjoin in this process are one range, as the scanner sees them.
@@ -89,7 +105,12 @@ impl Open {
     }
 
     /// Opens these ranges of a stretch and no others there.
-    pub fn set(&mut self, ram: &Ram, advise: &Advise) -> Result<Bytes, String> {
+    pub fn set(
+        &mut self,
+        ram: &Ram,
+        advise: &Advise,
+        below: Option<Bytes>,
+    ) -> Result<Bytes, String> {
         let named = advise.ranges().ok_or("this cannot be opened to KSM: no such ranges")?;
         let mut want = check(ram, &named)?;
         let (from, to) = advise.within;
@@ -99,7 +120,7 @@ impl Open {
         want.splice(0..0, before);
         want.extend(rest.iter().filter(|r| r.start >= to));
         let closing = without(self.ranges.clone(), &want);
-        has_room(closing.iter().map(|r| r.len / PAGE).sum(), SPARE)?;
+        has_room(closing.iter().map(|r| r.len / PAGE).sum(), (SPARE, below)).map_err(|b| b.why)?;
         close(&closing)?;
         let opening = without(want.clone(), &self.ranges);
         // From here on nothing of it is recycled, whatever becomes of the advice.
@@ -117,7 +138,7 @@ impl Open {
         free.sort_unstable_by_key(|r| r.start);
         let few = self.ranges.len() + free.len() <= MOST_RANGES;
         let closed = few
-            && has_room(free.iter().map(|r| r.len / PAGE).sum(), SPARE_FOR_FREE).is_ok()
+            && has_room(free.iter().map(|r| r.len / PAGE).sum(), (SPARE_FOR_FREE, None)).is_ok()
             && (faults.no_close() || close(&free).is_ok());
         if closed {
             range::subtract(&mut self.ranges, &free);
@@ -130,9 +151,9 @@ impl Open {
         self.kept = Some(Instant::now());
     }
 
-    pub fn close_all(&self) -> Result<(), String> {
-        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum(), SPARE)?;
-        close(&self.ranges)
+    pub fn close_all(&self, below: Option<Bytes>) -> Result<(), Blocked> {
+        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum(), (SPARE, below))?;
+        Ok(close(&self.ranges)?)
     }
 
     /// Closes the rest once more: another program may have opened it again. Costs a
@@ -222,18 +243,25 @@ fn without(mut a: Vec<Range>, b: &[Range]) -> Vec<Range> {
     a
 }
 
-/// Whether there is memory to break the merges of this many pages, and to spare.
-fn has_room(pages: u64, spare: u64) -> Result<(), String> {
+/// Whether there is memory to break the merges of this many pages: on the host and to spare, in
+/// pages, and below the VM's limits. Where a limit is reached, the kernel kills a process.
+fn has_room(pages: u64, memory: (u64, Option<Bytes>)) -> Result<(), Blocked> {
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-    match pages {
+    let found = match pages {
         0 => Ok(()),
-        _ => room((pages, spare), &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
-    }
+        _ => room(pages, memory, &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
+    };
+    found.map_err(|why| Blocked { why, passes: true })
 }
 
 /// Whether there is memory for what is merged; unknown numbers count as 0 merged
 /// and as nothing available.
-fn room((pages, spare): (u64, u64), ksm_stat: &str, meminfo: &str) -> Result<(), String> {
+fn room(
+    pages: u64,
+    (spare, below): (u64, Option<Bytes>),
+    ksm_stat: &str,
+    meminfo: &str,
+) -> Result<(), String> {
     let number = |text: &str, key: &str| {
         let line = text.lines().find_map(|l| l.strip_prefix(key));
         line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
@@ -241,15 +269,20 @@ fn room((pages, spare): (u64, u64), ksm_stat: &str, meminfo: &str) -> Result<(),
     let merged = number(ksm_stat, "ksm_merging_pages ") + number(ksm_stat, "ksm_zero_pages ");
     let merged = merged.min(pages);
     let available = number(meminfo, "MemAvailable:") / 4;
-    if merged > 0 && merged + spare > available {
-        return Err(format!(
-            "KSM has merged {} MiB of this VM, which does not go together with recycling, and {} \
-             MiB of available memory are too few to undo it: free some, then restart Ebb",
-            merged >> 8,
-            available >> 8
-        ));
-    }
-    Ok(())
+    let below = below.map_or(u64::MAX, |bytes| bytes.0 / PAGE);
+    let few = match merged {
+        0 => return Ok(()),
+        _ if merged + SPARE_BELOW > below => {
+            format!("{} MiB below the limits of its cgroups", below >> 8)
+        }
+        _ if merged + spare > available => format!("{} MiB of available memory", available >> 8),
+        _ => return Ok(()),
+    };
+    Err(format!(
+        "KSM has merged {} MiB of this VM, which does not go together with recycling, and {few} are \
+         too few to undo it: free some",
+        merged >> 8
+    ))
 }
 
 #[cfg(test)]
@@ -260,12 +293,17 @@ mod tests {
     fn merges_are_undone_only_where_there_is_room() {
         let stat = "ksm_rmap_items 9\nksm_zero_pages 50000\nksm_merging_pages 50000\n";
         let mem = |kib: u64| format!("MemTotal: 1 kB\nMemAvailable:  {kib} kB\n");
-        let why = room((u64::MAX, SPARE), stat, &mem(600_000)).unwrap_err();
+        let all = |below, stat, mem: &str| room(u64::MAX, (SPARE, below), stat, mem);
+        let why = all(None, stat, &mem(600_000)).unwrap_err();
         assert!(why.contains("390 MiB of this VM") && why.contains("585 MiB of avail"), "{why}");
-        assert_eq!(room((u64::MAX, SPARE), stat, &mem(700_000)), Ok(()));
-        assert_eq!(room((u64::MAX, SPARE), "", &mem(0)), Ok(()), "nothing is merged");
-        assert_eq!(room((8192, SPARE_FOR_FREE), stat, &mem(65_536)), Ok(()));
-        assert!(room((8192, SPARE_FOR_FREE), stat, &mem(65_532)).is_err());
-        assert_eq!(room((u64::MAX, SPARE), "ksm_merging_pages 0\n", ""), Ok(()));
+        assert_eq!(all(None, stat, &mem(700_000)), Ok(()));
+        assert_eq!(all(Some(Bytes::mib(455)), stat, &mem(700_000)), Ok(()));
+        let why = all(Some(Bytes::mib(454)), stat, &mem(700_000)).unwrap_err();
+        assert!(why.contains("454 MiB below the limits of its cgroups"), "{why}");
+        assert_eq!(all(Some(Bytes::ZERO), "", &mem(0)), Ok(()), "nothing is merged");
+        let some = |mem: &str| room(8192, (SPARE_FOR_FREE, None), stat, mem);
+        assert_eq!(some(&mem(65_536)), Ok(()));
+        assert!(some(&mem(65_532)).is_err());
+        assert_eq!(all(None, "ksm_merging_pages 0\n", ""), Ok(()));
     }
 }

@@ -130,7 +130,7 @@ fn left(agent: &mut Agent, guest: &Guest, first: u64, pages: u64) -> u64 {
 
 /// The pages that can be recycled, and those that are open, as the agent says.
 fn held_and_open(agent: &mut Agent) -> (u64, u64) {
-    let answer = ask(agent, Command::Status { held: true }).unwrap();
+    let answer = ask(agent, Command::Status { held: true, room: None }).unwrap();
     let Answer::Status(status) = answer else { panic!("{answer:?}") };
     (status.held.unwrap().0 >> 12, status.open.unwrap().0 >> 12)
 }

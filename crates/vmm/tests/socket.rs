@@ -57,7 +57,7 @@ impl Daemon {
     }
 
     fn state(&mut self) -> AgentState {
-        match self.ask(Command::Status { held: false }) {
+        match self.ask(Command::Status { held: false, room: None }) {
             Outcome::Ok(Answer::Status(s)) => s.state,
             other => panic!("{other:?}"),
         }
@@ -66,7 +66,11 @@ impl Daemon {
     fn until(&mut self, state: AgentState) {
         let until = Instant::now() + Duration::from_secs(10);
         while self.state() != state {
-            assert!(Instant::now() < until, "{:?}", self.ask(Command::Status { held: true }));
+            assert!(
+                Instant::now() < until,
+                "{:?}",
+                self.ask(Command::Status { held: true, room: None })
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::stall::Stall;
 use super::{MergeHost, Pressure, VmModel};
 use crate::config::Config;
-use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat};
+use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat, is_in};
 use crate::state::Memory;
 use crate::units::Bytes;
 
@@ -139,12 +139,6 @@ pub(super) fn tightest<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Optio
         .into_iter()
         .filter(|l| !l.only_caps)
         .min_by(|a, b| b.state.cmp(&a.state).then_with(|| a.ratio().total_cmp(&b.ratio())))
-}
-
-/// Whether a cgroup is this one, or below it.
-pub(super) fn is_in(cgroup: &str, this: &str) -> bool {
-    let rest = cgroup.strip_prefix(this.trim_end_matches('/'));
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// What the machine is called among the limits.
@@ -386,7 +380,7 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
             nodes: p.nodes.clone(),
             only_caps: !p.nodes.is_empty() && unbound,
             capacity: p.limit,
-            headroom: ((p.limit - p.usage) + p.file.min(p.usage)).min(p.limit),
+            headroom: p.left(),
             swap_left: above.fold(swap_left, Bytes::min),
             ..Limit::default()
         };

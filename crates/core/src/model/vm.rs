@@ -9,11 +9,10 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::guest::{Around, distress, trust};
-use super::host::is_in;
 use super::standing::{beyond_balloon, is_managed, left_alone, standing};
 use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge};
 use crate::config::{Config, LEAST_FLOOR};
-use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample};
+use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample, is_below};
 use crate::state::Memory;
 use crate::units::Bytes;
 
@@ -135,10 +134,7 @@ impl VmModel {
 
     /// Whether it is in this cgroup or one below it, or bound to some of these nodes.
     pub(super) fn is_in(&self, cgroup: &str, nodes: &[u32]) -> bool {
-        if !nodes.is_empty() {
-            return !self.nodes.is_empty() && self.nodes.iter().all(|n| nodes.contains(n));
-        }
-        self.cgroup.as_ref().is_some_and(|own| is_in(own, cgroup))
+        is_below((self.cgroup.as_deref(), &self.nodes), (cgroup, nodes))
     }
 
     /// What the host holds of its guest's memory, at most.

@@ -189,6 +189,31 @@ pub struct Pool {
 impl Pool {
     /// The limit of a cgroup that limits swap only.
     pub const NO_LIMIT: Bytes = Bytes(1 << 62);
+
+    /// What may still be taken below it, with the file cache that can be dropped for it.
+    pub fn left(&self) -> Bytes {
+        ((self.limit - self.usage) + self.file.min(self.usage)).min(self.limit)
+    }
+
+    /// Whether a VM of this cgroup, bound to these nodes, is below it.
+    pub fn holds(&self, cgroup: Option<&str>, nodes: &[u32]) -> bool {
+        is_below((cgroup, nodes), (&self.path, &self.nodes))
+    }
+}
+
+/// Whether a VM of this cgroup, bound to these nodes, is below a limit: of some nodes, or, where
+/// there are none, of a cgroup.
+pub(crate) fn is_below(vm: (Option<&str>, &[u32]), limit: (&str, &[u32])) -> bool {
+    match limit {
+        (path, []) => vm.0.is_some_and(|own| is_in(own, path)),
+        (_, nodes) => !vm.1.is_empty() && vm.1.iter().all(|n| nodes.contains(n)),
+    }
+}
+
+/// Whether a cgroup is this one, or below it.
+pub(crate) fn is_in(cgroup: &str, this: &str) -> bool {
+    let rest = cgroup.strip_prefix(this.trim_end_matches('/'));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// How this kernel can free zero pages of a process without merging them.

@@ -34,6 +34,9 @@ pub enum Command {
         /// Also find out what is held of the free pages: 5–10 ns a page.
         #[serde(default)]
         held: bool,
+        /// As of [`Attach`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        room: Option<Bytes>,
     },
     /// Give free pages back. Answer: [`Answer::Recycled`].
     Recycle(Recycle),
@@ -90,6 +93,9 @@ pub struct Attach {
     pub keep_open: bool,
     /// With this line comes a descriptor of `/dev/userfaultfd` (SCM_RIGHTS).
     pub descriptor: bool,
+    /// What breaking merges may take below the limits of the VM's cgroups; `None`: none limits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub room: Option<Bytes>,
 }
 
 /// What KSM may look at: never what is recycled, since a merged page has lost its

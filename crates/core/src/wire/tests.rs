@@ -17,7 +17,7 @@ fn requests_read_as_documented() {
     let want = Recycle { budget_ms: 7, ..Recycle::default() };
     assert_eq!(recycle.command, Command::Recycle(want));
     let status = Request::parse(br#"{"id":3,"command":"status"}"#).unwrap();
-    assert_eq!(status.command, Command::Status { held: false });
+    assert_eq!(status.command, Command::Status { held: false, room: None });
 }
 
 #[test]
@@ -42,6 +42,7 @@ fn every_command_survives_its_line() {
         running: true,
         keep_open: true,
         descriptor: true,
+        room: Some(Bytes::mib(3)),
         firmware: Firmware::Edk2,
         observe: true,
         window_limit_ms: 5,
@@ -51,7 +52,7 @@ fn every_command_survives_its_line() {
     for command in [
         Command::Hello,
         Command::Attach(full),
-        Command::Status { held: true },
+        Command::Status { held: true, room: Some(Bytes::ZERO) },
         Command::Recycle(Recycle { max_bytes: Some(Bytes::mib(7)), ..Recycle::default() }),
         Command::Mark,
         Command::RunState { running: false },

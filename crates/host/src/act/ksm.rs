@@ -18,8 +18,10 @@ use ebb_core::policy::merge::Order;
 use ebb_core::units::Bytes;
 
 use crate::durable;
-use crate::probe::ksm::read_ksm;
+use crate::probe::cgroup;
+use crate::probe::ksm::{read_ksm, read_ksm_stat};
 use crate::probe::meminfo::read_meminfo;
+use crate::probe::process::processes;
 use crate::root::{ProbeError, Root};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -35,6 +37,8 @@ const KHUGEPAGED: [&str; 2] = [
 ];
 /// What must stay free beside what breaking merges takes.
 const SPARE: Bytes = Bytes::mib(256);
+/// The same below the limit of a cgroup.
+const SPARE_BELOW: Bytes = Bytes::mib(64);
 
 #[derive(Debug, thiserror::Error)]
 pub enum KsmError {
@@ -56,6 +60,12 @@ pub enum KsmError {
         /// MemAvailable.
         available: Bytes,
     },
+    #[error(
+        "breaking merges takes {needed} in the cgroup {cgroup}, and {SPARE_BELOW} must stay free, \
+         but {left} are left below its limit, where the kernel would kill a process: raise the \
+         limit, or free memory in it"
+    )]
+    NoRoomBelow { cgroup: String, needed: Bytes, left: Bytes },
 }
 
 /// How the kernel's advisor and khugepaged are treated.
@@ -206,20 +216,41 @@ pub fn describe(root: &Root) -> Result<Option<String>, ProbeError> {
     Ok((!set.is_empty()).then(|| set.join(" ")))
 }
 
-/// Whether merges that save `needed` can be broken; the error says what is missing.
-pub fn has_room(root: &Root, needed: Bytes) -> Result<(), KsmError> {
+/// Whether merges that save `needed` can be broken: on the host, and below the limits of the
+/// cgroups of these processes, each with what of it is merged. The error says what is missing.
+pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(), KsmError> {
     let available = read_meminfo(root)?.map(|m| m.available).unwrap_or_default();
-    match available >= needed + SPARE {
-        true => Ok(()),
-        false => Err(KsmError::NoRoom { needed, available }),
+    if available < needed + SPARE {
+        return Err(KsmError::NoRoom { needed, available });
     }
+    let Some(h) = cgroup::read_hierarchy(root)? else { return Ok(()) };
+    let mut below: BTreeMap<String, Bytes> = BTreeMap::new();
+    for (pid, merged) in merged.iter().filter(|(_, merged)| *merged > Bytes::ZERO) {
+        let own = cgroup::read_process_cgroup(root, h.version, *pid)?.unwrap_or_default();
+        for path in cgroup::way_up(&own).filter_map(Path::to_str) {
+            *below.entry(path.into()).or_default() += *merged;
+        }
+    }
+    for (cgroup, needed) in below {
+        let left = cgroup::read_bound(root, &h, &cgroup)?.map(|pool| pool.left());
+        if let Some(left) = left.filter(|left| *left < needed + SPARE_BELOW) {
+            return Err(KsmError::NoRoomBelow { cgroup, needed, left });
+        }
+    }
+    Ok(())
+}
+
+/// What is merged of each process.
+fn merged_of_all(root: &Root) -> Result<Vec<(u32, Bytes)>, ProbeError> {
+    let of = |pid| Ok((pid, Bytes::pages(read_ksm_stat(root, pid)?.unwrap_or_default().merged())));
+    processes(root)?.into_iter().map(of).collect()
 }
 
 /// Stops `ksmd` and breaks every merge on the host, in a child process; returns
 /// how much was merged. Refuses where the memory is not there.
 pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
     let needed = read_ksm(root)?.ok_or(KsmError::None)?.saved();
-    has_room(root, needed)?;
+    has_room(root, needed, &merged_of_all(root)?)?;
     let path = root.path(format!("{DIR}/run"));
     let failed = |error| KsmError::Write { path: path.clone(), error };
     let child = Command::new("/bin/sh")
@@ -385,6 +416,31 @@ pub(super) mod tests {
         assert!(error.to_string().contains("391 MiB"), "{error}");
         assert_eq!(values(&root), ["1"]);
         meminfo(700_000);
+        // Two VMs in a slice that has less left than both have merged.
+        let write = |file: &str, text: &str| {
+            let path = root.path(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("/proc/self/mountinfo", "1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+        write("/sys/fs/cgroup/cgroup.controllers", "memory\n");
+        for pid in ["7", "8"] {
+            write(&format!("/proc/{pid}/cgroup"), &format!("0::/vms.slice/{pid}\n"));
+            write(&format!("/proc/{pid}/ksm_stat"), "ksm_merging_pages 50000\n");
+        }
+        let slice = |left: u64| {
+            let dir = "/sys/fs/cgroup/vms.slice";
+            write(&format!("{dir}/memory.max"), &format!("{}\n", 2u64 << 30));
+            write(&format!("{dir}/memory.current"), &format!("{}\n", (2048 - left) << 20));
+            write(&format!("{dir}/memory.stat"), "anon 0\nactive_file 0\ninactive_file 0\n");
+        };
+        slice(454);
+        let error = unmerge(&root).unwrap_err().to_string();
+        assert!(error.contains("takes 391 MiB in the cgroup /vms.slice"), "{error}");
+        assert!(error.contains("454 MiB are left"), "{error}");
+        assert_eq!(values(&root), ["1"]);
+        assert!(has_room(&root, Bytes::mib(196), &[(7, Bytes::mib(196))]).is_ok(), "one of them");
+        slice(455);
         assert_eq!(unmerge(&root).unwrap(), Bytes::pages(100_005));
         assert_eq!(values(&root), ["2"]);
     }

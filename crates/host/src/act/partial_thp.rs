@@ -5,9 +5,7 @@
 //! kernel is told that one page that is mapped is cold (MADV_COLD), for which it splits
 //! the huge page and frees what is not mapped. Contents are neither read nor changed.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::PartialThpOrder;
@@ -17,8 +15,8 @@ use ebb_core::units::{Bytes, PAGE};
 use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
+use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
 use crate::root::{Root, is_absent};
-use crate::scan::walk::{FILE, PFN, PRESENT, ZERO_PAGE, word};
 use crate::sys::Range;
 
 const HUGE: u64 = 2 << 20;
@@ -32,11 +30,6 @@ const LOOKUPS: usize = 4;
 /// How many huge pages of the host are partially mapped, from Linux 6.12 on.
 const PARTIAL: &str =
     "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
-
-/// Bits of `/proc/kpageflags` (Documentation/admin-guide/mm/pagemap.rst).
-const FLAG_HUGETLB: u64 = 1 << 17;
-const FLAG_THP: u64 = 1 << 22;
-const FLAGS_NOT: u64 = FLAG_HUGETLB | ZERO_PAGE;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Done {
@@ -84,7 +77,7 @@ fn carry_out(
     let process = Process::open(root, vm)?;
     let ram = read_ram_neighbours(root, vm.pid).map_err(|e| e.to_string())?;
     let ram = ram.ok_or("the process has ended")?;
-    let tables = Tables::open(root, vm.pid).map_err(|e| e.to_string())?;
+    let tables = Tables::open(root, vm.pid)?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut found: Vec<Partial> = Vec::new();
     for block in blocks(&ram, *cursor) {
@@ -128,7 +121,7 @@ fn split(
     process.advise(&places, Advice::Cold)?;
     for t in found.drain(..) {
         // What is still a huge page was not split: it was in use.
-        if word(&tables.flags, t.frame).is_some_and(|flags| flags & FLAG_THP == 0) {
+        if tables.flags.of(t.frame).is_some_and(|f| !f.is_of_thp()) {
             done.split += 1;
             done.freed += Bytes::pages(t.missing as u64);
         }
@@ -145,52 +138,40 @@ struct Partial {
 }
 
 struct Tables {
-    pagemap: File,
-    flags: File,
+    pagemap: Pagemap,
+    flags: FrameFlags,
 }
 
 impl Tables {
-    fn open(root: &Root, pid: u32) -> io::Result<Tables> {
-        let open = |path: String| {
-            File::open(root.path(&path))
-                .map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))
-        };
-        Ok(Tables {
-            pagemap: open(format!("/proc/{pid}/pagemap"))?,
-            flags: open("/proc/kpageflags".into())?,
-        })
+    fn open(root: &Root, pid: u32) -> Result<Tables, String> {
+        let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
+        let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;
+        Ok(Tables { pagemap, flags })
     }
 
     fn partially_mapped(&self, block: u64) -> io::Result<Vec<Partial>> {
-        let mut entries = [0; PAGES * 8];
-        match self.pagemap.read_exact_at(&mut entries, block / PAGE * 8) {
-            Ok(()) => {}
-            // Unmapped meanwhile, or the process has ended.
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof || is_absent(&e) => {
-                return Ok(Vec::new());
-            }
-            Err(e) => return Err(e),
+        let mut entries = Vec::with_capacity(PAGES);
+        let read = self.pagemap.each(Range { start: block, len: HUGE }, |_, e| entries.push(e));
+        match read {
+            Err(e) if is_absent(&e) => return Ok(Vec::new()),
+            read => read?,
         }
-        Ok(partially_mapped(block, &entries, |frame| word(&self.flags, frame).unwrap_or(0)))
+        Ok(partially_mapped(block, &entries, |frame| self.flags.of(frame).unwrap_or_default()))
     }
 }
 
-/// The partially mapped huge pages of a place, by its 512 entries and what is known of frames.
-fn partially_mapped(
-    block: u64,
-    entries: &[u8; PAGES * 8],
-    flags: impl Fn(u64) -> u64,
-) -> Vec<Partial> {
+/// The partially mapped huge pages of a place, by its entries and what is known of frames. None
+/// where entries are missing: the process has ended.
+fn partially_mapped(block: u64, entries: &[Entry], flags: impl Fn(u64) -> Flags) -> Vec<Partial> {
+    if entries.len() < PAGES {
+        return Vec::new();
+    }
     // By the huge page that a frame would be of.
     let huge = |frame: u64| frame / PAGES as u64;
     let mut mapped: Vec<Partial> = Vec::new();
-    for (n, entry) in entries.chunks_exact(8).enumerate() {
-        let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
-        let frame = entry & PFN;
+    for (n, entry) in entries.iter().enumerate() {
         // Of shared memory what is not mapped is not free.
-        if entry & (PRESENT | FILE) != PRESENT || frame == 0 {
-            continue;
-        }
+        let Some(frame) = entry.frame().filter(|_| entry.is_anonymous()) else { continue };
         match mapped.iter_mut().rev().find(|t| huge(t.frame) == huge(frame)) {
             Some(t) => t.missing -= 1,
             None => {
@@ -202,8 +183,7 @@ fn partially_mapped(
     // A huge page has more frames here than what lies in between by chance.
     mapped.sort_by_key(|t| t.missing);
     mapped.truncate(LOOKUPS);
-    let is_huge = |t: &Partial| flags(t.frame) & (FLAG_THP | FLAGS_NOT) == FLAG_THP;
-    mapped.retain(|t| t.missing >= LEAST && is_huge(t));
+    mapped.retain(|t| t.missing >= LEAST && flags(t.frame).is_of_thp());
     mapped
 }
 
@@ -213,19 +193,14 @@ mod tests {
 
     use super::*;
 
-    fn entries(of: impl Fn(usize) -> Option<u64>) -> [u8; PAGES * 8] {
-        let mut all = [0; PAGES * 8];
-        for (n, eight) in all.chunks_exact_mut(8).enumerate() {
-            let entry = of(n).map_or(0, |frame| PRESENT | frame);
-            eight.copy_from_slice(&entry.to_ne_bytes());
-        }
-        all
+    fn entries(of: impl Fn(usize) -> Option<u64>) -> Vec<Entry> {
+        (0..PAGES).map(|n| Entry(of(n).map_or(0, |frame| Entry::PRESENT | frame))).collect()
     }
 
     #[test]
     fn a_huge_page_is_partial_when_some_of_its_frames_are_mapped_no_more() {
         let block = 7 * HUGE;
-        let thp = |frame: u64| if frame / 512 == 9 { FLAG_THP } else { 0 };
+        let thp = |frame: u64| Flags(if frame / 512 == 9 { Flags::THP } else { 0 });
         let own = |n: usize| Some(9 * 512 + n as u64);
         assert_eq!(partially_mapped(block, &entries(own), thp), [], "whole");
         assert_eq!(
@@ -237,17 +212,26 @@ mod tests {
         let found = Partial { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
         assert_eq!(partially_mapped(block, &entries(half), thp), [found]);
         assert_eq!(
-            partially_mapped(block, &entries(half), |_| 0),
+            partially_mapped(block, &entries(half), |_| Flags(0)),
             [],
             "small pages with holes between"
         );
-        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | FLAG_HUGETLB), []);
-        assert_eq!(partially_mapped(block, &entries(half), |_| FLAG_THP | ZERO_PAGE), []);
+        assert_eq!(
+            partially_mapped(block, &entries(half), |_| Flags(Flags::THP | Flags::HUGETLB)),
+            []
+        );
+        assert_eq!(
+            partially_mapped(block, &entries(half), |_| Flags(Flags::THP | Flags::ZERO_PAGE)),
+            []
+        );
         // The guest has used the holes again: small pages lie in them.
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
         assert_eq!(partially_mapped(block, &entries(mixed), thp), [found]);
         assert_eq!(partially_mapped(block, &entries(|_| None), thp), []);
-        assert_eq!(partially_mapped(block, &entries(|n| half(n).map(|f| f | FILE)), thp), []);
+        assert_eq!(
+            partially_mapped(block, &entries(|n| half(n).map(|f| f | Entry::FILE)), thp),
+            []
+        );
     }
 
     proptest! {
@@ -255,14 +239,13 @@ mod tests {
         fn whatever_page_tables_say_one_mapped_page_of_each_is_named(
             words in prop::collection::vec(any::<u64>(), PAGES), few in any::<bool>(),
         ) {
-            let words: Vec<u64> = words.iter().map(|w| if few { w & (PRESENT | 0xfff) } else { *w }).collect();
-            let mut all = [0; PAGES * 8];
-            all.chunks_exact_mut(8).zip(&words).for_each(|(e, w)| e.copy_from_slice(&w.to_ne_bytes()));
-            let found = partially_mapped(HUGE, &all, |_| FLAG_THP);
+            let keep = if few { Entry::PRESENT | 0xfff } else { u64::MAX };
+            let all: Vec<Entry> = words.iter().map(|w| Entry(w & keep)).collect();
+            let found = partially_mapped(HUGE, &all, |_| Flags(Flags::THP));
             prop_assert!(found.len() <= LOOKUPS);
             for t in found {
-                let word = words[((t.place - HUGE) / PAGE) as usize];
-                prop_assert!(word & PRESENT != 0 && word & PFN == t.frame);
+                let entry = all[((t.place - HUGE) / PAGE) as usize];
+                prop_assert!(entry.is_anonymous() && entry.frame() == Some(t.frame));
                 prop_assert!((LEAST..PAGES).contains(&t.missing));
             }
         }

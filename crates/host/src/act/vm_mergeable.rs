@@ -56,7 +56,8 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
     }
     if !on {
         let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
-        has_room(root, Bytes::pages(stat.merged()))?;
+        let merged = Bytes::pages(stat.merged());
+        has_room(root, merged, &[(id.pid, merged)])?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {

@@ -16,8 +16,6 @@
 //! it would break the merge.
 #![cfg_attr(test, allow(unsafe_code))]
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ZeroOrder;
@@ -28,10 +26,11 @@ use rustix::io::Errno;
 
 use super::background_jobs::{BackgroundJobs, Told};
 use super::process::{Advice, Process};
+use crate::probe::pagemap::Pagemap;
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};
 use crate::scan::Found;
-use crate::sys::{Range, VECTOR_MAX, pagemap_scan, read_process};
+use crate::sys::{Range, VECTOR_MAX, read_process};
 
 /// A huge page; also what is copied at a time.
 const HUGE: u64 = 2 << 20;
@@ -117,7 +116,7 @@ fn windows(ram: &[Range], from: u64) -> Vec<Range> {
 
 struct Look<'a> {
     pid: u32,
-    pagemap: File,
+    pagemap: Pagemap,
     order: &'a ZeroOrder,
     buffer: Vec<u8>,
     done: Done,
@@ -126,8 +125,7 @@ struct Look<'a> {
 
 impl Look<'_> {
     fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<Look<'a>, String> {
-        let path = root.path(format!("/proc/{pid}/pagemap"));
-        let pagemap = File::open(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
         let (buffer, done) = (vec![0; HUGE as usize], Done::default());
         Ok(Look { pid, pagemap, order, buffer, done, swap: order.swap })
     }
@@ -135,7 +133,7 @@ impl Look<'_> {
     fn window(&mut self, window: Range, process: &Process<'_>) -> Result<(), String> {
         let (mut small, mut huge) = (Vec::new(), Vec::new());
         let each = |run: Range, is_huge| if is_huge { huge.push(run) } else { small.push(run) };
-        pagemap_scan(self.pagemap.as_fd(), window, each).map_err(|e| match e {
+        self.pagemap.scan(window, each).map_err(|e| match e {
             e if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
                 "this kernel cannot list pages (Linux 6.7 or later can)".into()
             }

@@ -13,8 +13,8 @@ use crate::agent::AgentError;
 /// recycling that takes all of its budget.
 const GIVE_UP: Duration = Duration::from_secs(20);
 /// What to do where an agent stands aside.
-const ASIDE: &str = " (Ebb goes on as without the agent: start the VM without what is named, or \
-    set agent = \"off\" for it)";
+const ASIDE: &str = " (Ebb goes on as without the agent, and tries again where that may pass. Else \
+    start the VM without the device that is named, or set agent = \"off\" for it)";
 
 impl AgentLink {
     /// Takes the answers that are there; whether some are still owed.

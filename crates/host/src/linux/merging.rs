@@ -27,7 +27,10 @@ impl LinuxHost {
         for order in &plan.vms {
             let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
             let root = &self.options.root;
-            let room = |pages| has_room(root, Bytes::pages(pages)).map_err(|e| e.to_string());
+            let room = |pages| {
+                let merged = Bytes::pages(pages);
+                has_room(root, merged, &[(order.vm.pid, merged)]).map_err(|e| e.to_string())
+            };
             match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
                 Err(why) => vm.merging.error = Some(why),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
-use ebb_core::units::Stamp;
+use ebb_core::units::{Bytes, Stamp};
 use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
@@ -42,8 +42,7 @@ impl LinuxHost {
         self.vms.values_mut().filter(|vm| waits(vm)).for_each(|vm| vm.ask(now, at, false));
         let deadline = now + self.options.deadline;
         self.hear_vms(waits, deadline);
-        let keep_open = self.keeps_open();
-        self.vms.values_mut().filter(|vm| waits(vm)).for_each(|vm| vm.ask_agent(now, keep_open));
+        self.ask_agents(now, waits);
         self.hear_agents(now);
     }
 
@@ -63,7 +62,6 @@ impl LinuxHost {
     /// The agents answer in microseconds, unless they are at work. One that was just
     /// met is handed its RAM at once, and then asked how it does.
     fn query_agents(&mut self, started: Instant, deadline: Instant) {
-        let keep_open = self.keeps_open();
         let questions = self.vms.values_mut().filter_map(Vm::mappers_question).collect();
         let waker = self.waker.clone();
         let found = self.mappers.go_on(&self.options.root, questions, move || waker.wake());
@@ -72,7 +70,7 @@ impl LinuxHost {
             agent.into_iter().for_each(|agent| agent.mappers(generation, found.clone()));
         }
         for _ in 0..3 {
-            self.vms.values_mut().for_each(|vm| vm.ask_agent(started, keep_open));
+            self.ask_agents(started, |_| true);
             let new = self.vms.values().filter_map(|vm| vm.agent.as_ref()).any(AgentLink::is_new);
             // To be handed its RAM takes one longer, and much waits for that.
             let patience = if new { self.options.deadline } else { AGENTS };
@@ -83,9 +81,16 @@ impl LinuxHost {
         }
     }
 
-    /// Whether agents leave open to KSM what they have opened.
-    fn keeps_open(&self) -> bool {
-        self.merger.is_some() && self.options.config.merge.mode == MergeMode::On
+    /// What is left below a limit is shared out among the agents that may close all of RAM to KSM.
+    fn ask_agents(&mut self, now: Instant, which: impl Fn(&Vm) -> bool) {
+        // What they have opened to KSM they leave open while Ebb merges.
+        let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
+        let may_close = |vm: &&Vm| vm.agent.as_ref().is_some_and(AgentLink::may_close);
+        let sharers = self.vms.values().filter(may_close).count().max(1) as u64;
+        for vm in self.vms.values_mut().filter(|vm| which(vm)) {
+            let left = self.bounds.left(vm.cgroup.as_deref(), &vm.nodes);
+            vm.ask_agent(now, keep_open, left.map(|left| Bytes(left.0 / sharers)));
+        }
     }
 
     fn hear_agents(&mut self, deadline: Instant) {

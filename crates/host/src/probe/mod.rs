@@ -11,6 +11,7 @@ pub mod maps;
 pub mod meminfo;
 pub mod numa;
 pub mod own_memory;
+pub mod pagemap;
 pub mod process;
 pub mod psi;
 pub mod qemu;

@@ -1,28 +1,22 @@
 //! What a VMM holds beside its guest's RAM: the pages of its other mappings that are in memory or in
-//! swap (`/proc/PID/maps`, `/proc/PID/pagemap`, Linux `Documentation/admin-guide/mm/pagemap.rst`).
+//! swap (`/proc/PID/maps`, `/proc/PID/pagemap`).
 //!
 //! `/proc/PID/status` tells the sum of both only. A look takes a few milliseconds, whatever the
 //! guest's size is. It may wait for the VMM's mmap lock, so it is taken beside the loop.
 
-use std::fs::File;
-use std::io::{ErrorKind, Result};
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::OwnMemory;
 use ebb_core::units::{Bytes, PAGE};
 
 use super::maps::read_own_mappings;
+use super::pagemap::Pagemap;
 use crate::beside::Beside;
 use crate::root::{ProbeError, Root, is_absent};
-use crate::scan::walk::{EXCLUSIVE, FILE, PRESENT, SWAPPED};
-use crate::sys::Range;
 
 /// Most that is looked at: a process that reserves terabytes would keep us busy. What of more is
 /// held is not known.
 const MOST: u64 = 16 << 30;
-/// Entries read at a time.
-const ENTRIES: u64 = 8192;
 /// From one look to the next: at first, and at most. A VMM grows while its guest starts.
 const EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(60));
 /// A count that is older than this says nothing.
@@ -74,42 +68,27 @@ pub fn count(root: &Root, pid: u32) -> std::result::Result<Option<OwnMemory>, Pr
     if all == 0 || all > MOST {
         return Ok(None);
     }
-    let path = root.path(format!("/proc/{pid}/pagemap"));
-    let counted = File::open(&path).and_then(|pagemap| {
-        let mut counted = OwnMemory::default();
-        own.into_iter().try_for_each(|range| add(&mut counted, &pagemap, range))?;
-        Ok(Some(counted))
-    });
-    match counted {
-        Err(e) if is_absent(&e) => Ok(None),
-        counted => counted.map_err(|error| ProbeError::Io { path, error }),
-    }
-}
-
-/// Adds what is held of a range. The zero page is of no file, and others map it, too.
-fn add(counted: &mut OwnMemory, pagemap: &File, range: Range) -> Result<()> {
-    let mut entries = [0; 8 * ENTRIES as usize];
-    let (mut page, end) = (range.start / PAGE, range.end() / PAGE);
-    while page < end {
-        let wanted = 8 * (end - page).min(ENTRIES) as usize;
-        let read = match pagemap.read_at(&mut entries[..wanted], page * 8) {
-            Ok(n) if n >= 8 => n / 8,
-            // The process has ended, or it is beyond its address space.
-            Ok(_) => break,
-            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e),
+    let mut counted = OwnMemory::default();
+    let read = Pagemap::open(root, pid).and_then(|pagemap| {
+        let each = |range| {
+            pagemap.each(range, |_, page| {
+                // The zero page is of no file, and others map it, too.
+                if page.is_swapped() {
+                    counted.swap += Bytes(PAGE);
+                } else if page.is_of_file() || (page.is_anonymous() && page.is_exclusive()) {
+                    counted.resident += Bytes(PAGE);
+                }
+            })
         };
-        for word in entries[..8 * read].chunks_exact(8) {
-            let entry = u64::from_ne_bytes(word.try_into().unwrap_or_default());
-            if entry & SWAPPED != 0 {
-                counted.swap += Bytes(PAGE);
-            } else if entry & PRESENT != 0 && entry & (EXCLUSIVE | FILE) != 0 {
-                counted.resident += Bytes(PAGE);
-            }
+        own.into_iter().try_for_each(each)
+    });
+    match read {
+        Ok(()) => Ok(Some(counted)),
+        Err(e) if is_absent(&e) => Ok(None),
+        Err(error) => {
+            Err(ProbeError::Io { path: root.path(format!("/proc/{pid}/pagemap")), error })
         }
-        page += read as u64;
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -117,6 +96,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+    use crate::probe::pagemap::Entry;
     use crate::probe::process::read_status;
 
     /// A process that has read 256 MiB into one buffer, which looks like RAM, and waits for its reader.
@@ -152,8 +132,9 @@ mod tests {
     #[test]
     fn swap_is_told_apart_and_the_zero_page_holds_nothing() {
         let maps = "00001000-00006000 rw-p 00000000 00:00 0 \n";
-        let own = PRESENT | EXCLUSIVE;
-        let (_dir, root) = tree(maps, &[own, own, SWAPPED, PRESENT, PRESENT | FILE, 0, own]);
+        let (present, swapped) = (Entry::PRESENT, Entry::SWAPPED);
+        let own = present | Entry::EXCLUSIVE;
+        let (_dir, root) = tree(maps, &[own, own, swapped, present, present | Entry::FILE, 0, own]);
         let pages = |n| Bytes(n * PAGE);
         let counted = OwnMemory { resident: pages(2), swap: pages(1) };
         assert_eq!(count(&root, 7).unwrap(), Some(counted), "page 1 to 5");
@@ -161,7 +142,8 @@ mod tests {
 
     #[test]
     fn a_process_that_reserves_terabytes_or_has_nothing_is_not_counted() {
-        let (_dir, root) = tree("000000000000-7fffffffffff r--p 00000000 00:00 0 \n", &[PRESENT]);
+        let (_dir, root) =
+            tree("000000000000-7fffffffffff r--p 00000000 00:00 0 \n", &[Entry::PRESENT]);
         assert_eq!(count(&root, 7).unwrap(), None);
         let (_dir, root) = tree("", &[]);
         assert_eq!(count(&root, 7).unwrap(), None);

@@ -202,7 +202,7 @@ fn absent_pages_are_not_read_and_not_brought_in() {
         assert_eq!((scan.vms[0].pages.held, scan.vms[0].pages.read), (PAGES, PAGES));
         // A page of zeros that reading had brought in would be listed now.
         let (pid, entries) = (holder.target.id.pid, Some(Listing::Entries));
-        let mut walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
+        let walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
         let mut runs = walk::Runs::default();
         walker.runs(holder.target.ram[0], &[], &walk::Seen::default(), &mut runs).unwrap();
         assert_eq!(runs.pages(), PAGES);

@@ -248,7 +248,7 @@ pub fn ask(agent: &mut Agent, command: Command) -> Result<Answer, Refusal> {
 }
 
 pub fn status(agent: &mut Agent, held: bool) -> Status {
-    match ask(agent, Command::Status { held }) {
+    match ask(agent, Command::Status { held, room: None }) {
         Ok(Answer::Status(s)) => s,
         other => panic!("{other:?}"),
     }

@@ -1,6 +1,9 @@
 //! A cgroup without swap that is nearly full: to take a VM out of KSM, or to give back what a guest
 //! frees of merged memory, breaks merges, and that takes memory there.
 
+use std::time::Instant;
+
+use ebb_lab::arena::MemoryCgroup;
 use ebb_lab::vm::Balloon;
 
 use super::*;
@@ -11,18 +14,12 @@ const MERGE: &str = "reserve = \"16MiB\"\n[merge]\nmode = \"on\"\ncpu = \"100%\"
     floor = \"1MiB\"\nscan = \"1h\"\n";
 const ALIKE: Bytes = Bytes::mib(160);
 
-/// All at once it would take 160 MiB in the VM's own cgroup, where 14 are left: the kernel's OOM
-/// killer would end the VM.
-#[test]
-fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
-    let budget = Some(Bytes::gib(8));
-    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
-    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
-    let dir = tempfile::tempdir().unwrap();
+/// Guests with module and agent that hold the same.
+fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> [Vm; 2] {
     let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
     let start = |name| {
         let mut config = VmConfig::new(name, Bytes::mib(448));
-        guest_stack::prepare(&mut config, &image, dir.path()).unwrap();
+        guest_stack::prepare(&mut config, &image, dir).unwrap();
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
         config.cgroup = Some(slice.dir.clone());
         Vm::spawn(&config).unwrap()
@@ -37,6 +34,18 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
         let alike = format!("size={} pattern=template share=1.0", ALIKE.0);
         tool.start_ready("h", "hold", &alike, MINUTE).unwrap();
     }
+    vms
+}
+
+/// All at once it would take 160 MiB in the VM's own cgroup, where 14 are left: the kernel's OOM
+/// killer would end the VM.
+#[test]
+fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
+    let budget = Some(Bytes::gib(8));
+    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
+    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let vms = boot_alike(&slice, dir.path());
     let daemon = Daemon::start(dir.path(), &NAMES, MERGE).unwrap();
     let merged = |s: &Value| {
         let most = NAMES.iter().all(|name| {
@@ -80,11 +89,54 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     slice.resize(Bytes::gib(4)).unwrap();
     let closed = |s: &Value| (of(s, NAMES[1])["agent"]["open"] == 0).then_some(());
     daemon.wait_for("a VM that goes where there is room", MINUTE, closed).unwrap();
-    for vm in &vms {
+    nothing_is_lost(&vms);
+    assert!(daemon.stop());
+    assert_eq!(slice.oom_kills(), 0);
+}
+
+fn nothing_is_lost(vms: &[Vm]) {
+    for vm in vms {
         vm.check().unwrap();
         vm.tool().poke("v").unwrap();
         assert_eq!(vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
     }
+}
+
+/// QEMU opens RAM to KSM, and somebody else has it merged. An agent takes all of it out before it
+/// recycles, which would have the kernel kill a VM.
+#[test]
+fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
+    let budget = Some(Bytes::gib(8));
+    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
+    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let vms = boot_alike(&slice, dir.path());
+    let set = |knob: &str, value| {
+        arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+    };
+    set("pages_to_scan", "20000");
+    set("sleep_millisecs", "10");
+    let until = Instant::now() + 4 * MINUTE;
+    while !vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.95)) {
+        assert!(Instant::now() < until, "{:?}", vms.each_ref().map(mapped));
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    set("run", "0");
+    slice.resize(slice.usage() + ALIKE.share(0.5)).unwrap();
+
+    let daemon = Daemon::start(dir.path(), &NAMES, "reserve = \"16MiB\"\n").unwrap();
+    let told = |s: &Value| {
+        let why = NAMES.map(|name| of(s, name)["agent"]["why"].as_str().map(str::to_string));
+        let all = why.iter().all(|w| w.as_ref().is_some_and(|w| w.contains("below the limits")));
+        all.then_some(why)
+    };
+    println!("{:?}", daemon.wait_for("why they stay merged", MINUTE, told).unwrap());
+    assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.9)));
+    slice.resize(Bytes::gib(4)).unwrap();
+    let ready = |s: &Value| NAMES.iter().all(|n| of(s, n)["tier"] == "guest").then_some(());
+    daemon.wait_for("agents at work where there is room", MINUTE, ready).unwrap();
+    assert!(vms.iter().all(|vm| mapped(vm).merged == Bytes::ZERO));
+    nothing_is_lost(&vms);
     assert!(daemon.stop());
     assert_eq!(slice.oom_kills(), 0);
 }
