@@ -5,12 +5,13 @@ use std::fmt;
 
 use ebb_core::config::Config;
 use ebb_core::model::{Pressure, default_reserve};
-use ebb_core::plan::{Action, Reason};
+use ebb_core::plan::{Action, DEADBAND, Reason};
 use ebb_core::sample::VmId;
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
+use crate::guest::Guest;
 use crate::misbehaviour::Mood;
 use crate::world::World;
 
@@ -74,6 +75,12 @@ const OLD_MS: u64 = 3_500;
 const NEWS: Bytes = Bytes::mib(16);
 /// A host with more than this share beyond what its kernel keeps free can relieve a guest at once.
 const ROOMY: f64 = 0.02;
+/// More page cache than this can be dropped.
+const CACHE: Bytes = Bytes::mib(64);
+/// Below this share of its reserve a host is critical.
+const CRITICAL: f64 = 0.25;
+/// One that booted less long ago has still to touch its memory, ms.
+const BOOTS_MS: u64 = 60_000;
 /// Left alone after a reboot for so long, ms.
 const SETTLE_MS: u64 = 10_000;
 /// One that did not answer for so long, ms, is not to be asked for [`REACHED_MS`].
@@ -265,15 +272,14 @@ impl Laws {
 
     /// Who waits for memory that its balloon holds; who does not follow.
     fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
-        // Where the host has nothing, others must give first.
-        let roomy = world.host.available(&world.guests) > world.host.total.share(ROOMY);
+        let roomy = |g: &Guest| has_room_for(world, g, at);
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
             let past = self.past.entry(vm.id).or_default();
             // It waits for its own sake, its balloon could help, and it can be asked.
             let stalled = g.counts.stall_ms - g.counts.host_stall_ms;
-            let waits = roomy
+            let waits = roomy(g)
                 && stalled - past.stalled_ms > 50.0
                 && g.wants().anon > g.alloc
                 && g.is_full()
@@ -297,4 +303,22 @@ impl Laws {
             }
         }
     }
+}
+
+/// Whether the host has memory for one that waits; where it has not, others must give first. What
+/// guests were given and are about to touch it has no more: those that grow or have just booted.
+/// One that has page cache to drop waits for what lies above the mark of critical, and what others
+/// have not touched is paid for first.
+fn has_room_for(world: &World, guest: &Guest, at: u64) -> bool {
+    let guests = &world.guests;
+    let total = world.host.total;
+    let untouched = |g: &Guest| g.actual - g.resident() - g.out;
+    let touches =
+        |g: &&Guest| g.wants().anon > g.alloc || at.saturating_sub(g.booted_ms) < BOOTS_MS;
+    let soon: Bytes = guests.iter().filter(touches).map(untouched).sum();
+    let available = world.host.available(guests);
+    let above = available - default_reserve(total).share(CRITICAL);
+    let has_cache = guest.cache() > CACHE;
+    available - soon > total.share(ROOMY)
+        && (!has_cache || above - guests.iter().map(untouched).sum() > DEADBAND)
 }

@@ -39,6 +39,12 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
+/// Seconds of stall a guest and hour.
+fn stall_an_hour(of: &[&Found], whose: impl Fn(&Found) -> Brief) -> f64 {
+    let guest_hours = of.iter().map(|f| f.vms as f64).sum::<f64>() * RUN_HOURS;
+    of.iter().map(|f| whose(f).stall_s).sum::<f64>() / guest_hours.max(1e-9)
+}
+
 /// The figures by which a search is judged: the table of docs/comparison.md.
 fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
     let worlds = |of: &[Found], is: fn(&Found) -> bool| {
@@ -54,11 +60,11 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         let mean = |whose: fn(&Found) -> &Brief| of.iter().map(|f| what(whose(f))).sum::<f64>() / n;
         format!("{:.2} / {:.2}", mean(|f| &f.ebb), mean(|f| &f.best))
     };
-    let guest_hours = fit.iter().map(|f| f.vms as f64).sum::<f64>() * RUN_HOURS;
-    let stall = fit.iter().map(|f| f.ebb.stall_s).sum::<f64>() / guest_hours.max(1e-9);
+    let stall = stall_an_hour(&fit.iter().collect::<Vec<_>>(), |f| f.ebb);
+    let apart: Vec<&Found> = all.iter().filter(|f| f.split.is_some()).collect();
+    let stall_apart = [|f: &Found| f.ebb, |f: &Found| f.oracle].map(|of| stall_an_hour(&apart, of));
     let limit = median(all.iter().map(Found::beside_the_limit).collect());
     let by_split = all.iter().filter(|f| f.is_beaten_by_a_split()).count();
-    let splits = all.iter().filter(|f| f.split.is_some()).count();
     let unbeaten_fit = format!("{} of {}", percent(fit, Found::is_unbeaten), fit.len());
     let lines = [
         ("no rival holds more guests or stalls them less", percent(all, Found::is_unbeaten)),
@@ -72,7 +78,10 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
             worlds(all, Found::is_far_beaten),
         ),
         ("- without the second", worlds(all, Found::is_far_above)),
-        ("a static split does better, where own peaks fit", format!("{by_split} of {splits}")),
+        (
+            "a static split does better, where own peaks fit",
+            format!("{by_split} of {}", apart.len()),
+        ),
         ("fewer guests held than the best rival's", worlds(all, |f| f.ebb.held < f.best.held)),
         ("guests held: Ebb / best rival of each world", sums(|b| b.held as f64, "")),
         ("stall: Ebb / best rival of each world", sums(|b| b.stall_s, " s")),
@@ -81,6 +90,10 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         ("- where all needs fit the host", worlds(fit, Found::kills_in_vain)),
         ("stall against the oracle's, a second added to both, median", format!("{limit:.2}")),
         ("stall where all needs fit, a guest and hour", format!("{stall:.2} s")),
+        (
+            "- where own peaks fit: Ebb / oracle",
+            format!("{:.2} s / {:.2} s", stall_apart[0], stall_apart[1]),
+        ),
         (
             "reversals a guest and minute where all needs fit: Ebb / best rival",
             means(fit, |b| b.reversals),
