@@ -34,7 +34,8 @@ use crate::scan::agents::HashLink;
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
 /// such a one sees the faults that KVM takes.
 const USERFAULTFD: &str = "/dev/userfaultfd";
-/// RAM is handed anew to one that stands aside for what may pass.
+/// RAM is handed anew to one that stands aside for what may pass, and what it refused is asked of it
+/// again.
 const PASSES: Duration = Duration::from_secs(10);
 /// All processes are looked through for those that map shared RAM this often at most.
 const MAPPED_EVERY: Duration = Duration::from_secs(60);
@@ -76,6 +77,8 @@ pub(crate) struct Terms {
     pub window_limit_ms: u64,
     /// What breaking merges may take below the VM's limits; `None`: there are none.
     pub room: Option<Bytes>,
+    /// Another one may be breaking merges: this one is handed its RAM later.
+    pub waits: bool,
 }
 
 #[derive(Debug, Default)]
@@ -121,6 +124,7 @@ pub(crate) struct AgentLink {
     open: Option<Bytes>,
     /// Why it did not do what it was told of merging.
     pub refused: Option<String>,
+    refused_at: Option<Instant>,
     /// Since when it may be at work on the VM's memory for a connection that has ended, this
     /// daemon's or an earlier one's. `None`: it has answered since.
     unsettled: Option<Instant>,
@@ -240,7 +244,8 @@ impl AgentLink {
             return;
         }
         self.terms.room = terms.room;
-        let anew = Terms { keep_open: self.terms.keep_open, ..terms } != self.terms;
+        let (keep_open, waits) = (self.terms.keep_open, self.terms.waits);
+        let anew = Terms { keep_open, waits, ..terms } != self.terms;
         let other = |v: &&Verdict| {
             let known = (&self.objections, &self.segments, self.firmware);
             (&v.objections, &v.segments, v.firmware) != known
@@ -252,10 +257,11 @@ impl AgentLink {
         }
         match self.stage {
             Stage::Hello | Stage::Attaching | Stage::Leaving => {}
+            Stage::Met if terms.waits => {}
             Stage::Met => self.attach(run, terms, verdict),
             // Something was plugged in or out, or the operator wants it otherwise.
             Stage::Attached if anew || stood.is_some() => self.stand_down(Stage::Met),
-            // The device that it stood aside for may be gone.
+            // What it stood aside for may have passed.
             Stage::Attached if self.aside_since.is_some_and(|at| now - at >= PASSES) => {
                 self.aside_since = None;
                 self.stand_down(Stage::Met);
@@ -394,10 +400,13 @@ impl AgentLink {
         }
     }
 
-    /// Whether it may yet close all of RAM to KSM, which breaks what is merged.
-    pub fn may_close(&self) -> bool {
-        let ready = self.status.as_ref().is_some_and(|s| s.state == AgentState::Ready);
-        self.agent.is_some() && !ready
+    /// Whether it is to be handed its RAM, and whether it was.
+    pub fn is_met(&self) -> bool {
+        self.agent.is_some() && self.stage == Stage::Met
+    }
+
+    pub fn is_attaching(&self) -> bool {
+        self.agent.is_some() && self.stage == Stage::Attaching
     }
 
     /// Whether it has just been met.
@@ -455,12 +464,17 @@ impl AgentLink {
     }
 
     /// Has it open these ranges to KSM, and no others, unless it was told so last and no further
-    /// scan has ended: the agent closes what the guest frees in them. Whether it was told now.
-    pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> bool {
+    /// scan has ended: the agent closes what the guest frees in them. If it was told now: whether it
+    /// may have to close ranges for it, which are sorted.
+    pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> Option<bool> {
         let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
-        if self.stage != Stage::Attached || !self.advises || self.terms.observe || same {
-            return false;
+        let refused = self.refused_at.is_some_and(|at| at.elapsed() < PASSES);
+        let can = self.stage == Stage::Attached && self.advises && !self.terms.observe;
+        if !can || same || refused {
+            return None;
         }
+        let is_dropped = |range: &(u64, u64)| open.binary_search(range).is_err();
+        let closes = self.told.as_ref().is_none_or(|(told, _)| told.iter().any(is_dropped));
         self.told = Some((open.to_vec(), scans));
         for part in Advise::all(open) {
             self.send(Ask::Advise, Command::Advise(part));
@@ -468,7 +482,7 @@ impl AgentLink {
         if let Some(agent) = self.agent.as_mut() {
             agent.pump();
         }
-        true
+        Some(closes)
     }
 
     /// Where a scan asks it for hashes of pages, if it can do that. What it does not take

@@ -114,9 +114,9 @@ impl Bounds {
             problems.push(problem(None, "memory cgroups".into(), text));
             self.others.truncate(MOST);
         }
-        let Bounds { pool, others, last, .. } = self;
+        let Bounds { pool, others, nodes, last, .. } = self;
         last.retain(|path, (_, known)| {
-            pool.as_ref() == Some(path) || others.contains(path) || !known.nodes.is_empty()
+            pool.as_ref() == Some(path) || others.contains(path) || nodes.contains(&known.nodes)
         });
     }
 
@@ -227,9 +227,10 @@ impl Bounds {
 
     /// What may still be taken below the tightest limit of a VM of this cgroup, bound to these
     /// nodes; `None` where there is none.
-    pub fn left(&self, cgroup: Option<&str>, nodes: &[u32]) -> Option<Bytes> {
-        let above = self.last.values().filter(|(_, pool)| pool.holds(cgroup, nodes));
-        above.map(|(_, pool)| pool.left()).min()
+    pub fn left(&self, now: Instant, cgroup: Option<&str>, nodes: &[u32]) -> Option<Bytes> {
+        let fresh = |at: Instant| now.saturating_duration_since(at) < READING_LASTS;
+        let known = self.last.values().filter(|(at, _)| fresh(*at)).map(|(_, pool)| pool);
+        known.filter(|pool| pool.holds(cgroup, nodes)).map(Pool::left).min()
     }
 
     /// What was read, or is known of it still.
@@ -270,3 +271,31 @@ impl Bounds {
 
 /// How long a cgroup that cannot be read counts as it was: the host's surplus is not the cgroup's.
 const READING_LASTS: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_is_what_the_tightest_limit_above_leaves() {
+        let now = Instant::now() + READING_LASTS;
+        let pool = |path: &str, nodes: &[u32], limit: u64, usage: u64, file: u64| {
+            let [limit, usage, file] = [limit, usage, file].map(Bytes::mib);
+            let (path, nodes) = (path.to_string(), nodes.to_vec());
+            Pool { path, nodes, limit, usage, file, ..Pool::default() }
+        };
+        let read = |pool: Pool, ago| (pool.path.clone(), (now - Duration::from_secs(ago), pool));
+        let last = HashMap::from([
+            read(pool("/s", &[], 100, 60, 10), 0),
+            read(pool("/s/vm", &[], 200, 190, 20), 0),
+            read(pool("node 0", &[0], 100, 80, 0), 1),
+            read(pool("/s/gone", &[], 100, 100, 0), 30),
+        ]);
+        let bounds = Bounds { last, ..Bounds::default() };
+        let left = |cgroup, nodes: &[u32]| bounds.left(now, cgroup, nodes).map(|b| b.0 >> 20);
+        assert_eq!((left(Some("/s/vm/a"), &[]), left(Some("/s/a"), &[])), (Some(30), Some(50)));
+        assert_eq!((left(Some("/sa"), &[]), left(None, &[])), (None, None));
+        assert_eq!((left(Some("/s"), &[0]), left(Some("/s"), &[0, 1])), (Some(20), Some(50)));
+        assert_eq!(left(Some("/s/gone"), &[]), Some(50), "it was read long ago");
+    }
+}

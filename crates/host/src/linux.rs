@@ -144,6 +144,9 @@ pub struct LinuxHost {
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
     /// What a MiB of new memory costs, and when that was measured.
     touch: Option<(Instant, Option<u32>)>,
+    /// When an agent was handed its VM's RAM last, and whose turn it was.
+    attached_at: Option<Instant>,
+    turn: Option<VmId>,
     waker: Waker,
 }
 
@@ -174,6 +177,8 @@ impl LinuxHost {
             ksm_stats: ksm::Stats::default(),
             others_ksm: None,
             touch: None,
+            attached_at: None,
+            turn: None,
             scanner: Scanner::new(options.trust.clone()),
             libvirt,
             bounds: Bounds::new(options.config.pool.clone()),

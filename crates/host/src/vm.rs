@@ -427,8 +427,13 @@ impl Vm {
     }
 
     /// Has the agent asked, after QMP has told how the VM is; not before it is known
-    /// what else discards its pages. `room`: as [`Terms`] has it.
-    pub fn ask_agent(&mut self, now: Instant, keep_open: bool, room: Option<Bytes>) {
+    /// what else discards its pages. `room` and `waits`: as [`Terms`] has them.
+    pub fn ask_agent(
+        &mut self,
+        now: Instant,
+        keep_open: bool,
+        (room, waits): (Option<Bytes>, bool),
+    ) {
         self.take_events();
         if !self.uses_agent() {
             // It is looked for only if it may be used and could be running.
@@ -448,6 +453,7 @@ impl Vm {
             observe: self.access.agent == AgentUse::Observe,
             window_limit_ms: self.access.window_limit_ms,
             room,
+            waits,
         };
         let verdict = self.verdict.as_ref().filter(|_| usable);
         agent.ask(now, run.as_ref(), &self.events, terms, verdict);

@@ -272,21 +272,20 @@ impl Laws {
 
     /// Who waits for memory that its balloon holds; who does not follow.
     fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
-        let roomy = |g: &Guest| has_room_for(world, g, at);
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
             let past = self.past.entry(vm.id).or_default();
             // It waits for its own sake, its balloon could help, and it can be asked.
             let stalled = g.counts.stall_ms - g.counts.host_stall_ms;
-            let waits = roomy(g)
-                && stalled - past.stalled_ms > 50.0
+            let waits = stalled - past.stalled_ms > 50.0
                 && g.wants().anon > g.alloc
                 && g.is_full()
                 && g.actual + Bytes::mib(64) < g.spec.ram
                 && g.target <= g.actual
                 && matches!(g.spec.mood, Mood::Ideal | Mood::Slow | Mood::Stuck | Mood::Pinned)
-                && g.spec.mood.answers(at);
+                && g.spec.mood.answers(at)
+                && has_room_for(world, g, at);
             past.stalled_ms = stalled;
             past.waits_since = waits.then(|| past.waits_since.unwrap_or(at));
             let late = past.waits_since.is_some_and(|t| at - t > 2_000);
@@ -307,18 +306,18 @@ impl Laws {
 
 /// Whether the host has memory for one that waits; where it has not, others must give first. What
 /// guests were given and are about to touch it has no more: those that grow or have just booted.
-/// One that has page cache to drop waits for what lies above the mark of critical, and what others
-/// have not touched is paid for first.
+/// One that has page cache to drop waits for what lies above the mark of critical, and for what
+/// guests' kernels keep free and have not touched.
 fn has_room_for(world: &World, guest: &Guest, at: u64) -> bool {
-    let guests = &world.guests;
     let total = world.host.total;
+    let guests = || world.guests.iter().filter(|g| g.power);
     let untouched = |g: &Guest| g.actual - g.resident() - g.out;
-    let touches =
-        |g: &&Guest| g.wants().anon > g.alloc || at.saturating_sub(g.booted_ms) < BOOTS_MS;
-    let soon: Bytes = guests.iter().filter(touches).map(untouched).sum();
-    let available = world.host.available(guests);
+    let boots = |g: &Guest| at.saturating_sub(g.booted_ms) < BOOTS_MS;
+    let touches = |g: &&Guest| g.wants().anon > g.alloc || boots(g);
+    let soon: Bytes = guests().filter(touches).map(untouched).sum();
+    let kept: Bytes = guests().map(|g| untouched(g).min(g.watermark())).sum();
+    let available = world.host.available(&world.guests);
     let above = available - default_reserve(total).share(CRITICAL);
     let has_cache = guest.cache() > CACHE;
-    available - soon > total.share(ROOMY)
-        && (!has_cache || above - guests.iter().map(untouched).sum() > DEADBAND)
+    available - soon > total.share(ROOMY) && (!has_cache || above - kept > DEADBAND)
 }

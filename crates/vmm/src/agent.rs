@@ -171,7 +171,7 @@ impl Agent {
                 if vm.observe {
                     return Err(refuse(Refused::NotReady, "this VM is only observed"));
                 }
-                let done = vm.open.set(&vm.ram, want, vm.room);
+                let done = vm.open.set(&vm.ram, want, &mut vm.room);
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }

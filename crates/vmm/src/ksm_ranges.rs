@@ -60,7 +60,7 @@ impl From<String> for Blocked {
 /// Takes all of it out of KSM but what is to stay open; the error is a reason to stand
 /// aside. `below`: what may be taken below the VM's limits, if there are any.
 pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blocked> {
-    has_room(u64::MAX, (SPARE, below))?;
+    has_room(merged_in(&without(anonymous(ram), &open.ranges)), (SPARE, below))?;
     Ok(open.keep_rest_out(ram)?)
 }
 
@@ -104,12 +104,13 @@ impl Open {
         Open { ranges: self.ranges.iter().filter(good).copied().collect(), kept: None }
     }
 
-    /// Opens these ranges of a stretch and no others there.
+    /// Opens these ranges of a stretch and no others there. `below`: what may be taken below the VM's
+    /// limits; what closing took goes off it.
     pub fn set(
         &mut self,
         ram: &Ram,
         advise: &Advise,
-        below: Option<Bytes>,
+        below: &mut Option<Bytes>,
     ) -> Result<Bytes, String> {
         let named = advise.ranges().ok_or("this cannot be opened to KSM: no such ranges")?;
         let mut want = check(ram, &named)?;
@@ -120,8 +121,10 @@ impl Open {
         want.splice(0..0, before);
         want.extend(rest.iter().filter(|r| r.start >= to));
         let closing = without(self.ranges.clone(), &want);
-        has_room(closing.iter().map(|r| r.len / PAGE).sum(), (SPARE, below)).map_err(|b| b.why)?;
+        let merged = merged_in(&closing);
+        has_room(merged, (SPARE, *below)).map_err(|b| b.why)?;
         close(&closing)?;
+        below.iter_mut().for_each(|below| *below = *below - Bytes::pages(merged));
         let opening = without(want.clone(), &self.ranges);
         // From here on nothing of it is recycled, whatever becomes of the advice.
         self.ranges = want;
@@ -138,7 +141,7 @@ impl Open {
         free.sort_unstable_by_key(|r| r.start);
         let few = self.ranges.len() + free.len() <= MOST_RANGES;
         let closed = few
-            && has_room(free.iter().map(|r| r.len / PAGE).sum(), (SPARE_FOR_FREE, None)).is_ok()
+            && has_room(merged_at_most(&free), (SPARE_FOR_FREE, None)).is_ok()
             && (faults.no_close() || close(&free).is_ok());
         if closed {
             range::subtract(&mut self.ranges, &free);
@@ -152,7 +155,7 @@ impl Open {
     }
 
     pub fn close_all(&self, below: Option<Bytes>) -> Result<(), Blocked> {
-        has_room(self.ranges.iter().map(|r| r.len / PAGE).sum(), (SPARE, below))?;
+        has_room(merged_in(&self.ranges), (SPARE, below))?;
         Ok(close(&self.ranges)?)
     }
 
@@ -243,44 +246,79 @@ fn without(mut a: Vec<Range>, b: &[Range]) -> Vec<Range> {
     a
 }
 
+fn read(path: &str) -> String {
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+/// How many merged pages of these ranges are to be broken. Page tables are walked where anything of
+/// this process is merged.
+fn merged_in(ranges: &[Range]) -> u64 {
+    match merged_at_most(ranges) {
+        0 => 0,
+        most => merged_by_mappings(ranges, &read("/proc/self/smaps"))
+            .map_or(most, |(pages, open)| pages + zero_pages(&read(KSM_STAT)).min(open)),
+    }
+}
+
+/// The same, no less than it is: KSM counts what was broken since only when it scans again.
+fn merged_at_most(ranges: &[Range]) -> u64 {
+    let pages: u64 = ranges.iter().map(|r| r.len / PAGE).sum();
+    let stat = if pages > 0 { read(KSM_STAT) } else { String::new() };
+    (number(&stat, "ksm_merging_pages ") + zero_pages(&stat)).min(pages)
+}
+
+const KSM_STAT: &str = "/proc/self/ksm_stat";
+
+fn zero_pages(ksm_stat: &str) -> u64 {
+    number(ksm_stat, "ksm_zero_pages ")
+}
+
+/// A number at the beginning of a line; 0 where there is none.
+fn number(text: &str, key: &str) -> u64 {
+    let line = text.lines().find_map(|l| l.strip_prefix(key));
+    line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse().ok()).unwrap_or(0)
+}
+
+/// Of the mappings that lie in these ranges in part and are open to KSM: their merged pages, zeros
+/// left out, and all of their pages. `None` where the kernel does not tell (before Linux 6.8).
+fn merged_by_mappings(ranges: &[Range], smaps: &str) -> Option<(u64, u64)> {
+    let hex = |t| u64::from_str_radix(t, 16).ok();
+    let (mut told, mut pages, mut open, mut here, mut its) = (false, 0, 0, 0u64, 0);
+    for line in smaps.lines() {
+        let range = line.split(' ').next().and_then(|r| r.split_once('-'));
+        if let Some((Some(from), Some(to))) = range.map(|(from, to)| (hex(from), hex(to))) {
+            let is_here = ranges.iter().any(|r| from < r.end() && to > r.start);
+            here = if is_here { to.saturating_sub(from) / PAGE } else { 0 };
+        } else if let Some(kib) = line.strip_prefix("KSM:") {
+            told = true;
+            its = number(kib, "") >> 2;
+        } else if here > 0 && line.starts_with("VmFlags:") && line.split(' ').any(|f| f == "mg") {
+            (pages, open) = (pages + its, open + here);
+        }
+    }
+    told.then_some((pages, open))
+}
+
 /// Whether there is memory to break the merges of this many pages: on the host and to spare, in
-/// pages, and below the VM's limits. Where a limit is reached, the kernel kills a process.
-fn has_room(pages: u64, memory: (u64, Option<Bytes>)) -> Result<(), Blocked> {
-    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-    let found = match pages {
-        0 => Ok(()),
-        _ => room(pages, memory, &read("/proc/self/ksm_stat"), &read("/proc/meminfo")),
-    };
+/// pages, and below the VM's limits. Where a limit is reached, the kernel may kill the VM.
+fn has_room(merged: u64, memory: (u64, Option<Bytes>)) -> Result<(), Blocked> {
+    let found = if merged == 0 { Ok(()) } else { room(merged, memory, &read("/proc/meminfo")) };
     found.map_err(|why| Blocked { why, passes: true })
 }
 
-/// Whether there is memory for what is merged; unknown numbers count as 0 merged
-/// and as nothing available.
-fn room(
-    pages: u64,
-    (spare, below): (u64, Option<Bytes>),
-    ksm_stat: &str,
-    meminfo: &str,
-) -> Result<(), String> {
-    let number = |text: &str, key: &str| {
-        let line = text.lines().find_map(|l| l.strip_prefix(key));
-        line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
-    };
-    let merged = number(ksm_stat, "ksm_merging_pages ") + number(ksm_stat, "ksm_zero_pages ");
-    let merged = merged.min(pages);
+/// An unknown number of available pages counts as none.
+fn room(merged: u64, (spare, below): (u64, Option<Bytes>), meminfo: &str) -> Result<(), String> {
     let available = number(meminfo, "MemAvailable:") / 4;
     let below = below.map_or(u64::MAX, |bytes| bytes.0 / PAGE);
     let few = match merged {
         0 => return Ok(()),
-        _ if merged + SPARE_BELOW > below => {
-            format!("{} MiB below the limits of its cgroups", below >> 8)
-        }
+        _ if merged + SPARE_BELOW > below => format!("{} MiB that its limits leave", below >> 8),
         _ if merged + spare > available => format!("{} MiB of available memory", available >> 8),
         _ => return Ok(()),
     };
     Err(format!(
-        "KSM has merged {} MiB of this VM, which does not go together with recycling, and {few} are \
-         too few to undo it: free some",
+        "KSM has merged {} MiB of this VM that are to be private again, and {few} are too few for \
+         it: free some",
         merged >> 8
     ))
 }
@@ -291,19 +329,33 @@ mod tests {
 
     #[test]
     fn merges_are_undone_only_where_there_is_room() {
-        let stat = "ksm_rmap_items 9\nksm_zero_pages 50000\nksm_merging_pages 50000\n";
         let mem = |kib: u64| format!("MemTotal: 1 kB\nMemAvailable:  {kib} kB\n");
-        let all = |below, stat, mem: &str| room(u64::MAX, (SPARE, below), stat, mem);
-        let why = all(None, stat, &mem(600_000)).unwrap_err();
+        let all = |below, mem: &str| room(100_000, (SPARE, below), mem);
+        let why = all(None, &mem(600_000)).unwrap_err();
         assert!(why.contains("390 MiB of this VM") && why.contains("585 MiB of avail"), "{why}");
-        assert_eq!(all(None, stat, &mem(700_000)), Ok(()));
-        assert_eq!(all(Some(Bytes::mib(455)), stat, &mem(700_000)), Ok(()));
-        let why = all(Some(Bytes::mib(454)), stat, &mem(700_000)).unwrap_err();
-        assert!(why.contains("454 MiB below the limits of its cgroups"), "{why}");
-        assert_eq!(all(Some(Bytes::ZERO), "", &mem(0)), Ok(()), "nothing is merged");
-        let some = |mem: &str| room(8192, (SPARE_FOR_FREE, None), stat, mem);
+        assert_eq!(all(None, &mem(700_000)), Ok(()));
+        assert_eq!(all(Some(Bytes::mib(455)), &mem(700_000)), Ok(()));
+        let why = all(Some(Bytes::mib(454)), &mem(700_000)).unwrap_err();
+        assert!(why.contains("454 MiB that its limits leave"), "{why}");
+        assert_eq!(room(0, (SPARE, Some(Bytes::ZERO)), ""), Ok(()), "nothing is merged");
+        assert!(room(1, (SPARE, None), "").is_err(), "what is available is not known");
+        let some = |mem: &str| room(8192, (SPARE_FOR_FREE, None), mem);
         assert_eq!(some(&mem(65_536)), Ok(()));
         assert!(some(&mem(65_532)).is_err());
-        assert_eq!(all(None, "ksm_merging_pages 0\n", ""), Ok(()));
+    }
+
+    #[test]
+    fn what_is_merged_of_ranges_is_what_their_open_mappings_say() {
+        let mapping = |at: &str, kib: u64, flags: &str| {
+            format!(
+                "{at} rw-p 00000000 00:00 0 \nRss: 9 kB\nKSM:  {kib} kB\nVmFlags: rd wr {flags}\n"
+            )
+        };
+        let smaps = mapping("1000-3000", 8, "mg") + &mapping("3000-9000", 20, "mg nh");
+        let smaps = smaps + &mapping("9000-a000", 4, "") + &mapping("f000-10000", 4, "mg");
+        let merged = |start, len| merged_by_mappings(&[Range { start, len }], &smaps);
+        assert_eq!(merged(0x1000, 0x9000), Some((7, 8)), "what is closed has nothing to break");
+        assert_eq!((merged(0x2000, 0x1000), merged(0x3000, 0x1000)), (Some((2, 2)), Some((5, 6))));
+        assert_eq!((merged(0xa000, 0x1000), merged_by_mappings(&[], "")), (Some((0, 0)), None));
     }
 }

@@ -132,7 +132,7 @@ impl VmModel {
         limit.is_host() || self.is_in(&limit.name, &limit.nodes)
     }
 
-    /// Whether it is in this cgroup or one below it, or bound to some of these nodes.
+    /// Whether it is in this cgroup or one below it, or bound to no other nodes than these.
     pub(super) fn is_in(&self, cgroup: &str, nodes: &[u32]) -> bool {
         is_below((self.cgroup.as_deref(), &self.nodes), (cgroup, nodes))
     }

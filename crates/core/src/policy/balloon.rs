@@ -433,15 +433,16 @@ fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Op
         .then(|| Verdict::Set { to: round_up(base - most), reason: Reason::AboveCeiling })
 }
 
-/// What requests still ask for. What the stages `above` bring of a VM counts for the first request
-/// that means it.
+/// What requests still ask for. What the stages `above` bring of a VM counts for the requests that
+/// mean it, one after the other.
 fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim> {
     let mut left = requests.to_vec();
     for (vm, had) in model.vms.iter().zip(above) {
-        if let Some(Reclaim { bytes: Some(bytes), .. }) =
-            left.iter_mut().find(|r| r.means(&vm.name))
-        {
-            *bytes = *bytes - *had;
+        let mut had = *had;
+        let its = left.iter_mut().filter(|r| r.means(&vm.name));
+        for bytes in its.filter_map(|r| r.bytes.as_mut()) {
+            let part = had.min(*bytes);
+            (*bytes, had) = (*bytes - part, had - part);
         }
     }
     left.retain(|r| r.bytes != Some(Bytes::ZERO));

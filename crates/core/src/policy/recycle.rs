@@ -81,8 +81,10 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
         if agent.busy || m.inflates(model.at, vm.actual) {
             return None;
         }
-        if let Some(i) = requests.iter().position(|r| r.means(&vm.name)) {
-            return on_request(vm, agent, &mut asked[i]);
+        let asked = requests.iter().zip(&mut asked).filter(|(r, _)| r.means(&vm.name));
+        let left: Vec<&mut Option<Bytes>> = asked.map(|(_, left)| left).collect();
+        if !left.is_empty() {
+            return on_request(vm, agent, left);
         }
         one(model, vm, agent, &m.recycle, &manner(model.state_of(vm)))
     };
@@ -116,12 +118,21 @@ pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
     vm.agent.as_ref().filter(works).filter(|a| !a.observes)
 }
 
-/// All that is free and held, or what was asked of it, at once.
-fn on_request(vm: &VmModel, agent: &AgentSample, left: &mut Option<Bytes>) -> Option<RecycleOrder> {
+/// All that is free and held, or what requests still ask for, at once.
+fn on_request(
+    vm: &VmModel,
+    agent: &AgentSample,
+    left: Vec<&mut Option<Bytes>>,
+) -> Option<RecycleOrder> {
     // What is held may have grown since it was counted: no limit but the wish.
-    let want = *left;
-    if let Some(l) = left.as_mut() {
-        *l = *l - agent.held.or(agent.free)?.min(*l);
+    let want: Option<Bytes> = left.iter().map(|left| **left).sum();
+    let mut had = agent.held.or(agent.free);
+    if want.is_some() && had.is_none() {
+        return None;
+    }
+    for left in left.into_iter().filter_map(Option::as_mut) {
+        let part = had.unwrap_or_default().min(*left);
+        (*left, had) = (*left - part, had.map(|had| had - part));
     }
     let job = Recycle {
         max_bytes: want,
@@ -278,6 +289,31 @@ mod tests {
         };
         let vm = |observes| VmModel { agent: Some(agent(observes)), ..VmModel::default() };
         assert!(usable(&vm(false)).is_some() && usable(&vm(true)).is_none());
+    }
+
+    #[test]
+    fn requests_of_one_tick_bring_all_that_they_ask_for() {
+        let vm = |name: &str| {
+            let held = Some(Bytes::mib(500));
+            let (link, state) = (Link::Up, AgentState::Ready);
+            let agent = Some(AgentSample { link, state, held, ..AgentSample::default() });
+            VmModel { name: name.into(), agent, ..VmModel::default() }
+        };
+        let model = Model { vms: vec![vm("a"), vm("b")], ..Model::default() };
+        let asked = |requests: &[(Option<&str>, Option<u64>)]| -> Vec<Option<u64>> {
+            let of = |(vm, mib): &(Option<&str>, Option<u64>)| Reclaim {
+                vm: vm.map(String::from),
+                bytes: mib.map(Bytes::mib),
+            };
+            let requests: Vec<Reclaim> = requests.iter().map(of).collect();
+            let orders = recycle(&model, &Memory::default(), &requests);
+            orders.iter().map(|o| o.recycle.unwrap().max_bytes.map(|b| b.0 >> 20)).collect()
+        };
+        let (all, b) = (None, Some("b"));
+        assert_eq!(asked(&[(all, Some(100)), (Some("a"), Some(50))]), [Some(150)]);
+        assert_eq!(asked(&[(all, Some(600)), (b, Some(50))]), [Some(600), Some(150)]);
+        assert_eq!(asked(&[(all, Some(100)), (b, None)]), [Some(100), None]);
+        assert_eq!(asked(&[(all, Some(100))]), [Some(100)], "the first has it");
     }
 
     /// Its blocks that are free as a whole have been taken.

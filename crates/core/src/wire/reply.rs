@@ -102,7 +102,7 @@ pub struct Status {
     pub state: AgentState,
     /// Why it is in that state, where that is not plain.
     pub why: Option<String>,
-    /// It stands aside for something that may pass: a device that is open.
+    /// It stands aside for something that may pass: a device that is open, or want of memory.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub passes: bool,
     pub module: Option<Module>,

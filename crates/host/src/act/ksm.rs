@@ -22,6 +22,7 @@ use crate::probe::cgroup;
 use crate::probe::ksm::{read_ksm, read_ksm_stat};
 use crate::probe::meminfo::read_meminfo;
 use crate::probe::process::processes;
+use crate::probe::regions::read_smaps;
 use crate::root::{ProbeError, Root};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -62,8 +63,8 @@ pub enum KsmError {
     },
     #[error(
         "breaking merges takes {needed} in the cgroup {cgroup}, and {SPARE_BELOW} must stay free, \
-         but {left} are left below its limit, where the kernel would kill a process: raise the \
-         limit, or free memory in it"
+         but {left} are left below its limit, where the kernel would throttle or kill \
+         processes: raise the limit, or free memory in it"
     )]
     NoRoomBelow { cgroup: String, needed: Bytes, left: Bytes },
 }
@@ -240,9 +241,25 @@ pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(
     Ok(())
 }
 
+/// What of a process is merged now. Its counter of merged pages falls only when KSM scans again, so
+/// its mappings are believed where they tell (Linux 6.8 on).
+pub fn read_merged(root: &Root, pid: u32) -> Result<Bytes, ProbeError> {
+    let stat = read_ksm_stat(root, pid)?.unwrap_or_default();
+    if stat.merged() == 0 {
+        return Ok(Bytes::ZERO);
+    }
+    let zeros = Bytes::pages(stat.zero_pages.unwrap_or(0));
+    let regions = read_smaps(root, pid)?.unwrap_or_default();
+    let told: Option<Bytes> = regions.iter().filter(|r| r.mergeable).map(|r| r.ksm).sum();
+    Ok(match told {
+        Some(merged) => merged + zeros,
+        None => Bytes::pages(stat.merged()),
+    })
+}
+
 /// What is merged of each process.
 fn merged_of_all(root: &Root) -> Result<Vec<(u32, Bytes)>, ProbeError> {
-    let of = |pid| Ok((pid, Bytes::pages(read_ksm_stat(root, pid)?.unwrap_or_default().merged())));
+    let of = |pid| Ok((pid, read_merged(root, pid)?));
     processes(root)?.into_iter().map(of).collect()
 }
 
@@ -426,7 +443,10 @@ pub(super) mod tests {
         write("/sys/fs/cgroup/cgroup.controllers", "memory\n");
         for pid in ["7", "8"] {
             write(&format!("/proc/{pid}/cgroup"), &format!("0::/vms.slice/{pid}\n"));
-            write(&format!("/proc/{pid}/ksm_stat"), "ksm_merging_pages 50000\n");
+            // 10,000 of what was merged were written since.
+            write(&format!("/proc/{pid}/ksm_stat"), "ksm_merging_pages 60000\n");
+            let smaps = "1000-2000 rw-p 00000000 00:00 0 \nKSM: 200000 kB\nVmFlags: rd wr mg\n";
+            write(&format!("/proc/{pid}/smaps"), smaps);
         }
         let slice = |left: u64| {
             let dir = "/sys/fs/cgroup/vms.slice";

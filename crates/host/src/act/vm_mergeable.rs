@@ -11,8 +11,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
-use super::ksm::{KsmError, has_room};
-use crate::probe::ksm::read_ksm_stat;
+use super::ksm::{KsmError, has_room, read_merged};
 use crate::probe::regions::{guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
@@ -55,8 +54,7 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
         return Ok(Done::Already);
     }
     if !on {
-        let stat = read_ksm_stat(root, id.pid)?.unwrap_or_default();
-        let merged = Bytes::pages(stat.merged());
+        let merged = read_merged(root, id.pid)?;
         has_room(root, merged, &[(id.pid, merged)])?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
@@ -88,7 +86,7 @@ pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
     let mut ram: Vec<(Range, Marks)> = Vec::new();
     for r in guest_ram(&regions) {
-        let merged = r.ksm;
+        let merged = r.ksm.unwrap_or_default();
         match ram.last_mut() {
             // Ranges that are open are mappings of their own.
             Some((whole, marks)) if whole.end() == r.range.start => {

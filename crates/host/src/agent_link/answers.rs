@@ -14,7 +14,7 @@ use crate::agent::AgentError;
 const GIVE_UP: Duration = Duration::from_secs(20);
 /// What to do where an agent stands aside.
 const ASIDE: &str = " (Ebb goes on as without the agent, and tries again where that may pass. Else \
-    start the VM without the device that is named, or set agent = \"off\" for it)";
+    start the VM without what is named, or set agent = \"off\" for it)";
 
 impl AgentLink {
     /// Takes the answers that are there; whether some are still owed.
@@ -71,12 +71,12 @@ impl AgentLink {
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (Ask::Advise, Ok(Answer::Advised { open })) => {
-                (self.open, self.refused) = (Some(open), None);
+                (self.open, self.refused, self.refused_at) = (Some(open), None, None);
             }
             (Ask::Advise, Err(AgentError::Refused(_, no))) => {
                 // Told again next time.
                 self.told = None;
-                self.refused = Some(no.text);
+                (self.refused, self.refused_at) = (Some(no.text), Some(Instant::now()));
             }
             // It stands aside: asked for its reasons each tick all the same.
             (Ask::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {

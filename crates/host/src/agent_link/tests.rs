@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use ebb_core::plan::RecycleOrder;
-use ebb_core::wire::{Answer, Hello, Lines, Outcome, PROTOCOL, Reply, Request};
+use ebb_core::wire::{Answer, Hello, Lines, Outcome, PROTOCOL, Refusal, Refused, Reply, Request};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::*;
@@ -103,6 +103,9 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     }
     assert!(!thread.is_finished() && link.stage == Stage::Met);
     let told = verdict(&[]);
+    let waits = Terms { waits: true, ..Terms::default() };
+    link.ask(Instant::now(), Some(&run), &[], waits, Some(&told));
+    assert_eq!(link.stage, Stage::Met, "another one may be breaking merges");
     while !thread.is_finished() {
         link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
         std::thread::sleep(Duration::from_millis(1));
@@ -220,6 +223,34 @@ fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
 }
 
 #[test]
+fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent");
+    let listener = UnixListener::bind(&path).unwrap();
+    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
+    let mut link = AgentLink::new(path, std::process::id());
+    while !thread.is_finished() {
+        let (run, told) = (RunState::Running, verdict(&[]));
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _open = thread.join().unwrap();
+    (link.stage, link.advises, link.told) = (Stage::Attached, true, Some((Vec::new(), 0)));
+    let (a, b) = ((0, 4096), (8192, 4096));
+    assert_eq!(link.advise(&[a], 1), Some(false), "nothing was open");
+    assert_eq!((link.advise(&[a], 1), link.advise(&[a], 2)), (None, Some(false)));
+    assert_eq!((link.advise(&[a, b], 3), link.advise(&[b], 4)), (Some(false), Some(true)));
+    let no = Refusal { kind: Refused::System, text: "few are left".into() };
+    link.answer(Ask::Advise, Err(AgentError::Refused("advise".into(), no)));
+    assert_eq!(link.refused.as_deref(), Some("few are left"));
+    assert_eq!(link.advise(&[b], 4), None);
+    link.refused_at = link.refused_at.map(|at| at - PASSES);
+    assert_eq!(link.advise(&[b], 4), Some(true), "what is open is not known");
+    link.answer(Ask::Advise, Ok(Answer::Advised { open: Bytes(4096) }));
+    assert_eq!((link.refused.clone(), link.open()), (None, Bytes(4096)));
+}
+
+#[test]
 fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_the_ram() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("agent");
@@ -254,7 +285,7 @@ fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_th
     assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
     let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
     let saved = (link.mapped.take(), link.status.replace(aside));
-    assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent: start"));
+    assert!(link.sample().why.unwrap().contains("x (Ebb goes on as without the agent, and tries"));
     (link.mapped, link.status) = saved;
     link.mappers(3, Ok(()));
     assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");

@@ -27,10 +27,8 @@ impl LinuxHost {
         for order in &plan.vms {
             let Some(vm) = self.vms.get_mut(&order.vm) else { continue };
             let root = &self.options.root;
-            let room = |pages| {
-                let merged = Bytes::pages(pages);
-                has_room(root, merged, &[(order.vm.pid, merged)]).map_err(|e| e.to_string())
-            };
+            // Limits above the VM are the plan's matter.
+            let room = |pages| has_room(root, Bytes::pages(pages), &[]).map_err(|e| e.to_string());
             match if order.open { Ok(()) } else { self.ksm_stats.merged(order.vm).and_then(room) } {
                 Ok(()) => vm.switch_merging(order.open),
                 Err(why) => vm.merging.error = Some(why),
@@ -39,17 +37,21 @@ impl LinuxHost {
         let scans = merger.scans();
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
-            let told = match () {
-                () if plan.kept.contains(id) => false,
+            let (open, scans) = match () {
+                () if plan.kept.contains(id) => continue,
                 // Before the first scan what is open stays so.
-                () if plan.ranged.contains(id) => {
-                    merger.ranges(*id).is_some_and(|(open, _)| agent.advise(&open, scans))
-                }
-                () => agent.advise(&[], 0),
+                () if plan.ranged.contains(id) => match merger.ranges(*id) {
+                    Some((open, _)) => (open, scans),
+                    None => continue,
+                },
+                () => (Vec::new(), 0),
             };
-            if told {
-                // The answer is there in a moment, and something follows from it.
-                self.waker.wake();
+            let Some(closes) = agent.advise(&open, scans) else { continue };
+            // The answer is there in a moment, and something follows from it.
+            self.waker.wake();
+            // What closing takes is to be seen before the next one closes.
+            if closes {
+                break;
             }
         }
         if let Some(scan) = &plan.scan {

@@ -3,15 +3,19 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
+use ebb_core::sample::Ksm;
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
 use crate::agent_link::AgentLink;
+use crate::probe::ksm::read_ksm;
 use crate::qmp::{poll_all, pump_ready};
 use crate::sockets::interest;
 use crate::vm::Vm;
 
+/// From one agent that is handed its RAM to the next, where KSM has merged anything.
+const ATTACH_EVERY: Duration = Duration::from_secs(1);
 /// How long a tick waits for answers of agents that are not at work.
 const AGENTS: Duration = Duration::from_millis(20);
 
@@ -81,16 +85,30 @@ impl LinuxHost {
         }
     }
 
-    /// What is left below a limit is shared out among the agents that may close all of RAM to KSM.
+    /// Where KSM has merged anything, agents are handed their RAM one after the other: each may break
+    /// all merges of its VM, and what is left afterwards is to be seen before the next one does.
     fn ask_agents(&mut self, now: Instant, which: impl Fn(&Vm) -> bool) {
         // What they have opened to KSM they leave open while Ebb merges.
         let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
-        let may_close = |vm: &&Vm| vm.agent.as_ref().is_some_and(AgentLink::may_close);
-        let sharers = self.vms.values().filter(may_close).count().max(1) as u64;
-        for vm in self.vms.values_mut().filter(|vm| which(vm)) {
-            let left = self.bounds.left(vm.cgroup.as_deref(), &vm.nodes);
-            vm.ask_agent(now, keep_open, left.map(|left| Bytes(left.0 / sharers)));
+        let stage = |vm: &Vm, is: fn(&AgentLink) -> bool| vm.agent.as_ref().is_some_and(is);
+        let mut met = self.vms.iter().filter(|(_, vm)| stage(vm, AgentLink::is_met));
+        let first = met.clone().map(|(id, _)| *id).next();
+        let after = met.find(|(id, _)| self.turn.is_some_and(|last| **id > last));
+        let next = after.map(|(id, _)| *id).or(first);
+        let is_merged = |k: Ksm| k.saved() > Bytes::ZERO;
+        let merges = || read_ksm(&self.options.root).ok().flatten().is_some_and(is_merged);
+        let by_turns = first.is_some() && merges();
+        let next = next.filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
+        for (id, vm) in self.vms.iter_mut().filter(|(_, vm)| which(vm)) {
+            let limits = || self.bounds.left(now, vm.cgroup.as_deref(), &vm.nodes);
+            let room = vm.agent.as_ref().and_then(|_| limits());
+            let was = stage(vm, AgentLink::is_attaching);
+            vm.ask_agent(now, keep_open, (room, by_turns && next != Some(*id)));
+            if stage(vm, AgentLink::is_attaching) && !was {
+                self.attached_at = Some(now);
+            }
         }
+        self.turn = next.or(self.turn);
     }
 
     fn hear_agents(&mut self, deadline: Instant) {

@@ -27,7 +27,7 @@ pub struct Region {
     pub plain: bool,
     pub resident: Bytes,
     /// `KSM` (6.7+): merged, zero pages not counted.
-    pub ksm: Bytes,
+    pub ksm: Option<Bytes>,
     pub huge: Bytes,
     /// `mg`: KSM looks at it.
     pub mergeable: bool,
@@ -87,7 +87,7 @@ fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(),
     }
     let field = match key {
         "Rss" => &mut region.resident,
-        "KSM" => &mut region.ksm,
+        "KSM" => region.ksm.get_or_insert_default(),
         "AnonHugePages" => &mut region.huge,
         _ => return Ok(()),
     };
@@ -160,7 +160,7 @@ VmFlags: rd ex mr mw me sd
         let ram = guest_ram(&regions);
         assert_eq!(ram.len(), 1);
         assert_eq!(ram[0].range, Range { start: 0x7f00_0000_0000, len: 1 << 30 });
-        assert_eq!((ram[0].ksm, ram[0].huge), (Bytes::kib(64), Bytes::mib(400)));
+        assert_eq!((ram[0].ksm, ram[0].huge), (Some(Bytes::kib(64)), Bytes::mib(400)));
         assert!(ram[0].mergeable);
         assert_eq!(guest_ram(&regions[1..]), [&regions[1]]);
         let (held, why) = unmergeable(&regions).unwrap();

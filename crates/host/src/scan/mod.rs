@@ -94,8 +94,8 @@ impl Found {
         let merging =
             read_ksm_stat(root, id.pid)?.unwrap_or_default().merging_pages.unwrap_or(0) > 0;
         // Before Linux 6.7 smaps does not tell, and all that is open may hold some.
-        let told = ram.iter().any(|r| r.ksm > Bytes::ZERO);
-        let merged = |r: &Region| r.ksm > Bytes::ZERO || merging && !told;
+        let told = ram.iter().any(|r| r.ksm > Some(Bytes::ZERO));
+        let merged = |r: &Region| r.ksm > Some(Bytes::ZERO) || merging && !told;
         let sum = |f: fn(&Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
         let target = (!ram.is_empty()).then(|| Target {
             id,

@@ -472,7 +472,7 @@ fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
     };
     assert!(asks_for_ram(&mut vm) && !asks_for_ram(&mut vm), "once");
     vm.access.hands_off_ms = Some(1);
-    vm.ask_agent(Instant::now(), false, None);
+    vm.ask_agent(Instant::now(), false, (None, false));
     vm.access.hands_off_ms = None;
     assert!(asks_for_ram(&mut vm));
 }

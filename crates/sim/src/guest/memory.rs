@@ -126,7 +126,7 @@ impl Guest {
         self.marked = self.marked.map(|m| m.min(most));
     }
 
-    pub(super) fn watermark(&self) -> Bytes {
+    pub(crate) fn watermark(&self) -> Bytes {
         self.spec.ram.share(1.0 / 128.0)
     }
 

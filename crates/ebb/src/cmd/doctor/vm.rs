@@ -183,7 +183,8 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
 pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
     let regions = read_smaps(root, vm.pid).ok()??;
     let sum = |of: fn(&Region) -> Bytes| regions.iter().map(of).sum::<Bytes>();
-    let (resident, huge, merged) = (sum(|r| r.resident), sum(|r| r.huge), sum(|r| r.ksm));
+    let (resident, huge, merged) =
+        (sum(|r| r.resident), sum(|r| r.huge), sum(|r| r.ksm.unwrap_or_default()));
     let found = format!("{resident} resident, {huge} of it in huge pages");
     let merged = if merged.0 > 0 { format!(", {merged} merged") } else { String::new() };
     Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))

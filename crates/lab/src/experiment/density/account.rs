@@ -196,7 +196,7 @@ mod tests {
             range: Range { start, len: mib << 20 },
             plain: start < 6 << 30,
             resident: Bytes::mib(mib),
-            ksm: Bytes::ZERO,
+            ksm: None,
             huge: Bytes::ZERO,
             mergeable: false,
             dontfork,

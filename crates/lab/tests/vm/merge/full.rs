@@ -127,7 +127,7 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     let daemon = Daemon::start(dir.path(), &NAMES, "reserve = \"16MiB\"\n").unwrap();
     let told = |s: &Value| {
         let why = NAMES.map(|name| of(s, name)["agent"]["why"].as_str().map(str::to_string));
-        let all = why.iter().all(|w| w.as_ref().is_some_and(|w| w.contains("below the limits")));
+        let all = why.iter().all(|w| w.as_ref().is_some_and(|w| w.contains("its limits leave")));
         all.then_some(why)
     };
     println!("{:?}", daemon.wait_for("why they stay merged", MINUTE, told).unwrap());

@@ -20,19 +20,24 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
 
 #[test]
 fn what_agents_bring_for_a_request_is_not_taken_again() {
-    let ask = |request: Reclaim| {
+    let asks = |requests: &[Reclaim]| {
         let host = host(Pressure::Clear, 0, 0);
         let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
         let model = Model { at: NOW, dt_ms: 1000, host, vms };
         let had = [Bytes::ZERO, Bytes::mib(100)];
-        let verdicts = balloon(&model, &Memory::default(), &[request], &had).verdicts;
+        let verdicts = balloon(&model, &Memory::default(), requests, &had).verdicts;
         size(&verdicts[0])
     };
+    let ask = |request: Reclaim| asks(&[request]);
     let bytes = Some(Bytes::mib(172));
     assert_eq!(ask(Reclaim { vm: None, bytes }), Some(1024 - 72));
     assert_eq!(ask(Reclaim { vm: Some("vm1".into()), bytes }), Some(1024 - 172));
     assert_eq!(ask(Reclaim::default()), Some(480), "all of it");
     assert_eq!(ask(Reclaim { vm: None, bytes: Some(Bytes::mib(100)) }), None);
+    // 60 of the 100 are for the first request, the rest for the second.
+    let of =
+        |vm: Option<&str>, mib| Reclaim { vm: vm.map(Into::into), bytes: Some(Bytes::mib(mib)) };
+    assert_eq!(asks(&[of(Some("vm2"), 60), of(None, 172)]), Some(1024 - 132));
 }
 
 #[test]
