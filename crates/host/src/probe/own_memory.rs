@@ -54,6 +54,9 @@ impl OwnCount {
             let look = move || (now, count(&root, pid));
             if let Some((begun, found)) = self.look.look(look, Duration::ZERO) {
                 self.error = found.as_ref().err().map(ToString::to_string);
+                if self.error.is_some() {
+                    (self.every, self.due) = (Duration::ZERO, Some(now + EVERY.0));
+                }
                 self.counted = found.ok().flatten().map(|own| (begun, own));
             }
         }
