@@ -52,6 +52,7 @@ impl Input<'_> {
             huge: if n & 8 == 0 { HugePages::Keep } else { HugePages::Split },
             split_min_pages: (n >> 4 & 63) as u32,
             marked: n & 0x400 != 0,
+            ..Recycle::default()
         })
     }
 }
