@@ -222,8 +222,8 @@ fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
     last.unwrap()
 }
 
-#[test]
-fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
+/// One that was handed its RAM, and the agent's end.
+fn attached() -> (AgentLink, UnixStream) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("agent");
     let listener = UnixListener::bind(&path).unwrap();
@@ -234,8 +234,14 @@ fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
         link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
         std::thread::sleep(Duration::from_millis(1));
     }
-    let _open = thread.join().unwrap();
-    (link.stage, link.advises, link.told) = (Stage::Attached, true, Some((Vec::new(), 0)));
+    link.stage = Stage::Attached;
+    (link, thread.join().unwrap().2)
+}
+
+#[test]
+fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
+    let (mut link, _socket) = attached();
+    (link.advises, link.told) = (true, Some((Vec::new(), 0)));
     let (a, b) = ((0, 4096), (8192, 4096));
     assert_eq!(link.advise(&[a], 1), Some(false), "nothing was open");
     assert_eq!((link.advise(&[a], 1), link.advise(&[a], 2)), (None, Some(false)));
@@ -252,18 +258,7 @@ fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
 
 #[test]
 fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_the_ram() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
-    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
-    let mut link = AgentLink::new(path, std::process::id());
-    while !thread.is_finished() {
-        let (run, told) = (RunState::Running, verdict(&[]));
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let (_, _, socket) = thread.join().unwrap();
-    link.stage = Stage::Attached;
+    let (mut link, socket) = attached();
     let says = |link: &mut AgentLink, unclear| {
         let status = Status { unclear, ..Status::default() };
         link.answer(Ask::Status, Ok(Answer::Status(status)));
