@@ -122,9 +122,8 @@ pub(crate) struct AgentLink {
     /// is open is not known.
     told: Option<(Vec<(u64, u64)>, u64)>,
     open: Option<Bytes>,
-    /// Why it did not do what it was told of merging.
-    pub refused: Option<String>,
-    refused_at: Option<Instant>,
+    /// When and why it did not do what it was told of merging.
+    refused: Option<(Instant, String)>,
     /// Since when it may be at work on the VM's memory for a connection that has ended, this
     /// daemon's or an earlier one's. `None`: it has answered since.
     unsettled: Option<Instant>,
@@ -468,7 +467,7 @@ impl AgentLink {
     /// may have to close ranges for it, which are sorted.
     pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> Option<bool> {
         let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
-        let refused = self.refused_at.is_some_and(|at| at.elapsed() < PASSES);
+        let refused = self.refused.as_ref().is_some_and(|(at, _)| at.elapsed() < PASSES);
         let can = self.stage == Stage::Attached && self.advises && !self.terms.observe;
         if !can || same || refused {
             return None;
@@ -498,6 +497,11 @@ impl AgentLink {
             self.scanner = Some(Arc::new(ours));
         }
         self.scanner.clone()
+    }
+
+    /// Why it did not do what it was told of merging.
+    pub fn refused(&self) -> Option<&String> {
+        self.refused.as_ref().map(|(_, why)| why)
     }
 
     pub fn open(&self) -> Bytes {

@@ -141,7 +141,7 @@ impl Open {
         free.sort_unstable_by_key(|r| r.start);
         let few = self.ranges.len() + free.len() <= MOST_RANGES;
         let closed = few
-            && has_room(merged_at_most(&free), (SPARE_FOR_FREE, None)).is_ok()
+            && has_room(merged_at_most(&free, &read(KSM_STAT)), (SPARE_FOR_FREE, None)).is_ok()
             && (faults.no_close() || close(&free).is_ok());
         if closed {
             range::subtract(&mut self.ranges, &free);
@@ -253,18 +253,18 @@ fn read(path: &str) -> String {
 /// How many merged pages of these ranges are to be broken. Page tables are walked where anything of
 /// this process is merged.
 fn merged_in(ranges: &[Range]) -> u64 {
-    match merged_at_most(ranges) {
+    let stat = read(KSM_STAT);
+    match merged_at_most(ranges, &stat) {
         0 => 0,
         most => merged_by_mappings(ranges, &read("/proc/self/smaps"))
-            .map_or(most, |(pages, open)| pages + zero_pages(&read(KSM_STAT)).min(open)),
+            .map_or(most, |(pages, open)| pages + zero_pages(&stat).min(open)),
     }
 }
 
 /// The same, no less than it is: KSM counts what was broken since only when it scans again.
-fn merged_at_most(ranges: &[Range]) -> u64 {
-    let pages: u64 = ranges.iter().map(|r| r.len / PAGE).sum();
-    let stat = if pages > 0 { read(KSM_STAT) } else { String::new() };
-    (number(&stat, "ksm_merging_pages ") + zero_pages(&stat)).min(pages)
+fn merged_at_most(ranges: &[Range], ksm_stat: &str) -> u64 {
+    let pages = ranges.iter().map(|r| r.len / PAGE).sum();
+    (number(ksm_stat, "ksm_merging_pages ") + zero_pages(ksm_stat)).min(pages)
 }
 
 const KSM_STAT: &str = "/proc/self/ksm_stat";

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ebb_core::policy::merge::Order;
+use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
 
 use crate::durable;
@@ -22,7 +23,7 @@ use crate::probe::cgroup;
 use crate::probe::ksm::{read_ksm, read_ksm_stat};
 use crate::probe::meminfo::read_meminfo;
 use crate::probe::process::processes;
-use crate::probe::regions::read_smaps;
+use crate::probe::regions::{Region, read_smaps};
 use crate::root::{ProbeError, Root};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -243,18 +244,21 @@ pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(
 
 /// What of a process is merged now. Its counter of merged pages falls only when KSM scans again, so
 /// its mappings are believed where they tell (Linux 6.8 on).
-pub fn read_merged(root: &Root, pid: u32) -> Result<Bytes, ProbeError> {
+fn read_merged(root: &Root, pid: u32) -> Result<Bytes, ProbeError> {
     let stat = read_ksm_stat(root, pid)?.unwrap_or_default();
     if stat.merged() == 0 {
         return Ok(Bytes::ZERO);
     }
-    let zeros = Bytes::pages(stat.zero_pages.unwrap_or(0));
-    let regions = read_smaps(root, pid)?.unwrap_or_default();
-    let told: Option<Bytes> = regions.iter().filter(|r| r.mergeable).map(|r| r.ksm).sum();
-    Ok(match told {
-        Some(merged) => merged + zeros,
+    Ok(merged_now(&stat, &read_smaps(root, pid)?.unwrap_or_default()))
+}
+
+/// The same, by its counters and mappings.
+pub fn merged_now(stat: &KsmStat, mappings: &[Region]) -> Bytes {
+    let told: Option<Bytes> = mappings.iter().filter(|r| r.mergeable).map(|r| r.ksm).sum();
+    match told {
+        Some(merged) => merged + Bytes::pages(stat.zero_pages.unwrap_or(0)),
         None => Bytes::pages(stat.merged()),
-    })
+    }
 }
 
 /// What is merged of each process.

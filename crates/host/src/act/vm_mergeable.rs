@@ -11,8 +11,9 @@ use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
-use super::ksm::{KsmError, has_room, read_merged};
-use crate::probe::regions::{guest_ram, read_smaps};
+use super::ksm::{KsmError, has_room, merged_now};
+use crate::probe::ksm::read_ksm_stat;
+use crate::probe::regions::{Region, guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 use crate::root::{ProbeError, Root};
@@ -50,11 +51,12 @@ pub enum Done {
 
 /// Marks a VM's RAM for KSM, or takes it out and breaks its merges.
 pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, MergeableError> {
-    if marks(root, id)?.open == on {
+    let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
+    if marks_of(&regions)?.open == on {
         return Ok(Done::Already);
     }
     if !on {
-        let merged = read_merged(root, id.pid)?;
+        let merged = merged_now(&read_ksm_stat(root, id.pid)?.unwrap_or_default(), &regions);
         has_room(root, merged, &[(id.pid, merged)])?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
@@ -83,9 +85,12 @@ pub struct Marks {
 }
 
 pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
-    let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
+    marks_of(&read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?)
+}
+
+fn marks_of(regions: &[Region]) -> Result<Marks, MergeableError> {
     let mut ram: Vec<(Range, Marks)> = Vec::new();
-    for r in guest_ram(&regions) {
+    for r in guest_ram(regions) {
         let merged = r.ksm.unwrap_or_default();
         match ram.last_mut() {
             // Ranges that are open are mappings of their own.

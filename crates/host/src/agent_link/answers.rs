@@ -71,12 +71,12 @@ impl AgentLink {
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (Ask::Advise, Ok(Answer::Advised { open })) => {
-                (self.open, self.refused, self.refused_at) = (Some(open), None, None);
+                (self.open, self.refused) = (Some(open), None);
             }
             (Ask::Advise, Err(AgentError::Refused(_, no))) => {
                 // Told again next time.
                 self.told = None;
-                (self.refused, self.refused_at) = (Some(no.text), Some(Instant::now()));
+                self.refused = Some((Instant::now(), no.text));
             }
             // It stands aside: asked for its reasons each tick all the same.
             (Ask::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {

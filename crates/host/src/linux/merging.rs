@@ -100,7 +100,7 @@ impl LinuxHost {
             let ranged = vm.agent.as_ref().and_then(|_| merger.ranges(sample.id));
             part.found = ranged.map(|(_, found)| found).or(found);
             part.busy = vm.merging.is_busy();
-            let refused = vm.agent.as_ref().and_then(|a| a.refused.as_ref());
+            let refused = vm.agent.as_ref().and_then(AgentLink::refused);
             part.error = vm.merging.error.as_ref().or(refused).cloned();
             if let Some(look) = look {
                 // An agent that reports mergeable RAM is believed over an older look; that nothing

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
-use ebb_core::sample::Ksm;
+use ebb_core::sample::{Ksm, VmId};
 use ebb_core::units::{Bytes, Stamp};
 use rustix::event::PollFd;
 
@@ -91,14 +91,12 @@ impl LinuxHost {
         // What they have opened to KSM they leave open while Ebb merges.
         let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
         let stage = |vm: &Vm, is: fn(&AgentLink) -> bool| vm.agent.as_ref().is_some_and(is);
-        let mut met = self.vms.iter().filter(|(_, vm)| stage(vm, AgentLink::is_met));
-        let first = met.clone().map(|(id, _)| *id).next();
-        let after = met.find(|(id, _)| self.turn.is_some_and(|last| **id > last));
-        let next = after.map(|(id, _)| *id).or(first);
         let is_merged = |k: Ksm| k.saved() > Bytes::ZERO;
         let merges = || read_ksm(&self.options.root).ok().flatten().is_some_and(is_merged);
-        let by_turns = first.is_some() && merges();
-        let next = next.filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
+        let by_turns = self.vms.values().any(|vm| stage(vm, AgentLink::is_apart)) && merges();
+        let met = self.vms.iter().filter(|(_, vm)| stage(vm, AgentLink::is_met));
+        let next = next_turn(met.map(|(id, _)| *id), self.turn)
+            .filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
         for (id, vm) in self.vms.iter_mut().filter(|(_, vm)| which(vm)) {
             let limits = || self.bounds.left(now, vm.cgroup.as_deref(), &vm.nodes);
             let room = vm.agent.as_ref().and_then(|_| limits());
@@ -128,5 +126,33 @@ impl LinuxHost {
                 fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();
             let _ = rustix::event::poll(&mut fds, Some(&left));
         }
+    }
+}
+
+/// Whose turn it is: the first after the last one, in a circle.
+fn next_turn(mut all: impl Iterator<Item = VmId> + Clone, last: Option<VmId>) -> Option<VmId> {
+    let after = all.clone().find(|id| last.is_some_and(|last| *id > last));
+    after.or_else(|| all.next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_have_their_turn_also_beside_those_that_come_back() {
+        let id = |pid: u32| VmId { pid, start: 1 };
+        let turn = |of: &[u32], last| next_turn(of.iter().map(|pid| id(*pid)), last);
+        let (mut last, mut had) = (None, Vec::new());
+        for _ in 0..4 {
+            last = turn(&[2, 5, 9], last);
+            had.extend(last.map(|id| id.pid));
+        }
+        assert_eq!(had, [2, 5, 9, 2]);
+        assert_eq!(
+            (turn(&[2, 5], Some(id(3))), turn(&[2], Some(id(9)))),
+            (Some(id(5)), Some(id(2)))
+        );
+        assert_eq!(turn(&[], Some(id(2))), None);
     }
 }

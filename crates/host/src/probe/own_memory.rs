@@ -155,6 +155,20 @@ mod tests {
     }
 
     #[test]
+    fn what_could_not_be_counted_is_counted_again_soon() {
+        let (_dir, root) = tree("nonsense\n", &[]);
+        let (mut own, begun) = (OwnCount::default(), Instant::now());
+        for s in [0, 2, 4, 6] {
+            let now = begun + Duration::from_secs(s);
+            while own.count(&root, 7, (now, &mut 1)).is_some() || !own.look.is_idle() {
+                std::thread::yield_now();
+            }
+            assert!(own.error.is_some());
+            assert_eq!(own.due, Some(now + EVERY.0));
+        }
+    }
+
+    #[test]
     fn it_is_counted_beside_less_and_less_often_and_forgotten_where_it_is_not() {
         let root = Root::default();
         let (mut own, begun) = (OwnCount::default(), Instant::now());

@@ -14,7 +14,25 @@ const MERGE: &str = "reserve = \"16MiB\"\n[merge]\nmode = \"on\"\ncpu = \"100%\"
     floor = \"1MiB\"\nscan = \"1h\"\n";
 const ALIKE: Bytes = Bytes::mib(160);
 
-/// Guests with module and agent that hold the same.
+/// Guests with module and agent that hold the same, in a cgroup.
+struct Place {
+    vms: [Vm; 2],
+    dir: tempfile::TempDir,
+    slice: MemoryCgroup,
+    arena: Arena,
+}
+
+impl Place {
+    fn with_guests_alike() -> Place {
+        let budget = Some(Bytes::gib(8));
+        let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
+        let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let vms = boot_alike(&slice, dir.path());
+        Place { vms, dir, slice, arena }
+    }
+}
+
 fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> [Vm; 2] {
     let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
     let start = |name| {
@@ -41,11 +59,7 @@ fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> [Vm; 2] {
 /// killer would end the VM.
 #[test]
 fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
-    let budget = Some(Bytes::gib(8));
-    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
-    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let vms = boot_alike(&slice, dir.path());
+    let Place { arena: _arena, slice, dir, vms } = Place::with_guests_alike();
     let daemon = Daemon::start(dir.path(), &NAMES, MERGE).unwrap();
     let merged = |s: &Value| {
         let most = NAMES.iter().all(|name| {
@@ -102,15 +116,11 @@ fn nothing_is_lost(vms: &[Vm]) {
     }
 }
 
-/// QEMU opens RAM to KSM, and somebody else has it merged. An agent takes all of it out before it
-/// recycles, which would have the kernel kill a VM.
+/// QEMU makes RAM mergeable by default, and KSM has merged it before Ebb starts. An agent breaks all
+/// merges before it recycles; without room below the limit the kernel would kill a VM.
 #[test]
 fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
-    let budget = Some(Bytes::gib(8));
-    let arena = held_with(ArenaConfig { budget, ..ArenaConfig::default() });
-    let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let vms = boot_alike(&slice, dir.path());
+    let Place { arena, slice, dir, vms } = Place::with_guests_alike();
     let set = |knob: &str, value| {
         arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
     };
