@@ -30,13 +30,16 @@ const LONGER: f64 = 1.2;
 const FIRST_MS: f64 = 300.0;
 /// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
 /// as much less. Without swap there are as many below those: margins shrink on to [`LEAST_SHARE`],
-/// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
+/// whatever the weight, and what guests will need in a moment counts less and in the end not at
+/// all, as the host's OOM killer would be next. Above the last T there are levels
 /// at which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
 /// No VM has less than this share of its least margin, however small its weight.
 const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
+/// All kept page cache counts beside the peaks from this one of those on.
+const CACHED: i32 = 2;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
 /// it keeps: half of T.
@@ -75,14 +78,15 @@ pub(super) struct Level {
     /// The share of its buffer that it has beyond that.
     more: f64,
     /// How far the host's part is from [`HOST_LEAST`]: at 1 it is [`CACHE_PART`], at -1 nothing.
-    /// And how much of its page cache a guest has beside its peak.
     host: f64,
+    /// How much of its page cache a guest has beside its peak.
+    cache: f64,
 }
 
 impl Level {
     /// What is needed now, and least margins.
     pub(super) const NOW: Level =
-        Level { within_ms: 0, least: 1.0, bare: 0.0, more: 0.0, host: 0.0 };
+        Level { within_ms: 0, least: 1.0, bare: 0.0, more: 0.0, host: 0.0, cache: 0.0 };
     /// What was needed within a minute, and whole buffers.
     pub(super) const CALM: Level = Level { within_ms: CALM_MS, more: 1.0, ..Level::NOW };
 
@@ -98,6 +102,7 @@ impl Level {
             bare: share(-number - SQUEEZES, SQUEEZES),
             more: comfort * MARGIN_MOST,
             host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
+            cache: share(number - TIMES, CACHED),
         }
     }
 
@@ -133,8 +138,10 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     // One above its ceiling is brought to it no faster than its guest can do without.
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     // One below its peak has room for its cache there.
-    let beside = hot.share(level.host.max(0.0));
-    (was + beside).max(g.soon() + margin + hot).max(vm.floor).min(most)
+    let beside = hot.share(level.cache);
+    // Like its margin: what the host cannot back is worse than none.
+    let soon = g.need + (g.soon() - g.need).share(1.0 - level.bare);
+    (was + beside).max(soon + margin + hot).max(vm.floor).min(most)
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -353,6 +360,22 @@ mod tests {
             super::want(Stamp(1_000_000), &vm, &g, &m, Level::of(number)).0 >> 20
         };
         assert_eq!((want(300, TIMES), want(600, TIMES)), (700, 800));
-        assert_eq!(want(300, TIMES + COMFORTS), 900, "beside it where there is more than enough");
+        let more = [1, CACHED, COMFORTS].map(|n| want(300, TIMES + n));
+        assert_eq!(more, [800, 900, 900], "beside it where there is more, before margins grow");
+    }
+
+    #[test]
+    fn without_swap_what_comes_in_a_moment_counts_less_the_less_there_is() {
+        let want = |number| {
+            let gib = Bytes::gib(1);
+            let vm = VmModel { ram: Some(gib), ceiling: gib, weight: 1.0, ..VmModel::default() };
+            let rates =
+                crate::state::GuestRates { need: f64::from(64 << 20), ..Default::default() };
+            let (need, rates) = (Bytes::mib(300), Some(rates));
+            let g = GuestModel { need, working_set: need, rates, ..GuestModel::default() };
+            super::want(Stamp(0), &vm, &g, &VmMemory::default(), Level::of(number)).0 >> 20
+        };
+        let numbers = [0, -SQUEEZES, -SQUEEZES - SQUEEZES / 2, -2 * SQUEEZES];
+        assert_eq!(numbers.map(want), [396, 396, 348, 300]);
     }
 }
