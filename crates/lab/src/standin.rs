@@ -26,15 +26,26 @@ pub struct Options {
     socket: PathBuf,
     /// Its place among the others: its numbers start there.
     number: u64,
+    /// Its numbers stay as they are.
+    still: bool,
 }
+
+/// How one is called: those whose numbers stay as they are begin with this letter.
+pub fn name(number: u32, still: bool) -> String {
+    format!("{}{number:04}", if still { STILL } else { 't' })
+}
+
+const STILL: char = 's';
 
 /// Whether this process was started as a stand-in.
 pub fn asked_for(args: &[String]) -> Option<Options> {
     let program = args.first()?.rsplit('/').next()?;
     let after = |name: &str| args.iter().skip_while(|a| *a != name).nth(1);
     let socket = after("-qmp")?.strip_prefix("unix:")?.split(',').next()?;
-    let number = after("-name")?.trim_start_matches(|c: char| !c.is_ascii_digit()).parse().ok()?;
-    (program == PROGRAM).then(|| Options { socket: socket.into(), number })
+    let name = after("-name")?;
+    let number = name.trim_start_matches(|c: char| !c.is_ascii_digit()).parse().ok()?;
+    let still = name.starts_with(STILL);
+    (program == PROGRAM).then(|| Options { socket: socket.into(), number, still })
 }
 
 /// Starts one: `program` is the lab's binary under the name [`PROGRAM`].
@@ -54,7 +65,7 @@ pub fn start(program: &Path, dir: &Path, name: &str) -> Result<Child, LabError> 
 pub fn serve(options: &Options) -> Result<(), LabError> {
     let _ = std::fs::remove_file(&options.socket);
     let socket = UnixListener::bind(&options.socket).map_err(LabError::file(&options.socket))?;
-    let mut guest = Guest::new(options.number);
+    let mut guest = Guest::new(options.number, options.still);
     loop {
         let Ok((stream, _)) = socket.accept() else { continue };
         let _ = guest.talk(stream);
@@ -67,6 +78,7 @@ const INTERVAL: Duration = Duration::from_secs(2);
 struct Guest {
     actual: u64,
     number: u64,
+    still: bool,
     /// How often the guest was asked, and when it was last.
     asked: u64,
     asked_at: Option<Instant>,
@@ -74,8 +86,8 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(number: u64) -> Guest {
-        Guest { actual: RAM, number, asked: 0, asked_at: None, words: Value::Null }
+    fn new(number: u64, still: bool) -> Guest {
+        Guest { actual: RAM, number, still, asked: 0, asked_at: None, words: Value::Null }
     }
 
     fn talk(&mut self, stream: UnixStream) -> std::io::Result<()> {
@@ -133,7 +145,8 @@ impl Guest {
     /// Numbers that move a little, as a guest's do.
     fn statistics(&mut self) -> Value {
         self.asked += 1;
-        let noise = (self.asked ^ self.number).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 << 12;
+        let moves = if self.still { 0 } else { self.asked };
+        let noise = (moves ^ self.number).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 << 12;
         let taken = RAM - self.actual;
         let used = (RAM / 8 * (1 + self.number % 4) + noise % (32 << 20)).min(self.actual);
         let available = self.actual - used;
@@ -144,8 +157,8 @@ impl Guest {
             "stat-disk-caches": available / 2,
             "stat-swap-in": 0,
             "stat-swap-out": 0,
-            "stat-major-faults": 700 + self.asked / 16,
-            "stat-minor-faults": 100_000 + self.asked * 40,
+            "stat-major-faults": 700 + moves / 16,
+            "stat-minor-faults": 100_000 + moves * 40,
             "stat-htlb-pgalloc": 0,
             "stat-htlb-pgfail": 0,
         }})
@@ -167,7 +180,7 @@ mod tests {
                 .map(String::from)
                 .to_vec()
         };
-        let found = Options { socket: "/d/t0007-ebb.qmp".into(), number: 7 };
+        let found = Options { socket: "/d/t0007-ebb.qmp".into(), number: 7, still: false };
         assert_eq!(asked_for(&line("/x/qemu-system-standin")), Some(found));
         assert_eq!(asked_for(&line("/x/ebb-lab")), None);
         assert_eq!(asked_for(&["ebb-lab".into(), "tidy".into()]), None);
@@ -175,7 +188,7 @@ mod tests {
 
     #[test]
     fn what_it_says_is_what_the_daemon_reads() {
-        let mut guest = Guest::new(3);
+        let mut guest = Guest::new(3, false);
         let mut events = String::new();
         guest.answer(&json!("balloon"), &json!({"value": RAM / 2}), &mut events);
         assert!(events.contains("BALLOON_CHANGE"));

@@ -34,6 +34,9 @@ pub struct Tick {
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 20)]
     seconds: u64,
+    /// Of a hundred VMs the need of so many moves, by up to 32 MiB from one answer to the next
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
+    moving: u32,
     /// Clients that ask for /metrics once a second meanwhile
     #[arg(long, default_value_t = 0)]
     readers: u32,
@@ -86,7 +89,8 @@ impl Tick {
         let dir = tempfile::tempdir()?;
         let program = dir.path().join(standin::PROGRAM);
         std::fs::copy(std::env::current_exe()?, &program)?;
-        let names: Vec<String> = (0..count).map(|n| format!("t{n:04}")).collect();
+        let names: Vec<String> =
+            (0..count).map(|n| standin::name(n, n % 100 >= self.moving)).collect();
         let started: Result<Vec<Child>, _> =
             names.iter().map(|name| standin::start(&program, dir.path(), name)).collect();
         let mut vms = Children(started?);
