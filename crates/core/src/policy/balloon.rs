@@ -67,8 +67,9 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
     let mut view = View::new(model);
     let allots = view.allot(memory, &least);
     let deferred = relieve(&mut view, model, memory, &allots, &mut verdicts);
+    let open: Vec<bool> = verdicts.iter().map(Option::is_none).collect();
     for request in left_of(requests, model, above) {
-        on_request(model, memory, &request, &mut verdicts);
+        on_request(model, memory, (&request, &open), &mut verdicts);
     }
     let mut done = Ballooned { expected: vec![Bytes::ZERO; model.vms.len()], ..Default::default() };
     let mut surplus = Vec::new();
@@ -451,11 +452,17 @@ fn left_of(requests: &[Reclaim], model: &Model, above: &[Bytes]) -> Vec<Reclaim>
 
 /// The operator wants idle memory now: no step limit, no hold, but every guest
 /// keeps its working set and its full buffer. Guests whose agent recycles are left to it.
-fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut [Option<Verdict>]) {
+/// `open`: the VMs that may be asked; what an earlier request takes of one counts.
+fn on_request(
+    model: &Model,
+    memory: &Memory,
+    (request, open): (&Reclaim, &[bool]),
+    verdicts: &mut [Option<Verdict>],
+) {
     let mut candidates: Vec<Candidate> = Vec::new();
     for (index, vm) in model.vms.iter().enumerate() {
         let m = memory.of(vm.id);
-        let meant = request.means(&vm.name) && verdicts[index].is_none();
+        let meant = request.means(&vm.name) && open[index];
         if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
             continue;
         }
@@ -468,7 +475,10 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
             verdicts[index] = Some(Verdict::Hold(why));
             continue;
         }
-        let base = base(m, actual);
+        let base = match &verdicts[index] {
+            Some(Verdict::Set { to, .. }) => *to,
+            _ => base(m, actual),
+        };
         // What it needed a moment ago and has freed is what the operator means.
         let keep = want(model.at, vm, g, m, Level::NOW).max(g.working_set + g.buffer);
         let idle = idle(model.at, base, keep, g, m);
@@ -477,6 +487,10 @@ fn on_request(model: &Model, memory: &Memory, request: &Reclaim, verdicts: &mut 
     share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));
     for c in candidates {
         let to = round_up(c.base - c.share);
+        let taken = matches!(verdicts[c.index], Some(Verdict::Set { .. }));
+        if taken && c.share < Bytes::mib(1) {
+            continue;
+        }
         verdicts[c.index] = Some(match () {
             () if c.share >= Bytes::mib(1) => Verdict::Set { to, reason: Reason::Requested },
             () if c.idle >= Bytes::mib(1) => Verdict::Hold(

@@ -41,6 +41,24 @@ fn what_agents_bring_for_a_request_is_not_taken_again() {
 }
 
 #[test]
+fn requests_of_one_tick_take_what_all_of_them_ask_for() {
+    let asks = |requests: &[Reclaim]| {
+        let host = host(Pressure::Clear, 0, 0);
+        let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
+        let model = Model { at: NOW, dt_ms: 1000, host, vms };
+        let verdicts = balloon(&model, &Memory::default(), requests, &[]).verdicts;
+        [&verdicts[0], &verdicts[1]].map(size)
+    };
+    let of =
+        |vm: Option<&str>, mib| Reclaim { vm: vm.map(Into::into), bytes: Some(Bytes::mib(mib)) };
+    let one = |mib| of(Some("vm1"), mib);
+    assert_eq!(asks(&[one(100), one(72)]), [Some(1024 - 172), None]);
+    assert_eq!(asks(&[one(500), one(500)]), [Some(480), None], "need and a full buffer stay");
+    assert_eq!(asks(&[one(100), of(Some("vm2"), 50)]), [Some(1024 - 100), Some(1024 - 50)]);
+    assert_eq!(asks(&[of(None, 100), of(Some("vm2"), 50)]), [Some(1024 - 100), Some(1024 - 50)]);
+}
+
+#[test]
 fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
     let m = VmMemory { recent: needed(900, 2_000), ..remembered(1) };
     let host = host(Pressure::Clear, 0, 2000);
