@@ -263,7 +263,14 @@ impl AgentLink {
             // What it stood aside for may have passed.
             Stage::Attached if self.aside_since.is_some_and(|at| now - at >= PASSES) => {
                 self.aside_since = None;
+                let said = self.status.take().map(|s| Status {
+                    state: s.state,
+                    why: s.why,
+                    ..Status::default()
+                });
                 self.stand_down(Stage::Met);
+                // Why it stood aside is true until it has answered anew.
+                self.status = said;
             }
             Stage::Attached => {
                 self.clear(verdict);

@@ -257,6 +257,24 @@ fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
 }
 
 #[test]
+fn why_one_stands_aside_is_told_also_while_it_is_handed_its_ram_anew() {
+    let (mut link, _socket) = attached();
+    let why = Some("no room".into());
+    let aside = Status { state: AgentState::Aside, why, passes: true, ..Status::default() };
+    link.answer(Ask::Status, Ok(Answer::Status(aside)));
+    let ask = |link: &mut AgentLink| {
+        let run = RunState::Running;
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
+        (link.stage, link.sample())
+    };
+    assert_eq!(ask(&mut link).0, Stage::Attached);
+    link.aside_since = link.aside_since.map(|at| at - PASSES);
+    let (stage, said) = ask(&mut link);
+    assert_eq!((stage, said.link, said.state), (Stage::Met, Link::Unknown, AgentState::Aside));
+    assert!(said.why.unwrap().starts_with("no room"));
+}
+
+#[test]
 fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_the_ram() {
     let (mut link, socket) = attached();
     let says = |link: &mut AgentLink, unclear| {

@@ -158,7 +158,7 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str))
         (Link::Up, AgentState::Ready) => {
             (Verdict::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
         }
-        (Link::Up, AgentState::Aside) => (
+        (Link::Up | Link::Unknown, AgentState::Aside) => (
             Verdict::Missing,
             format!("stock: the agent stands aside: {why}"),
             "remove what it names, or `agent = \"off\"` in the VM's section; docs/security.md says \
