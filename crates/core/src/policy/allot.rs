@@ -334,6 +334,8 @@ pub(super) fn allot(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{HostModel, Trust};
+    use crate::sample::VmId;
 
     #[test]
     fn page_cache_counts_alike_whatever_the_weight() {
@@ -377,5 +379,57 @@ mod tests {
         };
         let numbers = [0, -SQUEEZES, -SQUEEZES - SQUEEZES / 2, -2 * SQUEEZES];
         assert_eq!(numbers.map(want), [396, 396, 348, 300]);
+    }
+
+    /// The example of docs/policies.md.
+    #[test]
+    fn memory_goes_to_the_needs_of_the_longest_time_that_fits() {
+        let gib = |gib: f64| Bytes((gib * f64::from(1 << 30)) as u64);
+        let at = Stamp(10_000_000);
+        let guest = |pid, need: f64, peak: f64, ago_ms: u64| {
+            let id = VmId { pid, start: 1 };
+            let ram = Bytes::gib(8);
+            let need = gib(need);
+            let short_mark = ram.share(0.04);
+            let buffer = need.share(0.25).max(ram.share(0.12));
+            let g = GuestModel {
+                need,
+                working_set: need,
+                short_mark,
+                buffer,
+                deflate_on_oom: true,
+                ..GuestModel::default()
+            };
+            let vm = VmModel {
+                id,
+                ram: Some(ram),
+                actual: Some(ram),
+                ceiling: ram,
+                resident: Some(need),
+                weight: 1.0,
+                standing: Standing::Ready,
+                trust: Trust { level: 1.0, ..Trust::default() },
+                guest: Some(g),
+                ..VmModel::default()
+            };
+            let mut m = VmMemory { id, ..VmMemory::default() };
+            m.recent.see(Stamp(at.0 - ago_ms), gib(peak));
+            m.recent.see(at, need);
+            (vm, m)
+        };
+        let (a, b) = (guest(1, 3.0, 5.0, 15_000), guest(2, 2.0, 6.0, 600_000));
+        let host = HostModel {
+            known: true,
+            headroom: Bytes::gib(4),
+            reserve: gib(1.28),
+            ..HostModel::default()
+        };
+        let model = Model { at, host, vms: vec![a.0, b.0], ..Model::default() };
+        let memory = Memory { vms: vec![a.1, b.1], ..Memory::default() };
+        let allotted = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);
+        let parts = allotted.parts.iter().map(|p| p.unwrap().keeps.0 as f64 / f64::from(1 << 30));
+        let parts: Vec<f64> = parts.collect();
+        assert!((parts[0] - 5.0).abs() < 0.01 && (parts[1] - 3.62).abs() < 0.01, "{parts:?}");
+        assert!((400_000..600_000).contains(&allotted.within_ms), "{}", allotted.within_ms);
     }
 }

@@ -67,7 +67,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
     let by_split = all.iter().filter(|f| f.is_beaten_by_a_split()).count();
     let unbeaten_fit = format!("{} of {}", percent(fit, Found::is_unbeaten), fit.len());
     let lines = [
-        ("no rival holds more guests or stalls them less", percent(all, Found::is_unbeaten)),
+        ("unbeaten by the best rival", percent(all, Found::is_unbeaten)),
         ("- where all needs fit the host", unbeaten_fit),
         (
             "told of each change within 0.1 s, qmemman does not either",
@@ -100,7 +100,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         ),
         ("- beyond the turns of the guest's own need", means(fit, |b| b.needless)),
         ("- more than 0.5 of those", worlds(fit, |f| f.ebb.needless > NEEDLESS_MOST)),
-        ("- all of them where needs do not fit", means(over, |b| b.reversals)),
+        ("- all reversals, in worlds whose needs do not fit", means(over, |b| b.reversals)),
         ("laws broken", worlds(all, |f| !f.broken.is_empty())),
     ];
     let lines = lines.map(|(what, figure)| vec![what.to_string(), figure]);
