@@ -259,6 +259,7 @@ impl Memory {
             owes || known.binary_search(&v.id).is_ok()
         });
         let dt_ms = self.at.map_or(0, |was| sample.at.since(was));
+        let short = self.state > Pressure::Clear;
         for vm in &sample.vms {
             let at = sample.at;
             // A VM that is older than the daemon has settled, unless it is known to be
@@ -269,6 +270,9 @@ impl Memory {
             m.name.clone_from(&vm.name);
             let (was, paged) = (m.returned, m.cold.paged_out);
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);
+            if short {
+                m.end_settling(at);
+            }
             let all_came = [
                 (StageName::Recycle, m.returned.recycled - was.recycled),
                 (StageName::Balloon, m.returned.balloon - was.balloon),

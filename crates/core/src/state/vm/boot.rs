@@ -12,6 +12,8 @@ use crate::units::{Bytes, Stamp};
 /// How long a guest is left alone after a reset or first sight: its numbers are those
 /// of a booting kernel.
 pub const SETTLE_MS: u64 = 20_000;
+/// On a host that is not clear it is left alone for so long only, if its new kernel speaks.
+const SETTLE_LEAST_MS: u64 = 10_000;
 /// A VM that has run for less than this has just started.
 const YOUNG_MS: u64 = 60_000;
 /// A VM has settled when its residency grows by less than [`SETTLED_GROWTH`] of
@@ -52,6 +54,14 @@ pub struct Reboot {
 }
 
 impl VmMemory {
+    /// The host is short: a guest whose new kernel speaks is left alone no longer than it must be.
+    pub(in crate::state) fn end_settling(&mut self, at: Stamp) {
+        if self.reboot.is_none() && self.stats.is_some() {
+            let rest = SETTLE_MS - SETTLE_LEAST_MS;
+            self.settle_until.take_if(|until| until.since(at) <= rest);
+        }
+    }
+
     /// The guest rebooted: nothing known of it holds any more.
     pub(super) fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
         self.resets = match self.reset_at.replace(at) {
