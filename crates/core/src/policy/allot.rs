@@ -30,8 +30,7 @@ const LONGER: f64 = 1.2;
 const FIRST_MS: f64 = 300.0;
 /// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
 /// as much less. Without swap there are as many below those: margins shrink on to [`LEAST_SHARE`],
-/// whatever the weight, and what guests will need in a moment counts less and in the end not at
-/// all, as the host's OOM killer would be next. Above the last T there are levels
+/// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
 /// at which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
 const SQUEEZED: f64 = 0.4;
@@ -139,9 +138,7 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     // One below its peak has room for its cache there.
     let beside = hot.share(level.cache);
-    // Like its margin: what the host cannot back is worse than none.
-    let soon = g.need + (g.soon() - g.need).share(1.0 - level.bare);
-    (was + beside).max(soon + margin + hot).max(vm.floor).min(most)
+    (was + beside).max(g.soon() + margin + hot).max(vm.floor).min(most)
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -364,21 +361,6 @@ mod tests {
         assert_eq!((want(300, TIMES), want(600, TIMES)), (700, 800));
         let more = [1, CACHED, COMFORTS].map(|n| want(300, TIMES + n));
         assert_eq!(more, [800, 900, 900], "beside it where there is more, before margins grow");
-    }
-
-    #[test]
-    fn without_swap_what_comes_in_a_moment_counts_less_the_less_there_is() {
-        let want = |number| {
-            let gib = Bytes::gib(1);
-            let vm = VmModel { ram: Some(gib), ceiling: gib, weight: 1.0, ..VmModel::default() };
-            let rates =
-                crate::state::GuestRates { need: f64::from(64 << 20), ..Default::default() };
-            let (need, rates) = (Bytes::mib(300), Some(rates));
-            let g = GuestModel { need, working_set: need, rates, ..GuestModel::default() };
-            super::want(Stamp(0), &vm, &g, &VmMemory::default(), Level::of(number)).0 >> 20
-        };
-        let numbers = [0, -SQUEEZES, -SQUEEZES - SQUEEZES / 2, -2 * SQUEEZES];
-        assert_eq!(numbers.map(want), [396, 396, 348, 300]);
     }
 
     /// The example of docs/policies.md.
