@@ -114,9 +114,10 @@ const QUIET_MS: u64 = 60_000;
 const QUIET_ASK_MS: u64 = 500;
 /// QEMU asks each guest of its own at least once in this time, milliseconds.
 const QEMU_ASKS_MS: u64 = 2_000;
-/// The share of its RAM by which any guest may grow in a second. Where many VMs are asked seldom,
-/// at least so many bytes: programs grow no slower in small guests.
+/// The share of its RAM by which any guest may grow in a second.
 const LEAST_GROWTH: f64 = 0.05;
+/// What any guest may grow by in a second at least, where VMs are too many to be asked in each fast
+/// tick: programs grow no slower in small guests.
 const GROWTH_OF_MANY: Bytes = Bytes::mib(128);
 
 /// A look that took longer than this is too old to take anything by: guests may
@@ -418,7 +419,7 @@ mod tests {
             asked: Some(Stamp(at)),
             ..VmMemory::default()
         };
-        // With so many it may grow by 128 MiB a second.
+        // Of a hundred guests each may grow by 128 MiB a second.
         engine.memory.vms = vec![asked(2500)];
         assert_eq!(next(&engine, 140, 500), (true, false), "not short for two ticks");
         assert_eq!(next(&engine, 90, 500), (false, true), "it may be short before the second");

@@ -34,7 +34,7 @@ pub struct Tick {
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 20)]
     seconds: u64,
-    /// Of a hundred VMs the need of so many moves, by up to 32 MiB from one answer to the next
+    /// Percentage of VMs whose need changes, by up to 32 MiB from one answer to the next
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     moving: u32,
     /// Clients that ask for /metrics once a second meanwhile

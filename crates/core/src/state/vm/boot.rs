@@ -12,7 +12,7 @@ use crate::units::{Bytes, Stamp};
 /// How long a guest is left alone after a reset or first sight: its numbers are those
 /// of a booting kernel.
 pub const SETTLE_MS: u64 = 20_000;
-/// On a host that is not clear it is left alone for so long only, if its new kernel speaks.
+/// The same on a host that is not clear, if the new kernel has sent statistics.
 const SETTLE_LEAST_MS: u64 = 10_000;
 /// A VM that has run for less than this has just started.
 const YOUNG_MS: u64 = 60_000;
@@ -54,7 +54,8 @@ pub struct Reboot {
 }
 
 impl VmMemory {
-    /// The host is short: a guest whose new kernel speaks is left alone no longer than it must be.
+    /// The host is not clear: a guest whose new kernel has sent statistics is left alone for
+    /// [`SETTLE_LEAST_MS`] only.
     pub(in crate::state) fn end_settling(&mut self, at: Stamp) {
         if self.reboot.is_none() && self.stats.is_some() {
             let rest = SETTLE_MS - SETTLE_LEAST_MS;
