@@ -2,15 +2,22 @@
 
 use super::*;
 
+/// What two guests of 1 GiB, with 624 and 224 MiB available, are asked for; `above`: what agents
+/// bring of each.
+fn sizes(requests: &[Reclaim], above: &[Bytes]) -> [Option<u64>; 2] {
+    let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
+    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms };
+    let verdicts = balloon(&model, &Memory::default(), requests, above).verdicts;
+    [&verdicts[0], &verdicts[1]].map(size)
+}
+
+fn of(vm: Option<&str>, mib: u64) -> Reclaim {
+    Reclaim { vm: vm.map(Into::into), bytes: Some(Bytes::mib(mib)) }
+}
+
 #[test]
 fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
-    let ask = |request: Reclaim| {
-        let host = host(Pressure::Clear, 0, 0);
-        let model =
-            Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624), vm(2, 1024, 224)] };
-        let verdicts = balloon(&model, &Memory::default(), &[request], &[]).verdicts;
-        (size(&verdicts[0]), size(&verdicts[1]))
-    };
+    let ask = |request: Reclaim| <(_, _)>::from(sizes(&[request], &[]));
     assert_eq!(ask(Reclaim::default()), (Some(480), Some(880)), "need and a full buffer stay");
     let one = Reclaim { vm: Some("vm2".into()), bytes: None };
     assert_eq!(ask(one), (None, Some(880)));
@@ -20,14 +27,7 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
 
 #[test]
 fn what_agents_bring_for_a_request_is_not_taken_again() {
-    let asks = |requests: &[Reclaim]| {
-        let host = host(Pressure::Clear, 0, 0);
-        let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
-        let model = Model { at: NOW, dt_ms: 1000, host, vms };
-        let had = [Bytes::ZERO, Bytes::mib(100)];
-        let verdicts = balloon(&model, &Memory::default(), requests, &had).verdicts;
-        size(&verdicts[0])
-    };
+    let asks = |requests: &[Reclaim]| sizes(requests, &[Bytes::ZERO, Bytes::mib(100)])[0];
     let ask = |request: Reclaim| asks(&[request]);
     let bytes = Some(Bytes::mib(172));
     assert_eq!(ask(Reclaim { vm: None, bytes }), Some(1024 - 72));
@@ -35,22 +35,12 @@ fn what_agents_bring_for_a_request_is_not_taken_again() {
     assert_eq!(ask(Reclaim::default()), Some(480), "all of it");
     assert_eq!(ask(Reclaim { vm: None, bytes: Some(Bytes::mib(100)) }), None);
     // 60 of the 100 are for the first request, the rest for the second.
-    let of =
-        |vm: Option<&str>, mib| Reclaim { vm: vm.map(Into::into), bytes: Some(Bytes::mib(mib)) };
     assert_eq!(asks(&[of(Some("vm2"), 60), of(None, 172)]), Some(1024 - 132));
 }
 
 #[test]
 fn requests_of_one_tick_take_what_all_of_them_ask_for() {
-    let asks = |requests: &[Reclaim]| {
-        let host = host(Pressure::Clear, 0, 0);
-        let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
-        let model = Model { at: NOW, dt_ms: 1000, host, vms };
-        let verdicts = balloon(&model, &Memory::default(), requests, &[]).verdicts;
-        [&verdicts[0], &verdicts[1]].map(size)
-    };
-    let of =
-        |vm: Option<&str>, mib| Reclaim { vm: vm.map(Into::into), bytes: Some(Bytes::mib(mib)) };
+    let asks = |requests: &[Reclaim]| sizes(requests, &[]);
     let one = |mib| of(Some("vm1"), mib);
     assert_eq!(asks(&[one(100), one(72)]), [Some(1024 - 172), None]);
     assert_eq!(asks(&[one(500), one(500)]), [Some(480), None], "need and a full buffer stay");
