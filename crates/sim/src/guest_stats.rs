@@ -3,9 +3,9 @@
 //! QEMU asks each guest in a rhythm of its own and shows the answer until the next:
 //! words are up to a second old (as Ebb sets it: two) when somebody looks, while the
 //! size of the balloon, which QEMU knows itself, is of that very moment. Ebb's daemon
-//! has guests asked shortly before each fast look; most of them answer in time. The
-//! moment of an answer is told in whole seconds, so what is known of its age is as
-//! little as on a real host.
+//! has guests asked shortly before each fast look. A guest that is too busy answers later, and is
+//! not asked again before. The moment of an answer is told in whole seconds, so what is known of its
+//! age is as little as on a real host.
 
 use ebb_core::sample::{
     AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, OwnMemory, ProcessMemory,
@@ -21,9 +21,9 @@ use crate::world::EPOCH_MS;
 
 /// QEMU asks a guest for its numbers so often where nobody sets it otherwise, ms.
 pub const ASKED_EVERY_MS: u64 = 1_000;
-/// One guest in so many does not answer at once when it is asked out of turn, ...
+/// A guest is too busy to answer for this part of the time, one in so many, ...
 pub const LATE_ONE_IN: u32 = 10;
-/// ... but within this, ms.
+/// ... in spells of up to this, ms. QEMU does not ask it again before it has answered.
 const LATE_MS: u64 = 1_000;
 
 /// A guest, as seen from outside: its name, its last words, its events.
@@ -39,6 +39,10 @@ pub struct Voice {
     late_one_in: u32,
     /// When QEMU asks next, ms into the run.
     asked_ms: u64,
+    /// It waits for an answer.
+    waits: bool,
+    /// When the guest is too busy to answer: from and until, ms into the run.
+    busy: (u64, u64),
     /// The kernel that it asked last.
     kernel: u64,
     /// The last one whose boot the host has heard of.
@@ -70,6 +74,8 @@ impl Voice {
             heard: Heard::default(),
             rhythm,
             late_one_in: late_one_in.max(1),
+            waits: false,
+            busy: (0, 0),
             kernel: 0,
             id: VmId { pid: 1000 + index, start: seed },
             name: name(index),
@@ -92,21 +98,33 @@ impl Voice {
         self.said.map(|s| s.used)
     }
 
-    /// Time has passed: QEMU asks the guest, each `every_ms`.
+    /// Time has passed: QEMU asks the guest, each `every_ms`, unless it still waits for an answer.
     pub fn listen(&mut self, g: &Guest, at_ms: u64, every_ms: u64) {
         if std::mem::replace(&mut self.kernel, g.boots) != g.boots {
-            self.said = None;
+            (self.said, self.waits) = (None, false);
         }
-        if at_ms < self.asked_ms {
-            return;
+        if at_ms >= self.asked_ms {
+            self.asked_ms += (at_ms - self.asked_ms) / every_ms * every_ms + every_ms;
+            self.waits = true;
         }
-        self.asked_ms += (at_ms - self.asked_ms) / every_ms * every_ms + every_ms;
         let boots = g.boots > 0 && at_ms < g.booted_ms + BOOT_MS;
-        if g.power && g.spec.mood.speaks(at_ms) && !boots {
+        let speaks = g.power && g.spec.mood.speaks(at_ms) && !boots && !self.is_busy(at_ms);
+        if self.waits && speaks {
             // QEMU tells the moment in whole seconds.
             let words = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..words(g) };
             self.said = Some(Said { at_ms, words, used: g.used() });
+            self.waits = false;
         }
+    }
+
+    /// Whether the guest is too busy to answer, which does not depend on who asks, or how often.
+    fn is_busy(&mut self, at_ms: u64) -> bool {
+        while at_ms >= self.busy.1 {
+            let apart_ms = LATE_MS * (u64::from(self.late_one_in) - 1);
+            let from = self.busy.1 + self.rhythm.u64(0..=apart_ms);
+            self.busy = (from, from + self.rhythm.u64(1..=LATE_MS));
+        }
+        at_ms >= self.busy.0
     }
 
     /// QEMU is told to ask now and to begin its rhythm anew.
@@ -115,8 +133,7 @@ impl Voice {
             return;
         }
         self.see(at);
-        let late = self.rhythm.u32(0..self.late_one_in) == 0;
-        self.asked_ms = at_ms + if late { self.rhythm.u64(1..LATE_MS) } else { 0 };
+        self.asked_ms = at_ms;
         self.listen(g, at_ms, every_ms);
     }
 
