@@ -283,6 +283,10 @@ impl Memory {
                 self.tally(name, |t| t.came += came);
             }
         }
+        let of_sample = |m: &&mut VmMemory| known.binary_search(&m.id).is_ok();
+        let mut reach: Vec<_> =
+            self.vms.iter_mut().filter(of_sample).map(|m| &mut m.reach).collect();
+        contact::compare(&mut reach);
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
         if notified.critical > 0 {

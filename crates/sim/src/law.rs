@@ -244,12 +244,17 @@ impl Laws {
 
     /// Who could not be helped a moment ago is not made smaller.
     fn check_reach(&mut self, world: &World, tick: &Tick, at: u64) {
+        let answers = |i: usize| world.guests[i].spec.mood.answers(at);
+        let seen: Vec<usize> = tick.sample.vms.iter().filter_map(|vm| world.index(vm.id)).collect();
+        let mute = seen.iter().filter(|i| !answers(**i)).count();
+        // What most of them share has a cause outside of them.
+        let shared = mute >= 3 && 2 * mute > seen.len();
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
-            let answers = world.guests[i].spec.mood.answers(at);
+            let answers = answers(i);
             let past = self.past.entry(vm.id).or_default();
             if !answers {
-                past.mute_since = Some(past.mute_since.unwrap_or(at));
+                past.mute_since = (!shared).then_some(past.mute_since.unwrap_or(at));
             } else if past.mute_since.take().is_some_and(|t| at - t > UNREACHED_MS) {
                 past.back = Some(at);
             }

@@ -3,6 +3,10 @@
 //! A VM that does not report cannot be given memory in time. One that fell silent
 //! is given what it may need as far as the host has it, and when it is heard again it
 //! is not asked for some time: the next silence may come while it is small.
+//!
+//! Where most VMs are not heard at the same time, the cause is not theirs: the host stood still, or
+//! libvirt. Nothing follows from that for any of them when it is over. If each were given all it
+//! had, a host that stood still for a minute would run out of memory.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +18,9 @@ pub const SILENT_MS: u64 = 5_000;
 /// How long it is not asked after that, doubled up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
 const PAUSE_MOST_MS: u64 = 3_600_000;
+/// So many VMs at least that are not heard at the same time have a cause in common, if they are
+/// most.
+const SHARED_LEAST: usize = 3;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reach {
@@ -21,6 +28,9 @@ pub struct Reach {
     pub spoke: bool,
     /// How long it was not heard while it was listened to, milliseconds.
     pub silent_ms: u64,
+    /// Most VMs were not heard at some time of that.
+    #[serde(default)]
+    pub shared: bool,
     /// Not asked until then, because it was not heard for a while.
     pub until: Option<Stamp>,
     pub count: u32,
@@ -35,13 +45,18 @@ impl Reach {
             }
             return;
         }
-        if self.silent_ms >= SILENT_MS {
+        if self.silent_ms >= SILENT_MS && !self.shared {
             self.until = Some(at.plus(self.pause()));
             self.count = (self.count + 1).min(16);
         } else if self.until.is_some_and(|t| at.since(t) >= self.pause()) {
             (self.until, self.count) = (None, 0);
         }
-        (self.spoke, self.silent_ms) = (true, 0);
+        (self.spoke, self.silent_ms, self.shared) = (true, 0, false);
+    }
+
+    /// It spoke and is not heard now.
+    pub(super) fn is_missed(&self) -> bool {
+        self.spoke && self.silent_ms > 0
     }
 
     fn pause(&self) -> u64 {
@@ -50,7 +65,7 @@ impl Reach {
 
     /// Its guest reboots: that it says nothing is no silence.
     pub(super) fn forget_guest(&mut self) {
-        (self.spoke, self.silent_ms) = (false, 0);
+        (self.spoke, self.silent_ms, self.shared) = (false, 0, false);
     }
 
     /// What is left of the pause, milliseconds.
@@ -68,6 +83,15 @@ impl Reach {
         } else {
             String::new()
         }
+    }
+}
+
+/// Notes a silence that most of these VMs share. Two are not enough to tell from chance.
+pub(super) fn compare(all: &mut [&mut Reach]) {
+    let spoke = all.iter().filter(|r| r.spoke).count();
+    let missed = all.iter().filter(|r| r.is_missed()).count();
+    if missed >= SHARED_LEAST && 2 * missed > spoke {
+        all.iter_mut().filter(|r| r.is_missed()).for_each(|r| r.shared = true);
     }
 }
 
@@ -113,5 +137,33 @@ mod tests {
         r.forget_guest();
         live(&mut r, 61, 90, false);
         assert_eq!(r.silent_ms, 0, "it boots");
+    }
+
+    /// Of `all` VMs that spoke, `missed` are not heard for ten seconds; how many are left alone then.
+    fn left_alone(missed: usize, all: usize) -> usize {
+        let mut vms = vec![Reach::default(); all];
+        for s in 0..20u64 {
+            for (i, r) in vms.iter_mut().enumerate() {
+                r.observe(Stamp(s * 1000), 1000, i >= missed || !(5..15).contains(&s));
+            }
+            compare(&mut vms.iter_mut().collect::<Vec<_>>());
+        }
+        vms.iter().filter(|r| r.left_ms(Stamp(20_000)).is_some()).count()
+    }
+
+    #[test]
+    fn a_silence_that_most_share_is_held_against_none() {
+        assert_eq!(
+            [left_alone(1, 4), left_alone(2, 4), left_alone(3, 4), left_alone(4, 4)],
+            [1, 2, 0, 0]
+        );
+        assert_eq!(
+            [left_alone(1, 1), left_alone(2, 2), left_alone(2, 3)],
+            [1, 2, 2],
+            "too few to tell"
+        );
+        let mut new = [Reach::default(), Reach::default(), Reach::default()];
+        compare(&mut new.iter_mut().collect::<Vec<_>>());
+        assert!(new.iter().all(|r| !r.shared), "none has spoken");
     }
 }
