@@ -51,6 +51,8 @@ pub struct Voice {
     connected: bool,
     /// It need not be asked at the next look.
     pub rests: bool,
+    /// What it used in truth when it told what was looked at.
+    known_used: Option<Bytes>,
     /// What was seen when it was last asked, and when, ms into the run.
     seen: Option<(u64, VmSample)>,
 }
@@ -84,6 +86,7 @@ impl Voice {
             migrating: false,
             connected: false,
             rests: false,
+            known_used: None,
             seen: None,
         }
     }
@@ -93,9 +96,10 @@ impl Voice {
         self.said.map(|s| s.at_ms)
     }
 
-    /// What it used when it last told its numbers.
-    pub fn said_used(&self) -> Option<Bytes> {
-        self.said.map(|s| s.used)
+    /// What it used when it told the numbers that were last looked at: those that come while it
+    /// rests are not.
+    pub fn known_used(&self) -> Option<Bytes> {
+        self.known_used
     }
 
     /// Time has passed: QEMU asks the guest, each `every_ms`, unless it still waits for an answer.
@@ -159,6 +163,7 @@ impl Voice {
             return sample;
         }
         let sample = self.look(g, at_ms, wall_ms);
+        self.known_used = self.said.map(|s| s.used);
         self.seen = Some((at_ms, sample.clone()));
         sample
     }

@@ -163,8 +163,8 @@ impl Laws {
         if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
             self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
         }
-        // What it took since it spoke nobody could know.
-        let used = g.used().min(world.said_used(i).unwrap_or_default());
+        // Ebb knows what it used when it sent the statistics that Ebb looked at last.
+        let used = g.used().min(world.known_used(i).unwrap_or_default());
         if to + NEWS < used && g.spec.mood != Mood::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));
         }

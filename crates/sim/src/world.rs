@@ -270,9 +270,9 @@ impl World {
     }
 
     /// What a guest used when it last told its numbers.
-    pub fn said_used(&self, guest: usize) -> Option<Bytes> {
+    pub fn known_used(&self, guest: usize) -> Option<Bytes> {
         let g = self.guests.get(guest)?;
-        if g.spec.agent { Some(g.used()) } else { self.voices.get(guest)?.said_used() }
+        if g.spec.agent { Some(g.used()) } else { self.voices.get(guest)?.known_used() }
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made
