@@ -34,7 +34,7 @@ pub struct Sight<'a> {
 pub trait Policy {
     /// How often it looks, ms.
     fn period_ms(&self) -> u64;
-    /// How old guests' words are at most, ms.
+    /// How often each guest is asked, ms.
     fn told_every_ms(&self) -> u64 {
         ASKED_EVERY_MS
     }

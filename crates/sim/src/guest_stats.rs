@@ -1,11 +1,10 @@
 //! What a guest tells and what the host sees of it.
 //!
-//! QEMU asks each guest in a rhythm of its own and shows the answer until the next:
-//! words are up to a second old (as Ebb sets it: two) when somebody looks, while the
-//! size of the balloon, which QEMU knows itself, is of that very moment. Ebb's daemon
-//! has guests asked shortly before each fast look. A guest that is too busy answers later, and is
-//! not asked again before. The moment of an answer is told in whole seconds, so what is known of its
-//! age is as little as on a real host.
+//! QEMU asks each guest every second in a rhythm of its own (as Ebb sets it: every two), and shows
+//! the answer until the next. The size of the balloon, which QEMU knows itself, is always of the
+//! moment. Ebb's daemon has guests asked shortly before each fast look. A guest that is too busy
+//! answers up to a second later, and is not asked again before. The moment of an answer is told in
+//! whole seconds, so what is known of its age is as little as on a real host.
 
 use ebb_core::sample::{
     AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, OwnMemory, ProcessMemory,
@@ -121,6 +120,11 @@ impl Voice {
         }
     }
 
+    /// It is never too busy.
+    pub fn always_answers(&mut self) {
+        self.busy = (u64::MAX, u64::MAX);
+    }
+
     /// Whether the guest is too busy to answer, which does not depend on who asks, or how often.
     fn is_busy(&mut self, at_ms: u64) -> bool {
         while at_ms >= self.busy.1 {
@@ -163,7 +167,9 @@ impl Voice {
             return sample;
         }
         let sample = self.look(g, at_ms, wall_ms);
-        self.known_used = self.said.map(|s| s.used);
+        if g.spec.mood.answers(at_ms) {
+            self.known_used = self.said.map(|s| s.used);
+        }
         self.seen = Some((at_ms, sample.clone()));
         sample
     }

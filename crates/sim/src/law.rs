@@ -42,7 +42,7 @@ pub enum Law {
     Relief,
     /// One that has just rebooted is not asked.
     Reboot,
-    /// One that did not answer for a while is not asked in the next minute.
+    /// One that did not answer for a while is not asked in the next minute, unless most did not.
     Reach,
     /// An order that moves nothing is withdrawn, so that it does not bite later.
     Stuck,
@@ -163,7 +163,7 @@ impl Laws {
         if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
             self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
         }
-        // Ebb knows what it used when it sent the statistics that Ebb looked at last.
+        // By the statistics that were looked at last: nobody could know more.
         let used = g.used().min(world.known_used(i).unwrap_or_default());
         if to + NEWS < used && g.spec.mood != Mood::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));
@@ -246,9 +246,10 @@ impl Laws {
     fn check_reach(&mut self, world: &World, tick: &Tick, at: u64) {
         let answers = |i: usize| world.guests[i].spec.mood.answers(at);
         let seen: Vec<usize> = tick.sample.vms.iter().filter_map(|vm| world.index(vm.id)).collect();
-        let mute = seen.iter().filter(|i| !answers(**i)).count();
+        let heard = |i: usize| answers(i) && world.guests[i].spec.mood.speaks(at);
+        let silent = seen.iter().filter(|i| !heard(**i)).count();
         // What most of them share has a cause outside of them.
-        let shared = mute >= 3 && 2 * mute > seen.len();
+        let shared = silent >= 3 && 2 * silent > seen.len();
         for vm in &tick.sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let answers = answers(i);

@@ -87,7 +87,7 @@ pub struct Setup {
     pub marks: (f64, f64),
     /// What others than VMs use.
     pub others: Curve,
-    /// One answer of a guest in so many comes late, up to a second; 1: all.
+    /// A guest is too busy to answer for one in so many parts of the time; 1: always.
     pub late_one_in: u32,
     /// Every guest's floor, whoever rules.
     pub min: Amount,
@@ -141,7 +141,7 @@ pub struct World {
     /// QEMU asks guests for their numbers so often, ms.
     pub asked_every_ms: u64,
     others: Curve,
-    voices: Vec<Voice>,
+    pub(crate) voices: Vec<Voice>,
     watches: Vec<Watch>,
     orders: u64,
     run_ms: u64,
@@ -269,7 +269,7 @@ impl World {
         self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
     }
 
-    /// What a guest used when it last told its numbers.
+    /// What a guest used when it sent the statistics that were looked at last.
     pub fn known_used(&self, guest: usize) -> Option<Bytes> {
         let g = self.guests.get(guest)?;
         if g.spec.agent { Some(g.used()) } else { self.voices.get(guest)?.known_used() }
@@ -318,7 +318,6 @@ impl World {
     pub fn score(&self) -> Score {
         let mut score = Score::of(&self.guests, &self.gauges);
         score.orders = self.orders;
-        score.ooms += self.host.ooms;
         score.overfull_s = self.host.overfull_ms as f64 / 1000.0;
         score.run_s = self.at_ms as f64 / 1000.0;
         for watch in self.watches.iter().filter(|w| w.from.is_some()) {

@@ -4,9 +4,10 @@
 //! is given what it may need as far as the host has it, and when it is heard again it
 //! is not asked for some time: the next silence may come while it is small.
 //!
-//! Where most VMs are not heard at the same time, the cause is not theirs: the host stood still, or
-//! libvirt. Nothing follows from that for any of them when it is over. If each were given all it
-//! had, a host that stood still for a minute would run out of memory.
+//! Where most VMs are silent at the same time, the cause is taken to be the host's or libvirt's.
+//! When that is over, none is given anything for it, and each may be asked at once. If each were
+//! given all that it is owed, the host would be full. A VM that stays silent after that is silent
+//! by itself from then on.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +19,7 @@ pub const SILENT_MS: u64 = 5_000;
 /// How long it is not asked after that, doubled up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
 const PAUSE_MOST_MS: u64 = 3_600_000;
-/// So many VMs at least that are not heard at the same time have a cause in common, if they are
-/// most.
+/// So many VMs at least that are silent at the same time have a cause in common, if they are most.
 const SHARED_LEAST: usize = 3;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,7 +28,7 @@ pub struct Reach {
     pub spoke: bool,
     /// How long it was not heard while it was listened to, milliseconds.
     pub silent_ms: u64,
-    /// Most VMs were not heard at some time of that.
+    /// Most VMs are silent.
     #[serde(default)]
     pub shared: bool,
     /// Not asked until then, because it was not heard for a while.
@@ -45,7 +45,7 @@ impl Reach {
             }
             return;
         }
-        if self.silent_ms >= SILENT_MS && !self.shared {
+        if self.is_silent() && !self.shared {
             self.until = Some(at.plus(self.pause()));
             self.count = (self.count + 1).min(16);
         } else if self.until.is_some_and(|t| at.since(t) >= self.pause()) {
@@ -54,9 +54,9 @@ impl Reach {
         (self.spoke, self.silent_ms, self.shared) = (true, 0, false);
     }
 
-    /// It spoke and is not heard now.
-    pub(super) fn is_missed(&self) -> bool {
-        self.spoke && self.silent_ms > 0
+    /// It spoke, and has not been heard for a while.
+    fn is_silent(&self) -> bool {
+        self.spoke && self.silent_ms >= SILENT_MS
     }
 
     fn pause(&self) -> u64 {
@@ -86,12 +86,16 @@ impl Reach {
     }
 }
 
-/// Notes a silence that most of these VMs share. Two are not enough to tell from chance.
+/// Notes whether most of these VMs share a silence. One that stays silent when most are heard again
+/// begins a silence of its own.
 pub(super) fn compare(all: &mut [&mut Reach]) {
     let spoke = all.iter().filter(|r| r.spoke).count();
-    let missed = all.iter().filter(|r| r.is_missed()).count();
-    if missed >= SHARED_LEAST && 2 * missed > spoke {
-        all.iter_mut().filter(|r| r.is_missed()).for_each(|r| r.shared = true);
+    let silent = all.iter().filter(|r| r.is_silent()).count();
+    if silent >= SHARED_LEAST && 2 * silent > spoke {
+        all.iter_mut().filter(|r| r.is_silent()).for_each(|r| r.shared = true);
+    } else {
+        let own = all.iter_mut().filter(|r| r.shared);
+        own.for_each(|r| (r.silent_ms, r.shared) = (0, false));
     }
 }
 
@@ -162,6 +166,15 @@ mod tests {
             [1, 2, 2],
             "too few to tell"
         );
+        let mut three = [Reach::default(); 3];
+        for s in 0..40u64 {
+            for (i, r) in three.iter_mut().enumerate() {
+                r.observe(Stamp(s * 1000), 1000, s < 5 || s >= 15 && (i > 0 || s >= 30));
+            }
+            compare(&mut three.iter_mut().collect::<Vec<_>>());
+        }
+        let left = three.map(|r| r.left_ms(Stamp(40_000)).is_some());
+        assert_eq!(left, [true, false, false], "the first is silent by itself for 15 s more");
         let mut new = [Reach::default(), Reach::default(), Reach::default()];
         compare(&mut new.iter_mut().collect::<Vec<_>>());
         assert!(new.iter().all(|r| !r.shared), "none has spoken");

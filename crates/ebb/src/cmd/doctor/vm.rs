@@ -377,8 +377,14 @@ mod tests {
             assert!(text.contains("reporting: off: the agent takes its place"), "{text}");
             assert!(!text.contains("free-page-reporting=on"), "{text}");
         }
-        let aside = said(&ballooned(false, Some(AgentState::Aside)));
-        assert!(aside.contains("mend that, or start the VM without the agent"), "{aside}");
+        // Also while it is asked anew: what it stands aside for is still so.
+        for link in [Link::Up, Link::Unknown] {
+            let mut vm = ballooned(false, Some(AgentState::Aside));
+            vm.agent.iter_mut().for_each(|agent| agent.link = link.clone());
+            let aside = said(&vm);
+            assert!(aside.contains("stock: the agent stands aside"), "{aside}");
+            assert!(aside.contains("mend that, or start the VM without the agent"), "{aside}");
+        }
         let stock = said(&ballooned(false, None));
         assert!(stock.contains("off: start it with free-page-reporting=on"), "{stock}");
         assert!(stock.contains("and without free-page-reporting=on) and ebb.ko"), "{stock}");
