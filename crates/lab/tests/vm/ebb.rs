@@ -370,22 +370,31 @@ fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
 #[test]
 fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     let arena = arena(None);
-    let mut vms: Vec<Vm> = ["stop1", "stop2"]
-        .iter()
-        .map(|n| Vm::spawn(&config(n, Kernel::V6_12, true, &arena)).unwrap())
-        .collect();
+    let names = ["stop1", "stop2", "stop3"];
+    let mut vms: Vec<Vm> =
+        names.iter().map(|n| Vm::spawn(&config(n, Kernel::V6_12, true, &arena)).unwrap()).collect();
     vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
     let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["stop1", "stop2"], "").unwrap();
+    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);
-    let wait_link = |state: &str| {
-        daemon
-            .wait_for(state, MINUTE, |s| (link(s, "stop1").as_deref() == Some(state)).then_some(()))
-            .unwrap();
+    let wait_link = |which: &[&str], state: &str| {
+        let all = |s: &Value| which.iter().all(|n| link(s, n).as_deref() == Some(state));
+        daemon.wait_for(state, MINUTE, |s| all(s).then_some(())).unwrap();
     };
-    wait_link("up");
+    let ready = |s: &Value| names.iter().all(|n| of(s, n)["standing"]["is"] == "ready");
+    let wait_ready = || daemon.wait_for("ready", MINUTE, |s| ready(s).then_some(())).unwrap();
+    wait_ready();
+    let silence = || std::thread::sleep(Duration::from_secs(8));
+    // All of them: the host has stood still, and they are asked again at once.
+    vms.iter().for_each(|vm| signal(vm.pid(), Signal::STOP));
+    wait_link(&names, "slow");
+    silence();
+    vms.iter().for_each(|vm| signal(vm.pid(), Signal::CONT));
+    wait_link(&names, "up");
+    wait_ready();
+    // One alone.
     signal(vms[0].pid(), Signal::STOP);
-    wait_link("slow");
+    wait_link(&["stop1"], "slow");
     let state = daemon.get("/v1/state").unwrap();
     assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
     let tick = bytes(&state, "tick");
@@ -394,8 +403,11 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
         daemon.get("/v1/state").unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
         "a hung QEMU must not hold the tick"
     );
+    silence();
     signal(vms[0].pid(), Signal::CONT);
-    wait_link("up");
+    wait_link(&["stop1"], "up");
+    let left_alone = |s: &Value| of(s, "stop1")["standing"].to_string().contains("not heard");
+    daemon.wait_for("left alone", MINUTE, |s| left_alone(s).then_some(())).unwrap();
     assert!(daemon.stop());
     check_record(dir.path());
 }
