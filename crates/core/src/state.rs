@@ -38,7 +38,7 @@ use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage, StageName};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
-use crate::sample::{Sample, VmId, Vmstat};
+use crate::sample::{RunState, Sample, VmId, VmSample, Vmstat};
 use crate::units::{Bytes, Stamp};
 
 /// How long a notification of cgroup v1 counts: it comes at most a few times a
@@ -283,9 +283,12 @@ impl Memory {
                 self.tally(name, |t| t.came += came);
             }
         }
-        let of_sample = |m: &&mut VmMemory| known.binary_search(&m.id).is_ok();
+        // One that is paused or migrates is not silent.
+        let runs = |vm: &&VmSample| matches!(vm.run, None | Some(RunState::Running));
+        let listened: Vec<VmId> = sample.vms.iter().filter(runs).map(|vm| vm.id).collect();
+        let is_listened = |m: &&mut VmMemory| listened.binary_search(&m.id).is_ok();
         let mut reach: Vec<_> =
-            self.vms.iter_mut().filter(of_sample).map(|m| &mut m.reach).collect();
+            self.vms.iter_mut().filter(is_listened).map(|m| &mut m.reach).collect();
         contact::compare(&mut reach);
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
