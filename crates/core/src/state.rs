@@ -38,7 +38,7 @@ use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage, StageName};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
-use crate::sample::{RunState, Sample, VmId, VmSample, Vmstat};
+use crate::sample::{Sample, VmId, Vmstat};
 use crate::units::{Bytes, Stamp};
 
 /// How long a notification of cgroup v1 counts: it comes at most a few times a
@@ -284,8 +284,8 @@ impl Memory {
             }
         }
         // One that is paused or migrates is not silent.
-        let runs = |vm: &&VmSample| matches!(vm.run, None | Some(RunState::Running));
-        let listened: Vec<VmId> = sample.vms.iter().filter(runs).map(|vm| vm.id).collect();
+        let listened: Vec<VmId> =
+            sample.vms.iter().filter(|vm| vm.may_run()).map(|vm| vm.id).collect();
         let is_listened = |m: &&mut VmMemory| listened.binary_search(&m.id).is_ok();
         let mut reach: Vec<_> =
             self.vms.iter_mut().filter(is_listened).map(|m| &mut m.reach).collect();

@@ -34,7 +34,7 @@ pub struct Sight<'a> {
 pub trait Policy {
     /// How often it looks, ms.
     fn period_ms(&self) -> u64;
-    /// How often each guest is asked, ms.
+    /// How often guests send statistics, ms. Less than [`ASKED_EVERY_MS`]: they do so unasked.
     fn told_every_ms(&self) -> u64 {
         ASKED_EVERY_MS
     }

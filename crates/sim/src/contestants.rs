@@ -4,7 +4,7 @@ use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
 use crate::baselines::{Policy, Sight, mom, none, proxmox, qmemman, simple, squeezed, vmpressure};
-use crate::guest_stats::{ASKED_EVERY_MS, Voice};
+use crate::guest_stats::ASKED_EVERY_MS;
 use crate::law::{Breach, Laws};
 use crate::score::Score;
 use crate::world::{Setup, World};
@@ -126,8 +126,7 @@ fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> 
     let mut world = World::new(setup);
     world.asked_every_ms = policy.told_every_ms();
     if world.asked_every_ms < ASKED_EVERY_MS {
-        // These guests tell of themselves.
-        world.voices.iter_mut().for_each(Voice::always_answers);
+        world.guests_push();
     }
     world.guests.iter_mut().for_each(|g| g.shrinker = policy.shrinker());
     while !world.over() {

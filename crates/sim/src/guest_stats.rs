@@ -20,9 +20,9 @@ use crate::world::EPOCH_MS;
 
 /// QEMU asks a guest for its numbers so often where nobody sets it otherwise, ms.
 pub const ASKED_EVERY_MS: u64 = 1_000;
-/// A guest is too busy to answer for this part of the time, one in so many, ...
+/// A guest is too busy to answer for the time divided by this, where nothing else is said.
 pub const LATE_ONE_IN: u32 = 10;
-/// ... in spells of up to this, ms. QEMU does not ask it again before it has answered.
+/// It is so for up to this at a time, ms. QEMU does not ask it again before it has answered.
 const LATE_MS: u64 = 1_000;
 
 /// A guest, as seen from outside: its name, its last words, its events.
@@ -50,7 +50,7 @@ pub struct Voice {
     connected: bool,
     /// It need not be asked at the next look.
     pub rests: bool,
-    /// What it used in truth when it told what was looked at.
+    /// What the guest really used when it sent the statistics that were looked at last.
     known_used: Option<Bytes>,
     /// What was seen when it was last asked, and when, ms into the run.
     seen: Option<(u64, VmSample)>,
@@ -95,8 +95,8 @@ impl Voice {
         self.said.map(|s| s.at_ms)
     }
 
-    /// What it used when it told the numbers that were last looked at: those that come while it
-    /// rests are not.
+    /// What it used when it sent the statistics that were looked at last. Those that come while it
+    /// rests are not looked at.
     pub fn known_used(&self) -> Option<Bytes> {
         self.known_used
     }
@@ -120,8 +120,8 @@ impl Voice {
         }
     }
 
-    /// It is never too busy.
-    pub fn always_answers(&mut self) {
+    /// From now on it is never too busy to answer.
+    pub fn never_busy(&mut self) {
         self.busy = (u64::MAX, u64::MAX);
     }
 
@@ -296,4 +296,21 @@ fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
 /// What a guest has without telling a lie, for checks.
 pub fn truly_available(g: &Guest) -> Bytes {
     g.free() + g.cache().share(0.9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_busy_for_its_part_of_the_time_and_one_that_pushes_never() {
+        let busy = |voice: &mut Voice| (0..200_000u64).filter(|n| voice.is_busy(n * 10)).count();
+        for one_in in [2, 4, 10, 40] {
+            let mut voice = Voice::new(0, 7, one_in);
+            let share = busy(&mut voice) as f64 / 200_000.0 * f64::from(one_in);
+            assert!((0.8..1.2).contains(&share), "1 in {one_in}: {share:.2} of that");
+            voice.never_busy();
+            assert_eq!(busy(&mut voice), 0);
+        }
+    }
 }

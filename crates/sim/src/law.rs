@@ -163,7 +163,7 @@ impl Laws {
         if !world.remembered.vms.iter().any(|o| o.id == action.vm) {
             self.breach(Law::WrittenDown, at, format!("{name} to {to} without a record"));
         }
-        // By the statistics that were looked at last: nobody could know more.
+        // What it used when it sent the statistics that were looked at last: no more can be known.
         let used = g.used().min(world.known_used(i).unwrap_or_default());
         if to + NEWS < used && g.spec.mood != Mood::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));

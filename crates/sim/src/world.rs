@@ -87,7 +87,7 @@ pub struct Setup {
     pub marks: (f64, f64),
     /// What others than VMs use.
     pub others: Curve,
-    /// A guest is too busy to answer for one in so many parts of the time; 1: always.
+    /// A guest is too busy to answer for the time divided by this; 1: always.
     pub late_one_in: u32,
     /// Every guest's floor, whoever rules.
     pub min: Amount,
@@ -141,7 +141,7 @@ pub struct World {
     /// QEMU asks guests for their numbers so often, ms.
     pub asked_every_ms: u64,
     others: Curve,
-    pub(crate) voices: Vec<Voice>,
+    voices: Vec<Voice>,
     watches: Vec<Watch>,
     orders: u64,
     run_ms: u64,
@@ -192,6 +192,11 @@ impl World {
     /// Milliseconds into the run.
     pub fn at_ms(&self) -> u64 {
         self.at_ms
+    }
+
+    /// Guests send their statistics without being asked, also while they are busy.
+    pub fn guests_push(&mut self) {
+        self.voices.iter_mut().for_each(Voice::never_busy);
     }
 
     pub fn over(&self) -> bool {

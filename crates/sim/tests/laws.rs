@@ -328,23 +328,30 @@ fn where_all_own_peaks_fit_a_static_split_does_no_better() {
     }
 }
 
-/// All guests are reset at once, each two minutes, on hosts without swap: whose new kernel speaks
-/// is asked again in time. (Where each was left alone for 20 s in any case, guests were killed in
-/// eight of these thirty worlds.)
+/// Drawn worlds without swap where all guests behave so; `fit`: the point's coordinate.
+fn without_swap(seed: u64, count: usize, fit: f64, mood: Mood) -> Vec<(String, Setup)> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let at = |knob| KNOBS.iter().position(|k| *k == knob).unwrap();
+    let world = |_| {
+        let mut point = Point::random(&mut rng);
+        (point.at[at("swap")], point.at[at("fit")]) = (0.0, fit);
+        let mut setup = point.setup();
+        setup.guests.iter_mut().for_each(|g| g.mood = mood);
+        (point.about(), setup)
+    };
+    (0..count).map(world).collect()
+}
+
+/// All guests are reset at once, each two minutes, on hosts without swap: one whose new kernel has
+/// sent statistics is asked again in time. If each were left alone for 20 s in any case, processes
+/// would be killed in eight of these thirty worlds.
 #[test]
 fn guests_that_are_reset_together_are_killed_in_one_world_of_thirty_at_most() {
-    let mut rng = fastrand::Rng::with_seed(3100);
     let mut killed = Vec::new();
-    for n in 0..30 {
-        let mut point = Point::random(&mut rng);
-        let at = |knob| KNOBS.iter().position(|k| *k == knob).unwrap();
-        point.at[at("swap")] = 0.0;
-        point.at[at("fit")] = 0.9;
-        let mut setup = point.setup();
-        setup.guests.iter_mut().for_each(|g| g.mood = Mood::Rebooting);
+    for (about, setup) in without_swap(3100, 30, 0.9, Mood::Rebooting) {
         let ebb = Contestant::Ebb.run(&setup).score.ooms;
         if ebb > 0 && oracle::run(&setup).ooms == 0 {
-            killed.push((n, ebb, point.about()));
+            killed.push((ebb, about));
         }
     }
     assert!(killed.len() <= 1, "{killed:?}");
@@ -355,18 +362,11 @@ fn guests_that_are_reset_together_are_killed_in_one_world_of_thirty_at_most() {
 /// minutes, processes would be killed in most of these 20 worlds.
 #[test]
 fn after_a_silence_that_all_vms_share_few_processes_are_killed() {
-    let mut rng = fastrand::Rng::with_seed(3200);
     let mut killed = Vec::new();
-    for n in 0..20 {
-        let mut point = Point::random(&mut rng);
-        let at = |knob| KNOBS.iter().position(|k| *k == knob).unwrap();
-        point.at[at("swap")] = 0.0;
-        point.at[at("fit")] = 0.8;
-        let mut setup = point.setup();
-        setup.guests.iter_mut().for_each(|g| g.mood = Mood::Flaky);
+    for (about, setup) in without_swap(3200, 20, 0.8, Mood::Flaky) {
         let ebb = Contestant::Ebb.run(&setup).score.ooms;
         if ebb > 0 {
-            killed.push((n, ebb, point.about()));
+            killed.push((ebb, about));
         }
     }
     assert!(killed.len() <= 6, "{killed:#?}");

@@ -127,6 +127,11 @@ pub struct HandsOff {
 }
 
 impl VmSample {
+    /// Whether it runs, as far as is known: it is not paused, and not migrated or saved.
+    pub fn may_run(&self) -> bool {
+        matches!(self.run, None | Some(RunState::Running))
+    }
+
     /// The name that the configuration knows it by: two VMs can have the same while one is
     /// migrated into the other.
     pub fn given_name(&self) -> &str {

@@ -19,7 +19,7 @@ pub const SILENT_MS: u64 = 5_000;
 /// How long it is not asked after that, doubled up to [`PAUSE_MOST_MS`].
 const PAUSE_MS: u64 = 120_000;
 const PAUSE_MOST_MS: u64 = 3_600_000;
-/// So many VMs at least that are silent at the same time have a cause in common, if they are most.
+/// If at least this many VMs are silent, and they are most, their silence has one cause.
 const SHARED_LEAST: usize = 3;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,7 +28,7 @@ pub struct Reach {
     pub spoke: bool,
     /// How long it was not heard while it was listened to, milliseconds.
     pub silent_ms: u64,
-    /// Most VMs are silent.
+    /// Most VMs are silent with it.
     #[serde(default)]
     pub shared: bool,
     /// Not asked until then, because it was not heard for a while.

@@ -55,7 +55,7 @@ impl VmMemory {
     /// or booting, is not heard for a reason.
     pub(super) fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
         let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
-        if boots || vm.let_be || !matches!(vm.run, None | Some(RunState::Running)) {
+        if boots || vm.let_be || !vm.may_run() {
             return;
         }
         self.reach.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
