@@ -5,6 +5,7 @@
 //! from another hypervisor is said where it was. None of them knows of host swap
 //! costs, trust, or what a guest really needs beyond what it says.
 
+pub mod hypeman;
 pub mod mom;
 pub mod none;
 pub mod proxmox;

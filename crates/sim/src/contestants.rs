@@ -3,7 +3,9 @@
 use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
-use crate::baselines::{Policy, Sight, mom, none, proxmox, qmemman, simple, squeezed, vmpressure};
+use crate::baselines::{
+    Policy, Sight, hypeman, mom, none, proxmox, qmemman, simple, squeezed, vmpressure,
+};
 use crate::guest_stats::ASKED_EVERY_MS;
 use crate::law::{Breach, Laws};
 use crate::score::Score;
@@ -35,6 +37,8 @@ pub enum Contestant {
     Demand,
     /// ChromeOS's balloon policy.
     BalanceAvailable,
+    /// hypeman's active ballooning.
+    Hypeman,
 }
 
 /// All of them, Ebb first.
@@ -49,7 +53,7 @@ pub const CONTESTANTS: [Contestant; 7] = [
 ];
 
 /// All whose guests tell them what KVM's guests tell.
-pub const RIVALS: [Contestant; 9] = [
+pub const RIVALS: [Contestant; 10] = [
     Contestant::None,
     Contestant::Mom,
     Contestant::Proxmox,
@@ -59,6 +63,7 @@ pub const RIVALS: [Contestant; 9] = [
     Contestant::StaticSplit,
     Contestant::Demand,
     Contestant::BalanceAvailable,
+    Contestant::Hypeman,
 ];
 
 /// What became of one run.
@@ -86,6 +91,7 @@ impl Contestant {
             Contestant::StaticSplit => "static split",
             Contestant::Demand => "demand + 20 %",
             Contestant::BalanceAvailable => "balance available",
+            Contestant::Hypeman => "hypeman",
         }
     }
 
@@ -102,6 +108,7 @@ impl Contestant {
             Contestant::StaticSplit => Box::new(simple::StaticSplit),
             Contestant::Demand => Box::new(simple::Demand),
             Contestant::BalanceAvailable => Box::new(simple::BalanceAvailable),
+            Contestant::Hypeman => Box::new(hypeman::Hypeman::default()),
         })
     }
 
