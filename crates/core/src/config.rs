@@ -491,6 +491,11 @@ mod tests {
             ("[vm.a]\nmin = \"120%\"", "f:2: min: “120%” is not a share: 0% to 100%"),
             ("[vm.a]\nmin = true", "f:2: min: expected a size such as"),
             ("[vm.a]\nqmp = \"x\"", "f:2: vm.a.qmp: “x” is not an absolute path"),
+            (
+                "[daemon]\nstate_file = \"/a.lock\"",
+                "f:2: daemon.state_file: “/a.lock” ends like the files that Ebb makes beside it: \
+                 choose .json",
+            ),
             ("[host]\nreserve = -1", "f:2: reserve: a size cannot be negative"),
             ("[host]\nreserved = 1", "f:2: reserved: unknown field `reserved`, expected"),
             (

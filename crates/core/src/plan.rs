@@ -350,6 +350,9 @@ pub struct Outcome {
     /// QEMU has the order and has not answered yet: it may still take it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unanswered: bool,
+    /// QEMU answered that it does not take the order, and will not take the same one later.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub refused: bool,
 }
 
 impl Outcome {

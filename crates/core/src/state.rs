@@ -460,9 +460,11 @@ impl Memory {
         }
         let outcomes: BTreeMap<VmId, &Outcome> = outcomes.iter().map(|o| (o.vm, o)).collect();
         for action in &plan.actions {
-            let Some(answered) = outcomes.get(&action.vm).and_then(|o| o.answered()) else {
-                continue;
-            };
+            let outcome = outcomes.get(&action.vm);
+            if outcome.is_some_and(|o| o.refused) && !action.gives() {
+                self.vm_mut(action.vm).pause(model.at);
+            }
+            let Some(answered) = outcome.and_then(|o| o.answered()) else { continue };
             let ram = model.vm(action.vm).and_then(|v| v.ram);
             self.vm_mut(action.vm).learn(model.at, ram, action, answered);
         }

@@ -17,8 +17,8 @@ use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
 
 use crate::anew;
-use crate::cmd::run::say;
 use crate::give_back::{Left, give_back};
+use crate::log::say;
 use crate::signals::{self, Signals};
 use crate::state::{HANDS_OFF, INTERVALS, KSM_NOTE, StateFile};
 

@@ -11,6 +11,7 @@ mod fields;
 mod give_back;
 #[cfg(test)]
 mod golden;
+mod log;
 mod metrics;
 mod observer;
 mod quiet;
@@ -218,7 +219,7 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
         Err(e) => {
-            cmd::run::say(&format!("ebb: {e:#}"));
+            log::say(&format!("ebb: {e:#}"));
             ExitCode::from(2)
         }
     }
@@ -229,8 +230,8 @@ fn dispatch(cli: Cli) -> Result<bool> {
     // A mistake in the file may be the very reason for which there is no daemon any more.
     let mut config = match (loaded, &cli.command) {
         (Err(e), Command::Release { .. }) => {
-            cmd::run::say(&format!("{e:#}"));
-            cmd::run::say("the configuration is bad: going on with the defaults");
+            log::say(&format!("{e:#}"));
+            log::say("the configuration is bad: going on with the defaults");
             Config::default()
         }
         (loaded, _) => loaded?,

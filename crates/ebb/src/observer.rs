@@ -22,7 +22,7 @@ use sd_notify::NotifyState;
 
 use crate::advice;
 use crate::api::{Latest, Shared};
-use crate::cmd::run::say;
+use crate::log::say;
 use crate::quiet::Quiet;
 use crate::recorder::{self, Head};
 use crate::view::{self, Decision, Problem};

@@ -124,8 +124,8 @@ fn lock(path: &Path) -> Result<File> {
     let lock = File::create(&path).with_context(|| format!("cannot create {}", path.display()))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         bail!(
-            "another ebb holds {}: stop it first, or give this one its own daemon.state_file \
-             and daemon.socket",
+            "another ebb holds {}: stop it first, or give this one a folder of its own \
+             (daemon.state_file, daemon.socket)",
             path.display()
         );
     }

@@ -261,14 +261,18 @@ impl LinuxHost {
         self.hands_off.keep(at, is_there);
         let version = self.cgroups();
         for (id, vm) in &mut self.vms {
-            vm.claim = claim(root, &self.options.config, version, &vm.process);
+            let claim = claim(root, &self.options.config, version, &vm.process);
+            // What was read of this process before holds where it cannot be read for a moment.
+            let unread = |claim: &Claim| matches!(claim, Claim::Unread(_));
+            let known = vm.claim.take().filter(|was| unread(&claim) && !unread(was));
+            let claim = vm.claim.insert(known.unwrap_or(claim)).clone();
             let counts = has_metadata(&self.options, &vm.process) || self.owed.contains(id);
             vm.look_at_metadata(counts, now);
             vm.named = self.bound.values().any(|bound| bound == id);
             vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
             vm.allow(Access {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
-                ..access(&self.options, &self.owed, &vm.process, (&vm.claim, vm.metadata()))
+                ..access(&self.options, &self.owed, &vm.process, (&claim, vm.metadata()))
             });
         }
     }
@@ -357,7 +361,7 @@ fn access(
     let settings = settings.with(metadata, Bytes::ZERO);
     let refused = matches!(claim, Claim::Refused(_)) || matches!(metadata, Metadata::Wrong(_));
     let manage = settings.manage && !refused;
-    let unread = matches!(metadata, Metadata::Unread(_));
+    let unread = matches!(metadata, Metadata::Unread(_)) || matches!(claim, Claim::Unread(_));
     Access {
         managed: manage || owed.contains(&process.id),
         sockets: options.config.sockets,

@@ -203,8 +203,8 @@ pub(crate) struct Vm {
     pub access: Access,
     /// Why there is no way to it by the configuration, where it would be managed.
     no_way: Option<String>,
-    /// What its claim to its section is worth.
-    pub claim: Claim,
+    /// What its claim to its section is worth, as far as that could be read.
+    pub claim: Option<Claim>,
     /// Its socket is named in the configuration.
     pub named: bool,
     /// It is owed something that was taken over this socket.
@@ -334,7 +334,7 @@ impl Vm {
             name: self.process.name.clone(),
             given: Some(&self.process.given).filter(|g| **g != self.process.name).cloned(),
             uuid: self.process.uuid.clone(),
-            claim: self.claim.clone(),
+            claim: self.claim.clone().unwrap_or_default(),
             metadata: self.metadata().clone(),
             noted: self.noted(),
             ram: self.ram,
@@ -390,7 +390,8 @@ impl Vm {
         let heard_ms = self.heard.age_ms(at, wall_ms);
         let guest = self.answers.guest.map(|said| GuestStats { age_ms: heard_ms, ..said });
         let (reporting, deflate_on_oom) = (self.reporting, self.deflate_on_oom);
-        Some(BalloonSample { actual, age_ms, reporting, deflate_on_oom, guest })
+        let beyond_balloon = self.virtio_mem;
+        Some(BalloonSample { actual, age_ms, beyond_balloon, reporting, deflate_on_oom, guest })
     }
 
     fn uses_agent(&self) -> bool {

@@ -217,10 +217,10 @@ impl Voice {
             run: answers.then_some(run),
             balloon: (answers && g.spec.mood != Mood::Bare).then_some(BalloonSample {
                 actual: g.actual,
-                age_ms: 0,
                 reporting: Some(g.spec.reporting),
                 deflate_on_oom: Some(g.spec.deflate_on_oom),
                 guest,
+                ..BalloonSample::default()
             }),
             agent: g.spec.agent.then(|| agent(g, wall_ms)),
             offload: (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {

@@ -275,6 +275,13 @@ fn path(path: String) -> Result<String, String> {
     }
 }
 
+fn state_file(file: String) -> Result<String, String> {
+    match file.ends_with(".lock") || file.ends_with(".new") {
+        true => Err(format!("“{file}” ends like the files that Ebb makes beside it: choose .json")),
+        false => path(file),
+    }
+}
+
 fn listen(text: String) -> Result<String, String> {
     match text.parse::<std::net::SocketAddr>() {
         Ok(a) if a.ip().is_loopback() => Ok(text),
@@ -353,7 +360,7 @@ impl Checker<'_> {
             socket: self.read("daemon.socket", daemon.socket, path)?.unwrap_or(base.socket),
             listen: self.read("daemon.listen", daemon.listen, listen)?,
             state_file: self
-                .read("daemon.state_file", daemon.state_file, path)?
+                .read("daemon.state_file", daemon.state_file, state_file)?
                 .unwrap_or(base.state_file),
             reserve,
             pool: self.read("host.cgroup", host.cgroup, path)?,

@@ -63,10 +63,13 @@ pub(super) fn is_managed(config: &Config, settings: &VmSettings, vm: &VmSample) 
     left_alone(config, settings, vm).is_none() && unread(vm).is_none()
 }
 
-/// Why nothing is taken from a VM whose manager may still tell settings.
+/// Why nothing is taken from a VM whose settings may still be others.
 pub(super) fn unread(vm: &VmSample) -> Option<String> {
-    match &vm.metadata {
-        Metadata::Unread(why) => Some(format!("its libvirt metadata is not read yet: {why}")),
+    match (&vm.claim, &vm.metadata) {
+        (Claim::Unread(why), _) => {
+            Some(format!("whether it is the VM of its section is not known yet: {why}"))
+        }
+        (_, Metadata::Unread(why)) => Some(format!("its libvirt metadata is not read yet: {why}")),
         _ => None,
     }
 }
@@ -137,7 +140,7 @@ pub(super) fn standing(
     }
     if let Some(left) = m.stuck_until.map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
-            "it did not follow its last order: asked again in {} s",
+            "it did not follow its last order, or QEMU refused it: asked again in {} s",
             left.div_ceil(1000)
         ));
     }

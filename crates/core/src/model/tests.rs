@@ -3,9 +3,11 @@
 use super::standing::beyond_balloon;
 use super::*;
 use crate::config::{Amount, Metadata, Overrides};
+use crate::plan::Reason;
 use crate::sample::{
-    BalloonSample, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
+    BalloonSample, Claim, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
 };
+use crate::state::{Owned, OwnedVm};
 
 fn host_sample(available_mib: u64) -> Sample {
     let memory = Meminfo {
@@ -336,6 +338,55 @@ fn what_metadata_may_still_say_takes_nothing_and_what_is_wrong_leaves_alone() {
     assert!(set.managed && set.group_is_proven && set.by_metadata == "min 300 MiB, group g");
     let section = of("[vm.a]\ngroup = \"h\"\n", says(Overrides { min, ..Overrides::default() }));
     assert!(!section.group_is_proven, "by its name alone it is in no group");
+}
+
+#[test]
+fn a_vm_whose_section_cannot_be_checked_is_owed_what_it_was_and_asked_for_nothing() {
+    let claimed = |claim: Claim| {
+        let balloon = BalloonSample { actual: Bytes::mib(300), ..BalloonSample::default() };
+        let vm = VmSample {
+            name: "a".into(),
+            ram: Some(Bytes::gib(1)),
+            link: Link::Up,
+            run: Some(RunState::Running),
+            balloon: Some(balloon),
+            claim,
+            ..VmSample::default()
+        };
+        let sample = Sample { vms: vec![vm], ..host_sample(500) };
+        let mut memory = Memory::default();
+        let owned = OwnedVm { others: Some(Bytes::ZERO), ..OwnedVm::default() };
+        memory.adopt(&Owned { vms: vec![owned], ..Owned::default() });
+        memory.observe(&sample);
+        let model = Model::new(&Config::default(), &sample, &memory);
+        let plan = crate::policy::decide(&model, &memory, &[]).plan;
+        (model.vms[0].standing.clone(), plan.actions.first().map(|a| a.reason.clone()))
+    };
+    let (standing, returned) = claimed(Claim::Refused("its uuid is 1".into()));
+    assert!(matches!(standing, Standing::Off(_)));
+    assert_eq!(returned, Some(Reason::Returned));
+    let (standing, returned) = claimed(Claim::Unread("no descriptor left".into()));
+    assert!(matches!(standing, Standing::GiveOnly(w) if w.contains("no descriptor left")));
+    assert_eq!(returned, None);
+}
+
+#[test]
+fn no_vm_is_asked_for_what_no_balloon_can_hold() {
+    let floor = |beyond: u64| {
+        let beyond_balloon = Bytes::mib(beyond);
+        let actual = Bytes::gib(8);
+        let vm = VmSample {
+            ram: Some(actual),
+            balloon: Some(BalloonSample { actual, beyond_balloon, ..BalloonSample::default() }),
+            ..VmSample::default()
+        };
+        let sample = Sample { vms: vec![vm], ..host_sample(5_000) };
+        Model::new(&Config::default(), &sample, &Memory::default()).vms[0].floor
+    };
+    assert_eq!(floor(0), Bytes::gib(2));
+    assert_eq!(floor(1024), Bytes::gib(2));
+    // 2 GiB and 6 GiB of virtio-mem.
+    assert_eq!(floor(6144), Bytes::mib(6145));
 }
 
 #[test]

@@ -16,6 +16,8 @@ use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample, is_
 use crate::state::Memory;
 use crate::units::Bytes;
 
+/// QEMU refuses to leave a guest nothing of the memory that a balloon can hold.
+const LEAST_ORDER: Bytes = Bytes::mib(1);
 /// For this long it counts as a sign of distress that a guest's driver deflated its balloon.
 pub(crate) const DEFLATED_LIFE_MS: u64 = 2_000;
 
@@ -164,6 +166,8 @@ impl VmModel {
         let ceiling = settings.max.map_or(ram, |max| max.of(ram)).max(LEAST_FLOOR.min(ram));
         // A floor above the ceiling gives way to it.
         let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
+        let beyond = vm.balloon.as_ref().map_or(Bytes::ZERO, |b| b.beyond_balloon);
+        let floor = if beyond == Bytes::ZERO { floor } else { floor.max(beyond + LEAST_ORDER) };
         let mut model = VmModel {
             id: vm.id,
             name: vm.name.clone(),

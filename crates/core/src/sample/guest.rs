@@ -15,6 +15,10 @@ pub struct BalloonSample {
     /// How old that is, milliseconds; 0: QEMU answered in this tick.
     #[serde(default)]
     pub age_ms: u64,
+    /// What counts in `actual` and no balloon can hold (virtio-mem): QEMU refuses an order for no
+    /// more than that.
+    #[serde(default, skip_serializing_if = "Bytes::is_zero")]
+    pub beyond_balloon: Bytes,
     /// `free-page-reporting` of the device.
     pub reporting: Option<bool>,
     /// `deflate-on-oom` of the device.

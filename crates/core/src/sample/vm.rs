@@ -30,6 +30,8 @@ pub enum Claim {
     Proven,
     /// It is another VM: why.
     Refused(String),
+    /// What is asked for could not be read yet: why.
+    Unread(String),
 }
 
 impl Claim {

@@ -148,10 +148,10 @@ impl Toy {
             run: Some(RunState::Running),
             balloon: Some(BalloonSample {
                 actual: g.actual,
-                age_ms: 0,
                 reporting: Some(false),
                 deflate_on_oom: Some(true),
                 guest: Some(stats),
+                ..BalloonSample::default()
             }),
             ..VmSample::default()
         }

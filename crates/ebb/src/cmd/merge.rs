@@ -16,7 +16,7 @@ use ebb_core::config::Config;
 use ebb_core::sample::{Claim, KsmStat};
 use ebb_host::probe::cgroup::{Version, read_hierarchy};
 use ebb_host::probe::discovery::discover;
-use ebb_host::probe::identity::claim;
+use ebb_host::probe::identity::{claim, name_by_socket};
 use ebb_host::probe::ksm::read_ksm_stat;
 use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::root::Root;
@@ -98,6 +98,7 @@ struct Known {
 /// The VMs that the configuration and the command line mean.
 fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     let mut processes = discover(root, &trust(config))?.found;
+    processes.iter_mut().for_each(|p| name_by_socket(config, p));
     if config.listed_only {
         processes.retain(|p| config.section(&p.given, p.uuid.as_deref()).is_some());
     }

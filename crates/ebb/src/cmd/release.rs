@@ -14,13 +14,16 @@ use ebb_host::act::ksm;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::root::Root;
 
-use crate::cmd::{merge, run::say};
+use crate::cmd::merge;
 use crate::daemon::{beside, options};
 use crate::give_back::{Left, give_back};
+use crate::log::say;
 use crate::state::{INTERVALS, KSM_NOTE, StateFile};
 
 /// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
 const RESTORE: Duration = Duration::from_secs(3);
+/// The least for closing VMs to KSM: what is merged is copied then.
+const MARKS: Duration = Duration::from_secs(45);
 
 /// Gives back all that the state file names, and tries until `patience` is over; `false` if there
 /// is no such file.
@@ -43,7 +46,7 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
     let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
     state.write(&owed)?;
     failed.extend(recover_ksm(path).err().map(|e| format!("{e:#}")));
-    let (marks, why) = merge::put_back(config, &owed.marks);
+    let (marks, why) = merge::put_back(config, &owed.marks, patience.max(MARKS));
     owed.marks = marks;
     failed.extend(why);
     state.write(&owed)?;

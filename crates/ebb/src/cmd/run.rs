@@ -1,6 +1,5 @@
 //! `ebb run`: the daemon.
 
-use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +18,7 @@ use crate::anew;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
 use crate::daemon::{Daemon, beside};
+use crate::log::{self, say};
 use crate::observer::Observer;
 use crate::recorder::Head;
 use crate::signals::Signals;
@@ -27,13 +27,17 @@ use crate::state::{KSM_NOTE, StateFile};
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for closing VMs to KSM at the end: what is merged is copied then.
+const MARKS: Duration = Duration::from_secs(12);
 
-pub fn main(
-    mut config: Config,
-    dry_run: bool,
-    record: Option<String>,
-    verbose: bool,
-) -> Result<()> {
+pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
+    log::begin();
+    let result = run(config, dry_run, record, verbose);
+    log::flush();
+    result
+}
+
+fn run(mut config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
     anew::begin();
     let used = anew::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
     let remembered = if dry_run { None } else { anew::handed_over(&used) };
@@ -123,6 +127,7 @@ fn begin_anew(engine: &Engine, signals: &Signals) -> Result<()> {
         return Ok(());
     }
     say("SIGHUP: beginning anew, nothing is given back");
+    log::flush();
     let now = NotifyState::monotonic_usec_now()?;
     let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
     let state_file = &engine.config.state_file;
@@ -143,11 +148,14 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
         }
         return Ok(());
     }
-    if KsmOwner::recover(root, &beside(&config.state_file, KSM_NOTE))? {
-        say("an earlier daemon had steered KSM: set as it was before");
+    match KsmOwner::recover(root, &beside(&config.state_file, KSM_NOTE)) {
+        Ok(false) => {}
+        Ok(true) => say("an earlier daemon had steered KSM: set as it was before"),
+        // Guests need their memory, whatever becomes of KSM.
+        Err(e) => say(&format!("KSM is not set as it was before: {e}")),
     }
     if !owned.marks.is_empty() {
-        let (left, failed) = merge::put_back(config, &owned.marks);
+        let (left, failed) = merge::put_back(config, &owned.marks, PATIENCE);
         owned.marks = left;
         state.write(owned)?;
         failed.iter().for_each(|why| say(&format!("not put back: {why}")));
@@ -169,7 +177,7 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon closes here.
     let mut state = daemon.into_state();
-    let (marks, failed) = merge::put_back(&engine.config, &owed.marks);
+    let (marks, failed) = merge::put_back(&engine.config, &owed.marks, MARKS);
     owed.marks = marks;
     failures.extend(failed);
     state.iter_mut().try_for_each(|s| s.write(&owed))?;
@@ -180,9 +188,4 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
         "not given back: {}; the next `ebb run`, or `ebb release`, tries again",
         failures.join("; ")
     )
-}
-
-/// A line for the journal.
-pub fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
 }

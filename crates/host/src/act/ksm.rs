@@ -17,6 +17,7 @@ use std::process::{Command, Stdio};
 use ebb_core::policy::merge::Order;
 use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
+use rustix::fs::{FlockOperation, flock};
 
 use crate::durable;
 use crate::probe::cgroup;
@@ -50,6 +51,8 @@ pub enum KsmError {
     Probe(#[from] ProbeError),
     #[error("{path}: {error}")]
     Write { path: PathBuf, error: io::Error },
+    #[error("another ebb steers KSM (it holds {path}): stop it first")]
+    Used { path: PathBuf },
     #[error("{path} is damaged ({why}): set {DIR} as you want it, then remove the file")]
     Damaged { path: PathBuf, why: String },
     #[error(
@@ -86,16 +89,31 @@ pub struct KsmOwner {
     state: PathBuf,
     saved: BTreeMap<String, String>,
     manners: Manners,
+    /// Held as long as the knobs are: what is written down is not another's to put back.
+    _lock: fs::File,
+}
+
+/// Makes sure that no other Ebb has what is written down in `state`.
+fn lock(state: &Path) -> Result<fs::File, KsmError> {
+    let path = state.with_extension("lock");
+    let failed = |error| KsmError::Write { path: path.clone(), error };
+    state.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
+    let lock = fs::File::create(&path).map_err(failed)?;
+    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(lock),
+        Err(_) => Err(KsmError::Used { path }),
+    }
 }
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
     pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
-        let mut owner = KsmOwner { root, state: state.into(), saved: BTreeMap::new(), manners };
-        if owner.read("run")?.is_none() {
+        if !root.path(format!("{DIR}/run")).exists() {
             return Err(KsmError::None);
         }
+        let (saved, lock) = (BTreeMap::new(), lock(state)?);
+        let mut owner = KsmOwner { root, state: state.into(), saved, manners, _lock: lock };
         // What an earlier one had not taken is as it was.
         let mut saved = owner.written()?.unwrap_or_default();
         let known = saved.len();
@@ -325,6 +343,21 @@ pub(super) mod tests {
 
     fn order(batch: u64) -> Order {
         Order::Run { batch, sleep_ms: 20, cores: 0.5, scans: u64::MAX, why: String::new() }
+    }
+
+    #[test]
+    fn what_another_ebb_steers_is_not_put_back() {
+        let (dir, root) = tree(&USUAL);
+        let note = dir.path().join("ebb/ksm.json");
+        let owner = KsmOwner::take(root.clone(), &note, Manners::default()).unwrap();
+        owner.apply(&order(100)).unwrap();
+        let refused = KsmOwner::recover(root.clone(), &note).unwrap_err();
+        assert!(matches!(refused, KsmError::Used { .. }), "{refused}");
+        assert_eq!((knob(&root, "pages_to_scan").as_str(), note.exists()), ("100", true));
+        // It has crashed.
+        drop(owner);
+        assert!(KsmOwner::recover(root.clone(), &note).unwrap());
+        assert_eq!((knob(&root, "pages_to_scan").as_str(), note.exists()), ("4000", false));
     }
 
     #[test]

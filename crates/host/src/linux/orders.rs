@@ -50,6 +50,7 @@ impl LinuxHost {
         let outcome = |(a, r): (&Action, Result<(), ActError>)| Outcome {
             vm: a.vm,
             unanswered: matches!(r, Err(ActError::Unanswered { .. } | ActError::Lost(_))),
+            refused: matches!(r, Err(ActError::Qmp(QmpError::Command { .. }))),
             error: r.err().map(|e| e.to_string()),
         };
         let results = self.set_balloons(&orders, self.options.deadline);

@@ -10,8 +10,9 @@ use ebb_core::config::{Metadata, VmSettings};
 use ebb_core::sample::{Claim, Problem, VmId};
 
 use super::{KEPT_OPEN, LinuxHost, access, noted};
+use crate::probe::cgroup::read_hierarchy;
 use crate::probe::discovery::{make_names_unique, serving};
-use crate::probe::identity::claim;
+use crate::probe::identity::{claim, name_by_socket};
 use crate::probe::managers::{SocketKind, kind};
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
@@ -45,11 +46,17 @@ impl LinuxHost {
         let Some(scan) = scan else { return self.scan_problems = problems };
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);
+        // Whose cgroup a section asks for can be told at the first scan already.
+        if self.bounds.hierarchy.is_none() {
+            let read = noted(&mut problems, "memory cgroups", read_hierarchy(&root));
+            self.bounds.hierarchy = read;
+        }
         self.bind_sockets(&mut problems);
         let bound: HashSet<VmId> = self.bound.values().copied().collect();
         let gone: HashSet<VmId> = scan.gone.into_iter().collect();
         self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
-        for process in scan.found {
+        for mut process in scan.found {
+            name_by_socket(&self.options.config, &mut process);
             let (id, interval_s) = (process.id, self.options.stats_interval_s);
             let config = &self.options.config;
             let has_section = config.section(&process.given, process.uuid.as_deref()).is_some();
@@ -93,7 +100,12 @@ impl LinuxHost {
         let root = &self.options.root;
         let at_it = |vm: &&Vm| vm.client.as_ref().is_some_and(|c| c.path() == path);
         if let Some(vm) = self.vms.values().find(at_it) {
-            return Err(format!("it is the socket of {} already", vm.process.name));
+            let mut called = vm.process.clone();
+            called.call(name)?;
+            return match called.given == vm.process.given {
+                true => Ok(called.id),
+                false => Err(format!("it is the socket of {} already", vm.process.name)),
+            };
         }
         let client = match kind(&path, true, self.options.config.sockets) {
             SocketKind::Own => Client::new(path),

@@ -110,6 +110,50 @@ fn a_socket_that_another_process_serves_is_not_taken_for_the_vms() {
     assert_eq!(act, ActError::Gone { pid: 10 });
 }
 
+/// A process of QEMU in a tree of files.
+fn qemu_at(dir: &std::path::Path, arguments: &str) -> std::path::PathBuf {
+    let proc = dir.join("proc/10");
+    std::fs::create_dir_all(&proc).unwrap();
+    std::fs::write(proc.join("cmdline"), format!("kvm\0{arguments}\0")).unwrap();
+    std::fs::write(proc.join("stat"), format!("10 (kvm) S{} 7 0", " 0".repeat(18))).unwrap();
+    proc
+}
+
+#[test]
+fn what_was_read_of_a_vms_user_holds_while_it_cannot_be_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let status = qemu_at(dir.path(), "-name\0a").join("status");
+    std::fs::write(&status, "Uid: 107 107 107 107\n").unwrap();
+    let options = || configured("[vm.a]\nuser = 107\n");
+    let mut first = host(dir.path(), options());
+    assert_eq!(first.sample().vms[0].claim, Claim::Proven);
+    std::fs::remove_file(&status).unwrap();
+    std::fs::create_dir(&status).unwrap();
+    assert_eq!(first.sample().vms[0].claim, Claim::Proven);
+    let mut later = host(dir.path(), options());
+    assert!(matches!(later.sample().vms[0].claim, Claim::Unread(_)));
+    std::fs::remove_dir(&status).unwrap();
+    std::fs::write(&status, "Uid: 108 108 108 108\n").unwrap();
+    for host in [&mut first, &mut later] {
+        assert!(matches!(host.sample().vms[0].claim, Claim::Refused(_)));
+    }
+}
+
+#[test]
+fn a_section_that_names_a_socket_holds_before_qemu_listens_and_where_it_excludes_the_vm() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("db.qmp").display().to_string();
+    qemu_at(dir.path(), &format!("-qmp\0unix:{socket},server=on"));
+    for manage in [true, false] {
+        let section = format!("[vm.db]\nqmp = \"{socket}\"\nmanage = {manage}\n");
+        let mut host = host(dir.path(), configured(&section));
+        for _ in 0..2 {
+            assert_eq!(host.sample().vms[0].name, "db", "managed: {manage}");
+            host.scanned = None;
+        }
+    }
+}
+
 /// Since Linux 6.16 `ksm_stat` waits for the process's mmap lock. Here the files are pipes that
 /// nobody writes to.
 #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use ebb_core::sample::VmId;
 
-use super::cgroup::read_mounts;
+use super::cgroup::{Mount, read_mounts};
 use super::process::{Life, Stat, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{Trust, Uids, Verdict, is_qemu};
@@ -134,7 +134,6 @@ pub struct Scanner {
     uids: Option<Uids>,
     owed: HashSet<VmId>,
     seen: HashMap<u32, Seen>,
-    hugetlbfs: Option<Vec<String>>,
     scans: u32,
 }
 
@@ -300,15 +299,12 @@ impl Scanner {
         let args = parse_cmdline(line).filter(|args| !args.is_probe);
         let Some(args) = args else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
-        if self.hugetlbfs.is_none() && !args.mem_paths.is_empty() {
-            let mounts = read_mounts(root)?.unwrap_or_default();
-            let huge = mounts.into_iter().filter(|m| m.kind == "hugetlbfs").map(|m| m.point);
-            self.hugetlbfs = Some(huge.collect());
-        }
-        let on_hugetlbfs = |path: &String| {
-            self.hugetlbfs.iter().flatten().any(|mount| Path::new(path).starts_with(mount))
+        let mounts = if args.mem_paths.is_empty() { None } else { read_mounts(root)? };
+        let huge = mounts.iter().flatten().filter(|mount| mount.kind == "hugetlbfs");
+        let on_huge = |mount: &Mount| {
+            args.mem_paths.iter().any(|path| Path::new(path).starts_with(&mount.point))
         };
-        let hugepages = args.hugetlb || args.mem_paths.iter().any(on_hugetlbfs);
+        let hugepages = args.hugetlb || huge.into_iter().any(on_huge);
         let agent = match args.agent {
             Some(path) => Some(path),
             None => lasting(root.read_bytes(format!("/proc/{pid}/environ")))?

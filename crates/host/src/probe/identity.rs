@@ -1,5 +1,5 @@
 //! Whether a VM is what its section of the configuration says it must be
-//! ([`ebb_core::config::Identity`]). What cannot be read is not so.
+//! ([`ebb_core::config::Identity`]).
 
 use std::path::Path;
 
@@ -8,9 +8,9 @@ use ebb_core::sample::Claim;
 
 use super::cgroup::{Version, read_process_cgroup};
 use super::process::read_credentials;
-use super::qemu::QemuProcess;
+use super::qemu::{QemuProcess, QmpAddress};
 use super::trust::uid;
-use crate::root::Root;
+use crate::root::{ProbeError, Root};
 
 /// What a VM's claim to its section is worth. `version` is that of the hierarchy that
 /// memory cgroups are in.
@@ -20,9 +20,22 @@ pub fn claim(root: &Root, config: &Config, version: Version, process: &QemuProce
     };
     let identity = &section.identity;
     match differs(root, identity, version, process) {
-        Some(why) => Claim::Refused(why),
-        None if identity.is_proof() => Claim::Proven,
-        None => Claim::Open,
+        Err(e) => Claim::Unread(e.to_string()),
+        Ok(Some(why)) => Claim::Refused(why),
+        Ok(None) if identity.is_proof() => Claim::Proven,
+        Ok(None) => Claim::Open,
+    }
+}
+
+/// A section that names one of a VM's QMP sockets names the VM, also where nobody connects to it.
+pub fn name_by_socket(config: &Config, process: &mut QemuProcess) {
+    let QmpAddress::Paths(paths) = &process.qmp else { return };
+    let has = |path: &String| paths.iter().any(|its| its == Path::new(path));
+    let mut sections = config.vms.iter();
+    let found = sections.find(|(_, section)| section.qmp.as_ref().is_some_and(has));
+    if let Some((name, _)) = found {
+        // One that has the section by its uuid keeps its name.
+        let _ = process.call(name.clone());
     }
 }
 
@@ -31,37 +44,39 @@ fn differs(
     identity: &Identity,
     version: Version,
     process: &QemuProcess,
-) -> Option<String> {
+) -> Result<Option<String>, ProbeError> {
+    let differs = |why: String| Ok(Some(why));
     let pid = process.id.pid;
     if let Some(uuid) = &identity.uuid {
         match process.uuid.as_deref().map(str::to_ascii_lowercase) {
             Some(its) if its == *uuid => {}
-            Some(its) => return Some(format!("its uuid is {its}, not {uuid}")),
-            None => return Some(format!("it has no uuid, and is to have {uuid}")),
+            Some(its) => return differs(format!("its uuid is {its}, not {uuid}")),
+            None => return differs(format!("it has no uuid, and is to have {uuid}")),
         }
     }
     if let Some(user) = &identity.user {
         let passwd = match user {
-            User::Name(_) => root.read("/etc/passwd").ok().flatten().unwrap_or_default(),
+            User::Name(_) => root.read("/etc/passwd")?.unwrap_or_default(),
             User::Uid(_) => String::new(),
         };
         let Some(uid) = uid(&passwd, user) else {
-            return Some(format!("there is no user {user}"));
+            return differs(format!("there is no user {user}"));
         };
-        let whose = read_credentials(root, pid).ok().flatten();
-        let Some(whose) = whose else { return Some("its user cannot be read".into()) };
+        let Some(whose) = read_credentials(root, pid)? else {
+            return differs("it has ended".into());
+        };
         if let Some(other) = whose.uids.iter().find(|u| **u != uid) {
-            return Some(format!("it runs as uid {other}, not {uid}"));
+            return differs(format!("it runs as uid {other}, not {uid}"));
         }
     }
     if let Some(cgroup) = &identity.cgroup {
-        match read_process_cgroup(root, version, pid).ok().flatten() {
+        match read_process_cgroup(root, version, pid)? {
             Some(its) if Path::new(&its).starts_with(cgroup) => {}
-            Some(its) => return Some(format!("its cgroup is {its}, not below {cgroup}")),
-            None => return Some("its cgroup cannot be read".into()),
+            Some(its) => return differs(format!("its cgroup is {its}, not below {cgroup}")),
+            None => return differs("it is in no memory cgroup, or has ended".into()),
         }
     }
-    None
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -99,9 +114,12 @@ mod tests {
             other => panic!("{name}: {other:?}"),
         };
         assert_eq!((of("plain", None), of("other", None)), (Claim::Open, Claim::Open));
-        assert!(refused("db", None).contains("user cannot be read"));
+        assert_eq!(refused("db", None), "it has ended");
+        std::fs::create_dir_all(root.path("/proc/10/status")).unwrap();
+        assert!(matches!(of("db", None), Claim::Unread(why) if why.contains("/proc/10/status")));
+        std::fs::remove_dir(root.path("/proc/10/status")).unwrap();
         status("107 107 107 107");
-        assert!(refused("db", None).contains("cgroup cannot be read"));
+        assert!(refused("db", None).contains("no memory cgroup"));
         for (path, proven) in [("/t/db/x.scope", true), ("/t/db", true), ("/t/db2", false)] {
             cgroup(path);
             assert_eq!(of("db", None) == Claim::Proven, proven, "{path}");
@@ -113,5 +131,24 @@ mod tests {
         assert!(refused("u", None).contains("has no uuid"));
         assert!(refused("u", Some("1")).contains("its uuid is 1"));
         assert_eq!(of("u", Some(UUID)), Claim::Open, "its QEMU's word proves nothing");
+    }
+
+    #[test]
+    fn a_section_that_names_a_socket_names_its_vm() {
+        let text = format!(
+            "[vm.db]\nqmp = \"/run/db.qmp\"\nmanage = false\n\
+             [vm.\"uuid:{UUID}\"]\nqmp = \"/run/u.qmp\"\n"
+        );
+        let config = Config::parse("f", &text).unwrap();
+        let called = |paths: &[&str], uuid| {
+            let paths = paths.iter().map(Into::into).collect();
+            let mut process =
+                QemuProcess { qmp: QmpAddress::Paths(paths), ..process("pid-10", uuid) };
+            name_by_socket(&config, &mut process);
+            process.given
+        };
+        assert_eq!(called(&["/run/x.qmp", "/run/db.qmp"], None), "db");
+        assert_eq!(called(&["/run/x.qmp"], None), "pid-10");
+        assert_eq!(called(&["/run/u.qmp"], Some(UUID)), "pid-10", "its uuid names it already");
     }
 }

@@ -12,6 +12,9 @@ use rustix::process::{Pid, test_kill_process};
 use super::meminfo::parse_kib;
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
+/// The first uid of a person; those of services are below (Debian's policy, `login.defs`).
+const FIRST_USER: u32 = 1000;
+
 /// The fields in use of `/proc/PID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
@@ -39,9 +42,13 @@ pub fn is_named(root: &Root, pid: u32, name: &str) -> bool {
     comm.is_some_and(|c| c.trim_end_matches('\n') == name)
 }
 
-/// The pid of a program of this name, or of a script of it that an interpreter runs.
+/// The pid of a program of this name, or of a script of it that an interpreter runs for the
+/// system.
 pub fn running(root: &Root, name: &str) -> Option<u32> {
     let script = |pid: u32| {
+        if !is_run_by(root, pid, |uid| uid < FIRST_USER) {
+            return None;
+        }
         let line = root.read_bytes(format!("/proc/{pid}/cmdline")).ok()??;
         let mut words = line.split(|b| *b == 0).map(String::from_utf8_lossy);
         let file = |word: &str| word.rsplit('/').next().unwrap_or_default().to_string();
@@ -55,7 +62,13 @@ pub fn running(root: &Root, name: &str) -> Option<u32> {
         .find(|pid| is_named(root, *pid, name) || script(*pid) == Some(true))
 }
 
-/// The pids of all `ebb run` on this host that change something, in order.
+/// Whether a process has such uids only. Any user can keep a process's command line from being
+/// read for as long as they like, so it is read of those that others than users run.
+fn is_run_by(root: &Root, pid: u32, such: impl Fn(u32) -> bool) -> bool {
+    matches!(read_credentials(root, pid), Ok(Some(c)) if c.uids.into_iter().all(such))
+}
+
+/// The pids of all `ebb run` by root, or by this user, that change something, in order.
 pub fn daemons(root: &Root) -> Vec<u32> {
     let changes = |pid: u32| {
         let line = root.read_bytes(format!("/proc/{pid}/cmdline")).ok().flatten();
@@ -63,7 +76,9 @@ pub fn daemons(root: &Root) -> Vec<u32> {
         let has = |word: &[u8]| words.contains(&word);
         has(b"run") && !has(b"--dry-run")
     };
-    let runs = |pid: &u32| is_named(root, *pid, "ebb") && changes(*pid);
+    let own = rustix::process::geteuid().as_raw();
+    let ours = |pid: u32| is_run_by(root, pid, |uid| uid == 0 || uid == own);
+    let runs = |pid: &u32| is_named(root, *pid, "ebb") && ours(*pid) && changes(*pid);
     let mut pids: Vec<u32> = processes(root).into_iter().flatten().filter(runs).collect();
     pids.sort_unstable();
     pids

@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use super::trust::is_qemu;
 
-/// Longest name kept; longer ones are cut.
-const MAX_NAME: usize = 100;
+/// Longest name kept, that of a file: libvirt's pid file has it. Longer ones are cut.
+const MAX_NAME: usize = 255;
 /// The same for a uuid, a file's name and an object's type.
 const MAX_KIND: usize = 64;
 /// Most QMP sockets of one VM that are tried.

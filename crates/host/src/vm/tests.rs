@@ -337,6 +337,7 @@ fn virtio_mem_is_a_part_of_ram_and_size_and_of_no_order() {
     like.lock().unwrap().plugged = [512, 256, 128];
     assert_eq!(sizes(&mut vm), (Bytes::mib(1792), Bytes::mib(1792)));
     assert_eq!(vm.ordered, Some(Bytes::mib(900 + 256)), "the same size of the balloon");
+    assert_eq!(tick(&mut vm).balloon.unwrap().beyond_balloon, Bytes::mib(256));
     vm.order(Bytes::mib(1700), false).unwrap();
     assert_eq!(sizes(&mut vm).0, Bytes::mib(1792));
     assert_eq!(like.lock().unwrap().ordered, 1700 - 256);

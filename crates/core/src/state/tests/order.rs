@@ -89,6 +89,35 @@ fn an_order_that_failed_is_not_remembered_as_given() {
 }
 
 #[test]
+fn a_vm_whose_qemu_refuses_to_take_from_it_is_not_asked_again_at_once() {
+    let (mut memory, config) = (Memory::default(), Config::default());
+    let low = |at: u64, available: u64| {
+        let mut s = sample(at, vec![vm(1024, 600, 900)]);
+        s.host.memory.iter_mut().for_each(|m| m.available = Bytes::mib(available));
+        s
+    };
+    let mut asked = Vec::new();
+    for second in 1..40 {
+        let s = low(second * 1_000, 300);
+        memory.observe(&s);
+        let model = Model::new(&config, &s, &memory);
+        let decided = crate::policy::decide(&model, &memory, &[]);
+        let refused = |a: &Action| Outcome {
+            vm: a.vm,
+            error: Some("Parameter 'target' expects a size".into()),
+            refused: true,
+            ..Outcome::default()
+        };
+        let outcomes: Vec<Outcome> = decided.plan.actions.iter().map(refused).collect();
+        asked.extend(decided.plan.actions.iter().map(|_| second));
+        memory.learn(&model, &decided, &outcomes, true);
+        assert!(memory.vms[0].order.is_none());
+    }
+    let [first, second] = asked[..] else { panic!("{asked:?}") };
+    assert!((30..=32).contains(&(second - first)), "{asked:?}");
+}
+
+#[test]
 fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
     let mut memory = Memory::default();
     let mut left = Vec::new();

@@ -174,7 +174,8 @@ fn what_was_given_is_written_down_in_the_same_tick() {
         ..Plan::default()
     };
     let written = |error: Option<&str>, unanswered| {
-        let outcome = Outcome { vm: ID, error: error.map(Into::into), unanswered };
+        let error = error.map(Into::into);
+        let outcome = Outcome { vm: ID, error, unanswered, ..Outcome::default() };
         let vm = memory.owned(&model, &plan, &[outcome]).vms.remove(0);
         (vm.ordered.map(|b| b.0 >> 20), vm.most.map(|b| b.0 >> 20), vm.unsure)
     };

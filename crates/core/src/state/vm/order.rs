@@ -124,9 +124,7 @@ impl VmMemory {
             // Neither gives nor takes: the guest keeps the size it has.
             Reason::Withdrawn => {
                 self.order = None;
-                self.stuck_count = (self.stuck_count + 1).min(16);
-                let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
-                self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
+                self.pause(at);
             }
             Reason::HandsOff | Reason::Needed => self.order = None,
             // What was taken went with the old kernel.
@@ -150,6 +148,13 @@ impl VmMemory {
                 (self.last_take, self.need_then) = (Some(at), self.need());
             }
         }
+    }
+
+    /// It did not follow, or QEMU refused the order: it is not asked for a while.
+    pub(in crate::state) fn pause(&mut self, at: Stamp) {
+        self.stuck_count = (self.stuck_count + 1).min(16);
+        let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
+        self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
     }
 
     fn learn_given(&mut self, at: Stamp, action: &Action, given: Bytes) {

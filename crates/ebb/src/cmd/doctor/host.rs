@@ -282,7 +282,19 @@ mod tests {
             std::fs::create_dir_all(&proc).unwrap();
             std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
             std::fs::write(proc.join("cmdline"), line.replace(' ', "\0")).unwrap();
+            std::fs::write(proc.join("status"), "Uid: 0 0 0 0\n").unwrap();
         };
+        // A user's, whose command line is never read: it could wait for ever.
+        for comm in ["ebb", "python3"] {
+            let proc = dir.path().join(format!("proc/{}", 20 + comm.len()));
+            std::fs::create_dir_all(&proc).unwrap();
+            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
+            std::fs::write(proc.join("status"), "Uid: 1000 1000 1000 1000\n").unwrap();
+            let path = proc.join("cmdline");
+            let mode = rustix::fs::Mode::from_raw_mode(0o600);
+            let kind = rustix::fs::FileType::Fifo;
+            rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+        }
         process(3, "bash", "bash momd pvestatd");
         assert_eq!(controllers(&root).len(), 0);
         process(7, "pvestatd", "pvestatd");

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -77,31 +78,61 @@ pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result
     }
 }
 
-/// Opens to KSM, or closes, what Ebb had closed or opened. What could not be done,
-/// and why; a VM that has ended is owed nothing.
-pub fn put_back(config: &Config, marks: &[OwnedMark]) -> (Vec<OwnedMark>, Vec<String>) {
-    let (root, mut left, mut failed) = (Root::default(), Vec::new(), Vec::new());
+/// Opens to KSM, or closes, what Ebb had closed or opened. What was not done within `patience`,
+/// and why; a VM that has ended is owed nothing. A VM whose turn has come by then is still done:
+/// the kernel takes a minute where much is merged, and a process can keep its mappings from being
+/// read for ever.
+pub fn put_back(
+    config: &Config,
+    marks: &[OwnedMark],
+    patience: Duration,
+) -> (Vec<OwnedMark>, Vec<String>) {
+    let config = config.clone();
+    each_within(marks, patience, move |mark| put_one_back(&config, mark))
+}
+
+fn each_within(
+    marks: &[OwnedMark],
+    patience: Duration,
+    put_back: impl Fn(&OwnedMark) -> Result<()> + Send + 'static,
+) -> (Vec<OwnedMark>, Vec<String>) {
+    let until = Instant::now() + patience;
+    let (tell, told) = mpsc::channel();
+    let all = marks.to_vec();
+    std::thread::spawn(move || {
+        for mark in all.iter().take_while(|_| Instant::now() < until) {
+            if tell.send(put_back(mark)).is_err() {
+                break;
+            }
+        }
+    });
+    let (mut left, mut failed) = (Vec::new(), Vec::new());
     for mark in marks {
-        if life(&root, mark.id) == Life::Ended {
-            continue;
-        }
-        let inspected = inspect_owed(&root, mark.id);
-        let done = inspected.map_err(anyhow::Error::from).and_then(|found| {
-            let found = match found {
-                Program::Vm(found) => found,
-                Program::Refused(refused) => bail!("not taken for a VM: {}", refused.why),
-                Program::Other => bail!("no QEMU"),
-            };
-            let process = QemuProcess { name: mark.name.clone(), ..*found };
-            let mut qmp = connect(config, &process)?;
-            Ok(vm_mergeable::set(&root, mark.id, &mut qmp, mark.open)?)
-        });
-        if let Err(e) = done {
-            left.push(mark.clone());
-            failed.push(format!("{}: {e:#}", mark.name));
-        }
+        let why = match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(Ok(())) => continue,
+            Ok(Err(e)) => format!("{e:#}"),
+            Err(_) => format!("not done within {} s", patience.as_secs()),
+        };
+        left.push(mark.clone());
+        failed.push(format!("{}: {why}", mark.name));
     }
     (left, failed)
+}
+
+fn put_one_back(config: &Config, mark: &OwnedMark) -> Result<()> {
+    let root = Root::default();
+    if life(&root, mark.id) == Life::Ended {
+        return Ok(());
+    }
+    let found = match inspect_owed(&root, mark.id)? {
+        Program::Vm(found) => found,
+        Program::Refused(refused) => bail!("not taken for a VM: {}", refused.why),
+        Program::Other => bail!("no QEMU"),
+    };
+    let process = QemuProcess { name: mark.name.clone(), ..*found };
+    let mut qmp = connect(config, &process)?;
+    vm_mergeable::set(&root, mark.id, &mut qmp, mark.open)?;
+    Ok(())
 }
 
 /// KSM has one domain: it merges whatever is open to it, so one group only may be.
@@ -256,5 +287,22 @@ mod tests {
         let xml = "<qemu:commandline><qemu:arg value='-qmp'/>\
                    <qemu:arg value='unix:/run/ebb-vms/web-ebb.qmp,server=on,wait=off'/>";
         assert!(said.contains("virsh edit: xmlns:qemu=") && said.contains(xml), "{said}");
+    }
+
+    #[test]
+    fn a_vm_that_is_not_closed_in_time_stays_written_down_and_those_after_it() {
+        let mark = |name: &str| OwnedMark { name: name.into(), ..OwnedMark::default() };
+        let marks = ["refused", "done", "hangs", "later"].map(mark);
+        let (_never, wait) = mpsc::channel::<()>();
+        let wait = std::sync::Mutex::new(wait);
+        let one = move |mark: &OwnedMark| match mark.name.as_str() {
+            "refused" => bail!("no QEMU"),
+            "hangs" => Ok(wait.lock().unwrap().recv()?),
+            _ => Ok(()),
+        };
+        let (left, failed) = each_within(&marks, Duration::from_secs(1), one);
+        assert_eq!(left, [mark("refused"), mark("hangs"), mark("later")]);
+        assert_eq!(failed[0], "refused: no QEMU");
+        assert_eq!(failed[1], "hangs: not done within 1 s");
     }
 }

@@ -45,6 +45,27 @@ fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
 }
 
 #[test]
+fn a_pool_of_huge_pages_that_is_mounted_later_is_seen_with_the_next_vm() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = Root::at(dir.path());
+    let begin = |pid: u32, mounts: &str| {
+        let proc = dir.path().join(format!("proc/{pid}"));
+        std::fs::create_dir_all(&proc).unwrap();
+        std::fs::create_dir_all(root.path("/proc/self")).unwrap();
+        std::fs::write(root.path("/proc/self/mountinfo"), mounts).unwrap();
+        std::fs::write(proc.join("cmdline"), format!("kvm\0-mem-path\0/huge/{pid}\0")).unwrap();
+        let stat = format!("{pid} (kvm) S{} 7 0", " 0".repeat(18));
+        std::fs::write(proc.join("stat"), stat).unwrap();
+    };
+    let mut scanner = Scanner::new(anything());
+    begin(10, "1 2 0:3 / / rw - ext4 none rw\n");
+    assert!(!scanner.scan(&root, &none()).unwrap().found[0].hugepages);
+    begin(11, "1 2 0:3 / /huge rw - hugetlbfs none rw\n");
+    let found = scanner.scan(&root, &none()).unwrap().found;
+    assert!(found.iter().find(|p| p.id.pid == 11).unwrap().hugepages);
+}
+
+#[test]
 fn of_what_is_no_vm_only_the_name_is_read_again_but_now_and_then() {
     let dir = tempfile::tempdir().unwrap();
     let root = Root::at(dir.path());
