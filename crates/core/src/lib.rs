@@ -14,6 +14,7 @@ pub mod range;
 pub mod sample;
 pub mod state;
 pub mod table;
+pub mod task;
 pub mod text;
 pub mod tick;
 pub mod units;

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::policy::merge::Order;
 use crate::sample::VmId;
+use crate::task::{Orders, StageName};
 use crate::units::Bytes;
 use crate::wire::Recycle;
 
@@ -19,15 +20,9 @@ pub struct Plan {
     /// What to ask of the agents inside the VMMs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recycle: Vec<RecycleOrder>,
-    /// Cold memory to page out to the host's swap.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub offload: Vec<OffloadOrder>,
-    /// VMs whose zero pages are to be freed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub zeros: Vec<ZeroOrder>,
-    /// Partially mapped huge pages to split.
-    #[serde(default, alias = "torn", skip_serializing_if = "Vec::is_empty")]
-    pub partial_thp: Vec<PartialThpOrder>,
+    /// What is begun beside the loop.
+    #[serde(flatten)]
+    pub orders: Orders,
     /// Merging; absent where it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergePlan>,
@@ -43,42 +38,6 @@ pub struct Plan {
     pub last_resort: Vec<LastResort>,
 }
 
-/// The mechanisms, in the order in which they are used: what is cheap and harmless
-/// first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum StageName {
-    /// Pages that guests have freed.
-    Recycle,
-    /// Pages that are the same.
-    Merge,
-    /// Pages of zeros of VMs that are not merged.
-    Zeros,
-    /// Memory that is idle in a guest, or its page cache.
-    Balloon,
-    /// Cold memory, to the host's swap.
-    Offload,
-    /// New VMs are refused; what an operator could do is listed.
-    Protect,
-}
-
-impl StageName {
-    pub const ALL: [StageName; 6] = [
-        StageName::Recycle,
-        StageName::Merge,
-        StageName::Zeros,
-        StageName::Balloon,
-        StageName::Offload,
-        StageName::Protect,
-    ];
-}
-
-impl fmt::Display for StageName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.serialize(f)
-    }
-}
-
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
     pub name: StageName,
@@ -88,42 +47,6 @@ pub struct Stage {
     pub expected: Bytes,
     /// How, or why not, for people.
     pub why: String,
-}
-
-/// Has cold memory of one VM paged out.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct OffloadOrder {
-    pub vm: VmId,
-    pub name: String,
-    /// The most that is paged out.
-    pub bytes: Bytes,
-    pub reason: String,
-}
-
-/// Scans one VM for zero pages and frees them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ZeroOrder {
-    pub vm: VmId,
-    pub name: String,
-    /// How much of its memory is looked at, from where the last order ended.
-    pub read: Bytes,
-    /// The longest that this may take, milliseconds.
-    pub ms: u64,
-    /// A huge page is split if at least this many of its 512 pages are zeros.
-    pub split: Option<u64>,
-    /// The most that may be written to swap.
-    pub swap: Bytes,
-    pub reason: String,
-}
-
-/// Splits those huge pages of one VM of which a balloon took a part.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PartialThpOrder {
-    pub vm: VmId,
-    pub name: String,
-    /// The longest that this may take, milliseconds. It begins where the last order ended.
-    pub ms: u64,
-    pub reason: String,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -20,9 +20,10 @@ use self::limits::{View, below};
 use self::merge::MergeMemory;
 use crate::model::{Model, Standing, VmModel};
 use crate::plan::{
-    Action, DEADBAND, Held, MOST_ACTIONS, Plan, Reason, Reclaim, RecycleOrder, Stage, StageName,
+    Action, DEADBAND, Held, MOST_ACTIONS, Plan, Reason, Reclaim, RecycleOrder, Stage,
 };
 use crate::state::Memory;
+use crate::task::StageName;
 use crate::units::Bytes;
 
 /// What a policy says of one VM.
@@ -53,9 +54,9 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
     let freed: Bytes = recycled.iter().copied().sum();
 
     // Both run in the background; later samples show what they freed.
-    plan.partial_thp = partial_thp::partial_thp(model, memory);
+    plan.orders.partial_thp = partial_thp::partial_thp(model, memory);
     let (orders, zeros_reason) = zeros::zeros(model, memory, requests);
-    plan.zeros = orders;
+    plan.orders.zeros = orders;
 
     let ballooned = balloon::balloon(model, memory, requests, &recycled);
     let missing = ballooned.missing;
@@ -102,7 +103,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
             brings += order.bytes;
             let at = model.vms.iter().position(|vm| vm.id == order.vm);
             at.into_iter().for_each(|i| paged[i] += order.bytes);
-            plan.offload.push(order);
+            plan.orders.offload.push(order);
         }
         if plan.last_resort.is_empty() {
             plan.last_resort = admission::last_resort(model, left - brings);

@@ -24,8 +24,8 @@ pub use self::host::{
 pub(crate) use self::host::{is_below, is_in};
 pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};
 pub use self::vm::{
-    Claim, HandsOff, Link, OffloadSample, OwnMemory, PartialThpSample, ProcessMemory, RunState,
-    SharedSocket, VmEvent, VmId, VmSample, ZeroSample,
+    Claim, HandsOff, Link, OwnMemory, ProcessMemory, RunState, SharedSocket, VmEvent, VmId,
+    VmSample,
 };
 use crate::units::Stamp;
 

@@ -35,10 +35,11 @@ pub use self::vm::*;
 pub use self::yields::Yields;
 pub use self::zeros::ZeroMemory;
 use crate::model::{Limit, Model, Pressure};
-use crate::plan::{Action, MergeWish, Outcome, Plan, Stage, StageName};
+use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
 use crate::sample::{Sample, VmId, Vmstat};
+use crate::task::{LastOrder, StageName};
 use crate::units::{Bytes, Stamp};
 
 /// How long a notification of cgroup v1 counts: it comes at most a few times a
@@ -268,17 +269,12 @@ impl Memory {
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
             let m = self.vm_mut(vm.id);
             m.name.clone_from(&vm.name);
-            let (was, paged) = (m.returned, m.cold.paged_out);
+            let mut all_came = StageName::ALL.map(|name| (name, m.came(name)));
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);
             if short {
                 m.end_settling(at);
             }
-            let all_came = [
-                (StageName::Recycle, m.returned.recycled - was.recycled),
-                (StageName::Balloon, m.returned.balloon - was.balloon),
-                (StageName::Offload, m.cold.paged_out - paged),
-                (StageName::Zeros, m.returned.zeros - was.zeros),
-            ];
+            all_came.iter_mut().for_each(|(name, came)| *came = m.came(*name) - *came);
             for (name, came) in all_came {
                 self.tally(name, |t| t.came += came);
             }
@@ -443,8 +439,10 @@ impl Memory {
             m.ordered = Some((model.at, order.open));
             m.was.get_or_insert(!order.open);
         }
-        for order in &plan.partial_thp {
-            self.vm_mut(order.vm).partial_thp = Bytes::ZERO;
+        for order in plan.orders.each() {
+            let m = self.vm_mut(order.vm);
+            let last = LastOrder { at: model.at, inflated: m.inflated };
+            *(order.slot)(&mut m.ordered) = Some(last);
         }
         for order in &plan.recycle {
             let m = self.vm_mut(order.vm);

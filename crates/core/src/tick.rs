@@ -8,10 +8,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim, StageName};
+use crate::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId};
 use crate::state::{Memory, Owned, VmMemory};
+use crate::task::StageName;
 use crate::units::{Bytes, Stamp};
 
 /// The world, as the loop needs it: the only seam between core and machine.
@@ -128,8 +129,7 @@ const LOOK_MOST_MS: u64 = 3_000;
 fn only_gives(plan: &mut Plan) {
     // What takes an order to shrink back takes nothing.
     plan.actions.retain(|a| a.to >= a.from);
-    plan.offload.clear();
-    plan.zeros.clear();
+    plan.orders.strike_takes();
     if let Some(merge) = &mut plan.merge {
         merge.vms.clear();
     }

@@ -6,7 +6,8 @@ mod common;
 use common::{Guest, Toy, id};
 use ebb_core::config::Config;
 use ebb_core::model::Progress;
-use ebb_core::plan::{Action, Reason, StageName};
+use ebb_core::plan::{Action, Reason};
+use ebb_core::task::StageName;
 use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::Bytes;
 

@@ -2,8 +2,8 @@
 //! kind here, once. It feeds the terminal's table and `/metrics`.
 
 use ebb_core::model::{Limit, Progress};
-use ebb_core::plan::StageName;
 use ebb_core::sample::Link;
+use ebb_core::task::StageName;
 use ebb_core::units::Bytes;
 
 use crate::view::{Stage, State, Vm};
@@ -189,12 +189,12 @@ fields! { VM_FIELDS: Vm, v =>
         = v.merge.as_ref()?.stat.profit;
     merge_open: Plain Gauge "1: KSM may look at it" = v.merge.as_ref()?.open;
     merge_found: Bytes Gauge "What merging it would still save" = v.merge.as_ref()?.found?.saves();
-    paged_out: Bytes Counter "Paged out on order" = v.offload.as_ref()?.paged_out;
+    paged_out: Bytes Counter "Paged out on order" = v.tasks.offload.as_ref()?.paged_out;
     partial_thp_split: Plain Counter "Huge pages split that a balloon left partially mapped"
-        = v.partial_thp.as_ref()?.split;
-    partial_thp_freed: Bytes Counter "What that freed" = v.partial_thp.as_ref()?.freed;
-    zeros_read: Bytes Counter "Scanned for zero pages" = v.zeros.as_ref()?.read;
-    zeros_freed: Bytes Counter "Zero pages that were freed" = v.zeros.as_ref()?.freed;
+        = v.tasks.partial_thp.as_ref()?.split;
+    partial_thp_freed: Bytes Counter "What that freed" = v.tasks.partial_thp.as_ref()?.freed;
+    zeros_read: Bytes Counter "Scanned for zero pages" = v.tasks.zeros.as_ref()?.read;
+    zeros_freed: Bytes Counter "Zero pages that were freed" = v.tasks.zeros.as_ref()?.freed;
     stats_age: Seconds Gauge "Age of the guest's statistics" = v.stats_age_ms? as f64 / 1000.0;
     up: Plain Gauge "1: QMP answers" = v.link == Link::Up;
     distress: Plain Gauge "1: the guest is short of memory" = !v.distress.is_empty();

@@ -188,14 +188,10 @@ impl Observer {
             merging.iter().for_each(|m| say(&format!("merging: {}{not}", m.why)));
             self.said.merging = words;
         }
-        for o in tick.plan.zeros.iter().filter(|_| self.dry_run || self.verbose) {
-            say(&format!("{}: look for zeros in {}: {}{not}", o.name, o.read, o.reason));
-        }
-        for o in tick.plan.partial_thp.iter().filter(|_| self.dry_run || self.verbose) {
-            say(&format!("{}: split partially mapped huge pages: {}{not}", o.name, o.reason));
-        }
-        for o in &tick.plan.offload {
-            say(&format!("{}: page out {}: {}{not}", o.name, o.bytes, o.reason));
+        for o in tick.plan.orders.each() {
+            if o.loud || self.dry_run || self.verbose {
+                say(&format!("{o}{not}"));
+            }
         }
         if tick.plan.last_resort != self.said.last_resort {
             for l in &tick.plan.last_resort {

@@ -12,19 +12,20 @@ mod decisions;
 
 use ebb_core::config::MergeMode;
 use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::{self, Plan, StageName};
+use ebb_core::plan::{self, Plan};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
-    self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, OffloadSample,
-    PartialThpSample, Pool, RunState, ScanSample, SharedSocket, SwapArea, VmId, VmSample,
-    ZeroSample,
+    self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, Pool, RunState, ScanSample,
+    SharedSocket, SwapArea, VmId, VmSample,
 };
 use ebb_core::state::{Memory, Returned, Tally, VmMemory};
+use ebb_core::task::{StageName, Tasks};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value, json};
 
 use self::decisions::Done;
 pub use self::decisions::{DRY_RUN, Decision, Order, decisions, forbidden, guest_words, unheeded};
@@ -33,7 +34,7 @@ pub use self::decisions::{DRY_RUN, Decision, Order, decisions, forbidden, guest_
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
     d: D,
 ) -> Result<T, D::Error> {
-    let value = serde_json::Value::deserialize(d)?;
+    let value = Value::deserialize(d)?;
     Ok(serde_json::from_value(value).unwrap_or_default())
 }
 
@@ -41,8 +42,21 @@ pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
 pub fn lenient_list<'de, D: Deserializer<'de>, T: DeserializeOwned>(
     d: D,
 ) -> Result<Vec<T>, D::Error> {
-    let items = Vec::<serde_json::Value>::deserialize(d)?;
+    let items = Vec::<Value>::deserialize(d)?;
     Ok(items.into_iter().filter_map(|v| serde_json::from_value(v).ok()).collect())
+}
+
+/// The same with each part of a struct, and with each item of its lists.
+pub fn lenient_parts<'de, D: Deserializer<'de>, T: DeserializeOwned>(d: D) -> Result<T, D::Error> {
+    let mut parts: Map<String, Value> = Map::deserialize(d)?;
+    let is_known = |key: &str, value: &Value| T::deserialize(&json!({ key: value })).is_ok();
+    parts.retain(|key, value| {
+        if let Some(items) = value.as_array_mut() {
+            items.retain(|item| is_known(key, &json!([item])));
+        }
+        is_known(key, value)
+    });
+    T::deserialize(Value::Object(parts)).map_err(D::Error::custom)
 }
 
 /// A struct whose fields have beside them how they are filled.
@@ -306,16 +320,10 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     /// How far it is with its last order.
     #[serde(deserialize_with = "lenient")]
     convergence: Convergence = m.convergence;
-    /// What was paged out of it on order.
-    #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    offload: Option<OffloadSample> = s.offload.clone();
-    /// Its huge pages that a balloon left partially mapped and that were split.
-    #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    partial_thp: Option<PartialThpSample> = s.partial_thp.clone();
-    /// Its zero pages that were freed.
-    #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    zeros: Option<ZeroSample> = s.zeros.clone();
-    /// Why they are not; empty where they may be, or that is not wanted.
+    /// What was done to it beside the loop.
+    #[serde(flatten, deserialize_with = "lenient_parts")]
+    tasks: Tasks = s.tasks.clone();
+    /// Why its zero pages are not freed; empty where they may be, or that is not wanted.
     #[serde(skip_serializing_if = "String::is_empty")]
     zeros_stay: String = tick.sample.host.zeros.map(|_| m.zeros_stay.clone()).unwrap_or_default();
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
@@ -382,10 +390,10 @@ fn tier(s: &VmSample) -> &'static str {
 #[cfg(test)]
 mod tests {
     use ebb_core::sample;
+    use ebb_core::task::{OffloadSample, ZeroSample};
     use ebb_core::tick::{Engine, Host as _};
     use ebb_sim::World;
     use ebb_sim::scenario::crowd;
-    use serde_json::{Value, json};
 
     use super::*;
 
@@ -411,9 +419,8 @@ mod tests {
             state.host.warnings.push("w".into());
             for vm in &mut state.vms {
                 vm.agent = Some(AgentSample::default());
-                vm.offload = Some(OffloadSample::default());
-                vm.partial_thp = Some(PartialThpSample::default());
-                vm.zeros = Some(ZeroSample::default());
+                vm.tasks.offload = Some(OffloadSample::default());
+                vm.tasks.zeros = Some(ZeroSample::default());
                 vm.merge =
                     Some(MergeSample { found: Some(Default::default()), ..Default::default() });
             }
@@ -475,10 +482,13 @@ mod tests {
     #[test]
     fn a_part_that_is_not_understood_is_as_if_it_were_not_told() {
         let text = r#"{"vms": [{"name": "a", "link": {"state": "resting"}, "ram": 7,
-            "trust": {"level": "much"}}], "host": {"state": "glad", "stages": [{"name": "x"}]}}"#;
+            "trust": {"level": "much"}, "offload": {"paged_out": "much"},
+            "zeros": {"read": 9, "chosen": 8, "freed": 7, "rounds": 1, "busy": false}}], "host": {"state": "glad", "stages": [{"name": "x"}]}}"#;
         let state: State = serde_json::from_str(text).unwrap();
         let vm = &state.vms[0];
         assert_eq!((vm.ram, &vm.link, vm.trust.level), (Some(Bytes(7)), &Link::Unknown, 1.0));
+        assert_eq!(vm.tasks.offload, None);
+        assert_eq!(vm.tasks.zeros.as_ref().unwrap().freed, Bytes(7));
         assert!(state.host.stages.is_empty());
     }
 

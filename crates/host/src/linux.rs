@@ -26,9 +26,8 @@ use ebb_core::units::{Bytes, Stamp};
 
 use crate::act::ksm::Manners;
 use crate::act::ksm_worker::KsmWorker;
-use crate::act::offload::{self, Offloader};
-use crate::act::partial_thp::{self, Splitter};
-use crate::act::zeros::{self, ZeroFinder};
+use crate::act::zeros;
+use crate::act::{self, Background};
 use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
 use crate::intervals::Intervals;
@@ -130,10 +129,10 @@ pub struct LinuxHost {
     /// Where there is no PSI of the pool, and when they last ended a sleep.
     notifications: Option<PressureEvents>,
     notified: Option<Instant>,
-    offloader: Offloader,
-    splitter: Splitter,
-    /// Where that is wanted, with what this kernel can do.
-    zeros: Option<(ZeroWays, ZeroFinder)>,
+    /// What works beside the loop, by mechanism.
+    background: Vec<Box<dyn Background>>,
+    /// How this kernel can free zero pages, where that is wanted.
+    zeros: Option<ZeroWays>,
     merger: Option<KsmWorker>,
     mappers: Search,
     /// `ksmd`, who else sets KSM, and when that was looked up.
@@ -168,9 +167,8 @@ impl LinuxHost {
             trigger: None,
             notifications: None,
             notified: None,
-            offloader: offload::offloader(options.root.clone()),
-            splitter: partial_thp::splitter(options.root.clone()),
-            zeros: zeros.then(|| (zeros::ways(&options.root), zeros::finder(options.root.clone()))),
+            background: act::background(&options.root),
+            zeros: zeros.then(|| zeros::ways(&options.root)),
             merger,
             mappers: Search::default(),
             ksm_around: ksm::Around::default(),
@@ -304,7 +302,7 @@ impl LinuxHost {
             psi: noted(problems, psi::MEMORY, root.parse(psi::MEMORY, psi::parse_psi)),
             vmstat: noted(problems, "/proc/vmstat", vmstat::read_vmstat(root)),
             swaps: noted(problems, "/proc/swaps", swaps::read_swaps(root)).unwrap_or_default(),
-            zeros: self.zeros.as_ref().map(|(ways, _)| *ways),
+            zeros: self.zeros,
             zfs_arc: noted(problems, "arcstats", zfs::read_arcstats(root)),
             zswap: noted(problems, "zswap", swaps::read_zswap(root).map(Some)).unwrap_or_default(),
             vmpressure: self.notifications.as_ref().map(PressureEvents::take),
@@ -328,15 +326,11 @@ impl LinuxHost {
             }
             vm.count_own(root, now, &mut begins);
             let mut sample = vm.sample(at, wall_ms, problems);
-            sample.offload = self.offloader.sample(*id);
-            sample.partial_thp = self.splitter.sample(*id);
-            sample.zeros = self.zeros.as_ref().and_then(|(_, z)| z.sample(*id));
+            self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
                 || self.merger.as_ref().is_some_and(|m| m.reads(*id))
-                || sample.offload.as_ref().is_some_and(|o| o.busy)
-                || sample.partial_thp.as_ref().is_some_and(|t| t.busy)
-                || sample.zeros.as_ref().is_some_and(|z| z.busy);
+                || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample
         };

@@ -7,9 +7,10 @@
 //! whole seconds, so what is known of its age is as little as on a real host.
 
 use ebb_core::sample::{
-    AgentSample, BalloonSample, GuestStats, Heard, Link, OffloadSample, OwnMemory, ProcessMemory,
-    RunState, VmEvent, VmId, VmSample,
+    AgentSample, BalloonSample, GuestStats, Heard, Link, OwnMemory, ProcessMemory, RunState,
+    VmEvent, VmId, VmSample,
 };
+use ebb_core::task::{OffloadSample, Tasks};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Counters};
@@ -203,6 +204,11 @@ impl Voice {
         let guest = answers.then(|| self.see(at)).flatten();
         let guest = guest.map(|g| GuestStats { age_ms: self.heard.age_ms(at, wall_ms), ..g });
         let run = if self.migrating { RunState::Migrating } else { RunState::Running };
+        let offload = (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {
+            paged_out: g.counts.paged_out,
+            busy: g.paging > Bytes::ZERO,
+            error: None,
+        });
         VmSample {
             id: self.id,
             name: self.name.clone(),
@@ -223,11 +229,7 @@ impl Voice {
                 ..BalloonSample::default()
             }),
             agent: g.spec.agent.then(|| agent(g, wall_ms)),
-            offload: (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {
-                paged_out: g.counts.paged_out,
-                busy: g.paging > Bytes::ZERO,
-                error: None,
-            }),
+            tasks: Tasks { offload, ..Tasks::default() },
             events,
             pinned: (g.spec.mood == Mood::Pinned).then(|| "a VFIO device pins it".into()),
             ..VmSample::default()

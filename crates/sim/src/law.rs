@@ -210,7 +210,7 @@ impl Laws {
 
     /// Looked at just after the orders were given, and before they are carried out.
     fn check_offload(&mut self, world: &World, tick: &Tick, at: u64) {
-        let orders = &tick.plan.offload;
+        let orders = &tick.plan.orders.offload;
         let total = world.host.total;
         if !orders.is_empty() && world.host.free(&world.guests) > default_reserve(total).share(2.0)
         {

@@ -411,7 +411,7 @@ impl Host for World {
             }
         }
         self.outside += started.elapsed();
-        for order in &plan.offload {
+        for order in &plan.orders.offload {
             if let Some(i) = self.index(order.vm) {
                 self.guests[i].paging += order.bytes;
             }

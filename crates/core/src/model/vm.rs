@@ -14,6 +14,7 @@ use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample, is_below};
 use crate::state::Memory;
+use crate::task::Tasks;
 use crate::units::Bytes;
 
 /// QEMU refuses to leave a guest nothing of the memory that a balloon can hold.
@@ -80,13 +81,13 @@ pub struct VmModel {
     pub beyond_balloon: bool,
     /// Why it cannot be paged out.
     pub pinned: Option<String>,
-    pub offload: Option<crate::sample::OffloadSample>,
+    /// What was done to it beside the loop.
+    pub tasks: Tasks,
+    /// The kernel may be advised about its RAM.
+    pub advisable: bool,
     pub merge: Option<MergeVm>,
     /// Why its pages of zeros are left where they are; empty: they need not be.
     pub zeros_stay: String,
-    pub zeros: Option<crate::sample::ZeroSample>,
-    /// The result of splitting its partially mapped huge pages; `None`: Ebb must not split them.
-    pub partial_thp: Option<crate::sample::PartialThpSample>,
 }
 
 /// How far a VM has followed its last order.
@@ -191,15 +192,13 @@ impl VmModel {
             nodes: vm.nodes.clone(),
             paused: vm.run == Some(RunState::Paused),
             hands_off: vm.hands_off,
-            offload: vm.offload.clone(),
+            tasks: vm.tasks.clone(),
+            advisable: merge::advisable(config, vm),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
             agent: vm.agent.clone(),
             merge: MergeVm::new(config, vm),
             zeros_stay: merge::zeros_stay(config, vm).unwrap_or_default(),
-            zeros: vm.zeros.clone(),
-            partial_thp: merge::advisable(config, vm)
-                .then(|| vm.partial_thp.clone().unwrap_or_default()),
             ..VmModel::default()
         };
         if let (Some(actual), Some(stats)) = (actual, m.words(sample.at, vm)) {

@@ -12,10 +12,10 @@
 //! VMs that migrate, guests in distress.
 
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::plan::OffloadOrder;
 use crate::policy::recycle::usable;
 use crate::sample::AgentSample;
 use crate::state::{Memory, VmMemory};
+use crate::task::OffloadOrder;
 use crate::units::Bytes;
 
 /// A running VM is cold when it has been quiet for this time.
@@ -116,7 +116,7 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     {
         return None;
     }
-    if vm.offload.as_ref().is_some_and(|o| o.busy) {
+    if vm.tasks.offload.as_ref().is_some_and(|o| o.busy) {
         return None;
     }
     let recycled = |a: &AgentSample| !a.busy && a.held.unwrap_or_default() < RECYCLED;
@@ -144,8 +144,9 @@ fn spare(vm: &VmModel) -> Bytes {
 mod tests {
     use super::*;
     use crate::model::HostModel;
-    use crate::sample::{Link, OffloadSample, VmId};
+    use crate::sample::{Link, VmId};
     use crate::state::Cold;
+    use crate::task::OffloadSample;
     use crate::units::Stamp;
     use crate::wire::AgentState;
 
@@ -278,7 +279,7 @@ mod tests {
         v.standing = Standing::Off("it is being migrated".into());
         refused((v, m));
         let (mut v, m) = cold();
-        v.offload = Some(OffloadSample { busy: true, ..OffloadSample::default() });
+        v.tasks.offload = Some(OffloadSample { busy: true, ..OffloadSample::default() });
         refused((v, m));
         let (v, mut m) = cold();
         m.cold.back_until = Some(Stamp(NOW.0 + 1));

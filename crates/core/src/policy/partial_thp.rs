@@ -10,8 +10,8 @@
 //! when its balloon took a part of it. Never: pinned RAM, VMs that migrate or are not Ebb's to touch.
 
 use crate::model::{Model, VmModel};
-use crate::plan::PartialThpOrder;
 use crate::state::Memory;
+use crate::task::PartialThpOrder;
 use crate::units::Bytes;
 
 /// While a balloon grows, its VM's page tables are scanned each time that it took this
@@ -30,16 +30,16 @@ pub fn partial_thp(model: &Model, memory: &Memory) -> Vec<PartialThpOrder> {
 }
 
 fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<PartialThpOrder> {
-    let (done, m) = (vm.partial_thp.as_ref()?, memory.vm(vm.id)?);
-    if done.busy {
+    let (done, m) = (vm.tasks.partial_thp.as_ref(), memory.vm(vm.id)?);
+    if !vm.advisable || done.is_some_and(|d| d.busy) {
         return None;
     }
-    let taken = m.partial_thp;
+    let taken = m.inflated - m.ordered.partial_thp.map_or(Bytes::ZERO, |last| last.inflated);
     let step = STEP.0.max(vm.ram.unwrap_or_default().share(STEP.1));
     let rests = m.shrunk.is_none_or(|at| model.at.since(at) >= REST_MS);
     let reason = if taken >= step || taken >= LEAST && rests {
         format!("its balloon took {taken}")
-    } else if done.more {
+    } else if done.is_some_and(|d| d.more) {
         "what the last order did not come to".into()
     } else {
         return None;
@@ -54,10 +54,10 @@ mod tests {
     use crate::plan::Plan;
     use crate::policy::Decided;
     use crate::sample::{
-        BalloonSample, HostSample, Link, PartialThpSample, ProcessMemory, RunState, Sample, VmId,
-        VmSample,
+        BalloonSample, HostSample, Link, ProcessMemory, RunState, Sample, VmId, VmSample,
     };
     use crate::state::VmMemory;
+    use crate::task::{Orders, PartialThpSample, Tasks};
     use crate::units::Stamp;
 
     const NOW: Stamp = Stamp(1_000_000);
@@ -76,7 +76,7 @@ mod tests {
 
     fn taken(mib: u64, shrunk_ms_ago: u64) -> VmMemory {
         let shrunk = Some(Stamp(NOW.0 - shrunk_ms_ago));
-        VmMemory { id: ID, partial_thp: Bytes::mib(mib), shrunk, ..VmMemory::default() }
+        VmMemory { id: ID, inflated: Bytes::mib(mib), shrunk, ..VmMemory::default() }
     }
 
     fn orders(config: &str, vm: VmSample, m: VmMemory) -> Vec<String> {
@@ -94,7 +94,10 @@ mod tests {
         assert_eq!((n(taken(0, 60_000)), n(taken(3, 60_000))), (0, 0));
         assert_eq!((n(taken(63, 100)), n(taken(64, 100))), (0, 1), "a sixteenth of 1 GiB");
         assert_eq!((n(taken(10, 2_900)), n(taken(10, 3_000))), (0, 1));
-        let with = |partial_thp| VmSample { partial_thp: Some(partial_thp), ..vm() };
+        let with = |partial_thp| {
+            let tasks = Tasks { partial_thp: Some(partial_thp), ..Tasks::default() };
+            VmSample { tasks, ..vm() }
+        };
         let busy = with(PartialThpSample { busy: true, more: true, ..PartialThpSample::default() });
         assert!(orders("", busy, taken(100, 100)).is_empty());
         let more = with(PartialThpSample { more: true, ..PartialThpSample::default() });
@@ -113,13 +116,24 @@ mod tests {
             memory.observe(&sample);
             let model = Model::new(&Config::default(), &sample, &memory);
             let orders = partial_thp(&model, &memory);
-            let plan = Plan { partial_thp: orders.clone(), ..Plan::default() };
-            let decided = Decided { plan, merging: None };
+            let count = orders.len();
+            let orders = Orders { partial_thp: orders, ..Orders::default() };
+            let decided = Decided { plan: Plan { orders, ..Plan::default() }, merging: None };
             memory.learn(&model, &decided, &[], true);
-            orders.len()
+            count
         };
         assert_eq!((tick(0, 1000, 300), tick(1, 968, 340), tick(2, 936, 380)), (0, 0, 1));
         assert_eq!((tick(3, 904, 420), tick(4, 872, 460)), (0, 1), "since the last order");
+    }
+
+    #[test]
+    fn what_an_older_record_remembers_counts() {
+        let id = serde_json::to_string(&ID).unwrap();
+        for key in ["partial_thp", "torn"] {
+            let was = format!(r#"{{"id": {id}, "{key}": {}}}"#, Bytes::mib(10).0);
+            let was: VmMemory = serde_json::from_str(&was).unwrap();
+            assert_eq!(orders("", vm(), was), ["its balloon took 10 MiB"]);
+        }
     }
 
     #[test]

@@ -15,8 +15,9 @@
 use std::cmp::Reverse;
 
 use crate::model::{Model, Pressure, VmModel};
-use crate::plan::{Reclaim, ZeroOrder};
+use crate::plan::Reclaim;
 use crate::state::Memory;
+use crate::task::ZeroOrder;
 use crate::units::{Bytes, PAGE};
 
 /// A VM that holds less is not scanned.
@@ -63,7 +64,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         .filter(asked)
         .map(|vm| order(vm, held(vm), ASKED_MS, "the operator asked for its memory".into()))
         .collect();
-    let busy = model.vms.iter().any(|vm| vm.zeros.as_ref().is_some_and(|z| z.busy));
+    let busy = model.vms.iter().any(|vm| vm.tasks.zeros.as_ref().is_some_and(|z| z.busy));
     if model.host.state >= Pressure::Soft && orders.is_empty() && !busy {
         let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
         let settings = model.host.merge.as_ref().map(|m| m.config.settings).unwrap_or_default();
@@ -84,7 +85,9 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
 
 /// Whether a VM's zero pages may be freed.
 fn may_go(vm: &VmModel) -> bool {
-    vm.zeros_stay.is_empty() && held(vm) >= LEAST && !vm.zeros.as_ref().is_some_and(|z| z.busy)
+    vm.zeros_stay.is_empty()
+        && held(vm) >= LEAST
+        && !vm.tasks.zeros.as_ref().is_some_and(|z| z.busy)
 }
 
 fn held(vm: &VmModel) -> Bytes {
@@ -103,7 +106,7 @@ fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a 
         let none = found(vm).is_some_and(|pages| pages < LEAST.0 / PAGE / 8);
         rest.is_none_or(|until| until <= model.at) && !none
     };
-    let read = |vm: &VmModel| vm.zeros.as_ref().map_or(Bytes::ZERO, |z| z.read);
+    let read = |vm: &VmModel| vm.tasks.zeros.as_ref().map_or(Bytes::ZERO, |z| z.read);
     able.iter().filter(due).min_by_key(|vm| (Reverse(found(vm)), read(vm), vm.id)).copied()
 }
 
@@ -115,10 +118,11 @@ mod tests {
     use crate::policy::merge::Candidates;
     use crate::sample::{
         AgentSample, HostSample, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample, VmId,
-        VmSample, ZeroSample, ZeroWays,
+        VmSample, ZeroWays,
     };
     use crate::state::VmMemory;
     use crate::state::ZeroMemory;
+    use crate::task::ZeroSample;
     use crate::units::Stamp;
 
     const NOW: Stamp = Stamp(1_000_000);
@@ -223,7 +227,7 @@ mod tests {
         assert_eq!(orders(ON, Pressure::Hard, all()), [3]);
         assert_eq!(orders(ON, Pressure::Hard, vec![scanned(4, 100)]), NONE);
         let mut vms = all();
-        vms[0].zeros = Some(ZeroSample { busy: true, ..ZeroSample::default() });
+        vms[0].tasks.zeros = Some(ZeroSample { busy: true, ..ZeroSample::default() });
         assert_eq!(orders(ON, Pressure::Hard, vms), NONE);
         let resting = |pid, until| VmMemory {
             id: VmId { pid, start: 1 },

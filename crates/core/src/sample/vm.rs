@@ -1,10 +1,11 @@
 //! A VM as the host sees it: which process it is, what that holds, how QEMU answers, and what
-//! was done to its memory on order.
+//! was done to its memory on order ([`crate::task`]).
 
 use serde::{Deserialize, Serialize};
 
 use super::{AgentSample, BalloonSample, GuestStats, MergeSample};
 use crate::config::Metadata;
+use crate::task::Tasks;
 use crate::units::Bytes;
 
 /// Which QEMU process this is: `pid` and its start time in clock ticks since
@@ -105,15 +106,9 @@ pub struct VmSample {
     /// It is left alone at the operator's request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hands_off: Option<HandsOff>,
-    /// What was offloaded of it; `None`: never asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub offload: Option<OffloadSample>,
-    /// Its pages of zeros; `None`: never asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub zeros: Option<ZeroSample>,
-    /// Its partially mapped huge pages; `None`: never asked for.
-    #[serde(default, alias = "torn", skip_serializing_if = "Option::is_none")]
-    pub partial_thp: Option<PartialThpSample>,
+    /// What was done to it beside the loop.
+    #[serde(flatten)]
+    pub tasks: Tasks,
     /// Its part in merging; `None`: nothing is merged here, nor is that wanted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSample>,
@@ -156,48 +151,6 @@ pub struct SharedSocket {
     /// The longest time that Ebb was connected, microseconds.
     #[serde(default)]
     pub longest_us: u64,
-}
-
-/// Cold memory of a VM that was sent to the host's swap on order, since the
-/// daemon's start.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadSample {
-    /// Gone to swap while orders were carried out, by the process's own counters.
-    pub paged_out: Bytes,
-    pub busy: bool,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-}
-
-/// Zero pages of a VM that were freed without help of its guest, since the
-/// daemon's start.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ZeroSample {
-    pub read: Bytes,
-    /// Zero pages in it that could be freed.
-    pub chosen: Bytes,
-    /// What left DRAM meanwhile, by the process's own counters.
-    pub freed: Bytes,
-    /// How often all of its memory was scanned.
-    pub rounds: u64,
-    pub busy: bool,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-}
-
-/// Huge pages of a VM that a balloon left partially mapped and that were split, since the daemon's
-/// start.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PartialThpSample {
-    /// Huge pages.
-    pub split: u64,
-    /// Their parts that were not mapped: those are the host's again.
-    pub freed: Bytes,
-    /// The last order did not come to the end of RAM.
-    pub more: bool,
-    pub busy: bool,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
 }
 
 /// `/proc/PID/status` of the VMM: cheap, read each tick. Includes QEMU itself.

@@ -15,9 +15,10 @@ use crate::config::Config;
 use crate::model::{Progress, Standing, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::{
-    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, OffloadSample, OwnMemory,
-    ProcessMemory, RunState, VmPressure, VmSample,
+    AgentSample, BalloonSample, GuestStats, HostSample, Link, Meminfo, OwnMemory, ProcessMemory,
+    RunState, VmPressure, VmSample,
 };
+use crate::task::{OffloadSample, Tasks};
 
 const ID: VmId = VmId { pid: 7, start: 9 };
 

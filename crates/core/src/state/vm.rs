@@ -28,6 +28,7 @@ use super::{
 };
 use crate::policy::merge::VmMerge;
 use crate::sample::{GuestStats, OwnMemory, VmEvent, VmId, VmSample};
+use crate::task::Ordered;
 use crate::units::{Bytes, Stamp};
 
 /// One harm is forgotten in this time, and the known hot cache decays over it.
@@ -95,10 +96,12 @@ pub struct VmMemory {
     pub merge: VmMerge,
     /// What is remembered of freeing zero pages.
     pub zeros: ZeroMemory,
-    /// What the balloon took since partially mapped huge pages were last ordered to be split,
-    /// whether residency fell by it or the guest grew meanwhile.
-    #[serde(alias = "torn")]
-    pub partial_thp: Bytes,
+    /// All that the balloon took, whether residency fell by it or the guest grew meanwhile.
+    /// Older records have what it took since an order (`partial_thp`, `torn`).
+    #[serde(alias = "partial_thp", alias = "torn")]
+    pub inflated: Bytes,
+    /// When what runs beside the loop was last ordered.
+    pub ordered: Ordered,
     /// Size and residency a tick ago.
     pub seen: Option<Seen>,
     /// What came back to the host, since Ebb first saw the VM.
@@ -169,7 +172,8 @@ impl VmMemory {
         }
         if let Some(p) = vm.process {
             let need = self.need().unwrap_or_default();
-            let paged = vm.offload.as_ref().map_or((Bytes::ZERO, false), |o| (o.paged_out, o.busy));
+            let paged =
+                vm.tasks.offload.as_ref().map_or((Bytes::ZERO, false), |o| (o.paged_out, o.busy));
             let seen = (need, p.resident() + p.swap, p.swap);
             self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged);
         }

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::sample::{VmSample, ZeroSample};
+use crate::sample::VmSample;
+use crate::task::ZeroSample;
 use crate::units::{Bytes, Stamp};
 
 /// All of a VM is looked through no more often than this; doubled each time that it
@@ -32,9 +33,9 @@ impl ZeroMemory {
     /// that were freed, and what is left for other causes: while an order is carried
     /// out it is not known yet, and waits for its end.
     pub(super) fn divide(&mut self, at: Stamp, vm: &VmSample, fell: Bytes) -> (Bytes, Bytes) {
-        let gained = self.observe(vm.zeros.as_ref(), at);
+        let gained = self.observe(vm.tasks.zeros.as_ref(), at);
         self.waiting += fell;
-        if vm.zeros.as_ref().is_some_and(|z| z.busy) {
+        if vm.tasks.zeros.as_ref().is_some_and(|z| z.busy) {
             return (gained, Bytes::ZERO);
         }
         (gained, std::mem::take(&mut self.waiting) - gained)
@@ -66,6 +67,7 @@ impl ZeroMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::task::Tasks;
 
     #[test]
     fn a_vm_that_brings_nothing_is_looked_through_ever_more_seldom() {
@@ -106,7 +108,8 @@ mod tests {
         let mut look = |busy, freed, fell| {
             let freed = Bytes::mib(freed);
             let zeros = Some(ZeroSample { busy, freed, ..ZeroSample::default() });
-            let vm = VmSample { zeros, ..VmSample::default() };
+            let tasks = Tasks { zeros, ..Tasks::default() };
+            let vm = VmSample { tasks, ..VmSample::default() };
             let (zeros, other) = m.divide(Stamp(0), &vm, Bytes::mib(fell));
             (zeros.0 >> 20, other.0 >> 20)
         };

@@ -79,19 +79,11 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
             }
         }
     }
-    if let Some(o) = &vm.offload {
-        let error = o.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-        out += &format!("  paged out {} on order{error}\n", o.paged_out);
+    for (title, words) in vm.tasks.lines() {
+        out += &format!("  {title:<9} {words}\n");
     }
-    if let Some(t) = &vm.partial_thp {
-        let error = t.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-        out += &format!(
-            "  huge      {} partially mapped huge pages split, {} freed{error}\n",
-            t.split, t.freed
-        );
-    }
-    if let Some(words) = zero_words(vm) {
-        out += &format!("  zeros     {words}\n");
+    if !vm.zeros_stay.is_empty() {
+        out += &format!("  zeros     stay: {}\n", vm.zeros_stay);
     }
     if let Some(m) = &vm.merge {
         out += &format!("  merging   {}\n", merge_words(vm, m));
@@ -176,19 +168,6 @@ fn by_statistics(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
         format!("{used} that the guest uses{cache}"),
         "free in the guest, or its kernel's image",
     ))
-}
-
-/// What was freed of its zero pages, or why none are.
-fn zero_words(vm: &Vm) -> Option<String> {
-    let done = vm.zeros.as_ref().map(|z| {
-        let error = z.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-        format!("{} freed, {} scanned{error}", z.freed, z.read)
-    });
-    let stay = (!vm.zeros_stay.is_empty()).then(|| format!("stay: {}", vm.zeros_stay));
-    match (done, stay) {
-        (Some(done), Some(stay)) => Some(format!("{done}; {stay}")),
-        (done, stay) => done.or(stay),
-    }
 }
 
 fn merge_words(vm: &Vm, m: &MergeSample) -> String {

@@ -2,27 +2,24 @@
 //! case would be. Without a size: the last tick's plan, stage by stage.
 
 use anyhow::Result;
-use ebb_core::plan::{LastResort, MergePlan, OffloadOrder, PartialThpOrder, ZeroOrder};
+use ebb_core::plan::{LastResort, MergePlan};
 use ebb_core::policy::admission::Admission;
+use ebb_core::task::Orders;
 use ebb_core::units::Bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::daemon_client;
 use crate::table::{emit_as, known, table};
-use crate::view::{Order, Stage, State, lenient, lenient_list};
+use crate::view::{Order, Stage, State, lenient, lenient_list, lenient_parts};
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Told {
     #[serde(deserialize_with = "lenient_list")]
     actions: Vec<Order>,
-    #[serde(deserialize_with = "lenient_list")]
-    offload: Vec<OffloadOrder>,
-    #[serde(deserialize_with = "lenient_list")]
-    zeros: Vec<ZeroOrder>,
-    #[serde(deserialize_with = "lenient_list")]
-    partial_thp: Vec<PartialThpOrder>,
+    #[serde(flatten, deserialize_with = "lenient_parts")]
+    orders: Orders,
     #[serde(deserialize_with = "lenient")]
     merge: Option<MergePlan>,
     #[serde(deserialize_with = "lenient_list")]
@@ -74,7 +71,8 @@ fn text(a: &Admission) -> String {
 }
 
 fn by_stage(plan: &Told, totals: &[Stage]) -> String {
-    if plan.stages.is_empty() && plan.actions.is_empty() && plan.zeros.is_empty() {
+    let orders = plan.orders.each();
+    if plan.stages.is_empty() && plan.actions.is_empty() && orders.is_empty() {
         return "nothing is missing, nothing is done\n".into();
     }
     let rows: Vec<Vec<String>> = totals
@@ -101,14 +99,8 @@ fn by_stage(plan: &Told, totals: &[Stage]) -> String {
         let what = if m.open { "open to KSM" } else { "out of KSM" };
         out += &format!("{}: {what}: {}\n", m.name, m.reason);
     }
-    for o in &plan.zeros {
-        out += &format!("{}: look for zeros in {}: {}\n", o.name, o.read, o.reason);
-    }
-    for o in &plan.partial_thp {
-        out += &format!("{}: split partially mapped huge pages: {}\n", o.name, o.reason);
-    }
-    for o in &plan.offload {
-        out += &format!("{}: page out {}: {}\n", o.name, o.bytes, o.reason);
+    for o in orders {
+        out += &format!("{o}\n");
     }
     for l in &plan.last_resort {
         out += &format!("last resort, never done by Ebb: {}: {}\n", l.name, l.what);
@@ -125,9 +117,12 @@ mod tests {
     #[test]
     fn a_plan_of_another_version_is_told_as_far_as_it_is_understood() {
         let text = r#"{"actions": [{"name": "web", "from": 1073741824, "to": 536870912,
-            "reason": {"rule": "new"}}], "stages": [{"x": 1}], "zeros": [{"name": 7}]}"#;
+            "reason": {"rule": "new"}}], "stages": [{"x": 1}], "zeros": [{"name": 7}],
+            "offload": [{"vm": 7}, {"vm": {"pid": 1, "start": 1}, "name": "db", "bytes": 1048576,
+            "reason": "it is paused"}]}"#;
         let said = by_stage(&serde_json::from_str(text).unwrap(), &[]);
         assert!(said.contains("web: 1 GiB → 512 MiB: by a rule of another version"), "{said}");
+        assert!(said.contains("\ndb: page out 1 MiB: it is paused\n"), "{said}");
         let own = serde_json::to_string(&Plan::default()).unwrap();
         assert!(
             by_stage(&serde_json::from_str(&own).unwrap(), &[]).starts_with("nothing is missing")

@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use ebb_core::model::{Limit, Progress, Standing};
-use ebb_core::plan::StageName;
 use ebb_core::sample::{Link, RunState};
+use ebb_core::task::StageName;
 use ebb_core::units::Bytes;
 
 use serde_json::Value;

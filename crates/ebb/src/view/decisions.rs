@@ -102,7 +102,7 @@ pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     let done = Done::of(tick);
     let heeded = |id: VmId| {
         plan.recycle.iter().any(|o| o.vm == id && o.recycle.is_some())
-            || plan.zeros.iter().any(|o| o.vm == id)
+            || plan.orders.zeros.iter().any(|o| o.vm == id)
             || plan.actions.iter().any(|a| a.vm == id && !a.gives())
     };
     let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));

@@ -1,11 +1,14 @@
-//! Orders about single VMs that take longer than a tick: a thread of their own carries
+//! Orders about single VMs that take longer than a tick: a thread for each mechanism carries
 //! them out one after another, and later samples show the results.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ebb_core::sample::VmId;
+use ebb_core::task::{Order, Orders, Tasks};
 
 use crate::root::Root;
 
@@ -13,7 +16,7 @@ use crate::root::Root;
 const WAITING: usize = 64;
 
 /// What a sample tells of a VM's orders.
-pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
+pub(crate) trait Told: Clone + Default + Send + Debug + 'static {
     /// What carrying one out results in.
     type Done;
     fn busy(&mut self);
@@ -21,8 +24,29 @@ pub(crate) trait Told: Clone + Default + Send + std::fmt::Debug + 'static {
     fn over(&mut self, done: Result<Self::Done, String>);
 }
 
+/// Whose memory an order is about.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct At<'a> {
+    pub root: &'a Root,
+    pub vm: VmId,
+    /// The directory of its memory cgroup, where that is known.
+    pub cgroup: Option<&'a Path>,
+}
+
 /// Carries an order out; the last argument is kept for the VM's next one.
-pub(crate) type Work<J, S, C> = fn(&Root, VmId, &J, &mut C) -> Result<<S as Told>::Done, String>;
+pub(crate) type Work<O, C> =
+    fn(At<'_>, &O, &mut C) -> Result<<<O as Order>::Told as Told>::Done, String>;
+
+/// A mechanism that works beside the loop.
+pub(crate) trait Background: Debug + Send {
+    /// Has its orders of a plan carried out after what was ordered before. `cgroup` tells the
+    /// directory of a VM's memory cgroup.
+    fn order(&mut self, orders: &Orders, cgroup: &dyn Fn(VmId) -> Option<PathBuf>);
+    /// What its orders about a VM have done.
+    fn tell(&self, vm: VmId, tasks: &mut Tasks);
+    /// Forgets all others.
+    fn keep(&mut self, alive: &dyn Fn(&VmId) -> bool);
+}
 
 type Shared<S> = Arc<Mutex<BTreeMap<VmId, S>>>;
 
@@ -31,21 +55,26 @@ fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
 }
 
 #[derive(Debug)]
-pub(crate) struct BackgroundJobs<J, S: Told, C> {
-    root: Root,
-    name: &'static str,
-    work: Work<J, S, C>,
-    jobs: Option<SyncSender<(VmId, J)>>,
-    told: Shared<S>,
+struct Job<O> {
+    order: O,
+    cgroup: Option<PathBuf>,
 }
 
-impl<J: Send + 'static, S: Told, C: Default + 'static> BackgroundJobs<J, S, C> {
-    pub fn new(root: Root, name: &'static str, work: Work<J, S, C>) -> BackgroundJobs<J, S, C> {
-        BackgroundJobs { root, name, work, jobs: None, told: Arc::default() }
+#[derive(Debug)]
+pub(crate) struct BackgroundJobs<O: Order<Told: Told>, C> {
+    root: Root,
+    name: &'static str,
+    work: Work<O, C>,
+    jobs: Option<SyncSender<Job<O>>>,
+    told: Shared<O::Told>,
+}
+
+impl<O: Order<Told: Told>, C: Default + 'static> BackgroundJobs<O, C> {
+    pub fn new(root: &Root, name: &'static str, work: Work<O, C>) -> BackgroundJobs<O, C> {
+        BackgroundJobs { root: root.clone(), name, work, jobs: None, told: Arc::default() }
     }
 
-    /// Has it carried out after what was ordered before.
-    pub fn order(&mut self, vm: VmId, job: J) {
+    fn begin(&mut self, job: Job<O>) {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (send, receive) = sync_channel(WAITING);
             let (root, told, work) = (self.root.clone(), self.told.clone(), self.work);
@@ -57,33 +86,43 @@ impl<J: Send + 'static, S: Told, C: Default + 'static> BackgroundJobs<J, S, C> {
         });
         // Held while it is sent: its end must not be told before its beginning.
         let mut told = lock(&self.told);
-        let sample = told.entry(vm).or_default();
-        match jobs.try_send((vm, job)) {
+        let sample = told.entry(job.order.vm()).or_default();
+        match jobs.try_send(job) {
             Ok(()) => sample.busy(),
             Err(e) => sample.over(Err(format!("cannot be ordered: {e}"))),
         }
     }
+}
 
-    pub fn sample(&self, vm: VmId) -> Option<S> {
-        lock(&self.told).get(&vm).cloned()
+impl<O: Order<Told: Told>, C: Default + Debug + 'static> Background for BackgroundJobs<O, C> {
+    fn order(&mut self, orders: &Orders, cgroup: &dyn Fn(VmId) -> Option<PathBuf>) {
+        for order in O::list(orders) {
+            self.begin(Job { order: order.clone(), cgroup: cgroup(order.vm()) });
+        }
     }
 
-    pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
+    fn tell(&self, vm: VmId, tasks: &mut Tasks) {
+        *O::told(tasks) = lock(&self.told).get(&vm).cloned();
+    }
+
+    fn keep(&mut self, alive: &dyn Fn(&VmId) -> bool) {
         if self.jobs.is_some() {
             lock(&self.told).retain(|id, _| alive(id));
         }
     }
 }
 
-fn run<J, S: Told, C: Default>(
+fn run<O: Order<Told: Told>, C: Default>(
     root: &Root,
-    jobs: &Receiver<(VmId, J)>,
-    told: &Shared<S>,
-    work: Work<J, S, C>,
+    jobs: &Receiver<Job<O>>,
+    told: &Shared<O::Told>,
+    work: Work<O, C>,
 ) {
     let mut kept: BTreeMap<VmId, C> = BTreeMap::new();
-    while let Ok((vm, job)) = jobs.recv() {
-        let done = work(root, vm, &job, kept.entry(vm).or_default());
+    while let Ok(Job { order, cgroup }) = jobs.recv() {
+        let vm = order.vm();
+        let at = At { root, vm, cgroup: cgroup.as_deref() };
+        let done = work(at, &order, kept.entry(vm).or_default());
         if kept.len() > 10 * WAITING {
             kept.clear();
         }

@@ -13,14 +13,13 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{OffloadSample, ProcessMemory, VmId};
+use ebb_core::sample::ProcessMemory;
+use ebb_core::task::{OffloadOrder, OffloadSample};
 use ebb_core::units::Bytes;
 
-use super::background_jobs::{BackgroundJobs, Told};
+use super::background_jobs::{At, Told};
 use super::process::{Advice, Process};
-use crate::probe::cgroup::Hierarchy;
 use crate::probe::maps::read_ram_mappings;
-use crate::root::Root;
 use crate::sys::Range;
 
 /// Memory advised in one call: the call is not to be interrupted meanwhile.
@@ -33,13 +32,6 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
     let at = ranges.iter().find(|r| r.end() > cursor).or(ranges.first())?;
     let start = if (at.start..at.end()).contains(&cursor) { cursor } else { at.start };
     Some(Range { start, len: PIECE.min(at.end() - start) })
-}
-
-#[derive(Clone, Debug)]
-pub(crate) struct Job {
-    bytes: Bytes,
-    /// `memory.reclaim` of its own cgroup, where there is one.
-    reclaim: Option<PathBuf>,
 }
 
 impl Told for OffloadSample {
@@ -56,32 +48,13 @@ impl Told for OffloadSample {
     }
 }
 
-/// Pages VMs out; kept is the address where the last order ended.
-pub(crate) type Offloader = BackgroundJobs<Job, OffloadSample, u64>;
-
-pub(crate) fn offloader(root: Root) -> Offloader {
-    BackgroundJobs::new(root, "offload", carry_out)
-}
-
-impl Job {
-    pub fn new(
-        root: &Root,
-        (vm, bytes): (VmId, Bytes),
-        hierarchy: Option<&Hierarchy>,
-        cgroup: Option<&str>,
-    ) -> Job {
-        let reclaim = hierarchy.zip(cgroup).and_then(|(h, c)| own_reclaim(root, h, c, vm));
-        Job { bytes, reclaim }
-    }
-}
-
 /// `memory.reclaim` of a cgroup that holds this process alone; `None` on v1, before
 /// Linux 5.19, and where others live in it.
-fn own_reclaim(root: &Root, h: &Hierarchy, cgroup: &str, vm: VmId) -> Option<PathBuf> {
-    let dir = h.directory(cgroup)?;
-    let file = root.path(dir.join("memory.reclaim"));
-    let processes = root.read(dir.join("cgroup.procs")).ok()??;
-    let alone = processes.split_ascii_whitespace().all(|p| p == vm.pid.to_string());
+fn own_reclaim(at: At<'_>) -> Option<PathBuf> {
+    let dir = at.cgroup?;
+    let file = at.root.path(dir.join("memory.reclaim"));
+    let processes = at.root.read(dir.join("cgroup.procs")).ok()??;
+    let alone = processes.split_ascii_whitespace().all(|p| p == at.vm.pid.to_string());
     (alone && file.exists()).then_some(file)
 }
 
@@ -91,24 +64,29 @@ fn gone(before: &ProcessMemory, after: &ProcessMemory) -> Bytes {
     (after.swap - before.swap) + (before.shmem - after.shmem)
 }
 
-fn carry_out(root: &Root, vm: VmId, job: &Job, cursor: &mut u64) -> Result<Bytes, String> {
-    let process = Process::open(root, vm)?;
+/// Pages a VM out; kept is the address where the last order ended.
+pub(super) fn carry_out(
+    at: At<'_>,
+    order: &OffloadOrder,
+    cursor: &mut u64,
+) -> Result<Bytes, String> {
+    let process = Process::open(at.root, at.vm)?;
     let before = process.memory()?;
-    if let Some(file) = &job.reclaim {
+    if let Some(file) = own_reclaim(at) {
         // EAGAIN: not all of it was found.
-        match std::fs::write(file, job.bytes.0.to_string()) {
+        match std::fs::write(&file, order.bytes.0.to_string()) {
             Err(e) if e.kind() != std::io::ErrorKind::WouldBlock => {
                 return Err(format!("{}: {e}", file.display()));
             }
             _ => return Ok(gone(&before, &process.memory()?)),
         }
     }
-    let ranges = read_ram_mappings(root, vm.pid).map_err(|e| e.to_string())?;
+    let ranges = read_ram_mappings(at.root, at.vm.pid).map_err(|e| e.to_string())?;
     let ranges = ranges.ok_or("the process has ended")?;
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;
-    while gone(&before, &after) < job.bytes && walked < all && started.elapsed() < BUDGET {
+    while gone(&before, &after) < order.bytes && walked < all && started.elapsed() < BUDGET {
         let Some(piece) = next_piece(&ranges, *cursor) else { break };
         process.advise(&[piece], Advice::PageOut)?;
         walked += piece.len;
@@ -120,8 +98,13 @@ fn carry_out(root: &Root, vm: VmId, job: &Job, cursor: &mut u64) -> Result<Bytes
 
 #[cfg(test)]
 mod tests {
+    use ebb_core::sample::VmId;
+    use ebb_core::task::{Orders, Tasks};
+
     use super::*;
+    use crate::act::background_jobs::{Background, BackgroundJobs};
     use crate::probe::process::read_stat;
+    use crate::root::Root;
 
     #[test]
     fn the_walk_goes_round_in_pieces_and_begins_again() {
@@ -148,20 +131,27 @@ mod tests {
         assert!(Process::open(&root, VmId { pid: me, start }).is_ok());
         let other = Process::open(&root, VmId { pid: me, start: start + 1 });
         assert_eq!(other.err().as_deref(), Some("the process has ended"));
-        let mut offloader = offloader(root.clone());
+        let mut offloader = BackgroundJobs::new(&root, "offload", carry_out);
         let gone = VmId { pid: me, start: start + 1 };
-        offloader.order(gone, Job::new(&root, (gone, Bytes::mib(1)), None, None));
+        let (name, bytes, reason) = ("a".into(), Bytes::mib(1), "a test".into());
+        let offload = vec![OffloadOrder { vm: gone, name, bytes, reason }];
+        offloader.order(&Orders { offload, ..Orders::default() }, &|_| None);
+        let told = |offloader: &BackgroundJobs<OffloadOrder, u64>| {
+            let mut tasks = Tasks::default();
+            offloader.tell(gone, &mut tasks);
+            tasks.offload
+        };
         // Its thread runs when nobody else wants to: this one must not.
         let until = Instant::now() + Duration::from_secs(60);
         let said = loop {
-            let sample = offloader.sample(gone).unwrap();
+            let sample = told(&offloader).unwrap();
             if !sample.busy || Instant::now() > until {
                 break sample;
             }
             std::thread::sleep(Duration::from_millis(5));
         };
         assert_eq!(said.error.as_deref(), Some("the process has ended"));
-        offloader.keep(|_| false);
-        assert_eq!(offloader.sample(gone), None);
+        offloader.keep(&|_| false);
+        assert_eq!(told(&offloader), None);
     }
 }

@@ -8,11 +8,10 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use ebb_core::plan::PartialThpOrder;
-use ebb_core::sample::{PartialThpSample, VmId};
+use ebb_core::task::{PartialThpOrder, PartialThpSample};
 use ebb_core::units::{Bytes, PAGE};
 
-use super::background_jobs::{BackgroundJobs, Told};
+use super::background_jobs::{At, Told};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
 use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
@@ -57,16 +56,9 @@ impl Told for PartialThpSample {
     }
 }
 
-/// Has VMs' partially mapped huge pages split; kept is the address where the last order ended.
-pub(crate) type Splitter = BackgroundJobs<PartialThpOrder, PartialThpSample, u64>;
-
-pub(crate) fn splitter(root: Root) -> Splitter {
-    BackgroundJobs::new(root, "partial_thp", carry_out)
-}
-
-fn carry_out(
-    root: &Root,
-    vm: VmId,
+/// Splits a VM's partially mapped huge pages; kept is the address where the last order ended.
+pub(super) fn carry_out(
+    At { root, vm, .. }: At<'_>,
     order: &PartialThpOrder,
     cursor: &mut u64,
 ) -> Result<Done, String> {

@@ -18,13 +18,13 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::plan::ZeroOrder;
 use ebb_core::range::{push, subtract};
-use ebb_core::sample::{VmId, ZeroSample, ZeroWays};
+use ebb_core::sample::ZeroWays;
+use ebb_core::task::{ZeroOrder, ZeroSample};
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use super::background_jobs::{BackgroundJobs, Told};
+use super::background_jobs::{At, Told};
 use super::process::{Advice, Process};
 use crate::probe::pagemap::Pagemap;
 use crate::probe::vmstat::zeros_are_not_written;
@@ -72,14 +72,12 @@ impl Told for ZeroSample {
     }
 }
 
-/// Has VMs' memory scanned; kept is the address where the last order ended.
-pub(crate) type ZeroFinder = BackgroundJobs<ZeroOrder, ZeroSample, u64>;
-
-pub(crate) fn finder(root: Root) -> ZeroFinder {
-    BackgroundJobs::new(root, "zeros", carry_out)
-}
-
-fn carry_out(root: &Root, vm: VmId, order: &ZeroOrder, cursor: &mut u64) -> Result<Done, String> {
+/// Scans a VM's memory; kept is the address where the last order ended.
+pub(super) fn carry_out(
+    At { root, vm, .. }: At<'_>,
+    order: &ZeroOrder,
+    cursor: &mut u64,
+) -> Result<Done, String> {
     let process = Process::open(root, vm)?;
     let found = Found::look(root, vm, &order.name, "").map_err(|e| e.to_string())?;
     let found = found.ok_or("the process has ended")?;
@@ -209,6 +207,7 @@ fn choose(places: &[u64], zero: &[bool], split: Option<u64>) -> (Advice, Vec<Ran
 
 #[cfg(test)]
 mod tests {
+    use ebb_core::sample::VmId;
     use proptest::prelude::*;
 
     use super::*;

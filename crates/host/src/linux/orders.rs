@@ -8,7 +8,6 @@ use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
 use super::{LinuxHost, clients};
-use crate::act::offload::Job;
 use crate::probe::process::{Life, life};
 use crate::qmp::{Client, QmpError, poll_all};
 use crate::vm::Vm;
@@ -188,16 +187,9 @@ impl LinuxHost {
             }
         }
         self.query_for_orders();
-        for order in &plan.offload {
-            let cgroup = self.vms.get(&order.vm).and_then(|vm| vm.cgroup.as_deref());
-            let (root, hierarchy) = (&self.options.root, self.bounds.hierarchy.as_ref());
-            let job = Job::new(root, (order.vm, order.bytes), hierarchy, cgroup);
-            self.offloader.order(order.vm, job);
-        }
-        if let Some((_, finder)) = &mut self.zeros {
-            plan.zeros.iter().for_each(|o| finder.order(o.vm, o.clone()));
-        }
-        plan.partial_thp.iter().for_each(|o| self.splitter.order(o.vm, o.clone()));
+        let (vms, hierarchy) = (&self.vms, self.bounds.hierarchy.as_ref());
+        let cgroup = |id: VmId| hierarchy?.directory(vms.get(&id)?.cgroup.as_deref()?);
+        self.background.iter_mut().for_each(|b| b.order(&plan.orders, &cgroup));
     }
 
     /// Leaves a VM alone for `ms`; 0: no longer. The error is for people.

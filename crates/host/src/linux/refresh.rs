@@ -28,9 +28,7 @@ impl LinuxHost {
         let root = &self.options.root;
         let (resting, keep) = (&self.resting, before <= KEPT_OPEN);
         self.vms.retain(|id, vm| resting.contains(id) || vm.look(root, keep) != Life::Ended);
-        self.offloader.keep(|id| self.vms.contains_key(id));
-        self.splitter.keep(|id| self.vms.contains_key(id));
-        self.zeros.iter_mut().for_each(|(_, z)| z.keep(|id| self.vms.contains_key(id)));
+        self.background.iter_mut().for_each(|b| b.keep(&|id| self.vms.contains_key(id)));
         self.merger.iter_mut().for_each(|m| m.keep(|id| self.vms.contains_key(id)));
         let due = self.scanned.is_none_or(|at| now - at >= self.options.scan_every);
         if due || self.vms.len() < before {

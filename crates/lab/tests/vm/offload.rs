@@ -3,8 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::plan::{OffloadOrder, Plan};
+use ebb_core::plan::Plan;
 use ebb_core::sample::VmId;
+use ebb_core::task::{OffloadOrder, Orders};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::process::{read_stat, read_status};
@@ -31,12 +32,13 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     let said = |host: &mut LinuxHost| {
         let sample = host.sample();
         let vm = sample.vms.into_iter().find(|vm| vm.id == id).expect("the VM is found");
-        vm.offload
+        vm.tasks.offload
     };
     assert_eq!(said(&mut host), None);
     let (name, bytes, reason) = ("cold".into(), Bytes::mib(64), "a test".into());
     let order = OffloadOrder { vm: id, name, bytes, reason };
-    host.start(&Plan { offload: vec![order], ..Plan::default() });
+    let orders = Orders { offload: vec![order], ..Orders::default() };
+    host.start(&Plan { orders, ..Plan::default() });
     let until = Instant::now() + MINUTE;
     let said = loop {
         let said = said(&mut host).unwrap();

@@ -97,7 +97,6 @@ fn urgency_rises_at_once_and_sinks_slowly() {
 
 #[test]
 fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
-    use crate::sample::OffloadSample;
     let mut memory = Memory::default();
     let at = |ms, swap: u64, paged: u64| {
         let process = ProcessMemory {
@@ -106,7 +105,8 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
             ..ProcessMemory::default()
         };
         let offload = OffloadSample { paged_out: Bytes::mib(paged), ..OffloadSample::default() };
-        let one = VmSample { process: Some(process), offload: Some(offload), ..vm(1024, 124, 0) };
+        let tasks = Tasks { offload: Some(offload), ..Tasks::default() };
+        let one = VmSample { process: Some(process), tasks, ..vm(1024, 124, 0) };
         sample(ms, vec![one])
     };
     for (ms, swap, paged) in [(1_000, 0, 0), (2_000, 100, 100), (3_000, 98, 100)] {

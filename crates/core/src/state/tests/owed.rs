@@ -82,7 +82,8 @@ fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
     memory.vms[0].stuck_until = Some(Stamp(990_000));
     memory.vms[0].socket = Some("/run/a".into());
     let paged_out = OffloadSample { paged_out: Bytes::mib(70), ..OffloadSample::default() };
-    let paged = VmSample { offload: Some(paged_out), ..vm(900, 500, 800) };
+    let tasks = Tasks { offload: Some(paged_out), ..Tasks::default() };
+    let paged = VmSample { tasks, ..vm(900, 500, 800) };
     tick(&mut memory, &sample(901_000, vec![paged.clone()]));
     let model = tick(&mut memory, &sample(5_000, vec![paged]));
     let came = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap().came;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::VmMemory;
 use crate::sample::VmSample;
+use crate::task::StageName;
 use crate::units::{Bytes, Stamp};
 
 /// See [`VmMemory::own_seen`].
@@ -47,6 +48,17 @@ pub struct Returned {
 }
 
 impl VmMemory {
+    /// What a stage has brought of it so far. What merging brought is told by scans.
+    pub(in crate::state) fn came(&self, stage: StageName) -> Bytes {
+        match stage {
+            StageName::Recycle => self.returned.recycled,
+            StageName::Zeros => self.returned.zeros,
+            StageName::Balloon => self.returned.balloon,
+            StageName::Offload => self.cold.paged_out,
+            StageName::Merge | StageName::Protect => Bytes::ZERO,
+        }
+    }
+
     /// What the host holds for its VMM itself, at least.
     pub fn own(&self) -> Bytes {
         self.own_counted.map_or(Bytes::ZERO, |own| own.resident).max(self.own_seen)
@@ -67,7 +79,7 @@ impl VmMemory {
                 (Some(w), Some(n)) => w - n,
                 _ => Bytes::ZERO,
             };
-            self.partial_thp += inflated;
+            self.inflated += inflated;
             if let (Some(w), Some(n)) = (was.actual, now.actual) {
                 self.returned.given_back += n - w;
             }
