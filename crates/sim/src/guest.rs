@@ -61,7 +61,7 @@ const PAGE_STRUCTURES: f64 = 0.016;
 const LEAST_CACHE: Bytes = Bytes::mib(8);
 
 /// What a guest is made of.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Spec {
     pub ram: Bytes,
     /// Behaviour.
@@ -94,17 +94,12 @@ impl Spec {
     pub fn new(ram: Bytes, need: Need) -> Spec {
         Spec {
             ram,
-            mood: Mood::Ideal,
             need,
             weight: 1.0,
-            swap: Bytes::ZERO,
             deflate_on_oom: true,
-            reporting: false,
             mapped: 1.0,
-            agent: false,
-            stale: Bytes::ZERO,
-            starts_ms: 0,
             stops_ms: u64::MAX,
+            ..Spec::default()
         }
     }
 }
@@ -144,7 +139,7 @@ pub struct Counts {
     pub paged_out: Bytes,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Guest {
     /// What it is made of.
     pub spec: Spec,
@@ -207,28 +202,10 @@ impl Guest {
             actual: spec.ram,
             target: spec.ram,
             following: true,
-            shrinker: false,
-            power: false,
-            alloc: Bytes::ZERO,
-            guest_swapped: Bytes::ZERO,
-            hot_cache: Bytes::ZERO,
-            cold_cache: Bytes::ZERO,
-            known_files: Bytes::ZERO,
-            stale: Bytes::ZERO,
-            out: Bytes::ZERO,
-            astray: Bytes::ZERO,
-            paging: Bytes::ZERO,
-            marked: None,
-            counts: Counts::default(),
-            waited_for_host: 0.0,
-            boots: 0,
             booted_ms: spec.starts_ms,
-            want: Want::default(),
             walk,
-            in_vain_ms: 0,
-            held_down_until: 0,
-            held_down_to: Bytes::ZERO,
             spec,
+            ..Guest::default()
         }
     }
 

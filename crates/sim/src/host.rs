@@ -32,7 +32,7 @@ pub enum VmPressure {
     Critical,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct HostMemory {
     /// `MemTotal`.
     pub total: Bytes,
@@ -62,21 +62,7 @@ pub struct HostMemory {
 impl HostMemory {
     /// A host with so much memory and swap.
     pub fn new(total: Bytes, swap: Bytes) -> HostMemory {
-        HostMemory {
-            total,
-            swap,
-            swapped_in: Bytes::ZERO,
-            swapped_out: Bytes::ZERO,
-            overfull_ms: 0,
-            peak: Bytes::ZERO,
-            ooms: 0,
-            stalls: Stalls::default(),
-            scanned: (0.0, 0.0),
-            in_vain_ms: 0,
-            swapping: false,
-            marks: (LOW_MARK, HIGH_MARK),
-            others: Bytes::ZERO,
-        }
+        HostMemory { total, swap, marks: (LOW_MARK, HIGH_MARK), ..HostMemory::default() }
     }
 
     /// The same with these watermarks, as shares of memory.

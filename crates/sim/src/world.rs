@@ -126,6 +126,7 @@ impl Setup {
 }
 
 /// The simulated host.
+#[derive(Default)]
 pub struct World {
     pub guests: Vec<Guest>,
     pub host: HostMemory,
@@ -177,15 +178,9 @@ impl World {
             host,
             others: setup.others.clone(),
             guests,
-            outside: Duration::ZERO,
-            cannot_remember: false,
-            remembered: Owned::default(),
             asked_every_ms: ASKED_EVERY_MS,
-            orders: 0,
             run_ms: setup.run_ms,
-            at_ms: 0,
-            turn: 0,
-            looked_ms: 0,
+            ..World::default()
         }
     }
 
