@@ -11,11 +11,17 @@ use crate::guest::Spec;
 use crate::misbehaviour::{Mood, ODD};
 use crate::world::{Probe, Setup};
 
+type Make = fn(&mut fastrand::Rng) -> Setup;
+
 #[derive(Clone, Copy, Debug)]
 pub struct Scenario {
     pub name: &'static str,
     pub about: &'static str,
-    make: fn(&mut fastrand::Rng) -> Setup,
+    make: Make,
+}
+
+const fn of(name: &'static str, about: &'static str, make: Make) -> Scenario {
+    Scenario { name, about, make }
 }
 
 impl Scenario {
@@ -42,81 +48,33 @@ const NEED_MOST: f64 = 0.82;
 const RUN_MS: u64 = 600_000;
 
 pub const SCENARIOS: [Scenario; 19] = [
-    Scenario { name: "idle-giver", about: "an idle guest must give 8 GiB", make: idle_giver },
-    Scenario {
-        name: "burst-headroom",
-        about: "a shrunk guest bursts, the host has room",
-        make: burst_headroom,
-    },
-    Scenario {
-        name: "burst-squeeze",
-        about: "a shrunk guest bursts, another must give",
-        make: burst_squeeze,
-    },
-    Scenario {
-        name: "boot-storm",
-        about: "twelve guests start within ten seconds",
-        make: boot_storm,
-    },
-    Scenario {
-        name: "page-cache",
-        about: "guests full of cache, a part of it hot",
-        make: page_cache,
-    },
-    Scenario { name: "leak", about: "one guest leaks, the others work in phases", make: leak },
-    Scenario { name: "one-stuck", about: "the idlest guest never shrinks", make: one_stuck },
-    Scenario {
-        name: "one-lying",
-        about: "a busy guest claims all its memory is available",
-        make: one_lying,
-    },
-    Scenario {
-        name: "intermittent",
-        about: "a third of the guests is stuck now and then",
-        make: intermittent,
-    },
-    Scenario { name: "day-night", about: "guests are busy one after another", make: day_night },
-    Scenario {
-        name: "overcommit-1.5",
-        about: "phases, promised 1.5 times the host",
-        make: overcommit_15,
-    },
-    Scenario {
-        name: "overcommit-2.0",
-        about: "phases, promised twice the host",
-        make: overcommit_20,
-    },
-    Scenario {
-        name: "spikes",
-        about: "steady guests with short spikes, 1.6 times the host",
-        make: spikes,
-    },
-    Scenario { name: "churn", about: "guests come and go", make: churn },
-    Scenario {
-        name: "mixed-weights",
-        about: "sizes from 1 to 8 GiB, weights from 0.5 to 4",
-        make: mixed_weights,
-    },
-    Scenario {
-        name: "vfio-share",
-        about: "a quarter of the guests has pinned RAM",
-        make: vfio_share,
-    },
-    Scenario {
-        name: "odd-company",
-        about: "every third guest is slow, stuck, lying, silent, rebooting, migrating, pinned or flaky",
-        make: odd_company,
-    },
-    Scenario {
-        name: "tier-guest",
-        about: "half of the guests have module and agent",
-        make: tier_guest,
-    },
-    Scenario {
-        name: "no-balloon",
-        about: "half of the guests have no balloon or a stuck one, and cold memory",
-        make: no_balloon,
-    },
+    of("idle-giver", "an idle guest must give 8 GiB", idle_giver),
+    of("burst-headroom", "a shrunk guest bursts, the host has room", burst_headroom),
+    of("burst-squeeze", "a shrunk guest bursts, another must give", burst_squeeze),
+    of("boot-storm", "twelve guests start within ten seconds", boot_storm),
+    of("page-cache", "guests full of cache, a part of it hot", page_cache),
+    of("leak", "one guest leaks, the others work in phases", leak),
+    of("one-stuck", "the idlest guest never shrinks", one_stuck),
+    of("one-lying", "a busy guest claims all its memory is available", one_lying),
+    of("intermittent", "a third of the guests is stuck now and then", intermittent),
+    of("day-night", "guests are busy one after another", day_night),
+    of("overcommit-1.5", "phases, promised 1.5 times the host", overcommit_15),
+    of("overcommit-2.0", "phases, promised twice the host", overcommit_20),
+    of("spikes", "steady guests with short spikes, 1.6 times the host", spikes),
+    of("churn", "guests come and go", churn),
+    of("mixed-weights", "sizes from 1 to 8 GiB, weights from 0.5 to 4", mixed_weights),
+    of("vfio-share", "a quarter of the guests has pinned RAM", vfio_share),
+    of(
+        "odd-company",
+        "every third guest is slow, stuck, lying, silent, rebooting, migrating, pinned or flaky",
+        odd_company,
+    ),
+    of("tier-guest", "half of the guests have module and agent", tier_guest),
+    of(
+        "no-balloon",
+        "half of the guests have no balloon or a stuck one, and cold memory",
+        no_balloon,
+    ),
 ];
 
 pub fn scenario(name: &str) -> Option<&'static Scenario> {
