@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ebb_core::table::table;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
@@ -186,36 +187,26 @@ impl Comparison {
         let mut out = String::new();
         for part in &self.parts {
             let _ = writeln!(out, "{}: {}", part.scenario, part.about);
-            out += &rows(&part.sums, &Style::TEXT);
+            out += &text(&part.sums);
         }
         let _ = writeln!(out, "{}", self.heading());
-        out += &rows(&self.all, &Style::TEXT);
-        out
+        out + &text(&self.all)
     }
 
     /// For docs/comparison.md.
     pub fn markdown(&self) -> String {
         let mut out = format!("{}:\n\n", self.heading());
-        out += &rows(&self.all, &Style::MARKDOWN);
+        out += &markdown(&HEAD, &rows(&self.all));
         out += "\nGuests held at no harm / seconds of guest stall, by scenario:\n\n";
-        let names: Vec<&str> = CONTESTANTS.iter().map(|c| c.name()).collect();
-        let _ = writeln!(out, "| scenario | guests | {} |", names.join(" | "));
-        let _ = writeln!(out, "|---|---:|{}", "---:|".repeat(names.len()));
-        for part in &self.parts {
-            let cells: Vec<String> = part
-                .sums
-                .iter()
-                .map(|(_, s)| format!("{} / {}", s.held, seconds(s.stall_s)))
-                .collect();
+        let names = CONTESTANTS.iter().map(|c| c.name());
+        let head: Vec<&str> = ["scenario", "guests"].into_iter().chain(names).collect();
+        let line = |part: &Part| {
             let vms = part.sums.first().map_or(0, |s| s.1.vms);
-            let _ = writeln!(
-                out,
-                "| {}: {} | {vms} | {} |",
-                part.scenario,
-                part.about,
-                cells.join(" | ")
-            );
-        }
+            let first = [format!("{}: {}", part.scenario, part.about), vms.to_string()];
+            let cell = |(_, s): &(Contestant, Sum)| format!("{} / {}", s.held, seconds(s.stall_s));
+            first.into_iter().chain(part.sums.iter().map(cell)).collect()
+        };
+        out += &markdown(&head, &self.parts.iter().map(line).collect::<Vec<_>>());
         let losses = self.losses();
         if losses.is_empty() {
             return out
@@ -245,20 +236,6 @@ fn losses_of(scenario: &'static str, sums: &[(Contestant, Sum)]) -> Vec<Loss> {
     losses
 }
 
-struct Style {
-    start: &'static str,
-    between: &'static str,
-    end: &'static str,
-    ruled: bool,
-    wide: bool,
-}
-
-impl Style {
-    const TEXT: Style = Style { start: "  ", between: "  ", end: "", ruled: false, wide: true };
-    const MARKDOWN: Style =
-        Style { start: "| ", between: " | ", end: " |", ruled: true, wide: false };
-}
-
 const HEAD: [&str; 11] = [
     "policy",
     "held",
@@ -273,30 +250,18 @@ const HEAD: [&str; 11] = [
     "over-full",
 ];
 
-fn rows(sums: &[(Contestant, Sum)], style: &Style) -> String {
-    let mut table: Vec<Vec<String>> = vec![HEAD.map(String::from).to_vec()];
-    table.extend(sums.iter().map(|(c, s)| row(*c, s)));
-    let widths: Vec<usize> = (0..HEAD.len())
-        .map(|c| table.iter().map(|r| r[c].chars().count()).max().unwrap_or(0))
-        .collect();
-    let mut out = String::new();
-    for (i, cells) in table.iter().enumerate() {
-        let padded: Vec<String> = cells
-            .iter()
-            .zip(&widths)
-            .enumerate()
-            .map(|(c, (cell, w))| match (style.wide, c) {
-                (false, _) => cell.clone(),
-                (true, 0) => format!("{cell:<w$}"),
-                (true, _) => format!("{cell:>w$}"),
-            })
-            .collect();
-        let _ = writeln!(out, "{}{}{}", style.start, padded.join(style.between), style.end);
-        if i == 0 && style.ruled {
-            let _ = writeln!(out, "|---|{}", "---:|".repeat(HEAD.len() - 1));
-        }
-    }
-    out
+fn rows(sums: &[(Contestant, Sum)]) -> Vec<Vec<String>> {
+    sums.iter().map(|(c, s)| row(*c, s)).collect()
+}
+
+fn text(sums: &[(Contestant, Sum)]) -> String {
+    table(&HEAD, &rows(sums), false).lines().map(|line| format!("  {line}\n")).collect()
+}
+
+fn markdown(head: &[&str], rows: &[Vec<String>]) -> String {
+    let rule = format!("|---|{}\n", "---:|".repeat(head.len() - 1));
+    let rows: String = rows.iter().map(|r| format!("| {} |\n", r.join(" | "))).collect();
+    format!("| {} |\n{rule}{rows}", head.join(" | "))
 }
 
 fn row(c: Contestant, s: &Sum) -> Vec<String> {
