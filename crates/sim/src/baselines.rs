@@ -7,7 +7,6 @@
 
 pub mod hypeman;
 pub mod mom;
-pub mod none;
 pub mod proxmox;
 pub mod qmemman;
 pub mod simple;
@@ -34,7 +33,9 @@ pub struct Sight<'a> {
 /// One who sets balloons.
 pub trait Policy {
     /// How often it looks, ms.
-    fn period_ms(&self) -> u64;
+    fn period_ms(&self) -> u64 {
+        1_000
+    }
     /// How often guests send statistics, ms. Less than [`ASKED_EVERY_MS`]: they do so unasked.
     fn told_every_ms(&self) -> u64 {
         ASKED_EVERY_MS

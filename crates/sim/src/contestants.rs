@@ -4,7 +4,7 @@ use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
 use crate::baselines::{
-    Policy, Sight, hypeman, mom, none, proxmox, qmemman, simple, squeezed, vmpressure,
+    Policy, Sight, hypeman, mom, proxmox, qmemman, simple, squeezed, vmpressure,
 };
 use crate::guest_stats::ASKED_EVERY_MS;
 use crate::law::{Breach, Laws};
@@ -98,7 +98,7 @@ impl Contestant {
     fn rival(self) -> Option<Box<dyn Policy>> {
         Some(match self {
             Contestant::Ebb => return None,
-            Contestant::None => Box::new(none::Nobody),
+            Contestant::None => Box::new(simple::Nobody),
             Contestant::Mom => Box::new(mom::Mom::default()),
             Contestant::Proxmox => Box::new(proxmox::Proxmox),
             Contestant::Squeezed => Box::new(squeezed::Squeezed::default()),

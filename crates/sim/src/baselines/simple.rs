@@ -1,5 +1,6 @@
 //! Rules that are a line each: what a newcomer has to beat.
 //!
+//! - *nobody*: every guest keeps what it was given.
 //! - *static split*: every guest has its part of the host, by RAM, for good.
 //! - *demand + 20 %*: what a guest uses and a fifth more (Hyper-V's documented rule: demand
 //!   and a buffer of 20 %), each second; where that does not fit, all get the same part less.
@@ -34,6 +35,19 @@ fn plan(guests: &[Seen], mut to: impl FnMut(&Seen) -> Option<f64>) -> Vec<(VmId,
     orders.into_iter().map(|(id, to, _)| (id, to)).collect()
 }
 
+/// Never sets a balloon.
+pub struct Nobody;
+
+impl Policy for Nobody {
+    fn period_ms(&self) -> u64 {
+        10_000
+    }
+
+    fn decide(&mut self, _: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+        Vec::new()
+    }
+}
+
 /// Every guest has its part.
 pub struct StaticSplit;
 
@@ -55,10 +69,6 @@ impl Policy for StaticSplit {
 pub struct Demand;
 
 impl Policy for Demand {
-    fn period_ms(&self) -> u64 {
-        1_000
-    }
-
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
         let guests = sight.guests();
         let Some(room) = for_guests(sight) else { return Vec::new() };
@@ -82,10 +92,6 @@ impl Policy for Demand {
 pub struct BalanceAvailable;
 
 impl Policy for BalanceAvailable {
-    fn period_ms(&self) -> u64 {
-        1_000
-    }
-
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
         let guests = sight.guests();
         let Some(m) = sight.sample.host.memory else { return Vec::new() };
@@ -110,6 +116,7 @@ mod tests {
     fn each_does_what_its_line_says() {
         // RAM, size, free and cache; the host has 1000 MiB, of which 940 are for guests.
         let two = sample(1000, 500, &[(800, 800, 600, 0), (800, 400, 0, 0)]);
+        assert_eq!(ask(&mut Nobody, &two), []);
         assert_eq!(ask(&mut StaticSplit, &two), [(1, 470), (2, 470)]);
         // 200 and 400 are used: 240 and 480, and 110 more for each.
         assert_eq!(ask(&mut Demand, &two), [(1, 350), (2, 590)]);

@@ -37,10 +37,6 @@ pub struct Squeezed {
 }
 
 impl Policy for Squeezed {
-    fn period_ms(&self) -> u64 {
-        1_000
-    }
-
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
         let Some(m) = sight.sample.host.memory else { return Vec::new() };
         let at = sight.sample.at;

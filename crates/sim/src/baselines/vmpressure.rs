@@ -16,10 +16,6 @@ use crate::host::VmPressure;
 pub struct AutoBalloon;
 
 impl Policy for AutoBalloon {
-    fn period_ms(&self) -> u64 {
-        1_000
-    }
-
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
         let step = match sight.vmpressure {
             None => return Vec::new(),
