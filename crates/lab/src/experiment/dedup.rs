@@ -25,7 +25,8 @@ mod workload;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
+use clap::ValueEnum;
 use ebb_core::policy::merge::METADATA;
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
@@ -51,12 +52,12 @@ pub struct Dedup {
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// ksm, ksmtuned, advisor, ksm-unsmart, ebb-stock, ebb, ebb-guest [default: all]
-    #[arg(long, value_delimiter = ',')]
-    pub arms: Vec<String>,
-    /// boots, mixed, clustered, scattered, random, freed, late, churn [default: all]
-    #[arg(long, value_delimiter = ',')]
-    pub workloads: Vec<String>,
+    /// In this order
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = all::<Kind>())]
+    arms: Vec<Kind>,
+    /// In this order
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = all::<Workload>())]
+    workloads: Vec<Workload>,
     /// How many VMs
     #[arg(long, default_value_t = 3)]
     pub vms: u32,
@@ -88,13 +89,11 @@ struct Measured {
 
 impl Dedup {
     pub fn run(&self) -> Result<()> {
-        let arms = chosen(&self.arms, &Kind::ALL, Kind::named, "arm")?;
-        let workloads = chosen(&self.workloads, &Workload::ALL, Workload::named, "workload")?;
         let arena = Arena::enter(&ArenaConfig::default())?;
         hold_knobs(&arena)?;
         let mut outcome: Option<Outcome> = None;
-        for workload in workloads {
-            let possible = || arms.iter().copied().filter(|a| Runner::is_possible(*a));
+        for &workload in &self.workloads {
+            let possible = || self.arms.iter().copied().filter(|a| Runner::is_possible(*a));
             for agents in [false, true] {
                 let arms: Vec<Kind> = possible().filter(|a| a.has_agent() == agents).collect();
                 if arms.is_empty() {
@@ -104,7 +103,7 @@ impl Dedup {
                 let vm = &fleet.vms[0];
                 let outcome =
                     outcome.get_or_insert_with(|| Outcome::new("dedup", vm.release(), vm.accel()));
-                println!("{:<12} {}", workload.name(), HEAD);
+                println!("{:<12} {}", name(workload), HEAD);
                 for arm in arms {
                     let measured = self.arm(workload, &fleet, arm)?;
                     measured.print(arm);
@@ -114,7 +113,7 @@ impl Dedup {
                 fleet.check()?;
             }
             let Some(outcome) = &mut outcome else { continue };
-            compare(workload, &arms, outcome);
+            compare(workload, &self.arms, outcome);
             if let Some(path) = &self.json {
                 outcome.write(path)?;
             }
@@ -250,7 +249,7 @@ impl Measured {
         let or_none = |v: Option<f64>| v.map_or("–".into(), |v| format!("{v:.3}"));
         println!(
             "{:<12} {:>9} {:>9} {:>7.3} {:>7.3} {:>8.3} {:>8} {:>8} {:>8.1} {:>5} {:>8} {:>6.1}",
-            arm.name(),
+            name(arm),
             self.ideal.to_string(),
             self.saved.to_string(),
             self.recall(),
@@ -283,27 +282,19 @@ impl Measured {
             ("cpu_per_gib", "seconds", paid.then(|| end.cpu / gib)),
         ];
         for (metric, unit, value) in rows {
-            let metric = format!("{metric}_{}", workload.name());
-            outcome.add(arm.name(), &metric, unit, value.as_slice());
+            let metric = format!("{metric}_{}", name(workload));
+            outcome.add(&name(arm), &metric, unit, value.as_slice());
         }
     }
 }
 
-/// Names to what they mean; all of them where there are none.
-fn chosen<T: Copy>(
-    names: &[String],
-    all: &[T],
-    named: impl Fn(&str) -> Option<T>,
-    what: &str,
-) -> Result<Vec<T>> {
-    if names.is_empty() {
-        return Ok(all.to_vec());
-    }
-    let one = |name: &String| match named(name) {
-        Some(found) => Ok(found),
-        None => bail!("no {what} “{name}”"),
-    };
-    names.iter().map(one).collect()
+fn all<T: ValueEnum>() -> Vec<T> {
+    T::value_variants().to_vec()
+}
+
+/// Its name in tables and files.
+fn name(of: impl ValueEnum) -> String {
+    of.to_possible_value().map(|value| value.get_name().into()).unwrap_or_default()
 }
 
 /// KSM's own memory for these VMs.
@@ -329,7 +320,7 @@ fn zeros(vms: &[Vm]) -> Result<Bytes> {
 /// Ebb by the best KSM arm of those that found as much, or nearly.
 fn compare(workload: Workload, arms: &[Kind], outcome: &Outcome) {
     let value = |arm: Kind, metric: &str| {
-        outcome.value(arm.name(), &format!("{metric}_{}", workload.name()))
+        outcome.value(&name(arm), &format!("{metric}_{}", name(workload)))
     };
     let most = arms.iter().filter_map(|a| value(*a, "recall")).fold(0.0, f64::max);
     let good = |a: &&Kind| a.is_ksm() && value(**a, "recall").is_some_and(|r| r >= 0.9 * most);
@@ -343,7 +334,7 @@ fn compare(workload: Workload, arms: &[Kind], outcome: &Outcome) {
         println!(
             "             {} by the best KSM arm that found as much: CPU {}, to 90 % {} (CPU {}), \
              a later look {}\n",
-            ebb.name(),
+            name(*ebb),
             ratio("cpu_seconds"),
             ratio("time_to_90"),
             ratio("cpu_to_90"),

@@ -57,11 +57,12 @@ const STILL: (u64, u64) = (2, 10);
 /// How often Ebb scans VMs that run.
 const SCAN_EVERY: Duration = Duration::from_secs(10);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// The kernel's defaults, at the budget's speed.
     Ksm,
     /// What `ksmtuned` sets.
+    #[value(name = "ksmtuned")]
     KsmTuned,
     Advisor,
     /// `smart_scan=0`, at the budget's speed.
@@ -75,33 +76,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    pub const ALL: [Kind; 7] = [
-        Kind::Ksm,
-        Kind::KsmTuned,
-        Kind::Advisor,
-        Kind::KsmUnsmart,
-        Kind::EbbStock,
-        Kind::Ebb,
-        Kind::EbbGuest,
-    ];
-
-    /// Its name in tables and files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::Ksm => "ksm",
-            Kind::KsmTuned => "ksmtuned",
-            Kind::Advisor => "advisor",
-            Kind::KsmUnsmart => "ksm-unsmart",
-            Kind::EbbStock => "ebb-stock",
-            Kind::Ebb => "ebb",
-            Kind::EbbGuest => "ebb-guest",
-        }
-    }
-
-    pub fn named(name: &str) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|k| k.name() == name)
-    }
-
     /// Whether it is KSM without Ebb.
     pub fn is_ksm(self) -> bool {
         !matches!(self, Kind::EbbStock | Kind::Ebb | Kind::EbbGuest)
@@ -505,12 +479,6 @@ fn batch(cores: f64, page_us: f64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_lead_back_to_arms() {
-        assert!(Kind::ALL.into_iter().all(|k| Kind::named(k.name()) == Some(k)));
-        assert_eq!(Kind::named("none"), None);
-    }
 
     #[test]
     fn ksmtuned_sleeps_less_on_larger_hosts() {

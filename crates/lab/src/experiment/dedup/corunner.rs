@@ -19,6 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use clap::ValueEnum;
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::Settings;
 use ebb_core::units::Bytes;
@@ -132,10 +133,10 @@ impl Drop for Spin {
 }
 
 fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Turn> {
-    let mut beside = match Kind::named(arm) {
+    let mut beside = match Kind::from_str(arm, false) {
         _ if arm == "ebb-clear" => Beside::clear(vms, first)?,
-        None => Beside::Nothing,
-        Some(kind) => {
+        Err(_) => Beside::Nothing,
+        Ok(kind) => {
             let mut runner = Box::new(Runner::new(kind, SHARE, vms)?);
             runner.begin()?;
             Beside::Runner(runner)

@@ -17,7 +17,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 const OWN: Bytes = Bytes::mib(176);
 const VERIFIED: Bytes = Bytes::mib(12);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Workload {
     /// Guests of one kernel that have just booted.
     Boots,
@@ -37,35 +37,6 @@ pub enum Workload {
 }
 
 impl Workload {
-    pub const ALL: [Workload; 8] = [
-        Workload::Boots,
-        Workload::Mixed,
-        Workload::Clustered,
-        Workload::Scattered,
-        Workload::Random,
-        Workload::Freed,
-        Workload::Late,
-        Workload::Churn,
-    ];
-
-    /// Its name in tables and files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Workload::Boots => "boots",
-            Workload::Mixed => "mixed",
-            Workload::Clustered => "clustered",
-            Workload::Scattered => "scattered",
-            Workload::Random => "random",
-            Workload::Freed => "freed",
-            Workload::Late => "late",
-            Workload::Churn => "churn",
-        }
-    }
-
-    pub fn named(name: &str) -> Option<Workload> {
-        Workload::ALL.into_iter().find(|w| w.name() == name)
-    }
-
     /// The tool's arguments for what a guest holds all the time.
     fn holds(self, share: f64) -> Option<String> {
         let alike = |share: f64, cluster: u64| {
@@ -288,12 +259,6 @@ fn noise(path: &Path, size: Bytes) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_lead_back_to_workloads() {
-        assert!(Workload::ALL.into_iter().all(|w| Workload::named(w.name()) == Some(w)));
-        assert_eq!(Workload::named("none"), None);
-    }
 
     #[test]
     fn the_file_is_what_its_sum_says() {
