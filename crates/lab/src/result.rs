@@ -7,6 +7,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use ebb_host::probe::meminfo::read_meminfo;
+use ebb_host::root::Root;
 use serde::{Deserialize, Serialize};
 
 use crate::image::write_atomically;
@@ -163,8 +165,8 @@ fn human(value: f64, unit: &str) -> String {
 fn machine() -> String {
     let read = |p: &str| fs::read_to_string(p).unwrap_or_default();
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
-    let kib = read("/proc/meminfo").split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
-    let gib = kib.unwrap_or(0).div_ceil(1 << 20);
+    let memory = read_meminfo(&Root::default()).ok().flatten().unwrap_or_default();
+    let gib = memory.total.0.div_ceil(1 << 30);
     format!("{cpus} CPUs, {gib} GiB, Linux {}", read("/proc/sys/kernel/osrelease").trim())
 }
 

@@ -1,12 +1,13 @@
 //! A thread that writes down what the machine holds, several times a second.
 
-use std::fs;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
+use ebb_host::probe::meminfo::read_meminfo;
+use ebb_host::root::Root;
 
 use crate::arena::MemoryCgroup;
 use crate::vm::resident;
@@ -160,26 +161,19 @@ impl Drop for Sampler {
 }
 
 fn look(watched: &Mutex<Watched>, began: Instant, cgroup: Option<&MemoryCgroup>) {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name: &str| meminfo(&text, name);
+    let memory = read_meminfo(&Root::default()).ok().flatten().unwrap_or_default();
     let mut watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
     let point = Point {
         at: began.elapsed(),
-        free: field("MemFree"),
-        available: field("MemAvailable"),
-        swap: field("SwapTotal") - field("SwapFree"),
+        free: memory.free,
+        available: memory.available,
+        swap: memory.swap_total - memory.swap_free,
         cgroup: cgroup.map(MemoryCgroup::usage).unwrap_or_default(),
         cgroup_huge: cgroup.map(MemoryCgroup::huge).unwrap_or_default(),
         cgroup_swap: cgroup.map(MemoryCgroup::swap).unwrap_or_default(),
         resident: watched.vms.iter().map(|(_, pid)| resident(*pid)).collect(),
     };
     watched.points.push(point);
-}
-
-fn meminfo(text: &str, name: &str) -> Bytes {
-    let line = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
-    let kib = line.and_then(|l| l.split_whitespace().next()).and_then(|n| n.parse().ok());
-    Bytes::kib(kib.unwrap_or(0))
 }
 
 #[cfg(test)]

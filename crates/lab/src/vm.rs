@@ -25,8 +25,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
+use ebb_host::probe::process::{read_run_time, read_stat, read_status};
 use ebb_host::qmp::{self, QmpError};
+use ebb_host::root::Root;
 use serde_json::{Value, json};
 
 pub use self::accel::Accel;
@@ -391,10 +394,29 @@ impl Vm {
 
 /// `VmRSS` of a process; 0 when it is gone.
 pub fn resident(pid: u32) -> Bytes {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|l| l.split_whitespace().next()).and_then(|n| n.parse().ok());
-    Bytes::kib(kib.unwrap_or(0))
+    let memory = read_status(&Root::default(), pid).ok().flatten();
+    memory.map_or(Bytes::ZERO, |m| m.resident())
+}
+
+/// Processor time of a process so far, seconds.
+pub fn cpu_s(pid: u32) -> Result<f64> {
+    let stat = read_stat(&Root::default(), pid)?;
+    let stat = stat.with_context(|| format!("process {pid} has ended"))?;
+    Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
+}
+
+/// The threads of a process: id, name, processor seconds.
+pub fn threads(pid: u32) -> Result<Vec<(u32, String, f64)>> {
+    let mut threads = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let entry = entry?;
+        let Some(id) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if let Some(ran) = read_run_time(&Root::default(), id)? {
+            threads.push((id, name.trim().to_string(), ran.as_secs_f64()));
+        }
+    }
+    Ok(threads)
 }
 
 impl Drop for Vm {

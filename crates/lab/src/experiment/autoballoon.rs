@@ -24,7 +24,6 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebb_core::sample::Vmstat;
 use ebb_core::units::Bytes;
-use ebb_host::probe::process::read_stat;
 use ebb_host::probe::vmstat::read_vmstat;
 use ebb_host::root::Root;
 
@@ -37,7 +36,7 @@ use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::Outcome;
 use crate::sampler::{Sampler, Series};
-use crate::vm::Vm;
+use crate::vm::{Vm, cpu_s};
 use crate::wall_ms;
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb-guest"];
@@ -275,12 +274,7 @@ pub(super) fn swapped() -> Result<Vmstat> {
 
 /// CPU time of all QEMUs so far, seconds.
 fn cpu(vms: &[Vm]) -> Result<f64> {
-    let mut ticks = 0;
-    for vm in vms {
-        let stat = read_stat(&Root::default(), vm.pid())?.context("QEMU has ended")?;
-        ticks += stat.user_ticks + stat.system_ticks;
-    }
-    Ok(ticks as f64 / 100.0)
+    vms.iter().map(|vm| cpu_s(vm.pid())).sum()
 }
 
 /// Swap is counted for the whole machine: say so if not only the VMs use it.

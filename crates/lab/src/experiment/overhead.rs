@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use clap::Args;
 use ebb_core::units::Bytes;
-use ebb_host::probe::process::{read_stat, read_status};
+use ebb_host::probe::process::read_status;
 use ebb_host::root::Root;
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::image::Kernel;
 use crate::result::Outcome;
-use crate::vm::{Balloon, Vm, VmConfig};
+use crate::vm::{Balloon, Vm, VmConfig, cpu_s};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -110,14 +110,10 @@ impl Overhead {
         arm: &str,
         outcome: &mut Outcome,
     ) -> Result<()> {
-        let cpu = |pid| -> Result<f64> {
-            let stat = read_stat(&Root::default(), pid)?.context("a process has ended")?;
-            Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
-        };
-        let all = || vms.iter().map(|vm| cpu(vm.pid())).sum::<Result<f64>>();
-        let before = (cpu(daemon.pid())?, all()?);
+        let all = || vms.iter().map(|vm| cpu_s(vm.pid())).sum::<Result<f64>>();
+        let before = (cpu_s(daemon.pid())?, all()?);
         std::thread::sleep(Duration::from_secs(self.seconds));
-        let share = (cpu(daemon.pid())? - before.0) / self.seconds as f64;
+        let share = (cpu_s(daemon.pid())? - before.0) / self.seconds as f64;
         let vms_share = (all()? - before.1) / self.seconds as f64;
         let memory =
             read_status(&Root::default(), daemon.pid())?.context("the daemon has ended")?;

@@ -13,17 +13,15 @@
 //! and `instruction_ratio`, of `plain` and `module` (what the host does takes no
 //! instruction of the guest).
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use ebb_core::units::Bytes;
-use ebb_host::probe::process::read_stat;
-use ebb_host::root::Root;
 
 use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
 use crate::result::Outcome;
-use crate::vm::VmConfig;
+use crate::vm::{VmConfig, cpu_s};
 
 /// All arms; ratios need the first.
 pub const ARMS: [&str; 3] = ["plain", "module", "ebb-guest"];
@@ -133,9 +131,10 @@ fn turn(place: &Place, arm: &str, pages: Pages) -> Result<(f64, f64)> {
     let daemon = if arm == "ebb-guest" { Some(place.daemon("guest")?) } else { None };
     // The translator's work, and what loading the module set off, are not measured.
     faultloop(place, pages, "seconds=1")?;
-    let before = processor_time(place)?;
+    // All threads of QEMU, the agent's too.
+    let before = cpu_s(place.vm.pid())?;
     let found = faultloop(place, pages, &format!("seconds={SECONDS}"))?;
-    let took = processor_time(place)? - before;
+    let took = cpu_s(place.vm.pid())? - before;
     if let Some(daemon) = daemon {
         daemon.stop();
     }
@@ -143,12 +142,6 @@ fn turn(place: &Place, arm: &str, pages: Pages) -> Result<(f64, f64)> {
         place.sh("rmmod ebb")?;
     }
     Ok((found.rate, found.pages / took))
-}
-
-/// Seconds that QEMU has run so far, all threads of it, the agent's too.
-fn processor_time(place: &Place) -> Result<f64> {
-    let stat = read_stat(&Root::default(), place.vm.pid())?.context("QEMU has ended")?;
-    Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
 }
 
 /// What a loop came to, by the guest's clock.

@@ -16,11 +16,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebb_host::daemon_client;
-use ebb_host::probe::process::{read_run_time, read_status};
+use ebb_host::probe::process::read_status;
 use ebb_host::root::Root;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
+use crate::vm::threads;
 use crate::{LabError, ebb, standin};
 
 const ARMS: [&str; 3] = ["rest", "clear", "orders"];
@@ -174,15 +175,7 @@ fn up(state: &Value, count: usize) -> bool {
 
 /// CPU seconds of each thread.
 fn cpu(pid: u32) -> Result<BTreeMap<u32, f64>> {
-    let mut threads = BTreeMap::new();
-    for entry in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        let name = entry?.file_name();
-        let Some(thread) = name.to_str().and_then(|n| n.parse().ok()) else { continue };
-        if let Some(ran) = read_run_time(&Root::default(), thread)? {
-            threads.insert(thread, ran.as_secs_f64());
-        }
-    }
-    Ok(threads)
+    Ok(threads(pid)?.into_iter().map(|(id, _, seconds)| (id, seconds)).collect())
 }
 
 /// The daemon with the times that it ships with.

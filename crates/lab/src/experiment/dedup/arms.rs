@@ -28,7 +28,7 @@ use super::course::{Course, run_time};
 use super::governor::Governor;
 use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
-use crate::vm::Vm;
+use crate::vm::{Vm, cpu_s, threads};
 
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// Every knob that an arm sets, in the order in which the arena notes them: it puts
@@ -361,9 +361,7 @@ impl Running {
 
     /// Its processor time, and that of the agents.
     fn cpu(&self, vms: &[Vm]) -> Result<(f64, f64)> {
-        let stat = read_stat(&Root::default(), self.daemon.pid())?.context("ebb has ended")?;
-        let own = (stat.user_ticks + stat.system_ticks) as f64 / 100.0;
-        Ok((own, agents(vms)? - self.agents))
+        Ok((cpu_s(self.daemon.pid())?, agents(vms)? - self.agents))
     }
 
     /// What each later look of the scanner costs, over two of them.
@@ -410,13 +408,8 @@ impl Running {
 fn agents(vms: &[Vm]) -> Result<f64> {
     let mut all = 0.0;
     for vm in vms {
-        for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))?.flatten() {
-            let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-            let id = task.file_name().to_str().and_then(|id| id.parse().ok());
-            if let Some(id) = id.filter(|_| name.starts_with("ebb")) {
-                all += run_time(id)?;
-            }
-        }
+        let ours = threads(vm.pid())?.into_iter().filter(|(_, name, _)| name.starts_with("ebb"));
+        all += ours.map(|(_, _, seconds)| seconds).sum::<f64>();
     }
     Ok(all)
 }

@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 use ebb_core::sample::Ksm;
 use ebb_core::units::Bytes;
 use ebb_host::probe::ksm::{ksmd, read_ksm};
-use ebb_host::probe::process::read_stat;
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
 use ebb_host::sys::Range;
@@ -15,7 +14,7 @@ use ebb_host::sys::Range;
 use super::rivals::merges;
 use crate::ebb::Daemon;
 use crate::result::Outcome;
-use crate::vm::{Vm, resident};
+use crate::vm::{Vm, cpu_s, resident, threads};
 
 /// Bytes of a `struct ksm_rmap_item` (Linux `mm/ksm.c`).
 const RMAP_ITEM: u64 = 64;
@@ -33,13 +32,9 @@ pub(super) struct Account {
 
 impl Account {
     pub(super) fn read(vms: &[Vm], daemon: Option<&Daemon>) -> Result<Account> {
-        let root = Root::default();
         let mut account = Account::default();
-        let of = |pid: u32| -> f64 {
-            let stat = read_stat(&root, pid).ok().flatten();
-            stat.map_or(0.0, |s| (s.user_ticks + s.system_ticks) as f64 / 100.0)
-        };
-        if let Some(pid) = ksmd(&root) {
+        let of = |pid: u32| cpu_s(pid).unwrap_or(0.0);
+        if let Some(pid) = ksmd(&Root::default()) {
             account.seconds.insert("ksmd".into(), of(pid));
         }
         if let Some(daemon) = daemon {
@@ -52,15 +47,9 @@ impl Account {
         }
         for vm in vms {
             *account.seconds.entry("qemu".into()).or_default() += of(vm.pid());
-            for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid())).into_iter().flatten()
-            {
-                let Ok(task) = task else { continue };
-                let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-                let name = name.trim().replace('-', "_");
+            for (_, name, seconds) in threads(vm.pid()).unwrap_or_default() {
                 if name.starts_with("ebb") {
-                    let run = std::fs::read_to_string(task.path().join("schedstat"));
-                    let ns = run.ok().and_then(|t| t.split(' ').next()?.parse::<f64>().ok());
-                    *account.seconds.entry(name).or_default() += ns.unwrap_or(0.0) / 1e9;
+                    *account.seconds.entry(name.replace('-', "_")).or_default() += seconds;
                 }
             }
         }

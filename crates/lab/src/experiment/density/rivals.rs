@@ -5,6 +5,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
+use ebb_host::probe::meminfo::read_meminfo;
+use ebb_host::root::Root;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::image::Cache;
@@ -44,9 +46,7 @@ impl Ksmtuned {
     pub(super) fn start(dir: &Path, budget: Bytes) -> Result<Ksmtuned> {
         let package = setup::package(&Cache::from_env(), "ksmtuned")?;
         let pid = dir.join("ksmtuned.pid");
-        let meminfo = std::fs::read_to_string("/proc/meminfo")?;
-        let total = meminfo.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
-        let total = Bytes::kib(total.context("no MemTotal")?);
+        let total = read_meminfo(&Root::default())?.context("no MemTotal")?.total;
         let threshold = total - budget + budget.share(0.20);
         let status = Command::new(package.join("usr/sbin/ksmtuned"))
             .env("KSM_THRES_CONST", (threshold.0 >> 10).to_string())
