@@ -125,6 +125,14 @@ impl Outcome {
         text
     }
 
+    /// Writes it to a file if there is to be one, and says so.
+    pub fn keep(&self, file: Option<&Path>) -> Result<(), LabError> {
+        let Some(file) = file else { return Ok(()) };
+        self.write(file)?;
+        println!("figures: {}", file.display());
+        Ok(())
+    }
+
     pub fn write(&self, path: &Path) -> Result<(), LabError> {
         if let Some(dir) = path.parent() {
             fs::create_dir_all(dir).map_err(LabError::file(dir))?;
@@ -157,7 +165,7 @@ fn human(value: f64, unit: &str) -> String {
         "seconds" if value < 1e-3 => format!("{:.1} µs", value * 1e6),
         "seconds" if value < 1.0 => format!("{:.0} ms", value * 1e3),
         "seconds" => format!("{value:.2} s"),
-        "fraction" => format!("{:.2} %", value * 100.0),
+        "fraction" | "ratio" => format!("{:.2} %", value * 100.0),
         unit => format!("{value:.1} {unit}"),
     }
 }

@@ -165,11 +165,7 @@ impl Autoballoon {
                 println!("{arm} {metric}: {median:.3} of {}", all.join(" "));
             }
         }
-        if let Some(path) = &self.json {
-            outcome.write(path)?;
-            println!("figures: {}", path.display());
-        }
-        Ok(())
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn one(&self, arm: &str) -> Result<(RunResult, Outcome)> {

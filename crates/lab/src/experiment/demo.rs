@@ -94,11 +94,7 @@ impl Demo {
             results.push((arm.clone(), result));
         }
         self.summary(&results);
-        if let Some(path) = &self.json {
-            outcome.write(path)?;
-            println!("figures: {}", path.display());
-        }
-        Ok(())
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn arm(&self, arm: &str) -> Result<ArmResult> {

@@ -194,11 +194,7 @@ impl Density {
                 picture(&counts)
             );
         }
-        if let Some(path) = &self.json {
-            outcome.write(path)?;
-            println!("figures: {}", path.display());
-        }
-        Ok(())
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn plan(&self) -> Plan {

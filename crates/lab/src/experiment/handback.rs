@@ -91,13 +91,8 @@ impl Handback {
         }
         let Some(outcome) = outcome else { return Ok(()) };
         println!("\n{} needed by a guest; _squeezing: taken from another first", self.burst);
-        for r in &outcome.results {
-            println!(
-                "{:<10} {:<24} {:>10.2} {} (n {}, {:.2} to {:.2})",
-                r.arm, r.metric, r.value, r.unit, r.n, r.min, r.max
-            );
-        }
-        self.json.as_deref().map_or(Ok(()), |path| Ok(outcome.write(path)?))
+        print!("{}", outcome.table());
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, Outcome)> {

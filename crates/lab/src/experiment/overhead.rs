@@ -75,13 +75,8 @@ impl Overhead {
         }
         outcome.add("ballooned", "reaction", "seconds", &reactions);
         daemon.stop();
-        for r in &outcome.results {
-            println!(
-                "{:<10} {:<10} {:>12.4} {} (n {}, {:.4} to {:.4})",
-                r.arm, r.metric, r.value, r.unit, r.n, r.min, r.max
-            );
-        }
-        self.json.as_ref().map_or(Ok(()), |path| Ok(outcome.write(path)?))
+        print!("{}", outcome.table());
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn boot(&self, arena: &Arena) -> Result<Vec<Vm>> {

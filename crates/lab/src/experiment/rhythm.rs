@@ -168,11 +168,7 @@ impl Rhythm {
         }
         let Some(outcome) = outcome else { return Ok(()) };
         print!("\n{}", outcome.table());
-        if let Some(path) = &self.json {
-            outcome.write(path)?;
-            println!("figures: {}", path.display());
-        }
-        Ok(())
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
     fn shape(&self, setup: &Setup, outcome: &mut Option<Outcome>) -> Result<()> {

@@ -101,11 +101,9 @@ pub fn run(
         let result = one(&trial, &mut outcome);
         // What was measured before something failed is not lost.
         println!("{}", outcome.table());
-        if let Some(file) = &options.json {
-            let file = file_of(file, kernel, options.kernel == Kernels::Both);
-            outcome.write(&file)?;
-            println!("figures: {}", file.display());
-        }
+        let each = options.kernel == Kernels::Both;
+        let file = options.json.as_ref().map(|file| file_of(file, kernel, each));
+        outcome.keep(file.as_deref())?;
         result.with_context(|| format!("{name} on {kernel}"))?;
     }
     Ok(())
