@@ -29,7 +29,7 @@ u64 rng_next(u64 *state)
 
 enum pattern pattern_named(const char *name)
 {
-	static const char *const names[] = { "zero", "touch", "random", "dup", "template" };
+	static const char *const names[] = { "zero", "touch", "random", "template" };
 
 	for (int i = 0; i < PAT_BAD; i++)
 		if (!strcmp(name, names[i]))
@@ -66,9 +66,6 @@ void page_fill(u64 *page, const struct fill *f, u64 index)
 		break;
 	case PAT_TOUCH:
 		page[0] = mix64(f->seed ^ mix64(index));
-		break;
-	case PAT_DUP:
-		page_random(page, f->common, index % f->distinct);
 		break;
 	case PAT_TEMPLATE:
 		page_random(page, f->common, index);

@@ -2,7 +2,7 @@
 /*
  * What the guest says of itself, and its knobs.
  *
- *   at once: ping  echo text=  meminfo  psi  clock  readfile path= [offset=]
+ *   at once: ping  echo text=  meminfo  psi  readfile path= [offset=]
  *   tasks:   write path= value=  modprobe name= [params=]  swapon dev= [size=]
  *            drop [what=]  compact  sh cmd=
  *            kexecload kernel= initrd= append= [crash=1]
@@ -25,7 +25,6 @@
 #include <sys/syscall.h>
 #include <sys/utsname.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #define READ_MAX	2048
@@ -163,18 +162,6 @@ static const char *do_psi(struct json *out)
 	return NULL;
 }
 
-static const char *do_clock(struct json *out)
-{
-	struct timespec boot, real;
-
-	clock_gettime(CLOCK_BOOTTIME, &boot);
-	clock_gettime(CLOCK_REALTIME, &real);
-	json_u64(out, "monotonic_ns", now_ns());
-	json_u64(out, "boottime_ns", (u64)boot.tv_sec * 1000000000ULL + (u64)boot.tv_nsec);
-	json_u64(out, "realtime_ns", (u64)real.tv_sec * 1000000000ULL + (u64)real.tv_nsec);
-	return NULL;
-}
-
 static const char *do_ping(struct json *out)
 {
 	char id[64] = "";
@@ -200,8 +187,6 @@ bool sys_command(struct cmd *c, struct json *out)
 		why = do_meminfo(out);
 	else if (!strcmp(c->verb, "psi"))
 		why = do_psi(out);
-	else if (!strcmp(c->verb, "clock"))
-		why = do_clock(out);
 	else if (!strcmp(c->verb, "readfile"))
 		why = do_readfile(c, out);
 	else if (!strcmp(c->verb, "sysrq"))

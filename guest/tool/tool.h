@@ -72,13 +72,12 @@ void json_fragment(struct json *j, const char *fragment);
 bool json_end(struct json *j);
 
 /* page.c: what is in a page; pure. */
-enum pattern { PAT_ZERO, PAT_TOUCH, PAT_RANDOM, PAT_DUP, PAT_TEMPLATE, PAT_BAD };
+enum pattern { PAT_ZERO, PAT_TOUCH, PAT_RANDOM, PAT_TEMPLATE, PAT_BAD };
 
 struct fill {
 	enum pattern pattern;	/* of the shared part; the rest is random */
 	double share;		/* fraction of clusters that follow `pattern` */
 	u64 cluster;		/* pages */
-	u64 distinct;		/* different pages of PAT_DUP */
 	u64 seed;		/* of this VM */
 	u64 common;		/* of all VMs that hold the same pages */
 };

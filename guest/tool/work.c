@@ -3,8 +3,8 @@
  * Kinds of work.  Each runs in a child, reads all of its arguments first, and
  * says 'ready' when it is in the state that its name promises.
  *
- *   hold, fill  size= [pattern= share= cluster= distinct= seed= common= huge=]
- *   cycle       size= [base= period_ms= hold_ms= jitter_ms= count=] + as hold
+ *   hold        size= [pattern= share= cluster= seed= common= huge=]
+ *   cycle       size= [base= period_ms= hold_ms= count=] + as hold
  *   memhog      size=
  *   faultloop   size= [seconds= | iterations=] [huge=]
  *   read        dev= size= [offset=]: into the page cache; tells the sum
@@ -90,7 +90,6 @@ static struct fill fill_args(struct cmd *c)
 		.pattern = pattern_named(cmd_str(c, "pattern", "random")),
 		.share = cmd_fraction(c, "share", 1.0),
 		.cluster = cmd_u64(c, "cluster", HUGE) / PAGE,
-		.distinct = cmd_u64(c, "distinct", 64),
 		.seed = cmd_u64(c, "seed", 1),
 		.common = cmd_u64(c, "common", 0),
 	};
@@ -99,8 +98,6 @@ static struct fill fill_args(struct cmd *c)
 		c->bad = "pattern";
 	if (!f.cluster)
 		c->bad = "cluster";
-	if (!f.distinct)
-		c->bad = "distinct";
 	return f;
 }
 
@@ -179,7 +176,7 @@ static int work_hold(struct job_env *e, struct cmd *c)
 }
 
 struct cycle {
-	u64 size, huge, period, hold, jitter, count;
+	u64 size, huge, period, hold, count;
 };
 
 static int one_cycle(struct job_env *e, const struct cycle *k, const struct fill *f, u64 n)
@@ -210,13 +207,11 @@ static int work_cycle(struct job_env *e, struct cmd *c)
 	static struct json out;
 	struct fill f = fill_args(c);
 	u64 base = size_arg(c, "base", PAGE);
-	u64 rng = f.seed;
 	struct cycle k = {
 		.size = size_arg(c, "size", 0),
 		.huge = cmd_u64(c, "huge", 2),
 		.period = cmd_u64(c, "period_ms", 1000) * 1000000,
 		.hold = cmd_u64(c, "hold_ms", 0) * 1000000,
-		.jitter = cmd_u64(c, "jitter_ms", 0) * 1000000,
 		.count = cmd_u64(c, "count", UINT64_MAX),
 	};
 	u64 *held;
@@ -231,11 +226,10 @@ static int work_cycle(struct job_env *e, struct cmd *c)
 	json_start(&out);
 	job_report(e, 'r', &out);
 	for (u64 n = 0, next = now_ns(); n < k.count; n++) {
-		u64 late = k.jitter ? rng_next(&rng) % k.jitter : 0;
 		u64 now = now_ns();
 
-		if (next + late > now)
-			sleep_ns(next + late - now);
+		if (next > now)
+			sleep_ns(next - now);
 		next += k.period;
 		if (one_cycle(e, &k, &f, n))
 			return 1;
@@ -342,7 +336,6 @@ const struct work *work_find(const char *kind)
 {
 	static const struct work kinds[] = {
 		{ "hold", work_hold },
-		{ "fill", work_hold },
 		{ "cycle", work_cycle },
 		{ "memhog", work_memhog },
 		{ "faultloop", work_faultloop },
