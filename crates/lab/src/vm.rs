@@ -278,6 +278,13 @@ impl Vm {
         self.tool().request(command, deadline).map_err(|e| self.explain(e))
     }
 
+    /// Tells a job to go on; what it says then.
+    pub fn poked(&self, job: &str, deadline: Duration) -> Result<Fields, VmError> {
+        let said = self.tool().poke(job);
+        let said = said.and_then(|()| self.tool().wait_event(job, "progress", deadline));
+        said.map_err(|e| self.explain(e))
+    }
+
     /// What a tool's error means for this VM.
     pub fn explain(&self, error: ToolError) -> VmError {
         if matches!(error, ToolError::Closed) {

@@ -242,9 +242,7 @@ impl Place {
 
     /// Has a `pieces` job free its pieces.
     pub fn free_pieces(&self, job: &str) -> Result<()> {
-        let tool = self.vm.tool();
-        tool.poke(job).map_err(|e| self.vm.explain(e))?;
-        tool.wait_event(job, "progress", MINUTE).map(drop).map_err(|e| self.vm.explain(e).into())
+        Ok(self.vm.poked(job, MINUTE).map(drop)?)
     }
 
     /// `ebb run` for this VM, once it is in this tier.

@@ -69,7 +69,8 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
         let vms: Vec<Held> = (0..if guest { 2 } else { 1 })
             .map(|n| Held::boot(trial, memory, n, guest.then_some(dir.path())))
             .collect::<Result<_>>()?;
-        let targets: Vec<Target> = vms.iter().map(Held::target).collect::<Result<_>>()?;
+        let targets: Vec<Target> =
+            vms.iter().map(|held| target(&held.vm)).collect::<Result<_>>()?;
         let agents = vms.iter().zip(&targets).filter_map(|(vm, t)| {
             let (_, link) = vm.agent.as_ref()?;
             Some((t.id, Arc::clone(link)))
@@ -160,14 +161,15 @@ impl Held {
         let agent = socket.map(hashes).transpose()?;
         Ok(Held { vm, agent })
     }
+}
 
-    fn target(&self) -> Result<Target> {
-        let (root, vm) = (Root::default(), &self.vm);
-        let start = read_stat(&root, vm.pid())?.context("the VM has ended")?.start;
-        let id = VmId { pid: vm.pid(), start };
-        let found = Found::look(&root, id, vm.name(), "lab")?.context("the VM has ended")?;
-        found.target.context("a VM without RAM")
-    }
+/// What a scan of a VM reads.
+pub(super) fn target(vm: &Vm) -> Result<Target> {
+    let root = Root::default();
+    let start = read_stat(&root, vm.pid())?.context("the VM has ended")?.start;
+    let id = VmId { pid: vm.pid(), start };
+    let found = Found::look(&root, id, vm.name(), "lab")?.context("the VM has ended")?;
+    found.target.context("a VM without RAM")
 }
 
 fn whole(threads: usize, changes: Changes) -> Options {

@@ -338,8 +338,7 @@ fn vm_what_is_freed_in_open_ranges_is_recycled_before_the_next_scan() {
         })
         .unwrap();
     let holds_what_it_wrote = |vm: &Vm| {
-        vm.tool().poke("h").unwrap();
-        let said = vm.tool().wait_event("h", "progress", MINUTE).unwrap();
+        let said = vm.poked("h", MINUTE).unwrap();
         assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
     };
     vms.iter().for_each(holds_what_it_wrote);
@@ -445,8 +444,7 @@ fn open(vm: &Vm) -> bool {
 /// What guests hold and what they write all the time is what they wrote.
 fn all_is_there(vms: &[Vm]) {
     for vm in vms {
-        vm.tool().poke("h").unwrap();
-        let held = vm.tool().wait_event("h", "progress", 2 * MINUTE).unwrap();
+        let held = vm.poked("h", 2 * MINUTE).unwrap();
         let live = vm.tool().stop("v").unwrap();
         for said in [&held, &live] {
             assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());

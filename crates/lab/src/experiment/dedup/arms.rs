@@ -13,14 +13,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Order, Settings};
-use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_host::linux::LinuxHost;
 use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::meminfo::read_meminfo;
-use ebb_host::probe::process::read_stat;
 use ebb_host::root::Root;
-use ebb_host::scan::{Found, Limits, Options, Scanner, Target};
+use ebb_host::scan::{Limits, Options, Scanner, Target};
 
 use serde_json::Value;
 
@@ -28,6 +26,7 @@ use super::course::{Course, run_time};
 use super::governor::Governor;
 use crate::arena::{Arena, steadily};
 use crate::ebb::Daemon;
+use crate::experiment::scan::target;
 use crate::vm::{Vm, cpu_s, threads};
 
 const KSM: &str = "/sys/kernel/mm/ksm";
@@ -320,14 +319,7 @@ impl<'a> Runner<'a> {
 
 /// What a scan of these VMs reads.
 pub fn targets(vms: &[Vm]) -> Result<Vec<Target>> {
-    let root = Root::default();
-    let one = |vm: &Vm| {
-        let start = read_stat(&root, vm.pid())?.context("a VM has ended")?.start;
-        let id = VmId { pid: vm.pid(), start };
-        let found = Found::look(&root, id, vm.name(), "lab")?.context("a VM has ended")?;
-        found.target.context("a VM without RAM")
-    };
-    vms.iter().map(one).collect()
+    vms.iter().map(target).collect()
 }
 
 fn has_advisor() -> bool {

@@ -144,13 +144,14 @@ fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Turn> {
     };
     let pid = ksmd(&Root::default()).context("no ksmd")?;
     let (before, merged) = (run_time(pid)?, merged()?);
-    poke(co)?;
+    // It tells what it saw since the last time.
+    co.poked("c", MINUTE)?;
     let begun = Instant::now();
     while begun.elapsed() < TURN {
         beside.step()?;
         std::thread::sleep(Duration::from_millis(50));
     }
-    let said = poke(co)?;
+    let said = co.poked("c", MINUTE)?;
     let share = (run_time(pid)? - before) / begun.elapsed().as_secs_f64();
     let merged = self::merged()?.0 as f64 - merged.0 as f64;
     beside.end()?;
@@ -243,12 +244,6 @@ impl Scan {
         anyhow::ensure!(!early, "the scan was over before the turn: give it a larger --scale");
         Ok(())
     }
-}
-
-/// What it saw since the last time.
-fn poke(co: &Vm) -> Result<crate::guest::Fields> {
-    co.tool().poke("c").map_err(|e| co.explain(e))?;
-    Ok(co.tool().wait_event("c", "progress", MINUTE).map_err(|e| co.explain(e))?)
 }
 
 fn note(outcome: &mut Outcome, turns: &[(&str, Vec<Turn>)]) {

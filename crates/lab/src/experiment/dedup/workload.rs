@@ -211,10 +211,7 @@ impl Fleet {
                 bail!("{}: memory changed: {:?}", vm.name(), v.0);
             }
             if self.workload.holds(self.share).is_some() {
-                let tool = vm.tool();
-                tool.poke("h").map_err(|e| vm.explain(e))?;
-                let h = tool.wait_event("h", "progress", 2 * MINUTE);
-                let h = h.map_err(|e| vm.explain(e))?;
+                let h = vm.poked("h", 2 * MINUTE)?;
                 if h.u64("errors") > 0 || h.u64("checks") != self.hold.0 / 4096 {
                     bail!("{}: held memory changed: {:?}", vm.name(), h.0);
                 }
