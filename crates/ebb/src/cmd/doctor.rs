@@ -132,9 +132,9 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         let found = "none that Ebb may manage was found";
         checks.push(check("host", "VMs", Verdict::Missing, found, advice));
     }
-    checks.extend(scan.refused.iter().map(|r| {
-        let found = format!("process {} is not taken for a VM", r.pid);
-        check(&r.name, "trust", Verdict::Note, found, &r.why)
+    checks.extend(scan.refused.iter().map(|(pid, why)| {
+        let found = format!("process {pid} is not taken for a VM");
+        check(&format!("pid-{pid}"), "trust", Verdict::Note, found, why)
     }));
     for vm in &state.vms {
         let process = scan.found.iter().find(|p| p.id.pid == vm.pid);

@@ -25,34 +25,19 @@ pub struct Scan {
     pub found: Vec<QemuProcess>,
     /// VMs of the last scan that have ended or are another program now, which was seen.
     pub gone: Vec<VmId>,
-    /// Processes that are called QEMU and are not taken for VMs, by pid.
-    pub refused: Vec<Refused>,
+    /// Processes that are called QEMU and are not taken for VMs, by pid, and why: what to do if
+    /// it is a VM. A command line is its process's own word, and to read it waits for its mmap
+    /// lock: so none of them has a name.
+    pub refused: Vec<(u32, String)>,
     /// What could not be read, as (file, reason).
     pub problems: Vec<(String, String)>,
-}
-
-/// A process that is called QEMU and is not taken for a VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refused {
-    pub pid: u32,
-    pub name: String,
-    /// Why, and what to do if it is a VM.
-    pub why: String,
-}
-
-impl Refused {
-    /// Its command line is its own word, and to read it waits for its mmap lock: it is called
-    /// by its pid.
-    fn new(pid: u32, why: String) -> Refused {
-        Refused { pid, name: format!("pid-{pid}"), why }
-    }
 }
 
 /// A process that is not trusted: told of where it is called QEMU.
 fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
     let exe = root.read_link(format!("/proc/{pid}/exe")).ok().flatten();
     let called = is_qemu(comm) || exe.is_some_and(|path| is_qemu(&path.to_string_lossy()));
-    if called { Program::Refused(Refused::new(pid, why)) } else { Program::Other }
+    if called { Program::Refused(why) } else { Program::Other }
 }
 
 pub fn discover(root: &Root, trust: &Trust) -> Result<Scan, ProbeError> {
@@ -73,9 +58,17 @@ fn inspect(
     pid: u32,
 ) -> Result<Program, ProbeError> {
     let Some(stat) = read_stat(root, pid)? else { return Ok(Program::Other) };
-    let mut scanner = Scanner::new(trust.clone());
-    scanner.owed.clone_from(owed);
-    scanner.inspect(root, VmId { pid, start: stat.start })
+    let id = VmId { pid, start: stat.start };
+    let mut scanner = Scanner { owed: owed.clone(), ..Scanner::new(trust.clone()) };
+    match scanner.verdict(root, id)? {
+        Verdict::Trusted => {}
+        Verdict::Refused(why) => return Ok(Program::Refused(why)),
+        Verdict::Gone => return Ok(Program::Other),
+    }
+    match root.read_bytes(format!("/proc/{pid}/cmdline"))? {
+        Some(line) => scanner.program(root, id, &line),
+        None => Ok(Program::Other),
+    }
 }
 
 /// The VM that serves a socket which the configuration names.
@@ -87,7 +80,7 @@ pub fn serving(
 ) -> Result<QemuProcess, String> {
     match inspect(root, trust, owed, pid).map_err(|e| e.to_string())? {
         Program::Vm(process) => return Ok(*process),
-        Program::Refused(no) => return Err(refused(pid, &no.why)),
+        Program::Refused(why) => return Err(refused(pid, &why)),
         Program::Other => {}
     }
     plain_process(root, trust, pid)
@@ -115,8 +108,8 @@ fn refused(pid: u32, why: &str) -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Program {
     Vm(Box<QemuProcess>),
-    /// It is called QEMU and not trusted.
-    Refused(Refused),
+    /// It is called QEMU and not trusted: why, and what to do if it is a VM.
+    Refused(String),
     /// Something else, or it has ended.
     Other,
 }
@@ -197,10 +190,10 @@ impl Scanner {
     }
 
     fn tell(&self, scan: &mut Scan, before: &[VmId]) {
-        for seen in self.seen.values() {
+        for (pid, seen) in &self.seen {
             match &seen.program {
                 Program::Vm(process) => scan.found.push((**process).clone()),
-                Program::Refused(refused) => scan.refused.push(refused.clone()),
+                Program::Refused(why) => scan.refused.push((*pid, why.clone())),
                 Program::Other => {}
             }
         }
@@ -208,7 +201,7 @@ impl Scanner {
         make_names_unique(scan.found.iter_mut().collect());
         let there: HashSet<VmId> = scan.found.iter().map(|p| p.id).collect();
         scan.gone.extend(before.iter().filter(|id| !there.contains(id)));
-        scan.refused.sort_by_key(|r| r.pid);
+        scan.refused.sort_unstable();
         scan.refused.truncate(MAX_REFUSED);
         let more = scan.problems.len().saturating_sub(MAX_PROBLEMS);
         if more > 0 {
@@ -241,7 +234,7 @@ impl Scanner {
             return Ok(Look::Gone);
         }
         let known = known.filter(|k| k.start == start);
-        if known.is_some_and(|k| k.comm == comm && self.stays(k)) {
+        if known.is_some_and(|k| k.comm == comm && self.stays(pid, k)) {
             return Ok(Look::Same);
         }
         let (id, was_vm) = (VmId { pid, start }, known.is_some_and(|k| k.vm().is_some()));
@@ -269,28 +262,16 @@ impl Scanner {
     }
 
     /// Whether a process of the same name is still the same program.
-    fn stays(&self, known: &Seen) -> bool {
+    fn stays(&self, pid: u32, known: &Seen) -> bool {
         match known.program {
             Program::Vm(_) => true,
             // What was refused may be allowed by now, but is asked for rarely: there may be many.
-            Program::Refused(Refused { pid, .. }) => {
+            Program::Refused(_) => {
                 let id = VmId { pid, start: known.start };
                 self.scans != 0 && !self.owed.contains(&id)
             }
             // A wrapper script has the name of the QEMU that it becomes.
             Program::Other => !is_qemu(&known.comm),
-        }
-    }
-
-    fn inspect(&mut self, root: &Root, id: VmId) -> Result<Program, ProbeError> {
-        match self.verdict(root, id)? {
-            Verdict::Trusted => {}
-            Verdict::Refused(why) => return Ok(Program::Refused(Refused::new(id.pid, why))),
-            Verdict::Gone => return Ok(Program::Other),
-        }
-        match root.read_bytes(format!("/proc/{}/cmdline", id.pid))? {
-            Some(line) => self.program(root, id, &line),
-            None => Ok(Program::Other),
         }
     }
 

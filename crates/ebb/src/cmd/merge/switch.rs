@@ -126,7 +126,7 @@ fn put_one_back(config: &Config, mark: &OwnedMark) -> Result<()> {
     }
     let found = match inspect_owed(&root, mark.id)? {
         Program::Vm(found) => found,
-        Program::Refused(refused) => bail!("not taken for a VM: {}", refused.why),
+        Program::Refused(why) => bail!("not taken for a VM: {why}"),
         Program::Other => bail!("no QEMU"),
     };
     let process = QemuProcess { name: mark.name.clone(), ..*found };
