@@ -74,19 +74,22 @@ struct ScanJob {
 }
 
 /// Ranges as address and length, and what is to be had in them.
-type Worth = (Vec<(u64, u64)>, Candidates);
+pub type Worth = (Vec<(u64, u64)>, Candidates);
 
+/// What the threads have told.
 #[derive(Debug, Default)]
-struct Told {
-    scan: ScanSample,
-    found: BTreeMap<VmId, Candidates>,
+pub struct Told {
+    pub scan: ScanSample,
+    /// What the last scan found, by VM.
+    pub found: BTreeMap<VmId, Candidates>,
     /// What is worth opening range by range, and what is to be had in that.
-    ranges: BTreeMap<VmId, Worth>,
-    looks: BTreeMap<VmId, Look>,
+    pub ranges: BTreeMap<VmId, Worth>,
+    pub looks: BTreeMap<VmId, Look>,
     looking: BTreeSet<VmId>,
     /// Those that the scan under way reads.
-    reading: BTreeSet<VmId>,
-    knobs: Option<String>,
+    pub reading: BTreeSet<VmId>,
+    /// What is wrong with KSM's knobs.
+    pub knobs: Option<String>,
 }
 
 type Shared = Arc<Mutex<Told>>;
@@ -157,12 +160,8 @@ impl KsmWorker {
         let reading = vms.iter().map(|(id, ..)| *id).collect();
         let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
-            let (send, receive) = sync_channel(1);
             let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
-            let _ = std::thread::Builder::new()
-                .name("merge-scan".into())
-                .spawn(move || scan(&root, &receive, &told, &wake));
-            send
+            begin("merge-scan", 1, move |jobs| scan(&root, &jobs, &told, &wake))
         });
         let mut told = lock(&self.told);
         if told.scan.busy {
@@ -174,29 +173,9 @@ impl KsmWorker {
         }
     }
 
-    /// What the scanner did, and what is wrong with KSM's knobs.
-    pub fn sample(&self) -> (ScanSample, Option<String>) {
-        let told = lock(&self.told);
-        (told.scan.clone(), told.knobs.clone())
-    }
-
-    pub fn reads(&self, vm: VmId) -> bool {
-        lock(&self.told).reading.contains(&vm)
-    }
-
-    /// What is known of a VM: the last look, and what the last scan found.
-    pub fn vm(&self, vm: VmId) -> (Option<Look>, Option<Candidates>) {
-        let told = lock(&self.told);
-        (told.looks.get(&vm).cloned(), told.found.get(&vm).copied())
-    }
-
-    /// The ranges of a VM that are worth opening, and what is to be had in them.
-    pub fn ranges(&self, vm: VmId) -> Option<Worth> {
-        lock(&self.told).ranges.get(&vm).cloned()
-    }
-
-    pub fn scans(&self) -> u64 {
-        lock(&self.told).scan.number
+    /// What is known. The threads wait as long as it is held.
+    pub fn told(&self) -> MutexGuard<'_, Told> {
+        lock(&self.told)
     }
 
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
@@ -220,18 +199,25 @@ impl KsmWorker {
 
     fn send(&mut self, job: Job) -> bool {
         let jobs = self.jobs.get_or_insert_with(|| {
-            let (send, receive) = sync_channel(WAITING);
             let (note, told) = (self.note.clone(), self.told.clone());
             let keeper =
                 KsmdThrottle::new(self.root.clone(), note, self.manners, self.wake.clone());
-            // Without a thread the channel is closed, which sending tells.
-            let _ = std::thread::Builder::new()
-                .name("ksm".into())
-                .spawn(move || work(keeper, &receive, &told));
-            send
+            begin("ksm", WAITING, move |jobs| work(keeper, &jobs, &told))
         });
         jobs.try_send(job).is_ok()
     }
+}
+
+/// Begins a thread that is handed jobs, so many at a time. Without it the channel is closed, which
+/// sending tells.
+fn begin<J: Send + 'static>(
+    name: &str,
+    waiting: usize,
+    run: impl FnOnce(Receiver<J>) + Send + 'static,
+) -> SyncSender<J> {
+    let (send, receive) = sync_channel(waiting);
+    let _ = std::thread::Builder::new().name(name.into()).spawn(move || run(receive));
+    send
 }
 
 /// Whether two orders are the same. The speed is left out: [`KsmdThrottle`] corrects it.
@@ -426,16 +412,12 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
     let likely = estimate(&scan.moments, one_in).likely.0 / PAGE;
     let part = |duplicates: u64| (likely as f64 * duplicates as f64 / seen.max(1) as f64) as u64;
     let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
-    let one = |v: &crate::scan::VmResult| match one_in {
-        1 => Candidates {
-            pages: v.pages.read,
-            zeros: v.pages.zero,
-            duplicates: (v.split.within + v.split.between).0 / PAGE,
-        },
-        n => Candidates {
-            pages: v.pages.read.saturating_mul(n.into()),
-            zeros: v.pages.zero.saturating_mul(n.into()),
-            duplicates: part(v.duplicates),
+    let one = |v: &crate::scan::VmResult| Candidates {
+        pages: v.pages.read.saturating_mul(one_in.into()),
+        zeros: v.pages.zero.saturating_mul(one_in.into()),
+        duplicates: match one_in {
+            1 => (v.split.within + v.split.between).0 / PAGE,
+            _ => part(v.duplicates),
         },
     };
     scanned.map(|v| (v.target.id, one(v))).collect()
@@ -494,7 +476,7 @@ mod tests {
         );
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
-        let look = within(|| merger.vm(vm).0);
+        let look = within(|| merger.told().looks.get(&vm).cloned());
         assert!(look.open.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
@@ -505,10 +487,13 @@ mod tests {
             reason: String::new(),
         };
         merger.scan(&order, |_| Some(("a".into(), None)));
-        let scan = within(|| Some(merger.sample().0).filter(|s| s.number == 1 && !s.busy));
-        assert_eq!((scan.read, merger.vm(vm).1), (Bytes::ZERO, None));
+        let scan = within(|| {
+            let scan = merger.told().scan.clone();
+            (scan.number == 1 && !scan.busy).then_some(scan)
+        });
+        assert_eq!((scan.read, merger.told().found.get(&vm)), (Bytes::ZERO, None));
         merger.keep(|_| false);
-        assert!(merger.vm(vm).0.is_none());
+        assert!(merger.told().looks.is_empty());
     }
 
     #[test]

@@ -34,19 +34,20 @@ impl LinuxHost {
                 Err(why) => vm.merging.error = Some(why),
             }
         }
-        let scans = merger.scans();
+        let told = merger.told();
+        let scans = told.scan.number;
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
             let (open, scans) = match () {
                 () if plan.kept.contains(id) => continue,
                 // Before the first scan what is open stays so.
-                () if plan.ranged.contains(id) => match merger.ranges(*id) {
-                    Some((open, _)) => (open, scans),
+                () if plan.ranged.contains(id) => match told.ranges.get(id) {
+                    Some((open, _)) => (open.as_slice(), scans),
                     None => continue,
                 },
-                () => (Vec::new(), 0),
+                () => (&[][..], 0),
             };
-            let Some(closes) = agent.advise(&open, scans) else { continue };
+            let Some(closes) = agent.advise(open, scans) else { continue };
             // The answer is there in a moment, and something follows from it.
             self.waker.wake();
             // What closing takes is to be seen before the next one closes.
@@ -54,6 +55,7 @@ impl LinuxHost {
                 break;
             }
         }
+        drop(told);
         if let Some(scan) = &plan.scan {
             merger.scan(scan, |id| {
                 let vm = self.vms.get_mut(&id)?;
@@ -79,7 +81,9 @@ impl LinuxHost {
         }
         self.sample_ksm(host, vms, problems);
         let Some(merger) = &mut self.merger else { return };
-        let (scan, knobs) = merger.sample();
+        let told = merger.told();
+        let (scan, knobs) = (told.scan.clone(), told.knobs.clone());
+        drop(told);
         let refused = scan.error.clone();
         problems.extend(refused.map(|why| problem(None, "scan for equal pages".into(), why)));
         host.scan = Some(scan);
@@ -91,14 +95,16 @@ impl LinuxHost {
             let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
                 continue;
             };
-            let (look, found) = merger.vm(sample.id);
+            let told = merger.told();
+            let (look, found) = (told.looks.get(&sample.id).cloned(), told.found.get(&sample.id));
+            // By ranges, only what lies in them is to be had.
+            let ranged = vm.agent.as_ref().and_then(|_| told.ranges.get(&sample.id));
+            part.found = ranged.map(|(_, found)| found).or(found).copied();
+            drop(told);
             vm.go_on_merging(look.as_ref());
             if steer && vm.decide_look(look.as_ref(), copied, part.stat.merging_pages, working) {
                 merger.look(sample.id);
             }
-            // By ranges, only what lies in them is to be had.
-            let ranged = vm.agent.as_ref().and_then(|_| merger.ranges(sample.id));
-            part.found = ranged.map(|(_, found)| found).or(found);
             part.busy = vm.merging.is_busy();
             let refused = vm.agent.as_ref().and_then(AgentLink::refused);
             part.error = vm.merging.error.as_ref().or(refused).cloned();
