@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ebb_core::policy::merge::{JUDGED, Order, each_us, is_gentle, speed};
 
 use super::ksm::{KsmOwner, Manners};
-use crate::probe::ksm::{ksmd, read_full_scans, read_pages_scanned};
+use crate::probe::ksm::{ksmd, number};
 use crate::probe::process::read_run_time;
 use crate::root::Root;
 use crate::waker::Waker;
@@ -78,7 +78,7 @@ impl KsmdThrottle {
     }
 
     fn scans(&self) -> Result<u64, String> {
-        read_full_scans(&self.root).map(Option::unwrap_or_default).map_err(|e| e.to_string())
+        number(&self.root, "full_scans").map(Option::unwrap_or_default).map_err(|e| e.to_string())
     }
 
     /// How soon [`KsmdThrottle::keep`] is to be called; `None`: nothing is under way.
@@ -115,7 +115,7 @@ impl Burst {
     /// The speed by what pages cost since the last look, where it is another one.
     fn pace(&mut self, root: &Root) -> Option<(u64, u64)> {
         let cpu = read_run_time(root, self.ksmd?).ok()??;
-        let scanned = read_pages_scanned(root).ok()??;
+        let scanned = number(root, "pages_scanned").ok()??;
         let Some((_, before, pages)) = self.seen else {
             self.seen = Some((Instant::now(), cpu, scanned));
             return None;

@@ -25,7 +25,7 @@ pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
         full_scans: count("full_scans")?,
         zero_pages: number(root, "ksm_zero_pages")?,
         general_profit: number(root, "general_profit")?,
-        pages_scanned: read_pages_scanned(root)?,
+        pages_scanned: number(root, "pages_scanned")?,
         pages_skipped: number(root, "pages_skipped")?,
         chains: count("stable_node_chains")?,
         chain_pages: count("stable_node_dups")?,
@@ -46,16 +46,6 @@ pub fn read_mapped(root: &Root, but: &[u32]) -> Option<u64> {
     };
     let others = processes(root).ok()?.into_iter().filter(|pid| !but.contains(pid));
     others.map(stat).try_fold(0, |sum: u64, n| Some(sum.saturating_add(n?)))
-}
-
-/// Pages that `ksmd` looked at since boot (6.6+).
-pub fn read_pages_scanned(root: &Root) -> Result<Option<u64>, ProbeError> {
-    number(root, "pages_scanned")
-}
-
-/// Times that `ksmd` looked at all of it since boot.
-pub fn read_full_scans(root: &Root) -> Result<Option<u64>, ProbeError> {
-    number(root, "full_scans")
 }
 
 pub fn ksmd(root: &Root) -> Option<u32> {
@@ -182,7 +172,8 @@ pub fn parse_ksm_stat(text: &str) -> Result<KsmStat, ParseError> {
     Ok(stat)
 }
 
-fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Result<Option<T>, ProbeError> {
+/// One file of the directory.
+pub fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Result<Option<T>, ProbeError> {
     root.parse(format!("{DIR}/{name}"), parse_number)
 }
 
