@@ -26,21 +26,24 @@ const CHECK_TIME: Duration = Duration::from_secs(10);
 /// No more is read of it.
 const MOST: u64 = 256 << 20;
 
-/// The program's path at its start: after an upgrade another file is there.
-fn program() -> Result<&'static PathBuf> {
-    static PATH: OnceLock<Option<PathBuf>> = OnceLock::new();
-    PATH.get_or_init(|| std::env::current_exe().ok()).as_ref().context("/proc/self/exe")
+/// The program's path at its start, since after an upgrade another file is there; and the
+/// configuration that was named to it.
+static START: OnceLock<(Option<PathBuf>, Option<String>)> = OnceLock::new();
+
+/// To be called at the start.
+pub fn begin(config: Option<String>) {
+    let _ = START.set((std::env::current_exe().ok(), config));
 }
 
-/// Remembers where the program lies. To be called at the start.
-pub fn begin() {
-    let _ = program();
+fn program() -> Result<&'static Path> {
+    START.get().and_then(|(program, _)| program.as_deref()).context("/proc/self/exe")
 }
 
 /// Whether the program that lies there now takes the configuration.
 pub fn check() -> Result<()> {
     let mut command = Command::new(program()?);
-    command.arg("check").args(config_argument().iter().flat_map(|c| ["--config", c]));
+    let config = START.get().and_then(|(_, config)| config.as_deref());
+    command.arg("check").args(config.into_iter().flat_map(|c| ["--config", c]));
     succeeds(command, CHECK_TIME)
 }
 
@@ -64,20 +67,6 @@ fn succeeds(mut command: Command, time: Duration) -> Result<()> {
         bail!("the configuration is not taken: {}", said.trim());
     }
     Ok(())
-}
-
-/// The value of `--config` that this program was started with.
-fn config_argument() -> Option<String> {
-    let mut args = std::env::args();
-    while let Some(arg) = args.next() {
-        if arg == "--config" {
-            return args.next();
-        }
-        if let Some(value) = arg.strip_prefix("--config=") {
-            return Some(value.to_string());
-        }
-    }
-    None
 }
 
 /// Begins anew; returns only where that failed. Without a state file nothing is handed over.

@@ -144,11 +144,6 @@ impl Daemon {
         Ok(())
     }
 
-    /// Whether the loop ended to begin anew.
-    pub fn begins_anew(&self) -> bool {
-        self.signals.reloads() && !self.signals.stops()
-    }
-
     /// Gives back until all is seen to be, or the time is up: what is still owed.
     pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> Vec<Left> {
         let state = &mut self.state;
@@ -191,11 +186,6 @@ impl Daemon {
             self.signals.reloaded();
         }
         ready.is_ok()
-    }
-
-    fn sleep_until(&mut self, until: Stamp) -> HostWake {
-        let left = until.since(LinuxHost::now());
-        self.host.wait(Instant::now() + Duration::from_millis(left))
     }
 }
 
@@ -279,7 +269,8 @@ impl Host for Daemon {
                 kicked = true;
                 continue;
             }
-            match self.sleep_until(due) {
+            let left = Duration::from_millis(due.since(LinuxHost::now()));
+            match self.host.wait(Instant::now() + left) {
                 HostWake::Woken if self.signals.any() => {}
                 HostWake::Pressure | HostWake::Event | HostWake::Woken => {
                     let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);

@@ -242,6 +242,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
     let socket = config.socket.clone();
     match cli.command {
         Command::Run { dry_run, record, verbose } => {
+            anew::begin(cli.global.config);
             cmd::run::main(config, dry_run, record, verbose).map(|()| true)
         }
         Command::Status { json } => cmd::status::main(&socket, json),

@@ -38,7 +38,6 @@ pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool
 }
 
 fn run(mut config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
-    anew::begin();
     let used = anew::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
     let remembered = if dry_run { None } else { anew::handed_over(&used) };
     let signals = Signals::note()?;
@@ -89,7 +88,7 @@ fn run(mut config: Config, dry_run: bool, record: Option<String>, verbose: bool)
         observer.observe(&engine, tick, &model);
     }
     // Where that fails it ends as for any other signal: the next start may fail as well.
-    let anew = match daemon.begins_anew() {
+    let anew = match signals.reloads() && !signals.stops() {
         true => begin_anew(&engine, &signals),
         false => Ok(()),
     };
