@@ -105,6 +105,9 @@ impl VmState {
 struct Worker<'j, 'a> {
     job: &'j Job<'a>,
     filler: Filler<'j>,
+    /// The VM at hand, and what was seen of it in the window at hand.
+    vm: usize,
+    pages: Pages,
     walker: Option<(usize, Walker)>,
     runs: Runs,
     /// The memory of the VM at hand, where some of it is merged.
@@ -226,6 +229,8 @@ impl<'j, 'a> Worker<'j, 'a> {
         Worker {
             job,
             filler: job.table.filler(),
+            vm: 0,
+            pages: Pages::default(),
             walker: None,
             runs: Runs::default(),
             memory: None,
@@ -246,11 +251,11 @@ impl<'j, 'a> Worker<'j, 'a> {
                 if job.vms[vm].over.load(Relaxed) {
                     break;
                 }
-                let mut pages = Pages::default();
+                (self.vm, self.pages) = (vm, Pages::default());
                 let done = match job.round {
-                    Round::All => self.window(vm, window, &mut pages),
-                    Round::Sift => self.sift(vm, window),
-                    Round::Whole => self.whole(vm, window, &mut pages),
+                    Round::All => self.window(window),
+                    Round::Sift => self.sift(window),
+                    Round::Whole => self.whole(window),
                 };
                 if let Err(e) = done {
                     job.vms[vm].end(fate_of(&e, &job.targets[vm]));
@@ -259,8 +264,8 @@ impl<'j, 'a> Worker<'j, 'a> {
                     // What was read last may be another process's.
                     job.vms[vm].end(Fate::Ended);
                 }
-                job.vms[vm].add(&pages);
-                job.read.fetch_add(pages.read, Relaxed);
+                job.vms[vm].add(&self.pages);
+                job.read.fetch_add(self.pages.read, Relaxed);
             }
         }
     }
@@ -276,14 +281,15 @@ impl<'j, 'a> Worker<'j, 'a> {
 }
 
 impl Worker<'_, '_> {
-    fn window(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
-        let (job, target) = (self.job, &self.job.targets[vm]);
+    fn window(&mut self, window: Range) -> Result<()> {
+        let (job, vm) = (self.job, self.vm);
+        let target = &job.targets[vm];
         let look = job.options.changes == Changes::Look;
         if look && let Some(agent) = job.agent(vm, window) {
             // It lists pages itself, and pins none.
             let pieces = job.glances(vm, window);
             // What it leaves out when it fails others will look at.
-            return self.ask(vm, agent, &pieces, false, pages).map(drop);
+            return self.ask(agent, &pieces, false).map(drop);
         }
         if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
             let (pid, merged) = (target.id.pid, !target.merged.is_empty());
@@ -298,23 +304,23 @@ impl Worker<'_, '_> {
         runs.clear();
         let chosen = if look { job.glances(vm, window) } else { vec![window] };
         for part in chosen {
-            pages.merged += walker.runs(part, &target.merged, &job.seen, &mut runs)?;
+            self.pages.merged += walker.runs(part, &target.merged, &job.seen, &mut runs)?;
         }
-        pages.held += runs.pages();
+        self.pages.held += runs.pages();
         if job.options.one_in > 1 && !look {
             let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
             runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
         }
         let agent = job.agent(vm, window);
-        let done = self.read(vm, agent, &runs.own, false, pages);
-        let done = done.and_then(|()| self.read(vm, agent, &runs.shared, true, pages));
+        let done = self.read(agent, &runs.own, false);
+        let done = done.and_then(|()| self.read(agent, &runs.shared, true));
         self.runs = runs;
         done
     }
 
     /// Leaves out pages that are alone by their lines.
-    fn sift(&mut self, vm: usize, window: Range) -> Result<()> {
-        let job = self.job;
+    fn sift(&mut self, window: Range) -> Result<()> {
+        let (job, vm) = (self.job, self.vm);
         if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
             let alone = job.marks[vm].sift(window, tags, filter);
             job.by_lines.fetch_add(alone, Relaxed);
@@ -324,35 +330,29 @@ impl Worker<'_, '_> {
     }
 
     /// Has pages read whole of which only lines were read.
-    fn whole(&mut self, vm: usize, window: Range, pages: &mut Pages) -> Result<()> {
-        let runs = self.job.marks[vm].runs(window);
-        let rest = match self.job.agent(vm, window) {
-            Some(agent) => self.ask(vm, agent, &runs, false, pages)?,
+    fn whole(&mut self, window: Range) -> Result<()> {
+        let (job, vm) = (self.job, self.vm);
+        let runs = job.marks[vm].runs(window);
+        let rest = match job.agent(vm, window) {
+            Some(agent) => self.ask(agent, &runs, false)?,
             None => runs,
         };
         if !rest.is_empty() {
             // Its agent has failed meanwhile. Some of it may be merged.
-            let pid = self.job.targets[vm].id.pid;
-            self.memory = Some(File::open(self.job.root.path(format!("/proc/{pid}/mem")))?);
-            self.read_from_outside(vm, &rest, true, pages)?;
+            let pid = job.targets[vm].id.pid;
+            self.memory = Some(File::open(job.root.path(format!("/proc/{pid}/mem")))?);
+            self.read_from_outside(&rest, true)?;
         }
         Ok(())
     }
 
     /// Reads runs, or has them read; `shared`: without pinning a page.
-    fn read(
-        &mut self,
-        vm: usize,
-        agent: Option<&HashLink>,
-        runs: &[Range],
-        shared: bool,
-        pages: &mut Pages,
-    ) -> Result<()> {
+    fn read(&mut self, agent: Option<&HashLink>, runs: &[Range], shared: bool) -> Result<()> {
         let rest = match agent {
-            Some(agent) => self.ask(vm, agent, runs, shared, pages)?,
+            Some(agent) => self.ask(agent, runs, shared)?,
             None => runs.to_vec(),
         };
-        self.read_from_outside(vm, &rest, shared, pages)
+        self.read_from_outside(&rest, shared)
     }
 }
 

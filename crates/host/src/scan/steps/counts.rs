@@ -15,15 +15,8 @@ use crate::scan::{Changes, Fate, Pages, Target, VmResult};
 
 impl Worker<'_, '_> {
     /// Notes a page by what stands for it; whether it counts.
-    pub(super) fn note(
-        &mut self,
-        vm: usize,
-        address: u64,
-        hash: u128,
-        shared: bool,
-        pages: &mut Pages,
-    ) -> bool {
-        let job = self.job;
+    pub(super) fn note(&mut self, address: u64, hash: u128, shared: bool) -> bool {
+        let (job, vm, pages) = (self.job, self.vm, &mut self.pages);
         if job.round == Round::Whole {
             // It was, by its lines.
             return true;
@@ -50,13 +43,12 @@ impl Worker<'_, '_> {
 
     /// Puts a page that was read whole where it is compared with others; `None`: it is of
     /// zeros.
-    pub(super) fn keep(&mut self, vm: usize, address: u64, hash: Option<u128>, pages: &mut Pages) {
-        let job = self.job;
+    pub(super) fn keep(&mut self, address: u64, hash: Option<u128>) {
         match hash {
-            Some(hash) => self.filler.push(hash, vm as u32, address / PAGE),
+            Some(hash) => self.filler.push(hash, self.vm as u32, address / PAGE),
             None => {
-                pages.zero += 1;
-                job.blocks[vm].read(address, true);
+                self.pages.zero += 1;
+                self.job.blocks[self.vm].read(address, true);
             }
         }
     }

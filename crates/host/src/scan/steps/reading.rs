@@ -15,10 +15,10 @@ use rustix::io::Errno;
 
 use super::windows::{GENTLE_LINES, GENTLE_PIECE, PIECE};
 use super::{Job, Round, Worker};
+use crate::scan::Changes;
 use crate::scan::agents::HashLink;
 use crate::scan::duplicate_filter::AHEAD;
 use crate::scan::page_hashes::tag;
-use crate::scan::{Changes, Pages};
 use crate::sys::{Range, VECTOR_MAX, read_process};
 
 impl<'a> Job<'a> {
@@ -40,11 +40,9 @@ impl Worker<'_, '_> {
     /// Has the agent hash runs, and notes them. What is left when it fails is returned.
     pub(super) fn ask(
         &mut self,
-        vm: usize,
         agent: &HashLink,
         runs: &[Range],
         shared: bool,
-        pages: &mut Pages,
     ) -> Result<Vec<Range>> {
         let job = self.job;
         let lines = job.reads_lines();
@@ -72,6 +70,7 @@ impl Worker<'_, '_> {
             let asked: u64 = now.iter().map(|r| r.len / PAGE).sum();
             let read = told.pages.len() as u64;
             if job.round == Round::All {
+                let pages = &mut self.pages;
                 match job.options.changes {
                     Changes::Look => pages.held += told.held,
                     // Not in memory any more.
@@ -86,9 +85,9 @@ impl Worker<'_, '_> {
                     filter.fetch(tag(ahead.1));
                 }
                 let address = number * PAGE;
-                match self.note(vm, address, hash, shared, pages) {
-                    true if lines => job.marks[vm].set(address),
-                    true => self.keep(vm, address, Some(hash).filter(|h| *h != 0), pages),
+                match self.note(address, hash, shared) {
+                    true if lines => job.marks[self.vm].set(address),
+                    true => self.keep(address, Some(hash).filter(|h| *h != 0)),
                     false => {}
                 }
             }
@@ -99,13 +98,7 @@ impl Worker<'_, '_> {
     }
 
     /// Reads runs, piece by piece; `shared`: without pinning a page.
-    pub(super) fn read_from_outside(
-        &mut self,
-        vm: usize,
-        runs: &[Range],
-        shared: bool,
-        pages: &mut Pages,
-    ) -> Result<()> {
+    pub(super) fn read_from_outside(&mut self, runs: &[Range], shared: bool) -> Result<()> {
         let mut piece = Vec::new();
         let most = if self.job.pace.is_gentle() { GENTLE_PIECE } else { PIECE };
         let mut rest = runs.iter().copied().flat_map(|r| cut(r, most));
@@ -116,21 +109,15 @@ impl Worker<'_, '_> {
             let size: u64 = piece.iter().map(|r| r.len).sum();
             let full = next.is_none_or(|n| size + n.len > most as u64);
             if full || piece.len() == VECTOR_MAX {
-                self.piece(vm, &mut piece, shared, pages)?;
+                self.piece(&mut piece, shared)?;
             }
         }
         Ok(())
     }
 
     /// Copies and notes a piece; pages that went away are passed over.
-    fn piece(
-        &mut self,
-        vm: usize,
-        piece: &mut Vec<Range>,
-        shared: bool,
-        pages: &mut Pages,
-    ) -> Result<()> {
-        let pid = self.job.targets[vm].id.pid;
+    fn piece(&mut self, piece: &mut Vec<Range>, shared: bool) -> Result<()> {
+        let pid = self.job.targets[self.vm].id.pid;
         let mut bytes = 0;
         while !piece.is_empty() {
             let copied = match self.memory.as_ref().filter(|_| shared) {
@@ -143,11 +130,11 @@ impl Worker<'_, '_> {
                 Err(e) => return Err(e),
             };
             bytes += n;
-            self.note_all(vm, piece, n, shared, pages);
+            self.note_all(piece, n, shared);
             if n < piece.iter().map(|r| r.len).sum() {
                 // The page at which it ended cannot be read.
                 drop_front(piece, n + PAGE);
-                pages.lost += 1;
+                self.pages.lost += 1;
             } else {
                 piece.clear();
             }
@@ -157,7 +144,7 @@ impl Worker<'_, '_> {
     }
 
     /// Notes the first `n` bytes of the buffer, which came from these places.
-    fn note_all(&mut self, vm: usize, places: &[Range], n: u64, shared: bool, pages: &mut Pages) {
+    fn note_all(&mut self, places: &[Range], n: u64, shared: bool) {
         let addresses = places.iter().flat_map(|p| (p.start..p.end()).step_by(PAGE as usize));
         let count = (n / PAGE) as usize;
         let job = self.job;
@@ -166,15 +153,15 @@ impl Worker<'_, '_> {
             let hash = job.key.page(page);
             if hash.is_none() && self.walker.as_ref().is_some_and(|(_, w)| w.holds_nothing(address))
             {
-                pages.held -= 1;
+                self.pages.held -= 1;
                 continue;
             }
             let noted = match job.options.filter {
                 true => job.key.glance(page),
                 false => hash.unwrap_or(0),
             };
-            if self.note(vm, address, noted, shared, pages) {
-                self.keep(vm, address, hash, pages);
+            if self.note(address, noted, shared) {
+                self.keep(address, hash);
             }
         }
     }
