@@ -296,18 +296,12 @@ pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Poo
     };
     let Some(usage) = root.parse(dir.join(usage), parse_number)? else { return Ok(None) };
     let stat = root.parse(dir.join("memory.stat"), |t| parse_stat(t, h.version))?;
-    let stat = stat.unwrap_or_default();
     let mut pool = Pool {
         path: cgroup.to_owned(),
-        nodes: Vec::new(),
         limit,
         usage: Bytes(usage),
-        file: stat.file,
-        anon: stat.anon,
-        swap: stat.swap,
         swap_left: read_swap_room(root, h, cgroup)?,
-        oom_kills: None,
-        psi: None,
+        ..stat.unwrap_or_default()
     };
     if h.version == Version::V2 {
         pool.swap = root.parse(dir.join("memory.swap.current"), parse_number)?.map(Bytes);
@@ -316,19 +310,9 @@ pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Poo
     Ok(Some(pool))
 }
 
-/// What is used of `memory.stat`, whole subtree, bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CgroupStat {
-    pub anon: Bytes,
-    /// File cache that can be dropped: on the LRU lists, neither dirty nor
-    /// under writeback (mlocked pages are not on these lists).
-    pub file: Bytes,
-    /// Swap; v1 only, where it is accounted.
-    pub swap: Option<Bytes>,
-}
-
-/// Parses `memory.stat`: v1's `total_…` fields, v2's plain ones.
-pub fn parse_stat(text: &str, version: Version) -> Result<CgroupStat, ParseError> {
+/// What `memory.stat` tells of a pool, by v1's `total_…` fields, v2's plain ones: `anon`, `file`
+/// (mlocked pages are not on the LRU lists), and on v1, where it is accounted, `swap`.
+pub fn parse_stat(text: &str, version: Version) -> Result<Pool, ParseError> {
     let (mut anon, mut clean, mut dirty, mut swap) = (None, Bytes::ZERO, Bytes::ZERO, None);
     for (i, line) in text.lines().enumerate() {
         let Some((key, rest)) = line.split_once(' ') else { continue };
@@ -346,7 +330,7 @@ pub fn parse_stat(text: &str, version: Version) -> Result<CgroupStat, ParseError
         }
     }
     let anon = anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?;
-    Ok(CgroupStat { anon, file: clean - dirty, swap })
+    Ok(Pool { anon, file: clean - dirty, swap, ..Pool::default() })
 }
 
 /// The `oom_kill` line of `memory.events` (v2: the subtree) or

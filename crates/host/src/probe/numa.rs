@@ -43,8 +43,8 @@ pub fn read_bound(root: &Root, nodes: &[u32]) -> Result<Option<Pool>, ProbeError
         let dir = format!("{NODES}/node{node}");
         let Some(m) = root.parse(format!("{dir}/meminfo"), parse_node)? else { return Ok(None) };
         let huge = read_huge(root, &dir)?;
-        pool.limit += m.total - huge;
-        pool.usage += m.total - m.free - huge;
+        pool.limit += m.limit - huge;
+        pool.usage += m.usage - huge;
         pool.file += m.file;
         pool.anon += m.anon;
     }
@@ -70,20 +70,9 @@ fn read_huge(root: &Root, dir: &str) -> Result<Bytes, ProbeError> {
     Ok(huge)
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct NodeMemory {
-    /// `MemTotal`.
-    pub total: Bytes,
-    /// `MemFree`.
-    pub free: Bytes,
-    /// File cache that can be dropped, and half of the kernel's caches that shrink.
-    pub file: Bytes,
-    /// `AnonPages`.
-    pub anon: Bytes,
-}
-
-/// Parses `Node 0 MemTotal:  123 kB` lines.
-pub fn parse_node(text: &str) -> Result<NodeMemory, ParseError> {
+/// What `Node 0 MemTotal:  123 kB` lines tell of a pool. `file` is file cache that can be dropped,
+/// and half of the kernel's caches that shrink.
+pub fn parse_node(text: &str) -> Result<Pool, ParseError> {
     let (mut total, mut free, mut anon) = (None, None, Bytes::ZERO);
     let (mut clean, mut dirty, mut slab) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
     for (i, line) in text.lines().enumerate() {
@@ -99,9 +88,10 @@ pub fn parse_node(text: &str) -> Result<NodeMemory, ParseError> {
             _ => {}
         }
     }
-    let total = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
+    let limit = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
     let free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
-    Ok(NodeMemory { total, free, file: (clean - dirty) + slab.share(0.5), anon })
+    let file = (clean - dirty) + slab.share(0.5);
+    Ok(Pool { limit, usage: limit - free, file, anon, ..Pool::default() })
 }
 
 /// The nodes that a process's memory is bound to, where that is not all of `nodes`.
@@ -174,7 +164,7 @@ mod tests {
                     Node 0 SReclaimable: 6 kB\nNode 0 AnonPages: 400 kB\n\
                     Node 0 HugePages_Total:     3\n";
         let m = parse_node(text).unwrap();
-        assert_eq!((m.total, m.free), (Bytes::kib(1000), Bytes::kib(100)));
+        assert_eq!((m.limit, m.usage), (Bytes::kib(1000), Bytes::kib(900)));
         assert_eq!((m.file, m.anon), (Bytes::kib(43), Bytes::kib(400)));
         assert!(parse_node("Node 0 MemTotal: 1 kB\n").is_err());
         assert_eq!(parse_node("Node 0 MemTotal: 1 kB\nNode 0 MemFree: x\n").unwrap_err().line, 2);
