@@ -112,18 +112,10 @@ pub struct Inventory {
     begun: Option<Instant>,
     waits: Vec<Look>,
     answers: BTreeMap<Look, Option<Value>>,
-    /// Asked once for a connection, and when devices changed.
-    lasting: Option<Lasting>,
+    /// What changes with the devices only: asked once for a connection, and when they changed.
+    lasting: Option<Verdict>,
     /// The next round asks for that again.
     anew: bool,
-}
-
-/// What changes with the devices only.
-#[derive(Debug)]
-struct Lasting {
-    objections: Vec<String>,
-    firmware: Firmware,
-    segments: Vec<Segment>,
 }
 
 fn hmp(line: String) -> Option<Value> {
@@ -201,7 +193,7 @@ impl Inventory {
         objections.extend(self.network());
         objections.extend(self.block());
         objections.extend(self.migration());
-        let lasting = self.lasting.take().unwrap_or_else(|| self.lasting());
+        let lasting = self.lasting.take().unwrap_or_else(|| self.lasting(begun));
         self.answers.clear();
         objections.extend(lasting.objections.iter().cloned());
         objections.sort();
@@ -210,16 +202,16 @@ impl Inventory {
         let objections =
             objections.iter().map(|o| if o == OTHERS_DISCARD { o.clone() } else { clip(o) });
         let objections = objections.collect();
-        let (firmware, segments) = (lasting.firmware, lasting.segments.clone());
+        let verdict = Verdict { begun, objections, ..lasting.clone() };
         self.lasting = Some(lasting);
-        Some(Verdict { begun, objections, firmware, segments })
+        Some(verdict)
     }
 
-    fn lasting(&self) -> Lasting {
+    fn lasting(&self, begun: Instant) -> Verdict {
         let (segments, order) = self.segments();
         let mut objections = self.machine();
         objections.extend(order);
-        Lasting { objections, firmware: self.firmware(), segments }
+        Verdict { begun, objections, firmware: self.firmware(), segments }
     }
 
     fn value(&self, look: Look) -> Option<&Value> {

@@ -26,17 +26,13 @@ pub const DEFLATE_ON_OOM: &str = "deflate-on-oom";
 /// A statistic that Linux tells and Windows does not.
 const HUGE_PAGES: &str = "stat-htlb-pgalloc";
 
-/// An answer that is not what QEMU's schema says.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{command}: no {field} in the answer")]
-pub struct BadAnswer {
-    pub command: &'static str,
-    /// What is missing or of another type.
-    pub field: &'static str,
+/// What is wrong with an answer that is not what QEMU's schema says.
+fn lacks(command: &str, field: &str) -> String {
+    format!("{command}: no {field} in the answer")
 }
 
-fn number(value: &Value, command: &'static str, field: &'static str) -> Result<u64, BadAnswer> {
-    value.get(field).and_then(Value::as_u64).ok_or(BadAnswer { command, field })
+fn number(value: &Value, command: &str, field: &str) -> Result<u64, String> {
+    value.get(field).and_then(Value::as_u64).ok_or_else(|| lacks(command, field))
 }
 
 /// Arguments of `qom-list`.
@@ -60,16 +56,11 @@ pub fn ask_now(path: &str, seconds: u64) -> [Value; 2] {
     [0, seconds].map(|seconds| set(path, INTERVAL, json!(seconds)))
 }
 
-/// Arguments of `balloon`: what the guest shall be left with, bytes.
-pub fn balloon(target: Bytes) -> Value {
-    json!({ "value": target.0 })
-}
-
 /// `query-status`. The states are those of `qapi/run-state.json`; one that is
 /// not known there is taken for a pause, in which nothing is asked of a guest.
-pub fn parse_status(value: &Value) -> Result<RunState, BadAnswer> {
+pub fn parse_status(value: &Value) -> Result<RunState, String> {
     let status = value.get("status").and_then(Value::as_str);
-    let status = status.ok_or(BadAnswer { command: "query-status", field: "status" })?;
+    let status = status.ok_or_else(|| lacks("query-status", "status"))?;
     Ok(match status {
         "running" => RunState::Running,
         "inmigrate" | "postmigrate" | "finish-migrate" | "save-vm" | "restore-vm" | "colo" => {
@@ -88,12 +79,12 @@ pub fn parse_migrating(value: &Value) -> bool {
 }
 
 /// `query-balloon`: RAM less what the balloon holds.
-pub fn parse_balloon(value: &Value) -> Result<Bytes, BadAnswer> {
+pub fn parse_balloon(value: &Value) -> Result<Bytes, String> {
     number(value, "query-balloon", "actual").map(Bytes)
 }
 
 /// `query-memory-size-summary`: RAM at start, and what was plugged.
-pub fn parse_memory_size(value: &Value) -> Result<(Bytes, Bytes), BadAnswer> {
+pub fn parse_memory_size(value: &Value) -> Result<(Bytes, Bytes), String> {
     let base = number(value, "query-memory-size-summary", "base-memory")?;
     let plugged = value.get("plugged-memory").and_then(Value::as_u64).unwrap_or(0);
     Ok((Bytes(base), Bytes(plugged)))

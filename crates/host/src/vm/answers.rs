@@ -98,8 +98,8 @@ impl Vm {
                 Ok(())
             }
         };
-        if let Err(e) = checked {
-            self.answers.problems.push(("qmp".into(), e.to_string()));
+        if let Err(why) = checked {
+            self.answers.problems.push(("qmp".into(), why));
         }
     }
 

@@ -35,7 +35,7 @@ impl Vm {
                 }));
             }
         };
-        let command = client.send("balloon", Some(qmp_balloon::balloon(balloon)))?;
+        let command = client.send("balloon", Some(json!({ "value": balloon.0 })))?;
         self.orders.push(Order { command, to: target, before: (self.ordered, self.loose) });
         (self.ordered, self.loose) = (Some(target), true);
         self.done_late = self.done_late.filter(|to| *to == target);
