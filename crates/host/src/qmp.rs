@@ -216,8 +216,8 @@ impl Client {
 
     fn write_some(&mut self) {
         let Some(socket) = &self.socket else { return };
-        match sockets::send(socket, self.protocol.outgoing()) {
-            Ok(n) => self.protocol.written(n),
+        match sockets::send(socket, &mut self.protocol.outbox) {
+            Ok(()) => {}
             Err(Errno::PIPE | Errno::CONNRESET) => self.closed(),
             Err(e) => self.protocol.fail(io_error(&self.path, "send", e)),
         }
@@ -340,7 +340,7 @@ fn poll_once(
 }
 
 pub fn interest(client: &Client) -> PollFlags {
-    sockets::interest(!client.protocol.outgoing().is_empty())
+    sockets::interest(!client.protocol.outbox.is_empty())
 }
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {

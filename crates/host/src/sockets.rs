@@ -66,16 +66,15 @@ pub(crate) fn interest(writes: bool) -> PollFlags {
     if writes { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
 }
 
-/// Writes what the socket takes now, and tells how much that is.
-pub(crate) fn send(socket: &OwnedFd, bytes: &[u8]) -> Result<usize> {
-    let mut done = 0;
-    while done < bytes.len() {
-        match rustix::net::send(socket, &bytes[done..], SendFlags::NOSIGNAL) {
-            Ok(n) => done += n,
+/// Writes what the socket takes now: the rest stays in the outbox.
+pub(crate) fn send(socket: &OwnedFd, outbox: &mut Vec<u8>) -> Result<()> {
+    while !outbox.is_empty() {
+        match rustix::net::send(socket, outbox, SendFlags::NOSIGNAL) {
+            Ok(n) => drop(outbox.drain(..n)),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => break,
             Err(e) => return Err(e),
         }
     }
-    Ok(done)
+    Ok(())
 }

@@ -264,11 +264,11 @@ fn every_queue_has_its_limit() {
 fn commands_sent_early_wait_for_the_negotiation() {
     let mut p = Protocol::new("test");
     p.send("stop", None).unwrap();
-    assert!(p.outgoing().is_empty());
+    assert!(p.outbox.is_empty());
     p.feed(GREETING.as_bytes());
-    assert!(!String::from_utf8_lossy(p.outgoing()).contains("stop"));
+    assert!(!String::from_utf8_lossy(&p.outbox).contains("stop"));
     p.feed(b"{\"return\": {}, \"id\": 0}");
-    assert!(String::from_utf8_lossy(p.outgoing()).contains("stop"));
+    assert!(String::from_utf8_lossy(&p.outbox).contains("stop"));
 }
 
 proptest! {

@@ -52,7 +52,8 @@ pub struct Refused {
 #[derive(Debug, Default)]
 pub struct Rpc {
     inbox: Vec<u8>,
-    outbox: Vec<u8>,
+    /// What is to be written.
+    pub outbox: Vec<u8>,
     serial: u32,
     pending: BTreeMap<u32, (u32, u32)>,
     contained: bool,
@@ -77,15 +78,6 @@ impl Rpc {
         let header = header.u32(procedure).u32(kind).u32(serial).u32(0).done();
         self.outbox.extend(header);
         self.outbox.extend(body);
-    }
-
-    pub fn outgoing(&self) -> &[u8] {
-        &self.outbox
-    }
-
-    /// The first `n` bytes of [`Rpc::outgoing`] were written.
-    pub fn written(&mut self, n: usize) {
-        self.outbox.drain(..n.min(self.outbox.len()));
     }
 
     /// Takes bytes from the peer, in any pieces. After an error nothing that follows can be
@@ -161,7 +153,7 @@ mod tests {
     fn answers_find_their_calls_whatever_their_order_and_pieces() {
         let mut rpc = Rpc::default();
         let (one, two) = (rpc.call(REMOTE, 1, &[]), rpc.call(QEMU, 1, &[0; 8]));
-        assert_eq!(rpc.outgoing().len(), 2 * HEADER + 8);
+        assert_eq!(rpc.outbox.len(), 2 * HEADER + 8);
         let error = Writer::default().i32(38).i32(10).some_text("no\tdomain").done();
         let mut bytes = reply(QEMU, 1, two, 0, &[0, 0, 0, 9]);
         bytes.extend(reply(REMOTE, 1, one, 1, &error));
@@ -190,10 +182,10 @@ mod tests {
         let mut rpc = Rpc::default();
         let mut ping = Rpc::default();
         ping.send([KEEPALIVE, PING, MESSAGE, 0], &[]);
-        assert_eq!(rpc.feed(ping.outgoing()), Ok(vec![]));
+        assert_eq!(rpc.feed(&ping.outbox), Ok(vec![]));
         let mut pong = Rpc::default();
         pong.send([KEEPALIVE, PONG, MESSAGE, 0], &[]);
-        assert_eq!(rpc.outgoing(), pong.outgoing());
+        assert_eq!(rpc.outbox, pong.outbox);
     }
 
     proptest! {

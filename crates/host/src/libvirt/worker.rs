@@ -143,7 +143,7 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
     let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
     for daemon in daemons.values() {
         for c in &daemon.connections {
-            fds.push(PollFd::new(&c.socket, interest(!c.rpc.outgoing().is_empty())));
+            fds.push(PollFd::new(&c.socket, interest(!c.rpc.outbox.is_empty())));
         }
         for c in daemon.clients.values() {
             fds.extend(
@@ -388,8 +388,8 @@ impl Daemon {
     fn flush(&mut self) {
         let mut lost = false;
         for c in &mut self.connections {
-            let sent = sockets::send(&c.socket, c.rpc.outgoing()).map(|n| c.rpc.written(n));
-            lost |= sent.is_err() || c.rpc.outgoing().len() > MAX_OUTPUT;
+            let sent = sockets::send(&c.socket, &mut c.rpc.outbox);
+            lost |= sent.is_err() || c.rpc.outbox.len() > MAX_OUTPUT;
         }
         if lost {
             return self.lose(ENDED);
@@ -398,8 +398,7 @@ impl Daemon {
         self.clients.retain(|key, c| {
             let there = match &c.end {
                 Ok(end) => {
-                    let sent = sockets::send(end, &c.bridge.output);
-                    let sent = sent.map(|n| drop(c.bridge.output.drain(..n)));
+                    let sent = sockets::send(end, &mut c.bridge.output);
                     sent.is_ok() && c.bridge.output.len() <= MAX_OUTPUT
                 }
                 Err(left) => {

@@ -116,7 +116,8 @@ pub struct Protocol {
     failure: Option<QmpError>,
     inbox: Vec<u8>,
     cutter: Cutter,
-    outbox: Vec<u8>,
+    /// What is to be written.
+    pub outbox: Vec<u8>,
     /// Commands that were sent before the connection was ready, by their ids.
     early: BTreeMap<u64, Vec<u8>>,
     next_id: u64,
@@ -402,15 +403,6 @@ impl Protocol {
     /// Whether an event is queued of which this is true.
     pub fn any_event(&self, is: impl FnMut(&Event) -> bool) -> bool {
         self.events.iter().any(is)
-    }
-
-    pub fn outgoing(&self) -> &[u8] {
-        &self.outbox
-    }
-
-    /// The first `n` bytes of [`Protocol::outgoing`] were written.
-    pub fn written(&mut self, n: usize) {
-        self.outbox.drain(..n.min(self.outbox.len()));
     }
 }
 
