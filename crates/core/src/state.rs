@@ -460,7 +460,7 @@ impl Memory {
         for action in &plan.actions {
             let outcome = outcomes.get(&action.vm);
             if outcome.is_some_and(|o| o.refused) && !action.gives() {
-                self.vm_mut(action.vm).pause(model.at);
+                self.vm_mut(action.vm).refused(model.at);
             }
             let Some(answered) = outcome.and_then(|o| o.answered()) else { continue };
             let ram = model.vm(action.vm).and_then(|v| v.ram);

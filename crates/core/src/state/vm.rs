@@ -73,6 +73,8 @@ pub struct VmMemory {
     pub rates: Option<GuestRates>,
     /// What the guest needed lately: its working set by how long ago it was so large.
     pub recent: Recent,
+    /// The most that it had needed before its need came there again; 0: it has not yet.
+    pub passed: Bytes,
     /// The page cache that it had lately, likewise.
     pub cached: Recent,
     /// What its guest may need beyond [`VmMemory::need`]: its balloon moved while it spoke, so
@@ -165,6 +167,9 @@ impl VmMemory {
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             self.take_stats(at, wall_s, actual, stats);
             if let Some(need) = self.need() {
+                if need >= self.recent.highest() && !self.recent.rises(at) {
+                    self.passed = self.recent.highest();
+                }
                 self.recent.see(at, need);
             }
             self.cached.see(at, stats.caches.unwrap_or_default());

@@ -124,7 +124,9 @@ impl VmMemory {
             // Neither gives nor takes: the guest keeps the size it has.
             Reason::Withdrawn => {
                 self.order = None;
-                self.pause(at);
+                self.stuck_count = (self.stuck_count + 1).min(16);
+                let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
+                self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
             }
             Reason::HandsOff | Reason::Needed => self.order = None,
             // What was taken went with the old kernel.
@@ -150,11 +152,9 @@ impl VmMemory {
         }
     }
 
-    /// It did not follow, or QEMU refused the order: it is not asked for a while.
-    pub(in crate::state) fn pause(&mut self, at: Stamp) {
-        self.stuck_count = (self.stuck_count + 1).min(16);
-        let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
-        self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
+    /// QEMU, or libvirt, refused to take from it: it may do so for a while.
+    pub(in crate::state) fn refused(&mut self, at: Stamp) {
+        self.stuck_until = self.stuck_until.max(Some(at.plus(STUCK_FIRST_MS)));
     }
 
     fn learn_given(&mut self, at: Stamp, action: &Action, given: Bytes) {
