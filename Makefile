@@ -21,7 +21,7 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
   vm_a_kernel_that_somebody vm_waits_beside vm_many_domains
 # Several go at a time, as much of them is waiting; a test says by its arena beside whom it may
 # (`Beside`). Daemons judge by time: they are not beside those that load the machine. Those that
-# set KSM go one by one.
+# set KSM go one by one, beside the daemons: most of their time is waiting.
 LOADS := lifecycle:: module:: recycle:: smoke::
 KSM := merge:: ways_in:: vm_the_units_sandbox
 DAEMONS := $(filter-out $(LOADS) $(KSM),$(patsubst crates/lab/tests/vm/%.rs,%::,\
@@ -96,8 +96,7 @@ test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
 	@$(MAKE) --no-print-directory -j4 $(CHECKS) vm-build
 	@$(MAKE) --no-print-directory check-alone
 	@$(MAKE) --no-print-directory vm-loads
-	@$(MAKE) --no-print-directory vm-daemons
-	@$(MAKE) --no-print-directory vm-ksm
+	@$(MAKE) --no-print-directory -j2 vm-daemons vm-ksm
 
 vm-loads:
 	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu
@@ -107,7 +106,7 @@ vm-ksm:
 	@$(call VM_TESTS,1,$(KSM))
 
 vm-daemons:
-	@$(call VM_TESTS,3,$(DAEMONS) --skip vm_the_units_sandbox)
+	@$(call VM_TESTS,2,$(DAEMONS) --skip vm_the_units_sandbox)
 
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)
