@@ -493,8 +493,8 @@ mod tests {
             ("[vm.a]\nqmp = \"x\"", "f:2: vm.a.qmp: “x” is not an absolute path"),
             (
                 "[daemon]\nstate_file = \"/a.lock\"",
-                "f:2: daemon.state_file: “/a.lock” ends like the files that Ebb makes beside it: \
-                 choose .json",
+                "f:2: daemon.state_file: “/a.lock” is named like the files that Ebb makes \
+                 beside it",
             ),
             ("[host]\nreserve = -1", "f:2: reserve: a size cannot be negative"),
             ("[host]\nreserved = 1", "f:2: reserved: unknown field `reserved`, expected"),

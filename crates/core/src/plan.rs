@@ -273,7 +273,7 @@ pub struct Outcome {
     /// QEMU has the order and has not answered yet: it may still take it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unanswered: bool,
-    /// QEMU answered that it does not take the order, and will not take the same one later.
+    /// QEMU or libvirt answered with an error: the order is not carried out.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub refused: bool,
 }

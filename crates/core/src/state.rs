@@ -42,6 +42,8 @@ use crate::sample::{Sample, VmId, Vmstat};
 use crate::task::{LastOrder, StageName};
 use crate::units::{Bytes, Stamp};
 
+/// A VM whose QEMU, or libvirt, refused to take from it is asked again after this.
+const REFUSED_MS: u64 = 30_000;
 /// How long a notification of cgroup v1 counts: it comes at most a few times a
 /// second, and only while something is reclaimed.
 const NOTIFIED_LIFE_MS: u64 = 2_000;
@@ -460,7 +462,7 @@ impl Memory {
         for action in &plan.actions {
             let outcome = outcomes.get(&action.vm);
             if outcome.is_some_and(|o| o.refused) && !action.gives() {
-                self.vm_mut(action.vm).refused(model.at);
+                self.vm_mut(action.vm).refused_until = Some(model.at.plus(REFUSED_MS));
             }
             let Some(answered) = outcome.and_then(|o| o.answered()) else { continue };
             let ram = model.vm(action.vm).and_then(|v| v.ram);

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use ebb_core::state::Memory;
 
+use crate::log;
+
 /// Tells the new program that something was handed over, by which process, its own, and beside
 /// which state file.
 const VARIABLE: &str = "EBB_HANDED_OVER";
@@ -77,7 +79,8 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
     // Without it the new program knows what the state file says: enough to go on.
     if let Some(used) = state_file {
         if let Err(e) = hand_over(memory, used) {
-            eprintln!("what is remembered of VMs is not handed over: {e:#}");
+            log::say(&format!("what is remembered of VMs is not handed over: {e:#}"));
+            log::flush();
             let _ = std::fs::remove_file(file(used));
         }
         command.env(VARIABLE, format!("{} {used}", std::process::id()));

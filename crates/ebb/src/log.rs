@@ -4,11 +4,13 @@
 //! scrolls. The daemon's loop never waits for that. So a thread writes, and where more lines wait
 //! than it keeps, new ones are lost and counted.
 
+use std::fs::File;
 use std::io::{Write, stderr};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Lines that may wait: those of some ticks in which every VM has one.
 const WAITING: usize = 1000;
@@ -20,7 +22,12 @@ static DAEMONS: OnceLock<Lines> = OnceLock::new();
 
 /// From here on [`say`] does not wait.
 pub fn begin() {
-    DAEMONS.get_or_init(|| Lines::to(stderr()));
+    // Not by way of std's `stderr`: while that waits, it has a lock that a panic needs.
+    let own = stderr().as_fd().try_clone_to_owned().map(File::from);
+    DAEMONS.get_or_init(|| match own {
+        Ok(file) => Lines::to(file),
+        Err(_) => Lines::to(stderr()),
+    });
 }
 
 /// A line for the journal, or for the person who typed the command.
@@ -81,9 +88,14 @@ impl Lines {
     }
 
     fn flush(&self, patience: Duration) {
+        let until = Instant::now() + patience;
         let (tell, told) = channel();
-        if self.waiting.try_send(Line::End(tell)).is_ok() {
-            let _ = told.recv_timeout(patience);
+        while Instant::now() < until {
+            if self.waiting.try_send(Line::End(tell.clone())).is_ok() {
+                let _ = told.recv_timeout(until.saturating_duration_since(Instant::now()));
+                break;
+            }
+            std::thread::sleep(PATIENCE / 100);
         }
     }
 }

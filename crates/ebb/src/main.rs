@@ -220,6 +220,7 @@ fn main() -> ExitCode {
         }
         Err(e) => {
             log::say(&format!("ebb: {e:#}"));
+            log::flush();
             ExitCode::from(2)
         }
     }

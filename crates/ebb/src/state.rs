@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::state::Owned;
+use ebb_host::act::ksm::is_steered;
 use ebb_host::durable;
 use rustix::fs::{FlockOperation, flock};
 
@@ -49,7 +50,10 @@ impl StateFile {
         let files = [KSM_NOTE, INTERVALS, HANDS_OFF];
         let beside =
             files.map(|name| (from.path.with_file_name(name), to.path.with_file_name(name)));
-        let beside = beside.iter().filter(|(from, to)| from != to && from.exists());
+        // Another Ebb of the old folder may steer KSM: then its note is not this one's.
+        let anothers = |note: &Path| note.ends_with(KSM_NOTE) && is_steered(note);
+        let moves = |from: &Path, to: &Path| from != to && from.exists() && !anothers(from);
+        let beside = beside.iter().filter(|(from, to)| moves(from, to));
         for (from, to) in beside.clone() {
             fs::copy(from, to).with_context(|| format!("cannot write {}", to.display()))?;
         }

@@ -390,7 +390,7 @@ fn tier(s: &VmSample) -> &'static str {
 #[cfg(test)]
 mod tests {
     use ebb_core::sample;
-    use ebb_core::task::{OffloadSample, ZeroSample};
+    use ebb_core::task::{OffloadSample, PartialThpSample, ZeroSample};
     use ebb_core::tick::{Engine, Host as _};
     use ebb_sim::World;
     use ebb_sim::scenario::crowd;
@@ -420,6 +420,7 @@ mod tests {
             for vm in &mut state.vms {
                 vm.agent = Some(AgentSample::default());
                 vm.tasks.offload = Some(OffloadSample::default());
+                vm.tasks.partial_thp = Some(PartialThpSample::default());
                 vm.tasks.zeros = Some(ZeroSample::default());
                 vm.merge =
                     Some(MergeSample { found: Some(Default::default()), ..Default::default() });

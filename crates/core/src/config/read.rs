@@ -276,8 +276,10 @@ fn path(path: String) -> Result<String, String> {
 }
 
 fn state_file(file: String) -> Result<String, String> {
-    match file.ends_with(".lock") || file.ends_with(".new") {
-        true => Err(format!("“{file}” ends like the files that Ebb makes beside it: choose .json")),
+    let own = ["ksm.json", "intervals.json", "hands-off.json", "handed-over.json"];
+    let name = file.rsplit('/').next().unwrap_or_default();
+    match file.ends_with(".lock") || file.ends_with(".new") || own.contains(&name) {
+        true => Err(format!("“{file}” is named like the files that Ebb makes beside it")),
         false => path(file),
     }
 }

@@ -140,7 +140,13 @@ pub(super) fn standing(
     }
     if let Some(left) = m.stuck_until.map(|s| s.since(at)).filter(|l| *l > 0) {
         return give_only(format!(
-            "it did not follow its last order, or QEMU refused it: asked again in {} s",
+            "it did not follow its last order: asked again in {} s",
+            left.div_ceil(1000)
+        ));
+    }
+    if let Some(left) = m.refused_until.map(|until| until.since(at)).filter(|l| *l > 0) {
+        return give_only(format!(
+            "QEMU or libvirt refused an order to shrink: asked again in {} s",
             left.div_ceil(1000)
         ));
     }

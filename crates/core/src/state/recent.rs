@@ -9,8 +9,6 @@ use crate::units::{Bytes, Stamp};
 
 /// Needs of this age are forgotten, milliseconds.
 const LIFE_MS: u64 = 1_800_000;
-/// A guest's answers come at least this often while its need rises.
-const RISE_MS: u64 = 2_000;
 /// No more steps are remembered: those of about the same age become one.
 const MOST: usize = 24;
 
@@ -46,11 +44,6 @@ impl Recent {
     /// The most that is remembered.
     pub fn highest(&self) -> Bytes {
         self.0.first().map_or(Bytes::ZERO, |s| s.1)
-    }
-
-    /// Whether the most that is remembered was needed just now: the need may rise still.
-    pub fn rises(&self, at: Stamp) -> bool {
-        self.0.first().is_some_and(|s| at.since(s.0) <= RISE_MS)
     }
 
     /// The most that it needed within the last `within_ms`.

@@ -23,7 +23,7 @@ use crate::state::{INTERVALS, KSM_NOTE, StateFile};
 /// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
 const RESTORE: Duration = Duration::from_secs(3);
 /// The least for closing VMs to KSM: what is merged is copied then.
-const MARKS: Duration = Duration::from_secs(45);
+const MARKS: Duration = Duration::from_secs(20);
 
 /// Gives back all that the state file names, and tries until `patience` is over; `false` if there
 /// is no such file.
@@ -41,12 +41,14 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
         return recover_ksm(path).map(|_| true);
     }
     let mut failed = Vec::new();
+    let until = Instant::now() + patience;
     let left = give_back_vms(config, &mut state, &owned, patience)?;
     failed.extend(left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)));
     let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
     state.write(&owed)?;
     failed.extend(recover_ksm(path).err().map(|e| format!("{e:#}")));
-    let (marks, why) = merge::put_back(config, &owed.marks, patience.max(MARKS));
+    let (marks, why) =
+        merge::put_back(config, &owed.marks, until.duration_since(Instant::now()).max(MARKS));
     owed.marks = marks;
     failed.extend(why);
     state.write(&owed)?;

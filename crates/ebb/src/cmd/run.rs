@@ -127,6 +127,9 @@ fn begin_anew(engine: &Engine, signals: &Signals) -> Result<()> {
     }
     say("SIGHUP: beginning anew, nothing is given back");
     log::flush();
+    if signals.stops() {
+        return Ok(());
+    }
     let now = NotifyState::monotonic_usec_now()?;
     let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
     let state_file = &engine.config.state_file;

@@ -93,9 +93,14 @@ pub struct KsmOwner {
     _lock: fs::File,
 }
 
+/// Whether an Ebb steers KSM that has written down in `note` what was set.
+pub fn is_steered(note: &Path) -> bool {
+    matches!(lock(note), Err(KsmError::Used { .. }))
+}
+
 /// Makes sure that no other Ebb has what is written down in `state`.
 fn lock(state: &Path) -> Result<fs::File, KsmError> {
-    let path = state.with_extension("lock");
+    let path = state.with_extension("json.lock");
     let failed = |error| KsmError::Write { path: path.clone(), error };
     state.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
     let lock = fs::File::create(&path).map_err(failed)?;

@@ -130,6 +130,7 @@ impl LinuxHost {
         let new = || Vm::new(process.clone(), interval_s, access).with(was, libvirt);
         let vm = self.vms.entry(id).or_insert_with(new);
         (vm.process, vm.named, vm.access) = (process, true, access);
+        vm.claim = Some(claim);
         vm.adopt(client);
         Ok(id)
     }

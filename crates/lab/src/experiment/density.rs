@@ -346,14 +346,17 @@ impl Fleet<'_> {
 
     /// Lets the harm pass that there was with more VMs.
     fn settle(&mut self) -> Result<Option<String>> {
-        // Those that were killed have to be gone, and a job may be at its peak.
+        // Those that were killed have to be gone, and no job may be at its peak. What is swapped
+        // out is read back while jobs go on: best where one more job fits beside it, as the kernel
+        // kills a QEMU where it does not.
+        let held = |job: Bytes| self.cgroup.usage() + self.cgroup.swap() + job > self.plan.budget;
         let until = Instant::now() + ROOM;
-        while self.cgroup.usage() + self.cgroup.swap() > self.plan.budget {
-            if Instant::now() >= until {
-                let swapped = self.cgroup.swap();
-                return Ok(Some(format!("{swapped} that were swapped out do not fit")));
-            }
+        while held(self.plan.size) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(200));
+        }
+        if held(Bytes::ZERO) {
+            let swapped = self.cgroup.swap();
+            return Ok(Some(format!("{swapped} that were swapped out do not fit")));
         }
         self.arena.drain_swap()?;
         Ok(None)

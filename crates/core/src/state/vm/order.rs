@@ -152,11 +152,6 @@ impl VmMemory {
         }
     }
 
-    /// QEMU, or libvirt, refused to take from it: it may do so for a while.
-    pub(in crate::state) fn refused(&mut self, at: Stamp) {
-        self.stuck_until = self.stuck_until.max(Some(at.plus(STUCK_FIRST_MS)));
-    }
-
     fn learn_given(&mut self, at: Stamp, action: &Action, given: Bytes) {
         let live = self.given.filter(|g| at.since(g.at) < GIVEN_LIFE_MS);
         let before = live.map_or(Bytes::ZERO, |g| g.bytes);

@@ -79,9 +79,9 @@ pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result
 }
 
 /// Opens to KSM, or closes, what Ebb had closed or opened. What was not done within `patience`,
-/// and why; a VM that has ended is owed nothing. A VM whose turn has come by then is still done:
-/// the kernel takes a minute where much is merged, and a process can keep its mappings from being
-/// read for ever.
+/// and why; a VM that has ended is owed nothing. With a VM whose turn has come by then QEMU goes on,
+/// and the next try sees whether it was done: the kernel takes a minute where much is merged, and a
+/// process can keep its mappings from being read for ever.
 pub fn put_back(
     config: &Config,
     marks: &[OwnedMark],
