@@ -29,8 +29,6 @@ pub struct GuestModel {
     pub need: Bytes,
     /// The most that it needed in the last half hour, as far as Ebb has seen it.
     pub highest: Bytes,
-    /// Where its need is expected to stop at a new highest.
-    pub stops: Bytes,
     /// What is left to it beyond its need when it is asked gently.
     pub buffer: Bytes,
     /// Whether it can deflate its balloon itself before it kills a process.
@@ -109,7 +107,6 @@ impl GuestModel {
             available,
             need,
             highest: m.recent.highest(),
-            stops: if m.passed.is_zero() { m.passed } else { m.passed + ram.share(PASSES) },
             buffer: need.share(0.25).max(burst).max(Bytes::mib(32)).min(Bytes::gib(2)),
             deflate_on_oom,
             short_mark: ram.share(0.04).max(Bytes::mib(16)).min(Bytes::gib(1)),
@@ -126,13 +123,10 @@ impl GuestModel {
 /// How far a growing need is extrapolated, seconds: statistics are late by up to one
 /// tick, and giving back takes one more.
 pub(crate) const AHEAD_S: f64 = 1.5;
-/// A need that passes where it stopped before is expected to stop within this share of RAM beyond:
-/// jobs differ a little from one time to the next.
-const PASSES: f64 = 0.1;
 
 impl GuestModel {
     /// What it will need in a moment, at the rate its need grows. It is expected to stop where
-    /// it stopped before, or a little beyond ([`PASSES`]), if it has not passed that.
+    /// it stopped before, if it has not passed that.
     pub fn soon(&self) -> Bytes {
         self.after(AHEAD_S)
     }
@@ -141,11 +135,7 @@ impl GuestModel {
     pub(crate) fn after(&self, seconds: f64) -> Bytes {
         let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * seconds) as u64);
         let soon = self.need + grown;
-        match self.need {
-            need if need < self.highest => soon.min(self.highest),
-            need if need < self.stops => soon.min(self.stops),
-            _ => soon,
-        }
+        if self.highest > self.need { soon.min(self.highest) } else { soon }
     }
 }
 

@@ -33,9 +33,6 @@ use crate::units::{Bytes, Stamp};
 
 /// One harm is forgotten in this time, and the known hot cache decays over it.
 const FORGIVE_MS: u64 = 60_000;
-/// A need that is this share of RAM below its highest, and this much, has fallen.
-const FELL_SHARE: f64 = 0.04;
-const FELL_LEAST: Bytes = Bytes::mib(16);
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -78,10 +75,6 @@ pub struct VmMemory {
     pub rates: Option<GuestRates>,
     /// What the guest needed lately: its working set by how long ago it was so large.
     pub recent: Recent,
-    /// The most that it had needed before its need came there again; 0: it has not yet.
-    pub passed: Bytes,
-    /// Its need is, or was, clearly below the most that is remembered.
-    pub fell: bool,
     /// The page cache that it had lately, likewise.
     pub cached: Recent,
     /// What its guest may need beyond [`VmMemory::need`]: its balloon moved while it spoke, so
@@ -174,7 +167,6 @@ impl VmMemory {
         if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
             self.take_stats(at, wall_s, actual, stats);
             if let Some(need) = self.need() {
-                self.follow_highest(vm.ram.unwrap_or_default(), need);
                 self.recent.see(at, need);
             }
             self.cached.see(at, stats.caches.unwrap_or_default());
@@ -195,16 +187,6 @@ impl VmMemory {
         }
         self.follow_order(dt_ms, actual);
         self.account(at, dt_ms, vm, actual);
-    }
-
-    /// Where its need stops as a rule. A need that wobbles about its highest has not stopped there.
-    fn follow_highest(&mut self, ram: Bytes, need: Bytes) {
-        let highest = self.recent.highest();
-        if need + ram.share(FELL_SHARE).max(FELL_LEAST) < highest {
-            self.fell = true;
-        } else if need >= highest && self.fell {
-            (self.passed, self.fell) = (highest, false);
-        }
     }
 
     /// Whether Ebb has changed something of it that is to be put back: its size, or whether

@@ -80,7 +80,6 @@ impl VmMemory {
         self.order = None;
         (self.deflated_on_oom, self.raised) = (None, None);
         (self.recent, self.cached) = (Recent::default(), Recent::default());
-        (self.passed, self.fell) = (Bytes::ZERO, false);
         self.stuck_until = None;
         self.stuck_count = 0;
         self.facts = None;
