@@ -245,6 +245,12 @@ impl fmt::Display for Amount {
     }
 }
 
+/// What the daemon keeps beside its state file.
+pub const KSM_NOTE: &str = "ksm.json";
+pub const INTERVALS: &str = "intervals.json";
+pub const HANDS_OFF: &str = "hands-off.json";
+pub const HANDED_OVER: &str = "handed-over.json";
+
 /// The least a guest is ever left with, whatever the configuration says: below
 /// this a Linux guest cannot run the balloon driver reliably.
 pub const LEAST_FLOOR: Bytes = Bytes::mib(64);

@@ -1,9 +1,10 @@
-//! Mechanisms: their stages, and for each one that works beside the loop what is ordered of it, what
-//! its orders have done, and in which words both are told.
+//! Mechanisms: their stages; and for each one that works beside the loop its order, the result of
+//! its orders, and the words for both.
 //!
-//! One that is new is two structs with their words and an entry of the table at the end. By that
-//! plans, samples, records, the memory of when it was last ordered, the log and the commands have
-//! it. When it is ordered is decided in `policy/`; how it is carried out is in `act/` of `ebb-host`.
+//! A new mechanism needs two structs with their words, and an entry in the table at the end. Plans,
+//! samples, records, the log and the commands then have it, and it is remembered when it was last
+//! ordered. A policy in `policy/` decides when it is ordered; a file in `act/` of `ebb-host`
+//! carries the order out.
 
 use std::fmt;
 
@@ -21,7 +22,7 @@ pub enum StageName {
     Recycle,
     /// Pages that are the same.
     Merge,
-    /// Pages of zeros of VMs that are not merged.
+    /// Zero pages of VMs that are not merged.
     Zeros,
     /// Memory that is idle in a guest, or its page cache.
     Balloon,
@@ -180,8 +181,8 @@ pub struct Line<'a> {
     name: &'a str,
     what: String,
     reason: &'a str,
-    /// It can hurt: it is always logged.
-    pub loud: bool,
+    /// It may slow the VM down: it is logged also without `--verbose`.
+    pub always_logged: bool,
     /// Where it is remembered when it was ordered.
     pub slot: fn(&mut Ordered) -> &mut Option<LastOrder>,
 }
@@ -207,7 +208,7 @@ macro_rules! tasks {
     ($(
         $(#[$meta:meta])*
         $key:ident: $order:ident => $told:ident,
-            takes $takes:literal, loud $loud:literal, $title:literal;
+            takes $takes:literal, always_logged $logged:literal, $title:literal;
     )*) => {
         /// What is begun beside the loop, by mechanism.
         #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -243,7 +244,7 @@ macro_rules! tasks {
                 let mut lines = Vec::new();
                 $(lines.extend(self.$key.iter().map(|o| Line {
                     vm: o.vm, name: &o.name, what: o.what(), reason: &o.reason,
-                    loud: $loud, slot: |ordered| &mut ordered.$key,
+                    always_logged: $logged, slot: |ordered| &mut ordered.$key,
                 }));)*
                 lines
             }
@@ -274,10 +275,10 @@ macro_rules! tasks {
 }
 
 tasks! {
-    offload: OffloadOrder => OffloadSample, takes true, loud true, "paged out";
+    offload: OffloadOrder => OffloadSample, takes true, always_logged true, "paged out";
     #[serde(alias = "torn")]
-    partial_thp: PartialThpOrder => PartialThpSample, takes false, loud false, "huge";
-    zeros: ZeroOrder => ZeroSample, takes true, loud false, "zeros";
+    partial_thp: PartialThpOrder => PartialThpSample, takes false, always_logged false, "huge";
+    zeros: ZeroOrder => ZeroSample, takes true, always_logged false, "zeros";
 }
 
 #[cfg(test)]

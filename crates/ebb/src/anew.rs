@@ -16,6 +16,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ebb_core::config::HANDED_OVER;
 use ebb_core::state::Memory;
 
 use crate::log;
@@ -89,7 +90,7 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
 }
 
 fn file(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name("handed-over.json")
+    Path::new(state_file).with_file_name(HANDED_OVER)
 }
 
 fn hand_over(memory: &Memory, state_file: &str) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ebb_core::config::{Config, MergeMode};
+use ebb_core::config::{Config, HANDS_OFF, INTERVALS, KSM_NOTE, MergeMode};
 use ebb_core::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::{Owned, OwnedVm};
@@ -20,7 +20,7 @@ use crate::anew;
 use crate::give_back::{Left, give_back};
 use crate::log::say;
 use crate::signals::{self, Signals};
-use crate::state::{HANDS_OFF, INTERVALS, KSM_NOTE, StateFile};
+use crate::state::StateFile;
 
 /// How long before a fast tick guests are asked for fresh numbers.
 const KICK_AHEAD_MS: u64 = 40;

@@ -1,8 +1,8 @@
 //! Lines for the journal, on stderr.
 //!
-//! Whoever reads them may be slow: the journal of a host that thrashes, a pager that nobody
-//! scrolls. The daemon's loop never waits for that. So a thread writes, and where more lines wait
-//! than it keeps, new ones are lost and counted.
+//! The reader may be slow: the journal of a host that thrashes, a pager that is not scrolled. The
+//! daemon's loop never waits for it. A thread writes the lines. Up to [`WAITING`] lines wait for
+//! it; further ones are lost and counted.
 
 use std::fs::File;
 use std::io::{Write, stderr};

@@ -210,7 +210,7 @@ fn main() -> ExitCode {
     raise_file_limit();
     // A program reads the output, errors too.
     let json = std::env::args_os().any(|a| a == "--json");
-    match dispatch(cli) {
+    let code = match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(e) if e.is::<table::ReaderGone>() => ExitCode::SUCCESS,
@@ -220,10 +220,11 @@ fn main() -> ExitCode {
         }
         Err(e) => {
             log::say(&format!("ebb: {e:#}"));
-            log::flush();
             ExitCode::from(2)
         }
-    }
+    };
+    log::flush();
+    code
 }
 
 fn dispatch(cli: Cli) -> Result<bool> {

@@ -189,7 +189,7 @@ impl Observer {
             self.said.merging = words;
         }
         for o in tick.plan.orders.each() {
-            if o.loud || self.dry_run || self.verbose {
+            if o.always_logged || self.dry_run || self.verbose {
                 say(&format!("{o}{not}"));
             }
         }

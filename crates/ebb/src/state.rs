@@ -10,18 +10,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use ebb_core::config::{HANDS_OFF, INTERVALS, KSM_NOTE};
 use ebb_core::state::Owned;
 use ebb_host::act::ksm::is_steered;
 use ebb_host::durable;
-use rustix::fs::{FlockOperation, flock};
 
 /// No state file is larger; a larger one is not ours.
 const MOST: u64 = 16 << 20;
-
-/// What the daemon keeps beside its state file, see `daemon.rs`.
-pub const KSM_NOTE: &str = "ksm.json";
-pub const INTERVALS: &str = "intervals.json";
-pub const HANDS_OFF: &str = "hands-off.json";
 
 /// The open state file, locked while this lives.
 pub struct StateFile {
@@ -125,15 +120,14 @@ fn lock(path: &Path) -> Result<File> {
         format!("cannot create {}: run as root, or set daemon.state_file", dir.display())
     })?;
     let path = lock_path(path);
-    let lock = File::create(&path).with_context(|| format!("cannot create {}", path.display()))?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        bail!(
+    let lock = durable::lock(&path);
+    lock.with_context(|| format!("cannot create {}", path.display()))?.with_context(|| {
+        format!(
             "another ebb holds {}: stop it first, or give this one a folder of its own \
              (daemon.state_file, daemon.socket)",
             path.display()
-        );
-    }
-    Ok(lock)
+        )
+    })
 }
 
 #[cfg(test)]
@@ -179,6 +173,26 @@ mod tests {
         fs::write(path, "{\"vms\": 3").unwrap();
         let said = format!("{:#}", state.read().unwrap_err());
         assert!(said.contains("is damaged") && said.contains("virsh setmem"), "{said}");
+    }
+
+    #[test]
+    fn a_note_of_ksm_moves_along_unless_another_ebb_steers_ksm_by_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let (old, new) = (at("old/state.json"), at("new/state.json"));
+        let moved = || {
+            StateFile::open(old.to_str().unwrap()).unwrap().write(&owned()).unwrap();
+            fs::write(at("old/ksm.json"), "{}").unwrap();
+            let to = StateFile::moved(old.to_str().unwrap(), new.to_str().unwrap()).unwrap();
+            assert_eq!(to.read().unwrap(), owned());
+            fs::remove_file(&new).unwrap();
+            at("new/ksm.json").exists() && !at("old/ksm.json").exists()
+        };
+        fs::create_dir(at("old")).unwrap();
+        let anothers = durable::lock(&at("old/ksm.json.lock")).unwrap();
+        assert!(anothers.is_some() && !moved());
+        drop(anothers);
+        assert!(moved());
     }
 
     #[test]

@@ -261,8 +261,7 @@ impl LinuxHost {
         for (id, vm) in &mut self.vms {
             let claim = claim(root, &self.options.config, version, &vm.process);
             // What was read of this process before holds where it cannot be read for a moment.
-            let unread = |claim: &Claim| matches!(claim, Claim::Unread(_));
-            let known = vm.claim.take().filter(|was| unread(&claim) && !unread(was));
+            let known = vm.claim.take().filter(|was| claim.is_unread() && !was.is_unread());
             let claim = vm.claim.insert(known.unwrap_or(claim)).clone();
             let counts = has_metadata(&self.options, &vm.process) || self.owed.contains(id);
             vm.look_at_metadata(counts, now);
@@ -355,7 +354,7 @@ fn access(
     let settings = settings.with(metadata, Bytes::ZERO);
     let refused = matches!(claim, Claim::Refused(_)) || matches!(metadata, Metadata::Wrong(_));
     let manage = settings.manage && !refused;
-    let unread = matches!(metadata, Metadata::Unread(_)) || matches!(claim, Claim::Unread(_));
+    let unread = matches!(metadata, Metadata::Unread(_)) || claim.is_unread();
     Access {
         managed: manage || owed.contains(&process.id),
         sockets: options.config.sockets,

@@ -98,7 +98,7 @@ impl Contestant {
     fn rival(self) -> Option<Box<dyn Policy>> {
         Some(match self {
             Contestant::Ebb => return None,
-            Contestant::None => Box::new(simple::Nobody),
+            Contestant::None => Box::new(simple::NoController),
             Contestant::Mom => Box::new(mom::Mom::default()),
             Contestant::Proxmox => Box::new(proxmox::Proxmox),
             Contestant::Squeezed => Box::new(squeezed::Squeezed::default()),

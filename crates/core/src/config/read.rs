@@ -276,7 +276,7 @@ fn path(path: String) -> Result<String, String> {
 }
 
 fn state_file(file: String) -> Result<String, String> {
-    let own = ["ksm.json", "intervals.json", "hands-off.json", "handed-over.json"];
+    let own = [KSM_NOTE, INTERVALS, HANDS_OFF, HANDED_OVER];
     let name = file.rsplit('/').next().unwrap_or_default();
     match file.ends_with(".lock") || file.ends_with(".new") || own.contains(&name) {
         true => Err(format!("“{file}” is named like the files that Ebb makes beside it")),

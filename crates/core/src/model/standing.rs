@@ -84,6 +84,9 @@ pub(super) fn standing(
 ) -> Standing {
     let off = |why: &str| Standing::Off(why.to_string());
     let give_only = |why: String| Standing::GiveOnly(why);
+    let seconds_to = |until: Option<Stamp>| {
+        until.map(|until| until.since(at).div_ceil(1000)).filter(|left| *left > 0)
+    };
     if let Some(why) = left_alone {
         return Standing::Off(why);
     }
@@ -123,8 +126,8 @@ pub(super) fn standing(
     if m.reboot.is_some() {
         return give_only("it rebooted: its size is not known yet".into());
     }
-    if let Some(left) = m.settle_until.map(|s| s.since(at)).filter(|l| *l > 0) {
-        return give_only(format!("it rebooted: left alone for {} s more", left.div_ceil(1000)));
+    if let Some(left) = seconds_to(m.settle_until) {
+        return give_only(format!("it rebooted: left alone for {left} s more"));
     }
     if model.guest.is_some() && model.trust.level <= 0.0 {
         return give_only(format!("its numbers are not believed: {}", model.trust.why));
@@ -138,17 +141,12 @@ pub(super) fn standing(
             left.div_ceil(1000)
         ));
     }
-    if let Some(left) = m.stuck_until.map(|s| s.since(at)).filter(|l| *l > 0) {
-        return give_only(format!(
-            "it did not follow its last order: asked again in {} s",
-            left.div_ceil(1000)
-        ));
+    if let Some(left) = seconds_to(m.stuck_until) {
+        return give_only(format!("it did not follow its last order: asked again in {left} s"));
     }
-    if let Some(left) = m.refused_until.map(|until| until.since(at)).filter(|l| *l > 0) {
-        return give_only(format!(
-            "QEMU or libvirt refused an order to shrink: asked again in {} s",
-            left.div_ceil(1000)
-        ));
+    if let Some(left) = seconds_to(m.refused_until) {
+        let why = "QEMU or libvirt refused an order to shrink";
+        return give_only(format!("{why}: asked again in {left} s"));
     }
     if let Some(left) = m.reach.left_ms(at) {
         return give_only(format!(

@@ -39,6 +39,10 @@ impl Claim {
     pub fn is_open(&self) -> bool {
         *self == Claim::Open
     }
+
+    pub fn is_unread(&self) -> bool {
+        matches!(self, Claim::Unread(_))
+    }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ebb_core::config::Config;
+use ebb_core::config::{Config, INTERVALS, KSM_NOTE};
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_host::act::ksm;
 use ebb_host::linux::{LinuxHost, Options};
@@ -18,7 +18,7 @@ use crate::cmd::merge;
 use crate::daemon::{beside, options};
 use crate::give_back::{Left, give_back};
 use crate::log::say;
-use crate::state::{INTERVALS, KSM_NOTE, StateFile};
+use crate::state::StateFile;
 
 /// Time limit for VMs that are owed nothing, to put back how often they are asked for statistics.
 const RESTORE: Duration = Duration::from_secs(3);
@@ -47,8 +47,8 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
     let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
     state.write(&owed)?;
     failed.extend(recover_ksm(path).err().map(|e| format!("{e:#}")));
-    let (marks, why) =
-        merge::put_back(config, &owed.marks, until.duration_since(Instant::now()).max(MARKS));
+    let rest = until.saturating_duration_since(Instant::now());
+    let (marks, why) = merge::put_back(config, &owed.marks, rest.max(MARKS));
     owed.marks = marks;
     failed.extend(why);
     state.write(&owed)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use ebb_core::config::{Config, MergeMode};
+use ebb_core::config::{Config, KSM_NOTE, MergeMode};
 use ebb_core::model::Model;
 use ebb_core::plan::Plan;
 use ebb_core::state::Owned;
@@ -22,7 +22,7 @@ use crate::log::{self, say};
 use crate::observer::Observer;
 use crate::recorder::Head;
 use crate::signals::Signals;
-use crate::state::{KSM_NOTE, StateFile};
+use crate::state::StateFile;
 
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
@@ -30,14 +30,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The same for closing VMs to KSM at the end: what is merged is copied then.
 const MARKS: Duration = Duration::from_secs(12);
 
-pub fn main(config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
+pub fn main(
+    mut config: Config,
+    dry_run: bool,
+    record: Option<String>,
+    verbose: bool,
+) -> Result<()> {
     log::begin();
-    let result = run(config, dry_run, record, verbose);
-    log::flush();
-    result
-}
-
-fn run(mut config: Config, dry_run: bool, record: Option<String>, verbose: bool) -> Result<()> {
     let used = anew::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
     let remembered = if dry_run { None } else { anew::handed_over(&used) };
     let signals = Signals::note()?;

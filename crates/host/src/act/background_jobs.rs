@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ebb_core::sample::VmId;
 use ebb_core::task::{Order, Orders, Tasks};
 
+use super::worker;
 use crate::root::Root;
 
 /// Orders that may wait: one a VM is enough, and few are given at a time.
@@ -76,13 +77,8 @@ impl<O: Order<Told: Told>, C: Default + 'static> BackgroundJobs<O, C> {
 
     fn begin(&mut self, job: Job<O>) {
         let jobs = self.jobs.get_or_insert_with(|| {
-            let (send, receive) = sync_channel(WAITING);
             let (root, told, work) = (self.root.clone(), self.told.clone(), self.work);
-            // Without a thread the channel is closed, which the order below tells.
-            let _ = std::thread::Builder::new()
-                .name(self.name.into())
-                .spawn(move || run(&root, &receive, &told, work));
-            send
+            worker(self.name, WAITING, move |jobs| run(&root, &jobs, &told, work))
         });
         // Held while it is sent: its end must not be told before its beginning.
         let mut told = lock(&self.told);

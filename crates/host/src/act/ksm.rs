@@ -17,7 +17,6 @@ use std::process::{Command, Stdio};
 use ebb_core::policy::merge::Order;
 use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
-use rustix::fs::{FlockOperation, flock};
 
 use crate::durable;
 use crate::probe::cgroup;
@@ -103,11 +102,7 @@ fn lock(state: &Path) -> Result<fs::File, KsmError> {
     let path = state.with_extension("json.lock");
     let failed = |error| KsmError::Write { path: path.clone(), error };
     state.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
-    let lock = fs::File::create(&path).map_err(failed)?;
-    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(lock),
-        Err(_) => Err(KsmError::Used { path }),
-    }
+    durable::lock(&path).map_err(failed)?.ok_or(KsmError::Used { path })
 }
 
 impl KsmOwner {

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 use super::ksm::Manners;
 use super::ksmd_throttle::KsmdThrottle;
 use super::vm_mergeable::{LEAST_RAM, marks};
+use super::worker;
 use crate::linux::LinuxHost;
 use crate::root::Root;
 use crate::scan::agents::{HashLink, lift};
@@ -161,7 +162,7 @@ impl KsmWorker {
         let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
-            begin("merge-scan", 1, move |jobs| scan(&root, &jobs, &told, &wake))
+            worker("merge-scan", 1, move |jobs| scan(&root, &jobs, &told, &wake))
         });
         let mut told = lock(&self.told);
         if told.scan.busy {
@@ -202,22 +203,10 @@ impl KsmWorker {
             let (note, told) = (self.note.clone(), self.told.clone());
             let keeper =
                 KsmdThrottle::new(self.root.clone(), note, self.manners, self.wake.clone());
-            begin("ksm", WAITING, move |jobs| work(keeper, &jobs, &told))
+            worker("ksm", WAITING, move |jobs| work(keeper, &jobs, &told))
         });
         jobs.try_send(job).is_ok()
     }
-}
-
-/// Begins a thread that is handed jobs, so many at a time. Without it the channel is closed, which
-/// sending tells.
-fn begin<J: Send + 'static>(
-    name: &str,
-    waiting: usize,
-    run: impl FnOnce(Receiver<J>) + Send + 'static,
-) -> SyncSender<J> {
-    let (send, receive) = sync_channel(waiting);
-    let _ = std::thread::Builder::new().name(name.into()).spawn(move || run(receive));
-    send
 }
 
 /// Whether two orders are the same. The speed is left out: [`KsmdThrottle`] corrects it.

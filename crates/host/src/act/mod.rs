@@ -11,6 +11,8 @@ mod process;
 pub mod vm_mergeable;
 pub mod zeros;
 
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
 pub(crate) use self::background_jobs::Background;
 use self::background_jobs::BackgroundJobs;
 use crate::root::Root;
@@ -22,4 +24,16 @@ pub(crate) fn background(root: &Root) -> Vec<Box<dyn Background>> {
         Box::new(BackgroundJobs::new(root, "partial_thp", partial_thp::carry_out)),
         Box::new(BackgroundJobs::new(root, "zeros", zeros::carry_out)),
     ]
+}
+
+/// Starts a thread of this name that takes jobs from a channel, of which `waiting` may wait. Where
+/// the thread cannot be started the channel is closed, and sending a job fails.
+fn worker<J: Send + 'static>(
+    name: &str,
+    waiting: usize,
+    run: impl FnOnce(Receiver<J>) + Send + 'static,
+) -> SyncSender<J> {
+    let (send, receive) = sync_channel(waiting);
+    let _ = std::thread::Builder::new().name(name.into()).spawn(move || run(receive));
+    send
 }

@@ -54,6 +54,9 @@ impl LinuxHost {
         let gone: HashSet<VmId> = scan.gone.into_iter().collect();
         self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
         for mut process in scan.found {
+            if self.vms.contains_key(&process.id) {
+                continue;
+            }
             name_by_socket(&self.options.config, &mut process);
             let (id, interval_s) = (process.id, self.options.stats_interval_s);
             let config = &self.options.config;
@@ -61,8 +64,8 @@ impl LinuxHost {
             if has_section || !config.listed_only || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
                 let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
-                let new = || Vm::new(process, interval_s, Access::default()).with(was, libvirt);
-                self.vms.entry(id).or_insert_with(new);
+                let new = Vm::new(process, interval_s, Access::default()).with(was, libvirt);
+                self.vms.insert(id, new);
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());

@@ -27,7 +27,7 @@ pub fn claim(root: &Root, config: &Config, version: Version, process: &QemuProce
     }
 }
 
-/// A section that names one of a VM's QMP sockets names the VM, also where nobody connects to it.
+/// A section that names one of a VM's QMP sockets is that VM's, also while Ebb is not connected.
 pub fn name_by_socket(config: &Config, process: &mut QemuProcess) {
     let QmpAddress::Paths(paths) = &process.qmp else { return };
     let has = |path: &String| paths.iter().any(|its| its == Path::new(path));
@@ -45,13 +45,13 @@ fn differs(
     version: Version,
     process: &QemuProcess,
 ) -> Result<Option<String>, ProbeError> {
-    let differs = |why: String| Ok(Some(why));
+    let no = |why: String| Ok(Some(why));
     let pid = process.id.pid;
     if let Some(uuid) = &identity.uuid {
         match process.uuid.as_deref().map(str::to_ascii_lowercase) {
             Some(its) if its == *uuid => {}
-            Some(its) => return differs(format!("its uuid is {its}, not {uuid}")),
-            None => return differs(format!("it has no uuid, and is to have {uuid}")),
+            Some(its) => return no(format!("its uuid is {its}, not {uuid}")),
+            None => return no(format!("it has no uuid, and is to have {uuid}")),
         }
     }
     if let Some(user) = &identity.user {
@@ -60,20 +60,20 @@ fn differs(
             User::Uid(_) => String::new(),
         };
         let Some(uid) = uid(&passwd, user) else {
-            return differs(format!("there is no user {user}"));
+            return no(format!("there is no user {user}"));
         };
         let Some(whose) = read_credentials(root, pid)? else {
-            return differs("it has ended".into());
+            return no("it has ended".into());
         };
         if let Some(other) = whose.uids.iter().find(|u| **u != uid) {
-            return differs(format!("it runs as uid {other}, not {uid}"));
+            return no(format!("it runs as uid {other}, not {uid}"));
         }
     }
     if let Some(cgroup) = &identity.cgroup {
         match read_process_cgroup(root, version, pid)? {
             Some(its) if Path::new(&its).starts_with(cgroup) => {}
-            Some(its) => return differs(format!("its cgroup is {its}, not below {cgroup}")),
-            None => return differs("it is in no memory cgroup, or has ended".into()),
+            Some(its) => return no(format!("its cgroup is {its}, not below {cgroup}")),
+            None => return no("it is in no memory cgroup, or has ended".into()),
         }
     }
     Ok(None)

@@ -458,6 +458,9 @@ mod tests {
         ]);
         assert_eq!((a.name.as_deref(), a.uuid.as_deref()), (Some("web,1"), Some("u-1")));
         assert!(a.passthrough && a.hugetlb && !a.is_probe);
+        // KubeVirt's names have up to 127 characters, and are looked up whole.
+        let long = "n".repeat(127);
+        assert_eq!(args(&["-name", &long]).name, Some(long));
         assert!(args(&["-S", "-machine", "none,accel=kvm:tcg"]).is_probe);
         let b = args(&["-name", "x", "-device", "vfio-pci,host=1", "-mem-path", "/huge/1"]);
         assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));

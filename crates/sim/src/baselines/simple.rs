@@ -1,6 +1,6 @@
 //! Rules that are a line each: what a newcomer has to beat.
 //!
-//! - *nobody*: every guest keeps what it was given.
+//! - *none*: every guest keeps what it was given.
 //! - *static split*: every guest has its part of the host, by RAM, for good.
 //! - *demand + 20 %*: what a guest uses and a fifth more (Hyper-V's documented rule: demand
 //!   and a buffer of 20 %), each second; where that does not fit, all get the same part less.
@@ -36,9 +36,9 @@ fn plan(guests: &[Seen], mut to: impl FnMut(&Seen) -> Option<f64>) -> Vec<(VmId,
 }
 
 /// Never sets a balloon.
-pub struct Nobody;
+pub struct NoController;
 
-impl Policy for Nobody {
+impl Policy for NoController {
     fn period_ms(&self) -> u64 {
         10_000
     }
@@ -116,7 +116,7 @@ mod tests {
     fn each_does_what_its_line_says() {
         // RAM, size, free and cache; the host has 1000 MiB, of which 940 are for guests.
         let two = sample(1000, 500, &[(800, 800, 600, 0), (800, 400, 0, 0)]);
-        assert_eq!(ask(&mut Nobody, &two), []);
+        assert_eq!(ask(&mut NoController, &two), []);
         assert_eq!(ask(&mut StaticSplit, &two), [(1, 470), (2, 470)]);
         // 200 and 400 are used: 240 and 480, and 110 more for each.
         assert_eq!(ask(&mut Demand, &two), [(1, 350), (2, 590)]);

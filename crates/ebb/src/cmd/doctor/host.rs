@@ -285,8 +285,8 @@ mod tests {
             std::fs::write(proc.join("status"), "Uid: 0 0 0 0\n").unwrap();
         };
         // A user's, whose command line is never read: it could wait for ever.
-        for comm in ["ebb", "python3"] {
-            let proc = dir.path().join(format!("proc/{}", 20 + comm.len()));
+        for (pid, comm) in [(21, "ebb"), (22, "python3")] {
+            let proc = dir.path().join(format!("proc/{pid}"));
             std::fs::create_dir_all(&proc).unwrap();
             std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
             std::fs::write(proc.join("status"), "Uid: 1000 1000 1000 1000\n").unwrap();
