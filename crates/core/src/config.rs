@@ -33,7 +33,8 @@ pub struct Config {
     pub state_file: String,
     /// Memory the host keeps for itself; `None`: [`crate::model::default_reserve`].
     pub reserve: Option<Bytes>,
-    /// The cgroup whose limit counts, below the cgroup mount; `None`: found.
+    /// The cgroup whose usage is shown, below the cgroup mount; its limit counts in `ebb plan` also
+    /// while no VM is in it. `None`: the one with the tightest limit that most VMs are in.
     pub pool: Option<String>,
     /// Only VMs that have a section of their own are looked at at all; the others'
     /// QMP sockets are left to others.
@@ -160,8 +161,8 @@ pub struct VmSettings {
     pub min: Amount,
     /// The ceiling; `None`: its RAM.
     pub max: Option<Amount>,
-    /// How much its idle memory is worth against others': with twice the weight
-    /// half as much is taken. Finite and above 0.
+    /// How much its memory is worth against others': with twice the weight it may hold twice as
+    /// much idle memory. 0.001 to 1000.
     pub weight: f64,
     /// Share group (tenants); merging never crosses groups.
     pub group: String,

@@ -42,7 +42,7 @@ pub trait Policy {
     }
     /// The sizes it wants from now on, in the order in which they are set.
     fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)>;
-    /// Whether guests have the seed's driver, whose shrinker deflates by itself.
+    /// Whether guests have the driver of the proposal of 2013, whose shrinker deflates by itself.
     fn shrinker(&self) -> bool {
         false
     }

@@ -2,7 +2,7 @@
 //!
 //! A stand-in for laws and comparison, never for claims about real guests. Its
 //! programs want what its [`Need`] says. They get it from free memory, then from
-//! cache nobody misses, then from cache that is missed, then by guest swap, then
+//! cache that is not read again, then from cache that is missed, then by guest swap, then
 //! from the balloon (`deflate-on-oom`); what is still missing is waited for, and
 //! after a second of that a process is killed. Each way costs time, and a guest
 //! has no more time in a step than the step: what it spends waiting is its stall.
@@ -39,7 +39,8 @@ const GUEST_SWAP_RATE: f64 = 150e6;
 const DISK_RATE: f64 = 300e6;
 /// A driver that deflates on OOM, bytes a second: 1 MiB for each time round.
 const SELF_HELP_RATE: f64 = 100e6;
-/// The seed's shrinker: 128 pages a call, a hundred calls a second of reclaim.
+/// The shrinker of the proposal of 2013 (`baselines/vmpressure.rs`): 128 pages a call, a hundred
+/// calls a second of reclaim.
 const SHRINKER_RATE: f64 = 128.0 * 4096.0 * 100.0;
 /// Freeing memory, bytes a second.
 const FREE_RATE: f64 = 4e9;
@@ -153,7 +154,7 @@ pub struct Guest {
     /// Whether the driver works towards the target. Once there it looks at it no
     /// more until the next order, so that one who helped itself keeps what it took.
     following: bool,
-    /// The seed's driver: a shrinker gives memory back, and inflation is by steps.
+    /// The driver of the proposal of 2013: a shrinker gives memory back, and inflation is by steps.
     pub shrinker: bool,
     /// Whether it is switched on.
     pub power: bool,
@@ -275,7 +276,7 @@ impl Guest {
             want.anon = want.anon.min(self.held_down_to);
             want.hot = want.hot.min(want.anon);
         }
-        // Nobody wants more than was promised; a little goes to the kernel.
+        // No guest wants more than was promised; a little goes to the kernel.
         let most = self.spec.ram.share(0.97);
         want.anon = want.anon.min(most);
         want.files = want.files.min(most - want.anon);

@@ -1,7 +1,7 @@
 //! The limit: a controller that knows what every guest will want.
 //!
 //! Each tenth of a second it gives every guest what it will want at most within the next
-//! seconds, and divides the rest. It cannot do what nobody can: balloons move no faster,
+//! seconds, and divides the rest. It cannot do what no controller can: balloons move no faster,
 //! what does not fit does not fit, and floors are kept.
 
 use ebb_core::units::Bytes;

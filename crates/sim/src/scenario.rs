@@ -1,7 +1,7 @@
 //! The catalogue: what is compared, each scenario named by what it tests.
 //!
 //! A scenario makes a [`Setup`] from a seed. What all guests need at once always
-//! fits the host (else harm would be nobody's doing), but what they were promised
+//! fits the host (else no controller could prevent harm), but what they were promised
 //! does not, nor does all they ever touched.
 
 use ebb_core::units::Bytes;

@@ -1,7 +1,7 @@
 //! Looks for the worlds in which Ebb does worst against the best of its rivals.
 //!
 //! Points of [`crate::worlds`] at random, then, from the worst of them, neighbours that are
-//! worse still. The share of random worlds in which nobody beats Ebb is the honest figure; the
+//! worse still. The share of random worlds in which no rival beats Ebb is the honest figure; the
 //! worst ones found are for mending, and then for keeping.
 
 use std::fmt;
@@ -116,12 +116,12 @@ impl Found {
         }
     }
 
-    /// Nobody with the eyes that KVM gives does better.
+    /// No rival that sees what KVM and QEMU show does better.
     pub fn is_unbeaten(&self) -> bool {
         self.ebb.is_as_good_as(self.best)
     }
 
-    /// Not even one whose guests tell it at once.
+    /// Nor does qmemman whose guests tell it at once.
     pub fn beats_pushed(&self) -> bool {
         self.ebb.is_as_good_as(self.pushed)
     }

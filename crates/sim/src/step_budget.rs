@@ -2,13 +2,13 @@
 
 use ebb_core::units::Bytes;
 
-/// Swapping out on the host while somebody waits for the page, bytes a second.
+/// Swapping out on the host while a guest waits for the page, bytes a second.
 pub const SWAP_OUT_RATE: f64 = 500e6;
 /// What the host can do for its guests within one step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Room {
     pub free: Bytes,
-    /// What can be swapped out while somebody waits.
+    /// What can be swapped out while a guest waits.
     pub can_swap_out: Bytes,
     /// What can be swapped in.
     pub can_swap_in: Bytes,

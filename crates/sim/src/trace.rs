@@ -20,7 +20,7 @@ const HOT_CACHE: f64 = 0.5;
 /// The most VMs taken from a record, and the most points of each: hostile files.
 const VMS_MOST: usize = 10_000;
 const POINTS_MOST: usize = 1_000_000;
-/// Nobody has more RAM than this (a hostile record says anything).
+/// No guest has more RAM than this (a hostile record says anything).
 const RAM_MOST: Bytes = Bytes::gib(1 << 14);
 
 #[derive(Default)]
@@ -115,7 +115,7 @@ mod tests {
     use crate::scenario::crowd;
     use crate::world::World;
 
-    /// What a run of nobody's looked like, second by second.
+    /// What a run without a controller looked like, second by second.
     fn recorded() -> (Setup, Trace) {
         let mut setup = crowd(4, Bytes::gib(1), Bytes::gib(16), 5, 0);
         setup.run_ms = 120_000;

@@ -19,9 +19,9 @@ use crate::units::Bytes;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
     pub state: Pressure,
-    /// Which bound is the tightest: `host` or the cgroup's path.
+    /// Which limit is the tightest: its [`Limit::name`].
     pub bound: String,
-    /// What VMs and host may use under that bound.
+    /// What VMs and host may use under that limit.
     pub capacity: Bytes,
     /// What of it can still be had without harm.
     pub headroom: Bytes,
@@ -50,7 +50,7 @@ pub struct HostModel {
     pub outstanding: Bytes,
     /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
     pub limits: Vec<Limit>,
-    /// Tasks stall or much is swapped out although the tightest bound has plenty: another
+    /// Tasks stall or much is swapped out although the tightest limit has plenty: another
     /// limit is full, one that is not known here.
     pub stalls_elsewhere: bool,
     /// The same as far as paging out may use it; `None`: there is none, or paging

@@ -47,7 +47,7 @@ pub struct Stock {
     /// Whether the host could be read.
     pub known: bool,
     pub state: Pressure,
-    /// What there is under the tightest bound.
+    /// What there is under the tightest limit.
     pub capacity: Bytes,
     /// What of it is left.
     pub headroom: Bytes,
@@ -78,7 +78,7 @@ pub struct Spare {
     pub idle: Bytes,
     /// How fast it follows, bytes a second.
     pub rate: f64,
-    /// What it may still take: what it is owed less what the host holds for it.
+    /// What it may still take: its ceiling less what the host holds for it.
     pub may_take: Bytes,
     /// Its price; those that pay most are asked first.
     pub price: f64,
@@ -113,7 +113,7 @@ pub struct Gives {
     pub seconds: f64,
 }
 
-/// Every guest uses all that it is owed.
+/// Every guest grows to its ceiling and uses all of it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct WorstCase {

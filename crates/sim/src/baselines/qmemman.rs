@@ -133,7 +133,7 @@ fn balance(free: f64, domains: &[Domain]) -> Vec<(VmId, f64)> {
     } else {
         too_little(free, domains)
     };
-    // Its floors are those of everybody here.
+    // The same floors as all controllers here.
     for (id, to) in &mut plan {
         if let Some(d) = domains.iter().find(|d| d.id == *id) {
             *to = to.max(d.min).min(d.max);

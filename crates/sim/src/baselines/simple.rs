@@ -99,7 +99,7 @@ impl Policy for BalanceAvailable {
         let one = |g: &Seen| {
             let available = signed(g.free?) + signed(g.caches);
             let guest = available - CRITICAL_SHARE * signed(g.ram);
-            // The host's is everybody's: each guest weighs its part of it.
+            // What the host has is for all: each guest weighs its part of it.
             let delta = (guest - host / guests.len() as f64) / 2.0;
             Some(signed(g.actual) - delta)
         };

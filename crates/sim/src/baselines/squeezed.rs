@@ -1,7 +1,7 @@
-//! squeezed, xapi's memory daemon: everybody gets the same fraction of its range.
+//! squeezed, xapi's memory daemon: every guest gets the same fraction of its range.
 //!
 //! `γ = clamp(surplus / Σ(max − min))`, `target = min + γ · (max − min)`, where the
-//! surplus is what would be left if everybody were at its minimum. It frees before
+//! surplus is what would be left if every guest were at its minimum. It frees before
 //! it grants. A guest that makes no progress for 5 s is stuck, for 20 s
 //! uncooperative: its size is then taken as it is, and it is asked no more until it
 //! moves.
