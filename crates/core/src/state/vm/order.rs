@@ -20,8 +20,8 @@ pub const STUCK_AFTER_MS: u64 = 10_000;
 pub const STUCK_FIRST_MS: u64 = 30_000;
 /// The longest pause for a guest that never follows.
 pub const STUCK_MOST_MS: u64 = 600_000;
-/// An order that moved nothing in this time is shown as stuck, and what is left of
-/// it is asked of others.
+/// An order that moved nothing in this time is shown as stuck. After half of it what is left of it
+/// is asked of others.
 pub const STILL_MS: u64 = 5_000;
 /// Slower than this a guest is “slow”, bytes a second.
 pub const SLOW_RATE: f64 = (32 << 20) as f64;
