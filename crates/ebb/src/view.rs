@@ -186,7 +186,7 @@ Host(
     merge: Option<Merge> = Merge::new(tick, model);
     #[serde(deserialize_with = "lenient_list")]
     swaps: Vec<SwapArea> = s.swaps.clone();
-    /// Sum of what the VMs have been promised.
+    /// Sum of the VMs' RAM. What is promised to VMs that have just started is `starting`.
     promised: Bytes = vms.iter().filter_map(|v| v.ram).sum();
     /// Sum of what they hold.
     resident: Bytes = vms.iter().filter_map(|v| v.resident).sum();

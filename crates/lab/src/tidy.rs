@@ -224,7 +224,8 @@ fn rust(path: &str, text: &str, found: &mut impl FnMut(usize, &str)) {
             check_unsafe(path, &lines, i, found);
         }
     }
-    if path.contains("/tests/vm_") {
+    let starts_vms = path.contains("/tests/vm_") || path.contains("/tests/vm/");
+    if starts_vms && !path.contains("/standin") {
         vm_test_names(&lines, found);
     }
 }
@@ -263,7 +264,8 @@ fn is_unsafe(code: &str) -> bool {
     words.any(|w| w == "unsafe" || w == "unsafe{")
 }
 
-/// Tests in `tests/vm_*.rs` start VMs, and can be left out by name.
+/// Tests in `tests/vm_*.rs` and `tests/vm/`, but for those of stand-ins, start VMs, and can be left
+/// out by name.
 fn vm_test_names(lines: &[&str], found: &mut impl FnMut(usize, &str)) {
     let mut test = false;
     for (i, line) in lines.iter().enumerate() {
@@ -357,6 +359,7 @@ mod tests {
             ("docs/x.md", &"x".repeat(PROSE_MAX + 1), "120 characters"),
             ("guest/Kbuild", "X := https://x.example\n", "names no host"),
             ("crates/lab/tests/vm_x.rs", "//! x\n#[test]\nfn boots() {}\n", "vm_ in its name"),
+            ("crates/lab/tests/vm/x.rs", "//! x\n#[test]\nfn boots() {}\n", "vm_ in its name"),
         ] {
             let all = findings(path, text);
             assert!(all.len() == 1 && all[0].contains(want), "{path}: {all:?}");

@@ -386,7 +386,10 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         Wish { from, untouched, in_doubt, outstanding, spoken_for, weight, ..Wish::default() };
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
-        let all = if m.resets_often(model.at) { from } else { vm.whole.max(from) };
+        // Another size than QEMU shows: the new driver writes none that it finds there.
+        let as_before = from + Bytes::mib(1);
+        let all = if m.resets_often(model.at) { as_before.min(vm.whole) } else { vm.whole };
+        let all = all.max(from);
         let urgent = (from + LEAST_GIVEN).min(all);
         let bare = from;
         return Wish { bare, urgent, well: urgent, comfort: all, good: all, all, ..none };

@@ -116,6 +116,8 @@ impl LinuxHost {
                 part.seen = part.open.map(|_| (look.at, look.merged));
                 part.error = part.error.take().or(look.open.err());
             }
+            let refused = part.error.clone();
+            problems.extend(refused.map(|why| problem(sample.id, "merging".into(), why)));
         }
     }
 

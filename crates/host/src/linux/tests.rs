@@ -7,7 +7,7 @@ use crate::probe::trust::Trust;
 use crate::root::Root;
 use ebb_core::config::Config;
 use ebb_core::plan::{MergeOrder, MergePlan};
-use ebb_core::sample::Link;
+use ebb_core::sample::{Link, Problem};
 use ebb_core::units::Bytes;
 use std::os::unix::net::UnixListener;
 
@@ -249,7 +249,11 @@ fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
     let mut said = |kib, open| {
         meminfo(kib);
         host.merge(&order(open));
-        host.sample().vms[0].merge.clone().unwrap().error.unwrap_or_default()
+        let sample = host.sample();
+        let error = sample.vms[0].merge.clone().unwrap().error.unwrap_or_default();
+        let is_told = |p: &Problem| (p.vm, p.source.as_str()) == (Some(vm), "merging");
+        assert!(sample.problems.iter().any(|p| is_told(p) && p.message == error));
+        error
     };
     assert!(said(600_000, false).contains("breaking"), "390 MiB and what must stay free");
     assert!(said(700_000, false).contains("no QMP connection"), "there is room");

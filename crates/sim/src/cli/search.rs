@@ -70,7 +70,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         ("unbeaten by the best rival", percent(all, Found::is_unbeaten)),
         ("- where all needs fit the host", unbeaten_fit),
         (
-            "told of each change within 0.1 s, qmemman does not either",
+            "unbeaten by qmemman that is told each change within 0.1 s",
             percent(all, Found::beats_pushed),
         ),
         (

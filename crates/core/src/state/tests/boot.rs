@@ -59,6 +59,20 @@ fn who_was_reset_is_left_alone_for_20_s_and_resets_often_from_the_third_time_on(
     assert!(!reset(1_600_000), "ten minutes later");
 }
 
+/// QEMU tells of each of the resets of one reboot, and they come in several ticks.
+#[test]
+fn the_resets_of_one_reboot_count_once() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    let mut reset = |at| {
+        let events = vec![crate::sample::VmEvent::Reset];
+        tick(&mut memory, &sample(at, vec![VmSample { events, ..vm(1024, 600, 900) }]));
+        memory.vms[0].resets
+    };
+    assert_eq!([10_000, 10_100, 11_300].map(&mut reset), [1, 1, 1]);
+    assert_eq!([70_000, 70_100].map(&mut reset), [2, 2]);
+}
+
 #[test]
 fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     let mut memory = Memory::default();

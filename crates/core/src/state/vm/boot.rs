@@ -23,6 +23,12 @@ const SETTLED_GROWTH: f64 = 0.02;
 const START_MOST_MS: u64 = 180_000;
 /// A guest that resets this often within this time, milliseconds, is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
+/// Resets that follow within this time, before the new kernel has sent statistics, are one reboot:
+/// SeaBIOS resets the machine once or twice more, and QEMU tells of each.
+const ONE_REBOOT_MS: u64 = 5_000;
+/// A guest that sends no statistics for so long after it was given memory for its boot may have
+/// booted something that sends none.
+const SILENT_MS: u64 = 120_000;
 
 /// A VM that has just started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -65,7 +71,9 @@ impl VmMemory {
 
     /// The guest rebooted: nothing known of it holds any more.
     pub(super) fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
+        let spoke = self.reboot.is_some_and(|r| r.speaks);
         self.resets = match self.reset_at.replace(at) {
+            Some(was) if at.since(was) < ONE_REBOOT_MS && !spoke => self.resets,
             Some(was) if at.since(was) < RESETS.1 => (self.resets + 1).min(16),
             _ => 1,
         };
@@ -116,7 +124,10 @@ impl VmMemory {
             g.updated_s > r.wall_s + 1 || wall_s + 1 < r.wall_s && g.updated_s < r.updated_s
         });
         let there = r.to.is_some_and(|to| b.actual >= to);
-        let given_up = r.nudged.is_some_and(|t| at.since(t) >= STUCK_AFTER_MS);
+        let given_up = match r.nudged {
+            Some(t) => at.since(t) >= STUCK_AFTER_MS,
+            None => !r.speaks && r.given.is_some_and(|t| at.since(t) >= SILENT_MS),
+        };
         if r.given.is_some() && (there || given_up) {
             self.reboot = None;
         }
