@@ -112,14 +112,15 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let mut parts = Parts { wishes, unpaid: vec![Bytes::ZERO; to.len()], to };
     let all = Bytes(u64::MAX);
     let there = fund.headroom.unwrap_or(all);
-    let left = there - fund.spoken_for - wishes.iter().map(|w| w.spoken_for).sum();
+    let spoken_for = fund.spoken_for + wishes.iter().map(|w| w.spoken_for).sum();
+    let left = there - spoken_for;
     let last = fund.reserve.share(LAST);
     let equally = |_: &Wish| 1.0;
     let by_weight = |w: &Wish| w.weight;
     let mut spent = parts.serve(left - last, all, equally, |w| w.bare);
     spent += parts.serve(left - last - spent, all, by_weight, |w| w.urgent);
-    // What of the last tenth is missing, swap covers first.
-    let swap = fund.swap_left - (last - left);
+    // What of the last tenth and of what was given before is missing, swap covers first.
+    let swap = fund.swap_left - ((last + spoken_for) - there);
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
     spent += parts.serve(swap, most, equally, |w| w.urgent);
@@ -304,6 +305,17 @@ mod tests {
         let idle = Fund { outstanding: Bytes::mib(1000), ..fund(2000) };
         let good = Wish { good: Bytes::mib(1900), ..wish(1.0) };
         assert_eq!(sizes(&idle, &[good]), [(1150, 0)], "400 are needed, 250 kept of the rest");
+    }
+
+    /// The first was granted 900 MiB of it a moment ago, and will touch them.
+    #[test]
+    fn what_one_was_granted_of_swap_a_moment_ago_is_not_granted_to_another() {
+        let given = Bytes::mib(900);
+        let spent = Fund { outstanding: given, spoken_for: given, ..fund(100) };
+        let swaps = Fund { swap_left: Bytes::gib(1), ..spent };
+        let hog = Wish { urgent: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        // Headroom has 100 of what was granted, and the last tenth is 100.
+        assert_eq!(sizes(&swaps, &[hog]), [(400 + 1024 - 800 - 100, 2000 - 524)]);
     }
 
     /// One was granted all of it a moment ago and grows into it; the other comes now.

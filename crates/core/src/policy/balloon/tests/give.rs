@@ -306,3 +306,23 @@ fn one_that_has_nothing_left_does_not_wait_for_the_margin_of_another() {
     assert!(given(0) >= Some(464), "80 MiB but for the last tenth: {:?}", given(0));
     assert_eq!(given(100), Some(400), "the other will touch 150 MiB in a moment");
 }
+
+/// Swap is all that there is: 540 MiB, of which another was given 500 a moment ago.
+#[test]
+fn swap_that_another_was_given_and_will_touch_is_given_to_nobody_else() {
+    let given = |rate: u64| {
+        let mut poor = vm(1, 400, 10);
+        poor.distress = "10 MiB available".into();
+        let mut other = vm(2, 900, 500);
+        other.resident = Some(Bytes::mib(400));
+        other.outstanding = Bytes::mib(500);
+        let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
+        other.guest.as_mut().unwrap().rates = Some(rates);
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        host.limits[0].swap_left = Bytes::mib(540);
+        host.outstanding = Bytes::mib(500);
+        size(&decide(host, vec![poor, other], vec![])[0])
+    };
+    assert!(given(0) >= Some(464), "the other needs nothing of it: {:?}", given(0));
+    assert!(given(400) <= Some(420), "it will touch all of it: {:?}", given(400));
+}
