@@ -323,7 +323,9 @@ fn relieve(
         let (vm, m) = (&model.vms[i], of(&i));
         let lives = m.reboot.is_none() && vm.unseen.is_empty();
         let may = host_starves || !Distress::of(model, vm, m).short;
-        lives && may && parts[i].is_some_and(|part| wish.from > part.keeps)
+        // An order that takes more of it than that is to end first.
+        let goes_on = |part: &Part| m.order.is_some_and(|o| o.to < part.keeps);
+        lives && may && parts[i].is_some_and(|part| wish.from > part.keeps && !goes_on(&part))
     };
     for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
         if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {

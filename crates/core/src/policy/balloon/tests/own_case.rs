@@ -162,3 +162,19 @@ fn a_lower_ceiling_leaves_a_guest_a_margin() {
     let one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 900, 250) };
     assert_eq!(size(&decide(unknown, vec![one], vec![])[0]), None, "the host cannot be read");
 }
+
+/// Neither headroom nor swap is left, and it has more than its part: it may be asked for that.
+#[test]
+fn an_order_to_shrink_below_its_need_ends_though_the_host_has_nothing_left() {
+    let at = |to| {
+        let mut short = vm(1, 600, 38);
+        short.distress = "38 MiB available".into();
+        let (to, moved_from) = (Bytes::mib(to), Bytes::mib(700));
+        let order = Order { to, moved_from, since: Stamp(NOW.0 - 1000), ..Order::default() };
+        let m = VmMemory { order: Some(order), ..remembered(1) };
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        host.limits[0].swap_left = Bytes::ZERO;
+        size(&decide(host, vec![short, vm(2, 600, 10)], vec![m])[0])
+    };
+    assert!(at(500) >= Some(562), "it needs 562 MiB by its last word: {:?}", at(500));
+}
