@@ -123,6 +123,9 @@ pub(super) fn standing(
     if let Link::Slow(why) = &vm.link {
         return give_only(format!("QEMU is slow to answer: {why}"));
     }
+    if vm.ram.is_none() {
+        return give_only("what RAM it has is not known: nor is what it would be owed".into());
+    }
     if m.reboot.is_some() {
         return give_only("it rebooted: its size is not known yet".into());
     }

@@ -294,3 +294,28 @@ fn a_size_that_is_lowered_after_a_vm_was_found_whole_is_the_operators() {
     assert_eq!(owed(&[(4, 800), (5, 600)]), 424, "the order was under way");
     assert_eq!(owed(&[(20, 800), (22, 600)]), 424, "its driver started late");
 }
+
+/// QEMU has not answered how much RAM it has, or is too old to tell.
+#[test]
+fn nothing_is_taken_that_cannot_be_written_down() {
+    let mut memory = Memory::default();
+    let (mut actual, mut took) = (1024, false);
+    for s in 1..30 {
+        let its = VmSample { ram: None, ..vm(actual, actual - 300, actual) };
+        let mut seen = sample(s * 1000, vec![its]);
+        seen.host.memory.as_mut().unwrap().available = Bytes::mib(300);
+        memory.observe(&seen);
+        let model = Model::new(&Config::default(), &seen, &memory);
+        let decided = crate::policy::decide(&model, &memory, &[]);
+        let written = memory.owned(&model, &decided.plan, &[]);
+        if let Some(a) = decided.plan.actions.iter().find(|a| a.to < a.from) {
+            (actual, took) = (a.to.0 >> 20, true);
+            assert!(written.vms.iter().any(|o| o.id == ID), "{s}: {a:?}");
+        }
+        let outcomes = decided.plan.actions.iter();
+        let outcomes: Vec<_> =
+            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
+        memory.learn(&model, &decided, &outcomes, true);
+    }
+    assert!(!took || !memory.owed_ids().is_empty());
+}
