@@ -46,6 +46,8 @@ fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing()
     let until = |ms| Some(now.plus(ms));
     let stuck = VmMemory { stuck_until: until(1), ..VmMemory::default() };
     assert!(beyond_balloon(&well, &stuck, now));
+    let refused = VmMemory { refused_until: until(1), ..VmMemory::default() };
+    assert!(beyond_balloon(&well, &refused, now), "QEMU or libvirt takes no order");
     let boots = VmMemory { settle_until: until(1), ..VmMemory::default() };
     assert!(!beyond_balloon(&runs(None), &boots, now));
     let migrates = VmSample { run: Some(RunState::Migrating), ..runs(None) };
