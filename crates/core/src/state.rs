@@ -334,7 +334,7 @@ impl Memory {
     pub fn judged(&self, limit: &str) -> (Pressure, f64) {
         match self.bounds.iter().find(|b| b.name == limit) {
             Some(b) => (b.state, b.urgency),
-            None if self.bounds.is_empty() => (self.state, self.urgency),
+            None if self.was_the_only_one(limit) => (self.state, self.urgency),
             None => Default::default(),
         }
     }
@@ -343,8 +343,14 @@ impl Memory {
     pub fn others_under(&self, limit: &str) -> Option<&Recent> {
         match self.bounds.iter().find(|b| b.name == limit) {
             Some(b) => Some(&b.others),
-            None => self.bounds.is_empty().then_some(&self.others),
+            None => self.was_the_only_one(limit).then_some(&self.others),
         }
+    }
+
+    /// Whether there was no other limit at the last tick. One that is new has no past.
+    fn was_the_only_one(&self, limit: &str) -> bool {
+        let was = &self.others_of.0;
+        self.bounds.is_empty() && (was.is_empty() || was == limit)
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.

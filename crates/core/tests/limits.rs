@@ -379,3 +379,20 @@ fn free_memory_is_taken_for_all_that_is_missing() {
     let limit = &model.host.limits[1];
     assert!(limit.shortage < mib(8), "{limit:?}");
 }
+
+/// Others than VMs use 20 GiB of the host, and nothing of the tenant.
+#[test]
+fn what_others_used_of_the_host_is_nothing_that_they_used_of_a_limit_that_is_new() {
+    let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/a/2")];
+    let mut host = Toy::new(64, 20, guests);
+    (host.guests[0].used, host.guests[0].wanted) = (Bytes::mib(3900), Bytes::mib(3900));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 20);
+    (host.guests[0].used, host.guests[0].wanted) = (Bytes::gib(1), Bytes::gib(1));
+    run(&mut host, &mut engine, 10);
+    host.limits = vec![limit("/t/a", 7.0, 0.0)];
+    let (tick, model) = engine.step(&mut host);
+    assert_eq!(model.host.bound, "/t/a");
+    let asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
+    assert_eq!(asked, [2], "the first needed all of its memory ten seconds ago");
+}
