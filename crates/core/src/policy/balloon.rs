@@ -10,7 +10,7 @@
 //! While no guest waits for memory, one that was given some is not asked for a minute, and one
 //! that was asked is not given any for the host's sake.
 
-use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Standing, VmModel};
+use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
@@ -340,8 +340,11 @@ fn relieve(
 /// What was given earlier and will be touched in a moment: what lies idle can be had again.
 fn spoken_for(vm: &VmModel) -> Bytes {
     match (&vm.guest, vm.guest_held()) {
-        // Its margin is not touched: a guest that has nothing left does not wait for that.
-        (Some(g), Some(held)) => vm.outstanding.min(g.soon() - held),
+        // Its margin is not touched: a guest that has nothing left does not wait for that. What a
+        // kernel that boots will touch, the word of the one before does not tell.
+        (Some(g), Some(held)) if vm.convergence.state != Progress::Rebooting => {
+            vm.outstanding.min(g.soon() - held)
+        }
         _ => vm.outstanding,
     }
 }

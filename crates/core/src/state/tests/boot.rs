@@ -90,3 +90,51 @@ fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     }
     assert_eq!(memory.owed_ids(), []);
 }
+
+/// Two guests that Ebb has 624 MiB of each reset one second apart. The host has 700 MiB beyond the
+/// mark of critical.
+#[test]
+fn what_one_guest_was_given_to_boot_is_not_given_to_the_next_that_boots() {
+    let mut memory = Memory::default();
+    let other = VmId { pid: 8, start: 9 };
+    let mut given = [0, 0];
+    for s in 1..10 {
+        let vms = [ID, other].map(|id| {
+            let reset = (id == ID && s == 5) || (id == other && s == 6);
+            let events = if reset { vec![crate::sample::VmEvent::Reset] } else { vec![] };
+            let size = if s == 1 { 1024 } else { 400 };
+            let mut its = VmSample { id, events, ..vm(size, size - 200, 300) };
+            // Its new kernel has not said anything yet.
+            let said = its.balloon.as_mut().unwrap().guest.as_mut().unwrap();
+            said.age_ms = if s < 5 { 0 } else { (s - 4) * 1000 };
+            its
+        });
+        let mut seen = sample(s * 1000, vms.to_vec());
+        let memory_left = if s < 5 { Bytes::gib(8) } else { Bytes::mib(451 + 700) };
+        seen.host.memory.as_mut().unwrap().available = memory_left;
+        memory.observe(&seen);
+        let model = Model::new(&Config::default(), &seen, &memory);
+        let mut decided = crate::policy::decide(&model, &memory, &[]);
+        if s == 1 {
+            let one = |id: VmId| Action {
+                vm: id,
+                name: "a".into(),
+                from: Bytes::mib(1024),
+                to: Bytes::mib(400),
+                reason: short(Pressure::Hard),
+            };
+            decided.plan.actions = [ID, other].map(one).to_vec();
+        } else if s < 5 {
+            decided.plan.actions.clear();
+        }
+        for a in decided.plan.actions.iter().filter(|a| a.reason == Reason::Rebooted) {
+            given[usize::from(a.vm == other)] = (a.to - a.from).0 >> 20;
+        }
+        let outcomes = decided.plan.actions.iter();
+        let outcomes: Vec<_> =
+            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
+        memory.learn(&model, &decided, &outcomes, true);
+    }
+    assert!(given[0] > 500, "{given:?}");
+    assert!(given[0] + given[1] <= 700 + 64, "{given:?}: none of it has been touched yet");
+}

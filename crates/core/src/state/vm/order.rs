@@ -136,6 +136,7 @@ impl VmMemory {
                 }
                 (self.last_take, self.need_then) = (None, None);
                 self.last_give = Some(at);
+                self.note_given(at, given);
             }
             Reason::Refresh => {
                 if let Some(r) = self.reboot.as_mut() {
@@ -152,10 +153,16 @@ impl VmMemory {
         }
     }
 
+    fn note_given(&mut self, at: Stamp, given: Bytes) {
+        if given > Bytes::ZERO {
+            let live = self.given.filter(|g| at.since(g.at) < GIVEN_LIFE_MS);
+            let before = live.map_or(Bytes::ZERO, |g| g.bytes);
+            self.given = Some(Given { at, bytes: before + given });
+        }
+    }
+
     fn learn_given(&mut self, at: Stamp, action: &Action, given: Bytes) {
-        let live = self.given.filter(|g| at.since(g.at) < GIVEN_LIFE_MS);
-        let before = live.map_or(Bytes::ZERO, |g| g.bytes);
-        self.given = Some(Given { at, bytes: before + given });
+        self.note_given(at, given);
         let taken = self.last_take.filter(|t| at.since(*t) < HARM_MS);
         if matches!(action.reason, Reason::GuestShort { .. }) && taken > self.harm_at {
             self.harm = (self.harm + 1).min(HARM_MOST);
