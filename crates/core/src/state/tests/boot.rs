@@ -138,3 +138,36 @@ fn what_one_guest_was_given_to_boot_is_not_given_to_the_next_that_boots() {
     assert!(given[0] > 500, "{given:?}");
     assert!(given[0] + given[1] <= 700 + 64, "{given:?}: none of it has been touched yet");
 }
+
+/// QEMU shows the size from before the reset until the new kernel's driver tells its own.
+#[test]
+fn what_a_new_kernel_touches_before_its_driver_tells_its_size_is_no_memory_of_the_vmm() {
+    let mut memory = Memory::default();
+    let all = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
+    tick(&mut memory, &sample(2_000, vec![vm(400, 100, 400)]));
+    let events = vec![crate::sample::VmEvent::Reset];
+    let reset = VmSample { events, ..vm(400, 100, 400) };
+    act(&mut memory, &sample(3_000, vec![reset]), Some((400, 1024, Reason::Rebooted)));
+    for (s, held) in [(4, 600), (5, 800), (6, 1000)] {
+        tick(&mut memory, &sample(s * 1000, vec![vm(400, 100, held)]));
+    }
+    let model = tick(&mut memory, &sample(7_000, vec![vm(1024, 100, 1000)]));
+    assert_eq!(only(&model).guest_held(), Some(Bytes::mib(1000)), "own: {}", only(&model).own);
+}
+
+/// Its driver gives memory back to it while QEMU does not answer.
+#[test]
+fn what_a_guest_touches_while_its_size_is_not_told_is_no_memory_of_the_vmm() {
+    let mut memory = Memory::default();
+    let all = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
+    (2..12).for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![vm(400, 100, 400)]))));
+    for s in 12..20 {
+        let link = Link::Down("its socket is gone".into());
+        let lost = VmSample { link, run: None, balloon: None, ..vm(400, 100, 50 * s) };
+        tick(&mut memory, &sample(s * 1000, vec![lost]));
+    }
+    let model = tick(&mut memory, &sample(20_000, vec![vm(1000, 100, 950)]));
+    assert_eq!(only(&model).guest_held(), Some(Bytes::mib(950)), "own: {}", only(&model).own);
+}

@@ -69,6 +69,11 @@ impl VmMemory {
         }
     }
 
+    /// Whether its guest was reset a moment ago.
+    pub(super) fn boots(&self, at: Stamp) -> bool {
+        self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at)
+    }
+
     /// The guest rebooted: nothing known of it holds any more.
     pub(super) fn forget_guest(&mut self, at: Stamp, wall_s: u64) {
         let spoke = self.reboot.is_some_and(|r| r.speaks);

@@ -198,7 +198,7 @@ impl VmMemory {
             }
         }
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
-        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
+        let boots = self.boots(at);
         let deflates = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
         let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
         if moved == Move::Foreign || self.ledger.suspect {

@@ -66,10 +66,12 @@ impl VmMemory {
 
     pub(super) fn account(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample, actual: Option<Bytes>) {
         let Some(p) = vm.process else { return };
-        if let Some(size) = self.sizes.most() {
-            let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
-            self.own_seen = (p.resident() - size).max(self.own_seen.share(left));
-        }
+        // Where QEMU does not tell the size, or tells that of the kernel before, the guest may have
+        // more.
+        let size = self.sizes.most().filter(|_| actual.is_some() && !self.boots(at));
+        let beyond = size.map_or(Bytes::ZERO, |size| p.resident() - size);
+        let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
+        self.own_seen = beyond.max(self.own_seen.share(left));
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let actual = actual.or(self.seen.and_then(|s| s.actual));
