@@ -38,7 +38,7 @@ use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
-use crate::sample::{Sample, VmId, Vmstat};
+use crate::sample::{Sample, VmId, VmSample, Vmstat};
 use crate::task::{LastOrder, StageName};
 use crate::units::{Bytes, Stamp};
 
@@ -281,9 +281,9 @@ impl Memory {
                 self.tally(name, |t| t.came += came);
             }
         }
-        // One that is paused or migrates is not silent.
-        let listened: Vec<VmId> =
-            sample.vms.iter().filter(|vm| vm.may_run()).map(|vm| vm.id).collect();
+        // One that is paused or migrates is not silent, nor is one that Ebb does not speak with.
+        let may_speak = |vm: &&VmSample| vm.may_run() && !vm.let_be;
+        let listened: Vec<VmId> = sample.vms.iter().filter(may_speak).map(|vm| vm.id).collect();
         let is_listened = |m: &&mut VmMemory| listened.binary_search(&m.id).is_ok();
         let mut reach: Vec<_> =
             self.vms.iter_mut().filter(is_listened).map(|m| &mut m.reach).collect();

@@ -68,6 +68,11 @@ impl Reach {
         (self.spoke, self.silent_ms, self.shared) = (false, 0, false);
     }
 
+    /// It is not listened to: that it says nothing is no silence any more.
+    pub(super) fn rest(&mut self) {
+        (self.silent_ms, self.shared) = (0, false);
+    }
+
     /// What is left of the pause, milliseconds.
     pub fn left_ms(&self, at: Stamp) -> Option<u64> {
         self.until.map(|t| t.since(at)).filter(|left| *left > 0)

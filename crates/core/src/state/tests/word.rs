@@ -213,3 +213,46 @@ fn memory_that_is_plugged_is_no_guest_that_needs_memory() {
         assert!(grows < 8e6 && model.vms[0].distress.is_empty(), "{at}: {grows}");
     }
 }
+
+/// libvirt restarts; the VM was paused before.
+#[test]
+fn a_vm_that_is_paused_is_not_silent() {
+    let mut memory = Memory::default();
+    for s in 1..=60 {
+        let its = vm(600, 300, 500);
+        let paused = VmSample { run: Some(RunState::Paused), ..its.clone() };
+        let link = Link::Down("libvirt is gone".into());
+        let its = match s {
+            ..10 => its,
+            20..40 => VmSample { link, run: None, balloon: None, ..paused },
+            _ => paused,
+        };
+        let model = tick(&mut memory, &sample(s * 1_000, vec![its]));
+        if s > 41 {
+            assert_eq!(only(&model).unseen, "", "{s}");
+        }
+    }
+}
+
+/// Three of five have hung, and `manage='no'` is set in their metadata.
+#[test]
+fn vms_that_are_not_managed_share_no_silence_with_others() {
+    let mut memory = Memory::default();
+    for s in 1..=60 {
+        let its = |pid| {
+            let mut heard = VmSample { id: VmId { pid, start: 1 }, ..vm(1024, 600, 900) };
+            let silent = if pid <= 3 { s >= 5 } else { pid == 4 && (30..45).contains(&s) };
+            if silent {
+                heard.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 9_000;
+            }
+            let link = Link::Down("not connected to".into());
+            match pid <= 3 && s >= 20 {
+                true => VmSample { let_be: true, link, run: None, balloon: None, ..heard },
+                false => heard,
+            }
+        };
+        tick(&mut memory, &sample(s * 1_000, (1..=5).map(its).collect()));
+    }
+    let left_alone = |i: usize| memory.vms[i].reach.left_ms(Stamp(60_000)).is_some();
+    assert!(left_alone(3) && !left_alone(4), "it was silent by itself");
+}

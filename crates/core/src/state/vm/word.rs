@@ -54,8 +54,10 @@ impl VmMemory {
     /// Whether it can be heard. One that Ebb does not speak with, or that is paused, being migrated
     /// or booting, is not heard for a reason.
     pub(super) fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
-        let boots = self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at);
-        if boots || vm.let_be || !vm.may_run() {
+        if vm.let_be || !vm.may_run() {
+            return self.reach.rest();
+        }
+        if self.boots(at) {
             return;
         }
         self.reach.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
