@@ -178,3 +178,24 @@ fn a_tick_replays_to_the_same_plan() {
         h.guests[0].used >= Bytes::gib(6)
     });
 }
+
+/// The first has hung at 2 GiB of 8 and is owed the rest. The second grows by 5 GiB, which the host
+/// has.
+#[test]
+fn one_that_hangs_keeps_no_memory_from_another_that_grows() {
+    let calm = || Guest { touch: 600 << 20, ..Guest::new(8, 1).ballooned(6) };
+    let mut host = Toy::new(11, 0, vec![calm(), calm()]);
+    let mut engine = Engine::new(Config::default(), false);
+    engine.adopt(host.owed(), None);
+    let begins = host.now + 5_000;
+    until(&mut engine, &mut host, 20, |h, _| h.now >= begins);
+    host.guests[0].hangs = true;
+    until(&mut engine, &mut host, 60, |h, _| h.now >= begins + 35_000);
+    host.guests[1].wanted = Bytes::gib(6);
+    let mut waited = 0;
+    let seconds = until(&mut engine, &mut host, 60, |h, _| {
+        waited += usize::from(h.guests[1].used == h.guests[1].actual);
+        h.guests[1].used == h.guests[1].wanted
+    });
+    assert!(seconds < 20.0 && waited <= 2, "{seconds} s, at its limit in {waited} ticks");
+}

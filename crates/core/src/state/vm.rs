@@ -119,6 +119,8 @@ pub struct VmMemory {
     /// How often lately it was short soon after it had been asked, and when.
     pub harm: u32,
     pub harm_at: Option<Stamp>,
+    /// Its balloon has not moved by the last order to grow: what it was given it cannot touch.
+    pub unmoved: bool,
     /// What was given last: it may be touched any moment.
     #[serde(alias = "gift")]
     pub given: Option<Given>,

@@ -29,6 +29,8 @@ pub struct Guest {
     pub touch: u64,
     /// Orders to it fail.
     pub fails: bool,
+    /// It does not run any more, and its balloon does not move.
+    pub hangs: bool,
     pub cgroup: Option<String>,
     pub nodes: Vec<u32>,
 }
@@ -47,6 +49,7 @@ impl Guest {
             speed: 1 << 30,
             touch: 4 << 30,
             fails: false,
+            hangs: false,
             cgroup: None,
             nodes: Vec::new(),
         }
@@ -64,6 +67,9 @@ impl Guest {
     }
 
     fn live(&mut self, ms: u64) {
+        if self.hangs {
+            return;
+        }
         let part = |rate: u64| Bytes(rate * ms / 1000);
         if self.target < self.actual {
             let step = (self.actual - self.target).min(part(self.speed));
@@ -129,6 +135,7 @@ impl Toy {
         let (available, faults) = (g.actual - g.used, self.now);
         let stats = GuestStats {
             updated_s: self.now / 1000,
+            age_ms: if g.hangs { 60_000 } else { 0 },
             total: Some(g.actual),
             free: Some(available),
             available: Some(available),

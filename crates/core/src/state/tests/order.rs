@@ -300,3 +300,34 @@ fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
         assert_eq!(memory.vms[0].ledger.left_ms(Stamp(s * 1000)), None, "{s}");
     }
 }
+
+/// It has hung: what it is owed is ordered again and again.
+#[test]
+fn what_a_guest_was_given_that_does_not_follow_does_not_count_as_spent_for_good() {
+    let mut memory = Memory::default();
+    let all = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
+    let (mut orders, mut spent) = (0, Vec::new());
+    for s in 2..60 {
+        let mut its = vm(400, 200, 300);
+        let said = its.balloon.as_mut().unwrap().guest.as_mut().unwrap();
+        said.age_ms = if s < 5 { 0 } else { (s - 4) * 1000 };
+        let seen = sample(s * 1000, vec![its]);
+        memory.observe(&seen);
+        let model = Model::new(&Config::default(), &seen, &memory);
+        let mut decided = crate::policy::decide(&model, &memory, &[]);
+        if s < 10 {
+            decided.plan.actions.clear();
+        }
+        orders += decided.plan.actions.len();
+        let outcomes = decided.plan.actions.iter();
+        let outcomes: Vec<_> =
+            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
+        memory.learn(&model, &decided, &outcomes, true);
+        if s >= 26 && only(&model).outstanding > Bytes::ZERO {
+            spent.push(s);
+        }
+    }
+    assert!(orders > 2, "it may follow when it lives again");
+    assert_eq!(spent, [0; 0], "for 10 s, and not again for each order");
+}

@@ -94,7 +94,7 @@ impl VmMemory {
         (self.deflated_on_oom, self.raised) = (None, None);
         (self.recent, self.cached) = (Recent::default(), Recent::default());
         self.stuck_until = None;
-        self.stuck_count = 0;
+        (self.stuck_count, self.unmoved) = (0, false);
         self.facts = None;
         self.sizes = Sizes::default();
         self.reach.forget_guest();

@@ -185,6 +185,7 @@ impl VmMemory {
         if was.is_some_and(|was| actual < was) {
             (self.shrunk, self.landed) = (Some(at), false);
         }
+        self.unmoved &= was.is_none_or(|was| actual <= was);
         self.sizes.see(at, actual);
         if self.ledger.is_new() {
             // Whose its size is may still be told, and a QEMU that has not taken up the VM's state
@@ -315,7 +316,7 @@ impl VmMemory {
             self.pace = 0;
             // QEMU may not have got it, or was told something else since.
             if order.to > actual && order.still_ms >= STUCK_AFTER_MS {
-                self.order = None;
+                (self.order, self.unmoved) = (None, true);
             }
         }
     }
@@ -357,7 +358,7 @@ impl VmMemory {
 
     /// What it was given last and has not touched yet and may touch any moment.
     pub fn outstanding(&self, at: Stamp, actual: Option<Bytes>, host_side: Bytes) -> Bytes {
-        let live = |g: &Given| at.since(g.at) < GIVEN_LIFE_MS;
+        let live = |g: &Given| at.since(g.at) < GIVEN_LIFE_MS && !self.unmoved;
         let (Some(given), Some(actual)) = (self.given.filter(live), actual) else {
             return Bytes::ZERO;
         };
