@@ -74,7 +74,7 @@ out:
 
 void ebb_cpus_forget(void)
 {
-	if (ebb_fault & EBB_FAULT_CPUS)
+	if (!online)
 		return;
 	cpus_read_lock();
 	__cpuhp_remove_state_cpuslocked(online, false);

@@ -309,47 +309,29 @@ static void show_header(bool show)
 	smp_mb();
 }
 
+/* On error remove_notifiers() is due. */
 static int add_notifiers(void)
 {
-	int err;
+	int err = ebb_memory_watch();
 
-	err = ebb_memory_watch();
-	if (err)
+	if (!err)
+		err = ebb_cpus_watch();
+	if (err || (ebb_fault & EBB_FAULT_NOTIFIERS))
 		return err;
-	err = ebb_cpus_watch();
-	if (err)
-		goto out_memory;
-	if (ebb_fault & EBB_FAULT_NOTIFIERS)
-		return 0;
 	err = register_pm_notifier(&sleep_nb);
-	if (err)
-		goto out_cpus;
-	err = register_reboot_notifier(&reboot_nb);
-	if (err)
-		goto out_sleep;
-	err = atomic_notifier_chain_register(&panic_notifier_list, &panic_nb);
-	if (err)
-		goto out_reboot;
-	return 0;
-
-out_reboot:
-	unregister_reboot_notifier(&reboot_nb);
-out_sleep:
-	unregister_pm_notifier(&sleep_nb);
-out_cpus:
-	ebb_cpus_forget();
-out_memory:
-	ebb_memory_forget();
+	if (!err)
+		err = register_reboot_notifier(&reboot_nb);
+	if (!err)
+		err = atomic_notifier_chain_register(&panic_notifier_list, &panic_nb);
 	return err;
 }
 
+/* Those that were not added are passed over: a chain knows what is in it. */
 static void remove_notifiers(void)
 {
-	if (!(ebb_fault & EBB_FAULT_NOTIFIERS)) {
-		atomic_notifier_chain_unregister(&panic_notifier_list, &panic_nb);
-		unregister_reboot_notifier(&reboot_nb);
-		unregister_pm_notifier(&sleep_nb);
-	}
+	atomic_notifier_chain_unregister(&panic_notifier_list, &panic_nb);
+	unregister_reboot_notifier(&reboot_nb);
+	unregister_pm_notifier(&sleep_nb);
 	ebb_cpus_forget();
 	ebb_memory_forget();
 }
@@ -399,24 +381,20 @@ static int __init ebb_init(void)
 		return err;
 	}
 	err = add_notifiers();
+	if (!err)
+		err = ebb_faults_start();
+	if (!err)
+		err = ebb_hooks_arm();
+	if (!err)
+		err = start_recording();
 	if (err)
-		goto out_tables;
-	err = ebb_faults_start();
-	if (err)
-		goto out_notifiers;
-	err = ebb_hooks_arm();
-	if (err)
-		goto out_faults;
-	err = start_recording();
-	if (err)
-		goto out_recording;
+		goto out;
 	ebb_facts_update();
 	ebb_stats_update();
 	ebb.thread = kthread_run(work, NULL, "ebb");
-	if (IS_ERR(ebb.thread)) {
-		err = PTR_ERR(ebb.thread);
-		goto out_recording;
-	}
+	err = PTR_ERR_OR_ZERO(ebb.thread);
+	if (err)
+		goto out;
 	ebb_beat_start();
 	show_header(true);
 	ebb_debug_init();
@@ -424,16 +402,13 @@ static int __init ebb_init(void)
 		ebb_fault ? ", HOOKS LEFT OUT" : "");
 	return 0;
 
-out_recording:
+out:	/* Each undoes what was done of it. */
 	ebb_stop_recording(EBB_STOPPED, EBB_WHY_UNLOAD);
 	ebb_hooks_disarm();
-out_faults:
 	ebb_faults_stop();
-out_notifiers:
 	remove_notifiers();
 	if (ebb_hooks_stuck())
 		return stay();
-out_tables:
 	ebb_tables_free();
 	return err;
 }

@@ -107,7 +107,7 @@ static void uncover_all(void)
 {
 	unsigned long i;
 
-	for (i = 0; i < ebb.map.pages; i++)
+	for (i = 0; ebb.map.page && i < ebb.map.pages; i++)
 		if (ebb.map.page[i])
 			free_page((unsigned long)ebb.map.page[i]);
 }
@@ -182,7 +182,6 @@ static int make_header(void)
 	if (!page || page_to_pfn(page) >= EBB_SEARCH_PAGES) {
 		if (page)
 			__free_page(page);
-		ebb_keep_end();
 		return -ENOMEM;
 	}
 	h = ebb.header = page_address(page);
@@ -248,52 +247,7 @@ static unsigned long last_pfn(void)
 	return last;
 }
 
-int ebb_tables_make(void)
-{
-	unsigned long sections = DIV_ROUND_UP(last_pfn(), EBB_MAP_PFNS);
-	int err = -ENOMEM;
-
-	ebb.map.pages = max_t(unsigned long, 2 * sections, ROOM_PAGES);
-	ebb.map.page = vzalloc(array_size(ebb.map.pages, sizeof(*ebb.map.page)));
-	if (!ebb.map.page)
-		return -ENOMEM;
-	ebb.blocked = kvcalloc(BITS_TO_LONGS(ebb.map.pages), sizeof(long), GFP_KERNEL);
-	if (!ebb.blocked)
-		goto out_page;
-	ebb.events = kcalloc(NR_VM_EVENT_ITEMS, sizeof(*ebb.events), GFP_KERNEL);
-	if (!ebb.events)
-		goto out_blocked;
-	ebb.counts = alloc_percpu(struct ebb_counts);
-	if (!ebb.counts)
-		goto out_events;
-	err = make_header();
-	if (err)
-		goto out_counts;
-	err = make_extents(ebb.map.pages);
-	if (err)
-		goto out_header;
-	err = cover_range(0, sections, false);
-	if (err)
-		goto out_cover;
-	return 0;
-
-out_cover:
-	uncover_all();
-out_header:
-	free_extents();
-	free_page((unsigned long)ebb.header);
-	ebb_keep_end();
-out_counts:
-	free_percpu(ebb.counts);
-out_events:
-	kfree(ebb.events);
-out_blocked:
-	kvfree(ebb.blocked);
-out_page:
-	vfree(ebb.map.page);
-	return err;
-}
-
+/* Also where not all of it was made. */
 void ebb_tables_free(void)
 {
 	uncover_all();
@@ -304,4 +258,25 @@ void ebb_tables_free(void)
 	kfree(ebb.events);
 	kvfree(ebb.blocked);
 	vfree(ebb.map.page);
+}
+
+int ebb_tables_make(void)
+{
+	unsigned long sections = DIV_ROUND_UP(last_pfn(), EBB_MAP_PFNS);
+	int err = -ENOMEM;
+
+	ebb.map.pages = max_t(unsigned long, 2 * sections, ROOM_PAGES);
+	ebb.map.page = vzalloc(array_size(ebb.map.pages, sizeof(*ebb.map.page)));
+	ebb.blocked = kvcalloc(BITS_TO_LONGS(ebb.map.pages), sizeof(long), GFP_KERNEL);
+	ebb.events = kcalloc(NR_VM_EVENT_ITEMS, sizeof(*ebb.events), GFP_KERNEL);
+	ebb.counts = alloc_percpu(struct ebb_counts);
+	if (ebb.map.page && ebb.blocked && ebb.events && ebb.counts)
+		err = make_header();
+	if (!err)
+		err = make_extents(ebb.map.pages);
+	if (!err)
+		err = cover_range(0, sections, false);
+	if (err)
+		ebb_tables_free();
+	return err;
 }
