@@ -172,6 +172,8 @@ pub trait Order: Clone + fmt::Debug + Send + 'static {
     fn list(orders: &Orders) -> &[Self];
     /// Where a sample has what they have done.
     fn told(tasks: &mut Tasks) -> &mut Option<Self::Told>;
+    /// There, whether one is under way, and what was wrong with the last one.
+    fn state(told: &mut Self::Told) -> (&mut bool, &mut Option<String>);
 }
 
 /// An order of any mechanism, as the log and `ebb plan` tell it.
@@ -236,6 +238,9 @@ macro_rules! tasks {
             fn vm(&self) -> VmId { self.vm }
             fn list(orders: &Orders) -> &[$order] { &orders.$key }
             fn told(tasks: &mut Tasks) -> &mut Option<$told> { &mut tasks.$key }
+            fn state(told: &mut $told) -> (&mut bool, &mut Option<String>) {
+                (&mut told.busy, &mut told.error)
+            }
         })*
 
         impl Orders {

@@ -18,11 +18,17 @@ const WAITING: usize = 64;
 
 /// What a sample tells of a VM's orders.
 pub(crate) trait Told: Clone + Default + Send + Debug + 'static {
-    /// What carrying one out results in.
-    type Done;
-    fn busy(&mut self);
-    /// One came to its end, or could not be given.
-    fn over(&mut self, done: Result<Self::Done, String>);
+    /// What carrying one out results in; by default it has done nothing.
+    type Done: Default;
+    fn add(&mut self, done: Self::Done);
+}
+
+/// An order came to its end, or could not be given.
+fn over<O: Order<Told: Told>>(told: &mut O::Told, done: Result<<O::Told as Told>::Done, String>) {
+    let failed = done.as_ref().err().cloned();
+    told.add(done.unwrap_or_default());
+    let (busy, error) = O::state(told);
+    (*busy, *error) = (false, failed);
 }
 
 /// Whose memory an order is about.
@@ -84,8 +90,8 @@ impl<O: Order<Told: Told>, C: Default + 'static> BackgroundJobs<O, C> {
         let mut told = lock(&self.told);
         let sample = told.entry(job.order.vm()).or_default();
         match jobs.try_send(job) {
-            Ok(()) => sample.busy(),
-            Err(e) => sample.over(Err(format!("cannot be ordered: {e}"))),
+            Ok(()) => *O::state(sample).0 = true,
+            Err(e) => over::<O>(sample, Err(format!("cannot be ordered: {e}"))),
         }
     }
 }
@@ -124,7 +130,7 @@ fn run<O: Order<Told: Told>, C: Default>(
         }
         // A VM that was forgotten meanwhile stays so.
         if let Some(sample) = lock(told).get_mut(&vm) {
-            sample.over(done);
+            over::<O>(sample, done);
         }
     }
 }

@@ -37,14 +37,8 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
 impl Told for OffloadSample {
     type Done = Bytes;
 
-    fn busy(&mut self) {
-        self.busy = true;
-    }
-
-    fn over(&mut self, done: Result<Bytes, String>) {
-        self.busy = false;
-        self.paged_out += done.as_ref().copied().unwrap_or_default();
-        self.error = done.err();
+    fn add(&mut self, paged_out: Bytes) {
+        self.paged_out += paged_out;
     }
 }
 

@@ -41,18 +41,10 @@ pub struct Done {
 impl Told for PartialThpSample {
     type Done = Done;
 
-    fn busy(&mut self) {
-        self.busy = true;
-    }
-
-    fn over(&mut self, done: Result<Done, String>) {
-        (self.busy, self.more) = (false, false);
-        if let Ok(d) = &done {
-            self.split += d.split;
-            self.freed += d.freed;
-            self.more = d.more;
-        }
-        self.error = done.err();
+    fn add(&mut self, done: Done) {
+        self.split += done.split;
+        self.freed += done.freed;
+        self.more = done.more;
     }
 }
 

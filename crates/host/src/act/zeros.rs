@@ -56,19 +56,11 @@ pub struct Done {
 impl Told for ZeroSample {
     type Done = Done;
 
-    fn busy(&mut self) {
-        self.busy = true;
-    }
-
-    fn over(&mut self, done: Result<Done, String>) {
-        self.busy = false;
-        if let Ok(d) = &done {
-            self.read += d.read;
-            self.chosen += d.chosen;
-            self.freed += d.freed;
-            self.rounds += u64::from(d.round);
-        }
-        self.error = done.err();
+    fn add(&mut self, done: Done) {
+        self.read += done.read;
+        self.chosen += done.chosen;
+        self.freed += done.freed;
+        self.rounds += u64::from(done.round);
     }
 }
 
