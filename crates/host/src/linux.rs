@@ -242,13 +242,14 @@ impl LinuxHost {
         (host.pool, host.bounds, host.vms_psi) = (bounded.pool, bounded.others, bounded.psi);
         self.query(started, at);
         self.keep_intervals();
-        let mut vms = self.sample_vms(at, wall_ms, &mut problems);
-        self.sample_merging(&mut host, &mut vms, &mut problems);
+        let vms = self.sample_vms(at, wall_ms, &mut problems);
         let root = &self.options.root;
         let gone = |id: &&VmId| !self.vms.contains_key(id) && life(root, **id) == Life::Ended;
         let ended = owed.iter().filter(gone).copied().collect();
+        let mut sample = Sample { at, wall_ms, host, vms, ended, problems };
+        self.sample_merging(&mut sample);
         self.resting.clear();
-        Sample { at, wall_ms, host, vms, ended, problems }
+        sample
     }
 
     /// What may be done to each VM: nothing to one that is not managed, unless it is owed

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeMode;
 use ebb_core::plan::MergePlan;
-use ebb_core::sample::{HostSample, MergeSample, Problem, VmSample};
+use ebb_core::sample::{MergeSample, Sample};
 use ebb_core::units::Bytes;
 
 use super::{LinuxHost, noted};
@@ -70,16 +70,12 @@ impl LinuxHost {
     }
 
     /// What is known of merging; has looked at what is not known any more.
-    pub(super) fn sample_merging(
-        &mut self,
-        host: &mut HostSample,
-        vms: &mut [VmSample],
-        problems: &mut Vec<Problem>,
-    ) {
+    pub(super) fn sample_merging(&mut self, sample: &mut Sample) {
         if self.merger.is_none() {
-            return self.sample_others_merging(host, vms, problems);
+            return self.sample_others_merging(sample);
         }
-        self.sample_ksm(host, vms, problems);
+        self.sample_ksm(sample);
+        let Sample { host, vms, problems, .. } = sample;
         let Some(merger) = &mut self.merger else { return };
         let told = merger.told();
         let (scan, knobs) = (told.scan.clone(), told.knobs.clone());
@@ -123,34 +119,25 @@ impl LinuxHost {
 
     /// What is merged where Ebb has no part in it: read now and then, and shown until
     /// it is read again.
-    fn sample_others_merging(
-        &mut self,
-        host: &mut HostSample,
-        vms: &mut [VmSample],
-        problems: &mut Vec<Problem>,
-    ) {
+    fn sample_others_merging(&mut self, sample: &mut Sample) {
         if let Some((_, ksm, stats)) =
             self.others_ksm.as_ref().filter(|o| o.0.elapsed() < OTHERS_KSM_EVERY)
         {
-            host.ksm = *ksm;
-            for vm in vms.iter_mut() {
+            sample.host.ksm = *ksm;
+            for vm in &mut sample.vms {
                 let stat = stats.get(&vm.id).copied();
                 vm.merge = stat.map(|stat| MergeSample { stat, ..MergeSample::default() });
             }
             return;
         }
-        self.sample_ksm(host, vms, problems);
-        let stats = vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?.stat))).collect();
-        self.others_ksm = Some((Instant::now(), host.ksm, stats));
+        self.sample_ksm(sample);
+        let stats = sample.vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?.stat)));
+        self.others_ksm = Some((Instant::now(), sample.host.ksm, stats.collect()));
     }
 
     /// Reads KSM's counters, and those of each VM where anything is merged at all.
-    fn sample_ksm(
-        &mut self,
-        host: &mut HostSample,
-        vms: &mut [VmSample],
-        problems: &mut Vec<Problem>,
-    ) {
+    fn sample_ksm(&mut self, sample: &mut Sample) {
+        let Sample { host, vms, problems, .. } = sample;
         let root = &self.options.root;
         host.ksm = noted(problems, "/sys/kernel/mm/ksm", ksm::read_ksm(root));
         let merges = host.ksm.is_some_and(|k| k.run != 0 || k.pages_shared > 0);
