@@ -47,6 +47,30 @@ pub fn push(ranges: &mut Vec<Range>, next: Range) {
     }
 }
 
+/// Divides ranges among batches, each of `bytes` and of `count` ranges at most. A range that is too
+/// long for what is left of one is cut there.
+pub fn batches(
+    ranges: impl IntoIterator<Item = Range>,
+    bytes: u64,
+    count: usize,
+) -> Vec<Vec<Range>> {
+    let mut batches: Vec<Vec<Range>> = Vec::new();
+    let mut left = 0;
+    for mut range in ranges {
+        while range.len > 0 {
+            if left == 0 || batches.last().is_none_or(|batch| batch.len() == count) {
+                batches.push(Vec::new());
+                left = bytes;
+            }
+            let len = range.len.min(left);
+            batches.last_mut().into_iter().for_each(|b| b.push(Range { len, ..range }));
+            left -= len;
+            range = Range { start: range.start + len, len: range.len - len };
+        }
+    }
+    batches
+}
+
 /// Cuts a range where others begin and end; tells which parts are in one of those.
 fn cut(range: Range, others: &[Range], mut each: impl FnMut(Range, bool)) {
     let mut start = range.start;
@@ -120,6 +144,20 @@ mod tests {
             let want: Vec<u64> = before.iter().copied().filter(|p| !out.contains(p)).collect();
             prop_assert_eq!(taken, (before.len() - want.len()) as u64 * PAGE);
             prop_assert_eq!(pages(&runs), want);
+        }
+
+        #[test]
+        fn batches_hold_all_in_order_and_each_but_the_last_is_full(
+            runs in prop::collection::vec((0u64..5, 1u64..8), 0..20),
+            most in 1u64..10, count in 1usize..5,
+        ) {
+            let runs = disjoint(&runs);
+            let batches = batches(runs.iter().copied(), most * PAGE, count);
+            prop_assert_eq!(pages(&batches.concat()), pages(&runs));
+            let is_full = |b: &Vec<Range>| pages(b).len() as u64 == most || b.len() == count;
+            prop_assert!(batches.iter().rev().skip(1).all(is_full));
+            let fits = |b: &Vec<Range>| pages(b).len() as u64 <= most && b.len() <= count;
+            prop_assert!(batches.iter().all(fits));
         }
 
         #[test]

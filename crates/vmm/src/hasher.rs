@@ -165,7 +165,7 @@ impl Served {
         }
         drop(free);
         let size = if ask.lines { PIECE_LINES } else { PIECE };
-        let pieces = pieces(runs, size);
+        let pieces = range::batches(runs, size, VECTOR_MAX);
         for (i, piece) in pieces.iter().enumerate() {
             let next = pieces.get(i + 1).map_or(&[][..], |p| p);
             self.hash(piece, next, &key, ask.lines, &mut told.pages);
@@ -259,26 +259,6 @@ impl Free<'_> {
 /// Numbers of the pages of runs.
 fn numbers(runs: &[Range]) -> impl Iterator<Item = u64> {
     runs.iter().flat_map(|r| r.start / PAGE..(r.start + r.len) / PAGE)
-}
-
-/// Divides the runs into pieces of at most `most` bytes.
-fn pieces(runs: Vec<Range>, most: u64) -> Vec<Vec<Range>> {
-    let mut pieces = vec![Vec::new()];
-    let mut size = 0;
-    for mut run in runs {
-        while run.len > 0 {
-            let last = pieces.last().map_or(0, Vec::len);
-            if size == most || last == VECTOR_MAX {
-                pieces.push(Vec::new());
-                size = 0;
-            }
-            let len = run.len.min(most - size);
-            pieces.last_mut().into_iter().for_each(|p| p.push(Range { len, ..run }));
-            size += len;
-            run = Range { start: run.start + len, len: run.len - len };
-        }
-    }
-    pieces
 }
 
 /// Whether something comes in this time; `None`: however long that takes.

@@ -18,7 +18,7 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::range::{push, subtract};
+use ebb_core::range::{batches, push, subtract};
 use ebb_core::sample::ZeroWays;
 use ebb_core::task::{ZeroOrder, ZeroSample};
 use ebb_core::units::{Bytes, PAGE};
@@ -134,19 +134,13 @@ impl Look<'_> {
                 self.piece(&[block], true, process)?;
             }
         }
-        let mut piece: Vec<Range> = Vec::new();
-        for run in small.into_iter().flat_map(|run| run.pieces(HUGE)) {
+        for piece in batches(small, HUGE, VECTOR_MAX) {
             if self.swap < Bytes(HUGE) {
                 break;
             }
-            let size: u64 = piece.iter().map(|r| r.len).sum();
-            if size + run.len > HUGE || piece.len() == VECTOR_MAX {
-                self.piece(&piece, false, process)?;
-                piece.clear();
-            }
-            piece.push(run);
+            self.piece(&piece, false, process)?;
         }
-        self.piece(&piece, false, process)
+        Ok(())
     }
 
     /// Looks at a piece, of huge pages or of others, and does what is to be done.

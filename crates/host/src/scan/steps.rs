@@ -234,7 +234,7 @@ impl<'j, 'a> Worker<'j, 'a> {
             walker: None,
             runs: Runs::default(),
             memory: None,
-            buffer: vec![0; PIECE],
+            buffer: vec![0; PIECE as usize],
             cpu: thread_cpu(),
             idle: None,
         }

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use ebb_core::page_hash::{LINE, LINES};
+use ebb_core::range::batches;
 use ebb_core::units::PAGE;
 use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
@@ -46,27 +47,17 @@ impl Worker<'_, '_> {
     ) -> Result<Vec<Range>> {
         let job = self.job;
         let lines = job.reads_lines();
-        // Looked at once: runs that are longer than a question would never be asked for.
         let most = match job.pace.is_gentle() {
             true if lines => GENTLE_LINES,
             true => GENTLE_PIECE,
-            false => (PAGES_MAX * PAGE) as usize,
+            false => PAGES_MAX * PAGE,
         };
-        let runs: Vec<Range> = runs.iter().flat_map(|r| cut(*r, most)).collect();
-        let mut rest = &runs[..];
-        while !rest.is_empty() {
-            let mut size = 0;
-            let fits = |r: &&Range| {
-                size += r.len;
-                size <= most as u64
-            };
-            let count = rest.iter().take(RANGES_MAX).take_while(fits).count();
-            let (now, after) = rest.split_at(count);
+        let questions = batches(runs.iter().copied(), most, RANGES_MAX);
+        for (i, now) in questions.iter().enumerate() {
             let ranges: Vec<(u64, u64)> = now.iter().map(|r| (r.start, r.len)).collect();
             let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), lines, ranges }) else {
-                return Ok(rest.to_vec());
+                return Ok(questions[i..].concat());
             };
-            rest = after;
             let asked: u64 = now.iter().map(|r| r.len / PAGE).sum();
             let read = told.pages.len() as u64;
             if job.round == Round::All {
@@ -99,30 +90,19 @@ impl Worker<'_, '_> {
 
     /// Reads runs, piece by piece; `shared`: without pinning a page.
     pub(super) fn read_from_outside(&mut self, runs: &[Range], shared: bool) -> Result<()> {
-        let mut piece = Vec::new();
         let most = if self.job.pace.is_gentle() { GENTLE_PIECE } else { PIECE };
-        let mut rest = runs.iter().copied().flat_map(|r| cut(r, most));
-        let mut next = rest.next();
-        while let Some(run) = next {
-            piece.push(run);
-            next = rest.next();
-            let size: u64 = piece.iter().map(|r| r.len).sum();
-            let full = next.is_none_or(|n| size + n.len > most as u64);
-            if full || piece.len() == VECTOR_MAX {
-                self.piece(&mut piece, shared)?;
-            }
-        }
-        Ok(())
+        let mut pieces = batches(runs.iter().copied(), most, VECTOR_MAX).into_iter();
+        pieces.try_for_each(|piece| self.piece(piece, shared))
     }
 
     /// Copies and notes a piece; pages that went away are passed over.
-    fn piece(&mut self, piece: &mut Vec<Range>, shared: bool) -> Result<()> {
+    fn piece(&mut self, mut piece: Vec<Range>, shared: bool) -> Result<()> {
         let pid = self.job.targets[self.vm].id.pid;
         let mut bytes = 0;
         while !piece.is_empty() {
             let copied = match self.memory.as_ref().filter(|_| shared) {
-                Some(memory) => read_gently(memory, piece, &mut self.buffer),
-                None => read_process(pid, piece, &mut self.buffer),
+                Some(memory) => read_gently(memory, &piece, &mut self.buffer),
+                None => read_process(pid, &piece, &mut self.buffer),
             };
             let n = match copied {
                 Ok(n) => n as u64 / PAGE * PAGE,
@@ -130,10 +110,10 @@ impl Worker<'_, '_> {
                 Err(e) => return Err(e),
             };
             bytes += n;
-            self.note_all(piece, n, shared);
+            self.note_all(&piece, n, shared);
             if n < piece.iter().map(|r| r.len).sum() {
                 // The page at which it ended cannot be read.
-                drop_front(piece, n + PAGE);
+                drop_front(&mut piece, n + PAGE);
                 self.pages.lost += 1;
             } else {
                 piece.clear();
@@ -187,13 +167,6 @@ fn read_gently(memory: &File, places: &[Range], to: &mut [u8]) -> Result<usize> 
     Ok(done)
 }
 
-/// Pieces of a run, of `most` bytes at most.
-fn cut(run: Range, most: usize) -> impl Iterator<Item = Range> {
-    (run.start..run.end())
-        .step_by(most)
-        .map(move |start| Range { start, len: (run.end() - start).min(most as u64) })
-}
-
 /// Takes bytes off the front of a list of ranges.
 fn drop_front(ranges: &mut Vec<Range>, mut bytes: u64) {
     ranges.retain_mut(|r| {
@@ -222,7 +195,5 @@ mod tests {
             drop_front(&mut ranges, bytes);
             assert_eq!(ranges, left, "{bytes}");
         }
-        let cut: Vec<u64> = cut(r(PAGE, 2 * PIECE as u64 + 1), PIECE).map(|r| r.len).collect();
-        assert_eq!(cut, [PIECE as u64, PIECE as u64, 1]);
     }
 }

@@ -15,11 +15,11 @@ pub(super) const WINDOW: u64 = 32 << 20;
 /// The same where that takes longer: see [`GENTLE_PIECE`]. A huge page, which is not cut.
 pub(super) const GENTLE_WINDOW: u64 = 2 << 20;
 /// What is copied at a time: fits the second-level cache.
-pub(super) const PIECE: usize = 1 << 20;
+pub(super) const PIECE: u64 = 1 << 20;
 /// The same for gentle work: ten to thirty microseconds.
-pub(super) const GENTLE_PIECE: usize = 64 << 10;
+pub(super) const GENTLE_PIECE: u64 = 64 << 10;
 /// The same where only lines are read.
-pub(super) const GENTLE_LINES: usize = 512 << 10;
+pub(super) const GENTLE_LINES: u64 = 512 << 10;
 /// What a sample reads at a time.
 pub(super) const SAMPLE: u64 = 64 << 10;
 /// What a look reads at a time.
