@@ -401,12 +401,10 @@ pub fn block_signals() {
 
 /// A random number, from the kernel.
 pub fn random() -> Result<u64> {
-    let mut number = 0u64;
-    // SAFETY: eight bytes of our own.
-    match unsafe { libc::getrandom(std::ptr::from_mut(&mut number).cast(), 8, 0) } {
-        8 => Ok(number),
-        _ => Err(Error::last_os_error()),
-    }
+    let mut number = [0; 8];
+    // So few come all at once (getrandom(2)).
+    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())?;
+    Ok(u64::from_ne_bytes(number))
 }
 
 /// The listening socket, which a forked child must not hold: it is not served
