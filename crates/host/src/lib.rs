@@ -27,3 +27,10 @@ mod sockets;
 pub mod sys;
 mod vm;
 pub mod waker;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Also after a thread has panicked that held it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

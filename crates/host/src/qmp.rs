@@ -11,7 +11,7 @@ mod sharing;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -21,7 +21,7 @@ use serde_json::Value;
 pub use self::message::{BadMessage, Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
-use crate::sockets;
+use crate::{lock, sockets};
 
 /// QEMU greets at once; silence this long means that it does not serve us.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -50,11 +50,11 @@ pub(crate) struct Words(Arc<Mutex<Option<String>>>);
 impl Words {
     /// The last word counts.
     pub fn say(&self, why: &str) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.to_owned());
+        *lock(&self.0) = Some(why.to_owned());
     }
 
     fn said(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0).clone()
     }
 }
 

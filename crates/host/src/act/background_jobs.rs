@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use ebb_core::sample::VmId;
 use ebb_core::task::{Order, Orders, Tasks};
 
 use super::worker;
+use crate::lock;
 use crate::root::Root;
 
 /// Orders that may wait: one a VM is enough, and few are given at a time.
@@ -56,10 +57,6 @@ pub(crate) trait Background: Debug + Send {
 }
 
 type Shared<S> = Arc<Mutex<BTreeMap<VmId, S>>>;
-
-fn lock<S>(told: &Shared<S>) -> MutexGuard<'_, BTreeMap<VmId, S>> {
-    told.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 #[derive(Debug)]
 struct Job<O> {

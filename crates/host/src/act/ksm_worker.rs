@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ScanOrder;
@@ -22,6 +22,7 @@ use super::ksmd_throttle::KsmdThrottle;
 use super::vm_mergeable::{LEAST_RAM, marks};
 use super::worker;
 use crate::linux::LinuxHost;
+use crate::lock;
 use crate::root::Root;
 use crate::scan::agents::{HashLink, lift};
 use crate::scan::memory_limit::{one_in, room};
@@ -94,10 +95,6 @@ pub struct Told {
 }
 
 type Shared = Arc<Mutex<Told>>;
-
-fn lock(told: &Mutex<Told>) -> MutexGuard<'_, Told> {
-    told.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Takes orders and tells the results. Nothing runs before the first.
 #[derive(Debug)]

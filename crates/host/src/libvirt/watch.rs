@@ -6,7 +6,7 @@
 //! domain of the system's libvirt, also one that is not managed, and whichever way Ebb reaches its
 //! QEMU.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ebb_core::config::{Metadata, NAMESPACE};
@@ -15,6 +15,7 @@ use ebb_core::units::Bytes;
 use super::calls::{self, Domain, Event, Procedure};
 use super::metadata::{self, NOTE};
 use super::rpc::Refused;
+use crate::lock;
 
 /// Time after which it is read again if no event has come.
 const READ_EVERY: Duration = Duration::from_secs(50);
@@ -55,7 +56,7 @@ impl Seen {
 
 impl Watch {
     pub fn seen(&self) -> Seen {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0).clone()
     }
 
     /// Has this note written, or none.
@@ -64,7 +65,7 @@ impl Watch {
     }
 
     fn tell(&self, to: impl FnOnce(&mut Seen)) {
-        to(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        to(&mut lock(&self.0));
     }
 }
 

@@ -20,13 +20,14 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::Shutdown;
 
 use super::{Client, Protocol, QmpError, State, open_socket};
+use crate::lock;
 
 /// Time limit for QEMU's greeting, and after that for the last answer. Then the client leaves.
 const MOST: Duration = Duration::from_secs(1);
@@ -193,7 +194,7 @@ fn id(path: &Path) -> Option<Id> {
 /// Connections that were left, kept for the whole process: they outlive the client that made them.
 fn all() -> MutexGuard<'static, BTreeMap<Id, OwnedFd>> {
     static ALL: Mutex<BTreeMap<Id, OwnedFd>> = Mutex::new(BTreeMap::new());
-    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ALL)
 }
 
 /// Leaves this connection, on which nothing was read.

@@ -8,7 +8,7 @@
 
 use std::io::{Error, ErrorKind, Result};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::VmId;
@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::process::Pid;
 
+use crate::lock;
 use crate::root::Root;
 use crate::sys::{Range, is_idle, set_idle};
 
@@ -71,12 +72,12 @@ impl HashLink {
     }
 
     pub fn failure(&self) -> Option<String> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.failure).clone()
     }
 
     /// Asks. After an error nothing more is to be had of it.
     pub fn ask(&self, ask: &Ask) -> Result<Told> {
-        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let socket = lock(&self.socket);
         if let Some(why) = self.failure() {
             return Err(Error::other(why));
         }
@@ -87,8 +88,7 @@ impl HashLink {
             Told { cpu_ns: told.cpu_ns.min(most), ..told }
         });
         if let Err(e) = &told {
-            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-            *failure = Some(format!("its agent does not hash pages: {e}"));
+            *lock(&self.failure) = Some(format!("its agent does not hash pages: {e}"));
         }
         told
     }

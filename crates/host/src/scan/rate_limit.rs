@@ -6,10 +6,12 @@
 //! scan is under way: it counts from then on.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ebb_core::policy::merge::is_gentle;
+
+use crate::lock;
 
 /// Longest sleep in one go, so that a pause and its end are noticed.
 const NAP: Duration = Duration::from_millis(100);
@@ -104,7 +106,7 @@ impl Pace {
 
     /// Holds all threads, or lets them go on.
     pub fn pause(&self, on: bool) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         match (on, state.paused) {
             (true, None) => state.paused = Some(Instant::now()),
             (false, Some(_)) => (state.used, state.paused) = (state.used(), None),
@@ -114,25 +116,21 @@ impl Pace {
 
     /// How long it was paused in all.
     pub fn paused(&self) -> Duration {
-        self.lock().used().paused
+        lock(&self.state).used().paused
     }
 
     /// Memory read so far, bytes.
     pub fn bytes(&self) -> u64 {
-        self.lock().used.bytes
+        lock(&self.state).used.bytes
     }
 
     pub fn cpu(&self) -> Duration {
-        self.lock().used.cpu
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state).used.cpu
     }
 
     /// The limits now. Where they have changed, counting begins anew.
     fn limited(&self) -> MutexGuard<'_, State> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let cores = self.dial.as_ref().map_or(state.limits.cores, |d| Some(d.get()));
         if cores != state.limits.cores {
             state.limits.cores = cores;
@@ -148,7 +146,7 @@ impl Pace {
 
     /// Notes what a thread used, and sleeps as long as it must.
     pub fn used(&self, bytes: u64, cpu: Duration) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.used.bytes += bytes;
         state.used.cpu += cpu;
         drop(state);
@@ -194,7 +192,7 @@ mod tests {
         let dial = Arc::new(Dial::new(0.5));
         let pace = Pace::new(Limits::default(), Some(Arc::clone(&dial)));
         assert!(!pace.is_gentle());
-        pace.lock().used.cpu = S * 3;
+        lock(&pace.state).used.cpu = S * 3;
         let sleep = pace.limited().ahead();
         assert!(sleep > S * 5 && sleep <= S * 6, "{sleep:?}");
         dial.set(0.01);
@@ -202,7 +200,7 @@ mod tests {
         pace.used(0, S);
         assert!(pace.is_gentle());
         assert_eq!(pace.limited().ahead(), Duration::ZERO, "nothing is owed from before");
-        pace.lock().used.cpu += Duration::from_millis(20);
+        lock(&pace.state).used.cpu += Duration::from_millis(20);
         let sleep = pace.limited().ahead();
         assert!(sleep > S && sleep <= S * 2, "{sleep:?}");
         dial.set(1.0);

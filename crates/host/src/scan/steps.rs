@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ebb_core::page_hash::Key;
@@ -29,6 +29,7 @@ use super::savings::Blocks;
 use super::table::{Filler, Table, VMS_MAX};
 use super::walk::{Runs, Seen, Walker};
 use super::{Changes, Fate, Options, Pages, Scanner, Target};
+use crate::lock;
 use crate::probe::process::{Life, life};
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, set_idle};
@@ -80,12 +81,11 @@ struct VmState {
 impl VmState {
     fn end(&self, fate: Fate) {
         self.over.store(true, Relaxed);
-        self.fate.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(fate);
+        lock(&self.fate).get_or_insert(fate);
     }
 
     fn fate(&self) -> Fate {
-        let fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
-        fate.clone().unwrap_or(Fate::Scanned)
+        lock(&self.fate).clone().unwrap_or(Fate::Scanned)
     }
 
     fn add(&self, p: &Pages) {

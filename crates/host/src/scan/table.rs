@@ -8,7 +8,9 @@
 //! sorted, which brings equal pages together. That needs no room for growth, no
 //! load factor and no lock per page.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use crate::lock;
 
 /// How many shards; a power of two.
 pub(super) const SHARDS: usize = 256;
@@ -72,7 +74,7 @@ impl Table {
 
     pub fn bytes(&self) -> u64 {
         let size = |shard: &Mutex<Blocks>| {
-            let blocks = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let blocks = lock(shard);
             blocks.iter().map(|b| b.capacity() * size_of::<Entry>()).sum::<usize>() as u64
         };
         self.shards.iter().map(size).sum()
@@ -81,9 +83,7 @@ impl Table {
     /// Empties one shard and calls `each` with every content in it: all of its
     /// pages, sorted by VM and page.
     pub fn drain(&self, shard: usize, mut each: impl FnMut(&[Entry])) {
-        let mut held = self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner);
-        let blocks = std::mem::take(&mut *held);
-        drop(held);
+        let blocks = std::mem::take(&mut *lock(&self.shards[shard]));
         let mut all = Vec::with_capacity(blocks.iter().map(Vec::len).sum());
         blocks.into_iter().for_each(|block| all.extend(block));
         all.sort_unstable();
@@ -106,7 +106,7 @@ impl Filler<'_> {
     }
 
     fn hand_over(&self, shard: usize, block: Vec<Entry>) {
-        self.table.shards[shard].lock().unwrap_or_else(PoisonError::into_inner).push(block);
+        lock(&self.table.shards[shard]).push(block);
     }
 }
 

@@ -11,11 +11,12 @@
 
 use std::collections::HashSet;
 use std::io::Result;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use ebb_core::range::{parts, push};
 use ebb_core::units::PAGE;
 
+use crate::lock;
 use crate::probe::pagemap::{Entry, FrameFlags, Pagemap};
 use crate::root::Root;
 use crate::sys::Range;
@@ -32,13 +33,11 @@ impl Default for Seen {
 
 impl Seen {
     fn first(&self, pfn: u64) -> bool {
-        let shard = &self.0[pfn as usize % self.0.len()];
-        shard.lock().unwrap_or_else(PoisonError::into_inner).insert(pfn)
+        lock(&self.0[pfn as usize % self.0.len()]).insert(pfn)
     }
 
     pub fn count(&self) -> usize {
-        let len = |s: &Mutex<HashSet<u64>>| s.lock().unwrap_or_else(PoisonError::into_inner).len();
-        self.0.iter().map(len).sum()
+        self.0.iter().map(|shard| lock(shard).len()).sum()
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use ebb_core::units::PAGE;
 
 use super::{Job, Round, VmState, Worker};
+use crate::lock;
 use crate::scan::page_hashes::tag;
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::savings::{Blocks, Rules, Savings, VmTally};
@@ -76,7 +77,7 @@ impl Job<'_> {
                         self.table.drain(shard, |pages| tally.content(pages, &rules));
                         self.pace.used(0, thread_cpu().saturating_sub(before));
                     }
-                    all.lock().unwrap_or_else(PoisonError::into_inner).add(&tally);
+                    lock(&all).add(&tally);
                 });
             }
         });
