@@ -252,7 +252,7 @@ impl Inventory {
         let Some(nodes) = self.value(Look::Block).and_then(Value::as_array) else {
             return vec![untold("its block drivers")];
         };
-        let drivers = nodes.iter().map(|n| n.get("drv").and_then(Value::as_str).unwrap_or("?"));
+        let drivers = nodes.iter().map(|n| n["drv"].as_str().unwrap_or("?"));
         let unknown = drivers.filter(|d| !matches(BLOCK, d));
         unknown.map(|d| format!("block driver “{d}” may write to guest memory by itself")).collect()
     }
@@ -260,20 +260,19 @@ impl Inventory {
     fn migration(&self) -> Vec<String> {
         let mut found = Vec::new();
         let all = self.value(Look::Capabilities).and_then(Value::as_array);
-        let parameters = self.value(Look::Parameters).and_then(Value::as_object);
-        if all.is_none() || parameters.is_none() {
+        let parameters = self.value(Look::Parameters).filter(|p| p.is_object());
+        let (Some(all), Some(parameters)) = (all, parameters) else {
             return vec![untold("how it migrates")];
-        }
+        };
         for (name, why) in [
             ("x-ignore-shared", "another QEMU may map this memory (x-ignore-shared)"),
             ("background-snapshot", "QEMU guards this memory itself (background-snapshot)"),
         ] {
-            let is = |c: &&Value| c.get("capability").and_then(Value::as_str) == Some(name);
-            let state = all.and_then(|all| all.iter().find(is)?.get("state")?.as_bool());
-            found.extend((state == Some(true)).then(|| why.to_owned()));
+            let on =
+                all.iter().find(|c| c["capability"] == name).is_some_and(|c| c["state"] == true);
+            found.extend(on.then(|| why.to_owned()));
         }
-        let mode = parameters.and_then(|p| p.get("mode")?.as_str());
-        let mode = mode.filter(|m| *m != "normal");
+        let mode = parameters["mode"].as_str().filter(|m| *m != "normal");
         found.extend(mode.map(|m| format!("another QEMU may map this memory (migration “{m}”)")));
         found
     }
@@ -318,7 +317,7 @@ impl Inventory {
     /// Stretches of RAM: start, end, and the backend's name.
     fn stretches(&self) -> Vec<(u64, u64, String)> {
         let backends = self.value(Look::Backends).and_then(Value::as_array);
-        let id = |b: &Value| b.get("id").and_then(Value::as_str).map(str::to_owned);
+        let id = |b: &Value| b["id"].as_str().map(str::to_owned);
         let ids: Vec<String> = backends.into_iter().flatten().filter_map(id).collect();
         let tree = main_ram(&parse_mtree(self.text(Look::Tree)));
         let ram = tree.into_iter().map(|r| (r.start, r.end, plain(&r.name).to_owned()));
@@ -369,7 +368,7 @@ fn matches(list: &str, name: &str) -> bool {
 /// Types of the children that `qom-list` tells.
 fn children(value: Option<&Value>) -> Option<Vec<String>> {
     let kind = |item: &Value| {
-        let kind = item.get("type").and_then(Value::as_str).unwrap_or("?");
+        let kind = item["type"].as_str().unwrap_or("?");
         match kind.strip_prefix("child<") {
             Some(inner) => Some(inner.trim_end_matches('>').to_owned()),
             None if matches("string link<* bool", kind) => None,

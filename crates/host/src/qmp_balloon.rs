@@ -32,7 +32,7 @@ fn lacks(command: &str, field: &str) -> String {
 }
 
 fn number(value: &Value, command: &str, field: &str) -> Result<u64, String> {
-    value.get(field).and_then(Value::as_u64).ok_or_else(|| lacks(command, field))
+    value[field].as_u64().ok_or_else(|| lacks(command, field))
 }
 
 /// Arguments of `qom-list`.
@@ -59,9 +59,7 @@ pub fn ask_now(path: &str, seconds: u64) -> [Value; 2] {
 /// `query-status`. The states are those of `qapi/run-state.json`; one that is
 /// not known there is taken for a pause, in which nothing is asked of a guest.
 pub fn parse_status(value: &Value) -> Result<RunState, String> {
-    let status = value.get("status").and_then(Value::as_str);
-    let status = status.ok_or_else(|| lacks("query-status", "status"))?;
-    Ok(match status {
+    Ok(match value["status"].as_str().ok_or_else(|| lacks("query-status", "status"))? {
         "running" => RunState::Running,
         "inmigrate" | "postmigrate" | "finish-migrate" | "save-vm" | "restore-vm" | "colo" => {
             RunState::Migrating
@@ -74,8 +72,7 @@ pub fn parse_status(value: &Value) -> Result<RunState, String> {
 /// `query-migrate`: whether a migration is under way. A source VM stays
 /// `running` while its memory is copied.
 pub fn parse_migrating(value: &Value) -> bool {
-    let status = value.get("status").and_then(Value::as_str);
-    !matches!(status, None | Some("none" | "completed" | "failed" | "cancelled"))
+    !matches!(value["status"].as_str(), None | Some("none" | "completed" | "failed" | "cancelled"))
 }
 
 /// `query-balloon`: RAM less what the balloon holds.
@@ -86,17 +83,15 @@ pub fn parse_balloon(value: &Value) -> Result<Bytes, String> {
 /// `query-memory-size-summary`: RAM at start, and what was plugged.
 pub fn parse_memory_size(value: &Value) -> Result<(Bytes, Bytes), String> {
     let base = number(value, "query-memory-size-summary", "base-memory")?;
-    let plugged = value.get("plugged-memory").and_then(Value::as_u64).unwrap_or(0);
-    Ok((Bytes(base), Bytes(plugged)))
+    Ok((Bytes(base), Bytes(value["plugged-memory"].as_u64().unwrap_or(0))))
 }
 
 /// `query-memory-devices`: what is plugged by DIMMs and by virtio-mem. QEMU leaves virtio-mem out
 /// of the balloon's size. Other devices are no RAM of the guest.
 pub fn parse_memory_devices(value: &Value) -> (Bytes, Bytes) {
     let of = |kind: &str| {
-        let all = value.as_array().into_iter().flatten();
-        let all = all.filter(|d| d.get("type").and_then(Value::as_str) == Some(kind));
-        all.filter_map(|d| d.get("data")?.get("size")?.as_u64()).fold(0, u64::saturating_add)
+        let all = value.as_array().into_iter().flatten().filter(|d| d["type"] == kind);
+        all.filter_map(|d| d["data"]["size"].as_u64()).fold(0, u64::saturating_add)
     };
     (Bytes(of("dimm")), Bytes(of("virtio-mem")))
 }
@@ -104,12 +99,9 @@ pub fn parse_memory_devices(value: &Value) -> (Bytes, Bytes) {
 /// `qom-list` of a folder: the QOM path of the first balloon in it, of any
 /// transport and age (`virtio-balloon-pci-non-transitional`, `-ccw`, `-device`).
 pub fn parse_find_balloon(folder: &str, value: &Value) -> Option<String> {
-    let device = value.as_array()?.iter().find(|item| {
-        let kind = item.get("type").and_then(Value::as_str).unwrap_or("");
-        kind.starts_with("child<virtio-balloon-")
-    })?;
-    let name = device.get("name").and_then(Value::as_str)?;
-    Some(format!("{folder}/{name}"))
+    let balloon = |t: &str| t.starts_with("child<virtio-balloon-");
+    let device = value.as_array()?.iter().find(|d| d["type"].as_str().is_some_and(balloon))?;
+    Some(format!("{folder}/{}", device["name"].as_str()?))
 }
 
 /// `qom-get` of [`STATS`]: the statistics, and what in them could not be
@@ -117,13 +109,13 @@ pub fn parse_find_balloon(folder: &str, value: &Value) -> Option<String> {
 /// caller has the clocks. `ram` as QEMU tells, where known.
 pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStats>, Vec<String>) {
     let mut problems = Vec::new();
-    let Some(updated_s) = value.get("last-update").and_then(Value::as_u64) else {
+    let Some(updated_s) = value["last-update"].as_u64() else {
         return (None, vec!["guest-stats: no last-update in the answer".into()]);
     };
     if updated_s == 0 {
         return (None, problems);
     }
-    let Some(stats) = value.get("stats").and_then(Value::as_object) else {
+    let Some(stats) = value["stats"].as_object() else {
         return (None, vec!["guest-stats: no stats in the answer".into()]);
     };
     let mut field = |name: &str| match stats.get(name) {
@@ -201,7 +193,7 @@ pub fn parse_event(event: &Event) -> Option<VmEvent> {
         "SHUTDOWN" => VmEvent::Shutdown,
         "STOP" => VmEvent::Stop,
         "RESUME" => VmEvent::Resume,
-        "BALLOON_CHANGE" => VmEvent::Balloon(Bytes(event.data.get("actual")?.as_u64()?)),
+        "BALLOON_CHANGE" => VmEvent::Balloon(Bytes(event.data["actual"].as_u64()?)),
         "MIGRATION" => VmEvent::Migration,
         _ => return None,
     })

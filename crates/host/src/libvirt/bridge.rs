@@ -149,15 +149,14 @@ impl Bridge {
     }
 
     fn command(&mut self, all: Value, now: Instant, on_the_spot: bool) {
-        let id = all.get("id").cloned().unwrap_or(Value::Null);
-        let name = all.get("execute").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let argument = |name: &str| all.get("arguments").and_then(|a| a.get(name));
-        let text = |name: &str| argument(name).and_then(Value::as_str).unwrap_or_default();
+        let id = all["id"].clone();
+        let name = all["execute"].as_str().unwrap_or_default().to_owned();
+        let is = |property: &str| all["arguments"]["property"] == property;
         let live = if self.asks_qemu(now) { Need::Memory } else { Need::Bulk };
         let need = match name.as_str() {
             "qmp_capabilities" => return self.done(&id, json!({})),
             "balloon" => {
-                let size = argument("value").and_then(Value::as_u64);
+                let size = all["arguments"]["value"].as_u64();
                 let Some((size, domain)) = size.zip(self.domain.as_ref()) else {
                     return self.refused(&id, "no size");
                 };
@@ -168,7 +167,7 @@ impl Bridge {
                 let args = calls::set_memory(domain, size / 1024);
                 return self.orders.push_back((Purpose::Order(id), calls::SET_MEMORY, args));
             }
-            "qom-set" if text("property") == INTERVAL => {
+            "qom-set" if is(INTERVAL) => {
                 if on_the_spot && self.monitor {
                     return self.pass(id, all);
                 }
@@ -195,9 +194,9 @@ impl Bridge {
             "query-memory-size-summary" => Need::Bulk,
             "query-memory-devices" => Need::Description,
             "query-balloon" => live,
-            "qom-get" if text("property") == STATS => live,
+            "qom-get" if is(STATS) => live,
             "query-migrate" => Need::Job,
-            "qom-get" if text("property") == INTERVAL => Need::DescriptionNow,
+            "qom-get" if is(INTERVAL) => Need::DescriptionNow,
             "qom-list" | "qom-get" => Need::Description,
             _ => return self.refused(&id, "libvirt is not asked this"),
         };
@@ -435,8 +434,8 @@ impl Bridge {
     }
 
     fn answer(&self, command: &Value) -> Result<Value, String> {
-        let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
-        let text = |name: &str| command.get("arguments")?.get(name)?.as_str();
+        let name = command["execute"].as_str().unwrap_or_default();
+        let text = |name: &str| command["arguments"][name].as_str();
         let bytes = |name: &str| self.numbers.get(name).map(|kib| kib.saturating_mul(1024));
         let size = |name: &str| bytes(name).ok_or(format!("libvirt does not tell {name}"));
         match name {
@@ -540,10 +539,9 @@ fn asks_on_the_spot(one: &Value, next: &Value) -> bool {
 
 /// The seconds of a command that sets [`INTERVAL`].
 fn interval(command: &Value) -> Option<u64> {
-    let arguments = command.get("arguments")?;
-    let is = command.get("execute")?.as_str() == Some("qom-set")
-        && arguments.get("property")?.as_str() == Some(INTERVAL);
-    arguments.get("value").filter(|_| is)?.as_u64()
+    let arguments = &command["arguments"];
+    let is = command["execute"] == "qom-set" && arguments["property"] == INTERVAL;
+    arguments["value"].as_u64().filter(|_| is)
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
     if let Some(value) = map.remove("return") {
         return Ok(Message::Return { id, value });
     }
-    let text = |v: &Value, key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned);
+    let text = |v: &Value, key: &str| v[key].as_str().map(str::to_owned);
     if let Some(error) = map.remove("error") {
         return match (text(&error, "class"), text(&error, "desc")) {
             (Some(class), Some(desc)) => {

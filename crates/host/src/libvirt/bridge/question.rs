@@ -37,8 +37,7 @@ pub(super) struct Question {
 impl Question {
     /// Whether it asks for the balloon's size or the guest's statistics.
     pub fn is_of_balloon(&self) -> bool {
-        let of = |name: &str| self.command.get(name).and_then(Value::as_str);
-        let property = self.command.get("arguments").and_then(|a| a.get("property"));
-        of("execute") == Some("query-balloon") || property.and_then(Value::as_str) == Some(STATS)
+        let Question { command, .. } = self;
+        command["execute"] == "query-balloon" || command["arguments"]["property"] == STATS
     }
 }
