@@ -6,20 +6,22 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
+use ebb_core::range::Range;
 use ebb_core::units::PAGE;
 use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX, Told};
 use ebb_host::scan::agents::HashLink;
 use libfuzzer_sys::fuzz_target;
 
-const ASKED: [(u64, u64); 2] = [(PAGE, 4 * PAGE), (1 << 30, 64 * PAGE)];
+const ASKED: [Range; 2] =
+    [Range { start: PAGE, len: 4 * PAGE }, Range { start: 1 << 30, len: 64 * PAGE }];
 
 fn question(bytes: &[u8]) {
     let Some((head, rest)) = bytes.split_first_chunk() else { return };
     let Some(length) = Ask::rest(head) else { return };
     assert!(length <= RANGES_MAX * 16);
     let Some(ask) = rest.get(..length).and_then(|rest| Ask::parse(head, rest)) else { return };
-    assert!(ask.ranges.windows(2).all(|r| r[0].0 + r[0].1 <= r[1].0));
-    assert!(ask.ranges.iter().map(|r| r.1 / PAGE).sum::<u64>() <= PAGES_MAX);
+    assert!(ask.ranges.windows(2).all(|r| r[0].end() <= r[1].start));
+    assert!(ask.ranges.iter().map(|r| r.len / PAGE).sum::<u64>() <= PAGES_MAX);
     assert_eq!(ask.encode(), bytes[..Ask::HEAD + length]);
 }
 
@@ -35,7 +37,7 @@ fn answer(bytes: &[u8]) {
 }
 
 fn check(told: &Told) {
-    let inside = |n: &u64| ASKED.iter().any(|(at, len)| (at / PAGE..(at + len) / PAGE).contains(n));
+    let inside = |n: &u64| ASKED.iter().any(|r| r.contains(n * PAGE));
     assert!(told.pages.iter().all(|(number, _)| inside(number)));
     assert!(told.pages.windows(2).all(|p| p[0].0 < p[1].0));
     assert!(told.held <= 68 && told.free + told.pages.len() as u64 <= told.held);

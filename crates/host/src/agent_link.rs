@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::RecycleOrder;
+use ebb_core::range::Range;
 use ebb_core::sample::{Link, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::Facts;
@@ -120,7 +121,7 @@ pub(crate) struct AgentLink {
     segments: Vec<Segment>,
     /// What it was told to open to KSM since it was attached, and after how many scans; `None`: what
     /// is open is not known.
-    told: Option<(Vec<(u64, u64)>, u64)>,
+    told: Option<(Vec<Range>, u64)>,
     open: Option<Bytes>,
     /// When and why it did not do what it was told of merging.
     refused: Option<(Instant, String)>,
@@ -472,14 +473,14 @@ impl AgentLink {
     /// Has it open these ranges to KSM, and no others, unless it was told so last and no further
     /// scan has ended: the agent closes what the guest frees in them. If it was told now: whether it
     /// may have to close ranges for it, which are sorted.
-    pub fn advise(&mut self, open: &[(u64, u64)], scans: u64) -> Option<bool> {
+    pub fn advise(&mut self, open: &[Range], scans: u64) -> Option<bool> {
         let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
         let refused = self.refused.as_ref().is_some_and(|(at, _)| at.elapsed() < PASSES);
         let can = self.stage == Stage::Attached && self.advises && !self.terms.observe;
         if !can || same || refused {
             return None;
         }
-        let is_dropped = |range: &(u64, u64)| open.binary_search(range).is_err();
+        let is_dropped = |range: &Range| open.binary_search(range).is_err();
         let closes = self.told.as_ref().is_none_or(|(told, _)| told.iter().any(is_dropped));
         self.told = Some((open.to_vec(), scans));
         for part in Advise::all(open) {

@@ -154,8 +154,7 @@ impl Served {
         let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
         let mut runs = Vec::new();
         let mut told = Told::default();
-        for &(start, len) in &ask.ranges {
-            let range = Range { start, len };
+        for &range in &ask.ranges {
             let present = self.ram.present(range)?;
             let present = if self.faults.any_page() { vec![range] } else { present };
             for run in present {

@@ -100,7 +100,7 @@ const KEPT: Duration = Duration::from_secs(5);
 impl Open {
     /// What of this may stay open where RAM is now that; the rest is forgotten.
     pub fn still(&self, ram: &Ram) -> Open {
-        let good = |r: &&Range| check(ram, &[(r.start, r.len)]).is_ok();
+        let good = |r: &&Range| check(ram, &[**r]).is_ok();
         Open { ranges: self.ranges.iter().filter(good).copied().collect(), kept: None }
     }
 
@@ -215,10 +215,10 @@ impl Open {
 
 /// Ranges as they were named, if they are whole pages of anonymous RAM, sorted and
 /// apart; without what is never open.
-fn check(ram: &Ram, want: &[(u64, u64)]) -> Result<Vec<Range>, String> {
+fn check(ram: &Ram, want: &[Range]) -> Result<Vec<Range>, String> {
     let anonymous = anonymous(ram);
     let mut ranges: Vec<Range> = Vec::with_capacity(want.len());
-    for &(start, len) in want {
+    for &Range { start, len } in want {
         let stop = start.checked_add(len).ok_or("no such addresses")?;
         let within = anonymous.iter().any(|r| r.start <= start && stop <= r.end());
         let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;

@@ -40,7 +40,8 @@ fn told_of(
     spans: &[(u64, u64)],
     lines: bool,
 ) -> std::io::Result<Told> {
-    let at = |(first, pages): &(u64, u64)| (guest.memory.address() + first * PAGE, pages * PAGE);
+    let base = guest.memory.address();
+    let at = |(first, pages): &(u64, u64)| Range { start: base + first * PAGE, len: pages * PAGE };
     link.ask(&Ask { secret: KEY, lines, ranges: spans.iter().map(at).collect() })
 }
 

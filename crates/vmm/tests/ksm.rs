@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
+use ebb_core::range::Range;
 use ebb_core::units::Bytes;
 use ebb_core::wire::abi::PAGE;
 use ebb_core::wire::{Advise, Answer, Attach, Command, Recycle, Refusal, Segment};
@@ -110,8 +111,9 @@ fn shared_ram_is_no_matter_of_ksm() {
 
 /// Opens these pages of a guest to KSM and no others.
 fn advise(agent: &mut Agent, guest: &Guest, spans: &[(u64, u64)]) -> Result<u64, Refusal> {
-    let address = |(page, pages): &(u64, u64)| (guest.memory.address() + page * PAGE, pages * PAGE);
-    let open: Vec<_> = spans.iter().map(address).collect();
+    let base = guest.memory.address();
+    let range = |(page, pages): &(u64, u64)| Range { start: base + page * PAGE, len: pages * PAGE };
+    let open: Vec<_> = spans.iter().map(range).collect();
     Advise::all(&open).into_iter().map(|a| advise_one(agent, a)).last().unwrap()
 }
 

@@ -16,6 +16,7 @@
 
 use super::abi::{u32_at, u64_at};
 use crate::page_hash::SECRET;
+use crate::range::Range;
 use crate::units::PAGE;
 
 /// Most ranges of one question: every second page of 32 MiB.
@@ -32,8 +33,8 @@ pub struct Ask {
     pub secret: [u8; SECRET],
     /// Whether a few lines of each page are enough.
     pub lines: bool,
-    /// Address and bytes; whole pages, sorted, apart.
-    pub ranges: Vec<(u64, u64)>,
+    /// Whole pages, sorted, apart.
+    pub ranges: Vec<Range>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,9 +59,9 @@ impl Ask {
         bytes.extend((self.ranges.len() as u32).to_le_bytes());
         bytes.extend(u64::from(self.lines).to_le_bytes());
         bytes.extend(self.secret);
-        for (start, len) in &self.ranges {
-            bytes.extend(start.to_le_bytes());
-            bytes.extend(len.to_le_bytes());
+        for range in &self.ranges {
+            bytes.extend(range.start.to_le_bytes());
+            bytes.extend(range.len.to_le_bytes());
         }
         bytes
     }
@@ -78,10 +79,10 @@ impl Ask {
         let mut secret = [0; SECRET];
         secret.copy_from_slice(&head[16..]);
         let lines = [false, true].into_iter().find(|l| u64::from(*l) == u64_at(head, 8))?;
-        let ranges: Vec<(u64, u64)> =
-            rest.chunks_exact(RANGE).map(|r| (u64_at(r, 0), u64_at(r, 8))).collect();
+        let range = |r| Range { start: u64_at(r, 0), len: u64_at(r, 8) };
+        let ranges: Vec<Range> = rest.chunks_exact(RANGE).map(range).collect();
         let (mut at, mut pages) = (0, 0u64);
-        for &(start, len) in &ranges {
+        for &Range { start, len } in &ranges {
             let whole = start.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && len > 0;
             if !whole || start < at {
                 return None;
@@ -123,7 +124,7 @@ impl Told {
     }
 
     /// The same, if it can be the answer to a question about these ranges.
-    pub fn parse(head: &[u8; Told::HEAD], rest: &[u8], ranges: &[(u64, u64)]) -> Option<Told> {
+    pub fn parse(head: &[u8; Told::HEAD], rest: &[u8], ranges: &[Range]) -> Option<Told> {
         if Told::rest(head)? != rest.len() {
             return None;
         }
@@ -131,8 +132,8 @@ impl Told {
         let hash = |r: &[u8]| (u128::from(u64_at(r, 16)) << 64) | u128::from(u64_at(r, 8));
         let pages: Vec<(u64, u128)> =
             rest.chunks_exact(RECORD).map(|r| (u64_at(r, 0), hash(r))).collect();
-        let asked: u64 = ranges.iter().map(|r| r.1 / PAGE).sum();
-        let mut ranges = ranges.iter().map(|r| r.0 / PAGE..(r.0 + r.1) / PAGE);
+        let asked: u64 = ranges.iter().map(|r| r.len / PAGE).sum();
+        let mut ranges = ranges.iter().map(|r| r.start / PAGE..r.end() / PAGE);
         let mut range = ranges.next();
         let mut next = 0;
         for (number, _) in &pages {
@@ -160,8 +161,12 @@ mod tests {
 
     use super::*;
 
-    fn question(ranges: &[(u64, u64)]) -> Ask {
-        Ask { secret: [7; SECRET], lines: ranges.len() > 1, ranges: ranges.to_vec() }
+    fn ranges(list: &[(u64, u64)]) -> Vec<Range> {
+        list.iter().map(|&(start, len)| Range { start, len }).collect()
+    }
+
+    fn question(list: &[(u64, u64)]) -> Ask {
+        Ask { secret: [7; SECRET], lines: list.len() > 1, ranges: ranges(list) }
     }
 
     fn parsed(bytes: &[u8]) -> Option<Ask> {
@@ -169,14 +174,14 @@ mod tests {
         Ask::parse(head, rest)
     }
 
-    fn ask(ranges: &[(u64, u64)]) -> Option<Ask> {
-        parsed(&question(ranges).encode())
+    fn ask(list: &[(u64, u64)]) -> Option<Ask> {
+        parsed(&question(list).encode())
     }
 
-    fn told(told: &Told, ranges: &[(u64, u64)]) -> Option<Told> {
+    fn told(told: &Told, list: &[(u64, u64)]) -> Option<Told> {
         let bytes = told.encode();
         let (head, rest) = bytes.split_first_chunk()?;
-        Told::parse(head, rest, ranges)
+        Told::parse(head, rest, &ranges(list))
     }
 
     #[test]
@@ -240,7 +245,7 @@ mod tests {
                 let _ = Ask::parse(head, rest);
             }
             if let Some((head, rest)) = bytes.split_first_chunk() {
-                let _ = Told::parse(head, rest, &[(0, 64 * PAGE)]);
+                let _ = Told::parse(head, rest, &ranges(&[(0, 64 * PAGE)]));
             }
         }
     }

@@ -11,6 +11,7 @@ use super::lines::{encode, parse};
 #[cfg(doc)]
 use super::{Answer, BUDGET_MS_MAX, Hello, OTHERS_DISCARD, Refused, Status, hashes};
 use super::{BLOCK_PAGES, BadLine, OBJECTIONS_MAX, SEGMENTS_MAX, SPANS_MAX};
+use crate::range::Range;
 use crate::units::{Bytes, PAGE};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,25 +112,24 @@ pub struct Advise {
 }
 
 impl Advise {
-    /// All that is to be open, as address and length, sorted and apart, in as many
-    /// requests as that takes.
-    pub fn all(open: &[(u64, u64)]) -> Vec<Advise> {
+    /// All that is to be open, sorted and apart, in as many requests as that takes.
+    pub fn all(open: &[Range]) -> Vec<Advise> {
         let mut from = 0;
-        let mut parts: Vec<&[(u64, u64)]> = open.chunks(SPANS_MAX).collect();
+        let mut parts: Vec<&[Range]> = open.chunks(SPANS_MAX).collect();
         if parts.is_empty() {
             parts.push(&[]);
         }
         let last = parts.len() - 1;
-        let part = |(i, part): (usize, &&[(u64, u64)])| {
+        let part = |(i, part): (usize, &&[Range])| {
             let to = match part.last() {
-                Some((start, len)) if i < last => start.saturating_add(*len),
+                Some(r) if i < last => r.end(),
                 _ => u64::MAX / PAGE * PAGE,
             };
             let mut at = from;
-            let relative = |(start, len): &(u64, u64)| {
-                let gap = start.saturating_sub(at) / PAGE;
-                at = start.saturating_add(*len);
-                (gap, len / PAGE)
+            let relative = |r: &Range| {
+                let gap = r.start.saturating_sub(at) / PAGE;
+                at = r.end();
+                (gap, r.len / PAGE)
             };
             let advise = Advise { within: (from, to), open: part.iter().map(relative).collect() };
             from = to;
@@ -138,9 +138,8 @@ impl Advise {
         parts.iter().enumerate().map(part).collect()
     }
 
-    /// As address and length; `None` where it goes beyond all addresses or the stretch,
-    /// or names nothing between two.
-    pub fn ranges(&self) -> Option<Vec<(u64, u64)>> {
+    /// `None` where it goes beyond all addresses or the stretch, or names nothing between two.
+    pub fn ranges(&self) -> Option<Vec<Range>> {
         let (mut at, to) = self.within;
         let mut ranges = Vec::with_capacity(self.open.len());
         for (i, (gap, pages)) in self.open.iter().enumerate() {
@@ -150,7 +149,7 @@ impl Advise {
             if at > to || len == 0 || (*gap == 0 && i > 0) {
                 return None;
             }
-            ranges.push((start, len));
+            ranges.push(Range { start, len });
         }
         Some(ranges)
     }

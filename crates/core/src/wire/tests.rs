@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::firmware::Firmware;
 use super::*;
+use crate::range::Range;
 use crate::units::{Bytes, PAGE};
 
 #[test]
@@ -116,10 +117,10 @@ proptest! {
         list in prop::collection::vec((1u64..99, 1u64..99), 0..2000),
     ) {
         let mut at = 0x7f00_0000_0000;
-        let open: Vec<(u64, u64)> = list.iter().map(|(gap, pages)| {
+        let open: Vec<Range> = list.iter().map(|(gap, pages)| {
             let start = at + gap * PAGE;
             at = start + pages * PAGE;
-            (start, pages * PAGE)
+            Range { start, len: pages * PAGE }
         }).collect();
         let all = Advise::all(&open);
         prop_assert_eq!(all.len(), open.len().div_ceil(SPANS_MAX).max(1));
@@ -137,8 +138,8 @@ proptest! {
     ) {
         for open in [open, small] {
             let advise = Advise { within, open };
-            for (start, len) in advise.ranges().unwrap_or_default() {
-                prop_assert!(start >= within.0 && start + len <= within.1 && len > 0);
+            for r in advise.ranges().unwrap_or_default() {
+                prop_assert!(r.start >= within.0 && r.start + r.len <= within.1 && r.len > 0);
             }
         }
     }

@@ -75,8 +75,8 @@ struct ScanJob {
     bytes_per_second: f64,
 }
 
-/// Ranges as address and length, and what is to be had in them.
-pub type Worth = (Vec<(u64, u64)>, Candidates);
+/// Ranges, and what is to be had in them.
+pub type Worth = (Vec<Range>, Candidates);
 
 /// What the threads have told.
 #[derive(Debug, Default)]
@@ -301,7 +301,7 @@ fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<To
     let target = |t: &Target| {
         let mut open = t.open.clone();
         if let Some((ranges, _)) = lock(told).ranges.get(&t.id) {
-            open.extend(ranges.iter().map(|&(start, len)| Range { start, len }));
+            open.extend(ranges);
         }
         Target { merged: united(open), ..t.clone() }
     };
@@ -378,15 +378,13 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
 
 /// What of each VM is worth opening range by range.
 fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
-    let pair = |r: &Range| (r.start, r.len);
     let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
     let one = |v: &crate::scan::VmResult| {
         let blocks: Vec<Block> = v.blocks.iter().collect();
-        let open: Vec<(u64, u64)> = v.target.open.iter().map(pair).collect();
-        let ram = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).map(pair);
+        let ram: Vec<Range> = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).copied().collect();
         let goes = (v.split.within + v.split.between).0 / PAGE;
         let goes = goes as f64 / v.duplicates.max(1) as f64;
-        (v.target.id, ranges(&blocks, &open, &ram.collect::<Vec<_>>(), goes))
+        (v.target.id, ranges(&blocks, &v.target.open, &ram, goes))
     };
     scanned.map(one).collect()
 }

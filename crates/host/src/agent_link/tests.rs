@@ -242,7 +242,7 @@ fn attached() -> (AgentLink, UnixStream) {
 fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
     let (mut link, _socket) = attached();
     (link.advises, link.told) = (true, Some((Vec::new(), 0)));
-    let (a, b) = ((0, 4096), (8192, 4096));
+    let [a, b] = [0, 8192].map(|start| Range { start, len: 4096 });
     assert_eq!(link.advise(&[a], 1), Some(false), "nothing was open");
     assert_eq!((link.advise(&[a], 1), link.advise(&[a], 2)), (None, Some(false)));
     assert_eq!((link.advise(&[a, b], 3), link.advise(&[b], 4)), (Some(false), Some(true)));

@@ -158,7 +158,8 @@ mod tests {
             socket.read_exact(&mut asked).unwrap();
             answer(&mut socket);
         });
-        let told = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![(PAGE, PAGE)] });
+        let page = Range { start: PAGE, len: PAGE };
+        let told = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![page] });
         peer.join().unwrap();
         (link, told)
     }

@@ -381,7 +381,7 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                 let pages = |r: Range| r.start / 4096..r.end() / 4096;
                 pagemap_scan(pagemap.as_fd(), range, |r, _| present.extend(pages(r))).unwrap();
                 for lines in [false, true] {
-                    let ranges = vec![(range.start, range.len)];
+                    let ranges = vec![range];
                     let told = link.ask(&Ask { secret: *key.secret(), lines, ranges }).unwrap();
                     assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
                     let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();

@@ -9,9 +9,8 @@
 //! would break that. It is closed when a scan reads it and finds it alone, and by the agent when
 //! its guest has freed it.
 
-use std::ops::Range;
-
 use super::Candidates;
+use crate::range::Range;
 use crate::units::{Bytes, PAGE};
 
 /// Most ranges of a VM that a scan names: Linux gives a process 65,530 mappings, and the check that
@@ -63,15 +62,15 @@ struct Run {
     gap_open: bool,
 }
 
-/// The ranges to open, as address and length, sorted and apart; and what is to be had
-/// in them. `before`: what is open now, likewise. `ram`: where ranges may be opened.
+/// The ranges to open, sorted and apart; and what is to be had in them. `before`: what is open
+/// now, likewise. `ram`: where ranges may be opened.
 /// `goes`: the part of the pages with a duplicate that goes; one of each content stays.
 pub fn ranges(
     blocks: &[Block],
-    before: &[(u64, u64)],
-    ram: &[(u64, u64)],
+    before: &[Range],
+    ram: &[Range],
     goes: f64,
-) -> (Vec<(u64, u64)>, Candidates) {
+) -> (Vec<Range>, Candidates) {
     let mut runs = runs(blocks, before, ram);
     let mut gap = GAP;
     while runs.len() > RANGES_MAX && gap < BLOCK / PAGE {
@@ -91,18 +90,18 @@ pub fn ranges(
     let mut all = Candidates::default();
     runs.iter().for_each(|r| all.add(&r.found));
     all.duplicates = (all.duplicates as f64 * goes.clamp(0.0, 1.0)) as u64;
-    (runs.into_iter().map(|r| (r.start, r.end - r.start)).collect(), all)
+    (runs.into_iter().map(|r| Range { start: r.start, len: r.end - r.start }).collect(), all)
 }
 
 /// Pages that are to be open, those close together as one.
-fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run> {
+fn runs(blocks: &[Block], before: &[Range], ram: &[Range]) -> Vec<Run> {
     let mut runs = Vec::new();
-    for (from, len) in ram {
-        let usable = from.saturating_add(FIRST)..from.saturating_add(*len);
-        let mut at = from / BLOCK * BLOCK;
+    for Range { start, len } in ram {
+        let usable = Range { start: start.saturating_add(FIRST), len: len.saturating_sub(FIRST) };
+        let mut at = start / BLOCK * BLOCK;
         // Whether all since the last run is open.
         let mut gap_open = false;
-        while at < usable.end {
+        while at < usable.end() {
             let open = opened(at, before);
             let known = blocks.binary_search_by_key(&at, |b| b.start);
             if known.is_err() && open == [0; WORDS] {
@@ -110,7 +109,7 @@ fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run>
                 gap_open = false;
             } else {
                 let block = known.map_or(Block { start: at, ..Block::default() }, |i| blocks[i]);
-                self::block(&block, &open, &usable, (&mut runs, &mut gap_open));
+                self::block(&block, &open, usable, (&mut runs, &mut gap_open));
             }
             at += BLOCK;
         }
@@ -120,12 +119,12 @@ fn runs(blocks: &[Block], before: &[(u64, u64)], ram: &[(u64, u64)]) -> Vec<Run>
 }
 
 /// Which pages of a block are open now.
-fn opened(start: u64, before: &[(u64, u64)]) -> [u64; WORDS] {
+fn opened(start: u64, before: &[Range]) -> [u64; WORDS] {
     let mut bits = [0; WORDS];
-    let first = before.partition_point(|(from, len)| from + len <= start);
-    for (from, len) in before[first..].iter().take_while(|(from, _)| *from < start + BLOCK) {
+    let first = before.partition_point(|r| r.end() <= start);
+    for r in before[first..].iter().take_while(|r| r.start < start + BLOCK) {
         let page = |at: u64| (at.clamp(start, start + BLOCK) - start) / PAGE;
-        (page(*from)..page(from + len)).for_each(|p| bits[p as usize / 64] |= 1 << (p % 64));
+        (page(r.start)..page(r.end())).for_each(|p| bits[p as usize / 64] |= 1 << (p % 64));
     }
     bits
 }
@@ -133,14 +132,14 @@ fn opened(start: u64, before: &[(u64, u64)]) -> [u64; WORDS] {
 fn block(
     b: &Block,
     open: &[u64; WORDS],
-    usable: &Range<u64>,
+    usable: Range,
     (runs, gap_open): (&mut Vec<Run>, &mut bool),
 ) {
     for i in 0..WORDS * 64 {
         let bit = |bits: &[u64; WORDS]| bits[i / 64] >> (i % 64) & 1 == 1;
         let (duplicate, zero, read) = (bit(&b.duplicates), bit(&b.zeros), bit(&b.read));
         let start = b.start + i as u64 * PAGE;
-        if !usable.contains(&start) || !(duplicate || zero || bit(open) && !read) {
+        if !usable.contains(start) || !(duplicate || zero || bit(open) && !read) {
             *gap_open &= bit(open);
             continue;
         }
@@ -179,7 +178,11 @@ mod tests {
     use super::*;
 
     const B: u64 = BLOCK;
-    const RAM: [(u64, u64); 1] = [(0, 1000 * B)];
+    const RAM: [Range; 1] = [r(0, 1000 * B)];
+
+    const fn r(start: u64, len: u64) -> Range {
+        Range { start, len }
+    }
 
     /// All of a block was read; these pages have duplicates.
     fn block(n: u64, duplicates: impl IntoIterator<Item = u64>) -> Block {
@@ -188,8 +191,8 @@ mod tests {
         b
     }
 
-    fn pages(list: &[(u64, u64)]) -> Vec<(u64, u64)> {
-        list.iter().map(|(start, len)| (start / PAGE, len / PAGE)).collect()
+    fn pages(list: &[Range]) -> Vec<(u64, u64)> {
+        list.iter().map(|r| (r.start / PAGE, r.len / PAGE)).collect()
     }
 
     #[test]
@@ -200,7 +203,7 @@ mod tests {
         assert_eq!(pages(&open), [(16, 24), (3 * 512 + 500, 12 + 13), (4 * 512 + 40, 1)]);
         assert_eq!((found.pages, found.duplicates), (24 + 12 + 13 + 1, 24));
         // Only where the agent has it.
-        let (open, _) = ranges(&blocks, &[], &[(2 * B, 2 * B)], 1.0);
+        let (open, _) = ranges(&blocks, &[], &[r(2 * B, 2 * B)], 1.0);
         assert_eq!(pages(&open), [(3 * 512 + 500, 12)]);
         let zeros = Block { zeros: [1, 0, 0, 0, 0, 0, 0, 0], ..block(7, []) };
         let (open, found) = ranges(&[zeros], &[], &RAM, 0.0);
@@ -209,7 +212,7 @@ mod tests {
 
     #[test]
     fn what_is_open_stays_while_it_is_merged_and_goes_when_it_is_read_and_alone() {
-        let before = [(3 * B, 2 * B)];
+        let before = [r(3 * B, 2 * B)];
         // 3 was not read at all; of 4 the first half was.
         let half =
             Block { read: [u64::MAX, u64::MAX, u64::MAX, u64::MAX, 0, 0, 0, 0], ..block(4, []) };
@@ -234,8 +237,8 @@ mod tests {
         assert!(open.len() <= RANGES_MAX && !open.is_empty(), "{}", open.len());
         assert_eq!(found.duplicates, 899 * 26, "nothing is lost by joining");
         let far: Vec<Block> = (1..20_000).map(|n| block(2 * n, 0..1 + n % 400)).collect();
-        let kept = [(2 * B, PAGE)];
-        let ram = [(0, 40_001 * B)];
+        let kept = [r(2 * B, PAGE)];
+        let ram = [r(0, 40_001 * B)];
         let (open, found) = ranges(&far, &kept, &ram, 1.0);
         assert_eq!(open.len(), RANGES_MAX);
         assert!(open.is_sorted() && found.duplicates > 300 * RANGES_MAX as u64, "{found:?}");
@@ -260,22 +263,22 @@ mod tests {
             let before: Vec<_> = before.iter().map(|(gap, l)| {
                 let start = at + (gap + 1) * PAGE * 37;
                 at = start + l * PAGE * 50;
-                (start, l * PAGE * 50)
+                r(start, l * PAGE * 50)
             }).collect();
-            let ram = [(0, 40 * B), (50 * B, 20 * B)];
+            let ram = [r(0, 40 * B), r(50 * B, 20 * B)];
             let (open, found) = ranges(&blocks, &before, &ram, 1.0);
             prop_assert!(open.len() <= RANGES_MAX);
-            prop_assert!(open.windows(2).all(|w| w[0].0 + w[0].1 < w[1].0));
-            let inside = |at: u64| open.iter().any(|(f, l)| *f <= at && at < f + l);
-            for (start, len) in &open {
-                prop_assert!(ram.iter().any(|(f, l)| *start > *f && start + len <= f + l));
+            prop_assert!(open.windows(2).all(|w| w[0].end() < w[1].start));
+            let inside = |at: u64| open.iter().any(|r| r.contains(at));
+            for r in &open {
+                prop_assert!(ram.iter().any(|m| r.start > m.start && r.end() <= m.end()));
             }
             // Every page that brings something, and is not one of the first, is open.
             let mut duplicates = 0;
             for b in &blocks {
                 let usable = |p: &usize| {
                     let at = b.start + *p as u64 * PAGE;
-                    ram.iter().any(|(f, l)| at >= f + FIRST && at < f + l)
+                    ram.iter().any(|m| at >= m.start + FIRST && at < m.end())
                 };
                 let duplicate = |p: &usize| b.duplicates[p / 64] >> (p % 64) & 1 == 1;
                 for p in (0..512usize).filter(usable).filter(duplicate) {

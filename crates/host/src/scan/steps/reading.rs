@@ -54,7 +54,7 @@ impl Worker<'_, '_> {
         };
         let questions = batches(runs.iter().copied(), most, RANGES_MAX);
         for (i, now) in questions.iter().enumerate() {
-            let ranges: Vec<(u64, u64)> = now.iter().map(|r| (r.start, r.len)).collect();
+            let ranges = now.clone();
             let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), lines, ranges }) else {
                 return Ok(questions[i..].concat());
             };

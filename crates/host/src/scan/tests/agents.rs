@@ -40,14 +40,14 @@ fn agent(
 fn answer(pid: u32, ask: &Ask) -> Told {
     let key = Key::new(ask.secret);
     let mut told = Told { cpu_ns: 1000, ..Told::default() };
-    for &(start, len) in &ask.ranges {
-        let mut bytes = vec![0; len as usize];
-        read_process(pid, &[Range { start, len }], &mut bytes).unwrap();
+    for &range in &ask.ranges {
+        let mut bytes = vec![0; range.len as usize];
+        read_process(pid, &[range], &mut bytes).unwrap();
         let pages = bytes.chunks_exact(PAGE_LEN).map(|page| match ask.lines {
             true => key.glance(page),
             false => key.page(page).unwrap_or(0),
         });
-        told.pages.extend((start / PAGE..).zip(pages));
+        told.pages.extend((range.start / PAGE..).zip(pages));
     }
     told.held = told.pages.len() as u64;
     told
