@@ -19,16 +19,16 @@ use crate::guest::{BOOT_MS, Guest};
 use crate::misbehaviour::Mood;
 use crate::world::EPOCH_MS;
 
-/// How often QEMU asks a guest for its statistics where it is not set otherwise, ms.
+/// QEMU asks a guest for its numbers so often unless it is set otherwise, ms.
 pub const ASKED_EVERY_MS: u64 = 1_000;
 /// A guest is too busy to answer for the time divided by this, where nothing else is said.
 pub const LATE_ONE_IN: u32 = 10;
 /// It is so for up to this at a time, ms. QEMU does not ask it again before it has answered.
 const LATE_MS: u64 = 1_000;
 
-/// A guest, as seen from outside: its name, its last statistics, its events.
+/// A guest's QEMU: its name, what it has heard of its guest last, its events.
 #[derive(Clone, Debug)]
-pub struct Voice {
+pub struct Qemu {
     /// Identity.
     pub id: VmId,
     pub name: String,
@@ -67,11 +67,11 @@ struct Said {
     used: Bytes,
 }
 
-impl Voice {
-    /// One that has sent no statistics yet.
-    pub fn new(index: u32, seed: u64, late_one_in: u32) -> Voice {
+impl Qemu {
+    /// One that has not heard its guest yet.
+    pub fn new(index: u32, seed: u64, late_one_in: u32) -> Qemu {
         let mut rhythm = fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32) ^ 0xa5ced);
-        Voice {
+        Qemu {
             asked_ms: rhythm.u64(0..ASKED_EVERY_MS),
             heard: Heard::default(),
             rhythm,
@@ -306,13 +306,13 @@ mod tests {
 
     #[test]
     fn a_guest_is_busy_for_its_part_of_the_time_and_one_that_pushes_never() {
-        let busy = |voice: &mut Voice| (0..200_000u64).filter(|n| voice.is_busy(n * 10)).count();
+        let busy = |qemu: &mut Qemu| (0..200_000u64).filter(|n| qemu.is_busy(n * 10)).count();
         for one_in in [2, 4, 10, 40] {
-            let mut voice = Voice::new(0, 7, one_in);
-            let share = busy(&mut voice) as f64 / 200_000.0 * f64::from(one_in);
+            let mut qemu = Qemu::new(0, 7, one_in);
+            let share = busy(&mut qemu) as f64 / 200_000.0 * f64::from(one_in);
             assert!((0.8..1.2).contains(&share), "1 in {one_in}: {share:.2} of that");
-            voice.never_busy();
-            assert_eq!(busy(&mut voice), 0);
+            qemu.never_busy();
+            assert_eq!(busy(&mut qemu), 0);
         }
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::demand::Curve;
 use crate::guest::{Guest, Spec};
-use crate::guest_stats::{self, ASKED_EVERY_MS, LATE_ONE_IN, Voice};
+use crate::guest_stats::{self, ASKED_EVERY_MS, LATE_ONE_IN, Qemu};
 use crate::host::{HIGH_MARK, HostMemory, LOW_MARK};
 use crate::misbehaviour::Mood;
 use crate::score::{Gauge, Score};
@@ -142,7 +142,7 @@ pub struct World {
     /// QEMU asks guests for their numbers so often, ms.
     pub asked_every_ms: u64,
     others: Curve,
-    voices: Vec<Voice>,
+    qemus: Vec<Qemu>,
     watches: Vec<Watch>,
     orders: u64,
     run_ms: u64,
@@ -172,7 +172,7 @@ impl World {
         let watch =
             |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
         World {
-            voices: (0..n).map(|i| Voice::new(i, setup.seed, setup.late_one_in)).collect(),
+            qemus: (0..n).map(|i| Qemu::new(i, setup.seed, setup.late_one_in)).collect(),
             gauges: vec![Gauge::default(); guests.len()],
             watches: setup.probes.iter().map(watch).collect(),
             host,
@@ -191,7 +191,7 @@ impl World {
 
     /// Guests send their statistics without being asked, also while they are busy.
     pub fn guests_push(&mut self) {
-        self.voices.iter_mut().for_each(Voice::never_busy);
+        self.qemus.iter_mut().for_each(Qemu::never_busy);
     }
 
     pub fn over(&self) -> bool {
@@ -212,15 +212,15 @@ impl World {
         let at = self.at_ms;
         self.host.others = self.others.at(at);
         let mut room = self.host.room(&self.guests, dt);
-        // No guest is always the first that is given memory.
+        // No guest is always the first that takes memory.
         let n = self.guests.len();
         self.turn = (self.turn + 1) % n.max(1);
         for i in 0..n {
             self.guests[(i + self.turn) % n].live(at, dt, &mut room);
         }
         self.host.settle(&mut self.guests, &room, dt);
-        for (g, voice) in self.guests.iter().zip(&mut self.voices) {
-            voice.listen(g, at, self.asked_every_ms);
+        for (g, qemu) in self.guests.iter().zip(&mut self.qemus) {
+            qemu.listen(g, at, self.asked_every_ms);
         }
         let on = self.guests.iter().filter(|g| g.power);
         self.host.stalled(dt, on.map(|g| g.waited_for_host));
@@ -243,11 +243,11 @@ impl World {
         let wall_ms = EPOCH_MS + self.at_ms;
         let at = self.at_ms;
         self.looked_ms = at;
-        let seen = self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power);
+        let seen = self.guests.iter().zip(&mut self.qemus).filter(|(g, _)| g.power);
         Sample {
             at: Stamp(EPOCH_MS + self.at_ms),
             wall_ms,
-            vms: seen.map(|(g, voice)| voice.sample(g, at, wall_ms)).collect(),
+            vms: seen.map(|(g, qemu)| qemu.sample(g, at, wall_ms)).collect(),
             host: self.host.sample(&self.guests),
             ended: Vec::new(),
             problems: Vec::new(),
@@ -257,7 +257,7 @@ impl World {
     /// Which guest this is.
     pub fn index(&self, id: VmId) -> Option<usize> {
         let i = id.pid.checked_sub(1000)? as usize;
-        (self.voices.get(i)?.id == id && self.guests[i].power).then_some(i)
+        (self.qemus.get(i)?.id == id && self.guests[i].power).then_some(i)
     }
 
     /// How old a guest's numbers truly are, ms; `None`: it never told any. Those of a module are of
@@ -266,13 +266,13 @@ impl World {
         if self.guests.get(guest)?.spec.agent {
             return Some(0);
         }
-        self.voices.get(guest)?.said_ms().map(|said| self.at_ms - said)
+        self.qemus.get(guest)?.said_ms().map(|said| self.at_ms - said)
     }
 
     /// What a guest used when it sent the statistics that were looked at last.
     pub fn known_used(&self, guest: usize) -> Option<Bytes> {
         let g = self.guests.get(guest)?;
-        if g.spec.agent { Some(g.used()) } else { self.voices.get(guest)?.known_used() }
+        if g.spec.agent { Some(g.used()) } else { self.qemus.get(guest)?.known_used() }
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made
@@ -420,10 +420,10 @@ impl Host for World {
         if until_ms - self.looked_ms <= FAST_MS {
             self.pass(until_ms.saturating_sub(self.at_ms + KICK_AHEAD_MS));
             let now = (self.now(), self.at_ms);
-            for (g, voice) in self.guests.iter().zip(&mut self.voices).filter(|(g, _)| g.power) {
-                voice.rests = next.rests(voice.id);
-                if next.asks_anew(voice.id) {
-                    voice.ask(g, now, EBB_ASKS_MS);
+            for (g, qemu) in self.guests.iter().zip(&mut self.qemus).filter(|(g, _)| g.power) {
+                qemu.rests = next.rests(qemu.id);
+                if next.asks_anew(qemu.id) {
+                    qemu.ask(g, now, EBB_ASKS_MS);
                 }
             }
         }
