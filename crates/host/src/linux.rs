@@ -340,7 +340,7 @@ impl LinuxHost {
 
 /// Whether settings of this VM may stand in its libvirt's metadata and count.
 fn has_metadata(options: &Options, process: &QemuProcess) -> bool {
-    let section = options.config.settings(&process.given, process.uuid.as_deref());
+    let section = options.config.settings(&process.given, process.args.uuid.as_deref());
     options.config.libvirt && section.own.manage != Some(false)
 }
 
@@ -351,7 +351,7 @@ fn access(
     process: &QemuProcess,
     (claim, metadata): (&Claim, &Metadata),
 ) -> Access {
-    let settings = options.config.settings(&process.given, process.uuid.as_deref());
+    let settings = options.config.settings(&process.given, process.args.uuid.as_deref());
     let settings = settings.with(metadata, Bytes::ZERO);
     let refused = matches!(claim, Claim::Refused(_)) || matches!(metadata, Metadata::Wrong(_));
     let manage = settings.manage && !refused;

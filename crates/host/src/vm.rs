@@ -244,7 +244,7 @@ impl Vm {
     pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
         let pid = process.id.pid;
         Vm {
-            agent: process.agent.clone().map(|path| AgentLink::new(path, pid)),
+            agent: process.args.agent.clone().map(|path| AgentLink::new(path, pid)),
             watched: Watched::new(process.id),
             process,
             interval_s,
@@ -333,7 +333,7 @@ impl Vm {
             id,
             name: self.process.name.clone(),
             given: Some(&self.process.given).filter(|g| **g != self.process.name).cloned(),
-            uuid: self.process.uuid.clone(),
+            uuid: self.process.args.uuid.clone(),
             claim: self.claim.clone().unwrap_or_default(),
             metadata: self.metadata().clone(),
             noted: self.noted(),
@@ -365,7 +365,7 @@ impl Vm {
 
     /// Why its memory stays where it is.
     fn pinned(&self) -> Option<String> {
-        let p = &self.process;
+        let p = &self.process.args;
         let why = |yes, why: &str| if yes { Some(why.to_owned()) } else { None };
         why(p.passthrough, "a VFIO or vDPA device pins it")
             .or_else(|| p.pinned.clone())

@@ -100,7 +100,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     let mut processes = discover(root, &trust(config))?.found;
     processes.iter_mut().for_each(|p| name_by_socket(config, p));
     if config.listed_only {
-        processes.retain(|p| config.section(&p.given, p.uuid.as_deref()).is_some());
+        processes.retain(|p| config.section(&p.given, p.args.uuid.as_deref()).is_some());
     }
     if let Some(unknown) = names.iter().find(|n| processes.iter().all(|p| p.name != **n)) {
         let there: Vec<&str> = processes.iter().map(|p| p.name.as_str()).collect();
@@ -110,7 +110,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     let one_group = config.has_one_group();
     let version = read_hierarchy(root)?.map_or(Version::V2, |h| h.version);
     let one = |process: QemuProcess| {
-        let group = config.settings(&process.given, process.uuid.as_deref()).group.clone();
+        let group = config.settings(&process.given, process.args.uuid.as_deref()).group.clone();
         let claim = claim(root, config, version, &process);
         let group_is_proven = one_group || claim == Claim::Proven;
         let (found, why) = match Found::look(root, process.id, &process.name, &group) {

@@ -60,7 +60,8 @@ impl LinuxHost {
             name_by_socket(&self.options.config, &mut process);
             let (id, interval_s) = (process.id, self.options.stats_interval_s);
             let config = &self.options.config;
-            let has_section = config.section(&process.given, process.uuid.as_deref()).is_some();
+            let has_section =
+                config.section(&process.given, process.args.uuid.as_deref()).is_some();
             if has_section || !config.listed_only || self.owed.contains(&id) {
                 // What may be done to it is said before anything is (`allow`).
                 let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
@@ -125,7 +126,7 @@ impl LinuxHost {
         if let Claim::Refused(why) = &claim {
             return Err(format!("the VM there is not that of the section: {why}"));
         }
-        process.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
+        process.args.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
         let interval_s = self.options.stats_interval_s;
         let access = access(&self.options, &self.owed, &process, (&claim, &Metadata::None));

@@ -278,35 +278,23 @@ impl Scanner {
     fn program(&mut self, root: &Root, id: VmId, line: &[u8]) -> Result<Program, ProbeError> {
         let pid = id.pid;
         let args = parse_cmdline(line).filter(|args| !args.is_probe);
-        let Some(args) = args else { return Ok(Program::Other) };
+        let Some(mut args) = args else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
         let mounts = if args.mem_paths.is_empty() { None } else { read_mounts(root)? };
         let huge = mounts.iter().flatten().filter(|mount| mount.kind == "hugetlbfs");
         let on_huge = |mount: &Mount| {
             args.mem_paths.iter().any(|path| Path::new(path).starts_with(&mount.point))
         };
-        let hugepages = args.hugetlb || huge.into_iter().any(on_huge);
-        let agent = match args.agent {
-            Some(path) => Some(path),
-            None => lasting(root.read_bytes(format!("/proc/{pid}/environ")))?
-                .and_then(|environ| preloaded(&environ)),
-        };
-        let agent = match agent {
-            Some(path) => place(root, pid, vec![path])?.ok().and_then(|mut paths| paths.pop()),
-            None => None,
-        };
-        Ok(Program::Vm(Box::new(QemuProcess {
-            id,
-            given: name.clone(),
-            own_name: name.clone(),
-            name,
-            uuid: args.uuid,
-            qmp: absolute(root, pid, args.qmp)?,
-            passthrough: args.passthrough,
-            hugepages,
-            pinned: args.pinned,
-            agent,
-        })))
+        args.hugepages = args.hugepages || huge.into_iter().any(on_huge);
+        if args.agent.is_none() {
+            let environ = lasting(root.read_bytes(format!("/proc/{pid}/environ")))?;
+            args.agent = environ.and_then(|environ| preloaded(&environ));
+        }
+        if let Some(path) = args.agent.take() {
+            args.agent = place(root, pid, vec![path])?.ok().and_then(|mut paths| paths.pop());
+        }
+        args.qmp = absolute(root, pid, args.qmp)?;
+        Ok(Program::Vm(Box::new(QemuProcess { args, ..QemuProcess::plain(id, name) })))
     }
 
     fn verdict(&mut self, root: &Root, id: VmId) -> Result<Verdict, ProbeError> {

@@ -15,7 +15,7 @@ use crate::root::{ProbeError, Root};
 /// What a VM's claim to its section is worth. `version` is that of the hierarchy that
 /// memory cgroups are in.
 pub fn claim(root: &Root, config: &Config, version: Version, process: &QemuProcess) -> Claim {
-    let Some(section) = config.section(&process.given, process.uuid.as_deref()) else {
+    let Some(section) = config.section(&process.given, process.args.uuid.as_deref()) else {
         return Claim::Open;
     };
     let identity = &section.identity;
@@ -29,7 +29,7 @@ pub fn claim(root: &Root, config: &Config, version: Version, process: &QemuProce
 
 /// A section that names one of a VM's QMP sockets is that VM's, also while Ebb is not connected.
 pub fn name_by_socket(config: &Config, process: &mut QemuProcess) {
-    let QmpAddress::Paths(paths) = &process.qmp else { return };
+    let QmpAddress::Paths(paths) = &process.args.qmp else { return };
     let has = |path: &String| paths.iter().any(|its| its == Path::new(path));
     let mut sections = config.vms.iter();
     let found = sections.find(|(_, section)| section.qmp.as_ref().is_some_and(has));
@@ -48,7 +48,7 @@ fn differs(
     let no = |why: String| Ok(Some(why));
     let pid = process.id.pid;
     if let Some(uuid) = &identity.uuid {
-        match process.uuid.as_deref().map(str::to_ascii_lowercase) {
+        match process.args.uuid.as_deref().map(str::to_ascii_lowercase) {
             Some(its) if its == *uuid => {}
             Some(its) => return no(format!("its uuid is {its}, not {uuid}")),
             None => return no(format!("it has no uuid, and is to have {uuid}")),
@@ -84,11 +84,13 @@ mod tests {
     use super::*;
     use ebb_core::sample::VmId;
 
+    use crate::probe::qemu::QemuArgs;
+
     const UUID: &str = "11111111-2222-3333-4444-555555555555";
 
     fn process(name: &str, uuid: Option<&str>) -> QemuProcess {
-        let uuid = uuid.map(str::to_owned);
-        QemuProcess { uuid, ..QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into()) }
+        let args = QemuArgs { uuid: uuid.map(str::to_owned), ..QemuArgs::default() };
+        QemuProcess { args, ..QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into()) }
     }
 
     #[test]
@@ -142,8 +144,8 @@ mod tests {
         let config = Config::parse("f", &text).unwrap();
         let called = |paths: &[&str], uuid| {
             let paths = paths.iter().map(Into::into).collect();
-            let mut process =
-                QemuProcess { qmp: QmpAddress::Paths(paths), ..process("pid-10", uuid) };
+            let mut process = process("pid-10", uuid);
+            process.args.qmp = QmpAddress::Paths(paths);
             name_by_socket(&config, &mut process);
             process.given
         };

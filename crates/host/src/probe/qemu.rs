@@ -42,16 +42,17 @@ impl Default for QmpAddress {
     }
 }
 
+/// What a command line says. Sockets are as written, perhaps relative.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QemuArgs {
     pub name: Option<String>,
     pub uuid: Option<String>,
-    /// Monitor sockets as written, perhaps relative.
+    /// Monitor sockets.
     pub qmp: QmpAddress,
     /// A VFIO or vhost-vDPA device: guest memory is pinned.
     pub passthrough: bool,
     /// RAM in huge pages, as far as the options alone tell.
-    pub hugetlb: bool,
+    pub hugepages: bool,
     /// Why else guest memory stays where it is: encrypted or locked.
     pub pinned: Option<String>,
     /// Files that RAM lives in.
@@ -71,17 +72,9 @@ pub struct QemuProcess {
     pub given: String,
     /// `-name` as typed, also where the configuration calls it otherwise.
     pub own_name: String,
-    pub uuid: Option<String>,
-    /// Monitor sockets, absolute.
-    pub qmp: QmpAddress,
-    /// A VFIO or vhost-vDPA device is on the command line: guest memory is pinned.
-    pub passthrough: bool,
-    /// RAM lies in huge pages.
-    pub hugepages: bool,
-    /// Why else guest memory stays where it is: encrypted or locked.
-    pub pinned: Option<String>,
-    /// Socket of Ebb's agent inside it, absolute.
-    pub agent: Option<PathBuf>,
+    /// Its command line, with what else tells of the same: mounts of huge pages, an agent that was
+    /// preloaded. Sockets are absolute.
+    pub args: QemuArgs,
 }
 
 impl QemuProcess {
@@ -96,7 +89,7 @@ impl QemuProcess {
     pub fn call(&mut self, section: String) -> Result<(), String> {
         if !section.starts_with(BY_UUID) {
             (self.name, self.given) = (section.clone(), section);
-        } else if self.uuid.as_deref().map(by_uuid) != Some(section) {
+        } else if self.args.uuid.as_deref().map(by_uuid) != Some(section) {
             return Err(format!("the VM there ({}) has another uuid", self.given));
         }
         Ok(())
@@ -159,7 +152,7 @@ impl QemuArgs {
             }
             "object" => {
                 let options = Options::parse(value, "qom-type");
-                self.hugetlb |= options.is_on("hugetlb");
+                self.hugepages |= options.is_on("hugetlb");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
                     let kind = shown(&kind, MAX_KIND);
@@ -457,7 +450,7 @@ mod tests {
             "memory-backend-memfd,id=r,hugetlb=on,size=1G",
         ]);
         assert_eq!((a.name.as_deref(), a.uuid.as_deref()), (Some("web,1"), Some("u-1")));
-        assert!(a.passthrough && a.hugetlb && !a.is_probe);
+        assert!(a.passthrough && a.hugepages && !a.is_probe);
         // KubeVirt's names have up to 127 characters, and are looked up whole.
         let long = "n".repeat(127);
         assert_eq!(args(&["-name", &long]).name, Some(long));
@@ -502,7 +495,7 @@ mod tests {
         let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
         let section = format!("uuid:{}", uuid.to_lowercase());
         let vm = |name: &str, uuid: Option<&str>| QemuProcess {
-            uuid: uuid.map(str::to_owned),
+            args: QemuArgs { uuid: uuid.map(str::to_owned), ..QemuArgs::default() },
             ..QemuProcess::plain(VmId::default(), name.into())
         };
         for (mut vm, by_uuid) in

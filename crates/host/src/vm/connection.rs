@@ -38,7 +38,7 @@ impl Vm {
         if let Some(path) = &self.owed_at {
             return Ok(vec![path.clone()]);
         }
-        let paths = match &self.process.qmp {
+        let paths = match &self.process.args.qmp {
             QmpAddress::Paths(paths) => paths,
             QmpAddress::None { why } => return Err(why.clone()),
         };

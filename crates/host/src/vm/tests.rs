@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::merging::look_is_due;
 use super::questions::{BALLOON_CHANGE, RARELY};
 use super::*;
-use crate::probe::qemu::QmpAddress;
+use crate::probe::qemu::{QemuArgs, QmpAddress};
 use crate::qmp_balloon;
 
 #[test]
@@ -96,7 +96,7 @@ fn hear_all(vm: &mut Vm) {
 fn vm(path: std::path::PathBuf) -> Vm {
     Vm::new(
         QemuProcess {
-            qmp: QmpAddress::Paths(vec![path]),
+            args: QemuArgs { qmp: QmpAddress::Paths(vec![path]), ..QemuArgs::default() },
             ..QemuProcess::plain(VmId { pid: std::process::id(), start: 0 }, "v".into())
         },
         1,
@@ -550,7 +550,7 @@ fn a_vm_to_which_no_way_leads_is_let_be_once_its_interval_is_put_back() {
     let why = "its monitor is libvirt's".to_owned();
     let mut vm = vm("/nonexistent".into());
     let access = vm.access;
-    vm.process.qmp = QmpAddress::None { why: why.clone() };
+    vm.process.args.qmp = QmpAddress::None { why: why.clone() };
     vm.interval_was = Some(0);
     vm.allow(access);
     assert!(vm.may_ask_libvirt() && vm.access.look_only, "nothing else is set");

@@ -74,14 +74,14 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         let found = shared_words(shared);
         add("QMP socket", Verdict::Note, &found, &own_socket(process));
     }
-    if process.is_some_and(|p| p.passthrough) {
+    if process.is_some_and(|p| p.args.passthrough) {
         let advice = "ballooning has no effect: a passed-through device pins all guest memory";
         add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
     }
-    if let Some(why) = process.and_then(|p| p.pinned.as_deref()) {
+    if let Some(why) = process.and_then(|p| p.args.pinned.as_deref()) {
         add("RAM", Verdict::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
     }
-    if process.is_some_and(|p| p.hugepages) {
+    if process.is_some_and(|p| p.args.hugepages) {
         add(
             "RAM",
             Verdict::Note,
@@ -91,7 +91,7 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     }
     if vm.link == Link::Up {
         // It answers without a socket for Ebb.
-        let by_libvirt = process.filter(|p| matches!(p.qmp, QmpAddress::None { .. }));
+        let by_libvirt = process.filter(|p| matches!(p.args.qmp, QmpAddress::None { .. }));
         balloon_checks(vm, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
     }
     checks
@@ -141,7 +141,7 @@ fn own_socket(process: Option<&QemuProcess>) -> String {
 
 /// The VM's number, if Proxmox VE has started it.
 fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
-    let QmpAddress::Paths(paths) = &process.qmp else { return None };
+    let QmpAddress::Paths(paths) = &process.args.qmp else { return None };
     paths.iter().find_map(|path| proxmox_id(path))
 }
 
@@ -343,7 +343,7 @@ mod tests {
         assert!(text.contains("shared with Ganeti") && text.contains("for 2 ms at most"), "{text}");
         assert!(text.contains("no events") && text.contains("NAME-ebb.qmp"), "{text}");
         assert!(!text.contains("qm set"), "{text}");
-        process.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
+        process.args.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
         let text = said(&vm, &process);
         assert!(!text.contains("pvestatd"), "{text}");
         assert!(text.contains("qm set 104 --args '-qmp unix:/run/104-ebb.qmp,"), "{text}");
@@ -358,7 +358,7 @@ mod tests {
         let vm = ballooned(true, None);
         let said = |process: &QemuProcess| proxmox_check(&vm, Some(process), &root);
         assert!(said(&process).is_none());
-        process.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
+        process.args.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
         assert_eq!(said(&process).unwrap().verdict, Verdict::Note);
         std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
         let conf = root.path("/etc/pve/qemu-server/104.conf");

@@ -171,7 +171,7 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
             }
         );
     }
-    let agents = names_of(&|k| is_wanted(k) && k.process.agent.is_some());
+    let agents = names_of(&|k| is_wanted(k) && k.process.args.agent.is_some());
     if !agents.is_empty() {
         bail!(
             "{}: their RAM is recycled page by page, and what KSM merges loses the protection that \
@@ -206,9 +206,9 @@ pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool
 
 /// The VM's QMP socket, where one is free: a socket serves one client.
 fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
-    let its = &config.settings(&process.given, process.uuid.as_deref()).qmp;
+    let its = &config.settings(&process.given, process.args.uuid.as_deref()).qmp;
     let named = its.is_some();
-    let paths = match (its, &process.qmp) {
+    let paths = match (its, &process.args.qmp) {
         (Some(path), _) => vec![path.into()],
         (None, QmpAddress::Paths(paths)) => paths.clone(),
         (None, QmpAddress::None { why }) => match domain_of(&Root::default(), process) {

@@ -40,8 +40,8 @@ fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
     let found = discover(&root, &anything()).unwrap().found;
     assert_eq!(found.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["a-10", "a"]);
     assert_eq!(found[0].id, VmId { pid: 10, start: 500 });
-    assert_eq!(found[1].qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
-    assert!(found[0].hugepages);
+    assert_eq!(found[1].args.qmp, QmpAddress::Paths(vec!["/srv/rel".into()]));
+    assert!(found[0].args.hugepages);
 }
 
 #[test]
@@ -59,10 +59,10 @@ fn a_pool_of_huge_pages_that_is_mounted_later_is_seen_with_the_next_vm() {
     };
     let mut scanner = Scanner::new(anything());
     begin(10, "1 2 0:3 / / rw - ext4 none rw\n");
-    assert!(!scanner.scan(&root, &none()).unwrap().found[0].hugepages);
+    assert!(!scanner.scan(&root, &none()).unwrap().found[0].args.hugepages);
     begin(11, "1 2 0:3 / /huge rw - hugetlbfs none rw\n");
     let found = scanner.scan(&root, &none()).unwrap().found;
-    assert!(found.iter().find(|p| p.id.pid == 11).unwrap().hugepages);
+    assert!(found.iter().find(|p| p.id.pid == 11).unwrap().args.hugepages);
 }
 
 #[test]
@@ -240,8 +240,8 @@ fn a_vm_whose_first_read_fails_is_found_whole_by_the_next_scan() {
         }));
         assert_eq!(scanner.scan(&failing, &none()).unwrap().problems.len(), 1, "{file}");
         let scan = scanner.scan(&fixture.root(), &none()).unwrap();
-        assert_eq!(scan.found[0].agent, Some("/s".into()), "{file}");
-        assert_eq!(scan.found[0].qmp, QmpAddress::Paths(vec!["/srv/q".into()]), "{file}");
+        assert_eq!(scan.found[0].args.agent, Some("/s".into()), "{file}");
+        assert_eq!(scan.found[0].args.qmp, QmpAddress::Paths(vec!["/srv/q".into()]), "{file}");
     }
 }
 

@@ -266,7 +266,7 @@ fn a_socket_whose_manager_stays_is_left_for_another_one() {
     let qemu = Qemu::default();
     qemu.serve(UnixListener::bind(&second).unwrap());
     let mut vm = shared_vm(path.clone());
-    vm.process.qmp = QmpAddress::Paths(vec![path, second]);
+    vm.process.args.qmp = QmpAddress::Paths(vec![path, second]);
     let mut now = Instant::now();
     let met = (0..20).any(|_| {
         now += Duration::from_secs(3);
@@ -305,7 +305,7 @@ fn a_socket_of_ebbs_own_is_used_rather_than_the_managers() {
     let qemu = Qemu::default();
     qemu.serve(UnixListener::bind(&own).unwrap());
     let mut vm = shared_vm(path.clone());
-    vm.process.qmp = QmpAddress::Paths(vec![path, own]);
+    vm.process.args.qmp = QmpAddress::Paths(vec![path, own]);
     let sample = (0..5).map(|_| visit(&mut vm)).last().unwrap();
     assert!(sample.shared.is_none() && sample.link == Link::Up, "{sample:?}");
     assert_eq!(qemu.0.lock().unwrap().visits, 1, "it stays");
