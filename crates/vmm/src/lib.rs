@@ -79,7 +79,7 @@ static SERVER: Mutex<Option<Server>> = Mutex::new(None);
 extern "C" fn at_load() {
     // No panic may leave: the caller is the dynamic loader.
     let _ = std::panic::catch_unwind(|| {
-        qemu_plugin_version.store(version_for(sys::exports), SeqCst);
+        qemu_plugin_version.store(version_for(|name| sys::symbol(name) != 0), SeqCst);
         if let Some(path) = std::env::var_os("EBB_AGENT_SOCKET").filter(|_| in_qemu()) {
             // What this process starts is not a VMM.
             // SAFETY: constructors run before the process has a second thread.

@@ -432,11 +432,6 @@ pub fn close_in_children(listener: Option<BorrowedFd<'_>>) {
     });
 }
 
-/// Whether this process exports a symbol.
-pub fn exports(name: &std::ffi::CStr) -> bool {
-    symbol(name) != 0
-}
-
 /// Address of what a name means to the process as a whole; 0: nothing.
 pub fn symbol(name: &std::ffi::CStr) -> u64 {
     // SAFETY: `name` ends with NUL.
