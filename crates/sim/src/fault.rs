@@ -32,7 +32,7 @@ pub enum Fault {
     Reboots,
     /// Distress is answered at once: every sign of it is hidden.
     Distress,
-    /// No guest is turned around at once: the loop forgets when it turned whom.
+    /// No guest is asked right after it was given memory: the loop forgets when it asked and gave.
     Holds,
     /// Grants are bounded by what the host has: it is shown as empty all the time.
     Headroom,

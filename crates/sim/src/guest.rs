@@ -2,7 +2,7 @@
 //!
 //! A stand-in for laws and comparison, never for claims about real guests. Its
 //! programs want what its [`Need`] says. They get it from free memory, then from
-//! cache that is not missed, then from cache that is missed, then by guest swap, then
+//! cache that is not read again, then from cache that is missed, then by guest swap, then
 //! from the balloon (`deflate-on-oom`); what is still missing is waited for, and
 //! after a second of that a process is killed. Each way costs time, and a guest
 //! has no more time in a step than the step: what it spends waiting is its stall.

@@ -19,14 +19,14 @@ use crate::guest::{BOOT_MS, Guest};
 use crate::misbehaviour::Mood;
 use crate::world::EPOCH_MS;
 
-/// QEMU asks a guest for its numbers so often unless it is set otherwise, ms.
+/// How often QEMU asks a guest for its statistics where it is not set otherwise, ms.
 pub const ASKED_EVERY_MS: u64 = 1_000;
 /// A guest is too busy to answer for the time divided by this, where nothing else is said.
 pub const LATE_ONE_IN: u32 = 10;
 /// It is so for up to this at a time, ms. QEMU does not ask it again before it has answered.
 const LATE_MS: u64 = 1_000;
 
-/// A guest's QEMU: its name, what it has heard of its guest last, its events.
+/// A guest's QEMU, as seen from outside: its name, its guest's last statistics, its events.
 #[derive(Clone, Debug)]
 pub struct Qemu {
     /// Identity.
@@ -68,7 +68,7 @@ struct Said {
 }
 
 impl Qemu {
-    /// One that has not heard its guest yet.
+    /// One whose guest has sent no statistics yet.
     pub fn new(index: u32, seed: u64, late_one_in: u32) -> Qemu {
         let mut rhythm = fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32) ^ 0xa5ced);
         Qemu {

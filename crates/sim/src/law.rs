@@ -29,13 +29,14 @@ pub enum Law {
     WrittenDown,
     /// No guest is asked for what it uses.
     InUse,
-    /// No guest is asked by old statistics, or none.
+    /// No guest is asked by old statistics, or by none.
     OldNumbers,
     /// Gives come first in a plan; one order a guest at most; each guest is in it.
     Plan,
     /// What is given for the host's sake is there: free before grant.
     FreeBeforeGrant,
-    /// No guest is turned around within a minute for the host's sake alone.
+    /// No guest is asked within a minute after it was given memory, or given within a minute after
+    /// it was asked, for the host's sake alone.
     Turned,
     /// One that waits for memory that its balloon holds is given some within 2 s, where
     /// the host has any.

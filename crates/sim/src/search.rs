@@ -116,7 +116,7 @@ impl Found {
         }
     }
 
-    /// No rival that sees what KVM shows does better.
+    /// No rival that sees what KVM and QEMU show does better.
     pub fn is_unbeaten(&self) -> bool {
         self.ebb.is_as_good_as(self.best)
     }

@@ -115,7 +115,7 @@ mod tests {
     use crate::scenario::crowd;
     use crate::world::World;
 
-    /// What a run without any controller looked like, second by second.
+    /// What a run without a controller looked like, second by second.
     fn recorded() -> (Setup, Trace) {
         let mut setup = crowd(4, Bytes::gib(1), Bytes::gib(16), 5, 0);
         setup.run_ms = 120_000;

@@ -212,7 +212,7 @@ impl World {
         let at = self.at_ms;
         self.host.others = self.others.at(at);
         let mut room = self.host.room(&self.guests, dt);
-        // No guest is always the first that takes memory.
+        // No guest is always the first that is given memory.
         let n = self.guests.len();
         self.turn = (self.turn + 1) % n.max(1);
         for i in 0..n {

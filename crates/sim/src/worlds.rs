@@ -1,4 +1,4 @@
-//! Worlds that are drawn: a space of hosts, guests and loads, each a point in a unit cube.
+//! Worlds drawn at random: a space of hosts, guests and loads, each a point in a unit cube.
 //!
 //! The scenarios were made by those who made the controller. Here a point says everything, so
 //! a search can walk to where the controller does worst ([`crate::search`]). All guests' needs
