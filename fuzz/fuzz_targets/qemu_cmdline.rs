@@ -10,7 +10,7 @@ fuzz_target!(|data: &[u8]| {
     let line = [b"qemu-system-x86_64\0", data].concat();
     let args = parse_cmdline(&line).expect("the program is QEMU");
     if let Some(name) = args.name {
-        assert!(name.chars().count() <= 100 && !name.chars().any(char::is_control));
+        assert!(name.chars().count() <= 255 && !name.chars().any(char::is_control));
     }
     if let Some(why) = &args.pinned {
         assert!(why.chars().count() <= 160 && !why.chars().any(char::is_control));
