@@ -24,7 +24,7 @@ use std::sync::LazyLock;
 use serde::{Deserialize, Serialize};
 
 pub use self::cold::Cold;
-pub use self::contact::{Reach, SILENT_MS};
+pub use self::contact::{Contact, SILENT_MS};
 pub use self::growth::{Fastest, Growth};
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::rates::GuestRates;
@@ -467,8 +467,12 @@ impl Memory {
         let outcomes: BTreeMap<VmId, &Outcome> = outcomes.iter().map(|o| (o.vm, o)).collect();
         for action in &plan.actions {
             let outcome = outcomes.get(&action.vm);
-            if outcome.is_some_and(|o| o.refused) && !action.gives() {
-                self.vm_mut(action.vm).refused_until = Some(model.at.plus(REFUSED_MS));
+            if outcome.is_some_and(|o| o.refused) {
+                let m = self.vm_mut(action.vm);
+                match action.to < action.from {
+                    true => m.refused_until = Some(model.at.plus(REFUSED_MS)),
+                    false => m.grow_refused = Some(model.at),
+                }
             }
             let Some(answered) = outcome.and_then(|o| o.answered()) else { continue };
             let ram = model.vm(action.vm).and_then(|v| v.ram);

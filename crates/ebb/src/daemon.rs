@@ -16,9 +16,9 @@ use ebb_host::probe::trust::Trust;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
 
-use crate::anew;
 use crate::give_back::{Left, give_back};
 use crate::log::say;
+use crate::reexec;
 use crate::signals::{self, Signals};
 use crate::state::StateFile;
 
@@ -180,7 +180,7 @@ impl Daemon {
             return false;
         }
         self.host.leave_shared();
-        let ready = anew::check();
+        let ready = reexec::check();
         if let Err(why) = &ready {
             say(&format!("SIGHUP: {why:#}; going on as before"));
             self.signals.reloaded();

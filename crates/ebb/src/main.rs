@@ -3,7 +3,6 @@
 //! Exit codes: 0 done, 1 nothing to do (or nothing found), 2 error.
 
 mod advice;
-mod anew;
 mod api;
 mod cmd;
 mod daemon;
@@ -12,10 +11,11 @@ mod give_back;
 #[cfg(test)]
 mod golden;
 mod log;
+mod log_limiter;
 mod metrics;
 mod observer;
-mod quiet;
 mod recorder;
+mod reexec;
 mod server;
 mod signals;
 mod state;
@@ -244,7 +244,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
     let socket = config.socket.clone();
     match cli.command {
         Command::Run { dry_run, record, verbose } => {
-            anew::begin(cli.global.config);
+            reexec::begin(cli.global.config);
             cmd::run::main(config, dry_run, record, verbose).map(|()| true)
         }
         Command::Status { json } => cmd::status::main(&socket, json),

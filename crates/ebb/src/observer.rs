@@ -23,7 +23,7 @@ use sd_notify::NotifyState;
 use crate::advice;
 use crate::api::{Latest, Shared};
 use crate::log::say;
-use crate::quiet::Quiet;
+use crate::log_limiter::LogLimiter;
 use crate::recorder::{self, Head};
 use crate::view::{self, Decision, Problem};
 
@@ -48,9 +48,9 @@ pub struct Observer {
     first: Option<Stamp>,
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
-    quiet: Quiet,
-    quiet_orders: Quiet,
-    quiet_warnings: Quiet,
+    quiet: LogLimiter,
+    quiet_orders: LogLimiter,
+    quiet_warnings: LogLimiter,
     said: Said,
 }
 
@@ -92,9 +92,9 @@ impl Observer {
             orders: 0,
             orders_failed: 0,
             first: None,
-            quiet: Quiet::default(),
-            quiet_orders: Quiet::default(),
-            quiet_warnings: Quiet::default(),
+            quiet: LogLimiter::default(),
+            quiet_orders: LogLimiter::default(),
+            quiet_warnings: LogLimiter::default(),
             said: Said::default(),
         })
     }

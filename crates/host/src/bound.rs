@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::{Pool, Problem, Psi, VmId};
 use ebb_core::units::Bytes;
 
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
 use crate::probe::numa;
 use crate::probe::psi::parse_psi;
@@ -39,7 +39,7 @@ pub(crate) struct Bounds {
     /// The sets of NUMA nodes to which VMs are bound.
     nodes: BTreeSet<Vec<u32>>,
     /// Under way: what each VM is bound to now.
-    binding: Beside<BTreeMap<VmId, Result<Vec<u32>, ProbeError>>>,
+    binding: BackgroundLook<BTreeMap<VmId, Result<Vec<u32>, ProbeError>>>,
     /// Pool and others as they were last read.
     last: HashMap<String, (Instant, Pool)>,
 }

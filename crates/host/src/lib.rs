@@ -9,7 +9,7 @@
 pub mod act;
 pub mod agent;
 mod agent_link;
-mod beside;
+mod background_look;
 mod bound;
 pub mod daemon_client;
 pub mod durable;

@@ -24,7 +24,7 @@ use ebb_core::sample::{
 };
 use ebb_core::units::{Bytes, Stamp};
 
-use crate::act::ksm::Manners;
+use crate::act::ksm::KsmSettings;
 use crate::act::ksm_worker::KsmWorker;
 use crate::act::zeros;
 use crate::act::{self, Background};
@@ -157,11 +157,10 @@ impl LinuxHost {
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
         let MergeConfig { advisor, hold_khugepaged, zeros, .. } = options.config.merge;
-        let manners = Manners { keep_advisor: advisor, hold_khugepaged };
-        let merger = options
-            .ksm_note
-            .as_ref()
-            .map(|note| KsmWorker::new(options.root.clone(), note.clone(), manners, waker.clone()));
+        let settings = KsmSettings { keep_advisor: advisor, hold_khugepaged };
+        let merger = options.ksm_note.as_ref().map(|note| {
+            KsmWorker::new(options.root.clone(), note.clone(), settings, waker.clone())
+        });
         let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
             trigger: None,

@@ -30,7 +30,7 @@ use self::connection::BACKOFF;
 use self::merging::MergeLink;
 use self::metadata::DomainSettings;
 use crate::agent_link::{AgentLink, Terms};
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::inventory::{Inventory, Look as Inquiry, Verdict};
 use crate::libvirt::metadata::METADATA;
 use crate::libvirt::{Address, Libvirt};
@@ -129,7 +129,7 @@ pub(crate) struct Vm {
     /// For a VM that has no socket for Ebb.
     libvirt: Option<Libvirt>,
     /// Under way: which libvirt in its container started it.
-    inside: Beside<Option<Address>>,
+    inside: BackgroundLook<Option<Address>>,
     domain: DomainSettings,
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.

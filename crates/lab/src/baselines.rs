@@ -13,7 +13,7 @@ use ebb_core::sample::{BalloonSample, HostSample, Link, Meminfo, Sample, VmId, V
 use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
 use ebb_sim::baselines::mom::Mom;
-use ebb_sim::baselines::{Policy, Sight};
+use ebb_sim::baselines::{Observation, Policy};
 use serde_json::json;
 
 use crate::arena::MemoryCgroup;
@@ -64,8 +64,8 @@ impl Rival {
         }
         self.next = now + Duration::from_millis(self.policy.period_ms());
         let sample = self.sample(vms)?;
-        let sight = Sight { sample: &sample, config: &self.config, vmpressure: None };
-        for (id, to) in self.policy.decide(&sight) {
+        let observation = Observation { sample: &sample, config: &self.config, vmpressure: None };
+        for (id, to) in self.policy.decide(&observation) {
             if let Some(vm) = vms.iter().find(|vm| vm.pid() == id.pid) {
                 vm.set_balloon(to)?;
                 self.orders += 1;
@@ -126,8 +126,8 @@ mod tests {
             0
         }
 
-        fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-            let memory = sight.sample.host.memory.unwrap_or_default();
+        fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+            let memory = observation.sample.host.memory.unwrap_or_default();
             self.0.borrow_mut().push(memory.free);
             Vec::new()
         }

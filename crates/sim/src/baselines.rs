@@ -21,7 +21,7 @@ use crate::guest_stats::ASKED_EVERY_MS;
 use crate::host::VmPressure;
 
 /// What a policy sees.
-pub struct Sight<'a> {
+pub struct Observation<'a> {
     /// Host and guests.
     pub sample: &'a Sample,
     /// Floors and weights.
@@ -41,7 +41,7 @@ pub trait Policy {
         ASKED_EVERY_MS
     }
     /// The sizes it wants from now on, in the order in which they are set.
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)>;
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)>;
     /// Whether guests have the driver of the proposal of 2013, whose shrinker deflates by itself.
     fn shrinker(&self) -> bool {
         false
@@ -64,7 +64,7 @@ pub struct Seen {
     pub caches: Bytes,
 }
 
-impl Sight<'_> {
+impl Observation<'_> {
     /// The guests whose QMP answers and that have a balloon.
     pub fn guests(&self) -> Vec<Seen> {
         self.sample.vms.iter().filter_map(|vm| self.guest(vm)).collect()
@@ -150,7 +150,7 @@ mod testing {
     /// What a policy answers, in MiB, in its order.
     pub fn ask(policy: &mut dyn Policy, sample: &Sample) -> Vec<(u32, u64)> {
         let config = Config::default();
-        let sight = Sight { sample, config: &config, vmpressure: None };
-        policy.decide(&sight).into_iter().map(|(id, to)| (id.pid, to.0 >> 20)).collect()
+        let observation = Observation { sample, config: &config, vmpressure: None };
+        policy.decide(&observation).into_iter().map(|(id, to)| (id.pid, to.0 >> 20)).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! The comparison: every contestant in every scenario over many seeds, in threads,
+//! The comparison: every controller in every scenario over many seeds, in threads,
 //! and the tables of it.
 
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use ebb_core::table::table;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::contestants::{CONTESTANTS, Contestant, Outcome};
+use crate::controllers::{CONTROLLERS, Controller, Outcome};
 use crate::law::Breach;
 use crate::scenario::Scenario;
 use crate::score::Score;
@@ -42,7 +42,7 @@ pub fn in_parallel<J: Sync, R: Send>(
     done.into_inner().unwrap_or_default().into_values().collect()
 }
 
-/// The scores of one contestant over several runs, joined.
+/// The scores of one controller over several runs, joined.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Sum {
     pub runs: u64,
@@ -109,8 +109,8 @@ pub struct Part {
     /// Its name.
     pub scenario: &'static str,
     pub about: &'static str,
-    /// Each contestant's sums.
-    pub sums: Vec<(Contestant, Sum)>,
+    /// Each controller's sums.
+    pub sums: Vec<(Controller, Sum)>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -121,12 +121,12 @@ pub struct Comparison {
     /// Scenario by scenario.
     pub parts: Vec<Part>,
     /// All together.
-    pub all: Vec<(Contestant, Sum)>,
+    pub all: Vec<(Controller, Sum)>,
     /// Laws that Ebb broke, with scenario and seed.
     pub broken: Vec<(String, Breach)>,
 }
 
-/// Where a contestant was better than Ebb.
+/// Where a controller was better than Ebb.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Loss {
     /// Scenario, or `all`.
@@ -137,15 +137,15 @@ pub struct Loss {
     pub what: String,
 }
 
-/// Runs it: every contestant on the same worlds.
+/// Runs it: every controller on the same worlds.
 pub fn compare(scenarios: &[Scenario], seeds: Range<u64>, threads: usize) -> Comparison {
-    let jobs: Vec<(usize, u64, Contestant)> = (0..scenarios.len())
+    let jobs: Vec<(usize, u64, Controller)> = (0..scenarios.len())
         .flat_map(|s| seeds.clone().map(move |seed| (s, seed)))
-        .flat_map(|(s, seed)| CONTESTANTS.map(|c| (s, seed, c)))
+        .flat_map(|(s, seed)| CONTROLLERS.map(|c| (s, seed, c)))
         .collect();
     let outcomes = in_parallel(&jobs, threads, |(s, seed, c)| c.run(&scenarios[*s].setup(*seed)));
-    let mut all: BTreeMap<Contestant, Sum> = BTreeMap::new();
-    let mut each: Vec<BTreeMap<Contestant, Sum>> = vec![BTreeMap::new(); scenarios.len()];
+    let mut all: BTreeMap<Controller, Sum> = BTreeMap::new();
+    let mut each: Vec<BTreeMap<Controller, Sum>> = vec![BTreeMap::new(); scenarios.len()];
     let mut broken = Vec::new();
     for ((s, seed, c), outcome) in jobs.iter().zip(&outcomes) {
         all.entry(*c).or_default().add(outcome);
@@ -198,12 +198,12 @@ impl Comparison {
         let mut out = format!("{}:\n\n", self.heading());
         out += &markdown(&HEAD, &rows(&self.all));
         out += "\nGuests held at no harm / seconds of guest stall, by scenario:\n\n";
-        let names = CONTESTANTS.iter().map(|c| c.name());
+        let names = CONTROLLERS.iter().map(|c| c.name());
         let head: Vec<&str> = ["scenario", "guests"].into_iter().chain(names).collect();
         let line = |part: &Part| {
             let vms = part.sums.first().map_or(0, |s| s.1.vms);
             let first = [format!("{}: {}", part.scenario, part.about), vms.to_string()];
-            let cell = |(_, s): &(Contestant, Sum)| format!("{} / {}", s.held, seconds(s.stall_s));
+            let cell = |(_, s): &(Controller, Sum)| format!("{} / {}", s.held, seconds(s.stall_s));
             first.into_iter().chain(part.sums.iter().map(cell)).collect()
         };
         out += &markdown(&head, &self.parts.iter().map(line).collect::<Vec<_>>());
@@ -220,10 +220,10 @@ impl Comparison {
     }
 }
 
-fn losses_of(scenario: &'static str, sums: &[(Contestant, Sum)]) -> Vec<Loss> {
-    let Some((_, ebb)) = sums.iter().find(|s| s.0 == Contestant::Ebb) else { return Vec::new() };
+fn losses_of(scenario: &'static str, sums: &[(Controller, Sum)]) -> Vec<Loss> {
+    let Some((_, ebb)) = sums.iter().find(|s| s.0 == Controller::Ebb) else { return Vec::new() };
     let mut losses = Vec::new();
-    for (c, s) in sums.iter().filter(|s| s.0 != Contestant::Ebb) {
+    for (c, s) in sums.iter().filter(|s| s.0 != Controller::Ebb) {
         let mut loss = |what| losses.push(Loss { scenario, to: c.name(), what });
         if s.held > ebb.held {
             loss(format!("held {} < {} of {}", ebb.held, s.held, s.vms));
@@ -250,11 +250,11 @@ const HEAD: [&str; 11] = [
     "over-full",
 ];
 
-fn rows(sums: &[(Contestant, Sum)]) -> Vec<Vec<String>> {
+fn rows(sums: &[(Controller, Sum)]) -> Vec<Vec<String>> {
     sums.iter().map(|(c, s)| row(*c, s)).collect()
 }
 
-fn text(sums: &[(Contestant, Sum)]) -> String {
+fn text(sums: &[(Controller, Sum)]) -> String {
     table(&HEAD, &rows(sums), false).lines().map(|line| format!("  {line}\n")).collect()
 }
 
@@ -264,7 +264,7 @@ fn markdown(head: &[&str], rows: &[Vec<String>]) -> String {
     format!("| {} |\n{rule}{rows}", head.join(" | "))
 }
 
-fn row(c: Contestant, s: &Sum) -> Vec<String> {
+fn row(c: Controller, s: &Sum) -> Vec<String> {
     let times = |t: Option<(f64, f64)>| match t {
         Some((mean, worst)) => format!("{mean:.1} s (worst {worst:.1})"),
         None => "–".into(),
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn a_loss_is_found_in_either_figure_and_a_tie_is_none() {
         let sum = |held, stall_s| Sum { vms: 10, held, stall_s, ..Sum::default() };
-        let with = |rival| vec![(Contestant::Ebb, sum(8, 5.0)), (Contestant::Mom, rival)];
+        let with = |rival| vec![(Controller::Ebb, sum(8, 5.0)), (Controller::Mom, rival)];
         assert_eq!(losses_of("x", &with(sum(8, 5.0))), []);
         assert_eq!(losses_of("x", &with(sum(9, 6.0))).len(), 1);
         assert_eq!(losses_of("x", &with(sum(7, 4.0))).len(), 1);

@@ -37,7 +37,7 @@ pub enum Fault {
     /// Grants are bounded by what the host has: it is shown as empty all the time.
     Headroom,
     /// Who was not heard for a while is left alone: the loop forgets that.
-    Reach,
+    Contact,
     /// Need and a buffer are left: half of what guests use is shown as free.
     Need,
 }
@@ -53,7 +53,7 @@ pub const FAULTS: [Fault; 11] = [
     Fault::Distress,
     Fault::Holds,
     Fault::Headroom,
-    Fault::Reach,
+    Fault::Contact,
     Fault::Need,
 ];
 
@@ -96,7 +96,7 @@ fn forget(memory: &mut Memory, fault: Option<Fault>) {
         match fault {
             Some(Fault::Withdrawal) => vm.order = None,
             // A kernel that boots is silent: the second line of defence is off as well.
-            Some(Fault::Reach | Fault::Reboots) => vm.reach = Default::default(),
+            Some(Fault::Contact | Fault::Reboots) => vm.reach = Default::default(),
             Some(Fault::Holds) => {
                 (vm.last_take, vm.last_give, vm.given) = (None, None, None);
                 vm.recent = Default::default();

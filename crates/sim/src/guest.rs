@@ -24,7 +24,7 @@ mod tests;
 use ebb_core::units::Bytes;
 
 use crate::demand::{Need, Walk, Want};
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
 
 /// How fast a balloon inflates, bytes a second (best known for stock virtio-balloon).
@@ -66,7 +66,7 @@ const LEAST_CACHE: Bytes = Bytes::mib(8);
 pub struct Spec {
     pub ram: Bytes,
     /// Behaviour.
-    pub mood: Mood,
+    pub misbehaviour: Misbehaviour,
     /// What its programs want.
     pub need: Need,
     /// Its weight in the configuration.
@@ -144,7 +144,7 @@ pub struct Counts {
 pub struct Guest {
     /// What it is made of.
     pub spec: Spec,
-    /// Which, and the seed of its moods.
+    /// Which, and the seed of its misbehaviours.
     pub index: u32,
     seed: u64,
     /// RAM less balloon.
@@ -250,7 +250,7 @@ impl Guest {
         if !self.power {
             return;
         }
-        let boots = self.spec.mood.boots(at_ms);
+        let boots = self.spec.misbehaviour.boots(at_ms);
         if boots > self.boots {
             self.reboot(at_ms, boots);
         }

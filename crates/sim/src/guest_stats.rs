@@ -16,7 +16,7 @@ use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Counters};
 
 use crate::guest::{BOOT_MS, Guest};
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::world::EPOCH_MS;
 
 /// How often QEMU asks a guest for its statistics where it is not set otherwise, ms.
@@ -112,7 +112,7 @@ impl Qemu {
             self.waits = true;
         }
         let boots = g.boots > 0 && at_ms < g.booted_ms + BOOT_MS;
-        let speaks = g.power && g.spec.mood.speaks(at_ms) && !boots && !self.is_busy(at_ms);
+        let speaks = g.power && g.spec.misbehaviour.speaks(at_ms) && !boots && !self.is_busy(at_ms);
         if self.waits && speaks {
             // QEMU tells the moment in whole seconds.
             let words = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..words(g) };
@@ -138,7 +138,7 @@ impl Qemu {
 
     /// QEMU is told to ask now and to begin its rhythm anew.
     pub fn ask(&mut self, g: &Guest, (at, at_ms): (Stamp, u64), every_ms: u64) {
-        if !g.spec.mood.answers(at_ms) {
+        if !g.spec.misbehaviour.answers(at_ms) {
             return;
         }
         self.see(at);
@@ -168,7 +168,7 @@ impl Qemu {
             return sample;
         }
         let sample = self.look(g, at_ms, wall_ms);
-        if g.spec.mood.answers(at_ms) {
+        if g.spec.misbehaviour.answers(at_ms) {
             self.known_used = self.said.map(|s| s.used);
         }
         self.seen = Some((at_ms, sample.clone()));
@@ -178,12 +178,12 @@ impl Qemu {
     /// QEMU has told something, or does not answer: the daemon hears that of itself.
     fn has_news(&self, g: &Guest, at_ms: u64) -> bool {
         self.boots != g.boots
-            || self.migrating != g.spec.mood.migrates(at_ms)
-            || self.connected != g.spec.mood.answers(at_ms)
+            || self.migrating != g.spec.misbehaviour.migrates(at_ms)
+            || self.connected != g.spec.misbehaviour.answers(at_ms)
     }
 
     fn look(&mut self, g: &Guest, at_ms: u64, wall_ms: u64) -> VmSample {
-        let answers = g.spec.mood.answers(at_ms);
+        let answers = g.spec.misbehaviour.answers(at_ms);
         let mut events = Vec::new();
         if answers {
             if !std::mem::replace(&mut self.connected, true) {
@@ -193,7 +193,7 @@ impl Qemu {
                 events.push(VmEvent::Reset);
                 self.heard = Heard::default();
             }
-            let migrates = g.spec.mood.migrates(at_ms);
+            let migrates = g.spec.misbehaviour.migrates(at_ms);
             if std::mem::replace(&mut self.migrating, migrates) != migrates {
                 events.push(VmEvent::Migration);
             }
@@ -221,17 +221,20 @@ impl Qemu {
             }),
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },
             run: answers.then_some(run),
-            balloon: (answers && g.spec.mood != Mood::Bare).then_some(BalloonSample {
-                actual: g.actual,
-                reporting: Some(g.spec.reporting),
-                deflate_on_oom: Some(g.spec.deflate_on_oom),
-                guest,
-                ..BalloonSample::default()
-            }),
+            balloon: (answers && g.spec.misbehaviour != Misbehaviour::Bare).then_some(
+                BalloonSample {
+                    actual: g.actual,
+                    reporting: Some(g.spec.reporting),
+                    deflate_on_oom: Some(g.spec.deflate_on_oom),
+                    guest,
+                    ..BalloonSample::default()
+                },
+            ),
             agent: g.spec.agent.then(|| agent(g, wall_ms)),
             tasks: Tasks { offload, ..Tasks::default() },
             events,
-            pinned: (g.spec.mood == Mood::Pinned).then(|| "a VFIO device pins it".into()),
+            pinned: (g.spec.misbehaviour == Misbehaviour::Pinned)
+                .then(|| "a VFIO device pins it".into()),
             ..VmSample::default()
         }
     }
@@ -251,7 +254,7 @@ fn words(g: &Guest) -> GuestStats {
     GuestStats {
         total: Some(g.actual),
         free: Some(free),
-        available: Some(if g.spec.mood == Mood::Lying { g.actual } else { honest }),
+        available: Some(if g.spec.misbehaviour == Misbehaviour::Lying { g.actual } else { honest }),
         caches: Some(g.cache()),
         swap_in: Some(c.swap_in),
         swap_out: Some(c.swap_out),

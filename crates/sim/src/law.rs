@@ -12,7 +12,7 @@ use ebb_core::units::Bytes;
 use serde::Serialize;
 
 use crate::guest::Guest;
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::world::World;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -44,7 +44,7 @@ pub enum Law {
     /// One that has just rebooted is not asked.
     Reboot,
     /// One that did not answer for a while is not asked in the next minute, unless most did not.
-    Reach,
+    Contact,
     /// An order that moves nothing is withdrawn, so that it does not bite later.
     Stuck,
     /// Only a short host pages out: not more than its swap holds, and of each guest
@@ -146,8 +146,11 @@ impl Laws {
         };
         let g = &world.guests[i];
         let (name, to) = (&action.name, action.to);
-        let mood = g.spec.mood;
-        if !mood.answers(at) || (mood.migrates(at) && to < action.from) || mood == Mood::Bare {
+        let misbehaviour = g.spec.misbehaviour;
+        if !misbehaviour.answers(at)
+            || (misbehaviour.migrates(at) && to < action.from)
+            || misbehaviour == Misbehaviour::Bare
+        {
             self.breach(Law::HandsOff, at, format!("{name} is ordered and must not be"));
         }
         if to > g.spec.ram {
@@ -166,7 +169,7 @@ impl Laws {
         }
         // What it used when it sent the statistics that were looked at last: no more can be known.
         let used = g.used().min(world.known_used(i).unwrap_or_default());
-        if to + NEWS < used && g.spec.mood != Mood::Lying {
+        if to + NEWS < used && g.spec.misbehaviour != Misbehaviour::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));
         }
         if world.age_ms(i).is_none_or(|age| age > OLD_MS) {
@@ -228,8 +231,11 @@ impl Laws {
                 continue;
             };
             let g = &world.guests[i];
-            let mood = g.spec.mood;
-            if !mood.answers(at) || mood.migrates(at) || mood == Mood::Pinned {
+            let misbehaviour = g.spec.misbehaviour;
+            if !misbehaviour.answers(at)
+                || misbehaviour.migrates(at)
+                || misbehaviour == Misbehaviour::Pinned
+            {
                 self.breach(Law::HandsOff, at, format!("{name} is paged out and must not be"));
             }
             let kept = (g.resident() + g.out).share(0.5);
@@ -245,9 +251,9 @@ impl Laws {
 
     /// Who could not be helped a moment ago is not made smaller.
     fn check_reach(&mut self, world: &World, tick: &Tick, at: u64) {
-        let answers = |i: usize| world.guests[i].spec.mood.answers(at);
+        let answers = |i: usize| world.guests[i].spec.misbehaviour.answers(at);
         let seen: Vec<usize> = tick.sample.vms.iter().filter_map(|vm| world.index(vm.id)).collect();
-        let heard = |i: usize| answers(i) && world.guests[i].spec.mood.speaks(at);
+        let heard = |i: usize| answers(i) && world.guests[i].spec.misbehaviour.speaks(at);
         let silent = seen.iter().filter(|i| !heard(**i)).count();
         // What most of them share has a cause outside of them.
         let shared = silent >= 3 && 2 * silent > seen.len();
@@ -263,7 +269,11 @@ impl Laws {
             // An order that is withdrawn where its balloon stands asks for nothing.
             let asked = tick.plan.actions.iter().any(|a| a.vm == vm.id && a.to < a.from);
             if asked && past.back.is_some_and(|t| at - t < REACHED_MS) {
-                self.breach(Law::Reach, at, format!("{} is asked just after it was mute", vm.name));
+                self.breach(
+                    Law::Contact,
+                    at,
+                    format!("{} is asked just after it was mute", vm.name),
+                );
             }
         }
     }
@@ -290,18 +300,24 @@ impl Laws {
                 && g.is_full()
                 && g.actual + Bytes::mib(64) < g.spec.ram
                 && g.target <= g.actual
-                && matches!(g.spec.mood, Mood::Ideal | Mood::Slow | Mood::Stuck | Mood::Pinned)
-                && g.spec.mood.answers(at)
+                && matches!(
+                    g.spec.misbehaviour,
+                    Misbehaviour::Ideal
+                        | Misbehaviour::Slow
+                        | Misbehaviour::Stuck
+                        | Misbehaviour::Pinned
+                )
+                && g.spec.misbehaviour.answers(at)
                 && has_room_for(world, g, at);
             past.stalled_ms = stalled;
             past.waits_since = waits.then(|| past.waits_since.unwrap_or(at));
             let late = past.waits_since.is_some_and(|t| at - t > 2_000);
-            let asked = g.target + Bytes::mib(4) < g.actual && g.spec.mood.answers(at);
+            let asked = g.target + Bytes::mib(4) < g.actual && g.spec.misbehaviour.answers(at);
             let still = g.actual.abs_diff(past.actual) < Bytes::mib(1);
             past.actual = g.actual;
             past.unmoved_since = (asked && still).then(|| past.unmoved_since.unwrap_or(at));
             let unmoved = past.unmoved_since.is_some_and(|t| at - t > UNMOVED_MS);
-            if unmoved && g.spec.mood == Mood::Stuck {
+            if unmoved && g.spec.misbehaviour == Misbehaviour::Stuck {
                 self.breach(Law::Stuck, at, format!("{} was told {}", vm.name, g.target));
             }
             if late {

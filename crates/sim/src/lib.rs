@@ -6,7 +6,7 @@
 
 pub mod baselines;
 pub mod compare;
-pub mod contestants;
+pub mod controllers;
 pub mod demand;
 pub mod fault;
 pub mod guest;
@@ -27,7 +27,7 @@ pub mod worlds;
 use ebb_core::model::Model;
 use ebb_core::tick::{Engine, Host, Tick, Wake};
 
-pub use contestants::{CONTESTANTS, Contestant};
+pub use controllers::{CONTROLLERS, Controller};
 pub use scenario::{SCENARIOS, Scenario};
 pub use score::Score;
 pub use world::{Setup, World};

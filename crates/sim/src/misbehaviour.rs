@@ -5,7 +5,7 @@ use serde::Serialize;
 /// How a guest behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Mood {
+pub enum Misbehaviour {
     /// Follows orders at full speed.
     #[default]
     Ideal,
@@ -32,45 +32,45 @@ pub enum Mood {
 }
 
 /// What odd company there is among guests with a balloon.
-pub const ODD: [Mood; 9] = [
-    Mood::Slow,
-    Mood::Stuck,
-    Mood::Intermittent,
-    Mood::Lying,
-    Mood::Silent,
-    Mood::Rebooting,
-    Mood::Migrating,
-    Mood::Pinned,
-    Mood::Flaky,
+pub const ODD: [Misbehaviour; 9] = [
+    Misbehaviour::Slow,
+    Misbehaviour::Stuck,
+    Misbehaviour::Intermittent,
+    Misbehaviour::Lying,
+    Misbehaviour::Silent,
+    Misbehaviour::Rebooting,
+    Misbehaviour::Migrating,
+    Misbehaviour::Pinned,
+    Misbehaviour::Flaky,
 ];
 
-impl Mood {
+impl Misbehaviour {
     /// What of full speed its balloon inflates with, `at_ms` into the run.
     pub fn speed(self, at_ms: u64, seed: u64) -> f64 {
         match self {
-            Mood::Stuck => 0.0,
-            Mood::Slow => 0.1,
-            Mood::Intermittent if stuck_now(at_ms, seed) => 0.0,
+            Misbehaviour::Stuck => 0.0,
+            Misbehaviour::Slow => 0.1,
+            Misbehaviour::Intermittent if stuck_now(at_ms, seed) => 0.0,
             _ => 1.0,
         }
     }
 
     pub fn answers(self, at_ms: u64) -> bool {
-        self != Mood::Flaky || (at_ms / 60_000).is_multiple_of(2)
+        self != Misbehaviour::Flaky || (at_ms / 60_000).is_multiple_of(2)
     }
 
     /// Whether it sends statistics.
     pub fn speaks(self, at_ms: u64) -> bool {
-        self != Mood::Silent || at_ms < 60_000
+        self != Misbehaviour::Silent || at_ms < 60_000
     }
 
     pub fn migrates(self, at_ms: u64) -> bool {
-        self == Mood::Migrating && at_ms % 180_000 >= 150_000
+        self == Misbehaviour::Migrating && at_ms % 180_000 >= 150_000
     }
 
     /// How often it has rebooted by then.
     pub fn boots(self, at_ms: u64) -> u64 {
-        if self == Mood::Rebooting { at_ms / 120_000 } else { 0 }
+        if self == Misbehaviour::Rebooting { at_ms / 120_000 } else { 0 }
     }
 }
 
@@ -88,7 +88,7 @@ mod tests {
     fn an_intermittent_guest_is_stuck_for_a_part_of_each_minute() {
         for minute in 0..20 {
             let stuck = (0..600)
-                .filter(|i| Mood::Intermittent.speed(minute * 60_000 + i * 100, 7) == 0.0)
+                .filter(|i| Misbehaviour::Intermittent.speed(minute * 60_000 + i * 100, 7) == 0.0)
                 .count();
             assert!((50..=400).contains(&stuck), "minute {minute}: {stuck}");
         }
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn odd_company_holds_no_mood_twice_and_not_the_ideal_one() {
-        let all: std::collections::HashSet<Mood> = ODD.into_iter().collect();
-        assert_eq!((all.len(), all.contains(&Mood::Ideal)), (ODD.len(), false));
+        let all: std::collections::HashSet<Misbehaviour> = ODD.into_iter().collect();
+        assert_eq!((all.len(), all.contains(&Misbehaviour::Ideal)), (ODD.len(), false));
     }
 }

@@ -7,7 +7,7 @@
 use ebb_core::units::Bytes;
 
 use crate::host::OWN_SHARE;
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::score::Score;
 use crate::world::{Setup, World};
 
@@ -31,13 +31,15 @@ pub fn run(setup: &Setup) -> Score {
         let sample = world.look();
         let at = world.at_ms();
         let keeps = setup.host.share(setup.marks.1 + 0.01) + others(setup, at);
-        let fixed = |m: Mood| matches!(m, Mood::Pinned | Mood::Bare | Mood::Stuck);
+        let fixed = |m: Misbehaviour| {
+            matches!(m, Misbehaviour::Pinned | Misbehaviour::Bare | Misbehaviour::Stuck)
+        };
         let mut room = setup.host - setup.host.share(OWN_SHARE) - keeps;
         let mut wants = Vec::new();
         for vm in &sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
-            if fixed(g.spec.mood) {
+            if fixed(g.spec.misbehaviour) {
                 room = room - g.resident();
                 continue;
             }

@@ -8,7 +8,7 @@ use ebb_core::units::Bytes;
 
 use crate::demand::{Curve, Need, fit};
 use crate::guest::Spec;
-use crate::misbehaviour::{Mood, ODD};
+use crate::misbehaviour::{Misbehaviour, ODD};
 use crate::world::{Probe, Setup};
 
 type Make = fn(&mut fastrand::Rng) -> Setup;
@@ -31,7 +31,7 @@ impl Scenario {
         let mut setup = (self.make)(&mut rng);
         setup.seed = seed;
         // Pinned RAM is gone whatever its guest needs.
-        let pinned = |g: &&mut Spec| g.mood == Mood::Pinned;
+        let pinned = |g: &&mut Spec| g.misbehaviour == Misbehaviour::Pinned;
         let gone: Bytes = setup.guests.iter_mut().filter(pinned).map(|g| g.ram).sum();
         let others = setup.guests.iter_mut().filter(|g| !pinned(g));
         let mut needs: Vec<&mut Need> = others.map(|g| &mut g.need).collect();
@@ -205,7 +205,7 @@ fn leak(rng: &mut fastrand::Rng) -> Setup {
 fn one_stuck(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(4);
     let mut idle = vary(rng, Spec::new(ram, Need::of(Curve::flat(Bytes::mib(400)))));
-    idle.mood = Mood::Stuck;
+    idle.misbehaviour = Misbehaviour::Stuck;
     idle.stale = Bytes::mib(3300);
     idle.reporting = false;
     let mut guests = vec![idle];
@@ -216,14 +216,14 @@ fn one_stuck(rng: &mut fastrand::Rng) -> Setup {
 fn one_lying(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(4);
     let mut guests: Vec<Spec> = (0..8).map(|_| phased(rng, ram, 0.7)).collect();
-    guests[0].mood = Mood::Lying;
+    guests[0].misbehaviour = Misbehaviour::Lying;
     setup(Bytes::gib(18), RUN_MS, guests)
 }
 
 fn intermittent(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(2);
     let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.75)).collect();
-    guests.iter_mut().step_by(3).for_each(|g| g.mood = Mood::Intermittent);
+    guests.iter_mut().step_by(3).for_each(|g| g.misbehaviour = Misbehaviour::Intermittent);
     setup(Bytes::gib(14), RUN_MS, guests)
 }
 
@@ -294,14 +294,14 @@ fn mixed_weights(rng: &mut fastrand::Rng) -> Setup {
 fn vfio_share(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(2);
     let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.7)).collect();
-    guests.iter_mut().step_by(4).for_each(|g| g.mood = Mood::Pinned);
+    guests.iter_mut().step_by(4).for_each(|g| g.misbehaviour = Misbehaviour::Pinned);
     setup(Bytes::gib(17), RUN_MS, guests)
 }
 
 fn odd_company(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(2);
     let mut guests: Vec<Spec> = (0..15).map(|_| phased(rng, ram, 0.7)).collect();
-    guests.iter_mut().step_by(3).for_each(|g| g.mood = ODD[rng.usize(0..ODD.len())]);
+    guests.iter_mut().step_by(3).for_each(|g| g.misbehaviour = ODD[rng.usize(0..ODD.len())]);
     setup(Bytes::gib(20), RUN_MS, guests)
 }
 
@@ -321,7 +321,7 @@ fn no_balloon(rng: &mut fastrand::Rng) -> Setup {
         need.hot_share = 0.2 + rng.f64() * 0.3;
         let mut cold = vary(rng, Spec::new(ram, need));
         (cold.stale, cold.reporting) = (ram.share(0.3 + rng.f64() * 0.3), false);
-        cold.mood = if i % 3 == 2 { Mood::Stuck } else { Mood::Bare };
+        cold.misbehaviour = if i % 3 == 2 { Misbehaviour::Stuck } else { Misbehaviour::Bare };
         guests.push(cold);
     }
     setup(Bytes::gib(12), RUN_MS, guests)
@@ -335,12 +335,12 @@ pub fn crowd(vms: u32, ram: Bytes, host: Bytes, seed: u64, odd_one_in: u32) -> S
     let guests = (0..vms).map(|_| {
         let mut spec = phased(&mut rng, ram, 0.9);
         if odd_one_in > 0 && rng.u32(0..odd_one_in) == 0 {
-            spec.mood = ODD[rng.usize(0..ODD.len())];
+            spec.misbehaviour = ODD[rng.usize(0..ODD.len())];
         }
-        if spec.mood == Mood::Pinned {
+        if spec.misbehaviour == Misbehaviour::Pinned {
             pinned += ram;
             if pinned > host.share(PINNED_MOST) {
-                spec.mood = Mood::Ideal;
+                spec.misbehaviour = Misbehaviour::Ideal;
             }
         }
         spec
@@ -371,8 +371,8 @@ mod tests {
             let promised: Bytes = setup.guests.iter().map(|g| g.ram).sum();
             assert!(promised > setup.host, "{}: {promised}", s.name);
             for ms in (0..setup.run_ms).step_by(1000) {
-                let need = |g: &Spec| match g.mood {
-                    Mood::Pinned => g.ram,
+                let need = |g: &Spec| match g.misbehaviour {
+                    Misbehaviour::Pinned => g.ram,
                     _ => g.need.sum_at(ms),
                 };
                 let need: Bytes = setup.guests.iter().map(need).sum();

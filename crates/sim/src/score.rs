@@ -4,7 +4,7 @@ use ebb_core::units::Bytes;
 use serde::Serialize;
 
 use crate::guest::Guest;
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 
 /// A guest that waits for memory for more than this share of its time is harmed.
 pub const HARM_SHARE: f64 = 0.01;
@@ -76,7 +76,8 @@ impl Gauge {
     fn burden(&self, g: &Guest) -> Option<f64> {
         let lived = self.lived_ms.max(1) as f64;
         let (taken, idle) = (self.taken_ms / lived, self.idle_ms / lived);
-        let counts = g.spec.mood == Mood::Ideal && idle > g.spec.ram.0 as f64 * 0.05;
+        let counts =
+            g.spec.misbehaviour == Misbehaviour::Ideal && idle > g.spec.ram.0 as f64 * 0.05;
         counts.then(|| taken * g.spec.weight / idle)
     }
 }

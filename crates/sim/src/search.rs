@@ -9,7 +9,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::compare::in_parallel;
-use crate::contestants::{Contestant, RIVALS};
+use crate::controllers::{Controller, RIVALS};
 use crate::law::Breach;
 use crate::oracle;
 use crate::score::Score;
@@ -92,8 +92,8 @@ impl Found {
     /// Plays all of them in this world.
     pub fn of(point: &Point) -> Found {
         let setup = point.setup();
-        let ebb = Contestant::Ebb.run(&setup);
-        let mut scores: Vec<(Contestant, Score)> =
+        let ebb = Controller::Ebb.run(&setup);
+        let mut scores: Vec<(Controller, Score)> =
             RIVALS.iter().map(|c| (*c, c.run(&setup).score)).collect();
         let rank = |s: &Score| (std::cmp::Reverse(s.held), s.stall_s);
         scores.sort_by(|(_, a), (_, b)| {
@@ -101,7 +101,7 @@ impl Found {
             a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
         });
         let (rival, best) = &scores[0];
-        let split = scores.iter().find(|(c, _)| *c == Contestant::StaticSplit);
+        let split = scores.iter().find(|(c, _)| *c == Controller::StaticSplit);
         Found {
             point: point.clone(),
             about: point.about(),
@@ -110,7 +110,7 @@ impl Found {
             best: Brief::of(best),
             rival: rival.name(),
             split: split.filter(|_| own_peaks_fit(&setup)).map(|(_, s)| Brief::of(s)),
-            pushed: Brief::of(&Contestant::QmemmanPushed.run(&setup).score),
+            pushed: Brief::of(&Controller::QmemmanPushed.run(&setup).score),
             oracle: Brief::of(&oracle::run(&setup)),
             broken: ebb.broken,
         }

@@ -111,7 +111,7 @@ impl Recorded {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contestants::Contestant;
+    use crate::controllers::Controller;
     use crate::scenario::crowd;
     use crate::world::World;
 
@@ -142,7 +142,7 @@ mod tests {
                 assert!(!same || old.abs_diff(new) < Bytes::mib(40), "{old} {new} at {s} s");
             }
         }
-        let score = Contestant::Ebb.run(&now).score;
+        let score = Controller::Ebb.run(&now).score;
         assert_eq!((score.held, score.vms), (4, 4));
     }
 

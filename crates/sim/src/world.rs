@@ -17,7 +17,7 @@ use crate::demand::Curve;
 use crate::guest::{Guest, Spec};
 use crate::guest_stats::{self, ASKED_EVERY_MS, LATE_ONE_IN, Qemu};
 use crate::host::{HIGH_MARK, HostMemory, LOW_MARK};
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::score::{Gauge, Score};
 
 /// The monotonic clock when a run starts, ms: moments before it can be told.
@@ -291,7 +291,8 @@ impl World {
             return Err("more was swapped in than out".into());
         }
         for g in &self.guests {
-            let touched = g.spec.mood != Mood::Pinned && g.touched() > g.actual + Bytes::mib(1);
+            let touched = g.spec.misbehaviour != Misbehaviour::Pinned
+                && g.touched() > g.actual + Bytes::mib(1);
             if touched || g.actual > g.spec.ram || g.out > g.touched() + Bytes::mib(1) {
                 return Err(format!("vm{:04} at {} ms: {g:?}", g.index, self.at_ms));
             }
@@ -303,10 +304,10 @@ impl World {
     pub fn order(&mut self, id: VmId, to: Bytes) -> Result<(), String> {
         let at = self.at_ms;
         let Some(i) = self.index(id) else { return Err("it is gone".into()) };
-        if self.guests[i].spec.mood == Mood::Bare {
+        if self.guests[i].spec.misbehaviour == Misbehaviour::Bare {
             return Err("it has no balloon".into());
         }
-        if !self.guests[i].spec.mood.answers(at) {
+        if !self.guests[i].spec.misbehaviour.answers(at) {
             return Err("no answer for 200 ms".into());
         }
         self.orders += 1;

@@ -14,7 +14,7 @@ use crate::host::OWN_SHARE;
 use crate::world::Setup;
 
 /// What a point tells, coordinate by coordinate.
-pub const KNOBS: [&str; 24] = [
+pub const COORDINATES: [&str; 24] = [
     "guests",
     "ram",
     "shape",
@@ -55,7 +55,7 @@ const SPLIT_MARGIN: f64 = 0.04;
 pub struct Point {
     /// For what is left to chance.
     pub seed: u64,
-    /// By [`KNOBS`].
+    /// By [`COORDINATES`].
     pub at: Vec<f64>,
 }
 
@@ -94,7 +94,7 @@ fn one_of<T: Copy>(u: f64, all: &[T]) -> T {
 impl Point {
     /// Any.
     pub fn random(rng: &mut fastrand::Rng) -> Point {
-        Point { seed: rng.u64(0..1 << 32), at: KNOBS.iter().map(|_| rng.f64()).collect() }
+        Point { seed: rng.u64(0..1 << 32), at: COORDINATES.iter().map(|_| rng.f64()).collect() }
     }
 
     /// Another one near it: a few coordinates move, some far.
@@ -111,7 +111,7 @@ impl Point {
     }
 
     fn of(&self, knob: &str) -> f64 {
-        let i = KNOBS.iter().position(|k| *k == knob).expect("a knob");
+        let i = COORDINATES.iter().position(|k| *k == knob).expect("a knob");
         self.at.get(i).copied().unwrap_or(0.5).clamp(0.0, 1.0)
     }
 

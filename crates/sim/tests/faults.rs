@@ -4,7 +4,7 @@
 use ebb_core::units::Bytes;
 use ebb_sim::fault::{FAULTS, Fault, run};
 use ebb_sim::law::Law;
-use ebb_sim::misbehaviour::Mood;
+use ebb_sim::misbehaviour::Misbehaviour;
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::{SCENARIOS, Setup};
 
@@ -14,23 +14,23 @@ fn trial(fault: Fault) -> (Law, Vec<Setup>) {
     match fault {
         Fault::Floors => (Law::Floor, named("overcommit-2.0")),
         Fault::WriteDown => (Law::WrittenDown, named("spikes")),
-        Fault::HandsOff => (Law::HandsOff, all_are(Mood::Flaky)),
-        Fault::OldNumbers => (Law::OldNumbers, all_are(Mood::Silent)),
+        Fault::HandsOff => (Law::HandsOff, all_are(Misbehaviour::Flaky)),
+        Fault::OldNumbers => (Law::OldNumbers, all_are(Misbehaviour::Silent)),
         Fault::Withdrawal => (Law::Stuck, named("one-stuck")),
-        Fault::Reboots => (Law::Reboot, all_are(Mood::Rebooting)),
+        Fault::Reboots => (Law::Reboot, all_are(Misbehaviour::Rebooting)),
         Fault::Distress => (Law::Relief, named("leak")),
         Fault::Holds => (Law::Turned, named("churn")),
         Fault::Headroom => (Law::FreeBeforeGrant, named("overcommit-2.0")),
-        Fault::Reach => (Law::Reach, all_are(Mood::Flaky)),
+        Fault::Contact => (Law::Contact, all_are(Misbehaviour::Flaky)),
         Fault::Need => (Law::InUse, named("overcommit-2.0")),
     }
 }
 
-/// A tight host where every second guest has this mood.
-fn all_are(mood: Mood) -> Vec<Setup> {
+/// A tight host where every second guest has this misbehaviour.
+fn all_are(misbehaviour: Misbehaviour) -> Vec<Setup> {
     let world = |seed| {
         let mut setup = crowd(12, Bytes::gib(2), Bytes::gib(12), seed, 0);
-        setup.guests.iter_mut().step_by(2).for_each(|g| g.mood = mood);
+        setup.guests.iter_mut().step_by(2).for_each(|g| g.misbehaviour = misbehaviour);
         Setup { run_ms: 400_000, ..setup }
     };
     (0..3).map(world).collect()
@@ -70,11 +70,11 @@ fn without_distress_or_need_guests_come_to_harm() {
 
 #[test]
 fn there_is_a_scenario_for_every_mood_in_the_catalogue() {
-    let mut seen: Vec<Mood> = Vec::new();
+    let mut seen: Vec<Misbehaviour> = Vec::new();
     for s in &SCENARIOS {
-        seen.extend((0..20).flat_map(|seed| s.setup(seed).guests).map(|g| g.mood));
+        seen.extend((0..20).flat_map(|seed| s.setup(seed).guests).map(|g| g.misbehaviour));
     }
-    for mood in ebb_sim::misbehaviour::ODD {
-        assert!(seen.contains(&mood), "{mood:?}");
+    for misbehaviour in ebb_sim::misbehaviour::ODD {
+        assert!(seen.contains(&misbehaviour), "{misbehaviour:?}");
     }
 }

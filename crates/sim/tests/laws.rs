@@ -7,11 +7,11 @@ use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Bytes;
 use ebb_sim::demand::{Curve, Need};
 use ebb_sim::guest::INFLATE_RATE;
-use ebb_sim::misbehaviour::Mood;
+use ebb_sim::misbehaviour::Misbehaviour;
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::search::Found;
-use ebb_sim::worlds::{KNOBS, Point, own_peaks_fit};
-use ebb_sim::{CONTESTANTS, Contestant, SCENARIOS, Setup, World, oracle, run};
+use ebb_sim::worlds::{COORDINATES, Point, own_peaks_fit};
+use ebb_sim::{CONTROLLERS, Controller, SCENARIOS, Setup, World, oracle, run};
 use proptest::prelude::*;
 
 /// A quarter of what a balloon grows by, bytes a second.
@@ -32,7 +32,7 @@ proptest! {
     fn no_plan_breaks_a_law_in_any_company(
         seed in any::<u64>(), odd in 1u32..6, host_gib in 6u64..26
     ) {
-        let broken = Contestant::Ebb.run(&tight(seed, host_gib, odd, 400)).broken;
+        let broken = Controller::Ebb.run(&tight(seed, host_gib, odd, 400)).broken;
         prop_assert!(broken.is_empty(), "{}", broken[0]);
     }
 
@@ -42,7 +42,7 @@ proptest! {
         seed in any::<u64>(), odd in 0u32..6, host_gib in 6u64..26, who in 0usize..7
     ) {
         let mut unsound = Ok(());
-        CONTESTANTS[who].run_seen(&tight(seed, host_gib, odd, 200), &mut |world| {
+        CONTROLLERS[who].run_seen(&tight(seed, host_gib, odd, 200), &mut |world| {
             if unsound.is_ok() {
                 unsound = world.sound();
             }
@@ -136,7 +136,7 @@ fn at_steady_state_nobody_is_turned_around_more_than_once_a_minute() {
         let setup = settled(seed);
         let mut before: Vec<u64> = Vec::new();
         let mut hasty = 0;
-        let score = Contestant::Ebb
+        let score = Controller::Ebb
             .run_seen(&setup, &mut |world| {
                 let now = || world.gauges.iter().map(|g| g.hasty);
                 if world.at_ms() < 200_000 || before.is_empty() {
@@ -175,9 +175,11 @@ fn who_falls_silent_is_given_what_it_may_need_and_not_asked() {
     for g in &mut setup.guests {
         (g.need, g.reporting) = (Need::of(busy.clone()), true);
     }
-    for (g, mood) in setup.guests.iter_mut().zip([Mood::Silent, Mood::Flaky]) {
+    for (g, misbehaviour) in
+        setup.guests.iter_mut().zip([Misbehaviour::Silent, Misbehaviour::Flaky])
+    {
         g.need = Need::of(Curve::flat(Bytes::mib(300)));
-        (g.mood, g.reporting, g.stale) = (mood, false, Bytes::mib(1700));
+        (g.misbehaviour, g.reporting, g.stale) = (misbehaviour, false, Bytes::mib(1700));
     }
     let mut world = World::new(&setup);
     let mut engine = Engine::new(setup.config(), false);
@@ -247,7 +249,7 @@ fn paging_out_breaks_no_law_and_harms_no_guest() {
             // A host so small that its tasks stall.
             let setup = Setup { offload, host: setup.host.share(0.95), ..setup };
             let mut paged = Bytes::ZERO;
-            let outcome = Contestant::Ebb.run_seen(&setup, &mut |world| {
+            let outcome = Controller::Ebb.run_seen(&setup, &mut |world| {
                 paged = world.guests.iter().map(|g| g.counts.paged_out).sum();
             });
             assert!(outcome.broken.is_empty(), "{name} seed {seed}: {}", outcome.broken[0]);
@@ -269,8 +271,8 @@ fn paging_out_breaks_no_law_and_harms_no_guest() {
 #[test]
 fn the_same_seed_gives_the_same_run() {
     for s in &SCENARIOS {
-        let run = |c: Contestant| serde_json::to_string(&c.run(&s.setup(7)).score).unwrap();
-        assert_eq!(run(Contestant::Ebb), run(Contestant::Ebb), "{}", s.name);
+        let run = |c: Controller| serde_json::to_string(&c.run(&s.setup(7)).score).unwrap();
+        assert_eq!(run(Controller::Ebb), run(Controller::Ebb), "{}", s.name);
     }
 }
 
@@ -279,7 +281,7 @@ fn memory_promised_but_never_touched_costs_the_host_nothing() {
     let need = Need::of(Curve::flat(Bytes::mib(100)));
     let guests = vec![ebb_sim::guest::Spec::new(Bytes::gib(64), need); 4];
     let setup = Setup::of(Bytes::gib(2), Bytes::ZERO, 60_000, guests);
-    let outcome = Contestant::Ebb.run(&setup);
+    let outcome = Controller::Ebb.run(&setup);
     assert_eq!((outcome.score.orders, outcome.score.held), (0, 4));
 }
 
@@ -291,7 +293,7 @@ fn a_guest_whose_module_speaks_may_be_asked_before_its_balloon_has_spoken() {
     let world = World::new(&setup);
     let spoken = (0..setup.guests.len()).all(|i| world.age_ms(i) == Some(0));
     assert!(spoken, "its facts are of this moment");
-    let broken = Contestant::Ebb.run(&setup).broken;
+    let broken = Controller::Ebb.run(&setup).broken;
     assert!(broken.is_empty(), "{}", broken[0]);
     setup.guests.iter_mut().for_each(|g| g.agent = false);
     assert_eq!(World::new(&setup).age_ms(0), None, "a stock guest has said nothing");
@@ -309,7 +311,7 @@ fn no_law_is_broken_again_in_a_drawn_world() {
     let crowds = [(1711683110456543562, 6, 2), (5424565581286927706, 7, 5)];
     let crowds = crowds.map(|(seed, host_gib, odd)| tight(seed, host_gib, odd, 400));
     for setup in [(1401, 16), (1601, 96)].map(drawn).into_iter().chain(crowds) {
-        let broken = Contestant::Ebb.run(&setup).broken;
+        let broken = Controller::Ebb.run(&setup).broken;
         assert!(broken.is_empty(), "{}", broken[0]);
     }
 }
@@ -329,14 +331,19 @@ fn where_all_own_peaks_fit_a_static_split_does_no_better() {
 }
 
 /// Drawn worlds without swap where all guests behave so; `fit`: the point's coordinate.
-fn without_swap(seed: u64, count: usize, fit: f64, mood: Mood) -> Vec<(String, Setup)> {
+fn without_swap(
+    seed: u64,
+    count: usize,
+    fit: f64,
+    misbehaviour: Misbehaviour,
+) -> Vec<(String, Setup)> {
     let mut rng = fastrand::Rng::with_seed(seed);
-    let at = |knob| KNOBS.iter().position(|k| *k == knob).unwrap();
+    let at = |knob| COORDINATES.iter().position(|k| *k == knob).unwrap();
     let world = |_| {
         let mut point = Point::random(&mut rng);
         (point.at[at("swap")], point.at[at("fit")]) = (0.0, fit);
         let mut setup = point.setup();
-        setup.guests.iter_mut().for_each(|g| g.mood = mood);
+        setup.guests.iter_mut().for_each(|g| g.misbehaviour = misbehaviour);
         (point.about(), setup)
     };
     (0..count).map(world).collect()
@@ -348,8 +355,8 @@ fn without_swap(seed: u64, count: usize, fit: f64, mood: Mood) -> Vec<(String, S
 #[test]
 fn guests_that_are_reset_together_are_killed_in_one_world_of_thirty_at_most() {
     let mut killed = Vec::new();
-    for (about, setup) in without_swap(3100, 30, 0.9, Mood::Rebooting) {
-        let ebb = Contestant::Ebb.run(&setup).score.ooms;
+    for (about, setup) in without_swap(3100, 30, 0.9, Misbehaviour::Rebooting) {
+        let ebb = Controller::Ebb.run(&setup).score.ooms;
         if ebb > 0 && oracle::run(&setup).ooms == 0 {
             killed.push((ebb, about));
         }
@@ -363,8 +370,8 @@ fn guests_that_are_reset_together_are_killed_in_one_world_of_thirty_at_most() {
 #[test]
 fn after_a_silence_that_all_vms_share_few_processes_are_killed() {
     let mut killed = Vec::new();
-    for (about, setup) in without_swap(3200, 20, 0.8, Mood::Flaky) {
-        let ebb = Contestant::Ebb.run(&setup).score.ooms;
+    for (about, setup) in without_swap(3200, 20, 0.8, Misbehaviour::Flaky) {
+        let ebb = Controller::Ebb.run(&setup).score.ooms;
         if ebb > 0 {
             killed.push((ebb, about));
         }

@@ -18,13 +18,13 @@ use ebb_core::wire::{
 };
 
 use crate::blockers::{self, Devices};
-use crate::doors::Doors;
+use crate::device_watch::DeviceWatch;
 use crate::faults::Faults;
 use crate::find_module::{Sight, Tracker};
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
 use crate::ksm_ranges::{self, Blocked, LEAST_CLOSED, Open};
-use crate::madvise_hook::{self, Turns};
+use crate::madvise_hook::{self, DiscardLock};
 use crate::ram::Ram;
 use crate::recycle::{Recycler, Work};
 use crate::selftest::{self, Failed};
@@ -46,7 +46,7 @@ const FACTS_TRIES: usize = 20;
 struct Attached {
     // Before the guard: its thread ends first.
     watch: Watch,
-    _turns: Option<Turns>,
+    _turns: Option<DiscardLock>,
     guard: Arc<Guard>,
     ram: Arc<Ram>,
     hasher: Option<Hasher>,
@@ -392,12 +392,14 @@ impl Attached {
         faults: Faults,
     ) -> Result<Attached, String> {
         let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
-        let doors = if faults.no_doors() { None } else { Doors::watch().ok() };
+        let doors = if faults.no_doors() { None } else { DeviceWatch::watch().ok() };
         let guard = Arc::new(Guard::new(uffd, doors).map_err(system)?);
         let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
         let turns = match faults.no_turns() {
             true => None,
-            false => Some(Turns::begin(&guard, &ram).ok_or("too many agents in this process")?),
+            false => {
+                Some(DiscardLock::begin(&guard, &ram).ok_or("too many agents in this process")?)
+            }
         };
         let limit = Duration::from_millis(attach.window_limit_ms);
         Ok(Attached {

@@ -6,10 +6,10 @@
 //! Such a device is looked for in each window as well ([`Devices::look_at_new`]), between the
 //! protection and the discard. If it has pinned a page before the protection, its file is open
 //! by then, so it is seen. A pin of a page that is protected fails or waits for the end of the
-//! window (`doors.rs`).
+//! window (`device_watch.rs`).
 //!
 //! Devices are known by the names of their files. The names of a further kind belong into
-//! `of_file` here and into the lists of `doors.rs`.
+//! `of_file` here and into the lists of `device_watch.rs`.
 
 use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;

@@ -10,7 +10,7 @@
 //! write there first marks the map as dropped, then waits for the open window, which
 //! discards nothing once it sees the mark, and only then goes on.
 //!
-//! Where a device that pins guest memory may be opened ([`Doors`]), nothing is protected for
+//! Where a device that pins guest memory may be opened ([`DeviceWatch`]), nothing is protected for
 //! a while: the map is dropped in the same way.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ use ebb_core::histogram::Histogram;
 use ebb_core::wire::abi::PAGE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
-use crate::doors::Doors;
+use crate::device_watch::DeviceWatch;
 use crate::priority::RealTime;
 use crate::sys::{self, Range, UffdMsg};
 use crate::uffd::Uffd;
@@ -63,7 +63,7 @@ pub struct Guard {
     /// When the window was opened that is open now, or was last.
     opened: Mutex<Instant>,
     waits: Mutex<Histogram>,
-    doors: Option<Doors>,
+    doors: Option<DeviceWatch>,
     held: Mutex<Option<Instant>>,
     quit: OwnedFd,
 }
@@ -75,7 +75,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Guard {
     /// Around a userfaultfd; [`Watch::start`] makes it work. Without `doors`, devices that
     /// pin memory fail to be plugged while a map is in use.
-    pub fn new(uffd: Uffd, doors: Option<Doors>) -> std::io::Result<Guard> {
+    pub fn new(uffd: Uffd, doors: Option<DeviceWatch>) -> std::io::Result<Guard> {
         Ok(Guard {
             uffd,
             doors,
@@ -218,7 +218,7 @@ impl Guard {
         let mut woken = [(0, None); WOKEN];
         let mut next = 0;
         loop {
-            let doors = self.doors.as_ref().map_or(self.quit.as_fd(), Doors::fd);
+            let doors = self.doors.as_ref().map_or(self.quit.as_fd(), DeviceWatch::fd);
             let mut fds = [
                 PollFd::from_borrowed_fd(self.uffd.fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(self.quit.as_fd(), PollFlags::IN),
@@ -232,7 +232,8 @@ impl Guard {
             if !fds[1].revents().is_empty() {
                 return;
             }
-            if !fds[2].revents().is_empty() && self.doors.as_ref().is_some_and(Doors::opened) {
+            if !fds[2].revents().is_empty() && self.doors.as_ref().is_some_and(DeviceWatch::opened)
+            {
                 self.hold();
             }
             let Ok(found) = self.uffd.read(&mut messages) else { return };

@@ -20,7 +20,7 @@
 
 pub mod agent;
 pub mod blockers;
-pub mod doors;
+pub mod device_watch;
 pub mod faults;
 pub mod find_module;
 pub mod guard;

@@ -33,14 +33,14 @@ static HELD: RwLock<[Option<Held>; 16]> = RwLock::new([const { None }; 16]);
 
 /// As long as it lives, discards of this RAM wait for the window.
 #[derive(Debug)]
-pub struct Turns {
+pub struct DiscardLock {
     guard: Arc<Guard>,
 }
 
-impl Turns {
+impl DiscardLock {
     /// From now on; a call that was under way without a turn has ended when this
     /// returns. `None`: too many agents are in this process.
-    pub fn begin(guard: &Arc<Guard>, ram: &Ram) -> Option<Turns> {
+    pub fn begin(guard: &Arc<Guard>, ram: &Ram) -> Option<DiscardLock> {
         let ranges = ram.pieces().iter().map(|p| Range { start: p.hva, len: p.size });
         let mut new = Some(Held { guard: Arc::clone(guard), ram: ranges.collect() });
         let mut slots = HELD.write().unwrap_or_else(PoisonError::into_inner);
@@ -48,11 +48,11 @@ impl Turns {
             std::mem::swap(slot, &mut new);
         }
         drop(slots);
-        new.is_none().then(|| Turns { guard: Arc::clone(guard) })
+        new.is_none().then(|| DiscardLock { guard: Arc::clone(guard) })
     }
 }
 
-impl Drop for Turns {
+impl Drop for DiscardLock {
     fn drop(&mut self) {
         let mut slots = HELD.write().unwrap_or_else(PoisonError::into_inner);
         let ours =
@@ -85,7 +85,7 @@ const DONTNEED_LOCKED: c_int = 24;
 // SAFETY: same name, arguments and meaning.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(start: *mut c_void, len: usize, advice: c_int) -> c_int {
-    // Held to the end: see `Turns::begin`.
+    // Held to the end: see `DiscardLock::begin`.
     let held = empties(advice).then(|| HELD.read().unwrap_or_else(PoisonError::into_inner));
     let (from, to) = (start as u64, (start as u64).saturating_add(len as u64));
     let meets = |h: &&Held| h.ram.iter().any(|r| from < r.start + r.len && to > r.start);

@@ -201,7 +201,7 @@ impl VmModel {
             zeros_stay: merge::zeros_stay(config, vm).unwrap_or_default(),
             ..VmModel::default()
         };
-        if let (Some(actual), Some(stats)) = (actual, m.words(sample.at, vm)) {
+        if let (Some(actual), Some(stats)) = (actual, m.believed_stats(sample.at, vm)) {
             let deflate_on_oom = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
             let around = Around { ram, actual, deflate_on_oom };
             model.guest = GuestModel::new(&around, &stats, m, m.rates_at(sample.at));

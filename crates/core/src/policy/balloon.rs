@@ -35,6 +35,8 @@ const MORE: f64 = 0.25;
 const LOW_SHARE: f64 = 0.15;
 /// A VM that was shrunk is not grown for the host's sake for this time.
 const GROW_HOLD_MS: u64 = 60_000;
+/// An order to grow that was refused is sent again after this, not with each fast tick.
+const GROW_AGAIN_MS: u64 = 1_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
 /// While no guest waits for memory, one that was given some is not asked for this long. A lowered
@@ -146,6 +148,9 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if m.ledger.suspect {
         // Nor is it given anything before the next tick tells who moved its balloon.
         return Some(Verdict::Hold("its size has changed, not by Ebb's order".into()));
+    }
+    if m.grow_refused.is_some_and(|t| model.at.since(t) < GROW_AGAIN_MS) {
+        return Some(Verdict::Hold("QEMU or libvirt has just refused an order to grow".into()));
     }
     match &vm.standing {
         Standing::Off(_) if !vm.managed && vm.owed > Bytes::ZERO => {

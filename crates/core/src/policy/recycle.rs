@@ -38,7 +38,7 @@ const HEADROOM_S: f64 = 1.0;
 /// half a microsecond each.
 const TOUCH_US: u32 = 128;
 
-struct Manner {
+struct RecycleParams {
     /// What a guest takes back of whole blocks may cost it this share of a processor.
     loss: f64,
     /// A page is recycled when it has been free for half to all of this, ms, to the
@@ -54,19 +54,31 @@ struct Manner {
     budget_ms: u64,
 }
 
-fn manner(state: Pressure) -> Manner {
+fn params(state: Pressure) -> RecycleParams {
     match state {
-        Pressure::Clear => {
-            Manner { loss: 0.01, period_ms: 8_000, slack_s: 4.0, split: None, budget_ms: 250 }
-        }
-        Pressure::Soft => {
-            Manner { loss: 0.02, period_ms: 4_000, slack_s: 2.0, split: Some(256), budget_ms: 300 }
-        }
-        Pressure::Hard => {
-            Manner { loss: 0.05, period_ms: 1_000, slack_s: 1.0, split: Some(64), budget_ms: 300 }
-        }
+        Pressure::Clear => RecycleParams {
+            loss: 0.01,
+            period_ms: 8_000,
+            slack_s: 4.0,
+            split: None,
+            budget_ms: 250,
+        },
+        Pressure::Soft => RecycleParams {
+            loss: 0.02,
+            period_ms: 4_000,
+            slack_s: 2.0,
+            split: Some(256),
+            budget_ms: 300,
+        },
+        Pressure::Hard => RecycleParams {
+            loss: 0.05,
+            period_ms: 1_000,
+            slack_s: 1.0,
+            split: Some(64),
+            budget_ms: 300,
+        },
         Pressure::Critical => {
-            Manner { loss: 1.0, period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
+            RecycleParams { loss: 1.0, period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
         }
     }
 }
@@ -86,7 +98,7 @@ pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<Recy
         if !left.is_empty() {
             return on_request(vm, agent, left);
         }
-        one(model, vm, agent, &m.recycle, &manner(model.state_of(vm)))
+        one(model, vm, agent, &m.recycle, &params(model.state_of(vm)))
     };
     let mut orders: Vec<(&VmModel, RecycleOrder)> =
         model.vms.iter().filter_map(|vm| Some((vm, of(vm)?))).collect();
@@ -157,30 +169,30 @@ fn one(
     vm: &VmModel,
     agent: &AgentSample,
     m: &RecycleMemory,
-    manner: &Manner,
+    params: &RecycleParams,
 ) -> Option<RecycleOrder> {
     let ram = vm.ram.unwrap_or_default();
     let backoff = f64::from(1u32 << m.backoff.min(6));
-    let slack = Bytes((m.alloc_rate * manner.slack_s * backoff) as u64).min(ram.share(SLACK_MOST));
+    let slack = Bytes((m.alloc_rate * params.slack_s * backoff) as u64).min(ram.share(SLACK_MOST));
     let held = agent.held.or(agent.free)?;
-    let want = held - if manner.slack_s > 0.0 { slack } else { Bytes::ZERO };
+    let want = held - if params.slack_s > 0.0 { slack } else { Bytes::ZERO };
     let order = |recycle, mark, reason: String| {
         Some(RecycleOrder { vm: vm.id, name: vm.name.clone(), recycle, mark, reason })
     };
     let job = |marked| Recycle {
-        max_bytes: (manner.slack_s > 0.0).then_some(want),
+        max_bytes: (params.slack_s > 0.0).then_some(want),
         min_run_pages: 1,
-        budget_ms: manner.budget_ms,
-        huge: if manner.split.is_some() { HugePages::Split } else { HugePages::Keep },
-        split_min_pages: manner.split.unwrap_or(1),
+        budget_ms: params.budget_ms,
+        huge: if params.split.is_some() { HugePages::Split } else { HugePages::Keep },
+        split_min_pages: params.split.unwrap_or(1),
         marked,
         most_closed: None,
     };
-    if manner.period_ms == 0 {
+    if params.period_ms == 0 {
         let why = format!("host {}: all of {held} at once", model.state_of(vm));
         return (want >= LEAST).then(|| order(Some(job(false)), false, why)).flatten();
     }
-    let half = manner.period_ms / 2;
+    let half = params.period_ms / 2;
     // The nearest tick: one that comes a moment early would put it off by a whole one.
     let soon = model.dt_ms.min(half) / 2;
     match m.marked.map(|at| model.at.since(at)) {
@@ -189,9 +201,9 @@ fn one(
             order((want >= LEAST).then(|| job(true)), true, why)
         }
         Some(_) => {
-            let (max_bytes, why) = whole_at_once(model, agent, m, manner)?;
+            let (max_bytes, why) = whole_at_once(model, agent, m, params)?;
             let min_run_pages = crate::wire::BLOCK_PAGES;
-            let budget_ms = manner.budget_ms;
+            let budget_ms = params.budget_ms;
             let whole = Recycle { max_bytes, min_run_pages, budget_ms, ..Recycle::default() };
             order(Some(whole), false, why)
         }
@@ -204,12 +216,12 @@ fn whole_at_once(
     model: &Model,
     agent: &AgentSample,
     m: &RecycleMemory,
-    manner: &Manner,
+    params: &RecycleParams,
 ) -> Option<(Option<Bytes>, String)> {
     let touch_us = f64::from(model.host.touch_us.unwrap_or(TOUCH_US));
     let back = Bytes(m.back_rate as u64);
     let loss = m.back_rate / f64::from(1 << 20) * touch_us / 1e6;
-    if loss >= manner.loss {
+    if loss >= params.loss {
         return None;
     }
     let free = agent.free?;

@@ -23,7 +23,7 @@ const PAUSE_MOST_MS: u64 = 3_600_000;
 const SHARED_LEAST: usize = 3;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reach {
+pub struct Contact {
     /// Its guest has spoken since it booted.
     pub spoke: bool,
     /// How long it was not heard while it was listened to, milliseconds.
@@ -36,7 +36,7 @@ pub struct Reach {
     pub count: u32,
 }
 
-impl Reach {
+impl Contact {
     /// Listens for `dt_ms`. `heard`: it answers and its numbers are fresh.
     pub(super) fn observe(&mut self, at: Stamp, dt_ms: u64, heard: bool) {
         if !heard {
@@ -93,7 +93,7 @@ impl Reach {
 
 /// Notes whether most of these VMs share a silence. One that stays silent when most are heard again
 /// begins a silence of its own.
-pub(super) fn compare(all: &mut [&mut Reach]) {
+pub(super) fn compare(all: &mut [&mut Contact]) {
     let spoke = all.iter().filter(|r| r.spoke).count();
     let silent = all.iter().filter(|r| r.is_silent()).count();
     if silent >= SHARED_LEAST && 2 * silent > spoke {
@@ -108,7 +108,7 @@ pub(super) fn compare(all: &mut [&mut Reach]) {
 mod tests {
     use super::*;
 
-    fn live(reach: &mut Reach, from_s: u64, to_s: u64, heard: bool) {
+    fn live(reach: &mut Contact, from_s: u64, to_s: u64, heard: bool) {
         for s in from_s..to_s {
             reach.observe(Stamp(s * 1000), 1000, heard);
         }
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn who_was_silent_is_left_alone_twice_as_long_each_time_and_forgiven() {
-        let mut r = Reach::default();
+        let mut r = Contact::default();
         live(&mut r, 0, 60, false);
         assert_eq!((r.silent_ms, r.unseen(Stamp(60_000))), (0, String::new()), "never spoke");
         live(&mut r, 60, 70, true);
@@ -132,14 +132,14 @@ mod tests {
         assert_eq!((r.left_ms(Stamp(110_000)), r.count), (Some(240_000), 2));
         live(&mut r, 111, 350, true);
         assert!(r.unseen(Stamp(349_000)).contains("2 times"));
-        assert_eq!(Reach { count: 9, ..r }.pause(), PAUSE_MOST_MS);
+        assert_eq!(Contact { count: 9, ..r }.pause(), PAUSE_MOST_MS);
         live(&mut r, 350, 2000, true);
-        assert_eq!(r, Reach { spoke: true, ..Reach::default() });
+        assert_eq!(r, Contact { spoke: true, ..Contact::default() });
     }
 
     #[test]
     fn a_loop_that_did_not_listen_has_heard_no_silence() {
-        let mut r = Reach::default();
+        let mut r = Contact::default();
         r.observe(Stamp(0), 1000, true);
         r.observe(Stamp(60_000), 60_000, false);
         assert_eq!(r.silent_ms, LOOK_MS);
@@ -150,7 +150,7 @@ mod tests {
 
     /// Of `all` VMs that spoke, `missed` are not heard for ten seconds; how many are left alone then.
     fn left_alone(missed: usize, all: usize) -> usize {
-        let mut vms = vec![Reach::default(); all];
+        let mut vms = vec![Contact::default(); all];
         for s in 0..20u64 {
             for (i, r) in vms.iter_mut().enumerate() {
                 r.observe(Stamp(s * 1000), 1000, i >= missed || !(5..15).contains(&s));
@@ -171,7 +171,7 @@ mod tests {
             [1, 2, 2],
             "too few to tell"
         );
-        let mut three = [Reach::default(); 3];
+        let mut three = [Contact::default(); 3];
         for s in 0..40u64 {
             for (i, r) in three.iter_mut().enumerate() {
                 r.observe(Stamp(s * 1000), 1000, s < 5 || s >= 15 && (i > 0 || s >= 30));
@@ -180,7 +180,7 @@ mod tests {
         }
         let left = three.map(|r| r.left_ms(Stamp(40_000)).is_some());
         assert_eq!(left, [true, false, false], "the first is silent by itself for 15 s more");
-        let mut new = [Reach::default(), Reach::default(), Reach::default()];
+        let mut new = [Contact::default(), Contact::default(), Contact::default()];
         compare(&mut new.iter_mut().collect::<Vec<_>>());
         assert!(new.iter().all(|r| !r.shared), "none has spoken");
     }

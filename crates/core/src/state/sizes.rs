@@ -32,7 +32,7 @@ impl Sizes {
     }
 
     /// The least and the greatest size that a word of `said` or later may go with.
-    pub(super) fn of_word(&self, said: Stamp) -> Option<(Bytes, Bytes)> {
+    pub(super) fn of_stats(&self, said: Stamp) -> Option<(Bytes, Bytes)> {
         self.range(Stamp(said.0.saturating_sub(GATHER_MS)))
     }
 
@@ -56,7 +56,7 @@ impl Sizes {
     /// The least and the most that a guest may need that has said, at `said` or later, that so
     /// much is available to it.
     pub(super) fn needs(&self, said: Stamp, available: Bytes) -> Option<(Bytes, Bytes)> {
-        let (mut low, mut high) = self.of_word(said)?;
+        let (mut low, mut high) = self.of_stats(said)?;
         if available > high {
             // It spoke before that.
             (low, high) = self.range(Stamp(0))?;

@@ -8,7 +8,7 @@ mod boot;
 mod host;
 mod order;
 mod owed;
-mod word;
+mod stats;
 
 use super::*;
 use crate::config::Config;

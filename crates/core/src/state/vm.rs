@@ -10,7 +10,7 @@
 mod boot;
 mod order;
 mod returned;
-mod word;
+mod stats;
 
 use serde::{Deserialize, Serialize};
 
@@ -21,9 +21,9 @@ pub use self::order::{
     STUCK_MOST_MS,
 };
 pub use self::returned::{Returned, Seen};
-pub use self::word::{Doubt, Hot};
+pub use self::stats::{Doubt, Hot};
 use super::{
-    Cold, Fastest, Growth, GuestRates, Ledger, Reach, Recent, RecycleMemory, Sizes, Yields,
+    Cold, Contact, Fastest, Growth, GuestRates, Ledger, Recent, RecycleMemory, Sizes, Yields,
     ZeroMemory,
 };
 use crate::policy::merge::VmMerge;
@@ -55,6 +55,9 @@ pub struct VmMemory {
     pub stuck_until: Option<Stamp>,
     /// Not asked until then, because QEMU or libvirt refused an order to shrink.
     pub refused_until: Option<Stamp>,
+    /// When QEMU or libvirt last refused an order to grow, or to keep its size.
+    #[serde(default)]
+    pub grow_refused: Option<Stamp>,
     /// How often in a row it did not follow.
     pub stuck_count: u32,
     /// When its balloon last shrank without an order: the guest was out of memory
@@ -126,7 +129,7 @@ pub struct VmMemory {
     pub given: Option<Given>,
     /// When an operator last asked for its idle memory.
     pub requested: Option<Stamp>,
-    pub reach: Reach,
+    pub reach: Contact,
     /// Whether its balloon brings the host anything.
     pub yields: Yields,
     /// Since when it is quiet.
@@ -166,13 +169,13 @@ impl VmMemory {
         self.follow_reboot(at, wall_s, vm);
         self.follow_balloon(at, vm, actual);
         self.listen(at, dt_ms, vm);
-        if let (Some(actual), Some(stats)) = (actual, self.words(at, vm)) {
+        if let (Some(actual), Some(stats)) = (actual, self.believed_stats(at, vm)) {
             self.take_stats(at, wall_s, actual, stats);
             if let Some(need) = self.need() {
                 self.recent.see(at, need);
             }
             self.cached.see(at, stats.caches.unwrap_or_default());
-            self.weigh_word(at, vm, &stats);
+            self.weigh_stats(at, vm, &stats);
         }
         if let Some(p) = vm.process {
             let need = self.need().unwrap_or_default();

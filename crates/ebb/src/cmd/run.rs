@@ -14,13 +14,13 @@ use ebb_host::probe::process;
 use ebb_host::root::Root;
 use sd_notify::NotifyState;
 
-use crate::anew;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
 use crate::daemon::{Daemon, beside};
 use crate::log::{self, say};
 use crate::observer::Observer;
 use crate::recorder::Head;
+use crate::reexec;
 use crate::signals::Signals;
 use crate::state::StateFile;
 
@@ -37,8 +37,8 @@ pub fn main(
     verbose: bool,
 ) -> Result<()> {
     log::begin();
-    let used = anew::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
-    let remembered = if dry_run { None } else { anew::handed_over(&used) };
+    let used = reexec::state_file_in_use().unwrap_or_else(|| config.state_file.clone());
+    let remembered = if dry_run { None } else { reexec::handed_over(&used) };
     let signals = Signals::note()?;
     let mut state = if dry_run { None } else { Some(open_state(&used, &mut config)?) };
     for pid in process::daemons(&Root::default()).into_iter().filter(|_| !dry_run) {
@@ -132,7 +132,7 @@ fn begin_anew(engine: &Engine, signals: &Signals) -> Result<()> {
     let now = NotifyState::monotonic_usec_now()?;
     let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
     let state_file = &engine.config.state_file;
-    anew::execute(&engine.memory, (!engine.dry_run).then_some(state_file))
+    reexec::execute(&engine.memory, (!engine.dry_run).then_some(state_file))
 }
 
 fn names(owned: &Owned) -> String {

@@ -74,7 +74,7 @@ pub enum KsmError {
 
 /// How the kernel's advisor and khugepaged are treated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Manners {
+pub struct KsmSettings {
     /// The operator prefers the kernel's advisor: `ksmd`'s speed is left to it.
     pub keep_advisor: bool,
     /// khugepaged is kept from copying what is merged, or is a hole, into huge pages.
@@ -87,7 +87,7 @@ pub struct KsmOwner {
     root: Root,
     state: PathBuf,
     saved: BTreeMap<String, String>,
-    manners: Manners,
+    settings: KsmSettings,
     /// Held as long as the knobs are: what is written down is not another's to put back.
     _lock: fs::File,
 }
@@ -108,16 +108,16 @@ fn lock(state: &Path) -> Result<fs::File, KsmError> {
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
     /// the file `state`. Changes nothing yet.
-    pub fn take(root: Root, state: &Path, manners: Manners) -> Result<KsmOwner, KsmError> {
+    pub fn take(root: Root, state: &Path, settings: KsmSettings) -> Result<KsmOwner, KsmError> {
         if !root.path(format!("{DIR}/run")).exists() {
             return Err(KsmError::None);
         }
         let (saved, lock) = (BTreeMap::new(), lock(state)?);
-        let mut owner = KsmOwner { root, state: state.into(), saved, manners, _lock: lock };
+        let mut owner = KsmOwner { root, state: state.into(), saved, settings, _lock: lock };
         // What an earlier one had not taken is as it was.
         let mut saved = owner.written()?.unwrap_or_default();
         let known = saved.len();
-        let held: &[&'static str] = if manners.hold_khugepaged { &KHUGEPAGED } else { &[] };
+        let held: &[&'static str] = if settings.hold_khugepaged { &KHUGEPAGED } else { &[] };
         for &knob in KNOBS.iter().chain(held) {
             // Old kernels lack some: Ebb does without.
             let Some(value) = owner.read(knob)? else { continue };
@@ -135,7 +135,7 @@ impl KsmOwner {
         if !state.exists() {
             return Ok(false);
         }
-        KsmOwner::take(root, state, Manners::default())?.release().map(|()| true)
+        KsmOwner::take(root, state, KsmSettings::default())?.release().map(|()| true)
     }
 
     /// What `ksmd` is to do. Only knobs that differ are written.
@@ -144,10 +144,10 @@ impl KsmOwner {
         // With it a late duplicate of an aged page is never found.
         self.set("smart_scan", "0")?;
         self.set("use_zero_pages", "1")?;
-        if self.manners.hold_khugepaged {
+        if self.settings.hold_khugepaged {
             KHUGEPAGED.iter().try_for_each(|knob| self.set(knob, "0"))?;
         }
-        if !self.manners.keep_advisor {
+        if !self.settings.keep_advisor {
             self.set("advisor_mode", "none")?;
         }
         self.speed(*batch, *sleep_ms)?;
@@ -156,7 +156,7 @@ impl KsmOwner {
 
     /// How fast `ksmd` works; the operator's advisor decides on the batch itself.
     pub fn speed(&self, batch: u64, sleep_ms: u64) -> Result<(), KsmError> {
-        if !self.manners.keep_advisor {
+        if !self.settings.keep_advisor {
             self.set("pages_to_scan", &batch.to_string())?;
         }
         self.set("sleep_millisecs", &sleep_ms.max(1).to_string())
@@ -349,7 +349,7 @@ pub(super) mod tests {
     fn what_another_ebb_steers_is_not_put_back() {
         let (dir, root) = tree(&USUAL);
         let note = dir.path().join("ebb/ksm.json");
-        let owner = KsmOwner::take(root.clone(), &note, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &note, KsmSettings::default()).unwrap();
         owner.apply(&order(100)).unwrap();
         let refused = KsmOwner::recover(root.clone(), &note).unwrap_err();
         assert!(matches!(refused, KsmError::Used { .. }), "{refused}");
@@ -365,7 +365,7 @@ pub(super) mod tests {
         let (dir, root) = tree(&USUAL);
         let state = dir.path().join("ebb/ksm.json");
         let before = values(&root);
-        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         assert_eq!(values(&root), before, "taking changes nothing");
         owner.apply(&order(1500)).unwrap();
         assert_eq!(values(&root), ["1", "[none] scan-time", "1500", "20", "0", "1"]);
@@ -381,10 +381,10 @@ pub(super) mod tests {
     fn after_a_crash_the_first_values_come_back_not_ours() {
         let (dir, root) = tree(&USUAL);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         owner.apply(&order(9)).unwrap();
         drop(owner);
-        let second = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let second = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         second.apply(&order(10)).unwrap();
         drop(second);
         assert!(KsmOwner::recover(root.clone(), &state).unwrap());
@@ -397,7 +397,7 @@ pub(super) mod tests {
         let (dir, root) =
             tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         assert_eq!(
             owner.saved.keys().collect::<Vec<_>>(),
             ["pages_to_scan", "run", "sleep_millisecs"]
@@ -407,7 +407,7 @@ pub(super) mod tests {
         owner.release().unwrap();
         assert_eq!(values(&root), ["0", "100", "20"]);
         let (dir, root) = tree(&[]);
-        let none = KsmOwner::take(root, &dir.path().join("s"), Manners::default()).unwrap_err();
+        let none = KsmOwner::take(root, &dir.path().join("s"), KsmSettings::default()).unwrap_err();
         assert!(matches!(none, KsmError::None), "{none}");
     }
 
@@ -419,13 +419,13 @@ pub(super) mod tests {
         let owner = KsmOwner::take(
             root.clone(),
             &state,
-            Manners { keep_advisor: true, ..Manners::default() },
+            KsmSettings { keep_advisor: true, ..KsmSettings::default() },
         )
         .unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none [scan-time]", "500"]);
         owner.release().unwrap();
-        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none", "7"]);
         owner.release().unwrap();
@@ -436,7 +436,7 @@ pub(super) mod tests {
     fn broken_merges_are_not_broken_again_by_putting_back() {
         let (dir, root) = tree(&[("run", "2")]);
         let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, Manners::default()).unwrap();
+        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
         owner.apply(&order(7)).unwrap();
         owner.release().unwrap();
         assert_eq!(values(&root), ["0"]);
@@ -448,8 +448,9 @@ pub(super) mod tests {
         let state = dir.path().join("ksm.json");
         for text in ["{", "{}", "[]"] {
             fs::write(&state, text).unwrap();
-            let error =
-                KsmOwner::take(root.clone(), &state, Manners::default()).unwrap_err().to_string();
+            let error = KsmOwner::take(root.clone(), &state, KsmSettings::default())
+                .unwrap_err()
+                .to_string();
             assert!(error.contains("is damaged") && error.contains("remove the file"), "{error}");
             assert!(state.exists());
         }
@@ -519,8 +520,8 @@ pub(super) mod tests {
         let run =
             Order::Run { batch: 9, sleep_ms: 9, cores: 0.1, scans: u64::MAX, why: String::new() };
         let take = |hold_khugepaged| {
-            let manners = Manners { hold_khugepaged, ..Manners::default() };
-            let owner = KsmOwner::take(root.clone(), &state, manners).unwrap();
+            let settings = KsmSettings { hold_khugepaged, ..KsmSettings::default() };
+            let owner = KsmOwner::take(root.clone(), &state, settings).unwrap();
             owner.apply(&run).unwrap();
             owner
         };

@@ -17,7 +17,7 @@ use ebb_core::policy::merge::{Block, Candidates, Order, ranges};
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
-use super::ksm::Manners;
+use super::ksm::KsmSettings;
 use super::ksmd_throttle::KsmdThrottle;
 use super::vm_mergeable::{LEAST_RAM, marks};
 use super::worker;
@@ -28,7 +28,7 @@ use crate::scan::agents::{HashLink, lift};
 use crate::scan::memory_limit::{one_in, room};
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::sampling::estimate;
-use crate::scan::{Changes, Dial, Fate, Found, Limits, Options, Scan, Scanner, Target};
+use crate::scan::{Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scanner, Target};
 use crate::sys::{Range, give_back};
 use crate::waker::Waker;
 
@@ -101,7 +101,7 @@ type Shared = Arc<Mutex<Told>>;
 pub struct KsmWorker {
     root: Root,
     note: PathBuf,
-    manners: Manners,
+    settings: KsmSettings,
     wake: Waker,
     jobs: Option<SyncSender<Job>>,
     scans: Option<SyncSender<ScanJob>>,
@@ -113,10 +113,10 @@ pub struct KsmWorker {
 impl KsmWorker {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
-    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> KsmWorker {
+    pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmWorker {
         let (jobs, scans, told) = (None, None, Shared::default());
         let dial = Arc::new(Dial::new(0.0));
-        KsmWorker { root, note, manners, wake, jobs, scans, told, sent: None, dial }
+        KsmWorker { root, note, settings, wake, jobs, scans, told, sent: None, dial }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -199,7 +199,7 @@ impl KsmWorker {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (note, told) = (self.note.clone(), self.told.clone());
             let keeper =
-                KsmdThrottle::new(self.root.clone(), note, self.manners, self.wake.clone());
+                KsmdThrottle::new(self.root.clone(), note, self.settings, self.wake.clone());
             worker("ksm", WAITING, move |jobs| work(keeper, &jobs, &told))
         });
         jobs.try_send(job).is_ok()
@@ -343,8 +343,8 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
     let one_in = one_in(held, room(root).min(most));
     let changes = if one_in == 1 { Changes::Note } else { Changes::Ignore };
     let scan = scanner.scan(&targets, &Options { one_in, changes, ..options(job) });
-    let refused = scan.vms.iter().find_map(|v| match &v.fate {
-        Fate::Refused(why) => Some(format!("{}: {why}", v.target.name)),
+    let refused = scan.vms.iter().find_map(|v| match &v.outcome {
+        ScanOutcome::Refused(why) => Some(format!("{}: {why}", v.target.name)),
         _ => {
             let why = job.agents.get(&v.target.id).and_then(|a| a.failure())?;
             Some(format!("{}: {why}: read from outside", v.target.name))
@@ -378,7 +378,7 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
 
 /// What of each VM is worth opening range by range.
 fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
-    let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
+    let scanned = scan.vms.iter().filter(|v| v.outcome == ScanOutcome::Scanned);
     let one = |v: &crate::scan::VmResult| {
         let blocks: Vec<Block> = v.blocks.iter().collect();
         let ram: Vec<Range> = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).copied().collect();
@@ -395,7 +395,7 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
     let seen: u64 = scan.vms.iter().map(|v| v.duplicates).sum();
     let likely = estimate(&scan.moments, one_in).likely.0 / PAGE;
     let part = |duplicates: u64| (likely as f64 * duplicates as f64 / seen.max(1) as f64) as u64;
-    let scanned = scan.vms.iter().filter(|v| v.fate == Fate::Scanned);
+    let scanned = scan.vms.iter().filter(|v| v.outcome == ScanOutcome::Scanned);
     let one = |v: &crate::scan::VmResult| Candidates {
         pages: v.pages.read.saturating_mul(one_in.into()),
         zeros: v.pages.zero.saturating_mul(one_in.into()),
@@ -433,8 +433,12 @@ mod tests {
     fn orders_reach_the_knobs_and_release_puts_them_back() {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
-        let mut merger =
-            KsmWorker::new(root.clone(), note.clone(), Manners::default(), Waker::new().unwrap());
+        let mut merger = KsmWorker::new(
+            root.clone(),
+            note.clone(),
+            KsmSettings::default(),
+            Waker::new().unwrap(),
+        );
         let why = String::new();
         merger.order(&Order::Run { batch: 500, sleep_ms: 20, cores: 0.1, scans: u64::MAX, why });
         within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
@@ -455,7 +459,7 @@ mod tests {
         let mut merger = KsmWorker::new(
             root,
             dir.path().join("ksm.json"),
-            Manners::default(),
+            KsmSettings::default(),
             Waker::new().unwrap(),
         );
         let vm = VmId { pid: 4_000_000, start: 1 };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::policy::merge::{JUDGED, Order, each_us, is_gentle, speed};
 
-use super::ksm::{KsmOwner, Manners};
+use super::ksm::{KsmOwner, KsmSettings};
 use crate::probe::ksm::{ksmd, number};
 use crate::probe::process::read_run_time;
 use crate::root::Root;
@@ -27,7 +27,7 @@ const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 pub struct KsmdThrottle {
     pub root: Root,
     note: PathBuf,
-    manners: Manners,
+    settings: KsmSettings,
     wake: Waker,
     owner: Option<KsmOwner>,
     burst: Option<Burst>,
@@ -45,8 +45,8 @@ struct Burst {
 
 impl KsmdThrottle {
     /// Takes nothing yet; see [`KsmOwner::take`].
-    pub fn new(root: Root, note: PathBuf, manners: Manners, wake: Waker) -> KsmdThrottle {
-        KsmdThrottle { root, note, manners, wake, owner: None, burst: None }
+    pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmdThrottle {
+        KsmdThrottle { root, note, settings, wake, owner: None, burst: None }
     }
 
     pub fn order(&mut self, order: &Order) -> Result<(), String> {
@@ -67,7 +67,7 @@ impl KsmdThrottle {
 
     fn apply(&mut self, order: &Order) -> Result<(), String> {
         if self.owner.is_none() {
-            let taken = KsmOwner::take(self.root.clone(), &self.note, self.manners);
+            let taken = KsmOwner::take(self.root.clone(), &self.note, self.settings);
             self.owner = Some(taken.map_err(|e| e.to_string())?);
         }
         self.owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
@@ -170,7 +170,7 @@ mod tests {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
         let mut keeper =
-            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
         keeper.order(&run(7)).unwrap();
         assert!(keeper.pause().is_some());
         worked(&root, 6, 1000, 10);
@@ -192,7 +192,7 @@ mod tests {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
         let mut keeper =
-            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
         let (batch, sleep_ms) = speed(0.008, 6.0);
         let order = Order::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
         keeper.order(&order).unwrap();
@@ -212,7 +212,7 @@ mod tests {
         let (dir, root) = tree();
         let note = dir.path().join("ksm.json");
         let mut keeper =
-            KsmdThrottle::new(root.clone(), note, Manners::default(), Waker::new().unwrap());
+            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
         keeper.order(&run(u64::MAX)).unwrap();
         assert_eq!(knob(&root, "pages_to_scan"), "20000");
         keeper.keep().unwrap();

@@ -28,7 +28,7 @@ use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::probe::process::read_credentials;
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, Words};
@@ -127,7 +127,7 @@ impl Libvirt {
     pub fn find(
         &self,
         process: &QemuProcess,
-        inside: &mut Beside<Option<Address>>,
+        inside: &mut BackgroundLook<Option<Address>>,
     ) -> Option<Address> {
         self.find_here(process).or_else(|| {
             if !self.containers {
@@ -379,7 +379,7 @@ mod tests {
             symlink(namespace, at(&format!("proc/{peer}/ns/pid"))).unwrap();
         }
         assert_eq!([20, 21, 22].map(|peer| found.is_of(peer)), [true, false, false]);
-        assert_eq!(of(false).find(&vm, &mut Beside::default()), None);
+        assert_eq!(of(false).find(&vm, &mut BackgroundLook::default()), None);
         // Its pid file leads to one outside.
         fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
         fs::write(at("out/a.pid"), "7\n").unwrap();

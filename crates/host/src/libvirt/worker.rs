@@ -25,7 +25,7 @@ use super::calls::{self, Domain, Numbers, Procedure};
 use super::rpc::{Heard, Refused, Rpc};
 use super::watch::{Step, Watch, Watcher};
 use super::{Address, Ask, Attach, PATIENCE};
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::qmp::Words;
 use crate::sockets::{self, interest};
 use crate::waker::Waker;
@@ -97,7 +97,7 @@ struct Daemon {
     bulk: Option<Instant>,
     gather: Option<Instant>,
     idle_since: Option<Instant>,
-    inside: Beside<Connected>,
+    inside: BackgroundLook<Connected>,
 }
 
 /// Serves until no [`super::Libvirt`] is left that could attach a VM.
@@ -175,7 +175,10 @@ fn received(socket: &OwnedFd) -> Option<Vec<u8>> {
 impl Connection {
     /// Connects to libvirt's socket and queues the first call. The error is a text for people.
     /// What a container has mounted may keep the look at its socket waiting: that is `inside`.
-    fn open(address: &Address, inside: &mut Beside<Connected>) -> Result<Connection, String> {
+    fn open(
+        address: &Address,
+        inside: &mut BackgroundLook<Connected>,
+    ) -> Result<Connection, String> {
         let path = address.socket.display();
         let socket = match &address.container {
             None => address.connect(),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::{Ksm, KsmStat, VmId, VmSample};
 
 use super::process::{is_named, processes, read_run_time};
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::root::{ParseError, ProbeError, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
@@ -71,7 +71,7 @@ pub struct Around {
     seen: Seen,
     /// When a look began last.
     at: Option<Instant>,
-    look: Beside<Seen>,
+    look: BackgroundLook<Seen>,
 }
 
 #[derive(Debug, Default)]
@@ -111,7 +111,7 @@ impl Around {
 #[derive(Debug, Default)]
 pub struct Stats {
     known: BTreeMap<VmId, Result<Option<KsmStat>, String>>,
-    look: Beside<BTreeMap<VmId, Result<Option<KsmStat>, String>>>,
+    look: BackgroundLook<BTreeMap<VmId, Result<Option<KsmStat>, String>>>,
 }
 
 impl Stats {

@@ -11,7 +11,7 @@ use ebb_core::units::{Bytes, PAGE};
 
 use super::maps::read_own_mappings;
 use super::pagemap::Pagemap;
-use crate::beside::Beside;
+use crate::background_look::BackgroundLook;
 use crate::root::{ProbeError, Root, is_absent};
 
 /// Most that is looked at: a process that reserves terabytes would keep us busy. What of more is
@@ -26,7 +26,7 @@ const LIFE: Duration = Duration::from_secs(300);
 #[derive(Debug, Default)]
 pub struct OwnCount {
     /// Under way; with the time when it was begun.
-    look: Beside<(Instant, std::result::Result<Option<OwnMemory>, ProbeError>)>,
+    look: BackgroundLook<(Instant, std::result::Result<Option<OwnMemory>, ProbeError>)>,
     due: Option<Instant>,
     every: Duration,
     counted: Option<(Instant, OwnMemory)>,

@@ -180,7 +180,7 @@ impl Default for Options {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum ScanOutcome {
     Scanned,
     /// It ended meanwhile; nothing of it counts.
     Ended,
@@ -191,7 +191,7 @@ pub enum Fate {
 #[derive(Debug)]
 pub struct VmResult {
     pub target: Target,
-    pub fate: Fate,
+    pub outcome: ScanOutcome,
     pub pages: Pages,
     /// What merging it would save: its part of what it shares with others.
     pub split: Split,

@@ -28,7 +28,7 @@ use super::rate_limit::{Pace, thread_cpu};
 use super::savings::Blocks;
 use super::table::{Filler, Table, VMS_MAX};
 use super::walk::{Runs, Seen, Walker};
-use super::{Changes, Fate, Options, Pages, Scanner, Target};
+use super::{Changes, Options, Pages, ScanOutcome, Scanner, Target};
 use crate::lock;
 use crate::probe::process::{Life, life};
 use crate::root::{Root, is_absent};
@@ -74,18 +74,18 @@ pub(super) struct Job<'a> {
 #[derive(Default)]
 struct VmState {
     over: AtomicBool,
-    fate: Mutex<Option<Fate>>,
+    outcome: Mutex<Option<ScanOutcome>>,
     counts: [AtomicU64; 7],
 }
 
 impl VmState {
-    fn end(&self, fate: Fate) {
+    fn end(&self, outcome: ScanOutcome) {
         self.over.store(true, Relaxed);
-        lock(&self.fate).get_or_insert(fate);
+        lock(&self.outcome).get_or_insert(outcome);
     }
 
-    fn fate(&self) -> Fate {
-        lock(&self.fate).clone().unwrap_or(Fate::Scanned)
+    fn outcome(&self) -> ScanOutcome {
+        lock(&self.outcome).clone().unwrap_or(ScanOutcome::Scanned)
     }
 
     fn add(&self, p: &Pages) {
@@ -258,11 +258,11 @@ impl<'j, 'a> Worker<'j, 'a> {
                     Round::Whole => self.whole(window),
                 };
                 if let Err(e) = done {
-                    job.vms[vm].end(fate_of(&e, &job.targets[vm]));
+                    job.vms[vm].end(outcome_of(&e, &job.targets[vm]));
                 }
                 if life(job.root, job.targets[vm].id) != Life::Alive {
                     // What was read last may be another process's.
-                    job.vms[vm].end(Fate::Ended);
+                    job.vms[vm].end(ScanOutcome::Ended);
                 }
                 job.vms[vm].add(&self.pages);
                 job.read.fetch_add(self.pages.read, Relaxed);
@@ -356,16 +356,16 @@ impl Worker<'_, '_> {
     }
 }
 
-fn fate_of(error: &Error, target: &Target) -> Fate {
+fn outcome_of(error: &Error, target: &Target) -> ScanOutcome {
     if is_absent(error) {
-        return Fate::Ended;
+        return ScanOutcome::Ended;
     }
     refusal(Errno::from_io_error(error).unwrap_or(Errno::IO), target)
 }
 
-pub(super) fn refusal(errno: Errno, target: &Target) -> Fate {
+pub(super) fn refusal(errno: Errno, target: &Target) -> ScanOutcome {
     let pid = target.id.pid;
-    Fate::Refused(match errno {
+    ScanOutcome::Refused(match errno {
         Errno::PERM | Errno::ACCESS => format!(
             "process {pid} may not be read: run as root, or with CAP_SYS_PTRACE and CAP_SYS_ADMIN \
              (a security module or kernel.yama.ptrace_scope may forbid it too)"

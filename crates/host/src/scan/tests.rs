@@ -170,7 +170,7 @@ fn a_full_scan_finds_just_what_is_there_however_pages_are_listed() {
             assert_eq!(found(&scan.split), want, "{listing:?} {threads}");
             for vm in &scan.vms {
                 assert_eq!((vm.pages.read, vm.pages.lost), (PAGES, 0), "{listing:?}");
-                assert_eq!(vm.fate, Fate::Scanned);
+                assert_eq!(vm.outcome, ScanOutcome::Scanned);
             }
             assert!(scan.table.0 <= scan.read.0 / 200 + 4 * (1 << 20), "{}", scan.table);
         }
@@ -305,7 +305,7 @@ fn a_vm_that_ends_in_the_middle_is_dropped_and_the_others_stand() {
     let mut holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     holders[0].end();
     let scan = scanner().scan(&targets(&holders), &Options::default());
-    assert_eq!((&scan.vms[0].fate, scan.vms[0].pages), (&Fate::Ended, Pages::default()));
+    assert_eq!((&scan.vms[0].outcome, scan.vms[0].pages), (&ScanOutcome::Ended, Pages::default()));
     let [zeros, within, ..] = truth(&[(1, "a")]);
     assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
     // At any moment of a scan, which is slowed down for it.
@@ -320,7 +320,7 @@ fn a_vm_that_ends_in_the_middle_is_dropped_and_the_others_stand() {
             victim.end();
             scan.join().unwrap()
         });
-        let ended = scan.vms[0].fate == Fate::Ended;
+        let ended = scan.vms[0].outcome == ScanOutcome::Ended;
         let want = if ended { [zeros, within, 0, 0] } else { truth(&[(0, "a"), (1, "a")]) };
         assert_eq!(found(&scan.split), want, "{n}");
     }
@@ -331,7 +331,7 @@ fn a_pid_that_is_another_process_by_now_is_an_ended_vm() {
     let mut holder = Holder::start(0, "a");
     holder.target.id.start += 1;
     let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
-    assert_eq!(scan.vms[0].fate, Fate::Ended);
+    assert_eq!(scan.vms[0].outcome, ScanOutcome::Ended);
     assert_eq!(scan.split, Split::default());
 }
 
@@ -345,7 +345,7 @@ fn a_process_that_may_not_be_read_is_named_with_what_to_do() {
     let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
     assert_eq!(scan.vms[0].pages.read, 0);
     let refused = steps::refusal(rustix::io::Errno::PERM, &holder.target);
-    let Fate::Refused(why) = refused else { panic!("{refused:?}") };
+    let ScanOutcome::Refused(why) = refused else { panic!("{refused:?}") };
     assert!(why.contains("CAP_SYS_PTRACE"), "{why}");
 }
 

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 
 const LOW: f64 = 0.10;
 const LOW_ENDS: f64 = 0.15;
@@ -35,11 +35,11 @@ impl Policy for Hypeman {
         2_000
     }
 
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
-        let guests = sight.guests();
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(m) = observation.sample.host.memory else { return Vec::new() };
+        let guests = observation.guests();
         let (total, available) = (signed(m.total), signed(m.available));
-        let stalls = sight.sample.host.psi.is_some_and(|psi| psi.some.avg10 >= STALLS);
+        let stalls = observation.sample.host.psi.is_some_and(|psi| psi.some.avg10 >= STALLS);
         self.low = match self.low {
             true => available < LOW_ENDS * total || stalls,
             false => available <= LOW * total || stalls,
@@ -54,7 +54,7 @@ impl Policy for Hypeman {
             _ => 0.0,
         };
 
-        let at = sight.sample.at;
+        let at = observation.sample.at;
         self.ordered.retain(|id, _| guests.iter().any(|g| g.id == *id));
         let mut orders = Vec::new();
         for g in guests.iter().filter(|g| above(g) > 0.0) {

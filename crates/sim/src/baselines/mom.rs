@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 
 const PRESSURE: f64 = 0.20;
 const CRITICAL: f64 = 0.05;
@@ -33,8 +33,8 @@ impl Policy for Mom {
         5_000
     }
 
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(m) = observation.sample.host.memory else { return Vec::new() };
         self.history.push_back((m.free + m.buffers + m.cached).fraction_of(m.total));
         if self.history.len() > HISTORY {
             self.history.pop_front();
@@ -45,7 +45,7 @@ impl Policy for Mom {
         }
         let host_free = self.history.iter().sum::<f64>() / self.history.len() as f64;
         let rule = if host_free < PRESSURE { shrink } else { grow };
-        let guests = sight.guests();
+        let guests = observation.guests();
         guests.iter().filter_map(|g| Some((g.id, rule(g, host_free)?))).collect()
     }
 }

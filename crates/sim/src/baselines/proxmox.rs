@@ -9,7 +9,7 @@
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 
 const MIB: f64 = 1048576.0;
 const TARGET: f64 = 0.80;
@@ -26,13 +26,13 @@ impl Policy for Proxmox {
         10_000
     }
 
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(m) = observation.sample.host.memory else { return Vec::new() };
         let goal = TARGET * signed(m.total) - signed(m.total - m.available);
         if goal.abs() <= LEAST {
             return Vec::new();
         }
-        let mut guests: Vec<Place> = sight.guests().into_iter().map(Place::new).collect();
+        let mut guests: Vec<Place> = observation.guests().into_iter().map(Place::new).collect();
         let asked = |g: &Place| (goal < 0.0) == g.roomy;
         let rest = share_out(&mut guests, goal, asked);
         if (goal - rest).abs() < 1.0 {
@@ -134,8 +134,8 @@ mod tests {
         // Goal −80; above: 550 + 550 − 80 = 1020; 250 + 255 = 505 → 700 at most 100 down;
         // 250 + 765 → 1000: above its present size, and this is no time to grow.
         let s = sample(10_000, 1920, &[(1000, 800, 500, 0), (1000, 800, 500, 0)]);
-        let sight = Sight { sample: &s, config: &config, vmpressure: None };
-        let sizes = Proxmox.decide(&sight);
+        let observation = Observation { sample: &s, config: &config, vmpressure: None };
+        let sizes = Proxmox.decide(&observation);
         assert_eq!(sizes.len(), 1, "{sizes:?}");
         assert_eq!((sizes[0].0, sizes[0].1.0 >> 20), (id(1), 720), "what is left of the goal");
     }

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 use crate::guest_stats::ASKED_EVERY_MS;
 
 const MIB: f64 = 1048576.0;
@@ -69,11 +69,11 @@ impl Policy for Qmemman {
         if self.pushed { PUSHED_MS } else { ASKED_EVERY_MS }
     }
 
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(whole) = sight.for_vms() else { return Vec::new() };
-        let seen = sight.guests();
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(whole) = observation.for_vms() else { return Vec::new() };
+        let seen = observation.guests();
         let free = whole - seen.iter().map(|g| signed(g.actual)).sum::<f64>() - LEFT_FREE;
-        let at = sight.sample.at;
+        let at = observation.sample.at;
         let domains: Vec<Domain> =
             seen.iter().filter_map(Domain::new).filter(|d| self.progresses(d, at)).collect();
         let plan = balance(free, &domains);

@@ -10,7 +10,7 @@
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 
 /// What all of them leave to the host.
 const HOST_KEEPS: f64 = 0.06;
@@ -19,8 +19,8 @@ const BUFFER: f64 = 1.2;
 const CRITICAL_SHARE: f64 = 0.05;
 const CHANGE_LEAST: f64 = 16.0 * 1048576.0;
 
-fn for_guests(sight: &Sight<'_>) -> Option<f64> {
-    Some(sight.for_vms()? - signed(sight.sample.host.memory?.total) * HOST_KEEPS)
+fn for_guests(observation: &Observation<'_>) -> Option<f64> {
+    Some(observation.for_vms()? - signed(observation.sample.host.memory?.total) * HOST_KEEPS)
 }
 
 /// The sizes that `to` wants, as far as they change anything; those that shrink come first.
@@ -43,7 +43,7 @@ impl Policy for NoController {
         10_000
     }
 
-    fn decide(&mut self, _: &Sight<'_>) -> Vec<(VmId, Bytes)> {
+    fn decide(&mut self, _: &Observation<'_>) -> Vec<(VmId, Bytes)> {
         Vec::new()
     }
 }
@@ -56,9 +56,9 @@ impl Policy for StaticSplit {
         5_000
     }
 
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let guests = sight.guests();
-        let Some(room) = for_guests(sight) else { return Vec::new() };
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = observation.guests();
+        let Some(room) = for_guests(observation) else { return Vec::new() };
         let ram: f64 = guests.iter().map(|g| signed(g.ram)).sum();
         let part = (room / ram.max(1.0)).min(1.0);
         plan(&guests, |g| Some(signed(g.ram) * part))
@@ -69,9 +69,9 @@ impl Policy for StaticSplit {
 pub struct Demand;
 
 impl Policy for Demand {
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let guests = sight.guests();
-        let Some(room) = for_guests(sight) else { return Vec::new() };
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = observation.guests();
+        let Some(room) = for_guests(observation) else { return Vec::new() };
         let wants = |g: &Seen| {
             let used = signed(g.actual) - signed(g.free?) - signed(g.caches);
             Some((used * BUFFER).clamp(signed(g.min), signed(g.ram)))
@@ -92,9 +92,9 @@ impl Policy for Demand {
 pub struct BalanceAvailable;
 
 impl Policy for BalanceAvailable {
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let guests = sight.guests();
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let guests = observation.guests();
+        let Some(m) = observation.sample.host.memory else { return Vec::new() };
         let host = signed(m.available) - CRITICAL_SHARE * signed(m.total);
         let one = |g: &Seen| {
             let available = signed(g.free?) + signed(g.caches);

@@ -16,7 +16,7 @@ use ebb_core::model::default_reserve;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Policy, Seen, Sight, bytes, signed};
+use super::{Observation, Policy, Seen, bytes, signed};
 
 const STUCK_MS: u64 = 5_000;
 const UNCOOPERATIVE_MS: u64 = 20_000;
@@ -37,14 +37,14 @@ pub struct Squeezed {
 }
 
 impl Policy for Squeezed {
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let Some(m) = sight.sample.host.memory else { return Vec::new() };
-        let at = sight.sample.at;
-        let guests = sight.guests();
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let Some(m) = observation.sample.host.memory else { return Vec::new() };
+        let at = observation.sample.at;
+        let guests = observation.guests();
         self.progress.retain(|id, _| guests.iter().any(|g| g.id == *id));
         let (fixed, able): (Vec<&Seen>, Vec<&Seen>) =
             guests.iter().partition(|g| self.idle_ms(g, at) >= UNCOOPERATIVE_MS);
-        let Some(whole) = sight.for_vms() else { return Vec::new() };
+        let Some(whole) = observation.for_vms() else { return Vec::new() };
         let whole = whole - signed(default_reserve(m.total));
         let mins: f64 = able.iter().map(|g| signed(g.min)).sum();
         let taken: f64 = fixed.iter().map(|g| signed(g.actual)).sum();

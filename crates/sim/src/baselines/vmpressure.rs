@@ -9,21 +9,21 @@
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Policy, Sight};
+use super::{Observation, Policy};
 use crate::host::VmPressure;
 
 /// The prototype.
 pub struct AutoBalloon;
 
 impl Policy for AutoBalloon {
-    fn decide(&mut self, sight: &Sight<'_>) -> Vec<(VmId, Bytes)> {
-        let step = match sight.vmpressure {
+    fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
+        let step = match observation.vmpressure {
             None => return Vec::new(),
             Some(VmPressure::Low) => Bytes::mib(1),
             Some(VmPressure::Medium) => Bytes::mib(2),
             Some(VmPressure::Critical) => Bytes::mib(4),
         };
-        let able = sight.guests().into_iter().filter(|g| g.actual > g.min);
+        let able = observation.guests().into_iter().filter(|g| g.actual > g.min);
         able.map(|g| (g.id, (g.actual - step).max(g.min))).collect()
     }
 
@@ -43,8 +43,8 @@ mod tests {
         let s = sample(1000, 0, &[(1000, 1000, 0, 0), (1000, 251, 0, 0), (1000, 250, 0, 0)]);
         let config = Config::default();
         let sizes = |vmpressure| {
-            let sight = Sight { sample: &s, config: &config, vmpressure };
-            AutoBalloon.decide(&sight).iter().map(|o| o.1.0 >> 20).collect::<Vec<_>>()
+            let observation = Observation { sample: &s, config: &config, vmpressure };
+            AutoBalloon.decide(&observation).iter().map(|o| o.1.0 >> 20).collect::<Vec<_>>()
         };
         assert!(sizes(None).is_empty());
         assert_eq!(sizes(Some(VmPressure::Low)), [999, 250]);

@@ -9,7 +9,7 @@ use ebb_core::units::Bytes;
 use ebb_sim::compare::in_parallel;
 use ebb_sim::law::{Breach, Laws};
 use ebb_sim::scenario::crowd;
-use ebb_sim::{Contestant, Score, Setup, World};
+use ebb_sim::{Controller, Score, Setup, World};
 use serde::Serialize;
 
 use super::{emit, emit_json, threads};
@@ -62,7 +62,7 @@ struct Outcome {
 pub fn run(run: &Run, json: bool) -> Result<()> {
     let setup = run.setup();
     let (with_ebb, laws_broken, mut cost) = timed(&setup);
-    let without = Contestant::None.run(&setup).score;
+    let without = Controller::None.run(&setup).score;
     cost.sort();
     let ms = |d: Duration| d.as_secs_f64() * 1000.0;
     let mean = cost.iter().sum::<Duration>() / cost.len().max(1) as u32;
@@ -160,7 +160,7 @@ pub fn hosts(hosts: &Hosts, json: bool) -> Result<()> {
     let peak = AtomicU64::new(0);
     let started = Instant::now();
     let outcomes = in_parallel(&seeds, threads(), |seed| {
-        let outcome = Contestant::Ebb.run(&Run { seed: *seed, ..hosts.each.clone() }.setup());
+        let outcome = Controller::Ebb.run(&Run { seed: *seed, ..hosts.each.clone() }.setup());
         peak.fetch_max(resident().0, Ordering::Relaxed);
         outcome
     });

@@ -8,7 +8,7 @@ use ebb_core::table::table;
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_sim::trace::Trace;
-use ebb_sim::{CONTESTANTS, Score};
+use ebb_sim::{CONTROLLERS, Score};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -39,7 +39,7 @@ pub fn run(file: &str, host: Option<Bytes>, json: bool) -> Result<()> {
     let Some(setup) = trace.setup(host, 1) else {
         bail!("{file}: no guest in it told what it had: nothing to simulate");
     };
-    let rows: Vec<Row> = CONTESTANTS
+    let rows: Vec<Row> = CONTROLLERS
         .iter()
         .map(|c| {
             let o = c.run(&setup);

@@ -7,7 +7,7 @@ use super::{
     BOOT_MS, DEFLATE_RATE, FRAGMENTS, GUEST_SWAP_RATE, Guest, INFLATE_RATE, REPORTING_SHARE,
     SWAP_IN_RATE, seconds,
 };
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
 
 impl Guest {
@@ -22,7 +22,7 @@ impl Guest {
             let most = Bytes((DEFLATE_RATE * seconds(dt_ms)) as u64);
             self.actual += (self.target - self.actual).min(most);
         } else {
-            let speed = self.spec.mood.speed(at_ms, self.seed);
+            let speed = self.spec.misbehaviour.speed(at_ms, self.seed);
             self.inflate(INFLATE_RATE * speed * seconds(dt_ms), dt_ms, room);
         }
     }
@@ -63,7 +63,7 @@ impl Guest {
     }
 
     pub(super) fn report_free_pages(&mut self, dt_ms: u64) {
-        if self.spec.reporting && self.spec.mood != Mood::Pinned {
+        if self.spec.reporting && self.spec.misbehaviour != Misbehaviour::Pinned {
             let kept = self.free().share(FRAGMENTS);
             let gone = (self.stale - kept).share(REPORTING_SHARE * seconds(dt_ms));
             let out = gone.share(self.out.min(self.stale).fraction_of(self.stale));

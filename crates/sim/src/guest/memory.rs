@@ -7,7 +7,7 @@ use ebb_core::units::{Bytes, PAGE};
 
 use super::{Guest, LEAST_CACHE, SWAP_IN_RATE};
 use crate::demand::Want;
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
 
 impl Guest {
@@ -37,9 +37,9 @@ impl Guest {
 
     /// What the host holds for it in DRAM.
     pub fn resident(&self) -> Bytes {
-        match (self.power, self.spec.mood) {
+        match (self.power, self.spec.misbehaviour) {
             (false, _) => Bytes::ZERO,
-            (true, Mood::Pinned) => self.spec.ram,
+            (true, Misbehaviour::Pinned) => self.spec.ram,
             (true, _) => self.touched() - self.out,
         }
     }
@@ -72,7 +72,7 @@ impl Guest {
 
     /// Resident pages by how soon the host would swap them: stale, idle, hot.
     pub fn by_coldness(&self) -> [Bytes; 3] {
-        if self.spec.mood == Mood::Pinned || !self.power {
+        if self.spec.misbehaviour == Misbehaviour::Pinned || !self.power {
             return [Bytes::ZERO; 3];
         }
         let hot = self.hot();
@@ -156,7 +156,7 @@ impl Guest {
     /// Uses so much free memory: pages the host still holds first (they were freed
     /// last), then swapped and untouched ones as they come.
     pub(super) fn touch(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
-        if self.spec.mood == Mood::Pinned {
+        if self.spec.misbehaviour == Misbehaviour::Pinned {
             self.stale = self.stale - bytes;
             return bytes;
         }

@@ -9,7 +9,7 @@ use super::{
     DISK_RATE, FREE_RATE, GUEST_SWAP_RATE, Guest, OOM_AFTER_MS, RESTART_MS, SELF_HELP_RATE,
     SHRINKER_RATE, SWAP_IN_RATE, seconds,
 };
-use crate::misbehaviour::Mood;
+use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
 
 impl Guest {
@@ -35,7 +35,7 @@ impl Guest {
         let idle = self.touched() - self.hot();
         self.astray = self.astray.min(self.out).min(self.hot());
         let missing = (self.out - idle).max(self.astray);
-        if missing > Bytes::ZERO && self.spec.mood != Mood::Pinned {
+        if missing > Bytes::ZERO && self.spec.misbehaviour != Misbehaviour::Pinned {
             let bytes = missing.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
             let got = room.take(bytes, time);
             room.can_swap_in = room.can_swap_in - got;

@@ -232,7 +232,7 @@ impl Recycler<'_> {
     }
 
     /// A device that has pinned a page before the protection has its file open by now: it is
-    /// seen here. A later pin of a protected page fails or waits (`doors.rs`). Beside shared RAM
+    /// seen here. A later pin of a protected page fails or waits (`device_watch.rs`). Beside shared RAM
     /// a new Unix socket ends the window too.
     fn look_for_devices(&mut self) -> Result<(), Stop> {
         if self.faults.no_devices() {

@@ -38,7 +38,7 @@ const LOW_SHARE: f64 = 0.12;
 /// lost in what its process gains and loses.
 const SURELY_SET: Bytes = Bytes::mib(16);
 /// Statistics come at least this often.
-const WORD_MS: u64 = 2_000;
+const STATS_MS: u64 = 2_000;
 /// What a balloon took longer ago than this, QEMU has dealt with.
 const INFLATE_ECHO_MS: u64 = 2_000;
 /// The same of one that has reached exactly the size of the last order.
@@ -221,10 +221,10 @@ impl VmMemory {
         self.order = None;
         // A guest that has enough, however fast it has grown since it said so, did not do that: an
         // operator raised its size.
-        let said = self.words(at, vm);
+        let said = self.believed_stats(at, vm);
         let enough = said.and_then(|said| {
             // A word that is older tells nothing of the moves since then.
-            let age_ms = said.age_ms.min(WORD_MS);
+            let age_ms = said.age_ms.min(STATS_MS);
             let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
             Some(said.available? > low + grown)
         });
@@ -251,7 +251,8 @@ impl VmMemory {
         // page cache: it may have freed that again. One that seemed to have too little has not if
         // it has touched next to nothing and has enough now.
         if let Some(raised) = self.raised
-            && let Some(said) = self.words(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
+            && let Some(said) =
+                self.believed_stats(at, vm).filter(|s| at.since(raised.at) > s.age_ms)
         {
             let got = raised.to - raised.from;
             let touched = raised.touched - (said.caches.unwrap_or_default() - raised.caches);

@@ -12,7 +12,7 @@ use ebb_core::units::Bytes;
 use ebb_host::probe::ksm::read_ksm;
 use ebb_host::root::Root;
 use ebb_host::scan::sampling::{Estimate, Sampling, survey};
-use ebb_host::scan::{Fate, Found, Options, Pages, Scan, Scanner, Split, Target, VmResult};
+use ebb_host::scan::{Found, Options, Pages, Scan, ScanOutcome, Scanner, Split, Target, VmResult};
 use serde::Serialize;
 
 use super::{Known, look};
@@ -146,11 +146,11 @@ fn tell(known: &[Known], survey: &Sampling, ksm: Option<Ksm>) -> Report {
 
 fn vm_report(k: &Known, scanned: Option<(&VmResult, bool)>) -> VmReport {
     let Some((vm, whole)) = scanned else { return VmReport::new(k, None, "not", k.why.clone()) };
-    let (read, why) = match &vm.fate {
-        Fate::Scanned if whole => ("whole", k.why.clone()),
-        Fate::Scanned => ("sample", k.why.clone()),
-        Fate::Ended => ("not", Some("it has ended".into())),
-        Fate::Refused(reason) => ("not", Some(reason.clone())),
+    let (read, why) = match &vm.outcome {
+        ScanOutcome::Scanned if whole => ("whole", k.why.clone()),
+        ScanOutcome::Scanned => ("sample", k.why.clone()),
+        ScanOutcome::Ended => ("not", Some("it has ended".into())),
+        ScanOutcome::Refused(reason) => ("not", Some(reason.clone())),
     };
     VmReport::new(k, Some(vm), read, why)
 }

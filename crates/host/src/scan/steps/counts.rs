@@ -12,7 +12,7 @@ use crate::scan::page_hashes::tag;
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::savings::{Blocks, Rules, Savings, VmTally};
 use crate::scan::table::SHARDS;
-use crate::scan::{Changes, Fate, Pages, Target, VmResult};
+use crate::scan::{Changes, Pages, ScanOutcome, Target, VmResult};
 
 impl Worker<'_, '_> {
     /// Notes a page by what stands for it; whether it counts.
@@ -60,7 +60,7 @@ impl Job<'_> {
         if self.options.changes == Changes::Look {
             return Savings::new(self.targets.len());
         }
-        let ended: Vec<bool> = self.vms.iter().map(|v| v.fate() == Fate::Ended).collect();
+        let ended: Vec<bool> = self.vms.iter().map(|v| v.outcome() == ScanOutcome::Ended).collect();
         let rules = Rules { groups: &self.groups, ended: &ended, blocks: &self.blocks };
         let next = AtomicUsize::new(0);
         let all = Mutex::new(Savings::new(self.targets.len()));
@@ -97,13 +97,13 @@ impl Job<'_> {
     pub fn results(self, tallies: Vec<VmTally>) -> Vec<VmResult> {
         let parts = self.targets.iter().zip(self.vms).zip(tallies).zip(self.blocks);
         let one = |(((target, state), tally), blocks): (((&Target, VmState), VmTally), Blocks)| {
-            let (fate, mut pages) = (state.fate(), state.pages());
-            if fate == Fate::Ended {
+            let (outcome, mut pages) = (state.outcome(), state.pages());
+            if outcome == ScanOutcome::Ended {
                 pages = Pages::default();
             }
             VmResult {
                 target: target.clone(),
-                fate,
+                outcome,
                 pages,
                 split: tally.split(pages.zero),
                 duplicates: tally.duplicates,

@@ -8,7 +8,7 @@ use std::path::Path;
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
-use ebb_host::act::ksm::{KsmError, KsmOwner, Manners};
+use ebb_host::act::ksm::{KsmError, KsmOwner, KsmSettings};
 use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::process::read_run_time;
 use ebb_host::root::Root;
@@ -33,8 +33,11 @@ impl Governor {
         settings: Settings,
         keep_advisor: bool,
     ) -> Result<Governor, KsmError> {
-        let owner =
-            KsmOwner::take(root.clone(), state, Manners { keep_advisor, ..Manners::default() })?;
+        let owner = KsmOwner::take(
+            root.clone(),
+            state,
+            KsmSettings { keep_advisor, ..KsmSettings::default() },
+        )?;
         let (memory, planned) = (Memory::default(), Candidates::default());
         Ok(Governor { ksmd: ksmd(&root), root, owner, settings, memory, planned, plan: 0 })
     }

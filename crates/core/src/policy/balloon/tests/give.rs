@@ -326,3 +326,16 @@ fn swap_that_another_was_given_and_will_touch_is_given_to_nobody_else() {
     assert!(given(0) >= Some(464), "the other needs nothing of it: {:?}", given(0));
     assert!(given(400) <= Some(420), "it will touch all of it: {:?}", given(400));
 }
+
+#[test]
+fn an_order_to_grow_that_was_refused_is_sent_again_after_a_second() {
+    let given = |ago: u64| {
+        let mut short = vm(1, 400, 10);
+        short.distress = "10 MiB available".into();
+        let grow_refused = Some(Stamp(NOW.0 - ago));
+        let m = VmMemory { grow_refused, ..remembered(1) };
+        size(&decide(limited(host(Pressure::Clear, 0, 0), 4000, 200), vec![short], vec![m])[0])
+    };
+    assert_eq!(given(100), None);
+    assert!(given(1_000) > Some(400));
+}

@@ -64,7 +64,7 @@ impl VmMemory {
     }
 
     fn speaks(&self, at: Stamp, vm: &VmSample) -> bool {
-        self.words(at, vm).is_some_and(|s| s.age_ms <= STALE_MS)
+        self.believed_stats(at, vm).is_some_and(|s| s.age_ms <= STALE_MS)
     }
 
     /// Whether its guest runs and can be heard.
@@ -85,7 +85,7 @@ impl VmMemory {
 
     /// What the guest says of itself, as far as its numbers allow each other. One that claimed too
     /// much lately is believed no more than that while its size moves, either.
-    pub fn words(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
+    pub fn believed_stats(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let heard = self.heard(at, vm)?;
         let doubted = self.doubt.as_ref().is_some_and(|d| d.claim && at.since(d.at) < DOUBT_MS);
         let cut = doubted || self.claims_too_much(at, vm, &heard);
@@ -95,7 +95,7 @@ impl VmMemory {
 
     fn claims_too_much(&self, at: Stamp, vm: &VmSample, heard: &GuestStats) -> bool {
         let said = Stamp(at.0.saturating_sub(heard.age_ms));
-        claims_too_much(vm, heard, self.sizes.of_word(said).map(|(_, most)| most))
+        claims_too_much(vm, heard, self.sizes.of_stats(said).map(|(_, most)| most))
     }
 
     /// From the source that is fresher: the module's facts while they move, else the
@@ -115,14 +115,14 @@ impl VmMemory {
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
     /// numbers put right makes it only be asked gently.
-    pub(super) fn weigh_word(&mut self, at: Stamp, vm: &VmSample, words: &GuestStats) {
+    pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, words: &GuestStats) {
         // While a balloon moves, its size and the guest's word are of different moments.
         if self.order.is_some_and(|o| o.still_ms == 0) {
             return;
         }
         // Nor is a move that Ebb did not order: each of its sizes of that time may be the one.
         let said = Stamp(at.0.saturating_sub(words.age_ms));
-        let Some(sizes) = self.sizes.of_word(said) else { return };
+        let Some(sizes) = self.sizes.of_stats(said) else { return };
         match (implausible(vm, words, sizes), self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
                 // The same word again is no second contradiction.
@@ -153,7 +153,7 @@ impl VmMemory {
         // Said again counts as said: what changes next has changed since then, and not
         // since the guest was quiet.
         let said = Stamp(at.0.saturating_sub(now.age_ms));
-        if self.stats.is_some_and(|(t, _, was)| same_words(&was, &now) && said.since(t) < AGAIN_MS)
+        if self.stats.is_some_and(|(t, _, was)| same_stats(&was, &now) && said.since(t) < AGAIN_MS)
         {
             self.hear_again(at, actual, &now);
             return;
@@ -240,6 +240,6 @@ impl VmMemory {
 }
 
 /// Whether the guest said nothing new (age and update time apart).
-fn same_words(a: &GuestStats, b: &GuestStats) -> bool {
+fn same_stats(a: &GuestStats, b: &GuestStats) -> bool {
     GuestStats { updated_s: 0, age_ms: 0, ..*a } == GuestStats { updated_s: 0, age_ms: 0, ..*b }
 }

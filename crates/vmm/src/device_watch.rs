@@ -22,20 +22,20 @@ const FILES: [&str; 1] = ["/dev/iommu"];
 const NAMES: [&str; 4] = ["vfio", "iommu", "vhost-vdpa", "infiniband"];
 
 #[derive(Debug)]
-pub struct Doors {
+pub struct DeviceWatch {
     events: OwnedFd,
     /// The watch of `/dev`.
     dev: i32,
 }
 
-impl Doors {
+impl DeviceWatch {
     /// Watches what there is and what comes. Fails where this user has no inotify instance
     /// left (`fs.inotify.max_user_instances`), or QEMU has no `/dev`.
-    pub fn watch() -> std::io::Result<Doors> {
+    pub fn watch() -> std::io::Result<DeviceWatch> {
         let events = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         let made = WatchFlags::CREATE | WatchFlags::MOVED_TO;
         let dev = inotify::add_watch(&events, "/dev", made)?;
-        let doors = Doors { events, dev };
+        let doors = DeviceWatch { events, dev };
         doors.add_all();
         Ok(doors)
     }

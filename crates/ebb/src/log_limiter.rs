@@ -23,11 +23,11 @@ struct Said {
 }
 
 #[derive(Default)]
-pub struct Quiet {
+pub struct LogLimiter {
     said: HashMap<(Option<VmId>, String), Said>,
 }
 
-impl Quiet {
+impl LogLimiter {
     /// The lines for a tick's orders: one for each that was carried out, and for each that failed
     /// if it is to be said now. Told each tick, and nothing else with it.
     pub fn orders(&mut self, now: Stamp, orders: &[Decision]) -> Vec<String> {
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_guest_whose_numbers_vary_writes_one_line_a_minute() {
-        let mut quiet = Quiet::default();
+        let mut quiet = LogLimiter::default();
         let mut lines = 0;
         for tick in 0..1200u64 {
             let (n, unit) = (tick % 700, if tick % 2 == 0 { "MiB" } else { "GiB" });
@@ -125,7 +125,7 @@ mod tests {
     /// As while a host swaps.
     #[test]
     fn a_warning_whose_figures_vary_is_said_once_a_minute_at_most_and_another_at_once() {
-        let mut quiet = Quiet::default();
+        let mut quiet = LogLimiter::default();
         let mut lines = Vec::new();
         for tick in 0..1200u64 {
             let mut all = vec![format!("tasks stall, swapping out {}.1 MiB/s", tick % 97)];
@@ -151,7 +151,7 @@ mod tests {
             d.action.from = ebb_core::units::Bytes::mib(from);
             d
         };
-        let mut quiet = Quiet::default();
+        let mut quiet = LogLimiter::default();
         let mut lines = 0;
         for tick in 0..1500u64 {
             let busy = order(1, 100 + tick % 3, Some("balloon: libvirt has a job on the domain"));
@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn what_lasts_is_said_once_and_what_is_new_at_once() {
-        let mut quiet = Quiet::default();
+        let mut quiet = LogLimiter::default();
         let (a, b) = (problem(1, "qmp", "not answered in 200 ms"), problem(2, "qmp", "x"));
         let mut count = |at: u64, problems: &[Problem]| quiet.news(Stamp(at), problems).len();
         assert_eq!(count(0, std::slice::from_ref(&a)), 1);

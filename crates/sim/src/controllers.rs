@@ -4,7 +4,7 @@ use ebb_core::tick::{Engine, Host, Wake};
 use serde::Serialize;
 
 use crate::baselines::{
-    Policy, Sight, hypeman, mom, proxmox, qmemman, simple, squeezed, vmpressure,
+    Observation, Policy, hypeman, mom, proxmox, qmemman, simple, squeezed, vmpressure,
 };
 use crate::guest_stats::ASKED_EVERY_MS;
 use crate::law::{Breach, Laws};
@@ -14,7 +14,7 @@ use crate::world::{Setup, World};
 /// One of those compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Contestant {
+pub enum Controller {
     /// The daemon's loop.
     Ebb,
     /// No controller.
@@ -42,28 +42,28 @@ pub enum Contestant {
 }
 
 /// All of them, Ebb first.
-pub const CONTESTANTS: [Contestant; 7] = [
-    Contestant::Ebb,
-    Contestant::None,
-    Contestant::Mom,
-    Contestant::Proxmox,
-    Contestant::Squeezed,
-    Contestant::Qmemman,
-    Contestant::AutoBalloon,
+pub const CONTROLLERS: [Controller; 7] = [
+    Controller::Ebb,
+    Controller::None,
+    Controller::Mom,
+    Controller::Proxmox,
+    Controller::Squeezed,
+    Controller::Qmemman,
+    Controller::AutoBalloon,
 ];
 
 /// All whose guests tell them what KVM's guests tell.
-pub const RIVALS: [Contestant; 10] = [
-    Contestant::None,
-    Contestant::Mom,
-    Contestant::Proxmox,
-    Contestant::Squeezed,
-    Contestant::Qmemman,
-    Contestant::AutoBalloon,
-    Contestant::StaticSplit,
-    Contestant::Demand,
-    Contestant::BalanceAvailable,
-    Contestant::Hypeman,
+pub const RIVALS: [Controller; 10] = [
+    Controller::None,
+    Controller::Mom,
+    Controller::Proxmox,
+    Controller::Squeezed,
+    Controller::Qmemman,
+    Controller::AutoBalloon,
+    Controller::StaticSplit,
+    Controller::Demand,
+    Controller::BalanceAvailable,
+    Controller::Hypeman,
 ];
 
 /// What became of one run.
@@ -76,39 +76,39 @@ pub struct Outcome {
     pub broken: Vec<Breach>,
 }
 
-impl Contestant {
+impl Controller {
     /// As tables name it.
     pub fn name(self) -> &'static str {
         match self {
-            Contestant::Ebb => "Ebb",
-            Contestant::None => "none",
-            Contestant::Mom => "MOM",
-            Contestant::Proxmox => "Proxmox",
-            Contestant::Squeezed => "squeezed",
-            Contestant::Qmemman => "qmemman",
-            Contestant::AutoBalloon => "vmpressure",
-            Contestant::QmemmanPushed => "qmemman, pushed",
-            Contestant::StaticSplit => "static split",
-            Contestant::Demand => "demand + 20 %",
-            Contestant::BalanceAvailable => "balance available",
-            Contestant::Hypeman => "hypeman",
+            Controller::Ebb => "Ebb",
+            Controller::None => "none",
+            Controller::Mom => "MOM",
+            Controller::Proxmox => "Proxmox",
+            Controller::Squeezed => "squeezed",
+            Controller::Qmemman => "qmemman",
+            Controller::AutoBalloon => "vmpressure",
+            Controller::QmemmanPushed => "qmemman, pushed",
+            Controller::StaticSplit => "static split",
+            Controller::Demand => "demand + 20 %",
+            Controller::BalanceAvailable => "balance available",
+            Controller::Hypeman => "hypeman",
         }
     }
 
     fn rival(self) -> Option<Box<dyn Policy>> {
         Some(match self {
-            Contestant::Ebb => return None,
-            Contestant::None => Box::new(simple::NoController),
-            Contestant::Mom => Box::new(mom::Mom::default()),
-            Contestant::Proxmox => Box::new(proxmox::Proxmox),
-            Contestant::Squeezed => Box::new(squeezed::Squeezed::default()),
-            Contestant::Qmemman => Box::new(qmemman::Qmemman::default()),
-            Contestant::AutoBalloon => Box::new(vmpressure::AutoBalloon),
-            Contestant::QmemmanPushed => Box::new(qmemman::Qmemman::pushed()),
-            Contestant::StaticSplit => Box::new(simple::StaticSplit),
-            Contestant::Demand => Box::new(simple::Demand),
-            Contestant::BalanceAvailable => Box::new(simple::BalanceAvailable),
-            Contestant::Hypeman => Box::new(hypeman::Hypeman::default()),
+            Controller::Ebb => return None,
+            Controller::None => Box::new(simple::NoController),
+            Controller::Mom => Box::new(mom::Mom::default()),
+            Controller::Proxmox => Box::new(proxmox::Proxmox),
+            Controller::Squeezed => Box::new(squeezed::Squeezed::default()),
+            Controller::Qmemman => Box::new(qmemman::Qmemman::default()),
+            Controller::AutoBalloon => Box::new(vmpressure::AutoBalloon),
+            Controller::QmemmanPushed => Box::new(qmemman::Qmemman::pushed()),
+            Controller::StaticSplit => Box::new(simple::StaticSplit),
+            Controller::Demand => Box::new(simple::Demand),
+            Controller::BalanceAvailable => Box::new(simple::BalanceAvailable),
+            Controller::Hypeman => Box::new(hypeman::Hypeman::default()),
         })
     }
 
@@ -139,7 +139,8 @@ fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> 
     while !world.over() {
         let sample = world.look();
         let vmpressure = world.host.vmpressure();
-        for (id, to) in policy.decide(&Sight { sample: &sample, config: &config, vmpressure }) {
+        for (id, to) in policy.decide(&Observation { sample: &sample, config: &config, vmpressure })
+        {
             // One that does not answer is asked again at the next look.
             let _ = world.order(id, to);
         }

@@ -5,15 +5,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 #[derive(Debug)]
-pub struct Beside<T>(Option<Receiver<T>>);
+pub struct BackgroundLook<T>(Option<Receiver<T>>);
 
-impl<T> Default for Beside<T> {
-    fn default() -> Beside<T> {
-        Beside(None)
+impl<T> Default for BackgroundLook<T> {
+    fn default() -> BackgroundLook<T> {
+        BackgroundLook(None)
     }
 }
 
-impl<T: Send + 'static> Beside<T> {
+impl<T: Send + 'static> BackgroundLook<T> {
     /// None is under way.
     pub fn is_idle(&self) -> bool {
         self.0.is_none()
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn a_look_that_takes_long_is_not_waited_for_and_comes_later() {
-        let mut beside = Beside::default();
+        let mut beside = BackgroundLook::default();
         let (go_on, goes_on) = channel::<()>();
         let long = Duration::from_secs(60);
         let short = Duration::from_millis(1);
@@ -54,7 +54,7 @@ mod tests {
         go_on.send(()).unwrap();
         assert_eq!(beside.look(|| Ok(2), long), Some(Ok(1)));
         assert_eq!(beside.look(|| Ok(2), long), Some(Ok(2)));
-        let mut beside = Beside::<u32>::default();
+        let mut beside = BackgroundLook::<u32>::default();
         assert_eq!(beside.look(|| panic!("a fault"), long), None);
         assert_eq!(beside.look(|| 3, long), Some(3));
     }
