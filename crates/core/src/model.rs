@@ -70,7 +70,7 @@ impl Model {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
     }
 
-    /// What others than VMs use of the tightest bound.
+    /// What others than VMs use of the tightest limit.
     pub fn others(&self) -> Bytes {
         let vms: Bytes = self.vms.iter().filter(|v| !v.outside).filter_map(|v| v.resident).sum();
         (self.host.capacity - self.host.headroom) - vms

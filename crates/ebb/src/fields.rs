@@ -98,7 +98,7 @@ fields! { LIMIT_FIELDS: Limit, l =>
 
 fields! { HOST_FIELDS: State, s =>
     pressure: Plain Gauge "0 clear, 1 soft, 2 hard, 3 critical" = s.host.state as u8;
-    capacity: Bytes Gauge "Memory under the tightest bound" = s.host.capacity;
+    capacity: Bytes Gauge "Memory under the tightest limit" = s.host.capacity;
     headroom: Bytes Gauge "What of it can be had without harm" = s.host.headroom;
     reserve: Bytes Gauge "What the host wants to keep" = s.host.reserve;
     shortage: Bytes Gauge "What is missing to the reserve" = s.host.shortage;
