@@ -397,9 +397,8 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     if m.reboot.is_some() {
         // The new kernel's need is not known: what is owed, as far as there is some.
         // Another size than QEMU shows: the new driver writes none that it finds there.
-        let as_before = from + Bytes::mib(1);
-        let all = if m.resets_often(model.at) { as_before.min(vm.whole) } else { vm.whole };
-        let all = all.max(from);
+        let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
+        let all = most.min(vm.whole).max(from);
         let urgent = (from + LEAST_GIVEN).min(all);
         let bare = from;
         return Wish { bare, urgent, well: urgent, comfort: all, good: all, all, ..none };
