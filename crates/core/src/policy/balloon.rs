@@ -400,8 +400,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
         let all = most.min(vm.whole).max(from);
         let urgent = (from + LEAST_GIVEN).min(all);
-        let bare = from;
-        return Wish { bare, urgent, well: urgent, comfort: all, good: all, all, ..none };
+        return Wish { bare: from, urgent, well: urgent, comfort: all, good: all, all, ..none };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
     let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
