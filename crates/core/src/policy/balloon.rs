@@ -395,8 +395,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
     let none =
         Wish { from, untouched, in_doubt, outstanding, spoken_for, weight, ..Wish::default() };
     if m.reboot.is_some() {
-        // The new kernel's need is not known: what is owed, as far as there is some.
-        // Another size than QEMU shows: the new driver writes none that it finds there.
+        // Its need is not known: what is owed, or a size that QEMU does not show, to be written.
         let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
         let all = most.min(vm.whole).max(from);
         let urgent = (from + LEAST_GIVEN).min(all);
