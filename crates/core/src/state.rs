@@ -285,9 +285,9 @@ impl Memory {
         let may_speak = |vm: &&VmSample| vm.may_run() && !vm.let_be;
         let listened: Vec<VmId> = sample.vms.iter().filter(may_speak).map(|vm| vm.id).collect();
         let is_listened = |m: &&mut VmMemory| listened.binary_search(&m.id).is_ok();
-        let mut reach: Vec<_> =
-            self.vms.iter_mut().filter(is_listened).map(|m| &mut m.reach).collect();
-        contact::compare(&mut reach);
+        let mut contacts: Vec<_> =
+            self.vms.iter_mut().filter(is_listened).map(|m| &mut m.contact).collect();
+        contact::compare(&mut contacts);
         self.observe_merging(sample);
         let notified = sample.host.vmpressure.unwrap_or_default();
         if notified.critical > 0 {

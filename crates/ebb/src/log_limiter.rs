@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_guest_whose_numbers_vary_writes_one_line_a_minute() {
-        let mut quiet = LogLimiter::default();
+        let mut limiter = LogLimiter::default();
         let mut lines = 0;
         for tick in 0..1200u64 {
             let (n, unit) = (tick % 700, if tick % 2 == 0 { "MiB" } else { "GiB" });
@@ -117,7 +117,7 @@ mod tests {
             if tick % 5 == 0 {
                 problems.clear();
             }
-            lines += quiet.news(Stamp(1000 + tick * 500), &problems).len();
+            lines += limiter.news(Stamp(1000 + tick * 500), &problems).len();
         }
         assert!((9..=11).contains(&lines), "{lines} lines in ten minutes");
     }
@@ -125,7 +125,7 @@ mod tests {
     /// As while a host swaps.
     #[test]
     fn a_warning_whose_figures_vary_is_said_once_a_minute_at_most_and_another_at_once() {
-        let mut quiet = LogLimiter::default();
+        let mut limiter = LogLimiter::default();
         let mut lines = Vec::new();
         for tick in 0..1200u64 {
             let mut all = vec![format!("tasks stall, swapping out {}.1 MiB/s", tick % 97)];
@@ -135,7 +135,7 @@ mod tests {
             if tick >= 600 {
                 all.push("floors of 2 GiB exceed the host".into());
             }
-            lines.extend(quiet.warnings(Stamp(1000 + tick * 500), all));
+            lines.extend(limiter.warnings(Stamp(1000 + tick * 500), all));
         }
         let of = |what: &str| lines.iter().filter(|l| l.starts_with(what)).count();
         assert!((9..=11).contains(&of("tasks stall")), "{lines:?}");
@@ -151,16 +151,16 @@ mod tests {
             d.action.from = ebb_core::units::Bytes::mib(from);
             d
         };
-        let mut quiet = LogLimiter::default();
+        let mut limiter = LogLimiter::default();
         let mut lines = 0;
         for tick in 0..1500u64 {
             let busy = order(1, 100 + tick % 3, Some("balloon: libvirt has a job on the domain"));
             // Not each tick gives the order.
             let orders = if tick % 4 == 0 { Vec::new() } else { vec![busy] };
-            lines += quiet.orders(Stamp(tick * 200), &orders).len();
+            lines += limiter.orders(Stamp(tick * 200), &orders).len();
         }
         assert!((1..=5).contains(&lines), "{lines} lines in five minutes");
-        let mut count = |orders: &[Decision]| quiet.orders(Stamp(301_000), orders).len();
+        let mut count = |orders: &[Decision]| limiter.orders(Stamp(301_000), orders).len();
         assert_eq!(count(&[order(1, 1, None), order(2, 1, Some("refused"))]), 2);
         assert_eq!(count(&[order(1, 1, None), order(2, 1, Some("refused"))]), 1);
         assert_eq!(count(&[order(3, 1, Some(DRY_RUN)), order(3, 1, Some(DRY_RUN))]), 2);
@@ -168,9 +168,9 @@ mod tests {
 
     #[test]
     fn what_lasts_is_said_once_and_what_is_new_at_once() {
-        let mut quiet = LogLimiter::default();
+        let mut limiter = LogLimiter::default();
         let (a, b) = (problem(1, "qmp", "not answered in 200 ms"), problem(2, "qmp", "x"));
-        let mut count = |at: u64, problems: &[Problem]| quiet.news(Stamp(at), problems).len();
+        let mut count = |at: u64, problems: &[Problem]| limiter.news(Stamp(at), problems).len();
         assert_eq!(count(0, std::slice::from_ref(&a)), 1);
         assert_eq!(count(500, &[a.clone(), b.clone()]), 1, "of another VM");
         assert_eq!(count(1_000, &[a.clone(), problem(1, "/proc/1/status", "no")]), 1, "source");

@@ -48,9 +48,9 @@ pub struct Observer {
     first: Option<Stamp>,
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
-    quiet: LogLimiter,
-    quiet_orders: LogLimiter,
-    quiet_warnings: LogLimiter,
+    problem_lines: LogLimiter,
+    order_lines: LogLimiter,
+    warning_lines: LogLimiter,
     said: Said,
 }
 
@@ -92,9 +92,9 @@ impl Observer {
             orders: 0,
             orders_failed: 0,
             first: None,
-            quiet: LogLimiter::default(),
-            quiet_orders: LogLimiter::default(),
-            quiet_warnings: LogLimiter::default(),
+            problem_lines: LogLimiter::default(),
+            order_lines: LogLimiter::default(),
+            warning_lines: LogLimiter::default(),
             said: Said::default(),
         })
     }
@@ -214,10 +214,10 @@ impl Observer {
             self.said.state = host.state;
         }
         let all: Vec<String> = host.warnings.iter().chain(warnings).cloned().collect();
-        for w in self.quiet_warnings.warnings(tick.sample.at, all) {
+        for w in self.warning_lines.warnings(tick.sample.at, all) {
             say(&format!("warning: {w}"));
         }
-        for p in self.quiet.news(tick.sample.at, &tick.sample.problems) {
+        for p in self.problem_lines.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
         }
         let (at, said) = (tick.sample.at, &mut self.said.unheeded);
@@ -229,7 +229,7 @@ impl Observer {
                 say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
             }
         }
-        for line in self.quiet_orders.orders(at, decisions) {
+        for line in self.order_lines.orders(at, decisions) {
             say(&line);
         }
     }

@@ -96,7 +96,7 @@ fn forget(memory: &mut Memory, fault: Option<Fault>) {
         match fault {
             Some(Fault::Withdrawal) => vm.order = None,
             // A kernel that boots is silent: the second line of defence is off as well.
-            Some(Fault::Contact | Fault::Reboots) => vm.reach = Default::default(),
+            Some(Fault::Contact | Fault::Reboots) => vm.contact = Default::default(),
             Some(Fault::Holds) => {
                 (vm.last_take, vm.last_give, vm.given) = (None, None, None);
                 vm.recent = Default::default();

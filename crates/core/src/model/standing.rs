@@ -151,7 +151,7 @@ pub(super) fn standing(
         let why = "QEMU or libvirt refused an order to shrink";
         return give_only(format!("{why}: asked again in {left} s"));
     }
-    if let Some(left) = m.reach.left_ms(at) {
+    if let Some(left) = m.contact.left_ms(at) {
         return give_only(format!(
             "it was not heard for a while: not asked for {} s",
             left.div_ceil(1000)
@@ -172,9 +172,8 @@ pub(super) fn standing(
 
 /// Whether a VM that could be acted upon has no balloon that brings anything.
 pub(super) fn beyond_balloon(vm: &VmSample, m: &VmMemory, at: Stamp) -> bool {
-    let boots = m.reboot.is_some() || m.settle_until.is_some_and(|settled| settled > at);
     let is_left = |until: Option<Stamp>| until.is_some_and(|until| until > at);
     let stuck = is_left(m.stuck_until) || is_left(m.refused_until);
     let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
-    vm.link == Link::Up && vm.run == Some(RunState::Running) && !boots && (deaf || stuck)
+    vm.link == Link::Up && vm.run == Some(RunState::Running) && !m.boots(at) && (deaf || stuck)
 }

@@ -226,7 +226,7 @@ impl VmModel {
         model.own = m.own().min(model.resident.unwrap_or_default());
         model.own_is_counted = m.own_counted.is_some();
         model.own_swap = m.own_counted.map_or(Bytes::ZERO, |own| own.swap);
-        model.unseen = m.reach.unseen(sample.at);
+        model.unseen = m.contact.unseen(sample.at);
         if model.unseen.is_empty() && vm.run == Some(RunState::Migrating) {
             model.unseen = "it is being migrated or saved: the other side may not know what \
                             it is owed"

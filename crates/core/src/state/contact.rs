@@ -108,9 +108,9 @@ pub(super) fn compare(all: &mut [&mut Contact]) {
 mod tests {
     use super::*;
 
-    fn live(reach: &mut Contact, from_s: u64, to_s: u64, heard: bool) {
+    fn live(contact: &mut Contact, from_s: u64, to_s: u64, heard: bool) {
         for s in from_s..to_s {
-            reach.observe(Stamp(s * 1000), 1000, heard);
+            contact.observe(Stamp(s * 1000), 1000, heard);
         }
     }
 

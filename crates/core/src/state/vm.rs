@@ -56,7 +56,6 @@ pub struct VmMemory {
     /// Not asked until then, because QEMU or libvirt refused an order to shrink.
     pub refused_until: Option<Stamp>,
     /// When QEMU or libvirt last refused an order to grow, or to keep its size.
-    #[serde(default)]
     pub grow_refused: Option<Stamp>,
     /// How often in a row it did not follow.
     pub stuck_count: u32,
@@ -129,7 +128,8 @@ pub struct VmMemory {
     pub given: Option<Given>,
     /// When an operator last asked for its idle memory.
     pub requested: Option<Stamp>,
-    pub reach: Contact,
+    #[serde(alias = "reach")]
+    pub contact: Contact,
     /// Whether its balloon brings the host anything.
     pub yields: Yields,
     /// Since when it is quiet.

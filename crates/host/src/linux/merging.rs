@@ -112,8 +112,8 @@ impl LinuxHost {
                 part.seen = part.open.map(|_| (look.at, look.merged));
                 part.error = part.error.take().or(look.open.err());
             }
-            let refused = part.error.clone();
-            problems.extend(refused.map(|why| problem(sample.id, "merging".into(), why)));
+            let told = |why: &String| problem(sample.id, "merging".into(), why.clone());
+            problems.extend(part.error.as_ref().map(told));
         }
     }
 

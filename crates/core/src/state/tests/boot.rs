@@ -130,10 +130,7 @@ fn what_one_guest_was_given_to_boot_is_not_given_to_the_next_that_boots() {
         for a in decided.plan.actions.iter().filter(|a| a.reason == Reason::Rebooted) {
             given[usize::from(a.vm == other)] = (a.to - a.from).0 >> 20;
         }
-        let outcomes = decided.plan.actions.iter();
-        let outcomes: Vec<_> =
-            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
-        memory.learn(&model, &decided, &outcomes, true);
+        memory.learn(&model, &decided, &carried_out(&decided.plan), true);
     }
     assert!(given[0] > 500, "{given:?}");
     assert!(given[0] + given[1] <= 700 + 64, "{given:?}: none of it has been touched yet");

@@ -320,10 +320,7 @@ fn what_a_guest_was_given_that_does_not_follow_does_not_count_as_spent_for_good(
             decided.plan.actions.clear();
         }
         orders += decided.plan.actions.len();
-        let outcomes = decided.plan.actions.iter();
-        let outcomes: Vec<_> =
-            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
-        memory.learn(&model, &decided, &outcomes, true);
+        memory.learn(&model, &decided, &carried_out(&decided.plan), true);
         if s >= 26 && only(&model).outstanding > Bytes::ZERO {
             spent.push(s);
         }

@@ -312,10 +312,7 @@ fn nothing_is_taken_that_cannot_be_written_down() {
             (actual, took) = (a.to.0 >> 20, true);
             assert!(written.vms.iter().any(|o| o.id == ID), "{s}: {a:?}");
         }
-        let outcomes = decided.plan.actions.iter();
-        let outcomes: Vec<_> =
-            outcomes.map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect();
-        memory.learn(&model, &decided, &outcomes, true);
+        memory.learn(&model, &decided, &carried_out(&decided.plan), true);
     }
     assert!(!took || !memory.owed_ids().is_empty());
 }

@@ -191,7 +191,7 @@ fn the_time_in_which_a_vm_is_not_managed_is_no_silence_of_its_guest() {
             let vm = if (10..30).contains(&s) { alone } else { heard };
             tick(&mut memory, &sample(s * 1_000, vec![vm]));
         }
-        memory.vms[0].reach.left_ms(Stamp(40_000)).is_some()
+        memory.vms[0].contact.left_ms(Stamp(40_000)).is_some()
     };
     assert!(!pauses(true));
     assert!(pauses(false), "its socket was gone");
@@ -253,6 +253,6 @@ fn vms_that_are_not_managed_share_no_silence_with_others() {
         };
         tick(&mut memory, &sample(s * 1_000, (1..=5).map(its).collect()));
     }
-    let left_alone = |i: usize| memory.vms[i].reach.left_ms(Stamp(60_000)).is_some();
+    let left_alone = |i: usize| memory.vms[i].contact.left_ms(Stamp(60_000)).is_some();
     assert!(left_alone(3) && !left_alone(4), "it was silent by itself");
 }

@@ -26,9 +26,9 @@ const RESETS: (u32, u64) = (3, 600_000);
 /// Resets that follow within this time, before the new kernel has sent statistics, are one reboot:
 /// SeaBIOS resets the machine once or twice more, and QEMU tells of each.
 const ONE_REBOOT_MS: u64 = 5_000;
-/// A guest that sends no statistics for so long after it was given memory for its boot may have
-/// booted something that sends none.
-const SILENT_MS: u64 = 120_000;
+/// A guest that sends no statistics within this time after its reboot is taken for one that sends
+/// none.
+const NO_STATS_MS: u64 = 120_000;
 
 /// A VM that has just started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -70,7 +70,7 @@ impl VmMemory {
     }
 
     /// Whether its guest was reset a moment ago.
-    pub(super) fn boots(&self, at: Stamp) -> bool {
+    pub(crate) fn boots(&self, at: Stamp) -> bool {
         self.reboot.is_some() || self.settle_until.is_some_and(|t| t > at)
     }
 
@@ -97,7 +97,7 @@ impl VmMemory {
         (self.stuck_count, self.unmoved) = (0, false);
         self.facts = None;
         self.sizes = Sizes::default();
-        self.reach.forget_guest();
+        self.contact.forget_guest();
         self.doubt = None;
         self.hot = Hot::default();
         (self.rate, self.pace) = (0.0, 0);
@@ -131,7 +131,7 @@ impl VmMemory {
         let there = r.to.is_some_and(|to| b.actual >= to);
         let given_up = match r.nudged {
             Some(t) => at.since(t) >= STUCK_AFTER_MS,
-            None => !r.speaks && r.given.is_some_and(|t| at.since(t) >= SILENT_MS),
+            None => !r.speaks && r.given.is_some_and(|t| at.since(t) >= NO_STATS_MS),
         };
         if r.given.is_some() && (there || given_up) {
             self.reboot = None;

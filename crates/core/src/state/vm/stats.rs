@@ -55,12 +55,12 @@ impl VmMemory {
     /// or booting, is not heard for a reason.
     pub(super) fn listen(&mut self, at: Stamp, dt_ms: u64, vm: &VmSample) {
         if vm.let_be || !vm.may_run() {
-            return self.reach.rest();
+            return self.contact.rest();
         }
         if self.boots(at) {
             return;
         }
-        self.reach.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
+        self.contact.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
     }
 
     fn speaks(&self, at: Stamp, vm: &VmSample) -> bool {
