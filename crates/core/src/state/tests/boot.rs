@@ -73,6 +73,27 @@ fn the_resets_of_one_reboot_count_once() {
     assert_eq!([70_000, 70_100].map(&mut reset), [2, 2]);
 }
 
+/// It has booted something that sends no statistics: QEMU shows the old size for good.
+#[test]
+fn a_guest_that_says_nothing_after_a_reboot_is_waited_for_for_two_minutes() {
+    let mut memory = Memory::default();
+    let all = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
+    tick(&mut memory, &sample(2_000, vec![vm(400, 100, 400)]));
+    let silent = |events| {
+        let mut its = VmSample { events, ..vm(400, 100, 400) };
+        its.balloon.as_mut().unwrap().guest = None;
+        its
+    };
+    let reset = silent(vec![crate::sample::VmEvent::Reset]);
+    act(&mut memory, &sample(3_000, vec![reset]), Some((400, 1024, Reason::Rebooted)));
+    let mut waits = |at| {
+        tick(&mut memory, &sample(at, vec![silent(vec![])]));
+        memory.vms[0].reboot.is_some()
+    };
+    assert_eq!([4_000, 122_900, 123_000].map(&mut waits), [true, true, false]);
+}
+
 #[test]
 fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     let mut memory = Memory::default();
