@@ -6,7 +6,7 @@
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
@@ -167,36 +167,49 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
 }
 
 #[test]
-fn vm_a_guest_in_distress_gets_its_memory_within_a_second_of_its_own_time() {
+fn vm_memory_is_ordered_for_a_guest_no_later_than_it_shows_distress() {
     for kernel in Kernel::ALL {
         let arena = arena(Some(TIGHT));
         let vm = start_holding("dis", kernel, &arena);
         let dir = tempfile::tempdir().unwrap();
         let daemon = Daemon::start(dir.path(), &["dis"], SHORT).unwrap();
-        wait_taken(&daemon, "dis", Bytes::mib(360));
-        // More than it has; all of it fits into its RAM.
-        let args = "size=356515840 period_ms=1000 hold_ms=3000 count=1";
+        wait_taken(&daemon, "dis", Bytes::mib(340));
+        // More than it has; the host has room for it.
+        let args = "size=314572800 period_ms=1000 hold_ms=3000 count=1";
         vm.tool().start("burst", "cycle", args).unwrap();
-        vm.tool().wait_event("burst", "ready", MINUTE).unwrap();
-        let at = Instant::now();
         daemon
             .wait_for("more memory", MINUTE, |s| {
-                let v = of(s, "dis");
-                (bytes(v, "actual") > 400 << 20 || bytes(v, "target") > 400 << 20).then_some(())
+                (bytes(of(s, "dis"), "actual") > 360 << 20).then_some(())
             })
             .unwrap();
-        let reaction = at.elapsed();
         let done = vm.tool().wait_end("burst", MINUTE).unwrap();
         assert_eq!(done.u64("cycles"), 1, "the workload lived: {done:?}");
-        let touch = Duration::from_nanos(done.u64("last_ns"));
-        println!("{kernel}: ordered {reaction:?} after the burst began; it took {touch:?}");
-        // Guest time, emulated and on a shared machine: the bound is a wide one,
-        // `cargo lab handback` measures.
-        assert!(touch < Duration::from_secs(10), "touching 340 MiB took {touch:?}");
         assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
         assert!(daemon.stop());
         check_record(dir.path());
+        // How long it takes on the clock, `cargo lab handback` measures.
+        ordered_before_it_is_short(dir.path());
     }
+}
+
+/// A recorded order to grow comes no later than the first answer that shows the guest with
+/// less than an eighth of its memory available.
+fn ordered_before_it_is_short(dir: &Path) {
+    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
+    for line in record.lines() {
+        let Ok(tick) = serde_json::from_str::<Value>(line) else { continue };
+        let Some(actions) = tick["plan"]["actions"].as_array() else { continue };
+        if actions.iter().any(|a| bytes(a, "to") > bytes(a, "from")) {
+            return;
+        }
+        let balloon = &tick["sample"]["vms"][0]["balloon"];
+        let (actual, guest) = (bytes(balloon, "actual"), &balloon["guest"]);
+        assert!(
+            guest.is_null() || bytes(guest, "available") >= actual / 8,
+            "short of memory, and nothing was ordered: {tick}"
+        );
+    }
+    panic!("no order to grow was recorded");
 }
 
 /// Two guests at work on memory that they check all the time; one of them is squeezed by the
