@@ -47,6 +47,9 @@ const REFUSED_MS: u64 = 30_000;
 /// How long a notification of cgroup v1 counts: it comes at most a few times a
 /// second, and only while something is reclaimed.
 const NOTIFIED_LIFE_MS: u64 = 2_000;
+/// A VM is found within this time after its process has started, milliseconds: new ones are looked
+/// for every 2 s. What it held meanwhile was taken for others'.
+const FOUND_MS: u64 = 5_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -361,6 +364,8 @@ impl Memory {
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.bounds.iter().find(|b| b.name == limit.name);
             let mut others = was.map(|b| b.others.clone()).unwrap_or_default();
+            let new = below().filter(|v| was.is_some_and(|b| !b.vms.contains(&v.id)));
+            others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
             if known && was.is_some_and(|b| b.vms == vms) {
                 let held: Bytes = below().filter_map(|v| v.resident).sum();
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
@@ -381,6 +386,8 @@ impl Memory {
         if was.0 != self.others_of.0 {
             self.others = Recent::default();
         }
+        let new = model.vms.iter().filter(|v| !v.outside && !was.1.contains(&v.id));
+        self.others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
         let all_known = model.vms.iter().all(|v| v.outside || v.resident.is_some());
         if model.host.known && all_known && was == self.others_of {
             self.others.see(model.at, model.others());

@@ -201,7 +201,7 @@ pub(crate) fn implausible(
 }
 
 /// After this many contradictions in a row a guest is not asked any more.
-const DOUBTS: u32 = 2;
+pub(super) const DOUBTS: u32 = 2;
 
 /// How far this guest is believed now.
 pub(super) fn trust(guest: Option<&GuestModel>, m: &VmMemory) -> Trust {

@@ -7,7 +7,7 @@ use crate::plan::Reason;
 use crate::sample::{
     BalloonSample, Claim, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
 };
-use crate::state::{Owned, OwnedVm};
+use crate::state::{Doubt, Owned, OwnedVm};
 
 fn host_sample(available_mib: u64) -> Sample {
     let memory = Meminfo {
@@ -48,6 +48,9 @@ fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing()
     assert!(beyond_balloon(&well, &stuck, now));
     let refused = VmMemory { refused_until: until(1), ..VmMemory::default() };
     assert!(beyond_balloon(&well, &refused, now), "QEMU or libvirt takes no order");
+    let doubt = |times| Some(Doubt { times, ..Doubt::default() });
+    let lies = |times| VmMemory { doubt: doubt(times), ..VmMemory::default() };
+    assert!(!beyond_balloon(&well, &lies(1), now) && beyond_balloon(&well, &lies(2), now));
     let boots = VmMemory { settle_until: until(1), ..VmMemory::default() };
     assert!(!beyond_balloon(&runs(None), &boots, now));
     let migrates = VmSample { run: Some(RunState::Migrating), ..runs(None) };

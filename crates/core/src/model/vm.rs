@@ -76,8 +76,8 @@ pub struct VmModel {
     pub promised: Bytes,
     /// Given to it lately and not touched yet.
     pub outstanding: Bytes,
-    /// Its balloon can bring nothing: there is none, no driver in the guest, or it does
-    /// not follow. It runs and answers.
+    /// Its balloon can bring nothing: there is none, no driver in the guest, it does not
+    /// follow, or its numbers are not believed. It runs and answers.
     pub beyond_balloon: bool,
     /// Why it cannot be paged out.
     pub pinned: Option<String>,

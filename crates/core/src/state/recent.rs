@@ -41,6 +41,11 @@ impl Recent {
         }
     }
 
+    /// Lowers what was seen within the last `within_ms` by this much.
+    pub(crate) fn lower(&mut self, at: Stamp, within_ms: u64, by: Bytes) {
+        self.0.iter_mut().filter(|s| at.since(s.0) <= within_ms).for_each(|s| s.1 = s.1 - by);
+    }
+
     /// The most that is remembered.
     pub fn highest(&self) -> Bytes {
         self.0.first().map_or(Bytes::ZERO, |s| s.1)

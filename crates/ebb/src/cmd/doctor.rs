@@ -36,7 +36,7 @@ use crate::advice;
 use crate::daemon::{options, trust};
 use crate::daemon_client;
 use crate::table::emit_as;
-use crate::view::{self, State};
+use crate::view::{self, Problem, State};
 
 /// How a check came out. Ordered: the worst decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -136,18 +136,29 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         let found = format!("process {pid} is not taken for a VM");
         check(&format!("pid-{pid}"), "trust", Verdict::Note, found, why)
     }));
+    let problems = |of: Option<&str>| {
+        let its = state.problems.iter().filter(move |p| p.name.as_deref() == of);
+        its.map(problem_check).collect::<Vec<_>>()
+    };
+    checks.extend(problems(None));
     for vm in &state.vms {
         let process = scan.found.iter().find(|p| p.id.pid == vm.pid);
         checks.extend(vm_checks(vm, process));
         checks.extend(proxmox_check(vm, process, &root));
         checks.extend(backing_check(vm, &root));
+        checks.extend(problems(Some(&vm.name)));
     }
-    for p in &state.problems {
-        let is_settings = p.source == METADATA;
-        let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
-        checks.push(check(p.name.as_deref().unwrap_or("host"), &p.source, verdict, &p.message, ""));
-    }
+    let is_of_a_vm = |name: &str| state.vms.iter().any(|vm| vm.name == name);
+    let others =
+        state.problems.iter().filter(|p| p.name.as_deref().is_some_and(|n| !is_of_a_vm(n)));
+    checks.extend(others.map(problem_check));
     Ok(checks)
+}
+
+fn problem_check(p: &Problem) -> Check {
+    let is_settings = p.source == METADATA;
+    let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
+    check(p.name.as_deref().unwrap_or("host"), &p.source, verdict, &p.message, "")
 }
 
 /// A look of our own: twice, so that connections are made and heard. Nothing is set.

@@ -431,7 +431,7 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(size(&libvirtd, "meta"), SMALL, "and nothing is taken");
     let text = says(&["doctor"]);
-    let line = text.lines().find(|l| l.contains("libvirt metadata")).unwrap_or_default();
+    let line = text.lines().find(|l| l.contains("libvirt metadata:")).unwrap_or_default();
     assert!(line.contains("miss") && line.contains("virsh metadata meta --uri"), "{text}");
 
     // Corrected, it is taken up again; `manage` takes it out and brings it back.

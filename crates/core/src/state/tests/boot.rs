@@ -17,6 +17,17 @@ fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
 }
 
 #[test]
+fn a_large_vm_whose_migration_fills_it_slowly_has_not_settled() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    for (at, resident) in [(2_000, 0), (12_000, 1_170), (22_000, 2_340), (32_000, 2_341)] {
+        let model = tick(&mut memory, &sample(at, vec![vm(65_536, 65_536, resident)]));
+        let promised = if at < 32_000 { 65_536 - resident } else { 0 };
+        assert_eq!(only(&model).promised, Bytes::mib(promised), "at {at}");
+    }
+}
+
+#[test]
 fn who_was_there_before_the_daemon_has_settled_unless_it_is_young() {
     for (age_ms, promised) in [(None, 0), (Some(3_600_000), 0), (Some(5_000), 724)] {
         let vm = VmSample { age_ms, ..vm(1024, 600, 300) };

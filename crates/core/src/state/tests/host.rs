@@ -140,4 +140,11 @@ fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
     used_by(vec![vm(None)], 3_000, &mut memory);
     used_by(vec![], 4_000, &mut memory);
     assert_eq!(memory.others.highest(), gib(1), "its end is under way");
+    // One that is preallocated before it is found.
+    used_by(vec![], 5_000, &mut memory);
+    assert_eq!(memory.others.highest(), gib(6));
+    for ms in [6_000, 7_000] {
+        used_by(vec![vm(Some(gib(5)))], ms, &mut memory);
+        assert_eq!(memory.others.highest(), gib(1), "at {ms}");
+    }
 }

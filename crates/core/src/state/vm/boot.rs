@@ -16,10 +16,11 @@ pub const SETTLE_MS: u64 = 20_000;
 const SETTLE_LEAST_MS: u64 = 10_000;
 /// A VM that has run for less than this has just started.
 const YOUNG_MS: u64 = 60_000;
-/// A VM has settled when its residency grows by less than [`SETTLED_GROWTH`] of
-/// RAM in this time, or after [`START_MOST_MS`].
+/// A VM has settled when its residency grows by less than this share of RAM, at most by this
+/// much (a migration at 1 Gbit/s fills four times as much), in this time, or after
+/// [`START_MOST_MS`].
 const START_LOOK_MS: u64 = 10_000;
-const SETTLED_GROWTH: f64 = 0.02;
+const SETTLED_GROWTH: (f64, Bytes) = (0.02, Bytes::mib(256));
 const START_MOST_MS: u64 = 180_000;
 /// A guest that resets this often within this time, milliseconds, is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
@@ -114,7 +115,8 @@ impl VmMemory {
         if at.since(s.at) < START_LOOK_MS {
             return;
         }
-        let calm = resident - s.resident <= vm.ram.unwrap_or_default().share(SETTLED_GROWTH);
+        let (share, most) = SETTLED_GROWTH;
+        let calm = resident - s.resident <= vm.ram.unwrap_or_default().share(share).min(most);
         (s.at, s.resident) = (at, resident);
         if calm || at.since(s.since) >= START_MOST_MS {
             self.start = None;
