@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 pub use self::agent::AgentSample;
 pub use self::guest::{BalloonSample, GuestStats, Heard};
 pub use self::host::{
-    HostSample, Meminfo, Pool, Psi, PsiLine, SwapArea, VmPressure, Vmstat, ZeroWays, ZfsArc, Zram,
+    HostSample, LimitSample, Meminfo, Psi, PsiLine, SwapArea, VmPressure, Vmstat, ZeroWays, ZfsArc,
+    Zram,
 };
 pub(crate) use self::host::{is_below, is_in};
 pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};

@@ -5,19 +5,24 @@ mod common;
 use common::{Guest, Toy};
 use ebb_core::config::Config;
 use ebb_core::model::{Model, Pressure};
-use ebb_core::sample::Pool;
+use ebb_core::sample::LimitSample;
 use ebb_core::tick::{Engine, Host, Tick, Wake};
 use ebb_core::units::Bytes;
 
 const GIB: u64 = 1 << 30;
 
-fn limit(path: &str, limit_gib: f64, others_gib: f64) -> Pool {
+fn limit(path: &str, limit_gib: f64, others_gib: f64) -> LimitSample {
     let bytes = |gib: f64| Bytes((gib * GIB as f64) as u64);
-    Pool { path: path.into(), limit: bytes(limit_gib), usage: bytes(others_gib), ..Pool::default() }
+    LimitSample {
+        path: path.into(),
+        limit: bytes(limit_gib),
+        usage: bytes(others_gib),
+        ..LimitSample::default()
+    }
 }
 
 /// A host of 64 GiB, of which 4 are others', and these limits.
-fn host(limits: Vec<Pool>, guests: Vec<Guest>) -> Toy {
+fn host(limits: Vec<LimitSample>, guests: Vec<Guest>) -> Toy {
     Toy { limits, ..Toy::new(64, 4, guests) }
 }
 
@@ -97,7 +102,7 @@ fn the_inner_of_two_limits_has_only_its_own_give_and_the_outer_all() {
 
 #[test]
 fn what_an_inner_limit_asks_for_gently_does_not_keep_an_outer_one_from_asking_for_more() {
-    let first = |inner: Option<Pool>| {
+    let first = |inner: Option<LimitSample>| {
         let limits = inner.into_iter().chain([limit("/m", 4.04, 0.0)]).collect();
         let mut host = host(limits, vec![Guest::new(4, 1).within("/m/a/1")]);
         let mut engine = engine();
@@ -179,8 +184,10 @@ fn a_short_host_asks_those_below_a_clear_limit_too() {
 #[test]
 fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
     let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
-    let node =
-        |name: &str, nodes: &[u32], gib| Pool { nodes: nodes.into(), ..limit(name, gib, 1.0) };
+    let node = |name: &str, nodes: &[u32], gib| LimitSample {
+        nodes: nodes.into(),
+        ..limit(name, gib, 1.0)
+    };
     let limits = vec![node("node 0", &[0], 8.0), node("nodes 0-1", &[0, 1], 40.0)];
     let mut host = host(limits, vec![on(&[0]), on(&[0]), on(&[0, 1]), on(&[])]);
     let (_, model) = run(&mut host, &mut engine(), 30);
@@ -195,7 +202,7 @@ fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
 /// Both are full; the guests need little.
 #[test]
 fn a_node_that_unbound_vms_use_too_is_no_shortage_of_those_bound_to_it() {
-    let node = || Pool { nodes: [0].into(), ..limit("node 0", 8.0, 7.9) };
+    let node = || LimitSample { nodes: [0].into(), ..limit("node 0", 8.0, 7.9) };
     let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
     for (other, clear) in [(on(&[]), true), (on(&[0]), false)] {
         let mut host = host(vec![node()], vec![on(&[0]), other]);
@@ -214,15 +221,15 @@ fn odd_limits_harm_nobody() {
         (4096, 12 * GIB),
         (u64::MAX, u64::MAX),
         (9_223_372_036_854_771_712, GIB),
-        (Pool::NO_LIMIT.0, u64::MAX),
+        (LimitSample::NO_LIMIT.0, u64::MAX),
     ] {
-        let odd = Pool {
+        let odd = LimitSample {
             path: "/t/a".into(),
             limit: Bytes(bytes),
             usage: Bytes(usage),
             file: Bytes(usage),
             swap_left: Some(Bytes(bytes)),
-            ..Pool::default()
+            ..LimitSample::default()
         };
         let mut host = tenants();
         host.limits = vec![odd];
@@ -240,7 +247,7 @@ fn odd_limits_harm_nobody() {
 
 #[test]
 fn a_limit_that_holds_all_its_vms_may_take_changes_nothing() {
-    let orders = |limits: Vec<Pool>| {
+    let orders = |limits: Vec<LimitSample>| {
         let guest = |used, cgroup: &str| Guest::new(16, used).within(cgroup);
         let mut host = Toy::new(
             64,
@@ -297,8 +304,9 @@ fn a_limit_that_guests_and_their_qemus_may_fill_counts() {
 
 #[test]
 fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
-    let swap = |path: &str, left, gib| Pool { swap_left: left, ..limit(path, gib, 0.0) };
-    let none = Pool { limit: Pool::NO_LIMIT, ..swap("/t", Some(Bytes::mib(300)), 0.0) };
+    let swap = |path: &str, left, gib| LimitSample { swap_left: left, ..limit(path, gib, 0.0) };
+    let none =
+        LimitSample { limit: LimitSample::NO_LIMIT, ..swap("/t", Some(Bytes::mib(300)), 0.0) };
     let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/b")];
     let mut host = host(vec![none, swap("/t/a", Some(Bytes::mib(900)), 4.0)], guests);
     let mut sample = host.read(&[]);
@@ -372,7 +380,7 @@ fn free_memory_is_taken_for_all_that_is_missing() {
         resident: mib(441),
         ..Guest::new(1, 1).within("/p/1")
     };
-    let pool = Pool { path: "/p".into(), limit: mib(576), ..Pool::default() };
+    let pool = LimitSample { path: "/p".into(), limit: mib(576), ..LimitSample::default() };
     let mut host = host(vec![pool], vec![guest]);
     let config = Config::parse("f", "[host]\nreserve = \"320MiB\"\n").unwrap();
     let (_, model) = run(&mut host, &mut Engine::new(config, false), 30);

@@ -15,8 +15,8 @@ use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, 
 use ebb_core::plan::{self, Plan};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
-    self, AgentSample, HandsOff, HostSample, Ksm, Link, MergeSample, Pool, RunState, ScanSample,
-    SharedSocket, SwapArea, VmId, VmSample,
+    self, AgentSample, HandsOff, HostSample, Ksm, LimitSample, Link, MergeSample, RunState,
+    ScanSample, SharedSocket, SwapArea, VmId, VmSample,
 };
 use ebb_core::state::{Memory, Returned, Tally, VmMemory};
 use ebb_core::task::{StageName, Tasks};
@@ -175,7 +175,7 @@ Host(
     /// PSI `full`, 10 s average, percent.
     psi_full: Option<f64> = s.psi.map(|p| p.full.avg10);
     #[serde(deserialize_with = "lenient")]
-    pool: Option<Pool> = s.pool.clone();
+    pool: Option<LimitSample> = s.pool.clone();
     /// All limits that may be reached; the machine's first.
     #[serde(deserialize_with = "lenient_list")]
     limits: Vec<Limit> = h.limits.clone();
@@ -412,7 +412,7 @@ mod tests {
             let (source, message) = ("/proc/1/status".into(), "no".into());
             tick.sample.problems.push(sample::Problem { vm: Some(vm), source, message });
             let mut state = State::new(&tick, &model, &engine.memory, Daemon::default());
-            state.host.pool = Some(Pool::default());
+            state.host.pool = Some(LimitSample::default());
             state.vms[0].bound = Some("/a".into());
             state.host.ksm = Some(Ksm::default());
             state.host.merge = Some(Merge::default());

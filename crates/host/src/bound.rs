@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{Pool, Problem, Psi, VmId};
+use ebb_core::sample::{LimitSample, Problem, Psi, VmId};
 use ebb_core::units::Bytes;
 
 use crate::background_look::BackgroundLook;
@@ -41,15 +41,15 @@ pub(crate) struct Bounds {
     /// Under way: what each VM is bound to now.
     binding: BackgroundLook<BTreeMap<VmId, Result<Vec<u32>, ProbeError>>>,
     /// Pool and others as they were last read.
-    last: HashMap<String, (Instant, Pool)>,
+    last: HashMap<String, (Instant, LimitSample)>,
 }
 
 /// What there is to know of them at one moment.
 #[derive(Debug, Default)]
 pub(crate) struct Bounded {
-    pub pool: Option<Pool>,
+    pub pool: Option<LimitSample>,
     /// All others with a limit.
-    pub others: Vec<Pool>,
+    pub others: Vec<LimitSample>,
     /// The pressure in the cgroup of all VMs.
     pub psi: Option<Psi>,
 }
@@ -209,10 +209,10 @@ impl Bounds {
             problems.push(problem(None, path.clone(), why.into()));
         }
         let others = self.others.clone();
-        let read = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_bound(root, h, path));
+        let read = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_usage(root, h, path));
         let others = others.iter().map(|path| (path.clone(), read(path)));
         let nodes = self.nodes.clone();
-        let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_bound(root, set)));
+        let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_usage(root, set)));
         let others = others.chain(nodes);
         let others =
             others.filter_map(|(name, read)| self.known(now, &name, read, problems)).collect();
@@ -230,7 +230,7 @@ impl Bounds {
     pub fn left(&self, now: Instant, cgroup: Option<&str>, nodes: &[u32]) -> Option<Bytes> {
         let fresh = |at: Instant| now.saturating_duration_since(at) < READING_LASTS;
         let known = self.last.values().filter(|(at, _)| fresh(*at)).map(|(_, pool)| pool);
-        known.filter(|pool| pool.holds(cgroup, nodes)).map(Pool::left).min()
+        known.filter(|pool| pool.holds(cgroup, nodes)).map(LimitSample::left).min()
     }
 
     /// What was read, or is known of it still.
@@ -238,9 +238,9 @@ impl Bounds {
         &mut self,
         now: Instant,
         path: &str,
-        read: Result<Option<Pool>, ProbeError>,
+        read: Result<Option<LimitSample>, ProbeError>,
         problems: &mut Vec<Problem>,
-    ) -> Option<Pool> {
+    ) -> Option<LimitSample> {
         match read {
             Ok(Some(pool)) => {
                 self.last.insert(path.to_owned(), (now, pool.clone()));
@@ -282,9 +282,10 @@ mod tests {
         let pool = |path: &str, nodes: &[u32], limit: u64, usage: u64, file: u64| {
             let [limit, usage, file] = [limit, usage, file].map(Bytes::mib);
             let (path, nodes) = (path.to_string(), nodes.to_vec());
-            Pool { path, nodes, limit, usage, file, ..Pool::default() }
+            LimitSample { path, nodes, limit, usage, file, ..LimitSample::default() }
         };
-        let read = |pool: Pool, ago| (pool.path.clone(), (now - Duration::from_secs(ago), pool));
+        let read =
+            |pool: LimitSample, ago| (pool.path.clone(), (now - Duration::from_secs(ago), pool));
         let last = HashMap::from([
             read(pool("/s", &[], 100, 60, 10), 0),
             read(pool("/s/vm", &[], 200, 190, 20), 0),

@@ -243,7 +243,7 @@ fn one_vm_outside_leaves_the_pool() {
 
 /// Names, limits and swap left of the limits beside the pool.
 fn others(sample: &Sample) -> Vec<(&str, u64, Option<u64>)> {
-    let of = |b: &'_ ebb_core::sample::Pool| (b.limit.0, b.swap_left.map(|s| s.0));
+    let of = |b: &'_ ebb_core::sample::LimitSample| (b.limit.0, b.swap_left.map(|s| s.0));
     sample.host.bounds.iter().map(|b| (b.path.as_str(), of(b).0, of(b).1)).collect()
 }
 
@@ -270,7 +270,7 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
     let switch = Switch::default();
     let mut host = machine.host(switch.root(&machine));
     let sample = host.sample();
-    let none = ebb_core::sample::Pool::NO_LIMIT.0;
+    let none = ebb_core::sample::LimitSample::NO_LIMIT.0;
     let all = [
         ("/machine.slice", 9_000_000, Some(500)),
         ("/tenants.slice", 800, None),

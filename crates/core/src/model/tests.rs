@@ -5,7 +5,8 @@ use super::*;
 use crate::config::{Amount, Metadata, Overrides};
 use crate::plan::Reason;
 use crate::sample::{
-    BalloonSample, Claim, HostSample, Link, Meminfo, Pool, Psi, PsiLine, RunState, SwapArea, Vmstat,
+    BalloonSample, Claim, HostSample, LimitSample, Link, Meminfo, Psi, PsiLine, RunState, SwapArea,
+    Vmstat,
 };
 use crate::state::{Doubt, Owned, OwnedVm};
 
@@ -137,11 +138,11 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
         let mut s = host_sample(5000);
         s.host.memory.as_mut().unwrap().swap_total = Bytes::gib(10);
         (s.host.swaps, s.host.zswap) = (areas, zswap);
-        s.host.pool = Some(Pool {
+        s.host.pool = Some(LimitSample {
             path: "/vms".into(),
             limit: Bytes::gib(4),
             swap_left: pool_left.map(Bytes::gib),
-            ..Pool::default()
+            ..LimitSample::default()
         });
         let m = Model::new(&Config::default(), &s, &Memory::default()).host;
         let gib = |b: Bytes| b.0 as f64 / Bytes::gib(1).0 as f64;
@@ -174,11 +175,11 @@ fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
         let mut s = host_sample(5000);
         let memory = s.host.memory.as_mut().unwrap();
         (memory.swap_total, memory.swap_free) = (Bytes::gib(100), Bytes::gib(100));
-        let limit = |(path, gib): (&str, u64)| Pool {
+        let limit = |(path, gib): (&str, u64)| LimitSample {
             path: path.into(),
             limit: Bytes::gib(4),
             swap_left: Some(Bytes::gib(gib)),
-            ..Pool::default()
+            ..LimitSample::default()
         };
         s.host.bounds = [("/a", 3), ("/a/in", 1), ("/b", 2)].map(limit).to_vec();
         s.vms = (1..).zip(cgroups).map(in_cgroup).collect();
@@ -216,11 +217,11 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
         ..VmSample::default()
     };
     let mut s = host_sample(8000);
-    s.host.pool = Some(Pool {
+    s.host.pool = Some(LimitSample {
         path: "/full".into(),
         limit: Bytes::gib(8),
         usage: Bytes::gib(8) - Bytes::mib(200),
-        ..Pool::default()
+        ..LimitSample::default()
     });
     s.vms = vec![vm(1, "/full", 2500), vm(2, "/else", 2500), vm(3, "/else", 30)];
     let mut memory = Memory::default();
@@ -239,12 +240,12 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
 #[test]
 fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
     let mut s = host_sample(5000);
-    s.host.pool = Some(Pool {
+    s.host.pool = Some(LimitSample {
         path: "/vms".into(),
         limit: Bytes::gib(1),
         usage: Bytes::mib(1000),
         file: Bytes::mib(10),
-        ..Pool::default()
+        ..LimitSample::default()
     });
     let m = Model::new(&Config::default(), &s, &Memory::default()).host;
     assert_eq!((m.state, m.bound.as_str()), (Pressure::Critical, "/vms"));

@@ -33,10 +33,10 @@ pub struct HostSample {
     pub zfs_arc: Option<ZfsArc>,
     /// The memory cgroup with a limit that all managed VMs share, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pool: Option<Pool>,
+    pub pool: Option<LimitSample>,
     /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are bound.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub bounds: Vec<Pool>,
+    pub bounds: Vec<LimitSample>,
     /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file
     /// (v2) and is not the whole machine; limited or not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -156,16 +156,17 @@ pub struct ZfsArc {
     pub min: Bytes,
 }
 
-/// A memory cgroup with a limit, v1 or v2; or NUMA nodes that VMs are bound to.
+/// A limit on memory beside the machine's: a memory cgroup with one, v1 or v2; or NUMA nodes that
+/// VMs are bound to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Pool {
+pub struct LimitSample {
     /// Its path below the cgroup mount, e.g. `/machine.slice`; or `node 0`, `nodes 0-1`.
     pub path: String,
     /// The nodes; empty for a cgroup.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<u32>,
-    /// `memory.max`, `memory.high` (the smaller) or `memory.limit_in_bytes`; [`Pool::NO_LIMIT`]
-    /// where only swap is limited.
+    /// `memory.max`, `memory.high` (the smaller) or `memory.limit_in_bytes`;
+    /// [`LimitSample::NO_LIMIT`] where only swap is limited.
     pub limit: Bytes,
     /// `memory.current` or `memory.usage_in_bytes`.
     pub usage: Bytes,
@@ -186,7 +187,7 @@ pub struct Pool {
     pub psi: Option<Psi>,
 }
 
-impl Pool {
+impl LimitSample {
     /// The limit of a cgroup that limits swap only.
     pub const NO_LIMIT: Bytes = Bytes(1 << 62);
 

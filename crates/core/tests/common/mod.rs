@@ -7,8 +7,8 @@ use std::path::Path;
 
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{
-    BalloonSample, GuestStats, HostSample, Link, Meminfo, Pool, ProcessMemory, RunState, Sample,
-    VmId, VmSample,
+    BalloonSample, GuestStats, HostSample, LimitSample, Link, Meminfo, ProcessMemory, RunState,
+    Sample, VmId, VmSample,
 };
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
@@ -91,7 +91,7 @@ pub struct Toy {
     pub others: Bytes,
     pub guests: Vec<Guest>,
     /// Other limits than the machine's; what is held there is counted.
-    pub limits: Vec<Pool>,
+    pub limits: Vec<LimitSample>,
     pub now: u64,
     /// Looking takes so long, ms.
     pub look_ms: u64,
@@ -110,7 +110,7 @@ impl Toy {
     }
 
     /// What the guests below a limit hold.
-    pub fn held(&self, limit: &Pool) -> Bytes {
+    pub fn held(&self, limit: &LimitSample) -> Bytes {
         let below = |g: &&Guest| match &limit.nodes[..] {
             [] => g.cgroup.as_ref().is_some_and(|c| Path::new(c).starts_with(&limit.path)),
             nodes => !g.nodes.is_empty() && g.nodes.iter().all(|n| nodes.contains(n)),
@@ -186,7 +186,7 @@ impl Host for Toy {
                 bounds: self
                     .limits
                     .iter()
-                    .map(|l| Pool { usage: l.usage + self.held(l), ..l.clone() })
+                    .map(|l| LimitSample { usage: l.usage + self.held(l), ..l.clone() })
                     .collect(),
                 ..HostSample::default()
             },

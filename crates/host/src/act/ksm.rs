@@ -252,7 +252,7 @@ pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(
         }
     }
     for (cgroup, needed) in below {
-        let left = cgroup::read_bound(root, &h, &cgroup)?.map(|pool| pool.left());
+        let left = cgroup::read_usage(root, &h, &cgroup)?.map(|limit| limit.left());
         if let Some(left) = left.filter(|left| *left < needed + SPARE_BELOW) {
             return Err(KsmError::NoRoomBelow { cgroup, needed, left });
         }

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use ebb_core::sample::Pool;
+use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
 use super::psi::parse_psi;
@@ -267,14 +267,18 @@ pub fn parse_limit(text: &str) -> Result<Option<Bytes>, ParseError> {
 }
 
 /// Reads the pool at a cgroup; `None` where it has no limit or is gone.
-pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool>, ProbeError> {
+pub fn read_pool(
+    root: &Root,
+    h: &Hierarchy,
+    cgroup: &str,
+) -> Result<Option<LimitSample>, ProbeError> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
-    let Some(pool) = read_bound(root, h, cgroup)? else { return Ok(None) };
+    let Some(pool) = read_usage(root, h, cgroup)? else { return Ok(None) };
     let events = match h.version {
         Version::V1 => "memory.oom_control",
         Version::V2 => "memory.events",
     };
-    Ok(Some(Pool {
+    Ok(Some(LimitSample {
         swap_left: read_swap_left(root, h, cgroup)?,
         oom_kills: root.parse(dir.join(events), parse_oom_kills)?.flatten(),
         ..pool
@@ -283,11 +287,15 @@ pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool
 
 /// The same without what its processes were killed for, and with the swap that its own limit
 /// leaves: there may be many.
-pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Pool>, ProbeError> {
+pub fn read_usage(
+    root: &Root,
+    h: &Hierarchy,
+    cgroup: &str,
+) -> Result<Option<LimitSample>, ProbeError> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
     let limit = match read_limit(root, h, cgroup)? {
         Some(limit) => limit,
-        None if limits_swap(root, h, cgroup)? => Pool::NO_LIMIT,
+        None if limits_swap(root, h, cgroup)? => LimitSample::NO_LIMIT,
         None => return Ok(None),
     };
     let usage = match h.version {
@@ -296,7 +304,7 @@ pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Poo
     };
     let Some(usage) = root.parse(dir.join(usage), parse_number)? else { return Ok(None) };
     let stat = root.parse(dir.join("memory.stat"), |t| parse_stat(t, h.version))?;
-    let mut pool = Pool {
+    let mut sample = LimitSample {
         path: cgroup.to_owned(),
         limit,
         usage: Bytes(usage),
@@ -304,15 +312,15 @@ pub fn read_bound(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Poo
         ..stat.unwrap_or_default()
     };
     if h.version == Version::V2 {
-        pool.swap = root.parse(dir.join("memory.swap.current"), parse_number)?.map(Bytes);
-        pool.psi = root.parse(dir.join("memory.pressure"), parse_psi)?;
+        sample.swap = root.parse(dir.join("memory.swap.current"), parse_number)?.map(Bytes);
+        sample.psi = root.parse(dir.join("memory.pressure"), parse_psi)?;
     }
-    Ok(Some(pool))
+    Ok(Some(sample))
 }
 
 /// What `memory.stat` tells of a pool, by v1's `total_…` fields, v2's plain ones: `anon`, `file`
 /// (mlocked pages are not on the LRU lists), and on v1, where it is accounted, `swap`.
-pub fn parse_stat(text: &str, version: Version) -> Result<Pool, ParseError> {
+pub fn parse_stat(text: &str, version: Version) -> Result<LimitSample, ParseError> {
     let (mut anon, mut clean, mut dirty, mut swap) = (None, Bytes::ZERO, Bytes::ZERO, None);
     for (i, line) in text.lines().enumerate() {
         let Some((key, rest)) = line.split_once(' ') else { continue };
@@ -330,7 +338,7 @@ pub fn parse_stat(text: &str, version: Version) -> Result<Pool, ParseError> {
         }
     }
     let anon = anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?;
-    Ok(Pool { anon, file: clean - dirty, swap, ..Pool::default() })
+    Ok(LimitSample { anon, file: clean - dirty, swap, ..LimitSample::default() })
 }
 
 /// The `oom_kill` line of `memory.events` (v2: the subtree) or

@@ -5,7 +5,7 @@
 //! --membind`), and `host-nodes` with `policy=bind` on its command line. Other policies fall back
 //! to other nodes and bind nothing.
 
-use ebb_core::sample::Pool;
+use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
 use super::meminfo::parse_kib;
@@ -37,18 +37,19 @@ pub fn parse_list(text: &str) -> Result<Vec<u32>, ParseError> {
 }
 
 /// These nodes as a limit; `None` where one of them is gone.
-pub fn read_bound(root: &Root, nodes: &[u32]) -> Result<Option<Pool>, ProbeError> {
-    let mut pool = Pool { path: name(nodes), nodes: nodes.to_vec(), ..Pool::default() };
+pub fn read_usage(root: &Root, nodes: &[u32]) -> Result<Option<LimitSample>, ProbeError> {
+    let mut sum =
+        LimitSample { path: name(nodes), nodes: nodes.to_vec(), ..LimitSample::default() };
     for node in nodes {
         let dir = format!("{NODES}/node{node}");
         let Some(m) = root.parse(format!("{dir}/meminfo"), parse_node)? else { return Ok(None) };
         let huge = read_huge(root, &dir)?;
-        pool.limit += m.limit - huge;
-        pool.usage += m.usage - huge;
-        pool.file += m.file;
-        pool.anon += m.anon;
+        sum.limit += m.limit - huge;
+        sum.usage += m.usage - huge;
+        sum.file += m.file;
+        sum.anon += m.anon;
     }
-    Ok(Some(pool))
+    Ok(Some(sum))
 }
 
 pub fn name(nodes: &[u32]) -> String {
@@ -72,7 +73,7 @@ fn read_huge(root: &Root, dir: &str) -> Result<Bytes, ProbeError> {
 
 /// What `Node 0 MemTotal:  123 kB` lines tell of a pool. `file` is file cache that can be dropped,
 /// and half of the kernel's caches that shrink.
-pub fn parse_node(text: &str) -> Result<Pool, ParseError> {
+pub fn parse_node(text: &str) -> Result<LimitSample, ParseError> {
     let (mut total, mut free, mut anon) = (None, None, Bytes::ZERO);
     let (mut clean, mut dirty, mut slab) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
     for (i, line) in text.lines().enumerate() {
@@ -91,7 +92,7 @@ pub fn parse_node(text: &str) -> Result<Pool, ParseError> {
     let limit = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
     let free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
     let file = (clean - dirty) + slab.share(0.5);
-    Ok(Pool { limit, usage: limit - free, file, anon, ..Pool::default() })
+    Ok(LimitSample { limit, usage: limit - free, file, anon, ..LimitSample::default() })
 }
 
 /// The nodes that a process's memory is bound to, where that is not all of `nodes`.
@@ -223,13 +224,13 @@ mod tests {
         write("node1/hugepages/hugepages-2048kB/nr_hugepages", "1\n");
         let root = Root::at(dir.path());
         assert_eq!(read_nodes(&root).unwrap(), [0, 1]);
-        let one = read_bound(&root, &[1]).unwrap().unwrap();
+        let one = read_usage(&root, &[1]).unwrap().unwrap();
         assert_eq!((one.path.as_str(), one.limit), ("node 1", Bytes::kib(7000 - 2048)));
         assert_eq!(one.usage, Bytes::kib(5000 - 2048));
-        let both = read_bound(&root, &[0, 1]).unwrap().unwrap();
+        let both = read_usage(&root, &[0, 1]).unwrap().unwrap();
         assert_eq!((both.path.as_str(), both.nodes), ("nodes 0,1", vec![0, 1]));
         assert_eq!(both.limit - both.usage, Bytes::kib(3000));
-        assert_eq!(read_bound(&root, &[0, 5]).unwrap(), None);
+        assert_eq!(read_usage(&root, &[0, 5]).unwrap(), None);
     }
 
     #[test]
@@ -237,7 +238,7 @@ mod tests {
         let root = Root::default();
         let nodes = read_nodes(&root).unwrap();
         if !nodes.is_empty() {
-            assert!(read_bound(&root, &nodes).unwrap().unwrap().limit > Bytes::mib(1));
+            assert!(read_usage(&root, &nodes).unwrap().unwrap().limit > Bytes::mib(1));
         }
         let mine = read_binding(&root, std::process::id(), &nodes).unwrap();
         assert!(mine.len() < nodes.len().max(1));

@@ -55,7 +55,7 @@ fn v1_counts_in_a_hybrid_and_its_pool_is_read() {
     assert_eq!(group, "/vms/a:b");
     let path = pool_of(&root, &h, &[&group, "/vms/c"]).unwrap();
     let pool = read_pool(&root, &h, &path).unwrap().unwrap();
-    let expected = Pool {
+    let expected = LimitSample {
         path: "/vms".into(),
         nodes: Vec::new(),
         limit: Bytes(4096000),

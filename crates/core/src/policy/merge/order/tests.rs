@@ -7,8 +7,8 @@ use crate::config::Config;
 use crate::plan::{MergeWish, Plan};
 use crate::policy::Decided;
 use crate::sample::{
-    AgentSample, Claim, HostSample, KsmStat, Link, Meminfo, Pool, ProcessMemory, RunState, Sample,
-    ScanSample, VmId, VmSample, Vmstat,
+    AgentSample, Claim, HostSample, KsmStat, LimitSample, Link, Meminfo, ProcessMemory, RunState,
+    Sample, ScanSample, VmId, VmSample, Vmstat,
 };
 use crate::state::Owned;
 use crate::tick::{Engine, Host, Next, Tick, Wake};
@@ -330,7 +330,7 @@ fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
         change(&mut s);
         let usage = Bytes::gib(1);
         let limit = usage + Bytes::mib(limit_mib);
-        let pool = Pool { path: "/slice".into(), limit, usage, ..Default::default() };
+        let pool = LimitSample { path: "/slice".into(), limit, usage, ..Default::default() };
         s.host.pool = Some(pool);
         s.vms[0].cgroup = Some("/slice/a".into());
         let anon = Bytes::gib(1);
