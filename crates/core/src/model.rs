@@ -140,7 +140,7 @@ impl Model {
 }
 
 fn mark_outside(host: &HostModel, vms: &mut [VmModel]) {
-    let limit = host.limits.iter().find(|l| l.name == host.bound);
+    let limit = host.limits.iter().find(|l| l.name == host.limit_name);
     for vm in vms {
         vm.outside = limit.is_some_and(|l| !vm.is_below(l));
     }

@@ -66,12 +66,13 @@ pub struct Memory {
     pub stages: Vec<Tally>,
     /// What others than VMs used lately.
     pub others: Recent,
-    /// The bound and the VMs at the last tick: where another one comes, what it holds may count
-    /// as others' for a moment.
+    /// The limit shown as the host and the VMs at the last tick: where another one comes, what it
+    /// holds may count as others' for a moment.
     pub others_of: (String, Vec<VmId>),
     /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
     /// and `others` are those of one.
-    pub bounds: Vec<BoundMemory>,
+    #[serde(rename = "bounds")]
+    pub limits: Vec<LimitMemory>,
     /// Since when something has been missing that no stage before paging out brings.
     pub beyond_since: Option<Stamp>,
     /// The last notification of cgroup v1, and the state it stands for.
@@ -82,7 +83,7 @@ pub struct Memory {
 /// What is remembered of one limit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct BoundMemory {
+pub struct LimitMemory {
     pub name: String,
     pub state: Pressure,
     /// How much tasks suffered there.
@@ -335,8 +336,8 @@ impl Memory {
 
     /// State and urgency of a limit at the last tick.
     pub fn judged(&self, limit: &str) -> (Pressure, f64) {
-        match self.bounds.iter().find(|b| b.name == limit) {
-            Some(b) => (b.state, b.urgency),
+        match self.limits.iter().find(|l| l.name == limit) {
+            Some(l) => (l.state, l.urgency),
             None if self.was_the_only_one(limit) => (self.state, self.urgency),
             None => Default::default(),
         }
@@ -344,8 +345,8 @@ impl Memory {
 
     /// What others than VMs used lately of a limit.
     pub fn others_under(&self, limit: &str) -> Option<&Recent> {
-        match self.bounds.iter().find(|b| b.name == limit) {
-            Some(b) => Some(&b.others),
+        match self.limits.iter().find(|l| l.name == limit) {
+            Some(l) => Some(&l.others),
             None => self.was_the_only_one(limit).then_some(&self.others),
         }
     }
@@ -353,27 +354,27 @@ impl Memory {
     /// Whether there was no other limit at the last tick. One that is new has no past.
     fn was_the_only_one(&self, limit: &str) -> bool {
         let was = &self.others_of.0;
-        self.bounds.is_empty() && (was.is_empty() || was == limit)
+        self.limits.is_empty() && (was.is_empty() || was == limit)
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.
-    fn see_bounds(&mut self, model: &Model) {
+    fn see_limits(&mut self, model: &Model) {
         let one = |limit: &Limit| {
             let below = || model.vms.iter().filter(|v| v.is_below(limit));
             let known = below().all(|v| v.resident.is_some());
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
-            let was = self.bounds.iter().find(|b| b.name == limit.name);
-            let mut others = was.map(|b| b.others.clone()).unwrap_or_default();
-            let new = below().filter(|v| was.is_some_and(|b| !b.vms.contains(&v.id)));
+            let was = self.limits.iter().find(|l| l.name == limit.name);
+            let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
+            let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
-            if known && was.is_some_and(|b| b.vms == vms) {
+            if known && was.is_some_and(|l| l.vms == vms) {
                 let held: Bytes = below().filter_map(|v| v.resident).sum();
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
             }
             let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);
-            BoundMemory { name, state, urgency, others, vms }
+            LimitMemory { name, state, urgency, others, vms }
         };
-        self.bounds = match &model.host.limits[..] {
+        self.limits = match &model.host.limits[..] {
             [] | [_] => Vec::new(),
             limits => limits.iter().map(one).collect(),
         };
@@ -381,7 +382,7 @@ impl Memory {
 
     /// Takes in what others than VMs use, where it is known.
     fn see_others(&mut self, model: &Model) {
-        let now = (model.host.bound.clone(), model.vms.iter().map(|v| v.id).collect());
+        let now = (model.host.limit_name.clone(), model.vms.iter().map(|v| v.id).collect());
         let was = std::mem::replace(&mut self.others_of, now);
         if was.0 != self.others_of.0 {
             self.others = Recent::default();
@@ -399,7 +400,7 @@ impl Memory {
     fn forget_times(&mut self, now: Stamp) {
         (self.at, self.notified, self.vmstat) = (None, None, None);
         (self.beyond_since, self.others) = (None, Recent::default());
-        self.bounds.clear();
+        self.limits.clear();
         // Counters are not moments: what they have told is not to be told again.
         let MergeMemory { asked, saved, .. } = self.merge;
         self.merge = MergeMemory { asked, saved, ..MergeMemory::default() };
@@ -438,7 +439,7 @@ impl Memory {
         self.vmstat = model.host.vmstat;
         self.urgency = model.host.urgency;
         self.see_others(model);
-        self.see_bounds(model);
+        self.see_limits(model);
         let beyond = |r: &Stage| r.name == StageName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.stages.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

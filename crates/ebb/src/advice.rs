@@ -22,7 +22,7 @@ pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
     let wanted = config.reserve.filter(|r| host.known && *r > host.capacity.share(0.5))?;
     Some(format!(
         "host.reserve = {wanted} is more than half of {} under {}: {} of it counts",
-        host.capacity, host.bound, host.reserve
+        host.capacity, host.limit_name, host.reserve
     ))
 }
 
@@ -77,8 +77,8 @@ mod tests {
     fn a_reserve_that_is_cut_is_said_with_both_figures() {
         let config = Config::parse("f", "[host]\nreserve = \"20GiB\"\n").unwrap();
         let (capacity, reserve) = (Bytes::gib(24), Bytes::gib(12));
-        let bound = "host".to_string();
-        let host = HostModel { known: true, capacity, reserve, bound, ..HostModel::default() };
+        let limit_name = "host".to_string();
+        let host = HostModel { known: true, capacity, reserve, limit_name, ..HostModel::default() };
         let said = cut_reserve(&config, &host).unwrap();
         let want =
             "host.reserve = 20 GiB is more than half of 24 GiB under host: 12 GiB of it counts";

@@ -151,7 +151,7 @@ Host(
     /// What made it, in words.
     why: String = h.why.clone();
     /// The tightest limit on memory: `host`, a cgroup or NUMA nodes.
-    bound: String = h.bound.clone();
+    bound: String = h.limit_name.clone();
     /// Under that bound.
     capacity: Bytes = h.capacity;
     /// What can still be had without harm.

@@ -28,10 +28,10 @@ use crate::act::ksm::KsmSettings;
 use crate::act::ksm_worker::KsmWorker;
 use crate::act::zeros;
 use crate::act::{self, Background};
-use crate::bound::Bounds;
 use crate::hands_off::HandsOffs;
 use crate::intervals::Intervals;
 use crate::libvirt::Libvirt;
+use crate::limits::MemoryLimits;
 use crate::probe::cgroup::Version;
 use crate::probe::discovery::Scanner;
 use crate::probe::identity::claim;
@@ -112,7 +112,7 @@ pub struct LinuxHost {
     /// Why it is not known which VMs were to be left alone.
     unread: Option<String>,
     /// Which VM each configured socket turned out to be.
-    bound: BTreeMap<String, VmId>,
+    named: BTreeMap<String, VmId>,
     /// The VMs that Ebb owes something.
     owed: HashSet<VmId>,
     /// The VMs that need not be asked in the next sample.
@@ -124,7 +124,7 @@ pub struct LinuxHost {
     libvirt: Libvirt,
     scanned: Option<Instant>,
     scan_problems: Vec<Problem>,
-    bounds: Bounds,
+    limits: MemoryLimits,
     trigger: Option<PsiTrigger>,
     /// Where there is no PSI of the pool, and when they last ended a sleep.
     notifications: Option<PressureEvents>,
@@ -178,13 +178,13 @@ impl LinuxHost {
             turn: None,
             scanner: Scanner::new(options.trust.clone()),
             libvirt,
-            bounds: Bounds::new(options.config.pool.clone()),
+            limits: MemoryLimits::new(options.config.pool.clone()),
             intervals: Intervals::load(options.intervals.clone()),
             options,
             vms: BTreeMap::new(),
             hands_off,
             unread,
-            bound: BTreeMap::new(),
+            named: BTreeMap::new(),
             owed: HashSet::new(),
             resting: HashSet::new(),
             owed_at: BTreeMap::new(),
@@ -237,8 +237,8 @@ impl LinuxHost {
         problems.extend(self.scan_problems.iter().cloned());
         let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
         problems.extend(unread);
-        let bounded = self.bounds.sample(&self.options.root, started, &mut problems);
-        (host.pool, host.bounds, host.vms_psi) = (bounded.pool, bounded.others, bounded.psi);
+        let limits = self.limits.sample(&self.options.root, started, &mut problems);
+        (host.pool, host.other_limits, host.vms_psi) = (limits.pool, limits.others, limits.psi);
         self.query(started, at);
         self.keep_intervals();
         let vms = self.sample_vms(at, wall_ms, &mut problems);
@@ -265,7 +265,7 @@ impl LinuxHost {
             let claim = vm.claim.insert(known.unwrap_or(claim)).clone();
             let counts = has_metadata(&self.options, &vm.process) || self.owed.contains(id);
             vm.look_at_metadata(counts, now);
-            vm.named = self.bound.values().any(|bound| bound == id);
+            vm.named = self.named.values().any(|named| named == id);
             vm.owed_at = self.owed_at.get(id).filter(|_| self.owed.contains(id)).cloned();
             vm.allow(Access {
                 hands_off_ms: self.hands_off.left_ms(*id, at),
@@ -276,7 +276,7 @@ impl LinuxHost {
 
     /// Where memory cgroups are, so that a VM's is found.
     fn cgroups(&self) -> Version {
-        self.bounds.hierarchy.as_ref().map_or(Version::V2, |h| h.version)
+        self.limits.hierarchy.as_ref().map_or(Version::V2, |h| h.version)
     }
 
     /// Measured anew each minute: it takes less than a millisecond. A tree of tests has none.

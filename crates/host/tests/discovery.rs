@@ -233,7 +233,7 @@ fn one_vm_outside_leaves_the_pool() {
     assert_eq!((pool.path.as_str(), pool.limit), ("/machine.slice", Bytes(9_000_000)));
     assert_eq!(pool.swap_left, Some(Bytes(500)));
     assert_eq!(vm(&sample, 13).cgroup.as_deref(), Some("/elsewhere/13.scope"));
-    // Half of the VMs are not most; but what was the bound stays for a while.
+    // Half of the VMs are not most; but what was the pool stays for a while.
     machine.vm(14, "outside too", "elsewhere");
     machine.end(10);
     assert_eq!(host.sample().host.pool.unwrap().path, "/machine.slice");
@@ -244,7 +244,7 @@ fn one_vm_outside_leaves_the_pool() {
 /// Names, limits and swap left of the limits beside the pool.
 fn others(sample: &Sample) -> Vec<(&str, u64, Option<u64>)> {
     let of = |b: &'_ ebb_core::sample::LimitSample| (b.limit.0, b.swap_left.map(|s| s.0));
-    sample.host.bounds.iter().map(|b| (b.path.as_str(), of(b).0, of(b).1)).collect()
+    sample.host.other_limits.iter().map(|b| (b.path.as_str(), of(b).0, of(b).1)).collect()
 }
 
 #[test]
@@ -280,7 +280,7 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
     ];
     assert_eq!(others(&sample), all);
     assert_eq!(sample.host.pool, None, "no cgroup with a limit holds more than three of six");
-    let one = &sample.host.bounds[1];
+    let one = &sample.host.other_limits[1];
     assert_eq!((one.usage, one.anon, one.file), (Bytes(70), Bytes(50), Bytes(9)));
     // What cannot be read is what it was; what is no number is said with its file.
     let file = "sys/fs/cgroup/tenants.slice/memory.max";
@@ -317,7 +317,7 @@ fn nodes_that_vms_are_bound_to_are_limits() {
     assert_eq!(nodes(&sample), [vec![0], vec![1], vec![]]);
     let limits = [("node 0", 512_000, None), ("node 1", 512_000, None)];
     assert_eq!(others(&sample), limits);
-    assert_eq!(sample.host.bounds[0].usage, Bytes::kib(460));
+    assert_eq!(sample.host.other_limits[0].usage, Bytes::kib(460));
     switch.set(|path| {
         let fails = path.ends_with("numa_maps") || path.ends_with("node1/meminfo");
         fails.then_some(Err(Errno::IO))

@@ -19,8 +19,8 @@ use crate::units::Bytes;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
     pub state: Pressure,
-    /// Which limit is the tightest: its [`Limit::name`].
-    pub bound: String,
+    /// [`Limit::name`] of the tightest limit, or of the one that is shown as the host.
+    pub limit_name: String,
     /// What VMs and host may use under that limit.
     pub capacity: Bytes,
     /// What of it can still be had without harm.
@@ -190,9 +190,9 @@ impl HostModel {
             touch_us: sample.host.touch_us,
             ..HostModel::default()
         };
-        let mut bounds = bounds(config, sample, vms);
+        let mut limits = limits(config, sample, vms);
         let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
-        let decided = bounds.iter().filter(|(limit, _)| !limit.only_caps);
+        let decided = limits.iter().filter(|(limit, _)| !limit.only_caps);
         let Some((least, _)) = decided.min_by(by_ratio) else {
             let why = "the host's memory cannot be read: nothing is taken".into();
             let promised = vms.iter().map(|v| v.promised).sum();
@@ -200,8 +200,8 @@ impl HostModel {
             return HostModel { why, promised, outstanding, ..host };
         };
         let least = least.name.clone();
-        let machine_is_tight = bounds.iter().any(|(l, _)| l.is_host() && l.is_tight());
-        for (limit, psi) in bounds.iter_mut().filter(|(limit, _)| !limit.only_caps) {
+        let machine_is_tight = limits.iter().any(|(l, _)| l.is_host() && l.is_tight());
+        for (limit, psi) in limits.iter_mut().filter(|(limit, _)| !limit.only_caps) {
             // What the whole machine tells counts for the machine where that is tight, and for the
             // tightest one where it has no stalls of its own or the machine has room.
             let is_least = limit.name == least;
@@ -218,7 +218,7 @@ impl HostModel {
             };
             limit.judge(&stall, memory.judged(&limit.name), dt_ms);
         }
-        host.limits = bounds.into_iter().map(|(limit, _)| limit).collect();
+        host.limits = limits.into_iter().map(|(limit, _)| limit).collect();
         host.known = true;
         let offload_room = host.offload_room;
         let tightest = tightest(&host.limits).map(|l| l.name.clone());
@@ -228,7 +228,7 @@ impl HostModel {
 
     /// The limit that is shown as the host; `None`: none is known.
     pub fn limit(&self) -> Option<&Limit> {
-        self.limits.iter().find(|l| l.name == self.bound).or(self.limits.first())
+        self.limits.iter().find(|l| l.name == self.limit_name).or(self.limits.first())
     }
 
     /// Swap that may be used under the limit that is shown.
@@ -244,7 +244,7 @@ impl HostModel {
         (self.promised, self.outstanding) = (l.promised, l.outstanding);
         (self.urgency, self.stalls_elsewhere) = (l.urgency, l.stalls_elsewhere);
         self.offload_room = self.offload_room.map(|_| l.swap_left);
-        self.bound.clone_from(&l.name);
+        self.limit_name.clone_from(&l.name);
         self.why.clone_from(&l.why);
     }
 }
@@ -328,16 +328,16 @@ fn swap_left(host: &HostSample) -> Bytes {
 
 /// What limits memory here, and the stalls that are its own: always the machine, then the VMs'
 /// cgroup if it has a limit, then all other limits that VMs are below.
-fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Option<Psi>)> {
-    let mut bounds: Vec<(Limit, Option<Psi>)> = Vec::new();
+fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Option<Psi>)> {
+    let mut limits: Vec<(Limit, Option<Psi>)> = Vec::new();
     let reserve = |capacity: Bytes| {
         config.reserve.unwrap_or_else(|| default_reserve(capacity)).min(capacity.share(0.5))
     };
     let swap_left = swap_left(&sample.host);
-    let limits = || sample.host.pool.iter().chain(&sample.host.bounds);
+    let samples = || sample.host.pool.iter().chain(&sample.host.other_limits);
     // Inner ones first.
     let mut swaps: Vec<(&str, Bytes)> =
-        limits().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
+        samples().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
     swaps.sort_by_key(|(path, _)| Reverse(path.len()));
     let below = |limit: Limit| {
         let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
@@ -369,11 +369,11 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
             swap_left,
             ..Limit::default()
         };
-        bounds.push((below(limit), None));
+        limits.push((below(limit), None));
     }
     // VMs without a binding would take memory of a node that those bound to it give.
     let unbound = vms.iter().any(|vm| vm.nodes.is_empty());
-    for p in limits() {
+    for p in samples() {
         let above = swaps.iter().filter(|(path, _)| is_in(&p.path, path)).map(|(_, left)| *left);
         let limit = Limit {
             name: p.path.clone(),
@@ -390,10 +390,10 @@ fn bounds(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         // also where no VM is below it.
         let counts = limit.vms > 0 || sample.host.pool.as_ref().is_some_and(|n| n.path == p.path);
         if limit.headroom < most && counts {
-            bounds.push((Limit { reserve: reserve(p.limit).min(most), ..limit }, p.psi));
+            limits.push((Limit { reserve: reserve(p.limit).min(most), ..limit }, p.psi));
         }
     }
-    bounds
+    limits
 }
 
 /// The swap that VMs may use together by the limits of their cgroups, each limit counted once;

@@ -181,7 +181,7 @@ fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
             swap_left: Some(Bytes::gib(gib)),
             ..LimitSample::default()
         };
-        s.host.bounds = [("/a", 3), ("/a/in", 1), ("/b", 2)].map(limit).to_vec();
+        s.host.other_limits = [("/a", 3), ("/a/in", 1), ("/b", 2)].map(limit).to_vec();
         s.vms = (1..).zip(cgroups).map(in_cgroup).collect();
         let host = Model::new(&Config::default(), &s, &Memory::default()).host;
         host.limits[0].swap_left.0 / Bytes::gib(1).0
@@ -228,7 +228,7 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
     memory.observe(&s);
     let model = Model::new(&Config::default(), &s, &memory);
     let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
-    assert_eq!((model.host.bound.as_str(), outside), ("/full", vec![false, true, true]));
+    assert_eq!((model.host.limit_name.as_str(), outside), ("/full", vec![false, true, true]));
     let Decided { plan, .. } = decide(&model, &memory, &[]);
     let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
     assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
@@ -248,7 +248,7 @@ fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
         ..LimitSample::default()
     });
     let m = Model::new(&Config::default(), &s, &Memory::default()).host;
-    assert_eq!((m.state, m.bound.as_str()), (Pressure::Critical, "/vms"));
+    assert_eq!((m.state, m.limit_name.as_str()), (Pressure::Critical, "/vms"));
     assert_eq!(m.headroom, Bytes::mib(34));
     assert_eq!(m.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
     s.host.pool = None;

@@ -206,7 +206,7 @@ impl VmModel {
             let around = Around { ram, actual, deflate_on_oom };
             model.guest = GuestModel::new(&around, &stats, m, m.rates_at(sample.at));
         }
-        let limits = sample.host.pool.iter().chain(&sample.host.bounds);
+        let limits = sample.host.pool.iter().chain(&sample.host.other_limits);
         let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
         model.swap_left = above.filter_map(|p| p.swap_left).min();
         model.trust = trust(model.guest.as_ref(), m);

@@ -142,7 +142,7 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
         headroom: host.headroom,
         reserve: host.reserve,
         promised: host.promised + host.outstanding,
-        others: memory.others_under(&host.bound).map_or(Bytes::ZERO, Recent::highest)
+        others: memory.others_under(&host.limit_name).map_or(Bytes::ZERO, Recent::highest)
             - model.others(),
         swap: host.offload_room.unwrap_or_default(),
         vms: model.vms.iter().filter(|vm| !vm.outside).map(spare).collect(),

@@ -278,7 +278,7 @@ pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Optio
     if vm.outside {
         return Some(format!(
             "it is outside of {}: shrinking it frees nothing there",
-            model.host.bound
+            model.host.limit_name
         ));
     }
     m.yields.barren_until.filter(|t| *t > model.at).map(|until| {

@@ -183,7 +183,7 @@ impl Host for Toy {
             wall_ms: self.now,
             host: HostSample {
                 memory: Some(memory),
-                bounds: self
+                other_limits: self
                     .limits
                     .iter()
                     .map(|l| LimitSample { usage: l.usage + self.held(l), ..l.clone() })

@@ -187,7 +187,7 @@ impl LinuxHost {
             }
         }
         self.query_for_orders();
-        let (vms, hierarchy) = (&self.vms, self.bounds.hierarchy.as_ref());
+        let (vms, hierarchy) = (&self.vms, self.limits.hierarchy.as_ref());
         let cgroup = |id: VmId| hierarchy?.directory(vms.get(&id)?.cgroup.as_deref()?);
         self.background.iter_mut().for_each(|b| b.order(&plan.orders, &cgroup));
     }

@@ -98,7 +98,7 @@ impl LinuxHost {
         let next = next_turn(met.map(|(id, _)| *id), self.turn)
             .filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
         for (id, vm) in self.vms.iter_mut().filter(|(_, vm)| which(vm)) {
-            let limits = || self.bounds.left(now, vm.cgroup.as_deref(), &vm.nodes);
+            let limits = || self.limits.left(now, vm.cgroup.as_deref(), &vm.nodes);
             let room = vm.agent.as_ref().and_then(|_| limits());
             let was = stage(vm, AgentLink::is_attaching);
             vm.ask_agent(now, keep_open, (room, by_turns && next != Some(*id)));

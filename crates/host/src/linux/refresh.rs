@@ -45,14 +45,14 @@ impl LinuxHost {
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);
         // Whose cgroup a section asks for can be told at the first scan already.
-        if self.bounds.hierarchy.is_none() {
+        if self.limits.hierarchy.is_none() {
             let read = noted(&mut problems, "memory cgroups", read_hierarchy(&root));
-            self.bounds.hierarchy = read;
+            self.limits.hierarchy = read;
         }
         self.bind_sockets(&mut problems);
-        let bound: HashSet<VmId> = self.bound.values().copied().collect();
+        let named: HashSet<VmId> = self.named.values().copied().collect();
         let gone: HashSet<VmId> = scan.gone.into_iter().collect();
-        self.vms.retain(|id, _| bound.contains(id) || !gone.contains(id));
+        self.vms.retain(|id, _| named.contains(id) || !gone.contains(id));
         for mut process in scan.found {
             if self.vms.contains_key(&process.id) {
                 continue;
@@ -70,7 +70,7 @@ impl LinuxHost {
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
-        self.bounds.find(&root, Instant::now(), self.vms.values_mut(), &mut problems);
+        self.limits.find(&root, Instant::now(), self.vms.values_mut(), &mut problems);
         self.open_notifications(&mut problems);
         self.scan_problems = problems;
     }
@@ -82,7 +82,7 @@ impl LinuxHost {
         };
         let named: Vec<_> = self.options.config.vms.iter().filter_map(named).collect();
         for (name, path, managed) in named {
-            if self.bound.get(&name).is_some_and(|id| self.vms.contains_key(id)) {
+            if self.named.get(&name).is_some_and(|id| self.vms.contains_key(id)) {
                 continue;
             }
             // One that is owed something is reached where it was before.
@@ -90,9 +90,9 @@ impl LinuxHost {
             if !managed && !self.owed.iter().any(owed) {
                 continue;
             }
-            self.bound.remove(&name);
+            self.named.remove(&name);
             match self.bind(name.clone(), path.clone()) {
-                Ok(id) => drop(self.bound.insert(name, id)),
+                Ok(id) => drop(self.named.insert(name, id)),
                 Err(why) => problems.push(problem(None, path.display().to_string(), why)),
             }
         }
@@ -156,7 +156,7 @@ impl LinuxHost {
 
     /// Without PSI of its own (cgroup v1) the pool tells by notifications.
     fn open_notifications(&mut self, problems: &mut Vec<Problem>) {
-        let (Some(h), Some(pool)) = (&self.bounds.hierarchy, &self.bounds.pool) else {
+        let (Some(h), Some(pool)) = (&self.limits.hierarchy, &self.limits.pool) else {
             self.notifications = None;
             return;
         };

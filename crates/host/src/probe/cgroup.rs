@@ -20,7 +20,7 @@ use crate::root::{ParseError, ProbeError, Root, parse_number, unescape_octal};
 const NO_LIMIT: u64 = 1 << 62;
 /// Deepest nesting looked at; systemd's own default maximum is far lower.
 const MAX_DEPTH: usize = 64;
-/// How long a pool stays the bound after another one would be chosen: VMs come and go.
+/// How long a pool stays chosen after another one would be: VMs come and go.
 pub const POOL_STAYS: Duration = Duration::from_secs(30);
 
 /// A line of `/proc/self/mountinfo`, the fields in use.

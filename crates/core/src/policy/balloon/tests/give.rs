@@ -271,7 +271,7 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
             ..limit("/pool", 600, 1_000)
         };
         let full = HostModel {
-            bound: "/pool".into(),
+            limit_name: "/pool".into(),
             headroom: Bytes::mib(600),
             reserve: Bytes::mib(1000),
             limits: vec![limit("host", machine, 2_000), pool],

@@ -1,8 +1,8 @@
-//! The memory cgroups of the VMs: each one's own, the pool whose limit is a bound for most of
-//! them, all others with a limit on the way up, and the deepest that holds them all, whose stalls
-//! are the VMs' own. Beside them the NUMA nodes to which VMs are bound. Found with each scan, read
-//! with each sample; a read that fails leaves what was known. What VMs are bound to is read beside
-//! the loop: while one keeps its mmap lock, all are bound as they were.
+//! The limits on memory beside the machine's. Of the VMs' memory cgroups: each VM's own, the pool
+//! whose limit holds for most VMs, all others with a limit on the way up, and the deepest that
+//! holds all VMs, whose stalls are the VMs' own. Beside them the NUMA nodes to which VMs are bound.
+//! Found with each scan, read with each sample; a read that fails leaves what was known. What VMs
+//! are bound to is read beside the loop: while one keeps its mmap lock, all are bound as they were.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -25,7 +25,7 @@ const MOST: usize = 1000;
 const PATIENCE: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Default)]
-pub(crate) struct Bounds {
+pub(crate) struct MemoryLimits {
     configured: Option<String>,
     /// The hierarchy with the memory controller.
     pub hierarchy: Option<Hierarchy>,
@@ -46,7 +46,7 @@ pub(crate) struct Bounds {
 
 /// What there is to know of them at one moment.
 #[derive(Debug, Default)]
-pub(crate) struct Bounded {
+pub(crate) struct LimitsSample {
     pub pool: Option<LimitSample>,
     /// All others with a limit.
     pub others: Vec<LimitSample>,
@@ -54,10 +54,10 @@ pub(crate) struct Bounded {
     pub psi: Option<Psi>,
 }
 
-impl Bounds {
+impl MemoryLimits {
     /// With a pool from the configuration, that is the one.
-    pub fn new(configured: Option<String>) -> Bounds {
-        Bounds { pool: configured.clone(), configured, ..Bounds::default() }
+    pub fn new(configured: Option<String>) -> MemoryLimits {
+        MemoryLimits { pool: configured.clone(), configured, ..MemoryLimits::default() }
     }
 
     /// Finds each VM's cgroup, the pool that most share, and the others with a limit.
@@ -114,7 +114,7 @@ impl Bounds {
             problems.push(problem(None, "memory cgroups".into(), text));
             self.others.truncate(MOST);
         }
-        let Bounds { pool, others, nodes, last, .. } = self;
+        let MemoryLimits { pool, others, nodes, last, .. } = self;
         last.retain(|path, (_, known)| {
             pool.as_ref() == Some(path) || others.contains(path) || nodes.contains(&known.nodes)
         });
@@ -198,7 +198,12 @@ impl Bounds {
     }
 
     /// What is known of them now.
-    pub fn sample(&mut self, root: &Root, now: Instant, problems: &mut Vec<Problem>) -> Bounded {
+    pub fn sample(
+        &mut self,
+        root: &Root,
+        now: Instant,
+        problems: &mut Vec<Problem>,
+    ) -> LimitsSample {
         let h = self.hierarchy.clone();
         let pool = self.pool.clone().and_then(|path| {
             let read = h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, &path));
@@ -222,7 +227,7 @@ impl Bounds {
             (Some(common), _) => self.pressure(root, common, problems),
             (None, _) => None,
         };
-        Bounded { pool, others, psi }
+        LimitsSample { pool, others, psi }
     }
 
     /// What may still be taken below the tightest limit of a VM of this cgroup, bound to these
@@ -292,8 +297,8 @@ mod tests {
             read(pool("node 0", &[0], 100, 80, 0), 1),
             read(pool("/s/gone", &[], 100, 100, 0), 30),
         ]);
-        let bounds = Bounds { last, ..Bounds::default() };
-        let left = |cgroup, nodes: &[u32]| bounds.left(now, cgroup, nodes).map(|b| b.0 >> 20);
+        let limits = MemoryLimits { last, ..MemoryLimits::default() };
+        let left = |cgroup, nodes: &[u32]| limits.left(now, cgroup, nodes).map(|b| b.0 >> 20);
         assert_eq!((left(Some("/s/vm/a"), &[]), left(Some("/s/a"), &[])), (Some(30), Some(50)));
         assert_eq!((left(Some("/sa"), &[]), left(None, &[])), (None, None));
         assert_eq!((left(Some("/s"), &[0]), left(Some("/s"), &[0, 1])), (Some(20), Some(50)));
