@@ -12,7 +12,7 @@ use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_host::linux::{LinuxHost, Options, Wake as HostWake};
-use ebb_host::probe::trust::Trust;
+use ebb_host::probe::trust::TrustRules;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
 
@@ -91,9 +91,9 @@ pub fn options(config: &Config) -> Options {
 }
 
 /// Which processes are taken for VMs, by the configuration.
-pub fn trust(config: &Config) -> Trust {
+pub fn trust(config: &Config) -> TrustRules {
     let (users, programs) = (config.users.clone(), config.programs.clone());
-    Trust { users: Some(users), programs: Some(programs), containers: config.containers }
+    TrustRules { users: Some(users), programs: Some(programs), containers: config.containers }
 }
 
 /// A file beside the state file.

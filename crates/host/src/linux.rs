@@ -39,7 +39,7 @@ use crate::probe::mappers::Search;
 use crate::probe::process::{Life, life};
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::QemuProcess;
-use crate::probe::trust::Trust;
+use crate::probe::trust::TrustRules;
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::Client;
@@ -75,7 +75,7 @@ pub struct Options {
     pub config: Config,
     /// Nothing is set in any QEMU: for commands and dry runs that only look.
     pub look_only: bool,
-    pub trust: Trust,
+    pub trust: TrustRules,
     /// How often `/proc` is scanned for new VMs; at once when one vanishes.
     pub scan_every: Duration,
     /// Where it is written down which VMs are left alone at the operator's request.
@@ -94,7 +94,7 @@ impl Default for Options {
             ksm_note: None,
             config: Config::default(),
             look_only: false,
-            trust: Trust::default(),
+            trust: TrustRules::default(),
             scan_every: Duration::from_secs(2),
             hands_off: None,
             intervals: None,

@@ -13,13 +13,13 @@ use ebb_core::config::Config;
 use ebb_core::sample::{Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
-use ebb_host::probe::trust::Trust;
+use ebb_host::probe::trust::TrustRules;
 use ebb_host::root::{Faults, Root};
 use proptest::prelude::*;
 use rustix::io::Errno;
 
 /// Every process that is called QEMU: the fixture's files belong to the user of the tests.
-const ANYTHING: Trust = Trust { users: None, programs: None, containers: true };
+const ANYTHING: TrustRules = TrustRules { users: None, programs: None, containers: true };
 
 /// A machine with three VMs in a slice with a limit.
 struct Machine {

@@ -3,7 +3,7 @@
 mod shared;
 
 use super::*;
-use crate::probe::trust::Trust;
+use crate::probe::trust::TrustRules;
 use crate::root::Root;
 use ebb_core::config::Config;
 use ebb_core::plan::{MergeOrder, MergePlan};
@@ -16,7 +16,7 @@ fn configured(text: &str) -> Options {
 }
 
 fn host(dir: &std::path::Path, options: Options) -> LinuxHost {
-    let trust = Trust { users: None, programs: None, containers: true };
+    let trust = TrustRules { users: None, programs: None, containers: true };
     let root = Root::at(dir);
     LinuxHost::new(Options { root, trust, ..options }).unwrap()
 }

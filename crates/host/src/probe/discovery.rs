@@ -12,7 +12,7 @@ use ebb_core::sample::VmId;
 use super::cgroup::{Mount, read_mounts};
 use super::process::{Life, Stat, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
-use super::trust::{Trust, Uids, Verdict, is_qemu};
+use super::trust::{ProcessTrust, TrustRules, Uids, is_qemu};
 use crate::root::{ProbeError, Root};
 
 /// Most refused processes, and problems, that are told of.
@@ -40,30 +40,30 @@ fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
     if called { Program::Refused(why) } else { Program::Other }
 }
 
-pub fn discover(root: &Root, trust: &Trust) -> Result<Scan, ProbeError> {
+pub fn discover(root: &Root, trust: &TrustRules) -> Result<Scan, ProbeError> {
     Scanner::new(trust.clone()).scan(root, &HashSet::new())
 }
 
 /// Looks at one process that was a VM when Ebb took memory from it: it is one, whatever
 /// `trust` has come to be since.
 pub fn inspect_owed(root: &Root, id: VmId) -> Result<Program, ProbeError> {
-    inspect(root, &Trust::default(), &HashSet::from([id]), id.pid)
+    inspect(root, &TrustRules::default(), &HashSet::from([id]), id.pid)
 }
 
 /// Looks at one process. See [`Scanner::scan`] for `owed`.
 fn inspect(
     root: &Root,
-    trust: &Trust,
+    trust: &TrustRules,
     owed: &HashSet<VmId>,
     pid: u32,
 ) -> Result<Program, ProbeError> {
     let Some(stat) = read_stat(root, pid)? else { return Ok(Program::Other) };
     let id = VmId { pid, start: stat.start };
     let mut scanner = Scanner { owed: owed.clone(), ..Scanner::new(trust.clone()) };
-    match scanner.verdict(root, id)? {
-        Verdict::Trusted => {}
-        Verdict::Refused(why) => return Ok(Program::Refused(why)),
-        Verdict::Gone => return Ok(Program::Other),
+    match scanner.trust_of(root, id)? {
+        ProcessTrust::Trusted => {}
+        ProcessTrust::Refused(why) => return Ok(Program::Refused(why)),
+        ProcessTrust::Gone => return Ok(Program::Other),
     }
     match root.read_bytes(format!("/proc/{pid}/cmdline"))? {
         Some(line) => scanner.program(root, id, &line),
@@ -74,7 +74,7 @@ fn inspect(
 /// The VM that serves a socket which the configuration names.
 pub fn serving(
     root: &Root,
-    trust: &Trust,
+    trust: &TrustRules,
     owed: &HashSet<VmId>,
     pid: u32,
 ) -> Result<QemuProcess, String> {
@@ -87,12 +87,12 @@ pub fn serving(
 }
 
 /// A QMP server that does not look like QEMU on its command line: its program must be.
-fn plain_process(root: &Root, trust: &Trust, pid: u32) -> Result<QemuProcess, String> {
+fn plain_process(root: &Root, trust: &TrustRules, pid: u32) -> Result<QemuProcess, String> {
     let uids = trust.uids(root).map_err(|e| e.to_string())?;
     match trust.check(root, &uids, pid).map_err(|e| e.to_string())? {
-        Verdict::Trusted => {}
-        Verdict::Refused(why) => return Err(refused(pid, &why)),
-        Verdict::Gone => return Err("the process behind it has ended".into()),
+        ProcessTrust::Trusted => {}
+        ProcessTrust::Refused(why) => return Err(refused(pid, &why)),
+        ProcessTrust::Gone => return Err("the process behind it has ended".into()),
     }
     let stat = read_stat(root, pid).map_err(|e| e.to_string())?;
     let start = stat.ok_or("the process behind it has ended")?.start;
@@ -123,7 +123,7 @@ pub enum Program {
 /// also finds a VM with the pid and the name of a process that has ended.
 #[derive(Debug, Default)]
 pub struct Scanner {
-    trust: Trust,
+    trust: TrustRules,
     uids: Option<Uids>,
     owed: HashSet<VmId>,
     seen: HashMap<u32, Seen>,
@@ -155,7 +155,7 @@ enum Look {
 }
 
 impl Scanner {
-    pub fn new(trust: Trust) -> Scanner {
+    pub fn new(trust: TrustRules) -> Scanner {
         Scanner { trust, ..Scanner::default() }
     }
 
@@ -238,18 +238,18 @@ impl Scanner {
             return Ok(Look::Same);
         }
         let (id, was_vm) = (VmId { pid, start }, known.is_some_and(|k| k.vm().is_some()));
-        let verdict = match self.verdict(root, id) {
+        let trust = match self.trust_of(root, id) {
             // Some processes are closed even to root. Only one that is called QEMU is told of.
             Err(e) if e.is_denied() && !was_vm && !is_qemu(&comm) => {
                 return Ok(Look::New(Seen { start, comm, program: Program::Other }));
             }
-            verdict => verdict?,
+            trust => trust?,
         };
-        let program = match verdict {
-            Verdict::Gone if was_vm => return Ok(Look::Same),
-            Verdict::Gone => Program::Other,
-            Verdict::Refused(why) => stranger(root, pid, &comm, why),
-            Verdict::Trusted => {
+        let program = match trust {
+            ProcessTrust::Gone if was_vm => return Ok(Look::Same),
+            ProcessTrust::Gone => Program::Other,
+            ProcessTrust::Refused(why) => stranger(root, pid, &comm, why),
+            ProcessTrust::Trusted => {
                 let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
                 // Between two programs, and just before its end, a process has none.
                 if line.is_empty() && was_vm {
@@ -297,15 +297,15 @@ impl Scanner {
         Ok(Program::Vm(Box::new(QemuProcess { args, ..QemuProcess::plain(id, name) })))
     }
 
-    fn verdict(&mut self, root: &Root, id: VmId) -> Result<Verdict, ProbeError> {
+    fn trust_of(&mut self, root: &Root, id: VmId) -> Result<ProcessTrust, ProbeError> {
         if self.owed.contains(&id) {
-            return Ok(Verdict::Trusted);
+            return Ok(ProcessTrust::Trusted);
         }
         // Users may be added while Ebb runs.
         if self.uids.is_none() || self.scans == 0 {
             self.uids = Some(self.trust.uids(root)?);
         }
-        let Some(uids) = &self.uids else { return Ok(Verdict::Gone) };
+        let Some(uids) = &self.uids else { return Ok(ProcessTrust::Gone) };
         self.trust.check(root, uids, id.pid)
     }
 }

@@ -32,8 +32,9 @@ const FOLDERS: [&str; 7] = [
 /// Longest part of a foreign path that is shown.
 const SHOWN: usize = 120;
 
+/// What the configuration allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Trust {
+pub struct TrustRules {
     /// Users beside those that VMs always run as; `None`: any user.
     pub users: Option<Vec<User>>,
     /// QEMU programs beside those in the usual folders; `None`: any program.
@@ -42,13 +43,13 @@ pub struct Trust {
     pub containers: bool,
 }
 
-impl Default for Trust {
-    fn default() -> Trust {
-        Trust { users: Some(Vec::new()), programs: Some(Vec::new()), containers: false }
+impl Default for TrustRules {
+    fn default() -> TrustRules {
+        TrustRules { users: Some(Vec::new()), programs: Some(Vec::new()), containers: false }
     }
 }
 
-impl Trust {
+impl TrustRules {
     /// The uids of the users, by `/etc/passwd`, and what of `users` it does not have.
     pub fn uids(&self, root: &Root) -> Result<Uids, ProbeError> {
         let Some(users) = &self.users else {
@@ -69,13 +70,13 @@ impl Trust {
         Ok(Uids { allowed: Some(allowed), unknown })
     }
 
-    pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<Verdict, ProbeError> {
+    pub fn check(&self, root: &Root, uids: &Uids, pid: u32) -> Result<ProcessTrust, ProbeError> {
         if uids.allowed.is_some() || !self.containers {
-            let Some(whose) = read_credentials(root, pid)? else { return Ok(Verdict::Gone) };
+            let Some(whose) = read_credentials(root, pid)? else { return Ok(ProcessTrust::Gone) };
             let stranger = |uid: &&u32| uids.allowed.as_ref().is_some_and(|a| !a.contains(uid));
             if let Some(uid) = whose.uids.iter().find(stranger) {
                 let why = format!("it runs as uid {uid}: add it to host.users if it is a VM");
-                return Ok(Verdict::Refused(why));
+                return Ok(ProcessTrust::Refused(why));
             }
             let users = |of: &str| root.read_link(format!("/proc/{of}/ns/user"));
             let other = match whose.inner {
@@ -85,14 +86,14 @@ impl Trust {
             };
             if let Some(kind) = other {
                 let allows = "host.containers = true allows that";
-                return Ok(Verdict::Refused(format!(
+                return Ok(ProcessTrust::Refused(format!(
                     "it is in another {kind} namespace: {allows}"
                 )));
             }
         }
         match &self.programs {
             Some(programs) => program(root, pid, programs),
-            None => Ok(Verdict::Trusted),
+            None => Ok(ProcessTrust::Trusted),
         }
     }
 }
@@ -106,27 +107,30 @@ pub struct Uids {
     pub unknown: Vec<String>,
 }
 
+/// Whether a process is taken for a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ProcessTrust {
     Trusted,
+    /// Why not, for people.
     Refused(String),
+    /// It has ended.
     Gone,
 }
 
 /// The program itself: the file that was started, also where it was deleted since.
-fn program(root: &Root, pid: u32, programs: &[String]) -> Result<Verdict, ProbeError> {
+fn program(root: &Root, pid: u32, programs: &[String]) -> Result<ProcessTrust, ProbeError> {
     let exe = format!("/proc/{pid}/exe");
-    let Some(path) = root.read_link(&exe)? else { return Ok(Verdict::Gone) };
-    let Some(file) = root.metadata(&exe)? else { return Ok(Verdict::Gone) };
+    let Some(path) = root.read_link(&exe)? else { return Ok(ProcessTrust::Gone) };
+    let Some(file) = root.metadata(&exe)? else { return Ok(ProcessTrust::Gone) };
     let path = path.to_string_lossy();
     let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
     let shown: String = path.escape_debug().take(SHOWN).collect();
     let named = programs.iter().any(|p| p == path);
     if !named && !is_qemu(path) {
-        return Ok(Verdict::Refused(format!("its program {shown} is not QEMU")));
+        return Ok(ProcessTrust::Refused(format!("its program {shown} is not QEMU")));
     }
     if !named && !FOLDERS.iter().any(|folder| is_in(path, folder)) {
-        return Ok(Verdict::Refused(format!(
+        return Ok(ProcessTrust::Refused(format!(
             "its program {shown} is not where QEMU is installed: add it to host.programs if it \
              is a VM"
         )));
@@ -137,9 +141,9 @@ fn program(root: &Root, pid: u32, programs: &[String]) -> Result<Verdict, ProbeE
             "its program {shown} belongs to uid {uid} with mode {mode:o}: only root may be able to \
              change it"
         );
-        return Ok(Verdict::Refused(why));
+        return Ok(ProcessTrust::Refused(why));
     }
-    Ok(Verdict::Trusted)
+    Ok(ProcessTrust::Trusted)
 }
 
 /// Whether a file is directly in a folder of [`FOLDERS`].
@@ -201,27 +205,27 @@ mod tests {
         (dir, root)
     }
 
-    fn check(trust: &Trust, root: &Root) -> Verdict {
+    fn check(trust: &TrustRules, root: &Root) -> ProcessTrust {
         trust.check(root, &trust.uids(root).unwrap(), 10).unwrap()
     }
 
-    fn refused(verdict: Verdict) -> String {
-        let Verdict::Refused(why) = verdict else { panic!("{verdict:?}") };
+    fn refused(trust: ProcessTrust) -> String {
+        let ProcessTrust::Refused(why) = trust else { panic!("{trust:?}") };
         why
     }
 
-    fn without_program() -> Trust {
-        Trust { programs: None, ..Trust::default() }
+    fn without_program() -> TrustRules {
+        TrustRules { programs: None, ..TrustRules::default() }
     }
 
     #[test]
     fn a_process_of_a_user_that_vms_do_not_run_as_is_no_vm() {
-        let also = |users: Vec<User>| Trust { users: Some(users), ..without_program() };
+        let also = |users: Vec<User>| TrustRules { users: Some(users), ..without_program() };
         let trusts = [
             without_program(),
             also(vec![User::Name("al".into())]),
             also(vec![User::Uid(7), User::Name("none".into())]),
-            Trust { users: None, programs: None, containers: true },
+            TrustRules { users: None, programs: None, containers: true },
         ];
         for (uids, expected) in [
             ("0 0 0 0", [true, true, true, true]),
@@ -234,7 +238,7 @@ mod tests {
         ] {
             let (_dir, root) = machine(&format!("Uid: {uids}\n"), "kvm");
             let found: Vec<bool> =
-                trusts.iter().map(|t| check(t, &root) == Verdict::Trusted).collect();
+                trusts.iter().map(|t| check(t, &root) == ProcessTrust::Trusted).collect();
             assert_eq!(found, expected, "{uids}");
         }
         let (_dir, root) = machine("Uid: 8 8 8 8\n", "kvm");
@@ -246,24 +250,24 @@ mod tests {
     fn a_process_in_a_container_is_a_vm_only_where_that_is_allowed() {
         let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10 1\n", "kvm");
         assert!(refused(check(&without_program(), &root)).contains("host.containers"));
-        let allowed = Trust { containers: true, ..without_program() };
-        assert_eq!(check(&allowed, &root), Verdict::Trusted);
+        let allowed = TrustRules { containers: true, ..without_program() };
+        assert_eq!(check(&allowed, &root), ProcessTrust::Trusted);
         // In a user namespace of its own a user can mount what it likes at QEMU's path.
         let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10\n", "kvm");
         for (process, namespace) in [("self", "user:[1]"), ("10", "user:[1]")] {
             std::fs::create_dir_all(root.path(format!("/proc/{process}/ns"))).unwrap();
             symlink(namespace, root.path(format!("/proc/{process}/ns/user"))).unwrap();
         }
-        assert_eq!(check(&without_program(), &root), Verdict::Trusted);
+        assert_eq!(check(&without_program(), &root), ProcessTrust::Trusted);
         std::fs::remove_file(root.path("/proc/10/ns/user")).unwrap();
         symlink("user:[2]", root.path("/proc/10/ns/user")).unwrap();
         assert!(refused(check(&without_program(), &root)).contains("another user namespace"));
-        assert_eq!(check(&allowed, &root), Verdict::Trusted);
+        assert_eq!(check(&allowed, &root), ProcessTrust::Trusted);
     }
 
     #[test]
     fn a_program_that_is_not_qemu_or_not_roots_alone_is_no_vm() {
-        let mut trust = Trust { users: None, ..Trust::default() };
+        let mut trust = TrustRules { users: None, ..TrustRules::default() };
         let (_dir, root) = machine("Uid: 0 0 0 0\n", "python3");
         assert!(refused(check(&trust, &root)).contains("is not QEMU"));
         let (_dir, root) = machine("Uid: 0 0 0 0\n", "qemu-system-x86_64");
@@ -271,17 +275,17 @@ mod tests {
         let file = root.path("/bin/qemu-system-x86_64");
         trust.programs = Some(vec![file.display().to_string()]);
         if rustix::process::geteuid().is_root() {
-            assert_eq!(check(&trust, &root), Verdict::Trusted);
+            assert_eq!(check(&trust, &root), ProcessTrust::Trusted);
             for (mode, trusted) in [(0o775, false), (0o757, false), (0o4755, true)] {
                 std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
-                assert_eq!(check(&trust, &root) == Verdict::Trusted, trusted, "{mode:o}");
+                assert_eq!(check(&trust, &root) == ProcessTrust::Trusted, trusted, "{mode:o}");
             }
             std::os::unix::fs::chown(&file, Some(7), None).unwrap();
         }
         assert!(refused(check(&trust, &root)).contains("only root may be able to change it"));
         // A directory, or what is gone.
         std::fs::remove_file(root.path("/proc/10/exe")).unwrap();
-        assert_eq!(check(&trust, &root), Verdict::Gone);
+        assert_eq!(check(&trust, &root), ProcessTrust::Gone);
     }
 
     /// A package upgrade replaces the file under running VMs.
@@ -296,14 +300,14 @@ mod tests {
         let mut child = std::process::Command::new(&file).arg("1000").spawn().unwrap();
         std::fs::remove_file(&file).unwrap();
         let programs = Some(vec![file.display().to_string()]);
-        let trust = Trust { programs, containers: true, ..Trust::default() };
+        let trust = TrustRules { programs, containers: true, ..TrustRules::default() };
         let root = Root::default();
         let found = trust.check(&root, &trust.uids(&root).unwrap(), child.id());
         let link = root.read_link(format!("/proc/{}/exe", child.id())).unwrap().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(link.to_string_lossy().ends_with("(deleted)"), "{}", link.display());
-        assert_eq!(found.unwrap(), Verdict::Trusted);
+        assert_eq!(found.unwrap(), ProcessTrust::Trusted);
     }
 
     #[test]

@@ -8,8 +8,8 @@ use rustix::io::Errno;
 use super::*;
 
 /// Every process that is called QEMU: a fixture's files belong to the user of the tests.
-fn anything() -> Trust {
-    Trust { users: None, programs: None, containers: true }
+fn anything() -> TrustRules {
+    TrustRules { users: None, programs: None, containers: true }
 }
 
 #[test]
@@ -258,7 +258,7 @@ fn of_processes_that_are_closed_even_to_root_only_one_called_qemu_is_told_of() {
         let kept = path.ends_with("exe") || path.ends_with("status") || path.ends_with("ns/user");
         kept.then(|| Err(Errno::ACCESS.into()))
     }));
-    let scan = Scanner::new(Trust::default()).scan(&closed, &none()).unwrap();
+    let scan = Scanner::new(TrustRules::default()).scan(&closed, &none()).unwrap();
     let told: Vec<&str> = scan.problems.iter().map(|p| p.0.as_str()).collect();
     assert_eq!((scan.found.len(), told), (0, vec!["/proc/10"]));
 }
@@ -270,7 +270,7 @@ fn a_stranger_that_poses_as_a_vm_is_refused_and_told_of() {
     fixture.vm(11, 5, "posing");
     fixture.write(10, "status", "Uid: 0 0 0 0\nNSpid: 10\n");
     fixture.write(11, "status", "Uid: 4000000 4000000 4000000 4000000\nNSpid: 11\n");
-    let trust = Trust { programs: None, ..Trust::default() };
+    let trust = TrustRules { programs: None, ..TrustRules::default() };
     let mut scanner = Scanner::new(trust.clone());
     // A stranger can have whoever reads its command line wait for ever.
     let unread = fixture.root().with_faults(Arc::new(|path: &Path| {

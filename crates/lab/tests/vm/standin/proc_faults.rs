@@ -15,7 +15,7 @@ use ebb_core::state::Owned;
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
-use ebb_host::probe::trust::Trust;
+use ebb_host::probe::trust::TrustRules;
 use ebb_host::root::Root;
 use fastrand::Rng;
 use rustix::io::Errno;
@@ -265,7 +265,7 @@ impl Driven {
         let options = || Options {
             root: root(switch),
             config: Config { listed_only: true, ..config.clone() },
-            trust: Trust { programs: Some(config.programs.clone()), ..Trust::default() },
+            trust: TrustRules { programs: Some(config.programs.clone()), ..TrustRules::default() },
             psi_trigger_us: None,
             scan_every: Duration::from_millis(100),
             ..Options::default()
