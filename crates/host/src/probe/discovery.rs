@@ -126,20 +126,21 @@ pub struct Scanner {
     trust: TrustRules,
     uids: Option<Uids>,
     owed: HashSet<VmId>,
-    seen: HashMap<u32, Seen>,
+    known: HashMap<u32, KnownProcess>,
     scans: u32,
 }
 
 const THOROUGH: u32 = 15;
 
+/// A process as it was last seen.
 #[derive(Debug)]
-struct Seen {
+struct KnownProcess {
     start: u64,
     comm: String,
     program: Program,
 }
 
-impl Seen {
+impl KnownProcess {
     fn vm(&self) -> Option<VmId> {
         match &self.program {
             Program::Vm(process) => Some(process.id),
@@ -148,9 +149,10 @@ impl Seen {
     }
 }
 
-enum Look {
+/// What a look at a process shows beside what is known of it.
+enum Change {
     Same,
-    New(Seen),
+    New(KnownProcess),
     Gone,
 }
 
@@ -167,30 +169,30 @@ impl Scanner {
         let pids = processes(root)?;
         self.scans = (self.scans + 1) % THOROUGH;
         let mut scan = Scan::default();
-        let mut seen = HashMap::with_capacity(self.seen.len());
-        let before: Vec<VmId> = self.seen.values().filter_map(Seen::vm).collect();
+        let mut seen = HashMap::with_capacity(self.known.len());
+        let before: Vec<VmId> = self.known.values().filter_map(KnownProcess::vm).collect();
         for pid in pids {
-            let known = self.seen.remove(&pid);
-            let look = self.look(root, pid, known.as_ref()).unwrap_or_else(|e| {
+            let known = self.known.remove(&pid);
+            let change = self.look(root, pid, known.as_ref()).unwrap_or_else(|e| {
                 scan.problems.push((format!("/proc/{pid}"), e.to_string()));
-                Look::Same
+                Change::Same
             });
-            let now = match look {
-                Look::New(new) => Some(new),
-                Look::Same => known,
-                Look::Gone => known.filter(|k| may_live(root, k)),
+            let now = match change {
+                Change::New(new) => Some(new),
+                Change::Same => known,
+                Change::Gone => known.filter(|k| may_live(root, k)),
             };
             seen.extend(now.map(|now| (pid, now)));
         }
         // Not listed.
-        seen.extend(self.seen.drain().filter(|(_, k)| may_live(root, k)));
-        self.seen = seen;
+        seen.extend(self.known.drain().filter(|(_, k)| may_live(root, k)));
+        self.known = seen;
         self.tell(&mut scan, &before);
         Ok(scan)
     }
 
     fn tell(&self, scan: &mut Scan, before: &[VmId]) {
-        for (pid, seen) in &self.seen {
+        for (pid, seen) in &self.known {
             match &seen.program {
                 Program::Vm(process) => scan.found.push((**process).clone()),
                 Program::Refused(why) => scan.refused.push((*pid, why.clone())),
@@ -215,7 +217,7 @@ impl Scanner {
     }
 
     /// Whether a process has the name that it had when it was seen to be no VM.
-    fn is_still_none(&self, root: &Root, pid: u32, known: &Seen) -> bool {
+    fn is_still_none(&self, root: &Root, pid: u32, known: &KnownProcess) -> bool {
         if self.scans == 0 || known.vm().is_some() || is_qemu(&known.comm) {
             return false;
         }
@@ -223,46 +225,51 @@ impl Scanner {
         comm.is_some_and(|c| c.trim_end_matches('\n') == known.comm)
     }
 
-    fn look(&mut self, root: &Root, pid: u32, known: Option<&Seen>) -> Result<Look, ProbeError> {
+    fn look(
+        &mut self,
+        root: &Root,
+        pid: u32,
+        known: Option<&KnownProcess>,
+    ) -> Result<Change, ProbeError> {
         if known.is_some_and(|k| self.is_still_none(root, pid, k)) {
-            return Ok(Look::Same);
+            return Ok(Change::Same);
         }
         let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else {
-            return Ok(Look::Gone);
+            return Ok(Change::Gone);
         };
         if matches!(state, 'Z' | 'X') {
-            return Ok(Look::Gone);
+            return Ok(Change::Gone);
         }
         let known = known.filter(|k| k.start == start);
         if known.is_some_and(|k| k.comm == comm && self.stays(pid, k)) {
-            return Ok(Look::Same);
+            return Ok(Change::Same);
         }
         let (id, was_vm) = (VmId { pid, start }, known.is_some_and(|k| k.vm().is_some()));
         let trust = match self.trust_of(root, id) {
             // Some processes are closed even to root. Only one that is called QEMU is told of.
             Err(e) if e.is_denied() && !was_vm && !is_qemu(&comm) => {
-                return Ok(Look::New(Seen { start, comm, program: Program::Other }));
+                return Ok(Change::New(KnownProcess { start, comm, program: Program::Other }));
             }
             trust => trust?,
         };
         let program = match trust {
-            ProcessTrust::Gone if was_vm => return Ok(Look::Same),
+            ProcessTrust::Gone if was_vm => return Ok(Change::Same),
             ProcessTrust::Gone => Program::Other,
             ProcessTrust::Refused(why) => stranger(root, pid, &comm, why),
             ProcessTrust::Trusted => {
                 let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
                 // Between two programs, and just before its end, a process has none.
                 if line.is_empty() && was_vm {
-                    return Ok(Look::Same);
+                    return Ok(Change::Same);
                 }
                 self.program(root, id, &line)?
             }
         };
-        Ok(Look::New(Seen { start, comm, program }))
+        Ok(Change::New(KnownProcess { start, comm, program }))
     }
 
     /// Whether a process of the same name is still the same program.
-    fn stays(&self, pid: u32, known: &Seen) -> bool {
+    fn stays(&self, pid: u32, known: &KnownProcess) -> bool {
         match known.program {
             Program::Vm(_) => true,
             // What was refused may be allowed by now, but is asked for rarely: there may be many.
@@ -312,7 +319,7 @@ impl Scanner {
 
 /// Whether what is known of a process may still hold, though it was not to be read: of a VM,
 /// until it is proven that it has ended.
-fn may_live(root: &Root, known: &Seen) -> bool {
+fn may_live(root: &Root, known: &KnownProcess) -> bool {
     known.vm().is_some_and(|id| life(root, id) != Life::Ended)
 }
 
