@@ -29,7 +29,7 @@ use ebb_core::wire::{
 };
 
 use crate::agent::{Agent, AgentError};
-use crate::inventory::Verdict;
+use crate::inventory::Findings;
 use crate::scan::agents::HashLink;
 
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
@@ -223,7 +223,7 @@ impl AgentLink {
         self.unsettled.take_if(|since| now - *since >= GONE);
     }
 
-    /// Queues what is to be asked in this tick. `verdict`: what QEMU has told of all that can
+    /// Queues what is to be asked in this tick. `findings`: what QEMU has told of all that can
     /// write to the VM's memory, if it has in this tick.
     pub fn ask(
         &mut self,
@@ -231,7 +231,7 @@ impl AgentLink {
         run: Option<&RunState>,
         events: &[VmEvent],
         terms: Terms,
-        verdict: Option<&Verdict>,
+        findings: Option<&Findings>,
     ) {
         if self.stage == Stage::Leaving {
             self.lose("begun anew".into());
@@ -246,19 +246,19 @@ impl AgentLink {
         self.terms.room = terms.room;
         let (keep_open, waits) = (self.terms.keep_open, self.terms.waits);
         let anew = Terms { keep_open, waits, ..terms } != self.terms;
-        let other = |v: &&Verdict| {
+        let other = |f: &&Findings| {
             let known = (&self.objections, &self.segments, self.firmware);
-            (&v.objections, &v.segments, v.firmware) != known
+            (&f.objections, &f.segments, f.firmware) != known
         };
-        let stood = verdict.filter(other);
-        self.known_now = verdict.is_some();
-        if let Some(v) = verdict {
-            self.known_at = Some(v.begun);
+        let stood = findings.filter(other);
+        self.known_now = findings.is_some();
+        if let Some(f) = findings {
+            self.known_at = Some(f.begun);
         }
         match self.stage {
             Stage::Hello | Stage::Attaching | Stage::Leaving => {}
             Stage::Met if terms.waits => {}
-            Stage::Met => self.attach(run, terms, verdict),
+            Stage::Met => self.attach(run, terms, findings),
             // Something was plugged in or out, or the operator wants it otherwise.
             Stage::Attached if anew || stood.is_some() => self.stand_down(Stage::Met),
             // What it stood aside for may have passed.
@@ -274,7 +274,7 @@ impl AgentLink {
                 self.status = said;
             }
             Stage::Attached => {
-                self.clear(verdict);
+                self.clear(findings);
                 self.relay(now, run, events);
                 self.send_waiting();
             }
@@ -293,9 +293,9 @@ impl AgentLink {
 
     /// Tells the agent that what it found unclear is harmless: QEMU has told all since, and
     /// no other process maps the RAM.
-    fn clear(&mut self, verdict: Option<&Verdict>) {
+    fn clear(&mut self, findings: Option<&Findings>) {
         let Some((generation, heard)) = self.unclear else { return };
-        let fresh = verdict.is_some_and(|v| v.begun > heard && v.leaves_it_to_the_agent());
+        let fresh = findings.is_some_and(|f| f.begun > heard && f.leaves_it_to_the_agent());
         if fresh && matches!(self.mapped, Some(Ok(()))) {
             self.send(Ask::Other, Command::Cleared { generation });
             (self.unclear, self.mapped) = (None, None);
@@ -321,7 +321,7 @@ impl AgentLink {
 
     /// Whether it needs what QEMU tells of all that can write to the VM's memory: to be handed RAM,
     /// to have something cleared, or for an order.
-    pub fn awaits_verdict(&self) -> bool {
+    pub fn awaits_findings(&self) -> bool {
         let met = self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met);
         let harmless = self.unclear.is_some() && matches!(self.mapped, Some(Ok(())));
         met || harmless || self.waiting.is_some()
@@ -333,21 +333,21 @@ impl AgentLink {
     }
 
     /// Hands over RAM, if QEMU has told where it is and what else writes to it.
-    fn attach(&mut self, run: Option<&RunState>, terms: Terms, verdict: Option<&Verdict>) {
+    fn attach(&mut self, run: Option<&RunState>, terms: Terms, findings: Option<&Findings>) {
         let running = match run {
             Some(RunState::Running) => true,
             Some(RunState::Paused) => false,
             _ => return,
         };
-        let Some(verdict) = verdict else { return };
+        let Some(findings) = findings else { return };
         self.running = Some(running);
         self.terms = terms;
-        self.segments = verdict.segments.clone();
-        self.objections = verdict.objections.clone();
-        self.firmware = verdict.firmware;
-        let mut objections = verdict.objections.clone();
+        self.segments = findings.segments.clone();
+        self.objections = findings.objections.clone();
+        self.firmware = findings.firmware;
+        let mut objections = findings.objections.clone();
         // Only who asked for it, and may work, gets it.
-        let may = verdict.leaves_it_to_the_agent() && verdict.firmware != Firmware::Unknown;
+        let may = findings.leaves_it_to_the_agent() && findings.firmware != Firmware::Unknown;
         let device = (self.wants_descriptor && may)
             .then(|| File::options().read(true).write(true).open(USERFAULTFD).ok())
             .flatten();
@@ -355,9 +355,9 @@ impl AgentLink {
             objections.push(OTHERS_DISCARD.into());
         }
         let attach = Attach {
-            segments: verdict.segments.clone(),
+            segments: findings.segments.clone(),
             objections,
-            firmware: verdict.firmware,
+            firmware: findings.firmware,
             running,
             keep_open: terms.keep_open,
             observe: terms.observe,

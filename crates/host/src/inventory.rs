@@ -8,7 +8,7 @@
 //! could lose what it wrote.
 //!
 //! Nothing blocks: [`Inventory::questions`] says what to ask, [`Inventory::answer`] takes an
-//! answer and may say what to ask next, [`Inventory::verdict`] is there when all have come.
+//! answer and may say what to ask next, [`Inventory::findings`] are there when all have come.
 //! Sources: QEMU `qapi/*.json`, `net/net.c` (`print_net_client`), `softmmu/memory.c`
 //! (`mtree_print_flatview`), `softmmu/physmem.c` (`ram_block_add`).
 
@@ -65,8 +65,9 @@ const BLOCK: &str = "\
     dmg bochs cloop parallels copy-on-read copy-before-write preallocate quorum nfs vvfat \
     snapshot-access backup-top";
 
+/// What QEMU is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Look {
+pub enum Inquiry {
     Folder(usize),
     Objects,
     Network,
@@ -87,10 +88,11 @@ pub enum Look {
 }
 
 /// A command, its arguments, and what it is for.
-pub type Question = (Look, &'static str, Option<Value>);
+pub type Question = (Inquiry, &'static str, Option<Value>);
 
+/// What a round of questions has shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct Findings {
     pub begun: Instant,
     /// What forbids the agent to touch this VM, for people.
     pub objections: Vec<String>,
@@ -99,7 +101,7 @@ pub struct Verdict {
     pub segments: Vec<Segment>,
 }
 
-impl Verdict {
+impl Findings {
     /// Whether the only objection is that others discard memory. The agent decides on that one
     /// itself: with shared RAM, or preloaded, it can work all the same.
     pub fn leaves_it_to_the_agent(&self) -> bool {
@@ -110,10 +112,10 @@ impl Verdict {
 #[derive(Debug, Default)]
 pub struct Inventory {
     begun: Option<Instant>,
-    waits: Vec<Look>,
-    answers: BTreeMap<Look, Option<Value>>,
+    waits: Vec<Inquiry>,
+    answers: BTreeMap<Inquiry, Option<Value>>,
     /// What changes with the devices only: asked once for a connection, and when they changed.
-    lasting: Option<Verdict>,
+    lasting: Option<Findings>,
     /// The next round asks for that again.
     anew: bool,
 }
@@ -144,22 +146,22 @@ impl Inventory {
         const HUMAN: &str = "human-monitor-command";
         let mut all: Vec<Question> = Vec::new();
         for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-            all.push((Look::Folder(i), "qom-list", Some(qmp_balloon::list(folder))));
+            all.push((Inquiry::Folder(i), "qom-list", Some(qmp_balloon::list(folder))));
         }
-        all.push((Look::Objects, "qom-list", Some(qmp_balloon::list("/objects"))));
-        all.push((Look::Network, HUMAN, hmp("info network".into())));
-        all.push((Look::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
-        all.push((Look::Capabilities, "query-migrate-capabilities", None));
-        all.push((Look::Parameters, "query-migrate-parameters", None));
+        all.push((Inquiry::Objects, "qom-list", Some(qmp_balloon::list("/objects"))));
+        all.push((Inquiry::Network, HUMAN, hmp("info network".into())));
+        all.push((Inquiry::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
+        all.push((Inquiry::Capabilities, "query-migrate-capabilities", None));
+        all.push((Inquiry::Parameters, "query-migrate-parameters", None));
         if self.lasting.is_none() {
             for (i, property) in MACHINE.iter().enumerate() {
                 let get = qmp_balloon::get("/machine", property);
-                all.push((Look::Machine(i), "qom-get", Some(get)));
+                all.push((Inquiry::Machine(i), "qom-get", Some(get)));
             }
-            all.push((Look::Firmware, HUMAN, hmp("xp /16xb 0xffffffd0".into())));
-            all.push((Look::Tree, HUMAN, hmp("info mtree -f".into())));
-            all.push((Look::Backends, "query-memdev", None));
-            all.push((Look::Order, HUMAN, hmp("info ramblock".into())));
+            all.push((Inquiry::Firmware, HUMAN, hmp("xp /16xb 0xffffffd0".into())));
+            all.push((Inquiry::Tree, HUMAN, hmp("info mtree -f".into())));
+            all.push((Inquiry::Backends, "query-memdev", None));
+            all.push((Inquiry::Order, HUMAN, hmp("info ramblock".into())));
         }
         self.begun = Some(now);
         self.waits = all.iter().map(|q| q.0).collect();
@@ -167,17 +169,17 @@ impl Inventory {
     }
 
     /// Takes an answer; `None`: QEMU refused. What is to be asked next.
-    pub fn answer(&mut self, look: Look, value: Option<Value>) -> Vec<Question> {
-        self.waits.retain(|w| *w != look);
-        self.answers.insert(look, value);
-        if !matches!(look, Look::Tree | Look::Backends)
-            || self.waits.contains(&Look::Tree)
-            || self.waits.contains(&Look::Backends)
+    pub fn answer(&mut self, inquiry: Inquiry, value: Option<Value>) -> Vec<Question> {
+        self.waits.retain(|w| *w != inquiry);
+        self.answers.insert(inquiry, value);
+        if !matches!(inquiry, Inquiry::Tree | Inquiry::Backends)
+            || self.waits.contains(&Inquiry::Tree)
+            || self.waits.contains(&Inquiry::Backends)
         {
             return Vec::new();
         }
         let question = |(i, start): (usize, u64)| {
-            (Look::Address(i), "human-monitor-command", hmp(format!("gpa2hva {start:#x}")))
+            (Inquiry::Address(i), "human-monitor-command", hmp(format!("gpa2hva {start:#x}")))
         };
         let starts = self.stretches().into_iter().map(|(start, _, _)| start);
         let asked: Vec<Question> = starts.enumerate().map(question).collect();
@@ -186,7 +188,7 @@ impl Inventory {
     }
 
     /// When all of a round have come.
-    pub fn verdict(&mut self) -> Option<Verdict> {
+    pub fn findings(&mut self) -> Option<Findings> {
         let begun = self.begun.take_if(|_| self.waits.is_empty())?;
         let mut objections = self.devices();
         objections.extend(self.objects());
@@ -202,30 +204,30 @@ impl Inventory {
         let objections =
             objections.iter().map(|o| if o == OTHERS_DISCARD { o.clone() } else { clip(o) });
         let objections = objections.collect();
-        let verdict = Verdict { begun, objections, ..lasting.clone() };
+        let findings = Findings { begun, objections, ..lasting.clone() };
         self.lasting = Some(lasting);
-        Some(verdict)
+        Some(findings)
     }
 
-    fn lasting(&self, begun: Instant) -> Verdict {
+    fn lasting(&self, begun: Instant) -> Findings {
         let (segments, order) = self.segments();
         let mut objections = self.machine();
         objections.extend(order);
-        Verdict { begun, objections, firmware: self.firmware(), segments }
+        Findings { begun, objections, firmware: self.firmware(), segments }
     }
 
-    fn value(&self, look: Look) -> Option<&Value> {
-        self.answers.get(&look)?.as_ref()
+    fn value(&self, inquiry: Inquiry) -> Option<&Value> {
+        self.answers.get(&inquiry)?.as_ref()
     }
 
-    fn text(&self, look: Look) -> &str {
-        self.value(look).and_then(Value::as_str).unwrap_or_default()
+    fn text(&self, inquiry: Inquiry) -> &str {
+        self.value(inquiry).and_then(Value::as_str).unwrap_or_default()
     }
 
     fn devices(&self) -> Vec<String> {
         let mut found = Vec::new();
         for i in 0..DEVICE_FOLDERS.len() {
-            match children(self.value(Look::Folder(i))) {
+            match children(self.value(Inquiry::Folder(i))) {
                 Some(kinds) => found.extend(kinds.iter().filter_map(|kind| device(kind))),
                 None => found.push(untold("its devices")),
             }
@@ -234,22 +236,22 @@ impl Inventory {
     }
 
     fn objects(&self) -> Vec<String> {
-        match children(self.value(Look::Objects)) {
+        match children(self.value(Inquiry::Objects)) {
             Some(kinds) => kinds.iter().filter_map(|kind| object(kind)).collect(),
             None => vec![untold("its backends")],
         }
     }
 
     fn network(&self) -> Vec<String> {
-        if self.value(Look::Network).and_then(Value::as_str).is_none() {
+        if self.value(Inquiry::Network).and_then(Value::as_str).is_none() {
             return vec![untold("its network backends")];
         }
-        let lines = self.text(Look::Network).lines().filter(|l| !l.trim().is_empty());
+        let lines = self.text(Inquiry::Network).lines().filter(|l| !l.trim().is_empty());
         lines.filter_map(network).collect()
     }
 
     fn block(&self) -> Vec<String> {
-        let Some(nodes) = self.value(Look::Block).and_then(Value::as_array) else {
+        let Some(nodes) = self.value(Inquiry::Block).and_then(Value::as_array) else {
             return vec![untold("its block drivers")];
         };
         let drivers = nodes.iter().map(|n| n["drv"].as_str().unwrap_or("?"));
@@ -259,8 +261,8 @@ impl Inventory {
 
     fn migration(&self) -> Vec<String> {
         let mut found = Vec::new();
-        let all = self.value(Look::Capabilities).and_then(Value::as_array);
-        let parameters = self.value(Look::Parameters).filter(|p| p.is_object());
+        let all = self.value(Inquiry::Capabilities).and_then(Value::as_array);
+        let parameters = self.value(Inquiry::Parameters).filter(|p| p.is_object());
         let (Some(all), Some(parameters)) = (all, parameters) else {
             return vec![untold("how it migrates")];
         };
@@ -278,12 +280,12 @@ impl Inventory {
     }
 
     fn machine(&self) -> Vec<String> {
-        let of = |i: usize| self.text(Look::Machine(i));
+        let of = |i: usize| self.text(Inquiry::Machine(i));
         let mut found = Vec::new();
         if !of(0).starts_with("pc-") {
             found.push(format!("machine “{}” is not known", of(0)));
         }
-        if [3, 4].iter().all(|i| self.value(Look::Machine(*i)).is_none()) {
+        if [3, 4].iter().all(|i| self.value(Inquiry::Machine(*i)).is_none()) {
             found.push(untold("whether guest memory is encrypted"));
         }
         for i in [3, 4] {
@@ -296,16 +298,17 @@ impl Inventory {
 
     /// What is seen in the firmware's memory, then what QEMU says that it loads.
     fn firmware(&self) -> Firmware {
-        let bytes = self.text(Look::Firmware).lines().filter_map(|l| Some(l.split_once(": ")?.1));
+        let bytes =
+            self.text(Inquiry::Firmware).lines().filter_map(|l| Some(l.split_once(": ")?.1));
         let bytes = bytes.flat_map(|l| l.split_whitespace());
         let bytes: String = bytes.map(|b| b.strip_prefix("0x").unwrap_or(b)).collect();
-        let file = self.text(Look::Machine(2));
+        let file = self.text(Inquiry::Machine(2));
         let name = file.rsplit('/').next().unwrap_or(file);
         if bytes == EDK2_GUID {
             Firmware::Edk2
-        } else if self.text(Look::Machine(1)).is_empty()
+        } else if self.text(Inquiry::Machine(1)).is_empty()
             // Told, and no file: QEMU's own for such a machine.
-            && self.value(Look::Machine(2)).is_some()
+            && self.value(Inquiry::Machine(2)).is_some()
             && (name.is_empty() || SEABIOS.contains(&name))
         {
             Firmware::Seabios
@@ -316,10 +319,10 @@ impl Inventory {
 
     /// Stretches of RAM: start, end, and the backend's name.
     fn stretches(&self) -> Vec<(u64, u64, String)> {
-        let backends = self.value(Look::Backends).and_then(Value::as_array);
+        let backends = self.value(Inquiry::Backends).and_then(Value::as_array);
         let id = |b: &Value| b["id"].as_str().map(str::to_owned);
         let ids: Vec<String> = backends.into_iter().flatten().filter_map(id).collect();
-        let tree = main_ram(&parse_mtree(self.text(Look::Tree)));
+        let tree = main_ram(&parse_mtree(self.text(Inquiry::Tree)));
         let ram = tree.into_iter().map(|r| (r.start, r.end, plain(&r.name).to_owned()));
         ram.filter(|r| ids.is_empty() || ids.contains(&r.2)).take(STRETCHES).collect()
     }
@@ -327,19 +330,19 @@ impl Inventory {
     /// Where RAM is. QEMU loads a snapshot in the order in which it has its RAM: what it
     /// writes first has to hold a tripwire.
     fn segments(&self) -> (Vec<Segment>, Option<String>) {
-        if self.value(Look::Backends).and_then(Value::as_array).is_none() {
+        if self.value(Inquiry::Backends).and_then(Value::as_array).is_none() {
             return (Vec::new(), Some(untold("what backs its RAM")));
         }
         let stretches = self.stretches();
         let mut segments = Vec::new();
         for (i, (start, end, _)) in stretches.iter().enumerate() {
-            match parse_gpa2hva(self.text(Look::Address(i))) {
+            match parse_gpa2hva(self.text(Inquiry::Address(i))) {
                 Some(hva) => segments.push(Segment { gpa: *start, size: end - start, hva }),
                 None => return (Vec::new(), Some(untold("where its RAM is"))),
             }
         }
         let names: Vec<&str> = stretches.iter().map(|s| s.2.as_str()).collect();
-        let lines = self.text(Look::Order).lines();
+        let lines = self.text(Inquiry::Order).lines();
         let mut blocks = lines.filter_map(|l| Some(plain(l.split_whitespace().next()?)));
         let first = blocks.find(|b| names.contains(b));
         let wrong = first != names.first().copied();

@@ -31,7 +31,7 @@ use self::merging::MergeLink;
 use self::metadata::DomainSettings;
 use crate::agent_link::{AgentLink, Terms};
 use crate::background_look::BackgroundLook;
-use crate::inventory::{Inventory, Look as Inquiry, Verdict};
+use crate::inventory::{Findings, Inquiry, Inventory};
 use crate::libvirt::metadata::METADATA;
 use crate::libvirt::{Address, Libvirt};
 use crate::probe::mappers::Question;
@@ -228,7 +228,7 @@ pub(crate) struct Vm {
     pub done_late: Option<Bytes>,
     /// Asked for where there is an agent.
     inventory: Inventory,
-    verdict: Option<Verdict>,
+    findings: Option<Findings>,
     watched: Watched,
     /// What its process held when that was last read.
     memory: Option<ProcessMemory>,
@@ -278,7 +278,7 @@ impl Vm {
     /// Connects if it is time to, and queues this tick's questions. A VM that has not answered
     /// those of an earlier tick is not asked again until it has; nor is one that `rests`.
     pub fn ask(&mut self, now: Instant, at: Stamp, rests: bool) {
-        self.verdict = None;
+        self.findings = None;
         if self.close_unwanted() {
             return;
         }
@@ -406,7 +406,7 @@ impl Vm {
 
     /// Whether its agent awaits what QEMU tells of all that can write to the VM's memory.
     fn agent_awaits(&self) -> bool {
-        self.uses_agent() && self.agent.as_ref().is_some_and(AgentLink::awaits_verdict)
+        self.uses_agent() && self.agent.as_ref().is_some_and(AgentLink::awaits_findings)
     }
 
     /// Whether QEMU has said if a balloon reports free pages, or that it cannot.
@@ -456,8 +456,8 @@ impl Vm {
             room,
             waits,
         };
-        let verdict = self.verdict.as_ref().filter(|_| usable);
-        agent.ask(now, run.as_ref(), &self.events, terms, verdict);
+        let findings = self.findings.as_ref().filter(|_| usable);
+        agent.ask(now, run.as_ref(), &self.events, terms, findings);
     }
 }
 

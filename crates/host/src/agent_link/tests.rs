@@ -48,8 +48,8 @@ fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize, UnixStrea
     }
 }
 
-fn verdict(objections: &[&str]) -> Verdict {
-    Verdict {
+fn findings(objections: &[&str]) -> Findings {
+    Findings {
         begun: Instant::now(),
         objections: objections.iter().map(|o| o.to_string()).collect(),
         firmware: Firmware::Seabios,
@@ -65,9 +65,9 @@ fn handed(wants_descriptor: bool, objections: &[&str]) -> (Attach, usize) {
     let serve = move || peer(listener.accept().unwrap().0, wants_descriptor);
     let thread = std::thread::spawn(serve);
     let mut link = AgentLink::new(path, std::process::id());
-    let (run, verdict) = (RunState::Running, verdict(objections));
+    let (run, findings) = (RunState::Running, findings(objections));
     while !thread.is_finished() {
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&verdict));
+        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&findings));
         std::thread::sleep(Duration::from_millis(1));
     }
     let (attach, descriptors, _) = thread.join().unwrap();
@@ -102,7 +102,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!thread.is_finished() && link.stage == Stage::Met);
-    let told = verdict(&[]);
+    let told = findings(&[]);
     let waits = Terms { waits: true, ..Terms::default() };
     link.ask(Instant::now(), Some(&run), &[], waits, Some(&told));
     assert_eq!(link.stage, Stage::Met, "another one may be breaking merges");
@@ -128,11 +128,11 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     (link.known_at, link.known_now) = (Some(Instant::now()), false);
     link.order(&order(Some(Default::default()), false));
     assert_eq!(sent(&link), [], "that was in an earlier tick");
-    assert!(link.awaits_verdict());
+    assert!(link.awaits_findings());
     link.known_now = true;
     link.send_waiting();
     // The map is copied after pages were given back by the copy before.
-    assert_eq!((sent(&link), link.awaits_verdict()), (vec![Ask::Recycle, Ask::Other], false));
+    assert_eq!((sent(&link), link.awaits_findings()), (vec![Ask::Recycle, Ask::Other], false));
     link.order(&order(None, true));
     assert_eq!(sent(&link), [Ask::Recycle, Ask::Other, Ask::Other]);
     let since = Instant::now() - VERDICT_OLD;
@@ -230,7 +230,7 @@ fn attached() -> (AgentLink, UnixStream) {
     let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
     let mut link = AgentLink::new(path, std::process::id());
     while !thread.is_finished() {
-        let (run, told) = (RunState::Running, verdict(&[]));
+        let (run, told) = (RunState::Running, findings(&[]));
         link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -282,19 +282,19 @@ fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_th
         link.answer(Ask::Status, Ok(Answer::Status(status)));
     };
     assert!(link.wants_mappers().is_none(), "nothing is unclear");
-    let before = verdict(&[]);
+    let before = findings(&[]);
     says(&mut link, Some(3));
     assert_eq!(link.wants_mappers().map(|(g, s)| (g, s.len())), Some((3, 1)));
     let asked = link.asked.len();
-    let clear = |link: &mut AgentLink, verdict: &Verdict| {
+    let clear = |link: &mut AgentLink, findings: &Findings| {
         let before = link.asked.len();
-        link.clear(Some(verdict));
+        link.clear(Some(findings));
         link.asked.len() > before
     };
-    assert!(!clear(&mut link, &verdict(&[])), "nobody looked who maps it");
+    assert!(!clear(&mut link, &findings(&[])), "nobody looked who maps it");
     link.mappers(3, Err("process 7 maps it".into()));
     assert!(link.wants_mappers().is_none(), "it is looked again after a minute");
-    assert!(!clear(&mut link, &verdict(&[])), "another process maps it");
+    assert!(!clear(&mut link, &findings(&[])), "another process maps it");
     assert_eq!(link.sample().why.as_deref(), Some("process 7 maps it"));
     let aside = Status { state: AgentState::Aside, why: Some("x".into()), ..Status::default() };
     let saved = (link.mapped.take(), link.status.replace(aside));
@@ -302,16 +302,16 @@ fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_th
     (link.mapped, link.status) = saved;
     link.mappers(3, Ok(()));
     assert!(!clear(&mut link, &before), "QEMU's word is from before the socket");
-    assert!(!clear(&mut link, &verdict(&["a vhost-user disk"])), "a device may be behind it");
+    assert!(!clear(&mut link, &findings(&["a vhost-user disk"])), "a device may be behind it");
     // Another socket: who maps the RAM is to be looked at again.
     says(&mut link, Some(4));
-    assert!(link.wants_mappers().is_some() && !clear(&mut link, &verdict(&[])));
+    assert!(link.wants_mappers().is_some() && !clear(&mut link, &findings(&[])));
     link.mappers(3, Ok(()));
-    assert!(!clear(&mut link, &verdict(&[])), "that look began before the socket came");
+    assert!(!clear(&mut link, &findings(&[])), "that look began before the socket came");
     link.mappers(4, Ok(()));
     says(&mut link, Some(4));
     assert_eq!(link.asked.len(), asked);
-    assert!(clear(&mut link, &verdict(&[])));
+    assert!(clear(&mut link, &findings(&[])));
     assert!(matches!(last(&mut link, &socket), Command::Cleared { generation: 4 }));
-    assert!(link.wants_mappers().is_none() && !clear(&mut link, &verdict(&[])));
+    assert!(link.wants_mappers().is_none() && !clear(&mut link, &findings(&[])));
 }

@@ -32,11 +32,11 @@ impl Vm {
     }
 
     fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
-        if let (Ask::Inventory(look), Ok(_) | Err(QmpError::Command { .. })) = (ask, &answer) {
-            for (look, command, arguments) in self.inventory.answer(look, answer.ok()) {
-                self.send(Ask::Inventory(look), command, arguments);
+        if let (Ask::Inventory(inquiry), Ok(_) | Err(QmpError::Command { .. })) = (ask, &answer) {
+            for (inquiry, command, arguments) in self.inventory.answer(inquiry, answer.ok()) {
+                self.send(Ask::Inventory(inquiry), command, arguments);
             }
-            self.verdict = self.inventory.verdict();
+            self.findings = self.inventory.findings();
             return;
         }
         if !matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {

@@ -196,7 +196,7 @@ impl Vm {
         let problems = std::mem::take(&mut self.answers.problems);
         self.answers = Answers { problems, ..Answers::default() };
         self.inventory.forget();
-        self.verdict = None;
+        self.findings = None;
         (self.ready, self.slow_since, self.restoring) = (false, None, None);
         (self.looked_up, self.words_new, self.ran_asked) = (None, None, None);
     }

@@ -90,8 +90,8 @@ impl Vm {
             if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
                 self.inventory.look_anew();
             }
-            for (look, command, arguments) in self.inventory.questions(now) {
-                self.send(Ask::Inventory(look), command, arguments);
+            for (inquiry, command, arguments) in self.inventory.questions(now) {
+                self.send(Ask::Inventory(inquiry), command, arguments);
             }
         }
     }

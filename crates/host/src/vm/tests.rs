@@ -445,16 +445,16 @@ fn an_order_to_shrink_is_over_when_qemu_has_answered_its_withdrawal() {
 
 /// An agent gives memory back only by what QEMU has told in the same tick.
 #[test]
-fn a_verdict_of_an_earlier_tick_is_none_of_this() {
+fn findings_of_an_earlier_tick_are_none_of_this() {
     let mut vm = vm("/nowhere/qmp".into());
     let mut waiting = vm.inventory.questions(Instant::now());
     while let Some((look, ..)) = waiting.pop() {
         waiting.extend(vm.inventory.answer(look, None));
     }
-    vm.verdict = vm.inventory.verdict();
-    assert!(vm.verdict.is_some());
+    vm.findings = vm.inventory.findings();
+    assert!(vm.findings.is_some());
     vm.ask(Instant::now(), Stamp(1), true);
-    assert_eq!(vm.verdict, None, "nothing was asked in it");
+    assert_eq!(vm.findings, None, "nothing was asked in it");
 }
 
 /// What QEMU told of RAM before says nothing of it now.
@@ -468,7 +468,7 @@ fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
         while let Some((look, ..)) = waiting.pop() {
             waiting.extend(vm.inventory.answer(look, None));
         }
-        assert!(vm.inventory.verdict().is_some());
+        assert!(vm.inventory.findings().is_some());
         asks
     };
     assert!(asks_for_ram(&mut vm) && !asks_for_ram(&mut vm), "once");
