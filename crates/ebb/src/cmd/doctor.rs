@@ -41,7 +41,7 @@ use crate::view::{self, Problem, State};
 /// How a check came out. Ordered: the worst decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum Grade {
     Good,
     Note,
     /// Something is missing: Ebb does less than it could.
@@ -55,7 +55,8 @@ pub struct Check {
     /// `host` or the VM's name.
     pub about: String,
     pub what: String,
-    pub verdict: Verdict,
+    #[serde(rename = "verdict")]
+    pub grade: Grade,
     pub found: String,
     /// What to do; empty where there is nothing.
     pub advice: String,
@@ -64,24 +65,18 @@ pub struct Check {
     pub fix: Option<Fix>,
 }
 
-fn check(
-    about: &str,
-    what: &str,
-    verdict: Verdict,
-    found: impl Into<String>,
-    advice: &str,
-) -> Check {
+fn check(about: &str, what: &str, grade: Grade, found: impl Into<String>, advice: &str) -> Check {
     Check {
         about: about.into(),
         what: what.into(),
-        verdict,
+        grade,
         found: found.into(),
         advice: advice.into(),
         fix: None,
     }
 }
 
-/// Prints the checks; `true` where nothing is [`Verdict::Bad`]. With `mend` it first makes the safe
+/// Prints the checks; `true` where nothing is [`Grade::Bad`]. With `mend` it first makes the safe
 /// changes that they name; with `dry_run`, too, it only names them.
 pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bool> {
     let mut checks = all_checks(config)?;
@@ -97,7 +92,7 @@ pub fn main(config: &Config, json: bool, mend: bool, dry_run: bool) -> Result<bo
         checks.splice(0..0, done);
     }
     emit_as(json, &checks, || Ok(text(&checks)))?;
-    Ok(checks.iter().all(|c| c.verdict < Verdict::Bad))
+    Ok(checks.iter().all(|c| c.grade < Grade::Bad))
 }
 
 fn all_checks(config: &Config) -> Result<Vec<Check>> {
@@ -106,19 +101,19 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     let mut checks = Vec::new();
     let state: State = if daemon_client::is_up(&config.socket) {
         let found = format!("answers on {}", config.socket);
-        checks.push(check("host", "daemon", Verdict::Good, found, ""));
+        checks.push(check("host", "daemon", Grade::Good, found, ""));
         daemon_client::get_json(&config.socket, "/v1/state")?
     } else {
         let found = format!("does not answer on {}", config.socket);
         let advice = "run this as root; systemctl enable --now ebb; journalctl -u ebb says why it \
                       ended";
-        checks.push(check("host", "daemon", Verdict::Missing, found, advice));
+        checks.push(check("host", "daemon", Grade::Missing, found, advice));
         state_of(config, look(config)?)
     };
     let host = &state.host;
     checks.extend(host_checks(host, read_arcstats(&root).ok().flatten()));
     checks.extend(limit_checks(&host.limits));
-    checks.extend(host.warnings.iter().map(|w| check("host", "warning", Verdict::Missing, w, "")));
+    checks.extend(host.warnings.iter().map(|w| check("host", "warning", Grade::Missing, w, "")));
     checks.extend(daemons(&root));
     checks.extend(controllers(&root));
     checks.extend(neighbours(config, &root));
@@ -130,11 +125,11 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
                       unix:/run/NAME-ebb.qmp,server=on,wait=off; or see `trust` below, or add a \
                       [vm.NAME] section where host.vms = \"listed\"";
         let found = "none that Ebb may manage was found";
-        checks.push(check("host", "VMs", Verdict::Missing, found, advice));
+        checks.push(check("host", "VMs", Grade::Missing, found, advice));
     }
     checks.extend(scan.refused.iter().map(|(pid, why)| {
         let found = format!("process {pid} is not taken for a VM");
-        check(&format!("pid-{pid}"), "trust", Verdict::Note, found, why)
+        check(&format!("pid-{pid}"), "trust", Grade::Note, found, why)
     }));
     let problems = |of: Option<&str>| {
         let its = state.problems.iter().filter(move |p| p.name.as_deref() == of);
@@ -157,8 +152,8 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
 
 fn problem_check(p: &Problem) -> Check {
     let is_settings = p.source == METADATA;
-    let verdict = if is_settings { Verdict::Missing } else { Verdict::Note };
-    check(p.name.as_deref().unwrap_or("host"), &p.source, verdict, &p.message, "")
+    let grade = if is_settings { Grade::Missing } else { Grade::Note };
+    check(p.name.as_deref().unwrap_or("host"), &p.source, grade, &p.message, "")
 }
 
 /// A look of our own: twice, so that connections are made and heard. Nothing is set.
@@ -202,11 +197,11 @@ fn text(checks: &[Check]) -> String {
             out += &format!("{}{}\n", if about.is_empty() { "" } else { "\n" }, c.about);
             about = &c.about;
         }
-        let mark = match c.verdict {
-            Verdict::Good => "ok  ",
-            Verdict::Note => "note",
-            Verdict::Missing => "miss",
-            Verdict::Bad => "BAD ",
+        let mark = match c.grade {
+            Grade::Good => "ok  ",
+            Grade::Note => "note",
+            Grade::Missing => "miss",
+            Grade::Bad => "BAD ",
         };
         out += &format!("  {mark}  {}: {}\n", c.what, c.found);
         if !c.advice.is_empty() {

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use ebb_host::root::Root;
 use serde::{Serialize, Serializer};
 
-use super::{Check, Verdict, check};
+use super::{Check, Grade, check};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fix {
@@ -38,7 +38,7 @@ impl Serialize for Fix {
 /// Makes the changes that the checks name, and returns the result of each. With `dry_run` it only
 /// names them.
 pub(super) fn fix(checks: &[Check], root: &Root, dry_run: bool) -> Vec<Check> {
-    let said = |(verdict, found): (Verdict, String)| check("host", "fix", verdict, found, "");
+    let said = |(grade, found): (Grade, String)| check("host", "fix", grade, found, "");
     let mut fixes: Vec<Fix> = Vec::new();
     for fix in checks.iter().filter_map(|c| c.fix) {
         if !fixes.contains(&fix) {
@@ -46,13 +46,13 @@ pub(super) fn fix(checks: &[Check], root: &Root, dry_run: bool) -> Vec<Check> {
         }
     }
     if fixes.is_empty() {
-        return vec![said((Verdict::Note, "no finding has a safe fix".into()))];
+        return vec![said((Grade::Note, "no finding has a safe fix".into()))];
     }
     let one = |fix: Fix| match dry_run {
-        true => (Verdict::Note, format!("not done: {fix}")),
+        true => (Grade::Note, format!("not done: {fix}")),
         false => match fix.apply(root) {
-            Ok(()) => (Verdict::Good, format!("done: {fix}")),
-            Err(why) => (Verdict::Bad, format!("failed: {fix}: {why}")),
+            Ok(()) => (Grade::Good, format!("done: {fix}")),
+            Err(why) => (Grade::Bad, format!("failed: {fix}: {why}")),
         },
     };
     fixes.into_iter().map(|fix| said(one(fix))).collect()
@@ -106,20 +106,20 @@ mod tests {
         let root = Root::at(dir.path());
         let line = Fix::Line { file: "/etc/new/file", line: "include if exists <x>" };
         let found =
-            |fix| Check { fix: Some(fix), ..check("host", "x", Verdict::Missing, "not there", "") };
+            |fix| Check { fix: Some(fix), ..check("host", "x", Grade::Missing, "not there", "") };
         let text = || fs::read_to_string(dir.path().join("etc/new/file"));
         let said = |checks: &[Check], dry_run| fix(checks, &root, dry_run)[0].clone();
         let would = said(&[found(line)], true);
-        assert!(would.verdict == Verdict::Note && text().is_err(), "{would:?}");
+        assert!(would.grade == Grade::Note && text().is_err(), "{would:?}");
         let done = said(&[found(line), found(line)], false);
         assert_eq!(
-            (done.verdict, text().unwrap().as_str()),
-            (Verdict::Good, "include if exists <x>\n")
+            (done.grade, text().unwrap().as_str()),
+            (Grade::Good, "include if exists <x>\n")
         );
         fs::write(dir.path().join("etc/new/file"), "an operator's, without an end").unwrap();
         said(&[found(line)], false);
         assert_eq!(text().unwrap(), "an operator's, without an end\ninclude if exists <x>\n");
-        assert_eq!(said(&[], false).verdict, Verdict::Note);
+        assert_eq!(said(&[], false).grade, Grade::Note);
     }
 
     #[test]
@@ -127,14 +127,10 @@ mod tests {
         let root = Root::default();
         let said = |command| {
             let fix = Some(Fix::Run(command));
-            super::fix(
-                &[Check { fix, ..check("host", "x", Verdict::Missing, "", "") }],
-                &root,
-                false,
-            )
+            super::fix(&[Check { fix, ..check("host", "x", Grade::Missing, "", "") }], &root, false)
         };
         let missing = &said(&["/no/such/program", "x"])[0];
-        assert!(missing.verdict == Verdict::Bad && missing.found.contains("/no/such/program x: "));
+        assert!(missing.grade == Grade::Bad && missing.found.contains("/no/such/program x: "));
         let failed = &said(&["sh", "-c", "echo it is broken >&2; exit 3"])[0];
         assert!(failed.found.ends_with("exit status: 3: it is broken"), "{}", failed.found);
     }

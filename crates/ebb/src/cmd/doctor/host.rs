@@ -15,7 +15,7 @@ use ebb_host::probe::process;
 use ebb_host::root::Root;
 
 use super::fix::Fix;
-use super::{Check, Verdict, check};
+use super::{Check, Grade, check};
 use crate::view::Host;
 
 /// A program that sets balloons, too: name of its process, of the program, what to do.
@@ -48,7 +48,7 @@ pub(super) fn controllers(root: &Root) -> Vec<Check> {
             return None;
         }
         let found = format!("{what} (process {pid})");
-        Some(check("host", "another controller", Verdict::Missing, found, advice))
+        Some(check("host", "another controller", Grade::Missing, found, advice))
     });
     found.collect()
 }
@@ -61,7 +61,7 @@ pub(super) fn daemons(root: &Root) -> Option<Check> {
         let others = others.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
         let found = format!("processes {first} and {others} are all ebb run");
         let advice = "stop all but one: each takes for an operator's what another orders";
-        check("host", "another controller", Verdict::Missing, found, advice)
+        check("host", "another controller", Grade::Missing, found, advice)
     })
 }
 
@@ -74,7 +74,7 @@ pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
     {
         let found =
             format!("ksmtuned sets KSM as well (process {pid}); Ebb sets it back each time");
-        let check = check("host", "another program", Verdict::Missing, found, &stop.to_string());
+        let check = check("host", "another program", Grade::Missing, found, &stop.to_string());
         // One of a container's, or of a user's, is not the host's service.
         let fix = process::is_hosts_own(root, pid).then_some(stop);
         checks.push(Check { fix, ..check });
@@ -85,7 +85,7 @@ pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
              (process {pid})"
         );
         let advice = "virsh dommemstat DOMAIN --period 2 --live, when statistics are old";
-        checks.push(check("host", "another program", Verdict::Note, found, advice));
+        checks.push(check("host", "another program", Grade::Note, found, advice));
     }
     checks
 }
@@ -94,7 +94,7 @@ pub(super) fn neighbours(config: &Config, root: &Root) -> Vec<Check> {
 pub(super) fn guard_checks(root: &Root) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, found: &str, fix: Fix| {
-        let check = check("host", what, Verdict::Missing, found, &fix.to_string());
+        let check = check("host", what, Grade::Missing, found, &fix.to_string());
         checks.push(Check { fix: Some(fix), ..check });
     };
     let exists = |path: &str| root.metadata(path).is_ok_and(|m| m.is_some());
@@ -139,41 +139,39 @@ const LOCAL_RULES: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
     let mut checks = Vec::new();
-    let mut add = |what: &str, verdict, found: String, advice: &str| {
-        checks.push(check("host", what, verdict, found, advice));
+    let mut add = |what: &str, grade, found: String, advice: &str| {
+        checks.push(check("host", what, grade, found, advice));
     };
-    let (verdict, found, advice) = match host.available.zip(host.total) {
-        Some((available, total)) => {
-            (Verdict::Good, format!("{available} available of {total}"), "")
-        }
+    let (grade, found, advice) = match host.available.zip(host.total) {
+        Some((available, total)) => (Grade::Good, format!("{available} available of {total}"), ""),
         None => {
             let found = "/proc/meminfo cannot be read".into();
-            (Verdict::Bad, found, "run as root, with /proc mounted")
+            (Grade::Bad, found, "run as root, with /proc mounted")
         }
     };
-    add("memory", verdict, found, advice);
-    let (verdict, found, advice) = match host.psi_some {
-        Some(_) => (Verdict::Good, "available", ""),
+    add("memory", grade, found, advice);
+    let (grade, found, advice) = match host.psi_some {
+        Some(_) => (Grade::Good, "available", ""),
         None => (
-            Verdict::Missing,
+            Grade::Missing,
             "not in this kernel, or switched off",
             "boot with psi=1; without it Ebb goes by free memory and swapping alone",
         ),
     };
-    add("pressure (PSI)", verdict, found.into(), advice);
+    add("pressure (PSI)", grade, found.into(), advice);
     let swap: Bytes = host.swaps.iter().map(|s| s.size).sum();
     let areas: Vec<&str> = host.swaps.iter().map(|s| s.path.as_str()).collect();
-    let (verdict, found, advice) = match areas.is_empty() {
+    let (grade, found, advice) = match areas.is_empty() {
         true => (
-            Verdict::Note,
+            Grade::Note,
             "none".into(),
             "give the host swap, or zram (Debian: zram-tools, Fedora: zram-generator): it is used \
              when many guests want memory at once",
         ),
-        false => (Verdict::Good, format!("{swap} on {}", areas.join(", ")), ""),
+        false => (Grade::Good, format!("{swap} on {}", areas.join(", ")), ""),
     };
-    add("swap", verdict, found, advice);
-    let (verdict, found) = match &host.ksm {
+    add("swap", grade, found, advice);
+    let (grade, found) = match &host.ksm {
         Some(k) => {
             let run = if k.run == 1 { "running" } else { "stopped" };
             let (saved, stale) = (k.saved_now(), k.saved() - k.saved_now());
@@ -181,19 +179,19 @@ pub(super) fn host_checks(host: &Host, zfs: Option<ZfsArc>) -> Vec<Check> {
                 (None, _) | (_, Bytes(0)) => String::new(),
                 _ => format!("; its counters still hold {stale} of processes that have ended"),
             };
-            (Verdict::Good, format!("{run}, saves {saved}{stale}"))
+            (Grade::Good, format!("{run}, saves {saved}{stale}"))
         }
-        None => (Verdict::Note, "not in this kernel".into()),
+        None => (Grade::Note, "not in this kernel".into()),
     };
-    add("page merging (KSM)", verdict, found, "");
-    let (verdict, found) = match &host.pool {
-        Some(p) => (Verdict::Good, format!("{} of {} used in {}", p.usage, p.limit, p.path)),
-        None => (Verdict::Note, "no limit that most VMs are under".into()),
+    add("page merging (KSM)", grade, found, "");
+    let (grade, found) = match &host.pool {
+        Some(p) => (Grade::Good, format!("{} of {} used in {}", p.usage, p.limit, p.path)),
+        None => (Grade::Note, "no limit that most VMs are under".into()),
     };
-    add("VMs' cgroup", verdict, found, "");
+    add("VMs' cgroup", grade, found, "");
     if let Some(arc) = zfs {
         let found = format!("{}, half of it counts as available", arc.size);
-        add("ZFS cache", Verdict::Note, found, "");
+        add("ZFS cache", Grade::Note, found, "");
     }
     checks
 }
@@ -210,11 +208,11 @@ pub(super) fn limit_checks(limits: &[Limit]) -> Vec<Check> {
             "{} is {}: {} of {} left for {} VMs",
             l.name, l.state, l.headroom, l.capacity, l.vms
         );
-        let (verdict, advice) = match l.state {
-            Pressure::Clear => (Verdict::Good, ""),
-            _ => (Verdict::Note, "these VMs give memory first; raise the limit if it is too low"),
+        let (grade, advice) = match l.state {
+            Pressure::Clear => (Grade::Good, ""),
+            _ => (Grade::Note, "these VMs give memory first; raise the limit if it is too low"),
         };
-        check("host", "limit", verdict, found, advice)
+        check("host", "limit", grade, found, advice)
     };
     worst.iter().take(LIMITS).map(one).collect()
 }
@@ -233,7 +231,7 @@ pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Ve
     let pace = format!("it looks at {} every {seconds} s", Bytes::pages(pages));
     let mut checks = Vec::new();
     let mut add = |found: String, advice: &str| {
-        checks.push(check("host", "khugepaged", Verdict::Note, found, advice));
+        checks.push(check("host", "khugepaged", Grade::Note, found, advice));
     };
     if let Some(holes) = number("max_ptes_none").filter(|n| *n > 0) {
         add(
@@ -260,13 +258,13 @@ pub(super) fn khugepaged_checks(host: &Host, config: &Config, root: &Root) -> Ve
 
 pub(super) fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
     let ways = config.merge.zeros.then(|| zeros::ways(root))?;
-    let (verdict, found, advice) = match (ways.split, ways.pageout) {
-        (true, true) => (Verdict::Good, "by splitting huge pages, others through swap", ""),
-        (true, false) => (Verdict::Note, "only in huge pages", "others need Linux 6.12"),
-        (false, true) => (Verdict::Note, "only through swap", "others need huge pages"),
-        (false, false) => (Verdict::Missing, "not in this kernel", "needs Linux 6.12"),
+    let (grade, found, advice) = match (ways.split, ways.pageout) {
+        (true, true) => (Grade::Good, "by splitting huge pages, others through swap", ""),
+        (true, false) => (Grade::Note, "only in huge pages", "others need Linux 6.12"),
+        (false, true) => (Grade::Note, "only through swap", "others need huge pages"),
+        (false, false) => (Grade::Missing, "not in this kernel", "needs Linux 6.12"),
     };
-    Some(check("host", "zeros without merging", verdict, found, advice))
+    Some(check("host", "zeros without merging", grade, found, advice))
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::probe::regions::{Region, read_smaps};
 use ebb_host::root::Root;
 
-use super::{Check, Verdict, check};
+use super::{Check, Grade, check};
 use crate::advice::in_description;
 use crate::view::Vm;
 
@@ -24,22 +24,22 @@ const REFUSED: &str = "authentication required";
 
 pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     let mut checks = Vec::new();
-    let mut add = |what: &str, verdict, found: &str, advice: &str| {
-        checks.push(check(&vm.name, what, verdict, found, advice));
+    let mut add = |what: &str, grade, found: &str, advice: &str| {
+        checks.push(check(&vm.name, what, grade, found, advice));
     };
-    let (verdict, found, advice) = match &vm.link {
+    let (grade, found, advice) = match &vm.link {
         Link::Down(why) if left_alone(vm, why) => {
             let why = vm.standing.why();
             // As the operator wants it.
             let is_wanted = why.starts_with("manage = ");
-            let verdict = if is_wanted { Verdict::Note } else { Verdict::Missing };
-            (verdict, format!("not connected: {why}"), "")
+            let grade = if is_wanted { Grade::Note } else { Grade::Missing };
+            (grade, format!("not connected: {why}"), "")
         }
-        Link::Up => (Verdict::Good, "answers".into(), ""),
-        Link::Unknown => (Verdict::Note, "not tried yet".into(), ""),
-        Link::Slow(why) => (Verdict::Missing, why.clone(), "it is tried again each tick"),
+        Link::Up => (Grade::Good, "answers".into(), ""),
+        Link::Unknown => (Grade::Note, "not tried yet".into(), ""),
+        Link::Slow(why) => (Grade::Missing, why.clone(), "it is tried again each tick"),
         Link::Taken(why) => (
-            Verdict::Bad,
+            Grade::Bad,
             why.clone(),
             "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp \
              unix:/run/NAME-ebb.qmp,server=on,wait=off",
@@ -54,10 +54,10 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
                 }
                 false => "Ebb tries again; `virsh list` shows whether libvirt answers",
             };
-            (Verdict::Bad, why.clone(), advice)
+            (Grade::Bad, why.clone(), advice)
         }
         Link::Down(why) if why.contains("libvirt") => (
-            Verdict::Bad,
+            Grade::Bad,
             why.clone(),
             "start libvirtd or virtqemud: its socket must be in /run/libvirt or \
              /run/user/UID/libvirt, and host.libvirt must not be false; or give the VM a socket \
@@ -66,25 +66,25 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         ),
         Link::Down(why) => {
             let own = "give it -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off, at its next start";
-            (Verdict::Bad, why.clone(), if why.contains("-qmp unix:") { "" } else { own })
+            (Grade::Bad, why.clone(), if why.contains("-qmp unix:") { "" } else { own })
         }
     };
-    add("QMP", verdict, &found, advice);
+    add("QMP", grade, &found, advice);
     if let Some(shared) = &vm.shared {
         let found = shared_words(shared);
-        add("QMP socket", Verdict::Note, &found, &own_socket(process));
+        add("QMP socket", Grade::Note, &found, &own_socket(process));
     }
     if process.is_some_and(|p| p.args.passthrough) {
         let advice = "ballooning has no effect: a passed-through device pins all guest memory";
-        add("devices", Verdict::Missing, "VFIO or vDPA device", advice);
+        add("devices", Grade::Missing, "VFIO or vDPA device", advice);
     }
     if let Some(why) = process.and_then(|p| p.args.pinned.as_deref()) {
-        add("RAM", Verdict::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
+        add("RAM", Grade::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
     }
     if process.is_some_and(|p| p.args.hugepages) {
         add(
             "RAM",
-            Verdict::Note,
+            Grade::Note,
             "in huge pages",
             "memory returns in whole huge pages or not at all",
         );
@@ -104,18 +104,18 @@ fn left_alone(vm: &Vm, down: &str) -> bool {
 
 pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
     let id = process.and_then(proxmox_id_of)?;
-    let (verdict, found) = match proxmox_sets_balloon(root, &id) {
+    let (grade, found) = match proxmox_sets_balloon(root, &id) {
         Some(false) => return None,
-        Some(true) => (Verdict::Missing, "Proxmox's pvestatd sets its balloon as well"),
+        Some(true) => (Grade::Missing, "Proxmox's pvestatd sets its balloon as well"),
         None => (
-            Verdict::Note,
+            Grade::Note,
             "Proxmox's pvestatd sets its balloon as well, if the VM has `balloon` and `shares`",
         ),
     };
     let advice = format!(
         "qm set {id} --shares 0 (not --balloon 0, which removes the balloon at the next start)"
     );
-    Some(check(&vm.name, "Proxmox VE", verdict, found, &advice))
+    Some(check(&vm.name, "Proxmox VE", grade, found, &advice))
 }
 
 fn shared_words(shared: &SharedSocket) -> String {
@@ -146,35 +146,35 @@ fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
 }
 
 /// How far the agent and the guest's module have come.
-fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Grade, &str, &str)) {
     let why = a.why.as_deref().unwrap_or_default();
     let module = a.module.as_deref().unwrap_or_default();
-    let (verdict, found, advice) = match (&a.link, a.state) {
+    let (grade, found, advice) = match (&a.link, a.state) {
         (Link::Up, AgentState::Ready) if a.observes => (
-            Verdict::Note,
+            Grade::Note,
             format!("stock: ebb.ko {module} is there, its agent only observes"),
             "agent = \"on\" in the VM's section: freed pages then return one by one",
         ),
         (Link::Up, AgentState::Ready) => {
-            (Verdict::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
+            (Grade::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
         }
         (Link::Up | Link::Unknown, AgentState::Aside) => (
-            Verdict::Missing,
+            Grade::Missing,
             format!("stock: the agent stands aside: {why}"),
             "remove what it names, or `agent = \"off\"` in the VM's section; docs/security.md says \
              what it works beside",
         ),
         (Link::Up, _) => (
-            Verdict::Note,
+            Grade::Note,
             format!("agent: no live module in the guest {why}").trim_end().into(),
             "load ebb.ko in the guest: freed pages then return one by one",
         ),
-        (Link::Unknown, _) => (Verdict::Note, "stock: the agent is being asked".into(), ""),
+        (Link::Unknown, _) => (Grade::Note, "stock: the agent is being asked".into(), ""),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => {
-            (Verdict::Missing, format!("stock: the agent does not answer: {w}"), "")
+            (Grade::Missing, format!("stock: the agent does not answer: {w}"), "")
         }
     };
-    add("tier", verdict, &found, advice);
+    add("tier", grade, &found, advice);
 }
 
 /// Huge pages behind guest RAM: what is partly given back still counts as
@@ -187,49 +187,49 @@ pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
         (sum(|r| r.resident), sum(|r| r.huge), sum(|r| r.ksm.unwrap_or_default()));
     let found = format!("{resident} resident, {huge} of it in huge pages");
     let merged = if merged.0 > 0 { format!(", {merged} merged") } else { String::new() };
-    Some(check(&vm.name, "memory on the host", Verdict::Good, found + &merged, ""))
+    Some(check(&vm.name, "memory on the host", Grade::Good, found + &merged, ""))
 }
 
 /// `domain`: the name of libvirt's domain that it is.
-fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Verdict, &str, &str)) {
+fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Grade, &str, &str)) {
     if vm.actual.is_none() {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
              <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>";
-        return add("tier", Verdict::Missing, "none: no virtio balloon", advice);
+        return add("tier", Grade::Missing, "none: no virtio balloon", advice);
     }
     match &vm.agent {
         Some(a) => agent_check(a, add),
-        None => add("tier", Verdict::Good, "stock: balloon both ways", &agent_advice(domain)),
+        None => add("tier", Grade::Good, "stock: balloon both ways", &agent_advice(domain)),
     }
     reporting_check(vm.reporting, vm.agent.as_ref(), add);
     if vm.deflate_on_oom == Some(false) {
         let advice = "with deflate-on-oom=on (libvirt: autodeflate='on') on the balloon the driver of a guest that runs out of \
                       memory deflates it at once, so Ebb keeps 12 % of its RAM as a buffer instead of 25 %";
-        add("deflate-on-oom", Verdict::Missing, "off", advice);
+        add("deflate-on-oom", Grade::Missing, "off", advice);
     }
-    let (verdict, found, advice) = match vm.stats_age_ms {
+    let (grade, found, advice) = match vm.stats_age_ms {
         None => (
-            Verdict::Missing,
+            Grade::Missing,
             "none".into(),
             "the guest needs its virtio_balloon driver, Windows the service of virtio-win, too; \
              FreeBSD's driver has no statistics; a guest without them is never shrunk",
         ),
         Some(age_ms) if age_ms > ebb_core::model::STALE_MS => (
-            Verdict::Missing,
+            Grade::Missing,
             format!("{} s old", age_ms / 1000),
             "the guest is paused or hangs, or its driver does not run (Windows: the service of \
              virtio-win)",
         ),
         Some(_) if vm.windows => (
-            Verdict::Good,
+            Grade::Good,
             "fresh, of Windows: its page-ins count reads of files, so they are not taken for a \
              shortage, and its driver does not deflate on its own"
                 .into(),
             "",
         ),
-        Some(_) => (Verdict::Good, "fresh".into(), ""),
+        Some(_) => (Grade::Good, "fresh".into(), ""),
     };
-    add("guest statistics", verdict, &found, advice);
+    add("guest statistics", grade, &found, advice);
 }
 
 fn agent_advice(domain: Option<&str>) -> String {
@@ -252,26 +252,26 @@ fn agent_advice(domain: Option<&str>) -> String {
 fn reporting_check(
     reporting: Option<bool>,
     agent: Option<&AgentSample>,
-    add: &mut impl FnMut(&str, Verdict, &str, &str),
+    add: &mut impl FnMut(&str, Grade, &str, &str),
 ) {
     let agent = agent.map(|a| a.state);
-    let (verdict, found, advice) = match (reporting, agent) {
-        (Some(true), _) => (Verdict::Good, "on", ""),
+    let (grade, found, advice) = match (reporting, agent) {
+        (Some(true), _) => (Grade::Good, "on", ""),
         (Some(false), None) => (
-            Verdict::Missing,
+            Grade::Missing,
             "off",
             "start it with free-page-reporting=on on its balloon, in libvirt \
              freePageReporting='on' (guest: Linux 5.7 or later)",
         ),
         (Some(false), Some(AgentState::Aside)) => (
-            Verdict::Missing,
+            Grade::Missing,
             "off, and the agent stands aside",
             "mend that, or start the VM without the agent and with free-page-reporting=on",
         ),
-        (Some(false), Some(_)) => (Verdict::Good, "off: the agent takes its place", ""),
-        (None, _) => (Verdict::Note, "this QEMU does not tell", "QEMU 5.1 has it"),
+        (Some(false), Some(_)) => (Grade::Good, "off: the agent takes its place", ""),
+        (None, _) => (Grade::Note, "this QEMU does not tell", "QEMU 5.1 has it"),
     };
-    add("free page reporting", verdict, found, advice);
+    add("free page reporting", grade, found, advice);
 }
 
 #[cfg(test)]
@@ -281,18 +281,18 @@ mod tests {
     use super::*;
     use crate::cmd::doctor::tests::{ballooned, said};
 
-    fn worst(vm: &Vm) -> (Verdict, String) {
+    fn worst(vm: &Vm) -> (Grade, String) {
         let checks = vm_checks(vm, None);
-        let worst = checks.iter().max_by_key(|c| c.verdict).unwrap();
-        (worst.verdict, format!("{}: {}", worst.what, worst.advice))
+        let worst = checks.iter().max_by_key(|c| c.grade).unwrap();
+        (worst.grade, format!("{}: {}", worst.what, worst.advice))
     }
 
     #[test]
     fn what_is_in_the_way_is_said_with_what_to_do() {
         let mut vm = Vm { name: "a".into(), ..Vm::default() };
         vm.link = Link::Taken("held by another client".into());
-        let (verdict, text) = worst(&vm);
-        assert!(verdict == Verdict::Bad && text.contains("second -qmp"), "{text}");
+        let (grade, text) = worst(&vm);
+        assert!(grade == Grade::Bad && text.contains("second -qmp"), "{text}");
         for (why, advice) in [
             ("/s: libvirt refuses: authentication required", "auth_unix_rw"),
             ("no answer within 2.0 s", "virsh list"),
@@ -304,13 +304,13 @@ mod tests {
         let alone = Vm { standing: Standing::Off(off.into()), ..vm.clone() };
         let found = vm_checks(&alone, None).remove(0);
         assert_eq!(found.found, format!("not connected: {off}"));
-        assert_eq!((found.verdict, found.advice.as_str()), (Verdict::Note, ""));
+        assert_eq!((found.grade, found.advice.as_str()), (Grade::Note, ""));
         vm.link = Link::Up;
         assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
         (vm.actual, vm.reporting) = (Some(Bytes::gib(1)), Some(false));
         let all = vm_checks(&vm, None);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
-        assert!(all.iter().any(|c| c.what == "guest statistics" && c.verdict == Verdict::Missing));
+        assert!(all.iter().any(|c| c.what == "guest statistics" && c.grade == Grade::Missing));
     }
 
     #[test]
@@ -359,12 +359,12 @@ mod tests {
         let said = |process: &QemuProcess| proxmox_check(&vm, Some(process), &root);
         assert!(said(&process).is_none());
         process.args.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
-        assert_eq!(said(&process).unwrap().verdict, Verdict::Note);
+        assert_eq!(said(&process).unwrap().grade, Grade::Note);
         std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
         let conf = root.path("/etc/pve/qemu-server/104.conf");
         std::fs::write(&conf, "balloon: 512\n").unwrap();
         let told = said(&process).unwrap();
-        assert_eq!(told.verdict, Verdict::Missing);
+        assert_eq!(told.grade, Grade::Missing);
         assert!(told.advice.starts_with("qm set 104 --shares 0 (not --balloon 0"));
         std::fs::write(&conf, "balloon: 512\nshares: 0\n").unwrap();
         assert!(said(&process).is_none());
