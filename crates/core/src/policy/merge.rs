@@ -268,19 +268,19 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order 
     let cores = settings.share(facts.state);
     if let Some(mut burst) = memory.burst {
         burst.look(facts);
-        return match verdict(facts, &burst, floor) {
+        return match reason_to_end(facts, &burst, floor) {
             Some(why) => end(facts, floor, memory, &burst, why),
             None => run(facts, cores, memory, burst),
         };
     }
-    if let Some(why) = idle(facts, floor, memory) {
+    if let Some(why) = reason_to_wait(facts, floor, memory) {
         return Order::Rest { why };
     }
     run(facts, cores, memory, Burst::begin(facts, cores))
 }
 
 /// Why no burst is to begin.
-fn idle(facts: &Facts, floor: Bytes, memory: &Memory) -> Option<String> {
+fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &Memory) -> Option<String> {
     let saves = facts.planned.saves();
     if facts.plan == 0 {
         return Some("nothing was scanned yet".into());
@@ -304,7 +304,7 @@ fn idle(facts: &Facts, floor: Bytes, memory: &Memory) -> Option<String> {
 }
 
 /// Why a burst is to end, if it is.
-fn verdict(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static str> {
+fn reason_to_end(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static str> {
     let scans = burst.scans(facts);
     if scans >= SCANS_MOST {
         return Some("all of it was scanned often enough");
