@@ -417,11 +417,11 @@ impl Memory {
                 returned: vm.returned,
                 zeros: ZeroMemory { rest_until: None, ..vm.zeros },
                 cold: Cold { since: now, back_until: None, ..vm.cold },
-                merge: merge::VmMerge {
+                merge: merge::VmMergeMemory {
                     was: vm.merge.was,
                     asked: vm.merge.asked,
                     storms: vm.merge.storms,
-                    ..merge::VmMerge::default()
+                    ..merge::VmMergeMemory::default()
                 },
                 ..VmMemory::default()
             };

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::order::{MergeMemory, Seen, VmMerge, merge, saved};
+pub use self::order::{MergeMemory, Seen, VmMergeMemory, merge, saved};
 pub use self::ranges::{Block, RANGES_MAX, WORDS, ranges};
 use crate::model::Pressure;
 use crate::units::{Bytes, PAGE, Stamp};
@@ -165,10 +165,10 @@ pub struct Facts {
     pub saved: u64,
 }
 
-/// What is remembered between ticks.
+/// What is remembered of bursts between ticks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Memory {
+pub struct BurstMemory {
     pub burst: Option<Burst>,
     /// The plan whose burst ended last.
     pub done: u64,
@@ -263,7 +263,7 @@ fn worth(state: Pressure) -> f64 {
     }
 }
 
-pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order {
+pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> Order {
     let floor = settings.floor.share(1.0 / worth(facts.state));
     let cores = settings.share(facts.state);
     if let Some(mut burst) = memory.burst {
@@ -280,7 +280,7 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut Memory) -> Order 
 }
 
 /// Why no burst is to begin.
-fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &Memory) -> Option<String> {
+fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &BurstMemory) -> Option<String> {
     let saves = facts.planned.saves();
     if facts.plan == 0 {
         return Some("nothing was scanned yet".into());
@@ -337,7 +337,7 @@ fn is_due(facts: &Facts, judged: &Facts) -> bool {
     used_ms >= JUDGE_CPU_MS || facts.scans > judged.scans
 }
 
-fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &str) -> Order {
+fn end(facts: &Facts, floor: Bytes, memory: &mut BurstMemory, burst: &Burst, why: &str) -> Order {
     let (saved, cpu_s) = (burst.gained(facts), burst.cpu_s(facts));
     memory.burst = None;
     memory.done = burst.plan;
@@ -349,7 +349,7 @@ fn end(facts: &Facts, floor: Bytes, memory: &mut Memory, burst: &Burst, why: &st
     Order::Rest { why: format!("{why}: {saved} saved in {cpu_s:.1} s of CPU") }
 }
 
-fn run(facts: &Facts, cores: f64, memory: &mut Memory, mut burst: Burst) -> Order {
+fn run(facts: &Facts, cores: f64, memory: &mut BurstMemory, mut burst: Burst) -> Order {
     let scans = burst.scans(facts);
     if scans >= SCANS_LEAST && burst.judged.is_none_or(|judged| is_due(facts, &judged)) {
         burst.judged = Some(*facts);

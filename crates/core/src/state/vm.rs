@@ -26,7 +26,7 @@ use super::{
     Cold, Contact, Fastest, Growth, GuestRates, Ledger, Recent, RecycleMemory, Sizes, Yields,
     ZeroMemory,
 };
-use crate::policy::merge::VmMerge;
+use crate::policy::merge::VmMergeMemory;
 use crate::sample::{GuestStats, OwnMemory, VmEvent, VmId, VmSample};
 use crate::task::Ordered;
 use crate::units::{Bytes, Stamp};
@@ -97,7 +97,7 @@ pub struct VmMemory {
     /// Its balloon has come to rest where the last order told it to.
     pub landed: bool,
     pub recycle: RecycleMemory,
-    pub merge: VmMerge,
+    pub merge: VmMergeMemory,
     /// What is remembered of freeing zero pages.
     pub zeros: ZeroMemory,
     /// All that the balloon took, whether residency fell by it or the guest grew meanwhile.

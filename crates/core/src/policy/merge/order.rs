@@ -49,7 +49,7 @@ const SCAN_RATE: f64 = 2e9;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MergeMemory {
-    pub govern: super::Memory,
+    pub govern: super::BurstMemory,
     /// When a scan was ordered last.
     pub scan: Option<Stamp>,
     /// Scans that were finished when last looked at.
@@ -65,7 +65,7 @@ pub struct MergeMemory {
 /// The same of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct VmMerge {
+pub struct VmMergeMemory {
     /// Whether it was open before Ebb changed it: what is put back.
     pub was: Option<bool>,
     /// The last order, and when.
@@ -91,7 +91,7 @@ pub struct Seen {
     pub copied: Option<u64>,
 }
 
-impl VmMerge {
+impl VmMergeMemory {
     /// Takes in a look: whether merged pages were broken by writes. A page that went
     /// in another way (a balloon that grows) was not copied.
     pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
@@ -414,7 +414,7 @@ fn switch(
     at: Stamp,
     vm: &VmModel,
     part: &MergeVm,
-    remembered: &VmMerge,
+    remembered: &VmMergeMemory,
     out: Option<Out>,
 ) -> Option<MergeOrder> {
     let open = part.sample.open?;

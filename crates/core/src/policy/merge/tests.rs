@@ -17,7 +17,7 @@ fn rests(order: &Order, with: &str) -> bool {
 
 #[test]
 fn nothing_runs_before_a_scan_has_found_enough() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let s = Settings::default();
     let none = Facts::default();
     assert!(rests(&govern(&none, &s, &mut m), "nothing was scanned"));
@@ -32,7 +32,7 @@ fn nothing_runs_before_a_scan_has_found_enough() {
 
 #[test]
 fn a_burst_ends_when_it_no_longer_pays_and_does_not_begin_again_for_the_same_plan() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let s = Settings::default();
     let mut step = |f: Facts| govern(&f, &s, &mut m);
     assert!(matches!(step(facts(0, 0, 10, 0)), Order::Run { .. }));
@@ -47,7 +47,7 @@ fn a_burst_ends_when_it_no_longer_pays_and_does_not_begin_again_for_the_same_pla
 
 #[test]
 fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let s = Settings::default();
     for n in 0..8u64 {
         let at = n * 10_000_000;
@@ -66,7 +66,7 @@ fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
 
 #[test]
 fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let s = Settings::default();
     let mut step = |f: Facts| govern(&f, &s, &mut m);
     step(facts(0, 0, 0, 0));
@@ -81,7 +81,7 @@ fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not(
 
 #[test]
 fn a_burst_ends_at_once_when_all_that_was_found_is_merged() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
     let Order::Run { scans, .. } = step(facts(0, 0, 7, 5_000)) else { panic!() };
     assert_eq!(scans, 9, "two scans, then it is judged");
@@ -91,7 +91,7 @@ fn a_burst_ends_at_once_when_all_that_was_found_is_merged() {
 
 #[test]
 fn counters_that_fall_because_guests_wrote_end_no_burst() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
     step(facts(0, 0, 0, 90_000));
     // What was broken long ago leaves the counters while the rest is merged.
@@ -103,7 +103,7 @@ fn counters_that_fall_because_guests_wrote_end_no_burst() {
 
 #[test]
 fn the_speed_follows_what_pages_cost_of_late() {
-    let mut m = Memory::default();
+    let mut m = BurstMemory::default();
     let s = Settings { cores: 0.5, clear_cores: 0.5, ..Settings::default() };
     let mut batch = |f: Facts| match govern(&f, &s, &mut m) {
         Order::Run { batch, cores, .. } => (batch, cores),
@@ -167,7 +167,7 @@ proptest! {
         at in 0u64..1 << 40, cpu in 0u64..1 << 40, scans in 0u64..100, saved in any::<u64>(),
         pages in any::<u64>(), plan in 0u64..4, steps in 1usize..5,
     ) {
-        let mut m = Memory::default();
+        let mut m = BurstMemory::default();
         for i in 0..steps as u64 {
             let planned = Candidates { pages, zeros: pages / 3, duplicates: pages / 4 };
             let f = Facts { planned, plan: plan + i % 2, ..facts(at + i, cpu, scans * i, saved) };

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use ebb_core::model::Pressure;
-use ebb_core::policy::merge::{Candidates, Facts, Memory, Order, Settings, govern};
+use ebb_core::policy::merge::{BurstMemory, Candidates, Facts, Order, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
 use ebb_host::act::ksm::{KsmError, KsmOwner, KsmSettings};
 use ebb_host::probe::ksm::{ksmd, read_ksm};
@@ -19,7 +19,7 @@ pub struct Governor {
     root: Root,
     owner: KsmOwner,
     settings: Settings,
-    memory: Memory,
+    memory: BurstMemory,
     planned: Candidates,
     plan: u64,
     ksmd: Option<u32>,
@@ -38,7 +38,7 @@ impl Governor {
             state,
             KsmSettings { keep_advisor, ..KsmSettings::default() },
         )?;
-        let (memory, planned) = (Memory::default(), Candidates::default());
+        let (memory, planned) = (BurstMemory::default(), Candidates::default());
         Ok(Governor { ksmd: ksmd(&root), root, owner, settings, memory, planned, plan: 0 })
     }
 
