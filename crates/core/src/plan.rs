@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::policy::merge::Order;
+use crate::policy::merge::KsmdOrder;
 use crate::sample::VmId;
 use crate::task::{Orders, StageName};
 use crate::units::Bytes;
@@ -53,7 +53,7 @@ pub struct Stage {
 pub struct MergePlan {
     /// What `ksmd` is to do; `None`: KSM is not Ebb's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ksmd: Option<Order>,
+    pub ksmd: Option<KsmdOrder>,
     /// VMs to open to KSM, or to close.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vms: Vec<MergeOrder>,

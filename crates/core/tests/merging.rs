@@ -8,7 +8,7 @@
 use ebb_core::config::Config;
 use ebb_core::model::default_reserve;
 use ebb_core::plan::{Action, MergePlan, Outcome};
-use ebb_core::policy::merge::{Candidates, Order};
+use ebb_core::policy::merge::{Candidates, KsmdOrder};
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample,
     ScanSample, VmId, VmSample, Vmstat,
@@ -169,7 +169,7 @@ impl Host for Toy {
             }
             vm.open = order.open;
         }
-        let works = matches!(plan.ksmd, Some(Order::Run { .. }));
+        let works = matches!(plan.ksmd, Some(KsmdOrder::Run { .. }));
         self.ksm.run = u64::from(works);
         let mut open = self.vms.iter().filter(|v| v.open).map(|v| v.group);
         let first = open.next();

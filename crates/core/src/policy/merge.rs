@@ -230,7 +230,7 @@ impl Burst {
 /// What `ksmd` is to do.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Order {
+pub enum KsmdOrder {
     Run {
         /// `pages_to_scan`.
         batch: u64,
@@ -263,7 +263,7 @@ fn worth(state: Pressure) -> f64 {
     }
 }
 
-pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> Order {
+pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> KsmdOrder {
     let floor = settings.floor.share(1.0 / worth(facts.state));
     let cores = settings.share(facts.state);
     if let Some(mut burst) = memory.burst {
@@ -274,7 +274,7 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> O
         };
     }
     if let Some(why) = reason_to_wait(facts, floor, memory) {
-        return Order::Rest { why };
+        return KsmdOrder::Rest { why };
     }
     run(facts, cores, memory, Burst::begin(facts, cores))
 }
@@ -337,7 +337,13 @@ fn is_due(facts: &Facts, judged: &Facts) -> bool {
     used_ms >= JUDGE_CPU_MS || facts.scans > judged.scans
 }
 
-fn end(facts: &Facts, floor: Bytes, memory: &mut BurstMemory, burst: &Burst, why: &str) -> Order {
+fn end(
+    facts: &Facts,
+    floor: Bytes,
+    memory: &mut BurstMemory,
+    burst: &Burst,
+    why: &str,
+) -> KsmdOrder {
     let (saved, cpu_s) = (burst.gained(facts), burst.cpu_s(facts));
     memory.burst = None;
     memory.done = burst.plan;
@@ -346,10 +352,10 @@ fn end(facts: &Facts, floor: Bytes, memory: &mut BurstMemory, burst: &Burst, why
         let hold = HOLD_MS.0 << (memory.unpaid - 1).min(16);
         facts.at.plus(hold.min(HOLD_MS.1))
     });
-    Order::Rest { why: format!("{why}: {saved} saved in {cpu_s:.1} s of CPU") }
+    KsmdOrder::Rest { why: format!("{why}: {saved} saved in {cpu_s:.1} s of CPU") }
 }
 
-fn run(facts: &Facts, cores: f64, memory: &mut BurstMemory, mut burst: Burst) -> Order {
+fn run(facts: &Facts, cores: f64, memory: &mut BurstMemory, mut burst: Burst) -> KsmdOrder {
     let scans = burst.scans(facts);
     if scans >= SCANS_LEAST && burst.judged.is_none_or(|judged| is_due(facts, &judged)) {
         burst.judged = Some(*facts);
@@ -365,7 +371,7 @@ fn run(facts: &Facts, cores: f64, memory: &mut BurstMemory, mut burst: Burst) ->
     );
     // After the second it is judged whether another is worth it, and so on.
     let more = SCANS_LEAST.saturating_sub(scans).max(1);
-    Order::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }
+    KsmdOrder::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }
 }
 
 /// What a page cost `ksmd`, microseconds; `None`: fewer pages than `enough`, or less time.

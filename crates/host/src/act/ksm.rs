@@ -14,7 +14,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use ebb_core::policy::merge::Order;
+use ebb_core::policy::merge::KsmdOrder;
 use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
 
@@ -139,8 +139,8 @@ impl KsmOwner {
     }
 
     /// What `ksmd` is to do. Only knobs that differ are written.
-    pub fn apply(&self, order: &Order) -> Result<(), KsmError> {
-        let Order::Run { batch, sleep_ms, .. } = order else { return self.set("run", "0") };
+    pub fn apply(&self, order: &KsmdOrder) -> Result<(), KsmError> {
+        let KsmdOrder::Run { batch, sleep_ms, .. } = order else { return self.set("run", "0") };
         // With it a late duplicate of an aged page is never found.
         self.set("smart_scan", "0")?;
         self.set("use_zero_pages", "1")?;
@@ -341,8 +341,8 @@ pub(super) mod tests {
         KNOBS.iter().filter_map(read).collect()
     }
 
-    fn order(batch: u64) -> Order {
-        Order::Run { batch, sleep_ms: 20, cores: 0.5, scans: u64::MAX, why: String::new() }
+    fn order(batch: u64) -> KsmdOrder {
+        KsmdOrder::Run { batch, sleep_ms: 20, cores: 0.5, scans: u64::MAX, why: String::new() }
     }
 
     #[test]
@@ -369,7 +369,7 @@ pub(super) mod tests {
         assert_eq!(values(&root), before, "taking changes nothing");
         owner.apply(&order(1500)).unwrap();
         assert_eq!(values(&root), ["1", "[none] scan-time", "1500", "20", "0", "1"]);
-        owner.apply(&Order::Rest { why: String::new() }).unwrap();
+        owner.apply(&KsmdOrder::Rest { why: String::new() }).unwrap();
         assert_eq!(values(&root)[0], "0");
         owner.release().unwrap();
         // The fixture keeps plain words where sysfs marks the chosen one.
@@ -517,8 +517,13 @@ pub(super) mod tests {
         write("max_ptes_shared", "256\n");
         write("max_ptes_none", "511\n");
         let state = dir.path().join("ksm.json");
-        let run =
-            Order::Run { batch: 9, sleep_ms: 9, cores: 0.1, scans: u64::MAX, why: String::new() };
+        let run = KsmdOrder::Run {
+            batch: 9,
+            sleep_ms: 9,
+            cores: 0.1,
+            scans: u64::MAX,
+            why: String::new(),
+        };
         let take = |hold_khugepaged| {
             let settings = KsmSettings { hold_khugepaged, ..KsmSettings::default() };
             let owner = KsmOwner::take(root.clone(), &state, settings).unwrap();

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ebb_core::plan::ScanOrder;
-use ebb_core::policy::merge::{Block, Candidates, Order, ranges};
+use ebb_core::policy::merge::{Block, Candidates, KsmdOrder, ranges};
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
@@ -58,7 +58,7 @@ pub struct Look {
 
 #[derive(Debug)]
 enum Job {
-    Order(Order),
+    Order(KsmdOrder),
     Look(VmId),
     Release(Sender<Result<(), String>>),
 }
@@ -106,7 +106,7 @@ pub struct KsmWorker {
     jobs: Option<SyncSender<Job>>,
     scans: Option<SyncSender<ScanJob>>,
     told: Shared,
-    sent: Option<(Order, Instant)>,
+    sent: Option<(KsmdOrder, Instant)>,
     dial: Arc<Dial>,
 }
 
@@ -124,7 +124,7 @@ impl KsmWorker {
         self.dial.set(cores);
     }
 
-    pub fn order(&mut self, order: &Order) {
+    pub fn order(&mut self, order: &KsmdOrder) {
         let same =
             self.sent.as_ref().is_some_and(|(o, at)| alike(o, order) && at.elapsed() < REPEAT);
         if !same && self.send(Job::Order(order.clone())) {
@@ -207,10 +207,10 @@ impl KsmWorker {
 }
 
 /// Whether two orders are the same. The speed is left out: [`KsmdThrottle`] corrects it.
-fn alike(a: &Order, b: &Order) -> bool {
+fn alike(a: &KsmdOrder, b: &KsmdOrder) -> bool {
     match (a, b) {
-        (Order::Rest { .. }, Order::Rest { .. }) => true,
-        (Order::Run { cores: a, scans: n, .. }, Order::Run { cores: b, scans: m, .. }) => {
+        (KsmdOrder::Rest { .. }, KsmdOrder::Rest { .. }) => true,
+        (KsmdOrder::Run { cores: a, scans: n, .. }, KsmdOrder::Run { cores: b, scans: m, .. }) => {
             (a, n) == (b, m)
         }
         _ => false,
@@ -440,13 +440,19 @@ mod tests {
             Waker::new().unwrap(),
         );
         let why = String::new();
-        merger.order(&Order::Run { batch: 500, sleep_ms: 20, cores: 0.1, scans: u64::MAX, why });
+        merger.order(&KsmdOrder::Run {
+            batch: 500,
+            sleep_ms: 20,
+            cores: 0.1,
+            scans: u64::MAX,
+            why,
+        });
         within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
         assert!(note.exists(), "written down before");
         // Somebody else sets it; the order comes again.
         merger.sent = None;
         fs::write(root.path("/sys/kernel/mm/ksm/run"), "1").unwrap();
-        merger.order(&Order::Rest { why: String::new() });
+        merger.order(&KsmdOrder::Rest { why: String::new() });
         within(|| (knob(&root, "run") == "0").then_some(()));
         merger.release(Duration::from_secs(20)).unwrap();
         assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("1".into(), "77".into()));

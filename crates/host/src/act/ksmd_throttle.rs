@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ebb_core::policy::merge::{JUDGED, Order, each_us, is_gentle, speed};
+use ebb_core::policy::merge::{JUDGED, KsmdOrder, each_us, is_gentle, speed};
 
 use super::ksm::{KsmOwner, KsmSettings};
 use crate::probe::ksm::{ksmd, number};
@@ -49,9 +49,9 @@ impl KsmdThrottle {
         KsmdThrottle { root, note, settings, wake, owner: None, burst: None }
     }
 
-    pub fn order(&mut self, order: &Order) -> Result<(), String> {
+    pub fn order(&mut self, order: &KsmdOrder) -> Result<(), String> {
         self.burst = None;
-        let Order::Run { batch, sleep_ms, cores, scans, .. } = order else {
+        let KsmdOrder::Run { batch, sleep_ms, cores, scans, .. } = order else {
             return self.apply(order);
         };
         if self.scans()? >= *scans {
@@ -65,7 +65,7 @@ impl KsmdThrottle {
         Ok(())
     }
 
-    fn apply(&mut self, order: &Order) -> Result<(), String> {
+    fn apply(&mut self, order: &KsmdOrder) -> Result<(), String> {
         if self.owner.is_none() {
             let taken = KsmOwner::take(self.root.clone(), &self.note, self.settings);
             self.owner = Some(taken.map_err(|e| e.to_string())?);
@@ -74,7 +74,7 @@ impl KsmdThrottle {
     }
 
     fn rest(&mut self) -> Result<(), String> {
-        self.apply(&Order::Rest { why: String::new() })
+        self.apply(&KsmdOrder::Rest { why: String::new() })
     }
 
     fn scans(&self) -> Result<u64, String> {
@@ -161,8 +161,8 @@ mod tests {
             .unwrap();
     }
 
-    fn run(scans: u64) -> Order {
-        Order::Run { batch: 20_000, sleep_ms: 20, cores: 0.5, scans, why: String::new() }
+    fn run(scans: u64) -> KsmdOrder {
+        KsmdOrder::Run { batch: 20_000, sleep_ms: 20, cores: 0.5, scans, why: String::new() }
     }
 
     #[test]
@@ -194,7 +194,7 @@ mod tests {
         let mut keeper =
             KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
         let (batch, sleep_ms) = speed(0.008, 6.0);
-        let order = Order::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
+        let order = KsmdOrder::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
         keeper.order(&order).unwrap();
         keeper.keep().unwrap();
         let mut after = |pages, cpu_ms| {

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Candidates, Facts, LEAST, Order, govern, is_gentle, is_storm};
+use super::{Candidates, Facts, KsmdOrder, LEAST, govern, is_gentle, is_storm};
 use crate::config::MergeMode;
 use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
 use crate::plan::{MergeOrder, MergePlan, ScanOrder};
@@ -271,7 +271,7 @@ fn steer(
     let mut room = Room::of(model, ksm);
     if let Err(why) = group {
         next.govern.burst = None;
-        plan.ksmd = Some(Order::Rest { why: why.clone() });
+        plan.ksmd = Some(KsmdOrder::Rest { why: why.clone() });
         // Their agents are told to close all.
         let agents = vms.iter().filter(|(vm, _)| vm.agent.as_ref().is_some_and(|a| !a.observes));
         let stays = agents.filter(|(vm, part)| !room.take(vm, part, true));
@@ -329,12 +329,12 @@ fn steer(
         None => govern(&facts, &host.config.settings, &mut next.govern),
         Some(why) => {
             next.govern.burst = None;
-            Order::Rest { why }
+            KsmdOrder::Rest { why }
         }
     };
     plan.why = match &order {
-        Order::Run { why, .. } => format!("ksmd works: {why}"),
-        Order::Rest { why } => format!("ksmd rests: {why}"),
+        KsmdOrder::Run { why, .. } => format!("ksmd works: {why}"),
+        KsmdOrder::Rest { why } => format!("ksmd rests: {why}"),
     };
     plan.ksmd = Some(order);
 }

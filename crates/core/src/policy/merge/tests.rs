@@ -11,8 +11,8 @@ fn facts(at: u64, cpu_ms: u64, scans: u64, saved: u64) -> Facts {
     Facts { at: Stamp(at), planned, plan, cpu_ms, scans, saved, ..Facts::default() }
 }
 
-fn rests(order: &Order, with: &str) -> bool {
-    matches!(order, Order::Rest { why } if why.contains(with))
+fn rests(order: &KsmdOrder, with: &str) -> bool {
+    matches!(order, KsmdOrder::Rest { why } if why.contains(with))
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn nothing_runs_before_a_scan_has_found_enough() {
     let thin = Candidates { pages: 10_000_000, zeros: 0, duplicates: 200_000 };
     let thin = Facts { planned: thin, ..facts(0, 0, 0, 0) };
     assert!(rests(&govern(&thin, &s, &mut m), "less than the floor"));
-    assert!(matches!(govern(&facts(0, 0, 0, 0), &s, &mut m), Order::Run { .. }));
+    assert!(matches!(govern(&facts(0, 0, 0, 0), &s, &mut m), KsmdOrder::Run { .. }));
 }
 
 #[test]
@@ -35,14 +35,14 @@ fn a_burst_ends_when_it_no_longer_pays_and_does_not_begin_again_for_the_same_pla
     let mut m = BurstMemory::default();
     let s = Settings::default();
     let mut step = |f: Facts| govern(&f, &s, &mut m);
-    assert!(matches!(step(facts(0, 0, 10, 0)), Order::Run { .. }));
-    assert!(matches!(step(facts(1000, 5000, 11, 0)), Order::Run { .. }), "not seen twice yet");
-    assert!(matches!(step(facts(2000, 7000, 12, 78_000)), Order::Run { .. }));
+    assert!(matches!(step(facts(0, 0, 10, 0)), KsmdOrder::Run { .. }));
+    assert!(matches!(step(facts(1000, 5000, 11, 0)), KsmdOrder::Run { .. }), "not seen twice yet");
+    assert!(matches!(step(facts(2000, 7000, 12, 78_000)), KsmdOrder::Run { .. }));
     let done = step(facts(3000, 9500, 13, 78_100));
     assert!(rests(&done, "saves less than the floor now: 305 MiB saved in 9.5 s"), "{done:?}");
     assert!(rests(&step(facts(4000, 9500, 13, 78_100)), "until the next scan"));
     let again = Facts { plan: 2, ..facts(5000, 9500, 13, 78_100) };
-    assert!(matches!(step(again), Order::Run { .. }));
+    assert!(matches!(step(again), KsmdOrder::Run { .. }));
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
     for n in 0..8u64 {
         let at = n * 10_000_000;
         let begin = Facts { plan: n + 1, ..facts(at, n * 9000, n * 9, 0) };
-        assert!(matches!(govern(&begin, &s, &mut m), Order::Run { .. }), "{n}");
+        assert!(matches!(govern(&begin, &s, &mut m), KsmdOrder::Run { .. }), "{n}");
         let end = Facts { plan: n + 1, ..facts(at + 1, n * 9000 + 8000, n * 9 + 3, 0) };
         assert!(rests(&govern(&end, &s, &mut m), "saves less"), "{n}");
         let held = m.hold_until.unwrap().since(Stamp(at + 1));
@@ -61,7 +61,7 @@ fn a_burst_that_did_not_pay_is_followed_by_ever_longer_rests() {
         assert!(rests(&govern(&soon, &s, &mut m), "did not pay"));
     }
     let short = Facts { plan: 99, state: Pressure::Hard, ..facts(70_000_003, 71_000, 66, 0) };
-    assert!(matches!(govern(&short, &s, &mut m), Order::Run { .. }), "a short host tries");
+    assert!(matches!(govern(&short, &s, &mut m), KsmdOrder::Run { .. }), "a short host tries");
 }
 
 #[test]
@@ -70,9 +70,12 @@ fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not(
     let s = Settings::default();
     let mut step = |f: Facts| govern(&f, &s, &mut m);
     step(facts(0, 0, 0, 0));
-    assert!(matches!(step(facts(1, 300, 4, 18_000)), Order::Run { .. }), "little CPU, much saved");
-    assert!(matches!(step(facts(2, 400, 4, 18_000)), Order::Run { .. }), "the same scan");
-    assert!(matches!(step(facts(3, 600, 5, 32_000)), Order::Run { .. }));
+    assert!(
+        matches!(step(facts(1, 300, 4, 18_000)), KsmdOrder::Run { .. }),
+        "little CPU, much saved"
+    );
+    assert!(matches!(step(facts(2, 400, 4, 18_000)), KsmdOrder::Run { .. }), "the same scan");
+    assert!(matches!(step(facts(3, 600, 5, 32_000)), KsmdOrder::Run { .. }));
     assert!(rests(&step(facts(4, 700, 6, 32_010)), "less than the floor now: 125 MiB"));
     govern(&Facts { plan: 2, ..facts(5, 700, 6, 32_010) }, &s, &mut m);
     let many = Facts { plan: 2, ..facts(6, 800, 70, 90_000) };
@@ -83,7 +86,7 @@ fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not(
 fn a_burst_ends_at_once_when_all_that_was_found_is_merged() {
     let mut m = BurstMemory::default();
     let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
-    let Order::Run { scans, .. } = step(facts(0, 0, 7, 5_000)) else { panic!() };
+    let KsmdOrder::Run { scans, .. } = step(facts(0, 0, 7, 5_000)) else { panic!() };
     assert_eq!(scans, 9, "two scans, then it is judged");
     assert!(rests(&step(facts(1, 900, 9, 85_000)), "all that was found is merged: 312 MiB"));
     assert!(m.unpaid == 0 && m.hold_until.is_none());
@@ -95,9 +98,9 @@ fn counters_that_fall_because_guests_wrote_end_no_burst() {
     let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);
     step(facts(0, 0, 0, 90_000));
     // What was broken long ago leaves the counters while the rest is merged.
-    assert!(matches!(step(facts(1, 1500, 1, 30_000)), Order::Run { scans: 2, .. }));
-    assert!(matches!(step(facts(2, 4000, 2, 60_000)), Order::Run { scans: 3, .. }));
-    assert!(matches!(step(facts(3, 5000, 3, 100_000)), Order::Run { scans: 4, .. }));
+    assert!(matches!(step(facts(1, 1500, 1, 30_000)), KsmdOrder::Run { scans: 2, .. }));
+    assert!(matches!(step(facts(2, 4000, 2, 60_000)), KsmdOrder::Run { scans: 3, .. }));
+    assert!(matches!(step(facts(3, 5000, 3, 100_000)), KsmdOrder::Run { scans: 4, .. }));
     assert!(rests(&step(facts(4, 5200, 4, 110_500)), "all that was found is merged: 314 MiB"));
 }
 
@@ -106,8 +109,8 @@ fn the_speed_follows_what_pages_cost_of_late() {
     let mut m = BurstMemory::default();
     let s = Settings { cores: 0.5, clear_cores: 0.5, ..Settings::default() };
     let mut batch = |f: Facts| match govern(&f, &s, &mut m) {
-        Order::Run { batch, cores, .. } => (batch, cores),
-        Order::Rest { why } => panic!("{why}"),
+        KsmdOrder::Run { batch, cores, .. } => (batch, cores),
+        KsmdOrder::Rest { why } => panic!("{why}"),
     };
     let at = |cpu, scanned| Facts { scanned: Some(scanned), ..facts(cpu, cpu, 0, 0) };
     assert_eq!(batch(at(0, 0)), (20_000, 0.5), "first looks are cheap");
@@ -171,7 +174,7 @@ proptest! {
         for i in 0..steps as u64 {
             let planned = Candidates { pages, zeros: pages / 3, duplicates: pages / 4 };
             let f = Facts { planned, plan: plan + i % 2, ..facts(at + i, cpu, scans * i, saved) };
-            if let Order::Run { batch, sleep_ms, .. } = govern(&f, &Settings::default(), &mut m) {
+            if let KsmdOrder::Run { batch, sleep_ms, .. } = govern(&f, &Settings::default(), &mut m) {
                 prop_assert!(batch <= BATCH_MOST && sleep_ms >= 1);
             }
         }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::model::Pressure;
-use ebb_core::policy::merge::{Candidates, Order, Settings};
+use ebb_core::policy::merge::{Candidates, KsmdOrder, Settings};
 use ebb_core::units::{Bytes, PAGE};
 use ebb_host::linux::LinuxHost;
 use ebb_host::probe::ksm::{ksmd, read_ksm};
@@ -209,8 +209,8 @@ impl<'a> Runner<'a> {
             return Ok(course.is_still(self.kind.still(), ideal.share(0.002)));
         };
         match steadily(|| governor.step(LinuxHost::now(), Pressure::Clear))? {
-            Order::Run { .. } => Ok(false),
-            Order::Rest { why } => {
+            KsmdOrder::Run { .. } => Ok(false),
+            KsmdOrder::Rest { why } => {
                 self.why = why;
                 Ok(true)
             }

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use ebb_core::model::Pressure;
-use ebb_core::policy::merge::{BurstMemory, Candidates, Facts, Order, Settings, govern};
+use ebb_core::policy::merge::{BurstMemory, Candidates, Facts, KsmdOrder, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
 use ebb_host::act::ksm::{KsmError, KsmOwner, KsmSettings};
 use ebb_host::probe::ksm::{ksmd, read_ksm};
@@ -48,7 +48,7 @@ impl Governor {
         self.plan += 1;
     }
 
-    pub fn step(&mut self, at: Stamp, state: Pressure) -> Result<Order, KsmError> {
+    pub fn step(&mut self, at: Stamp, state: Pressure) -> Result<KsmdOrder, KsmError> {
         let facts = self.facts(at, state)?;
         let order = govern(&facts, &self.settings, &mut self.memory);
         self.owner.apply(&order)?;

@@ -70,7 +70,7 @@ fn once(config: &str, vms: Vec<VmSample>) -> MergePlan {
 }
 
 fn runs(plan: &MergePlan) -> bool {
-    matches!(plan.ksmd, Some(Order::Run { .. }))
+    matches!(plan.ksmd, Some(KsmdOrder::Run { .. }))
 }
 
 fn switched(plan: &MergePlan) -> Vec<(u32, bool)> {
@@ -429,7 +429,7 @@ fn a_host_that_lacks_memory_merges_as_a_short_one_and_looks_at_new_vms_sooner() 
             &mut Memory::default(),
             &sample(900, Bytes::gib(50), vec![vm(1, "a")]),
         );
-        let Some(Order::Run { cores, .. }) = run.ksmd else { panic!("{run:?}") };
+        let Some(KsmdOrder::Run { cores, .. }) = run.ksmd else { panic!("{run:?}") };
         let mut memory = Memory::default();
         memory.merge.govern.done = 1;
         let mut scan = |at: u64, took: u64| {
