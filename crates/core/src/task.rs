@@ -164,16 +164,16 @@ impl ZeroSample {
 }
 
 /// An order about one VM that is carried out beside the loop.
-pub trait Order: Clone + fmt::Debug + Send + 'static {
+pub trait TaskOrder: Clone + fmt::Debug + Send + 'static {
     /// What its orders have done.
-    type Told;
+    type Sample;
     fn vm(&self) -> VmId;
     /// Those of a plan.
     fn list(orders: &Orders) -> &[Self];
     /// Where a sample has what they have done.
-    fn told(tasks: &mut Tasks) -> &mut Option<Self::Told>;
+    fn sample(tasks: &mut Tasks) -> &mut Option<Self::Sample>;
     /// There, whether one is under way, and what was wrong with the last one.
-    fn state(told: &mut Self::Told) -> (&mut bool, &mut Option<String>);
+    fn state(sample: &mut Self::Sample) -> (&mut bool, &mut Option<String>);
 }
 
 /// An order of any mechanism, as the log and `ebb plan` tell it.
@@ -209,7 +209,7 @@ pub struct LastOrder {
 macro_rules! tasks {
     ($(
         $(#[$meta:meta])*
-        $key:ident: $order:ident => $told:ident,
+        $key:ident: $order:ident => $sample:ident,
             takes $takes:literal, always_logged $logged:literal, $title:literal;
     )*) => {
         /// What is begun beside the loop, by mechanism.
@@ -223,7 +223,7 @@ macro_rules! tasks {
         #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
         #[serde(default)]
         pub struct Tasks {
-            $($(#[$meta])* #[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<$told>,)*
+            $($(#[$meta])* #[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<$sample>,)*
         }
 
         /// When each mechanism was last ordered of a VM.
@@ -233,13 +233,13 @@ macro_rules! tasks {
             $(#[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<LastOrder>,)*
         }
 
-        $(impl Order for $order {
-            type Told = $told;
+        $(impl TaskOrder for $order {
+            type Sample = $sample;
             fn vm(&self) -> VmId { self.vm }
             fn list(orders: &Orders) -> &[$order] { &orders.$key }
-            fn told(tasks: &mut Tasks) -> &mut Option<$told> { &mut tasks.$key }
-            fn state(told: &mut $told) -> (&mut bool, &mut Option<String>) {
-                (&mut told.busy, &mut told.error)
+            fn sample(tasks: &mut Tasks) -> &mut Option<$sample> { &mut tasks.$key }
+            fn state(sample: &mut $sample) -> (&mut bool, &mut Option<String>) {
+                (&mut sample.busy, &mut sample.error)
             }
         })*
 
@@ -263,15 +263,15 @@ macro_rules! tasks {
         impl Tasks {
             /// Whether something is under way.
             pub fn is_busy(&self) -> bool {
-                $(self.$key.as_ref().is_some_and(|told| told.busy))||*
+                $(self.$key.as_ref().is_some_and(|sample| sample.busy))||*
             }
 
             /// Titles and words.
             pub fn lines(&self) -> Vec<(&'static str, String)> {
                 let mut lines = Vec::new();
-                $(lines.extend(self.$key.as_ref().map(|told| {
-                    let error = told.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-                    ($title, told.words() + &error)
+                $(lines.extend(self.$key.as_ref().map(|sample| {
+                    let error = sample.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
+                    ($title, sample.words() + &error)
                 }));)*
                 lines
             }

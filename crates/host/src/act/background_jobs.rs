@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
 
 use ebb_core::sample::VmId;
-use ebb_core::task::{Order, Orders, Tasks};
+use ebb_core::task::{Orders, TaskOrder, Tasks};
 
 use super::worker;
 use crate::lock;
@@ -18,17 +18,20 @@ use crate::root::Root;
 const WAITING: usize = 64;
 
 /// What a sample tells of a VM's orders.
-pub(crate) trait Told: Clone + Default + Send + Debug + 'static {
+pub(crate) trait TaskSample: Clone + Default + Send + Debug + 'static {
     /// What carrying one out results in; by default it has done nothing.
-    type Done: Default;
-    fn add(&mut self, done: Self::Done);
+    type Outcome: Default;
+    fn add(&mut self, outcome: Self::Outcome);
 }
 
 /// An order came to its end, or could not be given.
-fn over<O: Order<Told: Told>>(told: &mut O::Told, done: Result<<O::Told as Told>::Done, String>) {
-    let failed = done.as_ref().err().cloned();
-    told.add(done.unwrap_or_default());
-    let (busy, error) = O::state(told);
+fn over<O: TaskOrder<Sample: TaskSample>>(
+    sample: &mut O::Sample,
+    outcome: Result<<O::Sample as TaskSample>::Outcome, String>,
+) {
+    let failed = outcome.as_ref().err().cloned();
+    sample.add(outcome.unwrap_or_default());
+    let (busy, error) = O::state(sample);
     (*busy, *error) = (false, failed);
 }
 
@@ -43,7 +46,7 @@ pub(crate) struct At<'a> {
 
 /// Carries an order out; the last argument is kept for the VM's next one.
 pub(crate) type Work<O, C> =
-    fn(At<'_>, &O, &mut C) -> Result<<<O as Order>::Told as Told>::Done, String>;
+    fn(At<'_>, &O, &mut C) -> Result<<<O as TaskOrder>::Sample as TaskSample>::Outcome, String>;
 
 /// A mechanism that works beside the loop.
 pub(crate) trait Background: Debug + Send {
@@ -65,27 +68,27 @@ struct Job<O> {
 }
 
 #[derive(Debug)]
-pub(crate) struct BackgroundJobs<O: Order<Told: Told>, C> {
+pub(crate) struct BackgroundJobs<O: TaskOrder<Sample: TaskSample>, C> {
     root: Root,
     name: &'static str,
     work: Work<O, C>,
     jobs: Option<SyncSender<Job<O>>>,
-    told: Shared<O::Told>,
+    samples: Shared<O::Sample>,
 }
 
-impl<O: Order<Told: Told>, C: Default + 'static> BackgroundJobs<O, C> {
+impl<O: TaskOrder<Sample: TaskSample>, C: Default + 'static> BackgroundJobs<O, C> {
     pub fn new(root: &Root, name: &'static str, work: Work<O, C>) -> BackgroundJobs<O, C> {
-        BackgroundJobs { root: root.clone(), name, work, jobs: None, told: Arc::default() }
+        BackgroundJobs { root: root.clone(), name, work, jobs: None, samples: Arc::default() }
     }
 
     fn begin(&mut self, job: Job<O>) {
         let jobs = self.jobs.get_or_insert_with(|| {
-            let (root, told, work) = (self.root.clone(), self.told.clone(), self.work);
-            worker(self.name, WAITING, move |jobs| run(&root, &jobs, &told, work))
+            let (root, samples, work) = (self.root.clone(), self.samples.clone(), self.work);
+            worker(self.name, WAITING, move |jobs| run(&root, &jobs, &samples, work))
         });
         // Held while it is sent: its end must not be told before its beginning.
-        let mut told = lock(&self.told);
-        let sample = told.entry(job.order.vm()).or_default();
+        let mut samples = lock(&self.samples);
+        let sample = samples.entry(job.order.vm()).or_default();
         match jobs.try_send(job) {
             Ok(()) => *O::state(sample).0 = true,
             Err(e) => over::<O>(sample, Err(format!("cannot be ordered: {e}"))),
@@ -93,7 +96,9 @@ impl<O: Order<Told: Told>, C: Default + 'static> BackgroundJobs<O, C> {
     }
 }
 
-impl<O: Order<Told: Told>, C: Default + Debug + 'static> Background for BackgroundJobs<O, C> {
+impl<O: TaskOrder<Sample: TaskSample>, C: Default + Debug + 'static> Background
+    for BackgroundJobs<O, C>
+{
     fn order(&mut self, orders: &Orders, cgroup: &dyn Fn(VmId) -> Option<PathBuf>) {
         for order in O::list(orders) {
             self.begin(Job { order: order.clone(), cgroup: cgroup(order.vm()) });
@@ -101,33 +106,33 @@ impl<O: Order<Told: Told>, C: Default + Debug + 'static> Background for Backgrou
     }
 
     fn tell(&self, vm: VmId, tasks: &mut Tasks) {
-        *O::told(tasks) = lock(&self.told).get(&vm).cloned();
+        *O::sample(tasks) = lock(&self.samples).get(&vm).cloned();
     }
 
     fn keep(&mut self, alive: &dyn Fn(&VmId) -> bool) {
         if self.jobs.is_some() {
-            lock(&self.told).retain(|id, _| alive(id));
+            lock(&self.samples).retain(|id, _| alive(id));
         }
     }
 }
 
-fn run<O: Order<Told: Told>, C: Default>(
+fn run<O: TaskOrder<Sample: TaskSample>, C: Default>(
     root: &Root,
     jobs: &Receiver<Job<O>>,
-    told: &Shared<O::Told>,
+    samples: &Shared<O::Sample>,
     work: Work<O, C>,
 ) {
     let mut kept: BTreeMap<VmId, C> = BTreeMap::new();
     while let Ok(Job { order, cgroup }) = jobs.recv() {
         let vm = order.vm();
         let at = At { root, vm, cgroup: cgroup.as_deref() };
-        let done = work(at, &order, kept.entry(vm).or_default());
+        let outcome = work(at, &order, kept.entry(vm).or_default());
         if kept.len() > 10 * WAITING {
             kept.clear();
         }
         // A VM that was forgotten meanwhile stays so.
-        if let Some(sample) = lock(told).get_mut(&vm) {
-            over::<O>(sample, done);
+        if let Some(sample) = lock(samples).get_mut(&vm) {
+            over::<O>(sample, outcome);
         }
     }
 }

@@ -17,7 +17,7 @@ use ebb_core::sample::ProcessMemory;
 use ebb_core::task::{OffloadOrder, OffloadSample};
 use ebb_core::units::Bytes;
 
-use super::background_jobs::{At, Told};
+use super::background_jobs::{At, TaskSample};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_mappings;
 use crate::sys::Range;
@@ -34,8 +34,8 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
     Some(Range { start, len: PIECE.min(at.end() - start) })
 }
 
-impl Told for OffloadSample {
-    type Done = Bytes;
+impl TaskSample for OffloadSample {
+    type Outcome = Bytes;
 
     fn add(&mut self, paged_out: Bytes) {
         self.paged_out += paged_out;

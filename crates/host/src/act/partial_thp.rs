@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ebb_core::task::{PartialThpOrder, PartialThpSample};
 use ebb_core::units::{Bytes, PAGE};
 
-use super::background_jobs::{At, Told};
+use super::background_jobs::{At, TaskSample};
 use super::process::{Advice, Process};
 use crate::probe::maps::read_ram_neighbours;
 use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
@@ -20,7 +20,7 @@ use crate::sys::Range;
 
 const HUGE: u64 = 2 << 20;
 const PAGES: usize = (HUGE / PAGE) as usize;
-/// Told of at a time.
+/// The kernel is told of this many at a time.
 const BATCH: usize = 32;
 /// A huge page that lacks fewer pages is left: to split it takes as long as for many.
 const LEAST: usize = 16;
@@ -31,17 +31,17 @@ const PARTIAL: &str =
     "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Done {
+pub struct PartialThpOutcome {
     split: u64,
     freed: Bytes,
     /// It did not come to the end of RAM.
     more: bool,
 }
 
-impl Told for PartialThpSample {
-    type Done = Done;
+impl TaskSample for PartialThpSample {
+    type Outcome = PartialThpOutcome;
 
-    fn add(&mut self, done: Done) {
+    fn add(&mut self, done: PartialThpOutcome) {
         self.split += done.split;
         self.freed += done.freed;
         self.more = done.more;
@@ -53,8 +53,8 @@ pub(super) fn carry_out(
     At { root, vm, .. }: At<'_>,
     order: &PartialThpOrder,
     cursor: &mut u64,
-) -> Result<Done, String> {
-    let mut done = Done::default();
+) -> Result<PartialThpOutcome, String> {
+    let mut done = PartialThpOutcome::default();
     if none_is_partial(root) {
         return Ok(done);
     }
@@ -99,7 +99,7 @@ fn split(
     process: &Process<'_>,
     tables: &Tables,
     found: &mut Vec<Partial>,
-    done: &mut Done,
+    done: &mut PartialThpOutcome,
 ) -> Result<(), String> {
     let places: Vec<Range> = found.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
     process.advise(&places, Advice::Cold)?;

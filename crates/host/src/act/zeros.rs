@@ -24,7 +24,7 @@ use ebb_core::task::{ZeroOrder, ZeroSample};
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use super::background_jobs::{At, Told};
+use super::background_jobs::{At, TaskSample};
 use super::process::{Advice, Process};
 use crate::probe::pagemap::Pagemap;
 use crate::probe::vmstat::zeros_are_not_written;
@@ -45,7 +45,7 @@ pub fn ways(root: &Root) -> ZeroWays {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Done {
+pub struct ZeroOutcome {
     read: Bytes,
     chosen: Bytes,
     freed: Bytes,
@@ -53,10 +53,10 @@ pub struct Done {
     round: bool,
 }
 
-impl Told for ZeroSample {
-    type Done = Done;
+impl TaskSample for ZeroSample {
+    type Outcome = ZeroOutcome;
 
-    fn add(&mut self, done: Done) {
+    fn add(&mut self, done: ZeroOutcome) {
         self.read += done.read;
         self.chosen += done.chosen;
         self.freed += done.freed;
@@ -69,7 +69,7 @@ pub(super) fn carry_out(
     At { root, vm, .. }: At<'_>,
     order: &ZeroOrder,
     cursor: &mut u64,
-) -> Result<Done, String> {
+) -> Result<ZeroOutcome, String> {
     let process = Process::open(root, vm)?;
     let found = Found::look(root, vm, &order.name, "").map_err(|e| e.to_string())?;
     let found = found.ok_or("the process has ended")?;
@@ -92,7 +92,7 @@ pub(super) fn carry_out(
         *cursor = 0;
     }
     let freed = before - process.memory()?.resident();
-    Ok(Done { freed: freed.min(look.done.chosen), round, ..look.done })
+    Ok(ZeroOutcome { freed: freed.min(look.done.chosen), round, ..look.done })
 }
 
 /// The rest of RAM from here on, in windows that cut no huge page.
@@ -109,14 +109,14 @@ struct Look<'a> {
     pagemap: Pagemap,
     order: &'a ZeroOrder,
     buffer: Vec<u8>,
-    done: Done,
+    done: ZeroOutcome,
     swap: Bytes,
 }
 
 impl Look<'_> {
     fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<Look<'a>, String> {
         let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
-        let (buffer, done) = (vec![0; HUGE as usize], Done::default());
+        let (buffer, done) = (vec![0; HUGE as usize], ZeroOutcome::default());
         Ok(Look { pid, pagemap, order, buffer, done, swap: order.swap })
     }
 
