@@ -77,22 +77,22 @@ pub(super) fn carry_out(
     let mut ram = target.ram;
     subtract(&mut ram, &target.merged);
     let before = process.memory()?.resident();
-    let mut look = Look::open(root, vm.pid, order)?;
+    let mut scan = ZeroScan::open(root, vm.pid, order)?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut round = true;
     for window in windows(&ram, *cursor) {
-        if look.done.read >= order.read || Instant::now() >= until {
+        if scan.done.read >= order.read || Instant::now() >= until {
             round = false;
             break;
         }
-        look.window(window, &process)?;
+        scan.window(window, &process)?;
         *cursor = window.end();
     }
     if round {
         *cursor = 0;
     }
     let freed = before - process.memory()?.resident();
-    Ok(ZeroOutcome { freed: freed.min(look.done.chosen), round, ..look.done })
+    Ok(ZeroOutcome { freed: freed.min(scan.done.chosen), round, ..scan.done })
 }
 
 /// The rest of RAM from here on, in windows that cut no huge page.
@@ -104,7 +104,8 @@ fn windows(ram: &[Range], from: u64) -> Vec<Range> {
     rest.collect()
 }
 
-struct Look<'a> {
+/// An order while it is carried out.
+struct ZeroScan<'a> {
     pid: u32,
     pagemap: Pagemap,
     order: &'a ZeroOrder,
@@ -113,11 +114,11 @@ struct Look<'a> {
     swap: Bytes,
 }
 
-impl Look<'_> {
-    fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<Look<'a>, String> {
+impl ZeroScan<'_> {
+    fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<ZeroScan<'a>, String> {
         let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
         let (buffer, done) = (vec![0; HUGE as usize], ZeroOutcome::default());
-        Ok(Look { pid, pagemap, order, buffer, done, swap: order.swap })
+        Ok(ZeroScan { pid, pagemap, order, buffer, done, swap: order.swap })
     }
 
     fn window(&mut self, window: Range, process: &Process<'_>) -> Result<(), String> {
@@ -282,13 +283,13 @@ mod tests {
             reason: String::new(),
         };
         let process = Process::open(&root, vm).unwrap();
-        let mut look = Look::open(&root, id, &order).unwrap();
+        let mut scan = ZeroScan::open(&root, id, &order).unwrap();
         let before = memory.resident();
-        windows(&[memory.range], 0).into_iter().for_each(|w| look.window(w, &process).unwrap());
+        windows(&[memory.range], 0).into_iter().for_each(|w| scan.window(w, &process).unwrap());
         let (after, whole) = (memory.resident(), memory.in_huge_pages());
-        println!("{:?}; resident {before} → {after}; {huge} → {whole} in huge pages", look.done);
-        assert_eq!(look.done.read, Bytes(BLOCKS as u64 * HUGE));
-        assert!(look.done.chosen >= Bytes::mib(30), "{:?}", look.done);
+        println!("{:?}; resident {before} → {after}; {huge} → {whole} in huge pages", scan.done);
+        assert_eq!(scan.done.read, Bytes(BLOCKS as u64 * HUGE));
+        assert!(scan.done.chosen >= Bytes::mib(30), "{:?}", scan.done);
         assert!(before - after >= Bytes::mib(28), "{before} → {after}");
         // Who holds no zeros is not split.
         assert!(whole >= Bytes::mib(30), "{whole}");
