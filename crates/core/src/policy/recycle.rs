@@ -438,7 +438,11 @@ mod tests {
         assert_eq!(orders(true, VmMemory::default()), 0, "at work");
         let order = |to| {
             let moved_from = Bytes::gib(2);
-            Some(crate::state::Order { to: Bytes::gib(to), moved_from, ..Default::default() })
+            Some(crate::state::BalloonOrder {
+                to: Bytes::gib(to),
+                moved_from,
+                ..Default::default()
+            })
         };
         assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
         assert_eq!(

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 pub use self::boot::{Reboot, SETTLE_MS, Start};
 pub(super) use self::order::LOOK_MS;
 pub use self::order::{
-    Given, HARM_MS, Order, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
+    BalloonOrder, Given, HARM_MS, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
     STUCK_MOST_MS,
 };
 pub use self::returned::{Returned, Seen};
@@ -43,7 +43,7 @@ pub struct VmMemory {
     pub socket: Option<String>,
     pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
-    pub order: Option<Order>,
+    pub order: Option<BalloonOrder>,
     pub last_take: Option<Stamp>,
     /// What its guest needed when it was last asked.
     pub need_then: Option<Bytes>,

@@ -11,7 +11,7 @@ mod take;
 use super::*;
 use crate::model::{GuestModel, HostModel, Limit};
 use crate::sample::VmId;
-use crate::state::{Order, Recent, Yields};
+use crate::state::{BalloonOrder, Recent, Yields};
 use crate::units::Stamp;
 
 const NOW: Stamp = Stamp(1_000_000);

@@ -81,7 +81,7 @@ pub struct Raised {
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Order {
+pub struct BalloonOrder {
     pub to: Bytes,
     /// The size when it last moved.
     pub moved_from: Bytes,
@@ -106,7 +106,7 @@ impl VmMemory {
         if let Some(ram) = ram {
             self.ledger.order(ram, action.to, answered);
         }
-        let same = |o: &Order| (o.to > action.from) == action.gives();
+        let same = |o: &BalloonOrder| (o.to > action.from) == action.gives();
         let before = self.order.filter(same);
         let given = action.to - before.map_or(action.from, |o| o.to);
         let since = before.map_or(at, |o| o.since);
@@ -114,7 +114,7 @@ impl VmMemory {
         let cuts_short =
             self.order.is_some_and(|o| o.to < action.from && (o.to < action.to || o.cuts_short));
         let (to, moved_from) = (action.to, action.from);
-        let order = Order { to, moved_from, still_ms, since, cuts_short };
+        let order = BalloonOrder { to, moved_from, still_ms, since, cuts_short };
         if before.is_none() {
             self.rate = 0.0;
         }

@@ -39,7 +39,7 @@ fn who_is_not_managed_any_more_has_what_was_taken_returned() {
 #[test]
 fn an_order_that_moves_nothing_is_withdrawn_and_one_under_way_is_waited_for() {
     let order = |to, age| VmMemory {
-        order: Some(Order {
+        order: Some(BalloonOrder {
             to: Bytes::mib(to),
             moved_from: Bytes::mib(1024),
             still_ms: age,
@@ -92,7 +92,7 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
     one.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
     one.standing = Standing::GiveOnly("hands off".into());
     let at = Stamp(1000);
-    let moves = |to: u64| crate::state::Order {
+    let moves = |to: u64| crate::state::BalloonOrder {
         to: Bytes::mib(to),
         moved_from: Bytes::mib(900),
         still_ms: 0,
@@ -121,7 +121,7 @@ fn hands_off_means_hands_off() {
 #[test]
 fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_be_given() {
     let kept = |available, change: fn(&mut VmModel)| {
-        let order = Order {
+        let order = BalloonOrder {
             to: Bytes::mib(512),
             moved_from: Bytes::mib(700),
             still_ms: 500,
@@ -170,7 +170,8 @@ fn an_order_to_shrink_below_its_need_ends_though_the_host_has_nothing_left() {
         let mut short = vm(1, 600, 38);
         short.distress = "38 MiB available".into();
         let (to, moved_from) = (Bytes::mib(to), Bytes::mib(700));
-        let order = Order { to, moved_from, since: Stamp(NOW.0 - 1000), ..Order::default() };
+        let order =
+            BalloonOrder { to, moved_from, since: Stamp(NOW.0 - 1000), ..BalloonOrder::default() };
         let m = VmMemory { order: Some(order), ..remembered(1) };
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
         host.limits[0].swap_left = Bytes::ZERO;

@@ -304,7 +304,7 @@ fn doubted_guests_are_asked_gently_and_followers_faster() {
 #[test]
 fn what_a_slow_or_stuck_guest_does_not_bring_others_are_asked_for() {
     let ask = |still_ms, rate| {
-        let order = Order {
+        let order = BalloonOrder {
             to: Bytes::mib(600),
             moved_from: Bytes::mib(1024),
             still_ms,
@@ -325,7 +325,11 @@ fn a_balloon_brings_what_the_host_holds_of_it() {
     let ask = |resident, to, hot| {
         let mut one = VmModel { resident: Some(Bytes::mib(resident)), ..vm(1, 1024, 900) };
         one.guest.as_mut().unwrap().working_set += Bytes::mib(hot);
-        let order = Order { to: Bytes::mib(to), moved_from: Bytes::mib(1024), ..Order::default() };
+        let order = BalloonOrder {
+            to: Bytes::mib(to),
+            moved_from: Bytes::mib(1024),
+            ..BalloonOrder::default()
+        };
         let m = VmMemory { order: Some(order), rate: 1e9, ..remembered(1) };
         let vms = vec![one, vm(2, 1024, 900)];
         let v = decide(host(Pressure::Hard, 400, 0), vms, vec![m]);
