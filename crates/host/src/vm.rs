@@ -81,7 +81,7 @@ enum Kick {
 
 /// An order to the balloon that QEMU has not answered.
 #[derive(Clone, Copy, Debug)]
-struct Order {
+struct PendingOrder {
     command: u64,
     to: Bytes,
     /// `ordered` and `loose` before it.
@@ -220,7 +220,7 @@ pub(crate) struct Vm {
     /// How often it is to ask as far as Ebb knows.
     interval: Option<u64>,
     /// Orders that QEMU has not answered, oldest first.
-    orders: Vec<Order>,
+    orders: Vec<PendingOrder>,
     /// What order is in force is not known: QEMU has not answered the last one, or it was an
     /// earlier daemon's.
     loose: bool,

@@ -5,7 +5,7 @@ use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
 
-use super::{Ask, Kick, Order, Vm};
+use super::{Ask, Kick, PendingOrder, Vm};
 use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
@@ -36,7 +36,7 @@ impl Vm {
             }
         };
         let command = client.send("balloon", Some(json!({ "value": balloon.0 })))?;
-        self.orders.push(Order { command, to: target, before: (self.ordered, self.loose) });
+        self.orders.push(PendingOrder { command, to: target, before: (self.ordered, self.loose) });
         (self.ordered, self.loose) = (Some(target), true);
         self.done_late = self.done_late.filter(|to| *to == target);
         Ok(command)
@@ -46,7 +46,7 @@ impl Vm {
     /// carried out. QEMU takes them one by one, so those before it are over.
     pub fn answered(&mut self, command: u64, carried_out: bool) {
         let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
-        let over: Vec<Order> = self.orders.drain(..=at).collect();
+        let over: Vec<PendingOrder> = self.orders.drain(..=at).collect();
         let to = over.last().map(|order| order.to);
         // QEMU's answers to those before are not taken any more.
         self.client

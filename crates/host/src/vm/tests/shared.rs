@@ -207,7 +207,7 @@ fn of_two_orders_that_were_not_sent_neither_is_in_force() {
     }
     assert_eq!((vm.ordered, vm.loose), (Some(Bytes::mib(900)), false));
     // The first one was carried out, and the second was not sent.
-    let order = |command, size| Order {
+    let order = |command, size| PendingOrder {
         command,
         to: Bytes::mib(size),
         before: (Some(Bytes::mib(900)), true),
