@@ -27,8 +27,10 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 
-use self::decisions::Done;
-pub use self::decisions::{DRY_RUN, Decision, Order, decisions, forbidden, guest_words, unheeded};
+use self::decisions::DecidedByVm;
+pub use self::decisions::{
+    ActionView, DRY_RUN, Decision, decisions, forbidden, guest_words, unheeded,
+};
 
 /// Reads a part of an answer; what this version cannot read is as if it were not there.
 pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
@@ -245,7 +247,7 @@ Stage(stage: StageName, plan: &Plan, memory: &Memory):
 view! {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&VmMemory>):
+Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered: Option<&VmMemory>):
     name: String = m.name.clone();
     pid: u32 = m.id.pid;
     /// What Ebb can do for it: `none`, `stock`, `agent` or `guest`.
@@ -300,7 +302,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
     hands_off: Option<HandsOff> = m.hands_off;
     distress: String = m.distress.clone();
     /// What was decided last, and why.
-    verdict: String = done.verdict(m.id);
+    verdict: String = decided.verdict(m.id);
     /// How often slack was doubled because recycled memory came back.
     recycle_backoff: u32 = remembered.map_or(0, |r| r.recycle.backoff);
     /// What came back from it, by mechanism.
@@ -333,11 +335,11 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, done: &Done<'_>, remembered: Option<&
 impl State {
     /// The view of a tick. `daemon` is filled by the caller.
     pub fn new(tick: &Tick, model: &Model, memory: &Memory, daemon: Daemon) -> State {
-        let (samples, done) = (&tick.sample.vms, Done::of(tick));
+        let (samples, decided) = (&tick.sample.vms, DecidedByVm::of(tick));
         let several = model.host.limits.len() > 1;
         let vm = |(m, s): (&VmModel, &VmSample)| Vm {
             bound: model.limit_of(m).filter(|_| several).map(|l| l.name.clone()),
-            ..Vm::new(m, s, tick, &done, memory.vm(m.id))
+            ..Vm::new(m, s, tick, &decided, memory.vm(m.id))
         };
         let vms: Vec<Vm> = model.vms.iter().zip(samples).map(vm).collect();
         State {

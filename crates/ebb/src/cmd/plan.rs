@@ -11,13 +11,13 @@ use serde_json::Value;
 
 use crate::daemon_client;
 use crate::table::{emit_as, known, table};
-use crate::view::{Order, Stage, State, lenient, lenient_list, lenient_parts};
+use crate::view::{ActionView, Stage, State, lenient, lenient_list, lenient_parts};
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Told {
+struct PlanView {
     #[serde(deserialize_with = "lenient_list")]
-    actions: Vec<Order>,
+    actions: Vec<ActionView>,
     #[serde(flatten, deserialize_with = "lenient_parts")]
     orders: Orders,
     #[serde(deserialize_with = "lenient")]
@@ -70,7 +70,7 @@ fn text(a: &Admission) -> String {
     out + &format!("worst case: {}\n", a.worst_case.why)
 }
 
-fn by_stage(plan: &Told, totals: &[Stage]) -> String {
+fn by_stage(plan: &PlanView, totals: &[Stage]) -> String {
     let orders = plan.orders.each();
     if plan.stages.is_empty() && plan.actions.is_empty() && orders.is_empty() {
         return "nothing is missing, nothing is done\n".into();

@@ -20,19 +20,19 @@ view! {
 /// A decision, as `/v1/decisions` and `explain` tell it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-Decision(at: &Tick, a: &Action, model: &Model, done: &Done<'_>):
+Decision(at: &Tick, a: &Action, model: &Model, decided: &DecidedByVm<'_>):
     /// When, milliseconds since 1970.
     wall_ms: u64 = at.sample.wall_ms;
     tick: u64 = at.number;
     /// What was to be done and why.
-    action: Order = Order::new(a);
+    action: ActionView = ActionView::new(a);
     reason: String = a.reason.to_string();
     /// The host as it was.
     host: String = format!("{}: {}", model.host.state, model.host.why);
     /// The guest as it was.
     guest: String = model.vm(a.vm).map(guest_words).unwrap_or_default();
     /// `None`: QEMU took the order. In a dry run: `dry run`.
-    error: Option<String> = match done.outcomes.get(&a.vm) {
+    error: Option<String> = match decided.outcomes.get(&a.vm) {
         Some(o) => o.error.clone(),
         None if !at.applied => Some(DRY_RUN.into()),
         None => Some("no outcome".into()),
@@ -43,7 +43,7 @@ view! {
 /// An [`Action`], as clients read it: its rule may be one that they do not know yet.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-Order(a: &Action):
+ActionView(a: &Action):
     #[serde(deserialize_with = "lenient")]
     vm: VmId = a.vm;
     name: String = a.name.clone();
@@ -55,16 +55,17 @@ Order(a: &Action):
     reason: Option<Reason> = Some(a.reason.clone());
 }
 
-pub struct Done<'a> {
+/// What a tick decided of each VM, and the result.
+pub struct DecidedByVm<'a> {
     applied: bool,
     actions: HashMap<VmId, &'a Action>,
     outcomes: HashMap<VmId, &'a Outcome>,
     held: HashMap<VmId, &'a Held>,
 }
 
-impl Done<'_> {
-    pub(super) fn of(tick: &Tick) -> Done<'_> {
-        Done {
+impl DecidedByVm<'_> {
+    pub(super) fn of(tick: &Tick) -> DecidedByVm<'_> {
+        DecidedByVm {
             applied: tick.applied,
             actions: tick.plan.actions.iter().map(|a| (a.vm, a)).collect(),
             outcomes: tick.outcomes.iter().map(|o| (o.vm, o)).collect(),
@@ -92,14 +93,14 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
     if tick.plan.actions.is_empty() {
         return Vec::new();
     }
-    let done = Done::of(tick);
-    tick.plan.actions.iter().map(|a| Decision::new(tick, a, model, &done)).collect()
+    let decided = DecidedByVm::of(tick);
+    tick.plan.actions.iter().map(|a| Decision::new(tick, a, model, &decided)).collect()
 }
 
 /// VMs that the operator asked for their memory by name and that were not asked, and why.
 pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     let plan = &tick.plan;
-    let done = Done::of(tick);
+    let decided = DecidedByVm::of(tick);
     let heeded = |id: VmId| {
         plan.recycle.iter().any(|o| o.vm == id && o.recycle.is_some())
             || plan.orders.zeros.iter().any(|o| o.vm == id)
@@ -107,7 +108,7 @@ pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     };
     let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
     let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
-    let why = |id| Some(done.verdict(id)).filter(|verdict| !verdict.is_empty());
+    let why = |id| Some(decided.verdict(id)).filter(|verdict| !verdict.is_empty());
     vms.map(|vm| (vm.id, why(vm.id).or_else(|| forbidden(tick)).unwrap_or_default())).collect()
 }
 
