@@ -44,8 +44,9 @@ use crate::root::Root;
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
 
+/// What QEMU is asked, or told beside orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ask {
+enum Query {
     Status,
     Migrate,
     Balloon,
@@ -65,7 +66,7 @@ enum Ask {
 }
 
 /// What is asked of a balloon until it is answered, once.
-const DETAILS: [Ask; 3] = [Ask::Reporting, Ask::DeflateOnOom, Ask::Interval];
+const DETAILS: [Query; 3] = [Query::Reporting, Query::DeflateOnOom, Query::Interval];
 
 /// What is known of a guest's answer to being asked out of turn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -167,7 +168,7 @@ pub(crate) struct Vm {
     reporting: Option<bool>,
     deflate_on_oom: Option<bool>,
     /// Of [`DETAILS`], what was not answered yet.
-    owed: Vec<Ask>,
+    owed: Vec<Query>,
     /// All device folders were heard on this connection.
     looked: bool,
     /// Its size at the last sample, and what it was told last.
@@ -188,7 +189,7 @@ pub(crate) struct Vm {
     to_kick: bool,
     was_kicked: bool,
     events: Vec<VmEvent>,
-    asked: Vec<(Ask, u64)>,
+    asked: Vec<(Query, u64)>,
     /// When its guest's last words were seen that were new.
     words_new: Option<Instant>,
     /// When the interval was last asked for because statistics were late.
@@ -286,7 +287,7 @@ impl Vm {
         self.take_up();
         self.turn_away(now);
         self.hear();
-        let waits = self.asked.iter().any(|(ask, _)| *ask != Ask::StatsBefore);
+        let waits = self.asked.iter().any(|(query, _)| *query != Query::StatsBefore);
         self.slow_since = if waits { self.slow_since.or(Some(now)) } else { None };
         if let Some(client) = &mut self.client
             && self.slow_since.is_some_and(|since| now - since > GIVE_UP)
@@ -411,7 +412,7 @@ impl Vm {
 
     /// Whether QEMU has said if a balloon reports free pages, or that it cannot.
     fn known(&self) -> bool {
-        self.looked && (self.device.is_none() || !self.owed.contains(&Ask::Reporting))
+        self.looked && (self.device.is_none() || !self.owed.contains(&Query::Reporting))
     }
 
     /// What its agent waits for: whether other processes map its RAM.

@@ -8,7 +8,7 @@ use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
-use super::{Ask, DETAILS, Kick, Vm};
+use super::{DETAILS, Kick, Query, Vm};
 use crate::qmp::QmpError;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
@@ -19,11 +19,11 @@ impl Vm {
     /// Takes the answers that are there; true where they led to new questions.
     pub fn hear(&mut self) -> bool {
         let mut kept = 0;
-        for (ask, id) in std::mem::take(&mut self.asked) {
+        for (query, id) in std::mem::take(&mut self.asked) {
             match self.client.as_mut().and_then(|c| c.take_reply(id)) {
-                Some(answer) => self.answer(ask, answer),
+                Some(answer) => self.answer(query, answer),
                 None => {
-                    self.asked.push((ask, id));
+                    self.asked.push((query, id));
                     kept += 1;
                 }
             }
@@ -31,10 +31,11 @@ impl Vm {
         self.asked.len() > kept
     }
 
-    fn answer(&mut self, ask: Ask, answer: Result<Value, QmpError>) {
-        if let (Ask::Inventory(inquiry), Ok(_) | Err(QmpError::Command { .. })) = (ask, &answer) {
+    fn answer(&mut self, query: Query, answer: Result<Value, QmpError>) {
+        if let (Query::Inventory(inquiry), Ok(_) | Err(QmpError::Command { .. })) = (query, &answer)
+        {
             for (inquiry, command, arguments) in self.inventory.answer(inquiry, answer.ok()) {
-                self.send(Ask::Inventory(inquiry), command, arguments);
+                self.send(Query::Inventory(inquiry), command, arguments);
             }
             self.findings = self.inventory.findings();
             return;
@@ -42,59 +43,61 @@ impl Vm {
         if !matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
             // On a shared socket others of its round were not answered either, and QEMU may be
             // left with only the first of two settings.
-            match ask {
-                Ask::Inventory(_) => self.inventory.forget(),
-                Ask::SetInterval if !self.owed.contains(&Ask::Interval) => {
-                    self.owed.push(Ask::Interval);
+            match query {
+                Query::Inventory(_) => self.inventory.forget(),
+                Query::SetInterval if !self.owed.contains(&Query::Interval) => {
+                    self.owed.push(Query::Interval);
                 }
                 _ => {}
             }
         } else {
-            self.owed.retain(|owed| *owed != ask);
+            self.owed.retain(|owed| *owed != query);
         }
         let value = match answer {
             Ok(value) => value,
             // The connection's failures are told by the link.
             Err(e) if !matches!(e, QmpError::Command { .. }) => return,
             // Properties that an old QEMU does not have.
-            Err(_) if matches!(ask, Ask::Migrate | Ask::DeflateOnOom | Ask::Reporting) => return,
+            Err(_) if matches!(query, Query::Migrate | Query::DeflateOnOom | Query::Reporting) => {
+                return;
+            }
             Err(e) => {
-                if matches!(ask, Ask::Balloon | Ask::Stats) {
+                if matches!(query, Query::Balloon | Query::Stats) {
                     (self.looked_up, self.moved) = (None, Some(Instant::now()));
                 }
                 return self.answers.problems.push(("qmp".into(), e.to_string()));
             }
         };
         self.first_answer();
-        let checked = match ask {
-            Ask::Status => {
+        let checked = match query {
+            Query::Status => {
                 qmp_balloon::parse_status(&value).map(|run| self.answers.run = Some(run))
             }
-            Ask::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
+            Query::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
                 if self.answers.actual != Some(b) {
                     self.moved = Some(Instant::now());
                     // What is plugged moves the RAM and this: both are of the same tick.
                     if !std::mem::replace(&mut self.ram_asked, true) {
-                        self.send(Ask::MemorySize, "query-memory-size-summary", None);
+                        self.send(Query::MemorySize, "query-memory-size-summary", None);
                     }
                 }
                 self.answers.actual = Some(b);
                 self.see_size();
             }),
-            Ask::MemorySize => qmp_balloon::parse_memory_size(&value).map(|(base, plugged)| {
+            Query::MemorySize => qmp_balloon::parse_memory_size(&value).map(|(base, plugged)| {
                 self.base = base;
                 match plugged {
                     Bytes::ZERO => self.plugged(Bytes::ZERO, Bytes::ZERO),
-                    _ => self.send(Ask::MemoryDevices, "query-memory-devices", None),
+                    _ => self.send(Query::MemoryDevices, "query-memory-devices", None),
                 }
             }),
-            Ask::MemoryDevices => {
+            Query::MemoryDevices => {
                 let (dimms, virtio_mem) = qmp_balloon::parse_memory_devices(&value);
                 self.plugged(dimms, virtio_mem);
                 Ok(())
             }
             _ => {
-                self.device_answer(ask, &value);
+                self.device_answer(query, &value);
                 Ok(())
             }
         };
@@ -121,12 +124,12 @@ impl Vm {
         self.ram = Some(self.base + dimms + virtio_mem);
     }
 
-    fn device_answer(&mut self, ask: Ask, value: &Value) {
-        match ask {
-            Ask::Migrate => self.answers.migrating = qmp_balloon::parse_migrating(value),
-            Ask::Reporting => self.reporting = value.as_bool(),
-            Ask::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
-            Ask::Interval => {
+    fn device_answer(&mut self, query: Query, value: &Value) {
+        match query {
+            Query::Migrate => self.answers.migrating = qmp_balloon::parse_migrating(value),
+            Query::Reporting => self.reporting = value.as_bool(),
+            Query::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
+            Query::Interval => {
                 let is = value.as_u64();
                 let fast = |s: &u64| *s > 0 && *s <= self.interval_s;
                 let known = self.interval;
@@ -142,10 +145,10 @@ impl Vm {
                     self.interval_was = self.interval_was.or(was);
                     let value = json!(meant);
                     let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
-                    self.send(Ask::SetInterval, "qom-set", Some(set));
+                    self.send(Query::SetInterval, "qom-set", Some(set));
                 }
             }
-            Ask::Stats => {
+            Query::Stats => {
                 let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
                 if guest != self.answers.guest {
                     self.words_new = guest.map(|_| Instant::now());
@@ -170,12 +173,12 @@ impl Vm {
                 let problems = problems.into_iter().map(|p| ("qmp guest-stats".into(), p));
                 self.answers.problems.extend(problems);
             }
-            Ask::StatsBefore => {
+            Query::StatsBefore => {
                 if let (Some(words), _) = qmp_balloon::parse_guest_stats(value, self.ram) {
                     self.heard.see(self.kicked, words);
                 }
             }
-            Ask::Folder(i) => {
+            Query::Folder(i) => {
                 let found = qmp_balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
                 self.looked |= i + 1 == DEVICE_FOLDERS.len();

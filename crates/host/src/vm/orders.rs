@@ -5,7 +5,7 @@ use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
 
-use super::{Ask, Kick, PendingOrder, Vm};
+use super::{Kick, PendingOrder, Query, Vm};
 use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
@@ -160,10 +160,10 @@ impl Vm {
         if let (Some(_), Some(interval)) = (restored, self.interval) {
             // QEMU carries this out after that.
             let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(interval));
-            self.send(Ask::SetInterval, "qom-set", Some(set));
-        } else if again && !self.owed.contains(&Ask::Interval) {
+            self.send(Query::SetInterval, "qom-set", Some(set));
+        } else if again && !self.owed.contains(&Query::Interval) {
             self.interval = None;
-            self.owed.push(Ask::Interval);
+            self.owed.push(Query::Interval);
         }
     }
 
@@ -206,7 +206,7 @@ impl Vm {
             // An idle guest says the same again and again.
             None if !self.spoke && at.since(self.asked_at) <= LOOKED_AT_MS => Kick::Unknown,
             None => {
-                self.get(Ask::StatsBefore, qmp_balloon::STATS);
+                self.get(Query::StatsBefore, qmp_balloon::STATS);
                 Kick::Known
             }
         };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ebb_core::sample::RunState;
 use serde_json::Value;
 
-use super::{Ask, Vm};
+use super::{Query, Vm};
 use crate::agent_link::AgentLink;
 use crate::qmp::Event;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
@@ -62,18 +62,18 @@ impl Vm {
         let anew = due || !self.ready || self.agent_awaits() || self.has_news();
         if anew {
             self.ran_asked = Some(now);
-            self.send(Ask::Status, "query-status", None);
-            self.send(Ask::Migrate, "query-migrate", None);
+            self.send(Query::Status, "query-status", None);
+            self.send(Query::Migrate, "query-migrate", None);
         }
         self.ram_asked = anew || self.ordered.is_some();
         if self.ram_asked {
-            self.send(Ask::MemorySize, "query-memory-size-summary", None);
+            self.send(Query::MemorySize, "query-memory-size-summary", None);
         }
         let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
         if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
             self.looked_up = Some(now);
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-                self.send(Ask::Folder(i), "qom-list", Some(qmp_balloon::list(folder)));
+                self.send(Query::Folder(i), "qom-list", Some(qmp_balloon::list(folder)));
             }
         }
         if self.ready {
@@ -91,7 +91,7 @@ impl Vm {
                 self.inventory.look_anew();
             }
             for (inquiry, command, arguments) in self.inventory.questions(now) {
-                self.send(Ask::Inventory(inquiry), command, arguments);
+                self.send(Query::Inventory(inquiry), command, arguments);
             }
         }
     }
@@ -112,9 +112,9 @@ impl Vm {
         let is_late = now - heard > LATE * Duration::from_secs(interval);
         let is_due = self.interval_asked.is_none_or(|at| now - at >= LATE_EVERY);
         let runs = self.answers.run == Some(RunState::Running);
-        if is_late && is_due && runs && !self.owed.contains(&Ask::Interval) {
+        if is_late && is_due && runs && !self.owed.contains(&Query::Interval) {
             self.interval_asked = Some(now);
-            self.owed.push(Ask::Interval);
+            self.owed.push(Query::Interval);
         }
     }
 
@@ -141,16 +141,16 @@ impl Vm {
         }
         self.size_asked = size;
         if size {
-            self.send(Ask::Balloon, "query-balloon", None);
+            self.send(Query::Balloon, "query-balloon", None);
         }
-        self.get(Ask::Stats, qmp_balloon::STATS);
-        for ask in self.owed.clone() {
-            let property = match ask {
-                Ask::Reporting => qmp_balloon::REPORTING,
-                Ask::DeflateOnOom => qmp_balloon::DEFLATE_ON_OOM,
+        self.get(Query::Stats, qmp_balloon::STATS);
+        for query in self.owed.clone() {
+            let property = match query {
+                Query::Reporting => qmp_balloon::REPORTING,
+                Query::DeflateOnOom => qmp_balloon::DEFLATE_ON_OOM,
                 _ => qmp_balloon::INTERVAL,
             };
-            self.get(ask, property);
+            self.get(query, property);
         }
     }
 
@@ -159,19 +159,19 @@ impl Vm {
         let device = self.device.clone().filter(|_| !self.access.look_only);
         let (Some(device), Some(interval)) = (device, self.interval) else { return };
         for set in qmp_balloon::ask_now(&device, interval) {
-            self.send(Ask::SetInterval, "qom-set", Some(set));
+            self.send(Query::SetInterval, "qom-set", Some(set));
         }
     }
 
-    pub(super) fn get(&mut self, ask: Ask, property: &str) {
+    pub(super) fn get(&mut self, query: Query, property: &str) {
         let Some(device) = self.device.clone() else { return };
-        self.send(ask, "qom-get", Some(qmp_balloon::get(&device, property)));
+        self.send(query, "qom-get", Some(qmp_balloon::get(&device, property)));
     }
 
-    pub(super) fn send(&mut self, ask: Ask, command: &str, arguments: Option<Value>) {
+    pub(super) fn send(&mut self, query: Query, command: &str, arguments: Option<Value>) {
         let Some(client) = &mut self.client else { return };
         match client.send(command, arguments) {
-            Ok(id) => self.asked.push((ask, id)),
+            Ok(id) => self.asked.push((query, id)),
             Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
         }
     }

@@ -296,7 +296,7 @@ fn what_a_guest_has_said_is_looked_at_before_it_is_asked_only_where_it_is_not_kn
     let look = |vm: &mut Vm, at| drop(answered(vm, Stamp(at)));
     let is_looked_at = |vm: &mut Vm, at| {
         vm.kick(Stamp(at));
-        let looked_at = vm.asked.iter().any(|(ask, _)| *ask == Ask::StatsBefore);
+        let looked_at = vm.asked.iter().any(|(query, _)| *query == Query::StatsBefore);
         hear_all(vm);
         looked_at
     };
