@@ -90,7 +90,7 @@ pub(crate) struct AgentLink {
     stage: Stage,
     down: Link,
     retry_at: Option<Instant>,
-    asked: Vec<(Ask, u64)>,
+    asked: Vec<(RequestKind, u64)>,
     waits_since: Option<Instant>,
     running: Option<bool>,
     terms: Terms,
@@ -139,8 +139,9 @@ struct Waiting {
     mark: bool,
 }
 
+/// What an answer of the agent is to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ask {
+enum RequestKind {
     Advise,
     Hello,
     Attach,
@@ -178,7 +179,7 @@ impl AgentLink {
             return self.down = Link::Down(why);
         }
         if let Ok(id) = agent.send(Command::Hello) {
-            self.asked.push((Ask::Hello, id));
+            self.asked.push((RequestKind::Hello, id));
         }
         self.stage = Stage::Hello;
         self.agent = Some(agent);
@@ -287,7 +288,7 @@ impl AgentLink {
     }
 
     fn stand_down(&mut self, next: Stage) {
-        self.send(Ask::Other, Command::StandDown);
+        self.send(RequestKind::Other, Command::StandDown);
         (self.stage, self.status, self.unclear, self.waiting) = (next, None, None, None);
     }
 
@@ -297,7 +298,7 @@ impl AgentLink {
         let Some((generation, heard)) = self.unclear else { return };
         let fresh = findings.is_some_and(|f| f.begun > heard && f.leaves_it_to_the_agent());
         if fresh && matches!(self.mapped, Some(Ok(()))) {
-            self.send(Ask::Other, Command::Cleared { generation });
+            self.send(RequestKind::Other, Command::Cleared { generation });
             (self.unclear, self.mapped) = (None, None);
         }
     }
@@ -365,7 +366,7 @@ impl AgentLink {
             descriptor: device.is_some(),
             room: terms.room,
         };
-        self.send_with(Ask::Attach, Command::Attach(attach), device.map(OwnedFd::from));
+        self.send_with(RequestKind::Attach, Command::Attach(attach), device.map(OwnedFd::from));
         (self.stage, self.scanner) = (Stage::Attaching, None);
         (self.unclear, self.mapped) = (None, None);
     }
@@ -375,12 +376,12 @@ impl AgentLink {
             return self.stand_down(Stage::Apart);
         }
         if events.contains(&VmEvent::Reset) {
-            self.send(Ask::Other, Command::ResetSeen);
+            self.send(RequestKind::Other, Command::ResetSeen);
         }
         let running = run.map(|r| *r == RunState::Running);
         if running.is_some() && running != self.running {
             self.running = running;
-            self.send(Ask::Other, Command::RunState { running: running == Some(true) });
+            self.send(RequestKind::Other, Command::RunState { running: running == Some(true) });
         }
         if !self.asked.is_empty() {
             return;
@@ -389,20 +390,20 @@ impl AgentLink {
         if held {
             self.held_at = Some(now);
         }
-        self.send(Ask::Status, Command::Status { held, room: self.terms.room });
+        self.send(RequestKind::Status, Command::Status { held, room: self.terms.room });
         if self.status.as_ref().is_some_and(|s| s.state == AgentState::Ready) {
-            self.send(Ask::Facts, Command::Facts);
+            self.send(RequestKind::Facts, Command::Facts);
         }
     }
 
-    fn send(&mut self, ask: Ask, command: Command) {
-        self.send_with(ask, command, None);
+    fn send(&mut self, kind: RequestKind, command: Command) {
+        self.send_with(kind, command, None);
     }
 
-    fn send_with(&mut self, ask: Ask, command: Command, descriptor: Option<OwnedFd>) {
+    fn send_with(&mut self, kind: RequestKind, command: Command, descriptor: Option<OwnedFd>) {
         let Some(agent) = self.agent.as_mut() else { return };
         match agent.send_with(command, descriptor) {
-            Ok(id) => self.asked.push((ask, id)),
+            Ok(id) => self.asked.push((kind, id)),
             Err(e) => self.lose(e.to_string()),
         }
     }
@@ -440,7 +441,7 @@ impl AgentLink {
                 *waiting = Some(Waiting { since: Instant::now(), recycle, mark });
             }
             (None, Some(waiting)) => waiting.mark |= order.mark,
-            (None, None) if order.mark => self.send(Ask::Other, Command::Mark),
+            (None, None) if order.mark => self.send(RequestKind::Other, Command::Mark),
             (None, None) => {}
         }
         self.send_waiting();
@@ -462,9 +463,9 @@ impl AgentLink {
         self.drop_expired();
         let known = self.known_now && self.known_at.is_some_and(|at| at.elapsed() < VERDICT_OLD);
         let Some(order) = self.waiting.take_if(|_| known) else { return };
-        self.send(Ask::Recycle, Command::Recycle(order.recycle));
+        self.send(RequestKind::Recycle, Command::Recycle(order.recycle));
         if order.mark {
-            self.send(Ask::Other, Command::Mark);
+            self.send(RequestKind::Other, Command::Mark);
         }
         // What is held is news afterwards.
         self.held_at = None;
@@ -484,7 +485,7 @@ impl AgentLink {
         let closes = self.told.as_ref().is_none_or(|(told, _)| told.iter().any(is_dropped));
         self.told = Some((open.to_vec(), scans));
         for part in Advise::all(open) {
-            self.send(Ask::Advise, Command::Advise(part));
+            self.send(RequestKind::Advise, Command::Advise(part));
         }
         if let Some(agent) = self.agent.as_mut() {
             agent.pump();
@@ -500,7 +501,7 @@ impl AgentLink {
         }
         if self.scanner.as_ref().is_none_or(|s| s.failure().is_some()) {
             let (ours, theirs) = HashLink::pair(&self.segments).ok()?;
-            self.send_with(Ask::Other, Command::Hashes, Some(theirs));
+            self.send_with(RequestKind::Other, Command::Hashes, Some(theirs));
             self.agent.as_mut()?.pump();
             self.scanner = Some(Arc::new(ours));
         }

@@ -6,7 +6,7 @@ use ebb_core::sample::{AgentSample, Link};
 use ebb_core::units::Bytes;
 use ebb_core::wire::{AgentState, Answer, PROTOCOL, Refused};
 
-use super::{AgentLink, Ask, Stage};
+use super::{AgentLink, RequestKind, Stage};
 use crate::agent::AgentError;
 
 /// An agent that owes an answer this long is given up. It may be in a batch of
@@ -22,17 +22,17 @@ impl AgentLink {
         let Some(agent) = self.agent.as_mut() else { return false };
         agent.pump();
         let mut answers = Vec::new();
-        self.asked.retain(|(ask, id)| match agent.take_reply(*id) {
+        self.asked.retain(|(kind, id)| match agent.take_reply(*id) {
             Some(answer) => {
-                answers.push((*ask, answer));
+                answers.push((*kind, answer));
                 false
             }
             None => true,
         });
         let failure = agent.failure().map(|e| e.to_string());
-        for (ask, answer) in answers {
+        for (kind, answer) in answers {
             self.waits_since = None;
-            self.answer(ask, answer);
+            self.answer(kind, answer);
         }
         if let Some(why) = failure {
             self.lose(why);
@@ -49,14 +49,14 @@ impl AgentLink {
         !self.asked.is_empty()
     }
 
-    pub(super) fn answer(&mut self, ask: Ask, answer: Result<Answer, AgentError>) {
-        match (ask, answer) {
-            (Ask::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
+    pub(super) fn answer(&mut self, kind: RequestKind, answer: Result<Answer, AgentError>) {
+        match (kind, answer) {
+            (RequestKind::Hello, Ok(Answer::Hello(h))) if h.protocol == PROTOCOL => {
                 (self.stage, self.advises, self.hashes) = (Stage::Met, h.advises, h.hashes);
                 self.unsettled = None;
                 self.wants_descriptor = h.wants_descriptor;
             }
-            (Ask::Hello, Ok(Answer::Hello(h))) => {
+            (RequestKind::Hello, Ok(Answer::Hello(h))) => {
                 self.lose(format!(
                     "the agent speaks protocol {}, this daemon {PROTOCOL}: restart the VM with the \
                      agent of this version",
@@ -65,25 +65,25 @@ impl AgentLink {
                 // It was told of no RAM on this connection.
                 self.unsettled = None;
             }
-            (Ask::Attach, Ok(_)) => {
+            (RequestKind::Attach, Ok(_)) => {
                 self.stage = Stage::Attached;
                 self.told = (!self.terms.keep_open).then(Default::default);
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
-            (Ask::Advise, Ok(Answer::Advised { open })) => {
+            (RequestKind::Advise, Ok(Answer::Advised { open })) => {
                 (self.open, self.refused) = (Some(open), None);
             }
-            (Ask::Advise, Err(AgentError::Refused(_, no))) => {
+            (RequestKind::Advise, Err(AgentError::Refused(_, no))) => {
                 // Told again next time.
                 self.told = None;
                 self.refused = Some((Instant::now(), no.text));
             }
             // It stands aside: asked for its reasons each tick all the same.
-            (Ask::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {
+            (RequestKind::Attach, Err(AgentError::Refused(_, no))) if no.kind == Refused::Aside => {
                 self.stage = Stage::Attached;
             }
-            (Ask::Attach, Err(e)) => self.lose(e.to_string()),
-            (Ask::Status, Ok(Answer::Status(mut status))) => {
+            (RequestKind::Attach, Err(e)) => self.lose(e.to_string()),
+            (RequestKind::Status, Ok(Answer::Status(mut status))) => {
                 // What is held is asked for less often: the last answer stands.
                 if status.held.is_none() && status.state == AgentState::Ready {
                     status.held = self.status.as_ref().and_then(|s| s.held);
@@ -102,7 +102,7 @@ impl AgentLink {
                 self.open = status.open.or(self.open);
                 self.status = Some(status);
             }
-            (Ask::Facts, Ok(Answer::Facts(facts))) => {
+            (RequestKind::Facts, Ok(Answer::Facts(facts))) => {
                 self.facts = Some(facts);
             }
             (_, Err(AgentError::Refused(..)) | Ok(_)) => {}
@@ -130,7 +130,7 @@ impl AgentLink {
             held: status.held,
             allocated: self.facts.map(|f| Bytes::pages(f.alloc)),
             facts: self.facts,
-            busy: self.asked.iter().any(|(ask, _)| *ask == Ask::Recycle),
+            busy: self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),
             counters: status.counters,
             windows: status.windows,
             waits: status.waits,

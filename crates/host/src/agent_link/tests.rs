@@ -121,7 +121,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
         mark,
         reason: String::new(),
     };
-    let sent = |link: &AgentLink| link.asked.iter().map(|(ask, _)| *ask).collect::<Vec<_>>();
+    let sent = |link: &AgentLink| link.asked.iter().map(|(kind, _)| *kind).collect::<Vec<_>>();
     link.asked.clear();
     link.order(&order(Some(Default::default()), true));
     assert_eq!(sent(&link), [], "what QEMU has told is old");
@@ -132,9 +132,12 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     link.known_now = true;
     link.send_waiting();
     // The map is copied after pages were given back by the copy before.
-    assert_eq!((sent(&link), link.awaits_findings()), (vec![Ask::Recycle, Ask::Other], false));
+    assert_eq!(
+        (sent(&link), link.awaits_findings()),
+        (vec![RequestKind::Recycle, RequestKind::Other], false)
+    );
     link.order(&order(None, true));
-    assert_eq!(sent(&link), [Ask::Recycle, Ask::Other, Ask::Other]);
+    assert_eq!(sent(&link), [RequestKind::Recycle, RequestKind::Other, RequestKind::Other]);
     let since = Instant::now() - VERDICT_OLD;
     link.waiting = Some(Waiting { since, recycle: Default::default(), mark: true });
     link.send_waiting();
@@ -247,12 +250,12 @@ fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
     assert_eq!((link.advise(&[a], 1), link.advise(&[a], 2)), (None, Some(false)));
     assert_eq!((link.advise(&[a, b], 3), link.advise(&[b], 4)), (Some(false), Some(true)));
     let no = Refusal { kind: Refused::System, text: "few are left".into() };
-    link.answer(Ask::Advise, Err(AgentError::Refused("advise".into(), no)));
+    link.answer(RequestKind::Advise, Err(AgentError::Refused("advise".into(), no)));
     assert_eq!(link.refused().map(String::as_str), Some("few are left"));
     assert_eq!(link.advise(&[b], 4), None);
     link.refused.iter_mut().for_each(|(at, _)| *at -= PASSES);
     assert_eq!(link.advise(&[b], 4), Some(true), "what is open is not known");
-    link.answer(Ask::Advise, Ok(Answer::Advised { open: Bytes(4096) }));
+    link.answer(RequestKind::Advise, Ok(Answer::Advised { open: Bytes(4096) }));
     assert_eq!((link.refused(), link.open()), (None, Bytes(4096)));
 }
 
@@ -261,7 +264,7 @@ fn why_one_stands_aside_is_told_also_while_it_is_handed_its_ram_anew() {
     let (mut link, _socket) = attached();
     let why = Some("no room".into());
     let aside = Status { state: AgentState::Aside, why, passes: true, ..Status::default() };
-    link.answer(Ask::Status, Ok(Answer::Status(aside)));
+    link.answer(RequestKind::Status, Ok(Answer::Status(aside)));
     let ask = |link: &mut AgentLink| {
         let run = RunState::Running;
         link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
@@ -279,7 +282,7 @@ fn what_is_unclear_is_cleared_by_a_later_word_of_qemus_and_a_look_at_who_maps_th
     let (mut link, socket) = attached();
     let says = |link: &mut AgentLink, unclear| {
         let status = Status { unclear, ..Status::default() };
-        link.answer(Ask::Status, Ok(Answer::Status(status)));
+        link.answer(RequestKind::Status, Ok(Answer::Status(status)));
     };
     assert!(link.wants_mappers().is_none(), "nothing is unclear");
     let before = findings(&[]);
