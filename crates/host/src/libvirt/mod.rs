@@ -85,8 +85,9 @@ impl Address {
     }
 }
 
+/// What the thread is asked to do.
 #[derive(Debug)]
-enum Ask {
+enum WorkerRequest {
     Attach(Attach),
     /// To follow this domain's metadata.
     Watch(Address, Watch),
@@ -106,7 +107,7 @@ struct Attach {
 pub(crate) struct Libvirt {
     root: Root,
     containers: bool,
-    asks: Sender<Ask>,
+    requests: Sender<WorkerRequest>,
     waker: Waker,
 }
 
@@ -114,12 +115,12 @@ impl Libvirt {
     /// Starts the thread, which waits for the first VM. `containers`: VMs in containers may be
     /// reached through a libvirt in there.
     pub fn new(root: Root, containers: bool) -> std::io::Result<Libvirt> {
-        let (asks, asked) = channel();
+        let (requests, received) = channel();
         let waker = Waker::new()?;
         let woken = waker.clone();
         let name = std::thread::Builder::new().name("libvirt".into());
-        name.spawn(move || worker::work(&asked, &woken))?;
-        Ok(Libvirt { root, containers, asks, waker })
+        name.spawn(move || worker::work(&received, &woken))?;
+        Ok(Libvirt { root, containers, requests, waker })
     }
 
     /// Which libvirt started this process: the one that wrote its pid file. What a container has
@@ -177,14 +178,14 @@ impl Libvirt {
         let words = Words::default();
         let label = PathBuf::from(format!("libvirt domain {}", address.domain));
         let client = Client::over(ours, label, words.clone());
-        self.ask(Ask::Attach(Attach { address, end, words, monitor }))?;
+        self.ask(WorkerRequest::Attach(Attach { address, end, words, monitor }))?;
         Ok(client)
     }
 
     /// Follows this domain's metadata until the result is dropped.
     pub fn watch(&self, address: Address) -> std::io::Result<Watch> {
         let watch = Watch::default();
-        self.ask(Ask::Watch(address, watch.clone()))?;
+        self.ask(WorkerRequest::Watch(address, watch.clone()))?;
         Ok(watch)
     }
 
@@ -192,9 +193,9 @@ impl Libvirt {
         self.waker.wake();
     }
 
-    fn ask(&self, ask: Ask) -> std::io::Result<()> {
+    fn ask(&self, request: WorkerRequest) -> std::io::Result<()> {
         let ended = |_| std::io::Error::other("Ebb's thread for it has ended");
-        self.asks.send(ask).map_err(ended)?;
+        self.requests.send(request).map_err(ended)?;
         self.waker.wake();
         Ok(())
     }

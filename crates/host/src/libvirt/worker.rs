@@ -24,7 +24,7 @@ use super::bridge::{Bridge, Purpose};
 use super::calls::{self, Domain, Numbers, Procedure};
 use super::rpc::{Heard, Refused, Rpc};
 use super::watch::{Step, Watch, Watcher};
-use super::{Address, Ask, Attach, PATIENCE};
+use super::{Address, Attach, PATIENCE, WorkerRequest};
 use crate::background_look::BackgroundLook;
 use crate::qmp::Words;
 use crate::sockets::{self, interest};
@@ -101,24 +101,25 @@ struct Daemon {
 }
 
 /// Serves until no [`super::Libvirt`] is left that could attach a VM.
-pub(super) fn work(asks: &Receiver<Ask>, waker: &Waker) {
+pub(super) fn work(requests: &Receiver<WorkerRequest>, waker: &Waker) {
     let mut daemons: BTreeMap<PathBuf, Daemon> = BTreeMap::new();
     let mut next = 0;
     loop {
         loop {
-            match asks.try_recv() {
-                Ok(ask) => {
+            match requests.try_recv() {
+                Ok(request) => {
                     next += 1;
-                    let (Ask::Attach(Attach { address, .. }) | Ask::Watch(address, _)) = &ask;
+                    let (WorkerRequest::Attach(Attach { address, .. })
+                    | WorkerRequest::Watch(address, _)) = &request;
                     let new = || Daemon::new(address.clone());
                     let daemon = daemons.entry(address.key.clone()).or_insert_with(new);
                     if daemon.connections.is_empty() {
                         // The process that leads to it may be another's by now.
                         daemon.address = address.clone();
                     }
-                    match ask {
-                        Ask::Attach(ask) => daemon.attach(next, ask),
-                        Ask::Watch(address, watch) => daemon.watch(next, address, watch),
+                    match request {
+                        WorkerRequest::Attach(attach) => daemon.attach(next, attach),
+                        WorkerRequest::Watch(address, watch) => daemon.watch(next, address, watch),
                     }
                 }
                 Err(TryRecvError::Empty) => break,
@@ -244,8 +245,8 @@ impl Daemon {
         Daemon { address, ..Daemon::default() }
     }
 
-    fn attach(&mut self, key: u64, ask: Attach) {
-        let Attach { address, end, words, monitor } = ask;
+    fn attach(&mut self, key: u64, attach: Attach) {
+        let Attach { address, end, words, monitor } = attach;
         let bridge = Bridge::new(address.domain, monitor);
         let client = Client { end: Ok(end), words, bridge, busy: false, alone: false };
         self.clients.insert(key, client);

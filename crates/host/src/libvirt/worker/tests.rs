@@ -13,12 +13,17 @@ use super::super::{inode, open_inside};
 use super::*;
 
 /// A client's end of its socket to the thread; a read waits `patience` at most.
-fn attached(asks: &Sender<Ask>, waker: &Waker, address: Address, patience: Duration) -> UnixStream {
+fn attached(
+    requests: &Sender<WorkerRequest>,
+    waker: &Waker,
+    address: Address,
+    patience: Duration,
+) -> UnixStream {
     let (ours, end) = UnixStream::pair().unwrap();
     end.set_nonblocking(true).unwrap();
     ours.set_read_timeout(Some(patience)).unwrap();
     let (words, end) = (Words::default(), end.into());
-    asks.send(Ask::Attach(Attach { address, end, words, monitor: false })).unwrap();
+    requests.send(WorkerRequest::Attach(Attach { address, end, words, monitor: false })).unwrap();
     waker.wake();
     ours
 }
@@ -51,11 +56,12 @@ fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_befor
         owner: None,
         container: Some(at(process).join("root")),
     };
-    let (asks, asked) = channel();
+    let (requests, asked) = channel();
     let waker = Waker::new().unwrap();
     let woken = waker.clone();
     let thread = std::thread::spawn(move || work(&asked, &woken));
-    let attach = |process: &str| attached(&asks, &waker, address(process), Duration::from_secs(10));
+    let attach =
+        |process: &str| attached(&requests, &waker, address(process), Duration::from_secs(10));
     let mut ours = attach("10");
     assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
     let _ours = attach("11");
@@ -68,7 +74,7 @@ fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_befor
         std::thread::sleep(Duration::from_millis(1));
     };
     assert!(others.accept().is_err(), "another's libvirt is not spoken to");
-    drop((accepted, asks));
+    drop((accepted, requests));
     waker.wake();
     thread.join().unwrap();
 }
@@ -130,7 +136,7 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
             std::thread::spawn(move || serve(stream.unwrap(), &its));
         }
     });
-    let (asks, asked) = channel();
+    let (requests, asked) = channel();
     let waker = Waker::new().unwrap();
     let woken = waker.clone();
     let thread = std::thread::spawn(move || work(&asked, &woken));
@@ -143,7 +149,7 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
             owner: None,
             container: None,
         };
-        BufReader::new(attached(&asks, &waker, address, 4 * BULK_PATIENCE))
+        BufReader::new(attached(&requests, &waker, address, 4 * BULK_PATIENCE))
     };
     let line = |client: &mut BufReader<UnixStream>| {
         let mut line = String::new();
@@ -178,7 +184,7 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
     assert!(line(&mut two).unwrap().contains("QMP"));
     ask(&mut two);
     assert!(line(&mut two).unwrap().contains("running"));
-    drop((asks, one, two));
+    drop((requests, one, two));
     waker.wake();
     thread.join().unwrap();
 }
