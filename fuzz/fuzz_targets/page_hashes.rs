@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 
 use ebb_core::range::Range;
 use ebb_core::units::PAGE;
-use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX, Told};
+use ebb_core::wire::hashes::{HashReply, HashRequest, PAGES_MAX, RANGES_MAX};
 use ebb_host::scan::agents::HashLink;
 use libfuzzer_sys::fuzz_target;
 
@@ -17,30 +17,33 @@ const ASKED: [Range; 2] =
 
 fn question(bytes: &[u8]) {
     let Some((head, rest)) = bytes.split_first_chunk() else { return };
-    let Some(length) = Ask::rest(head) else { return };
+    let Some(length) = HashRequest::rest(head) else { return };
     assert!(length <= RANGES_MAX * 16);
-    let Some(ask) = rest.get(..length).and_then(|rest| Ask::parse(head, rest)) else { return };
-    assert!(ask.ranges.windows(2).all(|r| r[0].end() <= r[1].start));
-    assert!(ask.ranges.iter().map(|r| r.len / PAGE).sum::<u64>() <= PAGES_MAX);
-    assert_eq!(ask.encode(), bytes[..Ask::HEAD + length]);
+    let Some(request) = rest.get(..length).and_then(|rest| HashRequest::parse(head, rest)) else {
+        return;
+    };
+    assert!(request.ranges.windows(2).all(|r| r[0].end() <= r[1].start));
+    assert!(request.ranges.iter().map(|r| r.len / PAGE).sum::<u64>() <= PAGES_MAX);
+    assert_eq!(request.encode(), bytes[..HashRequest::HEAD + length]);
 }
 
 fn answer(bytes: &[u8]) {
     let Some((head, rest)) = bytes.split_first_chunk() else { return };
-    let Some(length) = Told::rest(head) else { return };
+    let Some(length) = HashReply::rest(head) else { return };
     assert!(length <= PAGES_MAX as usize * 24);
-    let Some(told) = rest.get(..length).and_then(|rest| Told::parse(head, rest, &ASKED)) else {
+    let Some(reply) = rest.get(..length).and_then(|rest| HashReply::parse(head, rest, &ASKED))
+    else {
         return;
     };
-    check(&told);
-    assert_eq!(told.encode(), bytes[..Told::HEAD + length]);
+    check(&reply);
+    assert_eq!(reply.encode(), bytes[..HashReply::HEAD + length]);
 }
 
-fn check(told: &Told) {
+fn check(reply: &HashReply) {
     let inside = |n: &u64| ASKED.iter().any(|r| r.contains(n * PAGE));
-    assert!(told.pages.iter().all(|(number, _)| inside(number)));
-    assert!(told.pages.windows(2).all(|p| p[0].0 < p[1].0));
-    assert!(told.held <= 68 && told.free + told.pages.len() as u64 <= told.held);
+    assert!(reply.pages.iter().all(|(number, _)| inside(number)));
+    assert!(reply.pages.windows(2).all(|p| p[0].0 < p[1].0));
+    assert!(reply.held <= 68 && reply.free + reply.pages.len() as u64 <= reply.held);
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -50,7 +53,7 @@ fuzz_target!(|data: &[u8]| {
     let mut theirs = UnixStream::from(theirs);
     let _ = theirs.write_all(&data[..data.len().min(64 << 10)]);
     let _ = theirs.shutdown(std::net::Shutdown::Write);
-    let told = link.ask(&Ask { secret: [1; 192], lines: false, ranges: ASKED.to_vec() });
-    assert_eq!(told.is_err(), link.failure().is_some());
-    told.iter().for_each(check);
+    let reply = link.ask(&HashRequest { secret: [1; 192], lines: false, ranges: ASKED.to_vec() });
+    assert_eq!(reply.is_err(), link.failure().is_some());
+    reply.iter().for_each(check);
 });

@@ -25,7 +25,7 @@ use std::time::Duration;
 use ebb_core::page_hash::{Key, LINE, LINES};
 use ebb_core::range;
 use ebb_core::wire::abi::{MAP_PFNS, MapPage, PAGE};
-use ebb_core::wire::hashes::{Ask, Told};
+use ebb_core::wire::hashes::{HashReply, HashRequest};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketType, sockopt};
@@ -143,34 +143,34 @@ impl Served {
                 self.buffer = None;
                 wait(socket, None).then_some(())?;
             }
-            let told = self.answer(&receive(socket)?)?;
-            socket.write_all(&told.encode()).ok()?;
+            let reply = self.answer(&receive(socket)?)?;
+            socket.write_all(&reply.encode()).ok()?;
         }
     }
 
     /// `None`: some of it is not RAM that can be merged.
-    fn answer(&mut self, ask: &Ask) -> Option<Told> {
-        let (begun, key) = (cpu_ns(), Key::new(ask.secret));
+    fn answer(&mut self, request: &HashRequest) -> Option<HashReply> {
+        let (begun, key) = (cpu_ns(), Key::new(request.secret));
         let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
         let mut runs = Vec::new();
-        let mut told = Told::default();
-        for &range in &ask.ranges {
+        let mut reply = HashReply::default();
+        for &range in &request.ranges {
             let present = self.ram.present(range)?;
             let present = if self.faults.any_page() { vec![range] } else { present };
             for run in present {
-                told.held += run.len / PAGE;
-                told.free += free.leave_out(run, &mut runs);
+                reply.held += run.len / PAGE;
+                reply.free += free.leave_out(run, &mut runs);
             }
         }
         drop(free);
-        let size = if ask.lines { PIECE_LINES } else { PIECE };
+        let size = if request.lines { PIECE_LINES } else { PIECE };
         let pieces = range::batches(runs, size, VECTOR_MAX);
         for (i, piece) in pieces.iter().enumerate() {
             let next = pieces.get(i + 1).map_or(&[][..], |p| p);
-            self.hash(piece, next, &key, ask.lines, &mut told.pages);
+            self.hash(piece, next, &key, request.lines, &mut reply.pages);
         }
-        told.cpu_ns = cpu_ns().saturating_sub(begun);
-        Some(told)
+        reply.cpu_ns = cpu_ns().saturating_sub(begun);
+        Some(reply)
     }
 
     /// Whole pages, or only their lines. What cannot be read (it went away meanwhile) ends
@@ -272,10 +272,10 @@ fn wait(socket: &UnixStream, time: Option<Duration>) -> bool {
     }
 }
 
-fn receive(mut socket: &UnixStream) -> Option<Ask> {
-    let mut head = [0; Ask::HEAD];
+fn receive(mut socket: &UnixStream) -> Option<HashRequest> {
+    let mut head = [0; HashRequest::HEAD];
     socket.read_exact(&mut head).ok()?;
-    let mut rest = vec![0; Ask::rest(&head)?];
+    let mut rest = vec![0; HashRequest::rest(&head)?];
     socket.read_exact(&mut rest).ok()?;
-    Ask::parse(&head, &rest)
+    HashRequest::parse(&head, &rest)
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use ebb_core::page_hash::{Key, SECRET};
 use ebb_core::wire::abi::PAGE;
-use ebb_core::wire::hashes::{Ask, Told};
+use ebb_core::wire::hashes::{HashReply, HashRequest};
 use ebb_core::wire::{Command, HugePages, Recycle};
 use ebb_host::scan::agents::HashLink;
 use ebb_host::sys::{Range, pagemap_scan};
@@ -29,7 +29,7 @@ fn link(agent: &mut Agent) -> HashLink {
 }
 
 /// Asks for pages of the guest, by number.
-fn told(link: &HashLink, guest: &Guest, spans: &[(u64, u64)]) -> std::io::Result<Told> {
+fn told(link: &HashLink, guest: &Guest, spans: &[(u64, u64)]) -> std::io::Result<HashReply> {
     told_of(link, guest, spans, false)
 }
 
@@ -39,14 +39,14 @@ fn told_of(
     guest: &Guest,
     spans: &[(u64, u64)],
     lines: bool,
-) -> std::io::Result<Told> {
+) -> std::io::Result<HashReply> {
     let base = guest.memory.address();
     let at = |(first, pages): &(u64, u64)| Range { start: base + first * PAGE, len: pages * PAGE };
-    link.ask(&Ask { secret: KEY, lines, ranges: spans.iter().map(at).collect() })
+    link.ask(&HashRequest { secret: KEY, lines, ranges: spans.iter().map(at).collect() })
 }
 
 /// By the number of the page in the guest.
-fn pages(told: Told, guest: &Guest) -> BTreeMap<u64, u128> {
+fn pages(told: HashReply, guest: &Guest) -> BTreeMap<u64, u128> {
     let first = guest.memory.address() / PAGE;
     told.pages.into_iter().map(|(number, hash)| (number - first, hash)).collect()
 }

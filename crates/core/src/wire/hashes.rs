@@ -28,8 +28,9 @@ const MAGIC: u32 = u32::from_le_bytes(*b"EbH2");
 const RANGE: usize = 16;
 const RECORD: usize = 24;
 
+/// The daemon asks for hashes.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Ask {
+pub struct HashRequest {
     pub secret: [u8; SECRET],
     /// Whether a few lines of each page are enough.
     pub lines: bool,
@@ -37,8 +38,9 @@ pub struct Ask {
     pub ranges: Vec<Range>,
 }
 
+/// The agent answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Told {
+pub struct HashReply {
     /// Pages of the ranges that are in memory, the zero page not counted.
     pub held: u64,
     /// Of those, free by the guest's map, and left out.
@@ -49,12 +51,12 @@ pub struct Told {
     pub pages: Vec<(u64, u128)>,
 }
 
-impl Ask {
+impl HashRequest {
     /// Bytes before the ranges.
     pub const HEAD: usize = 16 + SECRET;
 
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(Ask::HEAD + self.ranges.len() * RANGE);
+        let mut bytes = Vec::with_capacity(HashRequest::HEAD + self.ranges.len() * RANGE);
         bytes.extend(MAGIC.to_le_bytes());
         bytes.extend((self.ranges.len() as u32).to_le_bytes());
         bytes.extend(u64::from(self.lines).to_le_bytes());
@@ -67,13 +69,13 @@ impl Ask {
     }
 
     /// How many bytes follow a head; `None`: it is none.
-    pub fn rest(head: &[u8; Ask::HEAD]) -> Option<usize> {
+    pub fn rest(head: &[u8; HashRequest::HEAD]) -> Option<usize> {
         rest(head, RANGES_MAX, RANGE)
     }
 
     /// From a head and what follows it, if all of it keeps to the rules.
-    pub fn parse(head: &[u8; Ask::HEAD], rest: &[u8]) -> Option<Ask> {
-        if Ask::rest(head)? != rest.len() {
+    pub fn parse(head: &[u8; HashRequest::HEAD], rest: &[u8]) -> Option<HashRequest> {
+        if HashRequest::rest(head)? != rest.len() {
             return None;
         }
         let mut secret = [0; SECRET];
@@ -90,22 +92,22 @@ impl Ask {
             at = start.checked_add(len)?;
             pages = pages.saturating_add(len / PAGE);
         }
-        (pages <= PAGES_MAX).then_some(Ask { secret, lines, ranges })
+        (pages <= PAGES_MAX).then_some(HashRequest { secret, lines, ranges })
     }
 }
 
-impl std::fmt::Debug for Ask {
+impl std::fmt::Debug for HashRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Ask({} ranges)", self.ranges.len())
+        write!(f, "HashRequest({} ranges)", self.ranges.len())
     }
 }
 
-impl Told {
+impl HashReply {
     /// Bytes before the pages.
     pub const HEAD: usize = 32;
 
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(Told::HEAD + self.pages.len() * RECORD);
+        let mut bytes = Vec::with_capacity(HashReply::HEAD + self.pages.len() * RECORD);
         bytes.extend(MAGIC.to_le_bytes());
         bytes.extend((self.pages.len() as u32).to_le_bytes());
         for n in [self.held, self.free, self.cpu_ns] {
@@ -119,13 +121,13 @@ impl Told {
     }
 
     /// How many bytes follow a head; `None`: it is none.
-    pub fn rest(head: &[u8; Told::HEAD]) -> Option<usize> {
+    pub fn rest(head: &[u8; HashReply::HEAD]) -> Option<usize> {
         rest(head, PAGES_MAX as usize, RECORD)
     }
 
     /// The same, if it can be the answer to a question about these ranges.
-    pub fn parse(head: &[u8; Told::HEAD], rest: &[u8], ranges: &[Range]) -> Option<Told> {
-        if Told::rest(head)? != rest.len() {
+    pub fn parse(head: &[u8; HashReply::HEAD], rest: &[u8], ranges: &[Range]) -> Option<HashReply> {
+        if HashReply::rest(head)? != rest.len() {
             return None;
         }
         let [held, free, cpu_ns] = [8, 16, 24].map(|at| u64_at(head, at));
@@ -146,7 +148,7 @@ impl Told {
             next = number + 1;
         }
         let sums = held <= asked && free <= held && pages.len() as u64 <= held - free;
-        sums.then_some(Told { held, free, cpu_ns, pages })
+        sums.then_some(HashReply { held, free, cpu_ns, pages })
     }
 }
 
@@ -165,23 +167,23 @@ mod tests {
         list.iter().map(|&(start, len)| Range { start, len }).collect()
     }
 
-    fn question(list: &[(u64, u64)]) -> Ask {
-        Ask { secret: [7; SECRET], lines: list.len() > 1, ranges: ranges(list) }
+    fn question(list: &[(u64, u64)]) -> HashRequest {
+        HashRequest { secret: [7; SECRET], lines: list.len() > 1, ranges: ranges(list) }
     }
 
-    fn parsed(bytes: &[u8]) -> Option<Ask> {
+    fn parsed(bytes: &[u8]) -> Option<HashRequest> {
         let (head, rest) = bytes.split_first_chunk()?;
-        Ask::parse(head, rest)
+        HashRequest::parse(head, rest)
     }
 
-    fn ask(list: &[(u64, u64)]) -> Option<Ask> {
+    fn ask(list: &[(u64, u64)]) -> Option<HashRequest> {
         parsed(&question(list).encode())
     }
 
-    fn told(told: &Told, list: &[(u64, u64)]) -> Option<Told> {
+    fn told(told: &HashReply, list: &[(u64, u64)]) -> Option<HashReply> {
         let bytes = told.encode();
         let (head, rest) = bytes.split_first_chunk()?;
-        Told::parse(head, rest, &ranges(list))
+        HashReply::parse(head, rest, &ranges(list))
     }
 
     #[test]
@@ -190,11 +192,11 @@ mod tests {
         assert_eq!(ask(&ranges), Some(question(&ranges)));
         assert_eq!(ask(&ranges[..1]), Some(question(&ranges[..1])));
         let pages = vec![(1, 5), (2, 0), (3, u128::MAX - 1), ((1 << 40) / PAGE, 1 << 64)];
-        let whole = Told { held: 4, free: 0, cpu_ns: u64::MAX, pages };
+        let whole = HashReply { held: 4, free: 0, cpu_ns: u64::MAX, pages };
         assert_eq!(told(&whole, &ranges), Some(whole));
         let most = [(0, PAGES_MAX * PAGE)];
         let pages = (0..PAGES_MAX).map(|p| (p, 1)).collect();
-        let most_told = Told { held: PAGES_MAX, pages, ..Told::default() };
+        let most_told = HashReply { held: PAGES_MAX, pages, ..HashReply::default() };
         assert!(ask(&most).is_some() && told(&most_told, &most).is_some());
     }
 
@@ -227,7 +229,7 @@ mod tests {
             (2, 0, vec![(1, 1), (1, 1)]),
             (1, 0, vec![(1, 1), (3, 1)]),
         ] {
-            assert_eq!(told(&Told { held, free, cpu_ns: 0, pages }, &ranges), None);
+            assert_eq!(told(&HashReply { held, free, cpu_ns: 0, pages }, &ranges), None);
         }
     }
 
@@ -242,10 +244,10 @@ mod tests {
                 bytes[5..8].fill(0);
             }
             if let Some((head, rest)) = bytes.split_first_chunk() {
-                let _ = Ask::parse(head, rest);
+                let _ = HashRequest::parse(head, rest);
             }
             if let Some((head, rest)) = bytes.split_first_chunk() {
-                let _ = Told::parse(head, rest, &ranges(&[(0, 64 * PAGE)]));
+                let _ = HashReply::parse(head, rest, &ranges(&[(0, 64 * PAGE)]));
             }
         }
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
-use ebb_core::wire::hashes::{Ask, Told};
+use ebb_core::wire::hashes::{HashReply, HashRequest};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -76,37 +76,37 @@ impl HashLink {
     }
 
     /// Asks. After an error nothing more is to be had of it.
-    pub fn ask(&self, ask: &Ask) -> Result<Told> {
+    pub fn ask(&self, request: &HashRequest) -> Result<HashReply> {
         let socket = lock(&self.socket);
         if let Some(why) = self.failure() {
             return Err(Error::other(why));
         }
         let begun = Instant::now();
-        let told = exchange(&socket, ask, begun + PATIENCE).map(|told| {
+        let reply = exchange(&socket, request, begun + PATIENCE).map(|reply| {
             // It cannot have used more.
             let most = begun.elapsed().as_nanos() as u64;
-            Told { cpu_ns: told.cpu_ns.min(most), ..told }
+            HashReply { cpu_ns: reply.cpu_ns.min(most), ..reply }
         });
-        if let Err(e) = &told {
+        if let Err(e) = &reply {
             *lock(&self.failure) = Some(format!("its agent does not hash pages: {e}"));
         }
-        told
+        reply
     }
 }
 
-fn exchange(socket: &OwnedFd, ask: &Ask, until: Instant) -> Result<Told> {
-    let (bytes, mut sent) = (ask.encode(), 0);
+fn exchange(socket: &OwnedFd, request: &HashRequest, until: Instant) -> Result<HashReply> {
+    let (bytes, mut sent) = (request.encode(), 0);
     while sent < bytes.len() {
         wait(socket, PollFlags::OUT, until)?;
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         sent += again(rustix::net::send(socket, &bytes[sent..], flags))?.unwrap_or(0);
     }
-    let mut head = [0; Told::HEAD];
+    let mut head = [0; HashReply::HEAD];
     fill(socket, &mut head, until)?;
     let garbage = || Error::new(ErrorKind::InvalidData, "not the protocol");
-    let mut rest = vec![0; Told::rest(&head).ok_or_else(garbage)?];
+    let mut rest = vec![0; HashReply::rest(&head).ok_or_else(garbage)?];
     fill(socket, &mut rest, until)?;
-    Told::parse(&head, &rest, &ask.ranges).ok_or_else(garbage)
+    HashReply::parse(&head, &rest, &request.ranges).ok_or_else(garbage)
 }
 
 fn fill(socket: &OwnedFd, mut to: &mut [u8], until: Instant) -> Result<()> {
@@ -150,24 +150,27 @@ mod tests {
 
     use super::*;
 
-    fn told_by(answer: impl FnOnce(&mut UnixStream) + Send + 'static) -> (HashLink, Result<Told>) {
+    fn told_by(
+        answer: impl FnOnce(&mut UnixStream) + Send + 'static,
+    ) -> (HashLink, Result<HashReply>) {
         let (link, theirs) = HashLink::pair(&[]).unwrap();
         let peer = std::thread::spawn(move || {
             let mut socket = UnixStream::from(theirs);
-            let mut asked = [0; Ask::HEAD + 16];
+            let mut asked = [0; HashRequest::HEAD + 16];
             socket.read_exact(&mut asked).unwrap();
             answer(&mut socket);
         });
         let page = Range { start: PAGE, len: PAGE };
-        let told = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![page] });
+        let reply =
+            link.ask(&HashRequest { secret: [0; SECRET], lines: false, ranges: vec![page] });
         peer.join().unwrap();
-        (link, told)
+        (link, reply)
     }
 
     #[test]
     fn an_answer_is_taken_and_costs_no_more_than_it_took() {
-        let told = Told { held: 1, free: 0, cpu_ns: u64::MAX, pages: vec![(1, 7)] };
-        let (link, got) = told_by(move |s| s.write_all(&told.encode()).unwrap());
+        let reply = HashReply { held: 1, free: 0, cpu_ns: u64::MAX, pages: vec![(1, 7)] };
+        let (link, got) = told_by(move |s| s.write_all(&reply.encode()).unwrap());
         let got = got.unwrap();
         assert_eq!((got.pages, link.failure()), (vec![(1, 7)], None));
         assert!(got.cpu_ns < 10_000_000_000);
@@ -175,13 +178,14 @@ mod tests {
 
     #[test]
     fn who_breaks_the_protocol_or_hangs_up_is_asked_no_more() {
-        let other = Told { held: 1, pages: vec![(2, 7)], ..Told::default() };
+        let other = HashReply { held: 1, pages: vec![(2, 7)], ..HashReply::default() };
         let answers: [Vec<u8>; 4] =
-            [other.encode(), vec![], vec![0; 64], Told::default().encode()[..9].into()];
+            [other.encode(), vec![], vec![0; 64], HashReply::default().encode()[..9].into()];
         for bytes in answers {
             let (link, got) = told_by(move |s| s.write_all(&bytes).unwrap());
             assert!(got.is_err() && link.failure().unwrap().contains("does not hash"));
-            let again = link.ask(&Ask { secret: [0; SECRET], lines: false, ranges: vec![] });
+            let again =
+                link.ask(&HashRequest { secret: [0; SECRET], lines: false, ranges: vec![] });
             assert!(again.is_err());
         }
     }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
-use ebb_core::wire::hashes::Ask;
+use ebb_core::wire::hashes::HashRequest;
 use ebb_host::act::vm_mergeable::{Marks, marks};
 use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
@@ -382,7 +382,8 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                 pagemap_scan(pagemap.as_fd(), range, |r, _| present.extend(pages(r))).unwrap();
                 for lines in [false, true] {
                     let ranges = vec![range];
-                    let told = link.ask(&Ask { secret: *key.secret(), lines, ranges }).unwrap();
+                    let told =
+                        link.ask(&HashRequest { secret: *key.secret(), lines, ranges }).unwrap();
                     assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
                     let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();
                     assert_eq!(numbers, present, "{}", vm.name());

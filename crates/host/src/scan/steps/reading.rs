@@ -11,7 +11,7 @@ use std::time::Duration;
 use ebb_core::page_hash::{LINE, LINES};
 use ebb_core::range::batches;
 use ebb_core::units::PAGE;
-use ebb_core::wire::hashes::{Ask, PAGES_MAX, RANGES_MAX};
+use ebb_core::wire::hashes::{HashRequest, PAGES_MAX, RANGES_MAX};
 use rustix::io::Errno;
 
 use super::windows::{GENTLE_LINES, GENTLE_PIECE, PIECE};
@@ -55,24 +55,25 @@ impl Worker<'_, '_> {
         let questions = batches(runs.iter().copied(), most, RANGES_MAX);
         for (i, now) in questions.iter().enumerate() {
             let ranges = now.clone();
-            let Ok(told) = agent.ask(&Ask { secret: *job.key.secret(), lines, ranges }) else {
+            let Ok(reply) = agent.ask(&HashRequest { secret: *job.key.secret(), lines, ranges })
+            else {
                 return Ok(questions[i..].concat());
             };
             let asked: u64 = now.iter().map(|r| r.len / PAGE).sum();
-            let read = told.pages.len() as u64;
+            let read = reply.pages.len() as u64;
             if job.round == Round::All {
                 let pages = &mut self.pages;
                 match job.options.changes {
-                    Changes::Look => pages.held += told.held,
+                    Changes::Look => pages.held += reply.held,
                     // Not in memory any more.
-                    _ => pages.lost += asked - told.held,
+                    _ => pages.lost += asked - reply.held,
                 }
-                pages.free += told.free;
-                pages.lost += told.held - told.free - read;
+                pages.free += reply.free;
+                pages.lost += reply.held - reply.free - read;
                 job.by_agents.fetch_add(read, Relaxed);
             }
-            for (i, &(number, hash)) in told.pages.iter().enumerate() {
-                if let (Some(filter), Some(ahead)) = (&job.filter, told.pages.get(i + AHEAD)) {
+            for (i, &(number, hash)) in reply.pages.iter().enumerate() {
+                if let (Some(filter), Some(ahead)) = (&job.filter, reply.pages.get(i + AHEAD)) {
                     filter.fetch(tag(ahead.1));
                 }
                 let address = number * PAGE;
@@ -83,7 +84,7 @@ impl Worker<'_, '_> {
                 }
             }
             let of_page = if lines { (LINES * LINE) as u64 } else { PAGE };
-            self.account(read * of_page, Duration::from_nanos(told.cpu_ns));
+            self.account(read * of_page, Duration::from_nanos(reply.cpu_ns));
         }
         Ok(Vec::new())
     }

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use ebb_core::wire::Segment;
-use ebb_core::wire::hashes::{Ask, Told};
+use ebb_core::wire::hashes::{HashReply, HashRequest};
 
 use super::*;
 use crate::sys::read_process;
@@ -14,7 +14,7 @@ use crate::sys::read_process;
 fn agent(
     target: &Target,
     answers: u64,
-    change: impl Fn(&mut Told) + Send + 'static,
+    change: impl Fn(&mut HashReply) + Send + 'static,
 ) -> (Arc<HashLink>, Arc<AtomicU64>) {
     // The last pages are none of its RAM.
     let segment = Segment { gpa: 0, size: (PAGES - 64) * PAGE, hva: target.ram[0].start };
@@ -23,11 +23,11 @@ fn agent(
     let count = Arc::clone(&given);
     std::thread::spawn(move || {
         let mut socket = UnixStream::from(theirs);
-        let mut head = [0; Ask::HEAD];
+        let mut head = [0; HashRequest::HEAD];
         while count.load(SeqCst) < answers && socket.read_exact(&mut head).is_ok() {
-            let mut rest = vec![0; Ask::rest(&head).unwrap()];
+            let mut rest = vec![0; HashRequest::rest(&head).unwrap()];
             socket.read_exact(&mut rest).unwrap();
-            let ask = Ask::parse(&head, &rest).unwrap();
+            let ask = HashRequest::parse(&head, &rest).unwrap();
             let mut told = answer(pid, &ask);
             change(&mut told);
             socket.write_all(&told.encode()).unwrap();
@@ -37,9 +37,9 @@ fn agent(
     (Arc::new(ours), given)
 }
 
-fn answer(pid: u32, ask: &Ask) -> Told {
+fn answer(pid: u32, ask: &HashRequest) -> HashReply {
     let key = Key::new(ask.secret);
-    let mut told = Told { cpu_ns: 1000, ..Told::default() };
+    let mut told = HashReply { cpu_ns: 1000, ..HashReply::default() };
     for &range in &ask.ranges {
         let mut bytes = vec![0; range.len as usize];
         read_process(pid, &[range], &mut bytes).unwrap();
@@ -135,7 +135,7 @@ fn an_agent_that_lies_costs_an_estimate_and_is_bounded() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let all = targets(&holders);
     // All its pages are the first of the other's, it says, and cost ten years.
-    let lie = |told: &mut Told| {
+    let lie = |told: &mut HashReply| {
         told.pages.iter_mut().for_each(|p| p.1 = 77);
         told.cpu_ns = u64::MAX;
     };
