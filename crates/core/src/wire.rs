@@ -26,8 +26,8 @@ mod request;
 
 pub use self::lines::{BadLine, Lines, clip};
 pub use self::reply::{
-    AgentState, Answer, Counters, Hello, KernelParts, Module, Outcome, Recycled, Refusal, Refused,
-    Reply, Status,
+    AgentState, Answer, Counters, Hello, KernelParts, Module, Recycled, Refusal, Refused, Reply,
+    ReplyResult, Status,
 };
 pub use self::request::{
     Advise, Attach, Command, HugePages, MOST_CLOSED, Recycle, Request, Segment,

@@ -13,7 +13,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use ebb_core::wire::{Answer, Command, Lines, Outcome, Refusal, Reply, Request};
+use ebb_core::wire::{Answer, Command, Lines, Refusal, Reply, ReplyResult, Request};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -59,7 +59,7 @@ pub struct Agent {
     next_id: u64,
     /// Requests without an answer, in order.
     pending: VecDeque<u64>,
-    replies: BTreeMap<u64, Outcome>,
+    replies: BTreeMap<u64, ReplyResult>,
     lines: Lines,
     outbox: Vec<u8>,
     /// A descriptor that goes with a byte of the outbox, and that byte's place.
@@ -140,8 +140,8 @@ impl Agent {
     /// The answer to a request, once.
     pub fn take_reply(&mut self, id: u64) -> Option<Result<Answer, AgentError>> {
         match self.replies.remove(&id)? {
-            Outcome::Ok(answer) => Some(Ok(answer)),
-            Outcome::Error(refusal) => Some(Err(AgentError::Refused(self.named(), refusal))),
+            ReplyResult::Ok(answer) => Some(Ok(answer)),
+            ReplyResult::Error(refusal) => Some(Err(AgentError::Refused(self.named(), refusal))),
         }
     }
 
@@ -177,14 +177,14 @@ impl Agent {
             let error = match reply {
                 Ok(r) => match self.pending.front() {
                     Some(id) if *id == r.id => {
-                        self.replies.insert(r.id, r.outcome);
+                        self.replies.insert(r.id, r.result);
                         self.pending.pop_front();
                         continue;
                     }
-                    _ => match r.outcome {
+                    _ => match r.result {
                         // To a line that it could not read, or before it hangs up.
-                        Outcome::Error(no) => AgentError::Refused(self.named(), no),
-                        Outcome::Ok(_) => AgentError::Garbage(
+                        ReplyResult::Error(no) => AgentError::Refused(self.named(), no),
+                        ReplyResult::Ok(_) => AgentError::Garbage(
                             self.named(),
                             format!("an answer to request {}, which was not asked", r.id),
                         ),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_core::wire::{Command, Lines, Outcome, Refusal, Refused, Reply, Request};
+use ebb_core::wire::{Command, Lines, Refusal, Refused, Reply, ReplyResult, Request};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
@@ -133,8 +133,8 @@ impl Session {
         let fed = self.lines.feed(bytes, |line| requests.push(Request::parse(line)));
         for request in requests {
             let reply = match request {
-                Ok(r) => Reply { id: r.id, outcome: self.execute(&r.command, agent, interrupt) },
-                Err(e) => Reply { id: 0, outcome: no(&ebb_core::wire::clip(&e.0)) },
+                Ok(r) => Reply { id: r.id, result: self.execute(&r.command, agent, interrupt) },
+                Err(e) => Reply { id: 0, result: no(&ebb_core::wire::clip(&e.0)) },
             };
             if !each(&reply.line()) {
                 return false;
@@ -156,7 +156,7 @@ impl Session {
         command: &Command,
         agent: &mut Agent,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> Outcome {
+    ) -> ReplyResult {
         let descriptor = match (command, &self.arrived) {
             (Command::Attach(_) | Command::Hashes, Arrived::Many) => {
                 self.arrived = Arrived::None;
@@ -170,8 +170,8 @@ impl Session {
             _ => None,
         };
         match agent.execute(command, descriptor, interrupt) {
-            Ok(answer) => Outcome::Ok(answer),
-            Err(refusal) => Outcome::Error(refusal),
+            Ok(answer) => ReplyResult::Ok(answer),
+            Err(refusal) => ReplyResult::Error(refusal),
         }
     }
 }
@@ -229,8 +229,8 @@ fn accept(listener: &OwnedFd, peers: Peers) -> Option<Peer> {
     None
 }
 
-fn no(text: &str) -> Outcome {
-    Outcome::Error(Refusal { kind: Refused::Request, text: text.into() })
+fn no(text: &str) -> ReplyResult {
+    ReplyResult::Error(Refusal { kind: Refused::Request, text: text.into() })
 }
 
 impl Peer {
@@ -269,8 +269,8 @@ impl Peer {
         Ok(got.bytes)
     }
 
-    fn answer(&self, id: u64, outcome: Outcome) {
-        send(&self.socket, &Reply { id, outcome }.line());
+    fn answer(&self, id: u64, result: ReplyResult) {
+        send(&self.socket, &Reply { id, result }.line());
     }
 }
 

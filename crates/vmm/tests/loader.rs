@@ -11,21 +11,21 @@ use std::path::Path;
 
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
-    Answer, Attach, Command, Hello, OTHERS_DISCARD, Outcome, Reply, Request, Segment,
+    Answer, Attach, Command, Hello, OTHERS_DISCARD, Reply, ReplyResult, Request, Segment,
 };
 use standin::{Place, Standin};
 
-fn ask(socket: &Path, command: Command) -> Outcome {
+fn ask(socket: &Path, command: Command) -> ReplyResult {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.write_all(&Request { id: 1, command }.line()).unwrap();
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).unwrap();
-    Reply::parse(line.trim_end().as_bytes()).unwrap().outcome
+    Reply::parse(line.trim_end().as_bytes()).unwrap().result
 }
 
 fn hello(socket: &Path) -> Hello {
     match ask(socket, Command::Hello) {
-        Outcome::Ok(Answer::Hello(hello)) => hello,
+        ReplyResult::Ok(Answer::Hello(hello)) => hello,
         other => panic!("{other:?}"),
     }
 }
@@ -67,7 +67,7 @@ fn every_release_known_loads_it() {
 }
 
 /// What an agent says to a VM whose VMM discards pages too, by what its RAM is.
-fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -> Outcome {
+fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -> ReplyResult {
     const SIZE: u64 = 32 << 20;
     let socket = place.path("agent");
     let mut command = place.command(program, &socket, 0, 1);
@@ -89,10 +89,10 @@ fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -
         firmware: Firmware::Seabios,
         ..Attach::default()
     };
-    let outcome = ask(&socket, Command::Attach(attach));
+    let result = ask(&socket, Command::Attach(attach));
     drop(standin);
     let _ = std::fs::remove_file(&socket);
-    outcome
+    result
 }
 
 #[test]
@@ -103,11 +103,11 @@ fn a_plug_in_stands_aside_where_the_vmm_discards_too_a_preloaded_agent_takes_tur
     let place = Place::new("turns");
     let program = place.compile(&["-DEXPORTS=1"]);
     match beside_discards(&place, &program, false, false) {
-        Outcome::Error(no) => assert_eq!(no.text, OTHERS_DISCARD),
+        ReplyResult::Error(no) => assert_eq!(no.text, OTHERS_DISCARD),
         other => panic!("{other:?}"),
     }
     for (preload, shared) in [(true, false), (false, true), (true, true)] {
-        let outcome = beside_discards(&place, &program, preload, shared);
-        assert_eq!(outcome, Outcome::Ok(Answer::Done), "preload {preload}, shared {shared}");
+        let result = beside_discards(&place, &program, preload, shared);
+        assert_eq!(result, ReplyResult::Ok(Answer::Done), "preload {preload}, shared {shared}");
     }
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
-use ebb_core::wire::{AgentState, Answer, Command, Outcome, PROTOCOL, Recycle, Reply, Request};
+use ebb_core::wire::{AgentState, Answer, Command, PROTOCOL, Recycle, Reply, ReplyResult, Request};
 use ebb_vmm::faults::Faults;
 use ebb_vmm::server::{Peers, Server};
 
@@ -49,16 +49,16 @@ impl Daemon {
         Some(Reply::parse(line.trim_end().as_bytes()).unwrap())
     }
 
-    fn ask(&mut self, command: Command) -> Outcome {
+    fn ask(&mut self, command: Command) -> ReplyResult {
         let id = self.say(command);
         let reply = self.hear().expect("an answer");
         assert_eq!(reply.id, id);
-        reply.outcome
+        reply.result
     }
 
     fn state(&mut self) -> AgentState {
         match self.ask(Command::Status { held: false, room: None }) {
-            Outcome::Ok(Answer::Status(s)) => s.state,
+            ReplyResult::Ok(Answer::Status(s)) => s.state,
             other => panic!("{other:?}"),
         }
     }
@@ -90,16 +90,16 @@ fn a_daemon_is_served_and_only_one() {
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     let mut daemon = Daemon::connect(&path);
-    let Outcome::Ok(Answer::Hello(hello)) = daemon.ask(Command::Hello) else { panic!() };
+    let ReplyResult::Ok(Answer::Hello(hello)) = daemon.ask(Command::Hello) else { panic!() };
     assert_eq!((hello.protocol, hello.pid), (PROTOCOL, std::process::id()));
     assert_eq!(daemon.state(), AgentState::Idle);
     let mut second = Daemon::connect(&path);
-    assert!(matches!(second.hear().unwrap().outcome, Outcome::Error(_)));
+    assert!(matches!(second.hear().unwrap().result, ReplyResult::Error(_)));
     assert!(second.hear().is_none());
     daemon.ask(guest.attach());
     daemon.until(AgentState::Ready);
     guest.fill_and_free(FIRST, 1000);
-    let Outcome::Ok(Answer::Recycled(done)) = daemon.ask(Command::Recycle(Recycle::default()))
+    let ReplyResult::Ok(Answer::Recycled(done)) = daemon.ask(Command::Recycle(Recycle::default()))
     else {
         panic!()
     };
@@ -125,7 +125,7 @@ fn a_descriptor_of_userfaultfd_is_used() {
     let mut daemon = Daemon::connect(&path);
     let Command::Attach(mut attach) = guest.attach() else { unreachable!() };
     attach.descriptor = true;
-    let Outcome::Error(_) = daemon.ask(Command::Attach(attach.clone())) else { panic!() };
+    let ReplyResult::Error(_) = daemon.ask(Command::Attach(attach.clone())) else { panic!() };
     let line = Request { id: 7, command: Command::Attach(attach) }.line();
     let fds = [device.as_fd()];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -135,7 +135,7 @@ fn a_descriptor_of_userfaultfd_is_used() {
     let parts = [std::io::IoSlice::new(&line)];
     let sent = rustix::net::sendmsg(daemon.socket.get_ref(), &parts, &mut control, flags);
     assert_eq!(sent.unwrap(), line.len());
-    assert_eq!(daemon.hear().unwrap().outcome, Outcome::Ok(Answer::Done));
+    assert_eq!(daemon.hear().unwrap().result, ReplyResult::Ok(Answer::Done));
     daemon.until(AgentState::Ready);
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
@@ -146,7 +146,7 @@ fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
     let (_server, path, guest, beats) = served("nonsense");
     let mut daemon = Daemon::connect(&path);
     daemon.socket.get_mut().write_all(b"{\"id\":1,\"command\":\"dance\"}\n").unwrap();
-    assert!(matches!(daemon.hear().unwrap().outcome, Outcome::Error(_)));
+    assert!(matches!(daemon.hear().unwrap().result, ReplyResult::Error(_)));
     daemon.ask(guest.attach());
     daemon.until(AgentState::Ready);
     guest.fill_and_free(FIRST, 15_000);
@@ -154,7 +154,7 @@ fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
     let all = Recycle { budget_ms: 5000, ..Recycle::default() };
     daemon.say(Command::Recycle(all));
     daemon.say(Command::Mark);
-    let Some(Reply { outcome: Outcome::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
+    let Some(Reply { result: ReplyResult::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
         panic!()
     };
     assert!(!r.more && r.bytes.0 == 15_000 * 4096, "{r:?}");
@@ -162,7 +162,7 @@ fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
     guest.fill_and_free(FIRST, 15_000);
     daemon.say(Command::Recycle(all));
     daemon.say(Command::StandDown);
-    let Some(Reply { outcome: Outcome::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
+    let Some(Reply { result: ReplyResult::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
         panic!()
     };
     println!("{r:?}");
@@ -182,11 +182,11 @@ fn a_socket_that_is_served_is_not_taken_over_a_dead_one_is() {
     let path = path("stale");
     let server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
     assert!(Server::start(&path, Peers::Root, Faults::default()).is_err());
-    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
+    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), ReplyResult::Ok(_)));
     drop(server);
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let _server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
-    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), Outcome::Ok(_)));
+    assert!(matches!(Daemon::connect(&path).ask(Command::Hello), ReplyResult::Ok(_)));
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn only_root_is_served_unless_the_vmm_says_otherwise() {
             // Who may not is told so, and hung up on, before it says anything.
             let hello = Request { id: 1, command: Command::Hello };
             let _ = daemon.socket.get_mut().write_all(&hello.line());
-            matches!(daemon.hear(), Some(Reply { outcome: Outcome::Ok(_), .. }))
+            matches!(daemon.hear(), Some(Reply { result: ReplyResult::Ok(_), .. }))
         };
         assert!(served(), "root");
         // The last one has to be seen to have gone.

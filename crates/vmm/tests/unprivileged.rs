@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{
-    AgentState, Attach, Command, Outcome, Recycle, Refused, Reply, Request, Segment,
+    AgentState, Attach, Command, Recycle, Refused, Reply, ReplyResult, Request, Segment,
 };
 use ebb_host::agent::{Agent, AgentError};
 use requests::Requests as _;
@@ -199,8 +199,8 @@ fn descriptors_of_anything_else_are_closed_refused_and_said() {
         (false, &[good; 5], "several descriptors"),
         (true, &[good; 60], "several descriptors"),
     ] {
-        match vmm.raw(announced, list).outcome {
-            Outcome::Error(no) => assert!(no.text.contains(words), "{words}: {no}"),
+        match vmm.raw(announced, list).result {
+            ReplyResult::Error(no) => assert!(no.text.contains(words), "{words}: {no}"),
             other => panic!("{words}: {other:?}"),
         }
     }

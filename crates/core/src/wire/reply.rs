@@ -18,13 +18,13 @@ pub struct Reply {
     /// Of the request; 0 where that could not be read.
     pub id: u64,
     #[serde(flatten)]
-    pub outcome: Outcome,
+    pub result: ReplyResult,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::large_enum_variant, reason = "one is made, sent or read, and dropped")]
-pub enum Outcome {
+pub enum ReplyResult {
     Ok(Answer),
     Error(Refusal),
 }
@@ -203,16 +203,16 @@ impl Reply {
     /// that took over its VMM may write them.
     pub fn parse(line: &[u8]) -> Result<Reply, BadLine> {
         let mut reply: Reply = parse(line)?;
-        match &mut reply.outcome {
-            Outcome::Error(no) => no.text = clip(&no.text),
-            Outcome::Ok(Answer::Hello(hello)) => hello.version = clip(&hello.version),
-            Outcome::Ok(Answer::Status(status)) => {
+        match &mut reply.result {
+            ReplyResult::Error(no) => no.text = clip(&no.text),
+            ReplyResult::Ok(Answer::Hello(hello)) => hello.version = clip(&hello.version),
+            ReplyResult::Ok(Answer::Status(status)) => {
                 status.why = status.why.as_deref().map(clip);
                 if let Some(m) = &mut status.module {
                     (m.version, m.linux) = (clip(&m.version), clip(&m.linux));
                 }
             }
-            Outcome::Ok(_) => {}
+            ReplyResult::Ok(_) => {}
         }
         Ok(reply)
     }

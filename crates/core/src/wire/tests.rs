@@ -23,10 +23,10 @@ fn requests_read_as_documented() {
 
 #[test]
 fn replies_read_as_documented() {
-    let done = Reply { id: 1, outcome: Outcome::Ok(Answer::Done) };
+    let done = Reply { id: 1, result: ReplyResult::Ok(Answer::Done) };
     assert_eq!(done.line(), b"{\"id\":1,\"ok\":{\"answer\":\"done\"}}\n");
     let refusal = Refusal { kind: Refused::NotReady, text: "x".into() };
-    let no = Reply { id: 3, outcome: Outcome::Error(refusal) };
+    let no = Reply { id: 3, result: ReplyResult::Error(refusal) };
     assert_eq!(no.line(), b"{\"id\":3,\"error\":{\"kind\":\"not_ready\",\"text\":\"x\"}}\n");
     for reply in [done, no] {
         let line = reply.line();
@@ -83,8 +83,8 @@ fn texts_of_an_agent_are_fit_to_be_shown() {
         r#"{"id":1,"ok":{"answer":"\u001b[2J"}}"#.into(),
     ] {
         let text = match Reply::parse(line.as_bytes()) {
-            Ok(Reply { outcome: Outcome::Error(no), .. }) => no.text,
-            Ok(Reply { outcome: Outcome::Ok(Answer::Status(s)), .. }) => {
+            Ok(Reply { result: ReplyResult::Error(no), .. }) => no.text,
+            Ok(Reply { result: ReplyResult::Ok(Answer::Status(s)), .. }) => {
                 let module = s.module.map(|m| m.version + &m.linux);
                 s.why.or(module).unwrap()
             }

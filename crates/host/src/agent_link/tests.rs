@@ -5,7 +5,9 @@ use std::mem::MaybeUninit;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use ebb_core::plan::RecycleOrder;
-use ebb_core::wire::{Answer, Hello, Lines, Outcome, PROTOCOL, Refusal, Refused, Reply, Request};
+use ebb_core::wire::{
+    Answer, Hello, Lines, PROTOCOL, Refusal, Refused, Reply, ReplyResult, Request,
+};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::*;
@@ -42,7 +44,7 @@ fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize, UnixStrea
                 Command::Attach(attach) => return (attach, descriptors, socket),
                 _ => Answer::Done,
             };
-            let reply = Reply { id: request.id, outcome: Outcome::Ok(answer) };
+            let reply = Reply { id: request.id, result: ReplyResult::Ok(answer) };
             (&socket).write_all(&reply.line()).unwrap();
         }
     }
