@@ -11,7 +11,7 @@ use ebb_core::table::table;
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
-use crate::controllers::{CONTROLLERS, Controller, Outcome};
+use crate::controllers::{CONTROLLERS, Controller, RunResult};
 use crate::law::Breach;
 use crate::scenario::Scenario;
 use crate::score::Score;
@@ -76,8 +76,8 @@ pub struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, outcome: &Outcome) {
-        let s: &Score = &outcome.score;
+    fn add(&mut self, result: &RunResult) {
+        let s: &Score = &result.score;
         let n = self.runs as f64;
         let mean = |old: f64, new: f64| (old * n + new) / (n + 1.0);
         self.reversals = mean(self.reversals, s.reversals);
@@ -90,7 +90,7 @@ impl Sum {
         self.swapped += s.swapped;
         self.missed += s.missed;
         self.overfull_s += s.overfull_s;
-        self.broken += outcome.broken.len() as u64;
+        self.broken += result.broken.len() as u64;
         self.takes.extend(s.take_s);
         self.gives.extend(s.give_s);
         self.take_s = mean_and_worst(&self.takes);

@@ -66,9 +66,9 @@ pub const RIVALS: [Controller; 10] = [
     Controller::Hypeman,
 ];
 
-/// What became of one run.
+/// The result of one run.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Outcome {
+pub struct RunResult {
     /// The figures.
     pub score: Score,
     /// Laws that Ebb broke; rivals are not judged.
@@ -113,15 +113,15 @@ impl Controller {
     }
 
     /// Runs it on a world of its own.
-    pub fn run(self, setup: &Setup) -> Outcome {
+    pub fn run(self, setup: &Setup) -> RunResult {
         self.run_seen(setup, &mut |_| ())
     }
 
     /// The same, and shows the world at each of its looks.
-    pub fn run_seen(self, setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
+    pub fn run_seen(self, setup: &Setup, see: &mut dyn FnMut(&World)) -> RunResult {
         match self.rival() {
             Some(mut policy) => {
-                Outcome { score: rule(setup, &mut *policy, see), broken: Vec::new() }
+                RunResult { score: rule(setup, &mut *policy, see), broken: Vec::new() }
             }
             None => ebb(setup, see),
         }
@@ -150,7 +150,7 @@ fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> 
     world.score()
 }
 
-fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
+fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> RunResult {
     let config = setup.config();
     let mut world = World::new(setup);
     let mut laws = Laws::new(&config);
@@ -160,7 +160,7 @@ fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> Outcome {
         laws.check(&world, &tick);
         see(&world);
         if world.wait(&engine.next(&model)) == Wake::Stop {
-            return Outcome { score: world.score(), broken: laws.broken };
+            return RunResult { score: world.score(), broken: laws.broken };
         }
     }
 }

@@ -46,7 +46,7 @@ pub struct Hosts {
 }
 
 #[derive(Serialize)]
-struct Outcome {
+struct ScaleResult {
     run: Run,
     with_ebb: Score,
     laws_broken: Vec<Breach>,
@@ -66,7 +66,7 @@ pub fn run(run: &Run, json: bool) -> Result<()> {
     cost.sort();
     let ms = |d: Duration| d.as_secs_f64() * 1000.0;
     let mean = cost.iter().sum::<Duration>() / cost.len().max(1) as u32;
-    let result = Outcome {
+    let result = ScaleResult {
         run: run.clone(),
         ticks: cost.len(),
         tick_mean_ms: ms(mean),
@@ -105,7 +105,7 @@ fn timed(setup: &Setup) -> (Score, Vec<Breach>, Vec<Duration>) {
     }
 }
 
-fn text(r: &Outcome) -> String {
+fn text(r: &ScaleResult) -> String {
     let s = &r.run;
     let mut out = format!(
         "synthetic guests (a stand-in: no claim about real ones): {} × {} on {}, {} s, seed {}\n\
