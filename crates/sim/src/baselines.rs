@@ -50,7 +50,7 @@ pub trait Policy {
 
 /// A guest as a rival sees it.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen {
+pub struct GuestView {
     pub id: VmId,
     pub ram: Bytes,
     /// RAM less balloon.
@@ -66,7 +66,7 @@ pub struct Seen {
 
 impl Observation<'_> {
     /// The guests whose QMP answers and that have a balloon.
-    pub fn guests(&self) -> Vec<Seen> {
+    pub fn guests(&self) -> Vec<GuestView> {
         self.sample.vms.iter().filter_map(|vm| self.guest(vm)).collect()
     }
 
@@ -80,11 +80,11 @@ impl Observation<'_> {
         Some(signed(m.total - others))
     }
 
-    fn guest(&self, vm: &VmSample) -> Option<Seen> {
+    fn guest(&self, vm: &VmSample) -> Option<GuestView> {
         let balloon = vm.balloon.as_ref().filter(|_| vm.link == Link::Up)?;
         let settings = self.config.settings(&vm.name, None);
         let ram = vm.ram?;
-        Some(Seen {
+        Some(GuestView {
             id: vm.id,
             ram,
             actual: balloon.actual,

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 
 const LOW: f64 = 0.10;
 const LOW_ENDS: f64 = 0.15;
@@ -45,7 +45,7 @@ impl Policy for Hypeman {
             false => available <= LOW * total || stalls,
         };
 
-        let above = |g: &Seen| (signed(g.ram) - signed(g.min)).max(0.0);
+        let above = |g: &GuestView| (signed(g.ram) - signed(g.min)).max(0.0);
         let most: f64 = guests.iter().map(above).sum();
         let missing = LOW_ENDS * total - available;
         let all = match (self.low, missing > 0.0, stalls) {

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 
 const PRESSURE: f64 = 0.20;
 const CRITICAL: f64 = 0.05;
@@ -50,11 +50,11 @@ impl Policy for Mom {
     }
 }
 
-fn used(g: &Seen) -> Option<f64> {
+fn used(g: &GuestView) -> Option<f64> {
     Some(signed(g.actual) - signed(g.free?))
 }
 
-fn shrink(g: &Seen, host_free: f64) -> Option<Bytes> {
+fn shrink(g: &GuestView, host_free: f64) -> Option<Bytes> {
     let guest_free = if host_free <= CRITICAL {
         host_free - CRITICAL
     } else {
@@ -66,7 +66,7 @@ fn shrink(g: &Seen, host_free: f64) -> Option<Bytes> {
     (size <= current && big_enough(current, size)).then(|| bytes(size))
 }
 
-fn grow(g: &Seen, _: f64) -> Option<Bytes> {
+fn grow(g: &GuestView, _: f64) -> Option<Bytes> {
     let current = signed(g.actual);
     let least = used(g)? + GUEST_FREE * current;
     let size = (current * (1.0 + CHANGE_MOST)).max(least).min(signed(g.ram));

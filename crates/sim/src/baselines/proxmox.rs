@@ -9,7 +9,7 @@
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 
 const MIB: f64 = 1048576.0;
 const TARGET: f64 = 0.80;
@@ -45,13 +45,13 @@ impl Policy for Proxmox {
 
 /// A guest and the size found for it so far.
 struct Place {
-    seen: Seen,
+    seen: GuestView,
     to: f64,
     roomy: bool,
 }
 
 impl Place {
-    fn new(seen: Seen) -> Place {
+    fn new(seen: GuestView) -> Place {
         let quarter = 0.25 * signed(seen.min);
         let roomy = seen.free.is_some_and(|f| signed(f) > quarter) && seen.actual >= seen.min;
         Place { seen, to: signed(seen.actual), roomy }

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 use crate::guest_stats::ASKED_EVERY_MS;
 
 const MIB: f64 = 1048576.0;
@@ -41,7 +41,7 @@ struct Domain {
 }
 
 impl Domain {
-    fn new(g: &Seen) -> Option<Domain> {
+    fn new(g: &GuestView) -> Option<Domain> {
         let used = signed(g.actual) - signed(g.free?) - signed(g.caches);
         let max = signed(g.ram);
         let pref = (CACHE_FACTOR * used).min(max).max(PREF_LEAST).max(signed(g.min));

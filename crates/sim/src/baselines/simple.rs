@@ -10,7 +10,7 @@
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 
 /// What all of them leave to the host.
 const HOST_KEEPS: f64 = 0.06;
@@ -24,8 +24,8 @@ fn for_guests(observation: &Observation<'_>) -> Option<f64> {
 }
 
 /// The sizes that `to` wants, as far as they change anything; those that shrink come first.
-fn plan(guests: &[Seen], mut to: impl FnMut(&Seen) -> Option<f64>) -> Vec<(VmId, Bytes)> {
-    let order = |g: &Seen| {
+fn plan(guests: &[GuestView], mut to: impl FnMut(&GuestView) -> Option<f64>) -> Vec<(VmId, Bytes)> {
+    let order = |g: &GuestView| {
         let to = to(g)?.clamp(signed(g.min).min(signed(g.ram)), signed(g.ram));
         let changes = (to - signed(g.actual)).abs() >= CHANGE_LEAST;
         changes.then(|| (g.id, bytes(to), bytes(to) >= g.actual))
@@ -72,7 +72,7 @@ impl Policy for Demand {
     fn decide(&mut self, observation: &Observation<'_>) -> Vec<(VmId, Bytes)> {
         let guests = observation.guests();
         let Some(room) = for_guests(observation) else { return Vec::new() };
-        let wants = |g: &Seen| {
+        let wants = |g: &GuestView| {
             let used = signed(g.actual) - signed(g.free?) - signed(g.caches);
             Some((used * BUFFER).clamp(signed(g.min), signed(g.ram)))
         };
@@ -96,7 +96,7 @@ impl Policy for BalanceAvailable {
         let guests = observation.guests();
         let Some(m) = observation.sample.host.memory else { return Vec::new() };
         let host = signed(m.available) - CRITICAL_SHARE * signed(m.total);
-        let one = |g: &Seen| {
+        let one = |g: &GuestView| {
             let available = signed(g.free?) + signed(g.caches);
             let guest = available - CRITICAL_SHARE * signed(g.ram);
             // What the host has is for all: each guest weighs its part of it.

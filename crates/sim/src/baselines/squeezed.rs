@@ -16,7 +16,7 @@ use ebb_core::model::default_reserve;
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, Stamp};
 
-use super::{Observation, Policy, Seen, bytes, signed};
+use super::{GuestView, Observation, Policy, bytes, signed};
 
 const STUCK_MS: u64 = 5_000;
 const UNCOOPERATIVE_MS: u64 = 20_000;
@@ -42,7 +42,7 @@ impl Policy for Squeezed {
         let at = observation.sample.at;
         let guests = observation.guests();
         self.progress.retain(|id, _| guests.iter().any(|g| g.id == *id));
-        let (fixed, able): (Vec<&Seen>, Vec<&Seen>) =
+        let (fixed, able): (Vec<&GuestView>, Vec<&GuestView>) =
             guests.iter().partition(|g| self.idle_ms(g, at) >= UNCOOPERATIVE_MS);
         let Some(whole) = observation.for_vms() else { return Vec::new() };
         let whole = whole - signed(default_reserve(m.total));
@@ -51,7 +51,7 @@ impl Policy for Squeezed {
         let ranges: f64 = able.iter().map(|g| signed(g.ram - g.min)).sum();
         let gamma =
             if ranges > 0.0 { ((whole - mins - taken) / ranges).clamp(0.0, 1.0) } else { 0.0 };
-        let goals: Vec<(&Seen, Bytes)> =
+        let goals: Vec<(&GuestView, Bytes)> =
             able.iter().map(|g| (*g, g.min + bytes(gamma * signed(g.ram - g.min)))).collect();
         self.free_then_grant(&goals, at)
     }
@@ -59,7 +59,7 @@ impl Policy for Squeezed {
 
 impl Squeezed {
     /// How long a guest that should move has not.
-    fn idle_ms(&mut self, g: &Seen, at: Stamp) -> u64 {
+    fn idle_ms(&mut self, g: &GuestView, at: Stamp) -> u64 {
         let Some(p) = self.progress.get_mut(&g.id) else { return 0 };
         if g.actual.abs_diff(p.actual) >= Bytes::mib(1) || g.actual.abs_diff(p.target) <= NEAR {
             p.actual = g.actual;
@@ -69,7 +69,7 @@ impl Squeezed {
     }
 
     /// Grants wait while a guest that still moves has more than it should.
-    fn free_then_grant(&mut self, goals: &[(&Seen, Bytes)], at: Stamp) -> Vec<(VmId, Bytes)> {
+    fn free_then_grant(&mut self, goals: &[(&GuestView, Bytes)], at: Stamp) -> Vec<(VmId, Bytes)> {
         let waits = goals.iter().any(|(g, to)| {
             let idle = self.progress.get(&g.id).map_or(0, |p| at.since(p.moved));
             g.actual > *to + NEAR && idle < STUCK_MS
