@@ -247,10 +247,10 @@ impl Autoballoon {
         began_ms: u64,
         path: &Path,
     ) -> Result<()> {
-        let ticks: Vec<record::Seen> = record::read(path)?;
+        let ticks: Vec<record::RecordedTick> = record::read(path)?;
         let end_ms = began_ms + (r.run_time * 1000.0) as u64;
         // Stopping gives everything back: that is no turn of the controller's.
-        let during: Vec<record::Seen> =
+        let during: Vec<record::RecordedTick> =
             ticks.into_iter().filter(|t| (began_ms..=end_ms).contains(&t.wall_ms)).collect();
         let minutes = r.run_time / 60.0;
         r.reversals = Some(record::reversals(&during) as f64 / minutes / f64::from(self.vms));

@@ -18,7 +18,7 @@ const LEAST_TURN: u64 = 4 << 20;
 
 /// One tick, as far as experiments ask.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Seen {
+pub struct RecordedTick {
     /// When it was sampled, milliseconds since 1970.
     pub wall_ms: u64,
     /// Each VM's size (RAM less balloon), bytes.
@@ -28,14 +28,14 @@ pub struct Seen {
 }
 
 /// Reads a record; lines that are no ticks are skipped.
-pub fn read(path: &Path) -> Result<Vec<Seen>> {
+pub fn read(path: &Path) -> Result<Vec<RecordedTick>> {
     let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
     let mut ticks = Vec::new();
     for line in BufReader::new(file).lines() {
         // The last line may be cut off.
         let Ok(tick) = serde_json::from_str::<Value>(&line?) else { continue };
         if tick["plan"].is_object() {
-            ticks.push(seen(&tick));
+            ticks.push(parse(&tick));
         }
     }
     Ok(ticks)
@@ -54,13 +54,13 @@ pub fn keep(dir: &Path, kept: &Path, name: &str) -> Result<()> {
     Ok(())
 }
 
-fn seen(tick: &Value) -> Seen {
+fn parse(tick: &Value) -> RecordedTick {
     let list = |v: &Value| v.as_array().cloned().unwrap_or_default();
     let vms = list(&tick["sample"]["vms"]);
     let sizes = vms.iter().filter_map(|vm| {
         Some((vm["name"].as_str()?.to_string(), vm["balloon"]["actual"].as_u64()?))
     });
-    Seen {
+    RecordedTick {
         wall_ms: tick["sample"]["wall_ms"].as_u64().unwrap_or(0),
         sizes: sizes.collect(),
         takes: list(&tick["plan"]["actions"]).iter().any(|a| a["to"].as_u64() < a["from"].as_u64()),
@@ -68,7 +68,7 @@ fn seen(tick: &Value) -> Seen {
 }
 
 /// How often the direction of a VM's size changed, all VMs together.
-pub fn reversals(ticks: &[Seen]) -> u64 {
+pub fn reversals(ticks: &[RecordedTick]) -> u64 {
     let mut ways: BTreeMap<&str, Way> = BTreeMap::new();
     for tick in ticks {
         for (name, size) in &tick.sizes {
@@ -106,7 +106,7 @@ impl Way {
 
 /// Milliseconds from `since` to the first tick at or after it that ordered a VM
 /// to shrink; 0 where Ebb was ahead of it.
-pub fn first_take(ticks: &[Seen], since: u64) -> Option<u64> {
+pub fn first_take(ticks: &[RecordedTick], since: u64) -> Option<u64> {
     let first = ticks.iter().find(|t| t.takes)?.wall_ms;
     Some(first.saturating_sub(since))
 }
@@ -117,9 +117,9 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn ticks(sizes: &[u64]) -> Vec<Seen> {
+    fn ticks(sizes: &[u64]) -> Vec<RecordedTick> {
         let sizes = sizes.iter().map(|s| BTreeMap::from([("a".to_string(), s * MIB)]));
-        sizes.map(|sizes| Seen { sizes, ..Seen::default() }).collect()
+        sizes.map(|sizes| RecordedTick { sizes, ..RecordedTick::default() }).collect()
     }
 
     #[test]
@@ -141,7 +141,7 @@ mod tests {
                 .replace('\n', "");
         std::fs::write(&path, format!("{{\"ebb_record\":1}}\n{tick}\n{{\"sample\":")).unwrap();
         let sizes = BTreeMap::from([("a".to_string(), 5)]);
-        let expected = vec![Seen { wall_ms: 7, sizes, takes: true }];
+        let expected = vec![RecordedTick { wall_ms: 7, sizes, takes: true }];
         assert_eq!(read(&path).unwrap(), expected);
         assert_eq!((first_take(&expected, 3), first_take(&expected, 9)), (Some(4), Some(0)));
         assert_eq!(first_take(&[], 3), None);
