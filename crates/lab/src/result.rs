@@ -44,7 +44,7 @@ pub struct SeriesRow {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Outcome {
+pub struct ExperimentResult {
     pub experiment: String,
     /// CPUs, memory and kernel of the host.
     pub machine: String,
@@ -60,10 +60,10 @@ pub struct Outcome {
     pub series: Vec<SeriesRow>,
 }
 
-impl Outcome {
+impl ExperimentResult {
     /// An outcome without numbers yet.
-    pub fn new(experiment: &str, kernel: &str, accel: Accel) -> Outcome {
-        Outcome {
+    pub fn new(experiment: &str, kernel: &str, accel: Accel) -> ExperimentResult {
+        ExperimentResult {
             experiment: experiment.into(),
             machine: machine(),
             kernel: kernel.into(),
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn rows_hold_mean_and_range() {
-        let mut outcome = Outcome::new("x", "6.1", Accel::Tcg);
+        let mut outcome = ExperimentResult::new("x", "6.1", Accel::Tcg);
         outcome.add("plain", "seconds", "seconds", &[1.0, 2.0, 6.0]);
         outcome.add("plain", "none", "seconds", &[]);
         let json = serde_json::to_value(&outcome).unwrap();
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn a_median_is_in_the_middle_and_keeps_the_range() {
-        let mut outcome = Outcome::new("x", "6.1", Accel::Tcg);
+        let mut outcome = ExperimentResult::new("x", "6.1", Accel::Tcg);
         outcome.add_median("raw", "page_cycles", "cycles", &[9.0, 1.0, 2.0]);
         let row = &outcome.results[0];
         assert_eq!((row.value, row.n, row.min, row.max), (2.0, 3, 1.0, 9.0));

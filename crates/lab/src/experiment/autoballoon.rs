@@ -34,7 +34,7 @@ use crate::experiment::record;
 use crate::experiment::trial::in_turns;
 use crate::guest_stack::Fleet;
 use crate::image::Kernel;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Vm, cpu_s};
 use crate::wall_ms;
@@ -168,7 +168,7 @@ impl Autoballoon {
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn one(&self, arm: &str) -> Result<(RunResult, Outcome)> {
+    fn one(&self, arm: &str) -> Result<(RunResult, ExperimentResult)> {
         let kind = if self.zram { SwapKind::Any } else { SwapKind::File };
         let swap = SwapConfig { size: Bytes::gib(1), kind, priority: 100 };
         let arena = Arena::enter(&ArenaConfig {
@@ -206,7 +206,7 @@ impl Autoballoon {
             }
             self.reaction(&mut result, &series, began_ms, &dir.path().join("record.jsonl"))?;
         }
-        let outcome = Outcome::new("autoballoon", vms[0].release(), vms[0].accel());
+        let outcome = ExperimentResult::new("autoballoon", vms[0].release(), vms[0].accel());
         Ok((result, outcome))
     }
 
@@ -296,7 +296,7 @@ fn line(r: &RunResult) -> String {
 }
 
 /// Means of all runs, and each arm against the first.
-fn summary(outcome: &Outcome, arms: &[String]) {
+fn summary(outcome: &ExperimentResult, arms: &[String]) {
     let value = |arm: &str, metric: &str| {
         outcome.results.iter().find(|r| r.arm == arm && r.metric == metric)
     };

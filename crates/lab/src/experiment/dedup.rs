@@ -38,7 +38,7 @@ use self::course::{Course, Meter};
 use self::workload::{Fleet, Workload};
 use crate::arena::{Arena, ArenaConfig};
 use crate::ground_truth::Truth;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::Vm;
 
 /// Between two looks.
@@ -91,7 +91,7 @@ impl Dedup {
     pub fn run(&self) -> Result<()> {
         let arena = Arena::enter(&ArenaConfig::default())?;
         hold_knobs(&arena)?;
-        let mut outcome: Option<Outcome> = None;
+        let mut outcome: Option<ExperimentResult> = None;
         for &workload in &self.workloads {
             let possible = || self.arms.iter().copied().filter(|a| Runner::is_possible(*a));
             for agents in [false, true] {
@@ -101,8 +101,9 @@ impl Dedup {
                 }
                 let fleet = Fleet::boot(workload, self.vms, self.hold, self.share, agents)?;
                 let vm = &fleet.vms[0];
-                let outcome =
-                    outcome.get_or_insert_with(|| Outcome::new("dedup", vm.release(), vm.accel()));
+                let outcome = outcome.get_or_insert_with(|| {
+                    ExperimentResult::new("dedup", vm.release(), vm.accel())
+                });
                 println!("{:<12} {}", name(workload), HEAD);
                 for arm in arms {
                     let measured = self.arm(workload, &fleet, arm)?;
@@ -264,7 +265,7 @@ impl Measured {
         );
     }
 
-    fn note(&self, arm: Kind, workload: Workload, outcome: &mut Outcome) {
+    fn note(&self, arm: Kind, workload: Workload, outcome: &mut ExperimentResult) {
         let end = self.course.converged();
         let gib = self.saved.0 as f64 / Bytes::gib(1).0 as f64;
         let paid = self.saved >= Bytes::mib(1);
@@ -318,7 +319,7 @@ fn zeros(vms: &[Vm]) -> Result<Bytes> {
 }
 
 /// Ebb by the best KSM arm of those that found as much, or nearly.
-fn compare(workload: Workload, arms: &[Kind], outcome: &Outcome) {
+fn compare(workload: Workload, arms: &[Kind], outcome: &ExperimentResult) {
     let value = |arm: Kind, metric: &str| {
         outcome.value(&name(arm), &format!("{metric}_{}", name(workload)))
     };

@@ -23,7 +23,7 @@ use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::guest_stack::Fleet;
 use crate::image::{Cache, Image, Kernel};
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
 use crate::vm::Accel;
 use guests::{Guest, Guests};
@@ -81,7 +81,7 @@ impl Demo {
     pub fn run(&self) -> Result<()> {
         let cache = Cache::from_env();
         let kernel = Image::get(&cache, self.kernel)?.release;
-        let mut outcome = Outcome::new("demo", &kernel, Accel::detect(&cache));
+        let mut outcome = ExperimentResult::new("demo", &kernel, Accel::detect(&cache));
         let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
             "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
@@ -147,7 +147,7 @@ impl Demo {
         Ok(())
     }
 
-    fn add(&self, outcome: &mut Outcome, arm: &str, r: &ArmResult) {
+    fn add(&self, outcome: &mut ExperimentResult, arm: &str, r: &ArmResult) {
         let used = r.series.stat(|p| p.cgroup.0 as f64);
         outcome.add(arm, "resident_peak", "bytes", &[used.max]);
         outcome.add(arm, "resident_mean", "bytes", &[used.mean]);

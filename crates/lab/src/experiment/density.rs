@@ -39,7 +39,7 @@ use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
-use crate::result::{Outcome, SeriesRow, median};
+use crate::result::{ExperimentResult, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Balloon, Vm, VmConfig};
 
@@ -174,7 +174,7 @@ impl Density {
             plan.hold.as_secs_f64(),
             plan.job
         );
-        let mut outcome: Option<Outcome> = None;
+        let mut outcome: Option<ExperimentResult> = None;
         let mut counts = Vec::new();
         for arm in &arms {
             let begun = Instant::now();
@@ -215,7 +215,7 @@ impl Density {
         }
     }
 
-    fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, Outcome)> {
+    fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, ExperimentResult)> {
         let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
         if self.beside && merges(arm) {
             bail!(
@@ -260,7 +260,8 @@ impl Density {
             Some(vms) => fleet.fixed(vms, self.periods)?,
             None => fleet.grow(most, !self.quick)?,
         };
-        let outcome = Outcome::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
+        let outcome =
+            ExperimentResult::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
         drop(fleet);
         daemon.map(Daemon::end_well).transpose()?;
         Ok((result, outcome))
@@ -554,7 +555,7 @@ fn line(r: &ArmResult) -> String {
     )
 }
 
-fn add(outcome: &mut Outcome, arm: &str, r: &ArmResult) {
+fn add(outcome: &mut ExperimentResult, arm: &str, r: &ArmResult) {
     let n = f64::from(r.vms);
     let held = held(r);
     let mean = |of: &dyn Fn(&Rest) -> Bytes| {

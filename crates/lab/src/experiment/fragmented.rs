@@ -19,14 +19,14 @@ use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
 use crate::ebb::Daemon;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::Balloon;
 
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "ebb-stock"];
 /// The recycler is asked once a second, so often.
 const ASKED: u32 = 10;
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     for memory in [Memory::Small, Memory::Huge] {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
@@ -46,7 +46,7 @@ fn one(
     arena: &Arena,
     memory: Memory,
     arm: &str,
-    outcome: &mut Outcome,
+    outcome: &mut ExperimentResult,
 ) -> Result<()> {
     let freed = trial.size(600);
     let place = Place::boot(arena, trial.kernel, memory, arm == "ebb-guest", |c| {

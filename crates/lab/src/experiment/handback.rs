@@ -23,7 +23,7 @@ use crate::ebb::Daemon;
 use crate::experiment::demo::write_noise;
 use crate::experiment::record;
 use crate::image::Kernel;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Balloon, Vm, VmConfig};
 use crate::wall_ms;
 
@@ -95,7 +95,7 @@ impl Handback {
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, Outcome)> {
+    fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, ExperimentResult)> {
         let budget = Some(if full { self.full_budget } else { self.idle_budget });
         let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
         let arena = Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() })?;
@@ -124,7 +124,7 @@ impl Handback {
             let name = format!("handback-{arm}-{}", if full { "full" } else { "idle" });
             record::keep(dir.path(), kept, &name)?;
         }
-        Ok((bursts, Outcome::new("handback", vms[0].release(), vms[0].accel())))
+        Ok((bursts, ExperimentResult::new("handback", vms[0].release(), vms[0].accel())))
     }
 
     fn boot(&self, arena: &Arena, arm: &str, disk: &Path) -> Result<Vec<Vm>> {

@@ -19,12 +19,12 @@ use super::cgroup_guest;
 use super::recycle::target;
 use super::refault::{Pages, counted};
 use super::trial::Trial;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::{LabError, run as command};
 
 pub const ARMS: [&str; 2] = ["plain", "ebb-guest"];
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     if trial.wants("ebb-guest") {
         native(outcome)?;
@@ -52,7 +52,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
 }
 
 /// Builds and runs the native measurement.
-fn native(outcome: &mut Outcome) -> Result<()> {
+fn native(outcome: &mut ExperimentResult) -> Result<()> {
     let said = command(&mut Command::new(build()?))?;
     let lines = parse(&said);
     let of = |name: &str| {
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn the_native_part_gives_rows_of_the_stable_form() {
-        let mut outcome = Outcome::new("mark-cost", "6.1", Accel::Tcg);
+        let mut outcome = ExperimentResult::new("mark-cost", "6.1", Accel::Tcg);
         native(&mut outcome).unwrap();
         let json = serde_json::to_value(&outcome).unwrap();
         for key in ["experiment", "machine", "kernel", "qemu", "accel", "commit"] {

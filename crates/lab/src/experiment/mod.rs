@@ -1,5 +1,5 @@
 //! The experiments: each file is one, each prints a table and writes an
-//! [`Outcome`](crate::result::Outcome). `record` reads what Ebb did meanwhile.
+//! [`ExperimentResult`](crate::result::ExperimentResult). `record` reads what Ebb did meanwhile.
 
 pub mod autoballoon;
 pub mod cgroup_guest;

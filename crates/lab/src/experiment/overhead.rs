@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::image::Kernel;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Balloon, Vm, VmConfig, cpu_s};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -53,7 +53,7 @@ impl Overhead {
         let vms = self.boot(&arena)?;
         let names: Vec<&str> = vms.iter().map(Vm::name).collect();
         let dir = tempfile::tempdir()?;
-        let mut outcome = Outcome::new("overhead", vms[0].release(), vms[0].accel());
+        let mut outcome = ExperimentResult::new("overhead", vms[0].release(), vms[0].accel());
 
         let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"")?;
         // What is set aside for VMs that have just started is taken of them at first.
@@ -103,7 +103,7 @@ impl Overhead {
         &self,
         (daemon, vms): (&Daemon, &[Vm]),
         arm: &str,
-        outcome: &mut Outcome,
+        outcome: &mut ExperimentResult,
     ) -> Result<()> {
         let all = || vms.iter().map(|vm| cpu_s(vm.pid())).sum::<Result<f64>>();
         let before = (cpu_s(daemon.pid())?, all()?);

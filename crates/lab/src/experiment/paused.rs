@@ -15,7 +15,7 @@ use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Balloon, Vm};
 
 pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "balloon"];
@@ -24,7 +24,7 @@ const LOOKED: Duration = Duration::from_millis(600);
 /// What an arm has to show for itself.
 const TIME: Duration = Duration::from_secs(10);
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     for memory in Memory::ALL {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
@@ -46,7 +46,7 @@ fn one(
     arena: &Arena,
     memory: Memory,
     arm: &str,
-    outcome: &mut Outcome,
+    outcome: &mut ExperimentResult,
 ) -> Result<()> {
     let size = trial.size(256);
     let ours = arm == "ebb-guest";

@@ -30,7 +30,7 @@ use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::trial::Trial;
 use crate::arena::Arena;
 use crate::guest_stack;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::Balloon;
 
 pub const ARMS: [&str; 6] = ["raw", "raw-vm", "ebb-guest", "reporting", "balloon", "virtio-mem"];
@@ -79,7 +79,7 @@ impl Clock {
     }
 }
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     if ["raw", "raw-vm", "ebb-guest"].iter().any(|arm| trial.wants(arm)) {
         for memory in Memory::ALL {
@@ -107,7 +107,12 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
 }
 
 /// Raw and recycler in turns, in both shapes.
-fn throughput(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+fn throughput(
+    trial: &Trial,
+    arena: &Arena,
+    memory: Memory,
+    outcome: &mut ExperimentResult,
+) -> Result<()> {
     let boot = |faults: Option<&str>| -> Result<Place> {
         let mut found = Ok(());
         let mut place = Place::boot(arena, trial.kernel, memory, true, |c| {
@@ -245,7 +250,7 @@ fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
 }
 
 /// From the free to 95 % at the host, by the daemon: asked for, and of itself.
-fn latency(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
+fn latency(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
     let place = Place::boot(arena, trial.kernel, Memory::Small, true, |_| ())?;
     place.insmod()?;
     let daemon = place.daemon("guest")?;
@@ -280,7 +285,12 @@ fn latency(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
 }
 
 /// Free page reporting: from the free on, by itself.
-fn reporting(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+fn reporting(
+    trial: &Trial,
+    arena: &Arena,
+    memory: Memory,
+    outcome: &mut ExperimentResult,
+) -> Result<()> {
     let with = |c: &mut crate::vm::VmConfig| {
         c.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
     };
@@ -302,7 +312,12 @@ fn reporting(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome
 }
 
 /// The balloon: asked for just what was freed.
-fn balloon(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+fn balloon(
+    trial: &Trial,
+    arena: &Arena,
+    memory: Memory,
+    outcome: &mut ExperimentResult,
+) -> Result<()> {
     let place = Place::boot(arena, trial.kernel, memory, false, |_| ())?;
     let (mut rates, mut times) = (Vec::new(), Vec::new());
     let size = trial.size(256);
@@ -326,7 +341,12 @@ fn balloon(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) 
 }
 
 /// virtio-mem: a device of just what is asked back, all of it touched.
-fn virtio_mem(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcome) -> Result<()> {
+fn virtio_mem(
+    trial: &Trial,
+    arena: &Arena,
+    memory: Memory,
+    outcome: &mut ExperimentResult,
+) -> Result<()> {
     // Linux takes it by memory blocks of 128 MiB.
     let size = Bytes::mib((trial.size(256).0 >> 27).max(1) * 128);
     let base = Bytes::gib(1) - size;
@@ -368,14 +388,14 @@ fn virtio_mem(trial: &Trial, arena: &Arena, memory: Memory, outcome: &mut Outcom
     Ok(())
 }
 
-fn note(arm: &str, memory: Memory, rates: &[f64], times: &[f64], outcome: &mut Outcome) {
+fn note(arm: &str, memory: Memory, rates: &[f64], times: &[f64], outcome: &mut ExperimentResult) {
     let suffix = memory.suffix();
     outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", rates);
     outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", times);
 }
 
 /// The targets, and whether they were met.
-fn verdict(outcome: &Outcome) {
+fn verdict(outcome: &ExperimentResult) {
     let value = |arm: &str, metric: &str| outcome.value(arm, metric);
     for suffix in ["", "_thp", "_memfd"] {
         for limit in ["raw", "raw-vm"] {

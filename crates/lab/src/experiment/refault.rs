@@ -20,7 +20,7 @@ use super::cgroup_guest::{self, MINUTE, Memory, Place};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{VmConfig, cpu_s};
 
 /// All arms; ratios need the first.
@@ -50,7 +50,7 @@ impl Pages {
     }
 }
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     timed(trial, &arena, outcome)?;
     for (pages, counts) in counted(trial, &arena)? {
@@ -82,7 +82,7 @@ pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
 }
 
 /// In real time, in turns.
-fn timed(trial: &Trial, arena: &Arena, outcome: &mut Outcome) -> Result<()> {
+fn timed(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
     let place = Place::boot(arena, trial.kernel, Memory::Huge, true, |c| c.cpus = 1)?;
     let arms: Vec<&str> =
         ARMS.iter().copied().filter(|a| trial.wants(a) || *a == "plain").collect();

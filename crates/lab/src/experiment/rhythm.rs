@@ -28,7 +28,7 @@ use crate::experiment::record;
 use crate::experiment::trial::in_turns;
 use crate::guest_stack::Fleet;
 use crate::image::Kernel;
-use crate::result::{Outcome, median};
+use crate::result::{ExperimentResult, median};
 use crate::sampler::Sampler;
 use crate::vm::Vm;
 use crate::wall_ms;
@@ -171,7 +171,7 @@ impl Rhythm {
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn shape(&self, setup: &Setup, outcome: &mut Option<Outcome>) -> Result<()> {
+    fn shape(&self, setup: &Setup, outcome: &mut Option<ExperimentResult>) -> Result<()> {
         println!(
             "{}: {} VMs of {} on a budget of {}, swap behind it: jobs of {} each {} s, kept for {} s",
             setup.name,
@@ -195,7 +195,7 @@ impl Rhythm {
         Ok(())
     }
 
-    fn one(&self, setup: &Setup, arm: &str) -> Result<(RunResult, Outcome)> {
+    fn one(&self, setup: &Setup, arm: &str) -> Result<(RunResult, ExperimentResult)> {
         let swap = SwapConfig { size: Bytes::gib(2), kind: SwapKind::File, priority: 100 };
         let arena = Arena::enter(&ArenaConfig {
             budget: Some(setup.budget),
@@ -236,7 +236,7 @@ impl Rhythm {
             let turns = record::reversals(&ticks) as f64;
             result.reversals = Some(turns / minutes / f64::from(setup.vms));
         }
-        Ok((result, Outcome::new("rhythm", vms[0].release(), vms[0].accel())))
+        Ok((result, ExperimentResult::new("rhythm", vms[0].release(), vms[0].accel())))
     }
 }
 

@@ -39,7 +39,7 @@ use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig};
 use crate::guest_stack;
 use crate::image::{Cache, Image};
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
 
 pub const ARMS: [&str; 4] = ["raw", "ebb-stock", "ebb-guest", "ebb-lines"];
@@ -60,7 +60,7 @@ impl Pass {
     }
 }
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let _arena = Arena::enter(&ArenaConfig::default())?;
     for memory in [Memory::Small, Memory::Huge] {
         let suffix = memory.suffix();
@@ -224,7 +224,7 @@ fn hash(bytes: &[u8], threads: usize) -> Result<Pass> {
     Ok(Pass { bytes: (part * threads) as f64, clock_s, cpu_s: cpu.as_secs_f64() })
 }
 
-fn rates(outcome: &mut Outcome, arm: &str, suffix: &str, one: &[Pass], two: &[Pass]) {
+fn rates(outcome: &mut ExperimentResult, arm: &str, suffix: &str, one: &[Pass], two: &[Pass]) {
     let all = |passes: &[Pass], f: fn(&Pass) -> f64| passes.iter().map(f).collect::<Vec<_>>();
     let mut add = |metric: &str, unit: &str, values: &[f64]| {
         outcome.add_median(arm, &format!("{metric}{suffix}"), unit, values);
@@ -238,7 +238,7 @@ fn rates(outcome: &mut Outcome, arm: &str, suffix: &str, one: &[Pass], two: &[Pa
 
 fn details(
     trial: &Trial,
-    outcome: &mut Outcome,
+    outcome: &mut ExperimentResult,
     (arm, suffix): (&str, &str),
     scans: &[Scan],
     targets: &[Target],
@@ -276,7 +276,7 @@ fn details(
     Ok(())
 }
 
-fn verdict(outcome: &Outcome, arm: &str, memory: Memory) {
+fn verdict(outcome: &ExperimentResult, arm: &str, memory: Memory) {
     let value =
         |arm: &str, metric: &str| outcome.value(arm, &format!("{metric}{}", memory.suffix()));
     for metric in ["rate", "rate_cpu", "rate_two"] {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
 use crate::image::{Cache, Image, Kernel};
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::Accel;
 
 /// Guest kernels of a run.
@@ -82,7 +82,7 @@ pub fn run(
     name: &str,
     arms: &[&str],
     options: &Options,
-    one: impl Fn(&Trial, &mut Outcome) -> Result<()>,
+    one: impl Fn(&Trial, &mut ExperimentResult) -> Result<()>,
 ) -> Result<()> {
     if let Some(arm) = options.arms.iter().find(|a| !arms.contains(&a.as_str())) {
         bail!("no arm “{arm}”; there are {}", arms.join(", "));
@@ -96,7 +96,7 @@ pub fn run(
     for kernel in options.kernel.list() {
         let release = Image::get(&cache, kernel)?.release;
         let trial = Trial { arms: arms.clone(), scale: options.scale, kernel };
-        let mut outcome = Outcome::new(name, &release, Accel::detect(&cache));
+        let mut outcome = ExperimentResult::new(name, &release, Accel::detect(&cache));
         println!("== {name}, guest kernel {release}");
         let result = one(&trial, &mut outcome);
         // What was measured before something failed is not lost.
@@ -114,9 +114,9 @@ pub fn run(
 pub fn in_turns<R>(
     arms: &[String],
     runs: u32,
-    one: impl Fn(&str) -> Result<(R, Outcome)>,
+    one: impl Fn(&str) -> Result<(R, ExperimentResult)>,
     line: impl Fn(&R) -> String,
-) -> Result<(Vec<Vec<R>>, Option<Outcome>)> {
+) -> Result<(Vec<Vec<R>>, Option<ExperimentResult>)> {
     let mut results: Vec<Vec<R>> = arms.iter().map(|_| Vec::new()).collect();
     let mut outcome = None;
     for n in 1..=runs {
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_before_anything_runs() {
-        let never = |_: &Trial, _: &mut Outcome| -> Result<()> { panic!("ran") };
+        let never = |_: &Trial, _: &mut ExperimentResult| -> Result<()> { panic!("ran") };
         let unknown = run("x", &["raw"], &options(&["rwa"], 1.0), never).unwrap_err();
         assert!(unknown.to_string().contains("there are raw"), "{unknown}");
         assert!(run("x", &["raw"], &options(&[], f64::NAN), never).is_err());

@@ -34,7 +34,7 @@ use super::course::{Course, run_time};
 use super::governor::Governor;
 use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
 
 pub const ARMS: [&str; 5] = ["plain", "ksm", "ebb-stock", "ebb-clear", "spin"];
@@ -54,7 +54,7 @@ const MERGING: f64 = 0.4;
 /// A turn: p50, p99 in seconds, share of a core, bytes merged.
 type Turn = [f64; 4];
 
-pub fn run(trial: &Trial, outcome: &mut Outcome) -> Result<()> {
+pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = Arena::enter(&ArenaConfig::default())?;
     hold_knobs(&arena)?;
     let vms = boot(trial)?;
@@ -246,7 +246,7 @@ impl Scan {
     }
 }
 
-fn note(outcome: &mut Outcome, turns: &[(&str, Vec<Turn>)]) {
+fn note(outcome: &mut ExperimentResult, turns: &[(&str, Vec<Turn>)]) {
     let plain = turns[0].1.clone();
     for (arm, turns) in turns {
         for (i, (_, metric)) in KEYS.iter().enumerate() {
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn ratios_are_by_round() {
-        let mut outcome = Outcome::new("corunner", "6.1", Accel::Tcg);
+        let mut outcome = ExperimentResult::new("corunner", "6.1", Accel::Tcg);
         let turns = [
             ("plain", vec![[1.0, 2.0, 0.0, 0.0], [2.0, 4.0, 0.0, 0.0]]),
             ("ksm", vec![[1.0, 3.0, 0.2, 9.0], [2.0, 6.0, 0.2, 9.0]]),

@@ -13,7 +13,7 @@ use ebb_host::sys::Range;
 
 use super::rivals::merges;
 use crate::ebb::Daemon;
-use crate::result::Outcome;
+use crate::result::ExperimentResult;
 use crate::vm::{Vm, cpu_s, resident, threads};
 
 /// Bytes of a `struct ksm_rmap_item` (Linux `mm/ksm.c`).
@@ -80,7 +80,7 @@ impl Account {
     }
 
     /// Shares of one processor, and seconds a terabyte that came back.
-    pub(super) fn add(&self, outcome: &mut Outcome, arm: &str) {
+    pub(super) fn add(&self, outcome: &mut ExperimentResult, arm: &str) {
         for (name, seconds) in &self.seconds {
             let share = seconds / self.all.max(0.001);
             outcome.add(arm, &format!("cpu_{name}"), "fraction", &[share]);
@@ -172,7 +172,7 @@ mod tests {
         let after = account(&after, 501e9, 150.0, 1200.0);
         let part = after.since(&before, Duration::from_secs(10));
         assert_eq!(part.idle, 0.25);
-        let mut outcome = Outcome::new("density", "6.1", Accel::Tcg);
+        let mut outcome = ExperimentResult::new("density", "6.1", Accel::Tcg);
         part.add(&mut outcome, "ebb");
         let of = |metric: &str| outcome.results.iter().find(|r| r.metric == metric).unwrap().value;
         assert_eq!((of("cpu_daemon"), of("cpu_ksmd"), of("cpu_qemu")), (0.2, 0.4, 2.0));
