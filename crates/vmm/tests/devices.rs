@@ -69,7 +69,7 @@ fn a_device_ends_it(node: &Node) {
             Some(faults) => faults,
             None => continue,
         };
-        let guest = Guest::new(64, Memory::Small);
+        let guest = Guest::new(64, RamKind::Small);
         let (mut agent, beats) = attached(&guest, faults);
         guest.fill_and_free(FIRST, 4096);
         let device = File::options().read(true).open(&node.path).unwrap();
@@ -98,7 +98,7 @@ fn a_device_ends_it(node: &Node) {
 /// `/proc/self/mem`.
 fn wires_are_lifted_where_memory_may_be_pinned(node: &Node, lifts: bool) {
     let Some(faults) = parse(if lifts { "" } else { "no_doors" }) else { return };
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     let wires = status(&mut agent, false).wires;
     assert!(!wires.is_empty());
@@ -132,7 +132,7 @@ fn parse(faults: &str) -> Option<Faults> {
 
 /// Shared memory is given to others over sockets.
 fn a_socket_waits_for_the_daemon() {
-    let guest = Guest::new(64, Memory::Memfd);
+    let guest = Guest::new(64, RamKind::Memfd);
     let (mut agent, beats) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 4096);
     let unclear = |agent: &mut _| status(agent, false).unclear;
@@ -161,7 +161,7 @@ fn a_socket_waits_for_the_daemon() {
 /// got the memory over a socket; nobody has told the agent that this is harmless.
 fn a_backend_with_a_mapping_of_its_own(looks: bool) {
     let Some(faults) = parse(if looks { "" } else { "no_devices+wide" }) else { return };
-    let guest = Guest::new(64, Memory::Memfd);
+    let guest = Guest::new(64, RamKind::Memfd);
     let (mut agent, beats) = attached(&guest, faults);
     if let Some(generation) = status(&mut agent, false).unclear {
         ask(&mut agent, Command::Cleared { generation }).unwrap();

@@ -22,7 +22,7 @@ fn seconds(default: u64) -> Duration {
 
 /// Recycles against working threads; returns allocations, losses and pages
 /// recycled. Ends at the first loss.
-fn contest(memory: Memory, faults: Faults, huge: HugePages, time: Duration) -> (u64, u64, u64) {
+fn contest(memory: RamKind, faults: Faults, huge: HugePages, time: Duration) -> (u64, u64, u64) {
     let guest = Guest::new(64, memory);
     let (mut agent, beats) = attached(&guest, faults);
     let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
@@ -51,9 +51,9 @@ fn contest(memory: Memory, faults: Faults, huge: HugePages, time: Duration) -> (
 #[test]
 fn nothing_is_lost_at_full_speed() {
     for (memory, huge) in [
-        (Memory::Small, HugePages::Keep),
-        (Memory::Huge, HugePages::Split),
-        (Memory::Memfd, HugePages::Keep),
+        (RamKind::Small, HugePages::Keep),
+        (RamKind::Huge, HugePages::Split),
+        (RamKind::Memfd, HugePages::Keep),
     ] {
         let (made, lost, recycled) = contest(memory, Faults::default(), huge, seconds(4));
         assert_eq!(lost, 0, "{memory:?}");
@@ -74,7 +74,7 @@ fn waits_beside_busy_loops() {
             }
         };
         let _loops = [scope.spawn(busy), scope.spawn(busy)];
-        let (_, lost, _) = contest(Memory::Small, Faults::default(), HugePages::Keep, seconds(20));
+        let (_, lost, _) = contest(RamKind::Small, Faults::default(), HugePages::Keep, seconds(20));
         quit.store(true, SeqCst);
         assert_eq!(lost, 0);
     });
@@ -91,7 +91,7 @@ fn each_step_left_out_loses_pages() {
     // What only makes it worse loses nothing by itself.
     for faults in ["wide", "any_page", "wide+any_page"] {
         let parsed = Faults::parse(faults).unwrap();
-        let (_, lost, _) = contest(Memory::Small, parsed, HugePages::Keep, Duration::from_secs(3));
+        let (_, lost, _) = contest(RamKind::Small, parsed, HugePages::Keep, Duration::from_secs(3));
         assert_eq!(lost, 0, "{faults}");
     }
 }
@@ -134,7 +134,7 @@ fn reporting(guest: &Arc<Guest>) -> std::thread::JoinHandle<()> {
 /// Recycles against [`reporting`]; what was allocated, lost, and recycled. Ends at
 /// the first loss.
 fn reported(faults: Faults, time: Duration) -> (u64, u64, u64) {
-    let guest = Guest::new(16, Memory::Small);
+    let guest = Guest::new(16, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     let thread = reporting(&guest);
     let until = Instant::now() + time;
@@ -170,7 +170,7 @@ fn discards_of_the_vmm_with_turns_left_out_lose_pages() {
 /// A reset: firmware writes to page 0, then another kernel uses all memory and
 /// knows of no map. Returns how many of its pages were lost.
 fn reset(faults: Faults) -> usize {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     let pages = guest.pages;
     guest.fill_and_free(FIRST, pages - FIRST);
@@ -213,7 +213,7 @@ fn the_tripwire_drops_the_map_at_a_reset() {
 /// A snapshot that is loaded over a map, of which the pages with the tripwires come last.
 /// Returns how many of its pages are lost.
 fn loaded(faults: Faults) -> usize {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     guest.fill_and_free(FIRST, 4096);
     // The vCPUs stand still from here, and nobody says so.
@@ -237,7 +237,7 @@ fn a_map_that_does_not_beat_is_not_used() {
 
 #[test]
 fn what_the_firmware_has_below_one_mebibyte_is_never_given_back() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, Faults::default());
     guest.fill_and_free(0x20, 0xe0);
     recycle(&mut agent, Recycle::default()).unwrap();
@@ -250,7 +250,7 @@ fn what_the_firmware_has_below_one_mebibyte_is_never_given_back() {
 
 #[test]
 fn memory_is_guarded_only_while_there_is_a_map() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let mut agent = ebb_vmm::agent::Agent::new(Faults::default());
     ask(&mut agent, guest.attach()).unwrap();
     // The header does not beat yet.
@@ -276,7 +276,7 @@ fn memory_is_guarded_only_while_there_is_a_map() {
 
 #[test]
 fn who_only_observes_touches_nothing() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let beats = guest.beating();
     let mut agent = ebb_vmm::agent::Agent::new(Faults::default());
     let Command::Attach(attach) = guest.attach() else { unreachable!() };
@@ -295,7 +295,7 @@ fn who_only_observes_touches_nothing() {
 
 /// A header whose module is gone: the picture of one.
 fn picture(faults: Faults) -> bool {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     guest.beat();
     guest.fill_and_free(FIRST, 1024);
     let mut agent = ebb_vmm::agent::Agent::new(faults);
@@ -314,7 +314,7 @@ fn a_picture_of_a_header_is_not_believed() {
 
 #[test]
 fn what_is_free_and_held_comes_back_and_nothing_else() {
-    for memory in [Memory::Small, Memory::Huge, Memory::Memfd] {
+    for memory in [RamKind::Small, RamKind::Huge, RamKind::Memfd] {
         let guest = Guest::new(128, memory);
         let (mut agent, _) = attached(&guest, Faults::default());
         // A block, half of one, single pages, and two that are not free.
@@ -332,12 +332,12 @@ fn what_is_free_and_held_comes_back_and_nothing_else() {
         let first = recycle(&mut agent, limited).unwrap();
         assert_eq!((first.bytes, first.runs), (Bytes::mib(2), 1), "{memory:?} {first:?}");
         let kept = recycle(&mut agent, Recycle { min_run_pages: 2, ..Recycle::default() });
-        let want = if memory == Memory::Huge { 0 } else { 256 };
+        let want = if memory == RamKind::Huge { 0 } else { 256 };
         assert_eq!(kept.unwrap().bytes, Bytes::pages(want), "{memory:?}");
         let split = Recycle { huge: HugePages::Split, ..Recycle::default() };
         let all = recycle(&mut agent, split).unwrap();
         assert_eq!(all.bytes, Bytes::pages(count - 512 - want), "{memory:?} {all:?}");
-        assert_eq!(all.splits > 0, memory == Memory::Huge, "{all:?}");
+        assert_eq!(all.splits > 0, memory == RamKind::Huge, "{all:?}");
         // Before we look: reading a hole in a memfd fills it.
         assert_eq!(status(&mut agent, true).held, Some(Bytes::ZERO), "{memory:?}");
         for p in pages {
@@ -353,7 +353,7 @@ const BLOCK: u64 = BLOCK_PAGES as u64;
 /// A block that is whole in the first pass and is not any more in the second. Returns how many
 /// of its pages were discarded, each time that its first page was taken a little later.
 fn allocated_between(faults: Faults) -> Vec<u64> {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     let discarded = (0..8).map(|when| {
         guest.fill_and_free(FIRST, BLOCK);
@@ -391,7 +391,7 @@ fn no_page_is_discarded_twice_in_a_window() {
 
 #[test]
 fn small_limits_and_budgets_come_round() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, _) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 512);
     guest.fill_and_free(FIRST + 1024, 300);
@@ -409,7 +409,7 @@ fn small_limits_and_budgets_come_round() {
 
 #[test]
 fn what_is_held_of_a_block_that_is_free_as_a_whole_goes_with_the_whole_blocks() {
-    for memory in [Memory::Small, Memory::Memfd] {
+    for memory in [RamKind::Small, RamKind::Memfd] {
         let guest = Guest::new(64, memory);
         let (mut agent, _) = attached(&guest, Faults::default());
         guest.fill_and_free(FIRST, 512);
@@ -430,7 +430,7 @@ fn what_is_held_of_a_block_that_is_free_as_a_whole_goes_with_the_whole_blocks() 
 
 #[test]
 fn only_what_was_marked_is_taken_when_asked_so() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, _) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 100);
     assert_eq!(status(&mut agent, false).free, Some(Bytes::pages(100)));
@@ -444,7 +444,7 @@ fn only_what_was_marked_is_taken_when_asked_so() {
 
 #[test]
 fn after_standing_down_nothing_is_protected_or_known() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, _) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 100);
     assert_eq!(ask(&mut agent, Command::StandDown), Ok(Answer::Done));
@@ -466,7 +466,7 @@ fn after_standing_down_nothing_is_protected_or_known() {
 
 #[test]
 fn a_silent_guest_is_doubted_a_paused_one_is_not() {
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, Faults::default());
     guest.fill_and_free(FIRST, 100);
     guest.stop.store(true, SeqCst);

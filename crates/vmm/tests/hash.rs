@@ -72,7 +72,7 @@ fn mapped(guest: &Guest) -> usize {
 
 #[test]
 fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let guest = Guest::new(32, memory);
         let (mut agent, beats) = attached(&guest, Faults::default());
         let link = link(&mut agent);
@@ -114,7 +114,7 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
 
 #[test]
 fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
-    let guest = Guest::new(32, Memory::Memfd);
+    let guest = Guest::new(32, RamKind::Memfd);
     let (mut agent, beats) = attached(&guest, Faults::default());
     let link = link(&mut agent);
     let before = guest.resident();
@@ -123,7 +123,7 @@ fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
     guest.stop.store(true, SeqCst);
     beats.join().unwrap();
 
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     let (mut agent, beats) = attached(&guest, Faults::default());
     for spans in [[(8000, 400)], [(1 << 20, 1)]] {
         let link = self::link(&mut agent);
@@ -146,7 +146,7 @@ fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
 /// While pages are hashed without a pause nothing is lost, and recycling goes on.
 #[test]
 fn hashing_beside_recycling_loses_nothing() {
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let guest = Guest::new(64, memory);
         let (mut agent, beats) = attached(&guest, Faults::default());
         let link = link(&mut agent);
@@ -186,7 +186,7 @@ fn hashing_beside_recycling_loses_nothing() {
 #[cfg(feature = "faults")]
 #[test]
 fn without_asking_what_is_there_pages_are_brought_in() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     let (mut agent, beats) = attached(&guest, Faults::parse("any_page").unwrap());
     let link = link(&mut agent);
     let entries = mapped(&guest);

@@ -37,7 +37,7 @@ fn beyond(guest: &Guest) -> std::ops::Range<u64> {
 
 #[test]
 fn a_map_that_flips_at_full_speed_costs_only_its_own_pages() {
-    for memory in [Memory::Small, Memory::Memfd] {
+    for memory in [RamKind::Small, RamKind::Memfd] {
         let guest = Guest::new(32, memory);
         (0..guest.pages).for_each(|p| {
             if p != 0 && !(16..19).contains(&p) {
@@ -95,7 +95,7 @@ proptest! {
             any::<u64>(), (0..0x4000u64).prop_map(|p| p * PAGE)]), 0..6),
         late in any::<bool>(),
     ) {
-        let guest = Guest::new(16 + 4, Memory::Small);
+        let guest = Guest::new(16 + 4, RamKind::Small);
         beyond(&guest).for_each(|p| guest.write(p, !p));
         guest.fill_and_free(FIRST, 1000);
         let mut agent = Agent::new(Faults::default());
@@ -129,7 +129,7 @@ proptest! {
         list in prop::collection::vec((any::<u64>(), any::<u64>(), any::<u64>()), 0..4),
         near in any::<bool>(),
     ) {
-        let guest = Guest::new(20, Memory::Small);
+        let guest = Guest::new(20, RamKind::Small);
         let base = guest.memory.address();
         let place = |v: u64| if near { base.wrapping_add(v % (32 << 20)) & !4095 } else { v };
         let segments = list.iter().map(|(gpa, size, hva)| Segment {

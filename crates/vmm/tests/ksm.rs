@@ -37,7 +37,7 @@ fn open_among(guest: &Guest, first: u64, pages: u64) -> bool {
 
 #[test]
 fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let guest = Guest::new(32, memory);
         if guest.mergeable().is_err() {
             eprintln!("skipped: this kernel has no KSM");
@@ -63,7 +63,7 @@ fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
 /// module. One that does says what is to be open, and takes what it sees open for its own.
 #[test]
 fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         eprintln!("skipped: this kernel has no KSM");
         return;
@@ -81,7 +81,7 @@ fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
 /// address and does not know of the hole.
 #[test]
 fn a_range_may_cross_the_hole_below_4_gib() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return eprintln!("skipped: this kernel has no KSM");
     }
@@ -102,7 +102,7 @@ fn a_range_may_cross_the_hole_below_4_gib() {
 
 #[test]
 fn shared_ram_is_no_matter_of_ksm() {
-    let guest = Guest::new(32, Memory::Memfd);
+    let guest = Guest::new(32, RamKind::Memfd);
     let (_agent, beats) = attached(&guest, Faults::default());
     assert!(!open(&guest));
     guest.stop.store(true, SeqCst);
@@ -141,7 +141,7 @@ fn held_and_open(agent: &mut Agent) -> (u64, u64) {
 /// than an order takes. Blocks go whole.
 #[test]
 fn a_long_free_run_that_is_open_goes_part_by_part() {
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let guest = Guest::new(64, memory);
         if guest.mergeable().is_err() {
             return eprintln!("skipped: this kernel has no KSM");
@@ -165,7 +165,7 @@ fn a_long_free_run_that_is_open_goes_part_by_part() {
 /// Where little memory is left, to close a range that is merged has the kernel kill a process.
 #[test]
 fn no_more_is_closed_than_there_is_room_for() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return eprintln!("skipped: this kernel has no KSM");
     }
@@ -194,7 +194,7 @@ fn no_more_is_closed_than_there_is_room_for() {
 /// What it has in use there stays open.
 #[test]
 fn what_is_free_in_open_ranges_is_closed_and_then_recycled() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return eprintln!("skipped: this kernel has no KSM");
     }
@@ -217,7 +217,7 @@ fn what_is_free_in_open_ranges_is_closed_and_then_recycled() {
 #[cfg(feature = "faults")]
 #[test]
 fn without_closing_what_is_recycled_is_open() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return;
     }
@@ -232,7 +232,7 @@ fn without_closing_what_is_recycled_is_open() {
 
 #[test]
 fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let guest = Guest::new(32, memory);
         if guest.mergeable().is_err() {
             eprintln!("skipped: this kernel has no KSM");
@@ -282,7 +282,7 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
 /// always before anything of it is recycled, and guest page 0 each second.
 #[test]
 fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return eprintln!("skipped: this kernel has no KSM");
     }
@@ -305,7 +305,7 @@ fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
 
 #[test]
 fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_merge() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         eprintln!("skipped: this kernel has no KSM");
         return;
@@ -340,7 +340,7 @@ fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_
 #[cfg(feature = "faults")]
 #[test]
 fn without_keeping_them_apart_what_is_open_is_recycled() {
-    let guest = Guest::new(32, Memory::Small);
+    let guest = Guest::new(32, RamKind::Small);
     if guest.mergeable().is_err() {
         return;
     }

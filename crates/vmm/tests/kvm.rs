@@ -170,7 +170,7 @@ fn run(mut vcpu: VcpuFd) -> Result<(), String> {
 
 /// Why no guest runs here, if none does: tried with one that halts at once.
 fn missing() -> Option<String> {
-    let guest = Guest::new(16, Memory::Small);
+    let guest = Guest::new(16, RamKind::Small);
     put(&guest, CODE, &[0xf4]);
     let (_kvm, vm) = match vm(&guest) {
         Ok(made) => made,
@@ -196,7 +196,7 @@ fn count(guest: &Guest, at: u64) -> u64 {
 
 /// Recycles against the running guest; returns pages it verified, pages it lost,
 /// pages recycled, and pages that the second reading saved. Ends at the first loss.
-fn contest(memory: Memory, faults: Faults, time: Duration) -> (u64, u64, u64, u64) {
+fn contest(memory: RamKind, faults: Faults, time: Duration) -> (u64, u64, u64, u64) {
     let guest: Arc<Guest> = Guest::new(16, memory);
     put(&guest, CODE, code());
     PAGES.for_each(|p| guest.set(p, true));
@@ -235,7 +235,7 @@ fn a_guest_under_kvm_loses_nothing_at_full_speed() {
     if let Some(why) = missing() {
         return println!("skipped: {why}");
     }
-    for memory in [Memory::Small, Memory::Huge, Memory::Memfd] {
+    for memory in [RamKind::Small, RamKind::Huge, RamKind::Memfd] {
         // On a busy machine the guest is seldom at work in a window: then some rounds more.
         let met = (0..20).any(|round| {
             let time = if round == 0 { seconds(3) } else { Duration::from_secs(3) };

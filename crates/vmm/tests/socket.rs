@@ -79,7 +79,7 @@ impl Daemon {
 fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, std::thread::JoinHandle<()>) {
     let path = path(name);
     let server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
-    let guest = Guest::new(64, Memory::Small);
+    let guest = Guest::new(64, RamKind::Small);
     let beats = guest.beating();
     (server, path, guest, beats)
 }

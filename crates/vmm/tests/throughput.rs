@@ -69,9 +69,9 @@ fn raw(guest: &Guest, step: u64) -> (f64, f64) {
 #[ignore = "a measurement"]
 fn throughput() {
     println!("{:28} {:>9} {:>9} {:>7} {:>16}", "", "raw GB/s", "ebb GB/s", "", "cycles a page");
-    for memory in [Memory::Small, Memory::Huge, Memory::Memfd] {
+    for memory in [RamKind::Small, RamKind::Huge, RamKind::Memfd] {
         for (name, step) in [("2 MiB runs", 1), ("every other page", 2), ("every 8th page", 8)] {
-            if memory == Memory::Huge && step > 1 {
+            if memory == RamKind::Huge && step > 1 {
                 continue;
             }
             let plain = Guest::new(MIB, memory);

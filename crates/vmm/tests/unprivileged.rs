@@ -68,7 +68,7 @@ struct Vmm {
 impl Vmm {
     fn start(name: &str) -> Vmm {
         let place = Place::new(name);
-        let guest = Guest::new(MIB, Memory::Memfd);
+        let guest = Guest::new(MIB, RamKind::Memfd);
         let program = place.compile(&["-DEXPORTS=1"]);
         let mut command = place.command(&program, &place.path("agent"), 0, 1);
         command.arg((MIB << 20).to_string()).uid(NOBODY).gid(NOBODY);

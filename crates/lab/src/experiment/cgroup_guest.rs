@@ -32,7 +32,7 @@ const LOOK: Duration = Duration::from_millis(1);
 
 /// What guest RAM is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum RamKind {
     /// Private anonymous, pages of 4 KiB.
     Small,
     /// Private anonymous, transparent huge pages.
@@ -41,23 +41,23 @@ pub enum Memory {
     Memfd,
 }
 
-impl Memory {
-    pub const ALL: [Memory; 3] = [Memory::Small, Memory::Huge, Memory::Memfd];
+impl RamKind {
+    pub const ALL: [RamKind; 3] = [RamKind::Small, RamKind::Huge, RamKind::Memfd];
 
     pub fn name(self) -> &'static str {
         match self {
-            Memory::Small => "anonymous, 4 KiB pages",
-            Memory::Huge => "anonymous, huge pages",
-            Memory::Memfd => "memfd",
+            RamKind::Small => "anonymous, 4 KiB pages",
+            RamKind::Huge => "anonymous, huge pages",
+            RamKind::Memfd => "memfd",
         }
     }
 
     /// What the names of metrics end with; nothing for the first kind.
     pub fn suffix(self) -> &'static str {
         match self {
-            Memory::Small => "",
-            Memory::Huge => "_thp",
-            Memory::Memfd => "_memfd",
+            RamKind::Small => "",
+            RamKind::Huge => "_thp",
+            RamKind::Memfd => "_memfd",
         }
     }
 }
@@ -82,7 +82,7 @@ impl Place {
     pub fn boot(
         arena: &Arena,
         kernel: Kernel,
-        memory: Memory,
+        memory: RamKind,
         tier: bool,
         change: impl FnOnce(&mut VmConfig),
     ) -> Result<Place> {
@@ -94,8 +94,8 @@ impl Place {
         let mut config = VmConfig::new(name, Bytes::gib(1));
         (config.kernel, config.cpus) = (kernel, 2);
         config.cgroup = Some(cgroup.dir.clone());
-        config.small_pages = memory == Memory::Small;
-        if memory == Memory::Memfd {
+        config.small_pages = memory == RamKind::Small;
+        if memory == RamKind::Memfd {
             config.backing = Backing::Memfd;
         }
         let socket =

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Place, RamKind};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -28,7 +28,7 @@ const ASKED: u32 = 10;
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
             one(trial, &arena, memory, arm, outcome)?;
         }
@@ -44,7 +44,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 fn one(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     arm: &str,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Place, RamKind};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -26,10 +26,10 @@ const TIME: Duration = Duration::from_secs(10);
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
-    for memory in Memory::ALL {
+    for memory in RamKind::ALL {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
             // The others do nothing either way: once is enough.
-            if *arm == "ebb-guest" || memory == Memory::Small {
+            if *arm == "ebb-guest" || memory == RamKind::Small {
                 one(trial, &arena, memory, arm, outcome)?;
             }
         }
@@ -44,7 +44,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 fn one(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     arm: &str,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {

@@ -26,7 +26,7 @@ use ebb_vmm::recycle::cpu_ns;
 use ebb_vmm::sys::{self, Mapping, Range, cycles};
 use serde_json::json;
 
-use super::cgroup_guest::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Place, RamKind};
 use super::trial::Trial;
 use crate::arena::Arena;
 use crate::guest_stack;
@@ -82,14 +82,14 @@ impl Clock {
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = cgroup_guest::arena()?;
     if ["raw", "raw-vm", "ebb-guest"].iter().any(|arm| trial.wants(arm)) {
-        for memory in Memory::ALL {
+        for memory in RamKind::ALL {
             throughput(trial, &arena, memory, outcome)?;
         }
     }
     if trial.wants("ebb-guest") {
         latency(trial, &arena, outcome)?;
     }
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         if trial.wants("reporting") {
             reporting(trial, &arena, memory, outcome)?;
         }
@@ -110,7 +110,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 fn throughput(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {
     let boot = |faults: Option<&str>| -> Result<Place> {
@@ -163,17 +163,17 @@ fn throughput(
 
 /// Memory of the same kind in this process, touched and given back by the system
 /// call that does it: for huge pages that are taken in part, split as well.
-fn discard(memory: Memory, shape: Shape, size: Bytes) -> Result<Timed> {
+fn discard(memory: RamKind, shape: Shape, size: Bytes) -> Result<Timed> {
     let len = (size.0 * if shape == Shape::Runs { 1 } else { ISOLATED }) as usize;
     let (mut mapping, file): (Mapping, Option<OwnedFd>) = match memory {
-        Memory::Memfd => {
+        RamKind::Memfd => {
             let file = rustix::fs::memfd_create("raw", rustix::fs::MemfdFlags::CLOEXEC)?;
             rustix::fs::ftruncate(&file, len as u64)?;
             (Mapping::shared(file.as_fd(), len)?, Some(file))
         }
         _ => {
             let mapping = Mapping::anonymous(len)?;
-            mapping.huge(memory == Memory::Huge)?;
+            mapping.huge(memory == RamKind::Huge)?;
             (mapping, None)
         }
     };
@@ -188,7 +188,7 @@ fn discard(memory: Memory, shape: Shape, size: Bytes) -> Result<Timed> {
             None => sys::discard(range)?,
         }
         let last = (offset + step).is_multiple_of(2 << 20);
-        if shape == Shape::Isolated && memory == Memory::Huge && last {
+        if shape == Shape::Isolated && memory == RamKind::Huge && last {
             sys::cold(Range { start: range.start + 4096, len: 4096 })?;
         }
     }
@@ -251,7 +251,7 @@ fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
 
 /// From the free to 95 % at the host, by the daemon: asked for, and of itself.
 fn latency(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
-    let place = Place::boot(arena, trial.kernel, Memory::Small, true, |_| ())?;
+    let place = Place::boot(arena, trial.kernel, RamKind::Small, true, |_| ())?;
     place.insmod()?;
     let daemon = place.daemon("guest")?;
     let size = trial.size(256);
@@ -288,7 +288,7 @@ fn latency(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Resu
 fn reporting(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {
     let with = |c: &mut crate::vm::VmConfig| {
@@ -315,7 +315,7 @@ fn reporting(
 fn balloon(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {
     let place = Place::boot(arena, trial.kernel, memory, false, |_| ())?;
@@ -344,7 +344,7 @@ fn balloon(
 fn virtio_mem(
     trial: &Trial,
     arena: &Arena,
-    memory: Memory,
+    memory: RamKind,
     outcome: &mut ExperimentResult,
 ) -> Result<()> {
     // Linux takes it by memory blocks of 128 MiB.
@@ -388,7 +388,7 @@ fn virtio_mem(
     Ok(())
 }
 
-fn note(arm: &str, memory: Memory, rates: &[f64], times: &[f64], outcome: &mut ExperimentResult) {
+fn note(arm: &str, memory: RamKind, rates: &[f64], times: &[f64], outcome: &mut ExperimentResult) {
     let suffix = memory.suffix();
     outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", rates);
     outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", times);

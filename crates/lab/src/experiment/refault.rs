@@ -16,7 +16,7 @@
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Memory, Place};
+use super::cgroup_guest::{self, MINUTE, Place, RamKind};
 use super::recycle::target;
 use super::trial::Trial;
 use crate::arena::Arena;
@@ -83,7 +83,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 
 /// In real time, in turns.
 fn timed(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
-    let place = Place::boot(arena, trial.kernel, Memory::Huge, true, |c| c.cpus = 1)?;
+    let place = Place::boot(arena, trial.kernel, RamKind::Huge, true, |c| c.cpus = 1)?;
     let arms: Vec<&str> =
         ARMS.iter().copied().filter(|a| trial.wants(a) || *a == "plain").collect();
     for pages in Pages::ALL {
@@ -172,7 +172,7 @@ pub struct Counts {
 
 /// The same loop where a nanosecond is an instruction.
 pub fn counted(trial: &Trial, arena: &Arena) -> Result<Vec<(Pages, Counts)>> {
-    let place = Place::boot(arena, trial.kernel, Memory::Huge, true, |c: &mut VmConfig| {
+    let place = Place::boot(arena, trial.kernel, RamKind::Huge, true, |c: &mut VmConfig| {
         c.cpus = 1;
         c.counted = true;
         // Kernels use no huge pages of themselves where there is less.

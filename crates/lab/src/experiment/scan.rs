@@ -33,7 +33,7 @@ use ebb_host::scan::agents::HashLink;
 use ebb_host::scan::rate_limit::thread_cpu;
 use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key};
 
-use super::cgroup_guest::Memory;
+use super::cgroup_guest::RamKind;
 use super::trial::Trial;
 use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig};
@@ -62,7 +62,7 @@ impl Pass {
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let _arena = Arena::enter(&ArenaConfig::default())?;
-    for memory in [Memory::Small, Memory::Huge] {
+    for memory in [RamKind::Small, RamKind::Huge] {
         let suffix = memory.suffix();
         let dir = tempfile::tempdir()?;
         let guest = trial.wants("ebb-guest") || trial.wants("ebb-lines");
@@ -130,12 +130,12 @@ struct Held {
 
 impl Held {
     /// With agent and module where there is a place for its socket.
-    fn boot(trial: &Trial, memory: Memory, n: usize, agent: Option<&Path>) -> Result<Held> {
+    fn boot(trial: &Trial, memory: RamKind, n: usize, agent: Option<&Path>) -> Result<Held> {
         let size = trial.size(1024);
         let name = format!("scan{n}-{}", std::process::id());
         let mut config = VmConfig::new(name, OWN + Bytes(size.0 / 16 * 17).floor_mib());
         config.kernel = trial.kernel;
-        config.small_pages = memory == Memory::Small;
+        config.small_pages = memory == RamKind::Small;
         let image = Image::get(&Cache::from_env(), config.kernel)?;
         let socket = agent.map(|dir| guest_stack::prepare(&mut config, &image, dir)).transpose()?;
         let vm = Vm::start(&config)?;
@@ -276,7 +276,7 @@ fn details(
     Ok(())
 }
 
-fn verdict(outcome: &ExperimentResult, arm: &str, memory: Memory) {
+fn verdict(outcome: &ExperimentResult, arm: &str, memory: RamKind) {
     let value =
         |arm: &str, metric: &str| outcome.value(arm, &format!("{metric}{}", memory.suffix()));
     for metric in ["rate", "rate_cpu", "rate_two"] {

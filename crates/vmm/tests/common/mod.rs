@@ -25,19 +25,19 @@ const KEY: u64 = 0x1234_5678_9abc_def0;
 
 /// What RAM is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum RamKind {
     Small,
     Huge,
     Memfd,
 }
 
 /// Steps of the handshake, each of which loses pages when it is left out.
-pub const LEFT_OUT: [(Memory, &str); 5] = [
-    (Memory::Small, "no_protect+wide"),
-    (Memory::Memfd, "no_protect+wide"),
-    (Memory::Small, "no_reread"),
-    (Memory::Memfd, "no_reread"),
-    (Memory::Small, "no_unpopulated+any_page+wide"),
+pub const LEFT_OUT: [(RamKind, &str); 5] = [
+    (RamKind::Small, "no_protect+wide"),
+    (RamKind::Memfd, "no_protect+wide"),
+    (RamKind::Small, "no_reread"),
+    (RamKind::Memfd, "no_reread"),
+    (RamKind::Small, "no_unpopulated+any_page+wide"),
 ];
 
 /// The memory of a guest.
@@ -52,11 +52,11 @@ pub struct Guest {
 
 impl Guest {
     /// `mib` MiB of RAM, up to one map page's worth, and a live header.
-    pub fn new(mib: u64, memory: Memory) -> Arc<Guest> {
+    pub fn new(mib: u64, memory: RamKind) -> Arc<Guest> {
         let len = (mib << 20) as usize;
         assert!(mib << 20 <= MAP_PFNS * PAGE);
         let (memory, file) = match memory {
-            Memory::Memfd => {
+            RamKind::Memfd => {
                 let flags = rustix::fs::MemfdFlags::CLOEXEC;
                 let file = rustix::fs::memfd_create("ram", flags).unwrap();
                 rustix::fs::ftruncate(&file, len as u64).unwrap();
@@ -64,7 +64,7 @@ impl Guest {
             }
             kind => {
                 let m = Mapping::anonymous(len).unwrap();
-                m.huge(kind == Memory::Huge).unwrap();
+                m.huge(kind == RamKind::Huge).unwrap();
                 (m, None)
             }
         };
