@@ -26,7 +26,7 @@ use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
 use ebb_core::model::Model;
-use ebb_core::policy::admission::{self, Ask, Stock, admit};
+use ebb_core::policy::admission::{self, AdmissionRequest, Supply, admit};
 use ebb_core::state::Memory;
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes as Size;
@@ -59,7 +59,7 @@ pub struct Latest {
     daemon: Daemon,
     warnings: Vec<String>,
     state: OnceLock<Arc<State>>,
-    stock: OnceLock<Stock>,
+    supply: OnceLock<Supply>,
     metrics: OnceLock<Bytes>,
 }
 
@@ -72,8 +72,8 @@ impl Latest {
         daemon: Daemon,
         warnings: Vec<String>,
     ) -> Latest {
-        let (state, stock, metrics) = Default::default();
-        Latest { tick, model, memory, daemon, warnings, state, stock, metrics }
+        let (state, supply, metrics) = Default::default();
+        Latest { tick, model, memory, daemon, warnings, state, supply, metrics }
     }
 
     pub fn state(&self) -> Arc<State> {
@@ -95,8 +95,8 @@ impl Latest {
         state
     }
 
-    fn stock(&self) -> &Stock {
-        self.stock.get_or_init(|| admission::stock(&self.model, &self.memory))
+    fn supply(&self) -> &Supply {
+        self.supply.get_or_init(|| admission::supply(&self.model, &self.memory))
     }
 
     fn metrics(&self) -> Bytes {
@@ -325,8 +325,8 @@ fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
     let Some(query) = uri.query().filter(|q| !q.is_empty()) else {
         return Ok(json(&latest.tick.plan));
     };
-    match parse_ask(query) {
-        Ok(ask) => Ok(json(&admit(latest.stock(), &ask))),
+    match parse_request(query) {
+        Ok(request) => Ok(json(&admit(latest.supply(), &request))),
         Err(why) => Err((StatusCode::BAD_REQUEST, why + "\n")),
     }
 }
@@ -398,23 +398,25 @@ impl hyper::body::Body for RecordBody {
 /// Most VMs that are asked for at once: more is a slip.
 const COUNT_MOST: u32 = 100_000;
 
-fn parse_ask(query: &str) -> Result<Ask, String> {
-    let mut ask = Ask { memory: Size::ZERO, count: 1 };
+fn parse_request(query: &str) -> Result<AdmissionRequest, String> {
+    let mut request = AdmissionRequest { memory: Size::ZERO, count: 1 };
     for pair in query.split('&') {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         match key {
-            "memory" => ask.memory = value.parse::<Size>().map_err(|e| format!("memory: {e}"))?,
+            "memory" => {
+                request.memory = value.parse::<Size>().map_err(|e| format!("memory: {e}"))?
+            }
             "count" => {
                 let count = value.parse().ok().filter(|n| *n <= COUNT_MOST);
-                ask.count = count.ok_or(format!("count: a number from 0 to {COUNT_MOST}"))?;
+                request.count = count.ok_or(format!("count: a number from 0 to {COUNT_MOST}"))?;
             }
             _ => return Err(format!("unknown field “{key}”: memory=SIZE and count=NUMBER")),
         }
     }
-    if ask.memory == Size::ZERO {
+    if request.memory == Size::ZERO {
         return Err("memory: the RAM of each VM is missing, as in memory=4GiB".into());
     }
-    Ok(ask)
+    Ok(request)
 }
 
 const INDEX: &str = "Ebb. Here are: /v1/state /v1/plan /v1/decisions /v1/record /metrics\n";
@@ -494,9 +496,9 @@ mod tests {
 
     #[test]
     fn a_question_is_understood_or_refused_in_words() {
-        let ask = Ask { memory: Size::gib(4), count: 3 };
-        assert_eq!(parse_ask("memory=4GiB&count=3"), Ok(ask));
-        assert_eq!(parse_ask("memory=4294967296").map(|a| a.count), Ok(1));
+        let request = AdmissionRequest { memory: Size::gib(4), count: 3 };
+        assert_eq!(parse_request("memory=4GiB&count=3"), Ok(request));
+        assert_eq!(parse_request("memory=4294967296").map(|a| a.count), Ok(1));
         for (query, said) in [
             ("count=3", "memory: the RAM"),
             ("memory=0", "memory: the RAM"),
@@ -505,7 +507,7 @@ mod tests {
             ("memory=1GiB&count=9999999", "count: a number"),
             ("ram=1", "unknown field “ram”"),
         ] {
-            let why = parse_ask(query).unwrap_err();
+            let why = parse_request(query).unwrap_err();
             assert!(why.starts_with(said), "{query}: {why}");
         }
     }

@@ -36,14 +36,14 @@ const NAMED: usize = 5;
 
 /// What is to be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ask {
+pub struct AdmissionRequest {
     pub memory: Bytes,
     pub count: u32,
 }
 
 /// What there is to answer with: a tick's model, boiled down.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Stock {
+pub struct Supply {
     /// Whether the host could be read.
     pub known: bool,
     pub state: Pressure,
@@ -58,10 +58,10 @@ pub struct Stock {
     pub others: Bytes,
     /// Free swap.
     pub swap: Bytes,
-    pub vms: Vec<Spare>,
+    pub vms: Vec<VmSupply>,
 }
 
-impl Stock {
+impl Supply {
     /// What of its headroom is not for VMs to come.
     fn spoken_for(&self) -> Bytes {
         self.promised + self.others + self.reserve
@@ -70,7 +70,7 @@ impl Stock {
 
 /// What a VM could give without harm.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Spare {
+pub struct VmSupply {
     pub name: String,
     /// Freed in the guest and still held: there in a second.
     pub free: Bytes,
@@ -94,7 +94,7 @@ pub struct Admission {
     /// Of that, what the host has beyond its reserve.
     pub from_headroom: Bytes,
     /// Of that, what others give.
-    pub from: Vec<Gives>,
+    pub from: Vec<Contribution>,
     /// What neither headroom nor other VMs can give.
     pub missing: Bytes,
     /// When all of it would be there, seconds.
@@ -102,9 +102,10 @@ pub struct Admission {
     pub worst_case: WorstCase,
 }
 
+/// What one VM would give.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Gives {
+pub struct Contribution {
     pub name: String,
     pub bytes: Bytes,
     /// Of that, freed already.
@@ -127,15 +128,15 @@ pub struct WorstCase {
 }
 
 /// Boils a model down to what [`admit`] needs.
-pub fn stock(model: &Model, memory: &Memory) -> Stock {
+pub fn supply(model: &Model, memory: &Memory) -> Supply {
     let mut model = Cow::Borrowed(model);
     if model.host.limits.len() > 1 {
         let limit = model.common_limit();
         model.to_mut().aim(limit);
     }
     let host = &model.host;
-    let spare = |vm: &VmModel| spare(model.at, vm, memory.of(vm.id));
-    Stock {
+    let of_vm = |vm: &VmModel| vm_supply(model.at, vm, memory.of(vm.id));
+    Supply {
         known: host.known,
         state: host.state,
         capacity: host.capacity,
@@ -145,43 +146,44 @@ pub fn stock(model: &Model, memory: &Memory) -> Stock {
         others: memory.others_under(&host.limit_name).map_or(Bytes::ZERO, Recent::highest)
             - model.others(),
         swap: host.offload_room.unwrap_or_default(),
-        vms: model.vms.iter().filter(|vm| !vm.outside).map(spare).collect(),
+        vms: model.vms.iter().filter(|vm| !vm.outside).map(of_vm).collect(),
     }
 }
 
-fn spare(at: Stamp, vm: &VmModel, m: &VmMemory) -> Spare {
+fn vm_supply(at: Stamp, vm: &VmModel, m: &VmMemory) -> VmSupply {
     let host_side = vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default();
     let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
-    let mut spare = Spare {
+    let mut supply = VmSupply {
         name: vm.name.clone(),
         rate: if m.rate >= 1.0 { m.rate } else { USUAL_RATE },
         may_take: owed - host_side,
-        ..Spare::default()
+        ..VmSupply::default()
     };
-    spare.free = usable(vm).and_then(|a| a.held).unwrap_or_default();
+    supply.free = usable(vm).and_then(|a| a.held).unwrap_or_default();
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
         let idle = idle(at, base, want(at, vm, g, m, Level::CALM), g, m);
         let c = priced(vm, g, 0, (base, idle, idle));
         // Only what the host really holds brings it anything.
-        spare.idle = idle.share(c.yields) - spare.free;
-        spare.price = c.price;
-        spare.rate = spare.rate.min(vm.ram.unwrap_or(base).0 as f64 * MOST_RATE).max(1.0);
+        supply.idle = idle.share(c.yields) - supply.free;
+        supply.price = c.price;
+        supply.rate = supply.rate.min(vm.ram.unwrap_or(base).0 as f64 * MOST_RATE).max(1.0);
     }
-    spare
+    supply
 }
 
 /// Whether these VMs fit as well, and what that would mean.
-pub fn admit(stock: &Stock, ask: &Ask) -> Admission {
-    let each = ask.memory + OVERHEAD + ask.memory.share(OVERHEAD_SHARE);
-    let need = Bytes(each.0.saturating_mul(u64::from(ask.count)));
-    let free = stock.headroom - stock.spoken_for();
+pub fn admit(supply: &Supply, request: &AdmissionRequest) -> Admission {
+    let each = request.memory + OVERHEAD + request.memory.share(OVERHEAD_SHARE);
+    let need = Bytes(each.0.saturating_mul(u64::from(request.count)));
+    let free = supply.headroom - supply.spoken_for();
     let mut answer = Admission { need, from_headroom: need.min(free), ..Admission::default() };
     // What the host lacks itself, others give it first.
-    let lacks = if ask.count == 0 { Bytes::ZERO } else { stock.spoken_for() - stock.headroom };
+    let lacks =
+        if request.count == 0 { Bytes::ZERO } else { supply.spoken_for() - supply.headroom };
     let mut left = need + lacks - answer.from_headroom;
-    let mut vms: Vec<&Spare> = stock.vms.iter().collect();
+    let mut vms: Vec<&VmSupply> = supply.vms.iter().collect();
     vms.sort_by(|a, b| b.price.total_cmp(&a.price).then_with(|| a.name.cmp(&b.name)));
     for vm in vms {
         let free = vm.free.min(left);
@@ -193,22 +195,22 @@ pub fn admit(stock: &Stock, ask: &Ask) -> Admission {
         left = left - bytes;
         let seconds = FIRST_S + idle.0 as f64 / vm.rate.max(1.0);
         answer.seconds = answer.seconds.max(seconds);
-        answer.from.push(Gives { name: vm.name.clone(), bytes, free, seconds });
+        answer.from.push(Contribution { name: vm.name.clone(), bytes, free, seconds });
     }
     // A rest of less than a MiB is the fault of rounding.
     answer.missing = if left < Bytes::mib(1) { Bytes::ZERO } else { left };
-    answer.yes = stock.known && answer.missing == Bytes::ZERO;
-    answer.why = why(stock, ask, &answer);
-    answer.worst_case = worst_case(stock, need);
+    answer.yes = supply.known && answer.missing == Bytes::ZERO;
+    answer.why = why(supply, request, &answer);
+    answer.worst_case = worst_case(supply, need);
     answer
 }
 
-fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
-    if !stock.known {
+fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
+    if !supply.known {
         return "the host's memory cannot be read".into();
     }
-    let what = format!("{} × {} need {} with overhead", ask.count, ask.memory, a.need);
-    let (keeps, has) = (stock.spoken_for(), stock.headroom);
+    let what = format!("{} × {} need {} with overhead", request.count, request.memory, a.need);
+    let (keeps, has) = (supply.spoken_for(), supply.headroom);
     let has = format!(
         "the host {} its reserve{}{}",
         if has < keeps {
@@ -216,11 +218,11 @@ fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
         } else {
             format!("has {} beyond", has - keeps)
         },
-        match stock.promised {
+        match supply.promised {
             Bytes(0) => String::new(),
             p => format!(" and the {p} promised to VMs that start"),
         },
-        match stock.others {
+        match supply.others {
             Bytes(0) => String::new(),
             o => format!(" and the {o} that its other processes used within half an hour"),
         }
@@ -235,11 +237,11 @@ fn why(stock: &Stock, ask: &Ask, a: &Admission) -> String {
     }
 }
 
-fn worst_case(stock: &Stock, need: Bytes) -> WorstCase {
-    let taken: Bytes = stock.vms.iter().map(|v| v.may_take).sum();
-    let over = (taken + need) - stock.headroom;
-    let swap = over.min(stock.swap);
-    let survives = over <= stock.swap;
+fn worst_case(supply: &Supply, need: Bytes) -> WorstCase {
+    let taken: Bytes = supply.vms.iter().map(|v| v.may_take).sum();
+    let over = (taken + need) - supply.headroom;
+    let swap = over.min(supply.swap);
+    let survives = over <= supply.swap;
     let why = if over == Bytes::ZERO {
         "if every guest used all it is owed, all would fit".to_string()
     } else if survives {
@@ -248,7 +250,7 @@ fn worst_case(stock: &Stock, need: Bytes) -> WorstCase {
         format!(
             "if every guest used all it is owed, {over} would not fit and swap holds {}: the \
              host's OOM killer would choose",
-            stock.swap
+            supply.swap
         )
     };
     WorstCase { over, swap, survives, why }
@@ -293,8 +295,8 @@ mod tests {
     use super::*;
     use crate::sample::VmId;
 
-    fn spare(name: &str, free: u64, idle: u64, price: f64) -> Spare {
-        Spare {
+    fn vm_supply(name: &str, free: u64, idle: u64, price: f64) -> VmSupply {
+        VmSupply {
             name: name.into(),
             free: Bytes::mib(free),
             idle: Bytes::mib(idle),
@@ -304,25 +306,25 @@ mod tests {
         }
     }
 
-    fn stock_of(headroom: u64, vms: Vec<Spare>) -> Stock {
-        Stock {
+    fn supply_of(headroom: u64, vms: Vec<VmSupply>) -> Supply {
+        Supply {
             known: true,
             capacity: Bytes::gib(16),
             headroom: Bytes::mib(headroom),
             reserve: Bytes::mib(1000),
             swap: Bytes::gib(1),
             vms,
-            ..Stock::default()
+            ..Supply::default()
         }
     }
 
-    fn ask(memory: u64, count: u32) -> Ask {
-        Ask { memory: Bytes::mib(memory), count }
+    fn ask(memory: u64, count: u32) -> AdmissionRequest {
+        AdmissionRequest { memory: Bytes::mib(memory), count }
     }
 
     #[test]
     fn what_the_host_has_beyond_its_reserve_comes_first() {
-        let a = admit(&stock_of(4000, vec![spare("a", 0, 500, 1.0)]), &ask(1000, 2));
+        let a = admit(&supply_of(4000, vec![vm_supply("a", 0, 500, 1.0)]), &ask(1000, 2));
         assert!(a.yes && a.from.is_empty() && a.seconds == 0.0, "{a:?}");
         assert_eq!(a.need, Bytes::mib(2 * (1000 + 64 + 20)));
         assert_eq!(a.from_headroom, a.need);
@@ -330,8 +332,8 @@ mod tests {
 
     #[test]
     fn then_those_that_pay_most_and_it_says_how_long() {
-        let vms = vec![spare("cheap", 0, 500, 1.0), spare("dear", 100, 400, 2.0)];
-        let a = admit(&stock_of(1500, vms), &ask(1000, 1));
+        let vms = vec![vm_supply("cheap", 0, 500, 1.0), vm_supply("dear", 100, 400, 2.0)];
+        let a = admit(&supply_of(1500, vms), &ask(1000, 1));
         assert!(a.yes, "{}", a.why);
         assert_eq!(a.from_headroom, Bytes::mib(500));
         let from: Vec<_> = a.from.iter().map(|g| (g.name.as_str(), g.bytes.0 >> 20)).collect();
@@ -342,50 +344,50 @@ mod tests {
 
     #[test]
     fn no_says_how_much_is_missing() {
-        let a = admit(&stock_of(1500, vec![spare("a", 0, 100, 1.0)]), &ask(1000, 3));
+        let a = admit(&supply_of(1500, vec![vm_supply("a", 0, 100, 1.0)]), &ask(1000, 3));
         assert!(!a.yes);
         assert_eq!(a.missing, Bytes::mib(3 * 1084 - 500 - 100));
         assert!(a.why.contains("2.6 GiB too little"), "{}", a.why);
-        let unknown = Stock { known: false, ..stock_of(9000, vec![]) };
+        let unknown = Supply { known: false, ..supply_of(9000, vec![]) };
         assert!(!admit(&unknown, &ask(1, 1)).yes);
-        assert!(admit(&stock_of(1500, vec![]), &ask(1000, 0)).yes, "none always fit");
+        assert!(admit(&supply_of(1500, vec![]), &ask(1000, 0)).yes, "none always fit");
     }
 
     #[test]
     fn vms_that_start_have_their_memory_promised() {
-        let starting = Stock { promised: Bytes::mib(3000), ..stock_of(5000, vec![]) };
+        let starting = Supply { promised: Bytes::mib(3000), ..supply_of(5000, vec![]) };
         assert!(!admit(&starting, &ask(1000, 1)).yes);
-        assert!(admit(&stock_of(5000, vec![]), &ask(1000, 1)).yes);
+        assert!(admit(&supply_of(5000, vec![]), &ask(1000, 1)).yes);
     }
 
     #[test]
     fn what_other_processes_used_lately_is_theirs() {
-        let stock = Stock { others: Bytes::mib(3000), ..stock_of(5000, vec![]) };
-        let a = admit(&stock, &ask(1000, 1));
+        let supply = Supply { others: Bytes::mib(3000), ..supply_of(5000, vec![]) };
+        let a = admit(&supply, &ask(1000, 1));
         assert!(!a.yes && a.why.contains("its other processes used"), "{}", a.why);
         let mut memory = Memory::default();
         memory.others.see(Stamp(1_000), Bytes::gib(3));
-        assert_eq!(super::stock(&Model::default(), &memory).others, Bytes::gib(3));
+        assert_eq!(super::supply(&Model::default(), &memory).others, Bytes::gib(3));
     }
 
     #[test]
     fn what_the_host_lacks_itself_is_not_promised_again() {
-        let vms = || vec![spare("a", 0, 1500, 1.0)];
-        let a = admit(&stock_of(600, vms()), &ask(1000, 1));
+        let vms = || vec![vm_supply("a", 0, 1500, 1.0)];
+        let a = admit(&supply_of(600, vms()), &ask(1000, 1));
         assert!(a.yes && a.why.contains("lacks 400 MiB of its reserve"), "{}", a.why);
         assert_eq!(a.from[0].bytes, Bytes::mib(1084 + 400));
-        let a = admit(&stock_of(500, vms()), &ask(1000, 1));
+        let a = admit(&supply_of(500, vms()), &ask(1000, 1));
         assert_eq!((a.yes, a.missing), (false, Bytes::mib(84)), "{}", a.why);
     }
 
     #[test]
     fn the_worst_case_is_that_every_guest_uses_its_all() {
-        let vms = || vec![spare("a", 0, 0, 1.0), spare("b", 0, 0, 1.0)];
-        let w = admit(&stock_of(9000, vms()), &ask(1000, 1)).worst_case;
+        let vms = || vec![vm_supply("a", 0, 0, 1.0), vm_supply("b", 0, 0, 1.0)];
+        let w = admit(&supply_of(9000, vms()), &ask(1000, 1)).worst_case;
         assert_eq!((w.over, w.survives), (Bytes::ZERO, true));
-        let w = admit(&stock_of(3000, vms()), &ask(1000, 1)).worst_case;
+        let w = admit(&supply_of(3000, vms()), &ask(1000, 1)).worst_case;
         assert_eq!((w.over, w.survives), (Bytes::mib(132), true), "{}", w.why);
-        let w = admit(&stock_of(3000, vms()), &ask(2000, 1)).worst_case;
+        let w = admit(&supply_of(3000, vms()), &ask(2000, 1)).worst_case;
         assert!(!w.survives && w.why.contains("OOM killer"), "{}", w.why);
     }
 

@@ -112,7 +112,7 @@ fn by_stage(plan: &PlanView, totals: &[Stage]) -> String {
 mod tests {
     use super::*;
     use ebb_core::plan::Plan;
-    use ebb_core::policy::admission::{Ask, Spare, Stock, admit};
+    use ebb_core::policy::admission::{AdmissionRequest, Supply, VmSupply, admit};
 
     #[test]
     fn a_plan_of_another_version_is_told_as_far_as_it_is_understood() {
@@ -131,19 +131,19 @@ mod tests {
 
     #[test]
     fn the_answer_names_who_gives_and_the_worst_case() {
-        let spare = Spare {
+        let vm = VmSupply {
             name: "web".into(),
             idle: Bytes::gib(2),
             rate: (100 << 20) as f64,
-            ..Spare::default()
+            ..VmSupply::default()
         };
-        let stock =
-            Stock { known: true, headroom: Bytes::gib(1), vms: vec![spare], ..Stock::default() };
-        let said = text(&admit(&stock, &Ask { memory: Bytes::gib(2), count: 1 }));
+        let supply =
+            Supply { known: true, headroom: Bytes::gib(1), vms: vec![vm], ..Supply::default() };
+        let said = text(&admit(&supply, &AdmissionRequest { memory: Bytes::gib(2), count: 1 }));
         assert!(said.starts_with("yes: 1 × 2 GiB need 2.1 GiB with overhead"), "{said}");
         assert!(said.contains("web") && said.contains("within 13 s"), "{said}");
         assert!(said.contains("worst case: if every guest used all"), "{said}");
-        let said = text(&admit(&stock, &Ask { memory: Bytes::gib(2), count: 9 }));
+        let said = text(&admit(&supply, &AdmissionRequest { memory: Bytes::gib(2), count: 9 }));
         assert!(said.starts_with("no: ") && said.contains("too little"), "{said}");
     }
 }
