@@ -271,7 +271,7 @@ impl Memory {
             let at = sample.at;
             // A VM that is older than the daemon has settled, unless it is known to be
             // young.
-            let new = self.vm(vm.id).is_none_or(|m| m.seen.is_none());
+            let new = self.vm(vm.id).is_none_or(|m| m.footprint.is_none());
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
             let m = self.vm_mut(vm.id);
             m.name.clone_from(&vm.name);
@@ -412,7 +412,7 @@ impl Memory {
                 socket: vm.socket.take(),
                 ledger: Ledger { foreign: vm.ledger.foreign.map(|_| now), ..vm.ledger },
                 reboot: vm.reboot.map(|r| Reboot { wall_s: r.wall_s, ..Reboot::default() }),
-                seen: vm.seen,
+                footprint: vm.footprint,
                 stuck_count: vm.stuck_count,
                 returned: vm.returned,
                 zeros: ZeroMemory { rest_until: None, ..vm.zeros },

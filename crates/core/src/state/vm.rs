@@ -20,7 +20,7 @@ pub use self::order::{
     BalloonOrder, Given, HARM_MS, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
     STUCK_MOST_MS,
 };
-pub use self::returned::{Returned, Seen};
+pub use self::returned::{Footprint, Returned};
 pub use self::stats::{Doubt, Hot};
 use super::{
     Cold, Contact, Fastest, Growth, GuestRates, Ledger, Recent, RecycleMemory, Sizes, Yields,
@@ -107,7 +107,8 @@ pub struct VmMemory {
     /// When what runs beside the loop was last ordered.
     pub ordered: Ordered,
     /// Size and residency a tick ago.
-    pub seen: Option<Seen>,
+    #[serde(rename = "seen")]
+    pub footprint: Option<Footprint>,
     /// What came back to the host, since Ebb first saw the VM.
     pub returned: Returned,
     /// It has just started and still takes what it was promised.

@@ -181,7 +181,7 @@ impl VmMemory {
             self.ledger.wait(at);
         }
         let (Some(ram), Some(actual)) = (vm.ram, actual) else { return };
-        let was = self.seen.and_then(|s| s.actual);
+        let was = self.footprint.and_then(|s| s.actual);
         if was.is_some_and(|was| actual < was) {
             (self.shrunk, self.landed) = (Some(at), false);
         }
@@ -230,7 +230,7 @@ impl VmMemory {
         });
         let before = self.raised.unwrap_or_else(|| Raised {
             from,
-            held: self.seen.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
+            held: self.footprint.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
             caches: said.and_then(|s| s.caches).unwrap_or_default(),
             ..Raised::default()
         });
@@ -292,7 +292,7 @@ impl VmMemory {
 
     pub(super) fn follow_order(&mut self, dt_ms: u64, actual: Option<Bytes>) {
         let (Some(order), Some(actual)) = (self.order.as_mut(), actual) else { return };
-        let was = self.seen.and_then(|s| s.actual).unwrap_or(actual);
+        let was = self.footprint.and_then(|s| s.actual).unwrap_or(actual);
         if dt_ms > 0 {
             let down = order.to < was;
             let moved = if down { was - actual } else { actual - was };

@@ -16,7 +16,7 @@ const OWN_LIFE_MS: f64 = 600_000.0;
 /// Size and residency at a tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Seen {
+pub struct Footprint {
     /// Balloon size (RAM less balloon).
     pub actual: Option<Bytes>,
     pub resident: Bytes,
@@ -74,9 +74,9 @@ impl VmMemory {
         self.own_seen = beyond.max(self.own_seen.share(left));
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
-        let actual = actual.or(self.seen.and_then(|s| s.actual));
-        let now = Seen { actual, resident: p.resident(), swap: p.swap, recycled };
-        if let Some(was) = self.seen.replace(now) {
+        let actual = actual.or(self.footprint.and_then(|s| s.actual));
+        let now = Footprint { actual, resident: p.resident(), swap: p.swap, recycled };
+        if let Some(was) = self.footprint.replace(now) {
             let inflated = match (was.actual, now.actual) {
                 (Some(w), Some(n)) => w - n,
                 _ => Bytes::ZERO,
