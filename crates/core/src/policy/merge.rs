@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::order::{MergeMemory, Seen, VmMergeMemory, merge, saved};
+pub use self::order::{MergeCounts, MergeMemory, VmMergeMemory, merge, saved};
 pub use self::ranges::{Block, RANGES_MAX, WORDS, ranges};
 use crate::model::Pressure;
 use crate::units::{Bytes, PAGE, Stamp};

@@ -73,15 +73,16 @@ pub struct VmMergeMemory {
     /// The operator's last request for it.
     pub asked: Option<bool>,
     /// What its mappings showed as merged at the last look.
-    pub seen: Option<Seen>,
+    #[serde(rename = "seen")]
+    pub counts: Option<MergeCounts>,
     /// It is out until then.
     pub storm_until: Option<Stamp>,
     pub storms: u32,
 }
 
-/// A look at a VM's mappings.
+/// What a look at a VM's mappings showed, and the counters then.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Seen {
+pub struct MergeCounts {
     pub at: Stamp,
     /// Merged, pages.
     pub merged: u64,
@@ -96,14 +97,14 @@ impl VmMergeMemory {
     /// in another way (a balloon that grows) was not copied.
     pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
         let (Some((when, merged)), Some(true)) = (vm.seen, vm.open) else {
-            return self.seen = None;
+            return self.counts = None;
         };
         let counted = vm.stat.merging_pages.unwrap_or(0);
-        let now = Seen { at: when, merged: merged.0 / PAGE, counted, copied };
-        if self.seen.is_some_and(|was| was.at == when) {
+        let now = MergeCounts { at: when, merged: merged.0 / PAGE, counted, copied };
+        if self.counts.is_some_and(|was| was.at == when) {
             return;
         }
-        let Some(was) = self.seen.replace(now) else { return };
+        let Some(was) = self.counts.replace(now) else { return };
         let newly = counted.saturating_sub(was.counted);
         let broken = (was.merged + newly).saturating_sub(now.merged);
         let written = match (was.copied, copied) {
