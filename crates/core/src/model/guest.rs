@@ -73,7 +73,7 @@ impl Trust {
 }
 
 /// What the balloon and VMM settings add to a guest's statistics.
-pub(super) struct Around {
+pub(super) struct BalloonSetup {
     pub ram: Bytes,
     pub actual: Bytes,
     pub deflate_on_oom: bool,
@@ -81,7 +81,7 @@ pub(super) struct Around {
 
 impl GuestModel {
     pub(super) fn new(
-        around: &Around,
+        balloon: &BalloonSetup,
         stats: &GuestStats,
         m: &VmMemory,
         rates: Option<GuestRates>,
@@ -89,7 +89,7 @@ impl GuestModel {
         if stats.age_ms > STALE_MS {
             return None;
         }
-        let Around { ram, actual, deflate_on_oom } = *around;
+        let BalloonSetup { ram, actual, deflate_on_oom } = *balloon;
         // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
         // No guest has more available than its size.
         let said = stats.available.or(stats.free)?.min(actual);
@@ -275,8 +275,8 @@ mod tests {
     use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
     use crate::state::{Doubt, Hot};
 
-    fn around(deflate_on_oom: bool) -> Around {
-        Around { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
+    fn balloon(deflate_on_oom: bool) -> BalloonSetup {
+        BalloonSetup { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
     }
 
     fn stats(available_mib: u64) -> GuestStats {
@@ -288,13 +288,13 @@ mod tests {
         let ram = Bytes::gib(1);
         let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
         let new = VmMemory::default();
-        let g = GuestModel::new(&around(true), &lie, &new, None).unwrap();
+        let g = GuestModel::new(&balloon(true), &lie, &new, None).unwrap();
         assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
-        let careful = GuestModel::new(&around(false), &lie, &new, None).unwrap();
+        let careful = GuestModel::new(&balloon(false), &lie, &new, None).unwrap();
         assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
         let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(&around(true), &stale, &new, None), None);
-        assert_eq!(GuestModel::new(&around(true), &GuestStats::default(), &new, None), None);
+        assert_eq!(GuestModel::new(&balloon(true), &stale, &new, None), None);
+        assert_eq!(GuestModel::new(&balloon(true), &GuestStats::default(), &new, None), None);
     }
 
     #[test]
@@ -305,7 +305,7 @@ mod tests {
             ..VmMemory::default()
         };
         let set = |mib| {
-            let g = GuestModel::new(&around(true), &stats, &hot(mib), None).unwrap();
+            let g = GuestModel::new(&balloon(true), &stats, &hot(mib), None).unwrap();
             (g.working_set.0 >> 20, g.idle.0 >> 20)
         };
         assert_eq!(set(0), (424, 600));

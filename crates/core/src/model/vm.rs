@@ -8,7 +8,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::guest::{Around, distress, trust};
+use super::guest::{BalloonSetup, distress, trust};
 use super::standing::{beyond_balloon, is_managed, left_alone, standing};
 use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge};
 use crate::config::{Config, LEAST_FLOOR};
@@ -203,8 +203,8 @@ impl VmModel {
         };
         if let (Some(actual), Some(stats)) = (actual, m.believed_stats(sample.at, vm)) {
             let deflate_on_oom = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
-            let around = Around { ram, actual, deflate_on_oom };
-            model.guest = GuestModel::new(&around, &stats, m, m.rates_at(sample.at));
+            let balloon = BalloonSetup { ram, actual, deflate_on_oom };
+            model.guest = GuestModel::new(&balloon, &stats, m, m.rates_at(sample.at));
         }
         let limits = sample.host.pool.iter().chain(&sample.host.other_limits);
         let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
