@@ -136,7 +136,7 @@ pub struct LinuxHost {
     merger: Option<KsmWorker>,
     mappers: Search,
     /// `ksmd`, who else sets KSM, and when that was looked up.
-    ksm_around: ksm::Around,
+    other_processes: ksm::OtherProcesses,
     /// Its counters of each VM.
     ksm_stats: ksm::Stats,
     /// What others merged when that was last read, and when.
@@ -170,7 +170,7 @@ impl LinuxHost {
             zeros: zeros.then(|| zeros::ways(&options.root)),
             merger,
             mappers: Search::default(),
-            ksm_around: ksm::Around::default(),
+            other_processes: ksm::OtherProcesses::default(),
             ksm_stats: ksm::Stats::default(),
             others_ksm: None,
             touch: None,

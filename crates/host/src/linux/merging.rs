@@ -153,6 +153,6 @@ impl LinuxHost {
             let stat = read.and_then(|read| *read.as_ref().ok()?);
             vm.merge = Some(MergeSample { stat: stat.unwrap_or_default(), ..Default::default() });
         }
-        host.ksm.iter_mut().for_each(|ksm| self.ksm_around.tell(root, ksm, vms));
+        host.ksm.iter_mut().for_each(|ksm| self.other_processes.tell(root, ksm, vms));
     }
 }

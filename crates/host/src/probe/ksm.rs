@@ -60,51 +60,51 @@ pub fn ksmtuned(root: &Root) -> Option<u32> {
 }
 
 /// Other processes' part is looked at this often.
-const AROUND_EVERY: Duration = Duration::from_secs(30);
+const OTHERS_EVERY: Duration = Duration::from_secs(30);
 
 /// A look at many processes may take longer: what was seen before is told meanwhile.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// What processes other than VMs have to do with KSM.
 #[derive(Debug, Default)]
-pub struct Around {
-    seen: Seen,
+pub struct OtherProcesses {
+    known: OthersSample,
     /// When a look began last.
     at: Option<Instant>,
-    look: BackgroundLook<Seen>,
+    look: BackgroundLook<OthersSample>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct OthersSample {
     ksmd: Option<u32>,
     tuned: Option<u32>,
     /// Merged pages that they map.
     mapped: Option<u64>,
 }
 
-impl Around {
+impl OtherProcesses {
     /// Adds what they tell to the counters. `vms` have been read.
     pub fn tell(&mut self, root: &Root, ksm: &mut Ksm, vms: &[VmSample]) {
-        if self.at.is_none_or(|at| at.elapsed() >= AROUND_EVERY) {
+        if self.at.is_none_or(|at| at.elapsed() >= OTHERS_EVERY) {
             let pids: Vec<u32> = vms.iter().map(|v| v.id.pid).collect();
             let its = root.clone();
-            let look = move || Seen {
+            let look = move || OthersSample {
                 ksmd: ksmd(&its),
                 tuned: ksmtuned(&its),
                 mapped: read_mapped(&its, &pids),
             };
             // One that is under way is waited for at the next tick, but no more.
             let patience = if self.look.is_idle() { PATIENCE } else { Duration::ZERO };
-            if let Some(seen) = self.look.look(look, patience) {
-                (self.seen, self.at) = (seen, Some(Instant::now()));
+            if let Some(found) = self.look.look(look, patience) {
+                (self.known, self.at) = (found, Some(Instant::now()));
             }
         }
-        let ran = self.seen.ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
+        let ran = self.known.ksmd.and_then(|pid| read_run_time(root, pid).ok()?);
         ksm.cpu_ms = ran.map(|t| t.as_millis() as u64);
-        ksm.ksmtuned = self.seen.tuned;
+        ksm.ksmtuned = self.known.tuned;
         let of = |vm: &VmSample| vm.merge.as_ref()?.stat.merging_pages;
         let add = |sum: u64, vm| Some(sum.saturating_add(of(vm)?));
-        ksm.mapped = self.seen.mapped.and_then(|others| vms.iter().try_fold(others, add));
+        ksm.mapped = self.known.mapped.and_then(|others| vms.iter().try_fold(others, add));
     }
 }
 
